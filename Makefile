@@ -1,0 +1,32 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test check data venv clean
+
+venv: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
+	touch $@
+
+data: data/charts/README.md
+
+data/charts/README.md: | venv
+	$(BIN)/mmtrain data charts data/charts --num-samples 4000 --seed 0
+
+train: venv data
+	$(BIN)/torchrun --nproc-per-node 2 train.py --config debug_vlm.toml
+
+test: venv
+	$(BIN)/python -m pytest
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf outputs data/charts

@@ -1,0 +1,275 @@
+"""The `mmtrain` command. Bad input ends with one line on standard error and exit status 2."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmtrain import __version__, config
+from mmtrain.errors import MMTrainError
+
+if TYPE_CHECKING:
+    from mmtrain.schedule.problem import PlanningProblem
+    from mmtrain.schedule.timeline import Timeline
+
+_OVERRIDE_HELP = "set one value, in TOML syntax: --training.steps=10 --data.source=charts"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `mmtrain` command. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="mmtrain",
+        description="Trains large multimodal models on pipelines that are planned anew for every batch.",
+    )
+    parser.add_argument("--version", action="version", version=f"mmtrain {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_config(commands)
+    _add_data(commands)
+    _add_schedule(commands)
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        if not getattr(args, "takes_overrides", False):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.overrides = rest
+    return _guarded(args.run, args)
+
+
+def train_main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of train.py: one rank under torchrun, or the whole job of one rank. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="train.py", description="Runs one rank of a training job.")
+    parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
+    parser.add_argument("overrides", nargs="*", metavar="--section.key=value", help=_OVERRIDE_HELP)
+    args, args.overrides = parser.parse_known_args(argv)
+    return _guarded(_train_rank, args)
+
+
+def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    try:
+        return run(args)
+    except MMTrainError as error:
+        rank = os.environ.get("RANK")
+        print(f"error{'' if rank is None else f' [rank {rank}]'}: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+# ------------------------------------------------------------------------------------------------ train
+
+
+def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model",
+        description="Trains the model of a TOML file. Starts all ranks of the job on this machine, unless a "
+        "launcher (torchrun) already did. Any --section.key=value overrides the file.",
+    )
+    parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
+    parser.set_defaults(run=_train, takes_overrides=True, overrides=[])
+
+
+def _train(args: argparse.Namespace) -> int:
+    """Checks the config, then runs this rank or launches all ranks."""
+    job = config.load(args.config, args.overrides)
+    if "WORLD_SIZE" in os.environ:
+        return _train_rank(args)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=job.parallelism.mesh_shape.world_size,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    words = [sys.executable, "-m", "mmtrain.cli", "train", "--config", str(args.config), *args.overrides]
+    try:
+        elastic_launch(launch, words[0])(*words[1:])
+    except ChildFailedError as error:
+        return max(1, next(iter(error.failures.values())).exitcode)
+    return 0
+
+
+def _train_rank(args: argparse.Namespace) -> int:
+    job = config.load(args.config, args.overrides)
+    job.parallelism.mesh_shape.check_world_size(config.world_size_from_environment())
+    from mmtrain.trainer import Trainer
+
+    Trainer(job).run()
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------- config
+
+
+def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "config",
+        help="print a config with all its defaults",
+        description="Checks a TOML file and prints it resolved: bases, overrides and defaults included.",
+    )
+    parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
+    parser.set_defaults(run=_config, takes_overrides=True, overrides=[])
+
+
+def _config(args: argparse.Namespace) -> int:
+    print(config.dump(config.load(args.config, args.overrides)), end="")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------- data
+
+
+def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    data = commands.add_parser("data", help="make the built-in data sets")
+    kinds = data.add_subparsers(dest="dataset", required=True, metavar="DATASET")
+    charts = kinds.add_parser(
+        "charts",
+        help="bar, line and pie charts with questions",
+        description="Draws charts and writes question-answer conversations about them, as parquet.",
+    )
+    charts.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    charts.add_argument("--num-samples", type=int, default=4000, metavar="N", help="samples (default 4000)")
+    charts.add_argument("--seed", type=int, default=0, metavar="S", help="seed of all choices (default 0)")
+    charts.set_defaults(run=_charts)
+
+
+def _charts(args: argparse.Namespace) -> int:
+    from mmtrain.data.charts import make_charts
+
+    make_charts(args.out, args.num_samples, args.seed)
+    print(f"wrote {args.num_samples} samples to {args.out}")
+    return 0
+
+
+# --------------------------------------------------------------------------------------------- schedule
+
+
+def _add_schedule(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    schedule = commands.add_parser("schedule", help="draw schedules")
+    verbs = schedule.add_subparsers(dest="verb", required=True, metavar="VERB")
+    show = verbs.add_parser(
+        "show",
+        help="plan one iteration and draw it",
+        description="Plans one iteration and draws the simulated timeline. The iteration is a batch of a config's "
+        "data (--config), a planning problem in a file (--problem), or a plain chain of stages (--pp, --microbatches).",
+    )
+    show.add_argument("name", nargs="?", help="schedule: 1F1B or interleave (default: the config's, else 1F1B)")
+    show.add_argument("--config", help="TOML file; its first batches are read, nothing is trained")
+    show.add_argument("--batch", type=int, default=0, metavar="K", help="with --config: which batch (default 0)")
+    show.add_argument("--problem", type=Path, metavar="FILE", help="planning problem, .json or .json.gz")
+    show.add_argument("--pp", type=int, default=4, metavar="P", help="pipeline ranks of a plain chain (default 4)")
+    show.add_argument("--microbatches", type=int, default=8, metavar="M", help="of a plain chain (default 8)")
+    show.add_argument(
+        "--format",
+        choices=["text", "svg", "png", "trace", "json", "program"],
+        default="text",
+        help="json: the plan; trace: for Perfetto; program: the lowered actions (default text)",
+    )
+    show.add_argument("--out", type=Path, help="file to write; needed for png")
+    show.set_defaults(run=_show, takes_overrides=True, overrides=[])
+
+
+def _show(args: argparse.Namespace) -> int:
+    from mmtrain.errors import ConfigError
+    from mmtrain.planner.plan import make_plan, plan_to_json
+    from mmtrain.schedule import draw
+    from mmtrain.schedule.lower import lower
+
+    if args.config and args.problem:
+        raise ConfigError("schedule show: give --config or --problem, not both")
+    if args.overrides and not args.config:
+        raise ConfigError(f"schedule show: {args.overrides[0]} overrides a config, but there is no --config")
+    name = args.name or "1F1B"
+    if args.config:
+        job = config.load(args.config, args.overrides)
+        name = args.name or job.parallelism.pipeline_parallel_schedule
+        problem = _problem_of_batch(job, args.batch)
+    elif args.problem:
+        from mmtrain.schedule.problem import PlanningProblem
+
+        problem = PlanningProblem.read(args.problem)
+    else:
+        problem = _chain(args.pp, args.microbatches)
+    result = make_plan(problem, name)
+    if result.plan is None or result.timeline is None:
+        raise MMTrainError(f"no plan: {result.message}")
+    if args.format == "png":
+        if args.out is None:
+            raise ConfigError("schedule show: --format png needs --out FILE")
+        args.out.write_bytes(draw.png(result.timeline, title=name))
+        return 0
+    text = {
+        "text": lambda: draw.text(result.timeline) + f"\n{_summary(name, result.timeline)}\n",
+        "svg": lambda: draw.svg(result.timeline, title=name),
+        "trace": lambda: json.dumps(draw.trace_events({name: result.timeline})),
+        "json": lambda: plan_to_json(problem, result),
+        "program": lambda: f"{lower(result.plan, problem, sharded=False)}\n",
+    }[args.format]()
+    if args.out:
+        args.out.write_text(text)
+    else:
+        print(text, end="" if text.endswith("\n") else "\n")
+    return 0
+
+
+def _summary(name: str, timeline: "Timeline") -> str:
+    peaks = ", ".join(f"{peak / 2**20:.1f}" for peak in timeline.peak_bytes)
+    return f"{name}: makespan {timeline.makespan_s:.4g} s, bubble {100 * timeline.bubble:.1f} %, peak MiB {peaks}"
+
+
+def _problem_of_batch(job: config.Config, number: int) -> "PlanningProblem":
+    from mmtrain.data.loader import Loader
+    from mmtrain.models.spec_builders import model_spec
+    from mmtrain.planner.iteration import IterationPlanner, partition_of
+
+    spec = model_spec(job.model)
+    encoder = job.model.encoder
+    planner = IterationPlanner(
+        spec=spec,
+        partition=partition_of(job, spec),
+        section=job.planner,
+        schedule=job.parallelism.pipeline_parallel_schedule,
+        sub_microbatch_size=encoder.sub_microbatch_size if encoder else 0,
+        sharded=False,
+    )
+    loader = Loader(job, dp_degree=job.parallelism.mesh_shape.dp, num_workers=0, num_steps=number + 1)
+    try:
+        *_, (_, meta, _) = loader
+    finally:
+        loader.close()
+    return planner.plan(meta).problem
+
+
+def _chain(num_ranks: int, num_microbatches: int) -> "PlanningProblem":
+    """A plain chain: one stage a rank, forward 1 s, backward 2 s, transfers free, 1 MiB kept a stage."""
+    from mmtrain.errors import ConfigError
+    from mmtrain.schedule.graph import ModuleStages, Work
+    from mmtrain.schedule.problem import P2P, Option, PlanningProblem
+
+    if num_ranks < 1 or num_microbatches < 1:
+        raise ConfigError("schedule show: --pp and --microbatches are at least 1")
+    option = Option(
+        name="keep", forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0, activation_bytes=2.0**20
+    )
+    return PlanningProblem.build(
+        num_ranks=num_ranks,
+        modules=[ModuleStages(name="language", stages=tuple(range(num_ranks)))],
+        stage_rank=range(num_ranks),
+        works=[Work(module=0, microbatch=m, sub_microbatch=0) for m in range(num_microbatches)],
+        costs=[(option,)],
+        cost_index=[[0] * num_ranks] * num_microbatches,
+        output_bytes=[[0.0] * num_ranks] * num_microbatches,
+        p2p=P2P(latency_s=0.0, bytes_per_s=1.0),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

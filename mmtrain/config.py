@@ -1,0 +1,643 @@
+"""The typed configuration of one job, and a strict TOML loader for it.
+
+One frozen dataclass a TOML section; under each field its meaning and unit. Loading never changes a
+value and never ignores one: an unknown key, a wrong type, a value outside of its choices or a
+missing key is refused with its dotted path. Nothing here imports torch.
+"""
+
+import dataclasses
+import difflib
+import os
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mmtrain.errors import ConfigError
+from mmtrain.topology import MeshShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """[job]: what this run is and where its files go."""
+
+    description: str = ""
+    """Shown in the log's first line."""
+    dump_folder: str = "outputs"
+    """Folder for the resolved config, checkpoints, metrics and traces; made if absent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """[model.encoder]: the vision encoder. Leave the table out to train a language model alone."""
+
+    pretrained: str = ""
+    """Hugging Face id or local folder; its config.json decides the class. Or give `config`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Inline Hugging Face config with its `model_type`; the weights are then random."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """With `pretrained`: load its weights, or take only its shape."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation inside of an image."""
+    frozen: bool = False
+    """Keep the encoder's parameters fixed (the projector has its own switch)."""
+    num_segments: int = 0
+    """K: the module is cut into pipeline_parallel_degree x K chunks; 0 picks K by rule."""
+    sub_microbatch_size: int = 0
+    """Images in one sub-microbatch; a microbatch with N images runs as ceil(N / size); 0: all in one."""
+
+    def __post_init__(self) -> None:
+        _check_source("model.encoder", self)
+        _at_least("model.encoder", self, num_segments=0, sub_microbatch_size=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectorConfig:
+    """[model.projector]: from encoder features to the language model's width."""
+
+    kind: Literal["mlp", "native"] = "mlp"
+    """mlp: merge spatial_merge x spatial_merge neighbours, two linear layers. native: the encoder's own merger."""
+    spatial_merge: int = 2
+    """Neighbouring features along each side that become one token; native requires the encoder's value."""
+    hidden_size: int = 0
+    """Width between the two linear layers of `mlp`; 0: the merged width."""
+    frozen: bool = False
+    """Keep the projector's parameters fixed."""
+
+    def __post_init__(self) -> None:
+        _at_least("model.projector", self, spatial_merge=1, hidden_size=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageConfig:
+    """[model.language]: the language model."""
+
+    pretrained: str = ""
+    """Hugging Face id or local folder; its config.json decides the class. Or give `config`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Inline Hugging Face config with its `model_type`; the weights are then random."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """With `pretrained`: load its weights, or take only its shape."""
+    frozen: bool = False
+    """Keep the language model's parameters fixed."""
+    num_segments: int = 0
+    """K: the module is cut into pipeline_parallel_degree x K chunks; 0 picks K by rule."""
+
+    def __post_init__(self) -> None:
+        _check_source("model.language", self)
+        _at_least("model.language", self, num_segments=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """[model]: the modality modules."""
+
+    language: LanguageConfig
+    encoder: EncoderConfig | None = None
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerConfig:
+    """[tokenizer]"""
+
+    path: str = ""
+    """Hugging Face id or local folder of a tokenizer; empty: the small one that ships with mmtrain."""
+    image_token: str = "<|image_pad|>"
+    """The token that stands for one image feature; it must be in the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """[data]: where samples come from and what happens to bad ones."""
+
+    source: str
+    """Hugging Face dataset id, a folder, or a .parquet / .jsonl file, with `messages` and `images` columns."""
+    split: str = "train"
+    """Split to train on."""
+    validation_split: str = "validation"
+    """Split to validate on."""
+    streaming: bool = False
+    """Read without an index; needs shuffle = false, since a shuffle buffer cannot be resumed exactly."""
+    shuffle: bool = True
+    """A new deterministic order each epoch."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """A sample that cannot be read (corrupt image, images and tokens that disagree): stop, or drop it and count it."""
+    too_long: Literal["raise", "skip", "truncate"] = "raise"
+    """A sample of more than training.seq_len tokens: stop, drop and count it, or cut its end (text-only samples)."""
+    num_workers: int = 1
+    """Background processes that prepare batches; 0: in the training process."""
+    prefetch: int = 2
+    """Batches kept ready by each worker."""
+    image_processor: str = ""
+    """Hugging Face id or folder of an image processor; empty: the encoder's default processor class."""
+    min_pixels: int = 0
+    """Smallest image area after resizing (native-resolution encoders); 0: the processor's value."""
+    max_pixels: int = 0
+    """Largest image area after resizing (native-resolution encoders); 0: the processor's value."""
+    blank_images: bool = False
+    """Replace the content of every picture by grey: a control that shows what the pictures are worth."""
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise ConfigError("data.source: is empty; name a dataset id, folder or file")
+        _at_least("data", self, num_workers=0, prefetch=1, min_pixels=0, max_pixels=0)
+        if self.streaming and self.shuffle:
+            raise ConfigError(
+                "data.streaming = true with data.shuffle = true: a streaming shuffle buffer is refilled on "
+                "resume and would lose and repeat samples; set data.shuffle = false or data.streaming = false"
+            )
+        if self.max_pixels and self.max_pixels < self.min_pixels:
+            raise ConfigError(
+                f"data.max_pixels = {self.max_pixels} is below data.min_pixels = {self.min_pixels}; raise it"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """[training]"""
+
+    steps: int
+    """Optimizer steps of the whole job."""
+    seq_len: int
+    """Tokens of one packed microbatch, image tokens included."""
+    global_batch_size: int
+    """Packed microbatches of one step over all data-parallel replicas."""
+    max_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down; 0: never."""
+    mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
+    """Dtype that FSDP2 computes in; master weights stay float32."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the gradient reduction."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient norm that is NaN or infinite: stop before the optimizer step, or skip that step."""
+
+    def __post_init__(self) -> None:
+        _at_least("training", self, steps=1, seq_len=2, global_batch_size=1, max_norm=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """[optimizer]: decoupled weight decay on matrices; norms, biases and embeddings are not decayed."""
+
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    lr: float = 8e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    implementation: Literal["for-loop", "foreach", "fused"] = "foreach"
+
+    def __post_init__(self) -> None:
+        _at_least("optimizer", self, lr=0.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise ConfigError(f"optimizer.{name} = {getattr(self, name)}; it must be below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LRSchedulerConfig:
+    """[lr_scheduler]: linear warm-up, stable part, decay."""
+
+    warmup_steps: int = 0
+    """Steps from near 0 to the peak."""
+    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
+    decay_ratio: float = 1.0
+    """Part of the steps after warm-up over which the rate decays; 0: it stays at the peak."""
+    min_lr_factor: float = 0.0
+    """Rate at the end, as a fraction of the peak."""
+
+    def __post_init__(self) -> None:
+        _at_least("lr_scheduler", self, warmup_steps=0, decay_ratio=0.0, min_lr_factor=0.0)
+        for name in ("decay_ratio", "min_lr_factor"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"lr_scheduler.{name} = {getattr(self, name)}; it is a fraction, at most 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelismConfig:
+    """[parallelism]: the degree of each mesh axis, and the schedule."""
+
+    data_parallel_replicate_degree: int = 1
+    """Replicas that hold whole copies of the (sharded) parameters: HSDP's outer axis."""
+    data_parallel_shard_degree: int = 1
+    """Ranks over which FSDP2 shards parameters, gradients and optimizer state."""
+    context_parallel_degree: int = 1
+    tensor_parallel_degree: int = 1
+    pipeline_parallel_degree: int = 1
+    """P: pipeline ranks."""
+    pipeline_parallel_schedule: Literal["1F1B", "interleave"] = "interleave"
+    """1F1B: one forward, one backward, over the work graph. interleave: DIP's greedy dual queues."""
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name.endswith("_degree") and value < 1:
+                raise ConfigError(f"parallelism.{f.name} = {value}; a degree is at least 1")
+
+    @property
+    def mesh_shape(self) -> MeshShape:
+        """The degrees as a mesh."""
+        return MeshShape(
+            pp=self.pipeline_parallel_degree,
+            dp_replicate=self.data_parallel_replicate_degree,
+            dp_shard=self.data_parallel_shard_degree,
+            cp=self.context_parallel_degree,
+            tp=self.tensor_parallel_degree,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig:
+    """[planner]: the nominal device that costs are counted on."""
+
+    flops_per_s: float = 4e14
+    """Achieved floating-point operations a second of one rank; only ratios matter to an order."""
+    p2p_latency_s: float = 2e-5
+    """Fixed part of one transfer between pipeline ranks, seconds."""
+    p2p_bytes_per_s: float = 2.5e10
+    """Bandwidth between pipeline ranks."""
+    activation_memory_gib: float = 0.0
+    """GiB that activations may take on one rank, for schedule `interleave`; 0: no limit."""
+
+    def __post_init__(self) -> None:
+        _at_least("planner", self, p2p_latency_s=0.0, activation_memory_gib=0.0)
+        for name in ("flops_per_s", "p2p_bytes_per_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"planner.{name} = {getattr(self, name)}; it must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationConfig:
+    """[validation]: loss and answer accuracy on held-out samples, through the pipeline."""
+
+    enable: bool = False
+    freq: int = 50
+    """Steps between validations; there is also one before the first step and one after the last."""
+    steps: int = 4
+    """Batches of training.global_batch_size microbatches in one validation."""
+
+    def __post_init__(self) -> None:
+        _at_least("validation", self, freq=1, steps=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """[checkpoint]: sharded checkpoints of model, optimizer, schedule, loader and random state."""
+
+    enable: bool = False
+    folder: str = "checkpoint"
+    """Folder inside of job.dump_folder."""
+    interval: int = 500
+    """Steps between checkpoints; there is also one after the last step."""
+    keep_latest_k: int = 10
+    """Older checkpoints are removed; 0: keep all."""
+    load_step: int = -1
+    """Step to resume from; -1: the newest complete one, if there is any."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """async: write in the background while training goes on."""
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint", self, interval=1, keep_latest_k=0, load_step=-1)
+        if self.keep_latest_k == 1:
+            raise ConfigError(
+                "checkpoint.keep_latest_k = 1 would leave no complete checkpoint while one is replaced; "
+                "set 0 (keep all) or at least 2"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """[metrics]"""
+
+    log_freq: int = 1
+    """Steps between log lines, tensorboard points and lines of metrics.jsonl."""
+    enable_tensorboard: bool = True
+    save_tb_folder: str = "tb"
+    """Folder inside of job.dump_folder."""
+    trace_freq: int = 0
+    """Steps between timelines written as Chrome / Perfetto traces; 0: never."""
+    progress_bar: bool = True
+    """A bar below the log when standard error is a terminal."""
+    peak_flops: float = 0.0
+    """Peak FLOP/s of one device, the MFU's denominator; 0: known devices by name, a CPU by measuring a matmul."""
+
+    def __post_init__(self) -> None:
+        _at_least("metrics", self, log_freq=1, trace_freq=0, peak_flops=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommConfig:
+    """[comm]: process groups."""
+
+    init_timeout_seconds: int = 300
+    train_timeout_seconds: int = 100
+    """A rank that waits longer for another one stops the job."""
+
+    def __post_init__(self) -> None:
+        _at_least("comm", self, init_timeout_seconds=1, train_timeout_seconds=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugConfig:
+    """[debug]"""
+
+    seed: int = 0
+    """Seed of weights, data order and every other random choice."""
+    deterministic: bool = False
+    """Deterministic kernels only; an operation that has none raises."""
+    check_plans: bool = False
+    """Prove each plan free of deadlock under three models of the transport before it runs."""
+
+    def __post_init__(self) -> None:
+        _at_least("debug", self, seed=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One job: every section of its TOML file."""
+
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+    job: JobConfig = field(default_factory=JobConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+def check(config: Config) -> None:
+    """Refuses sections that do not fit together; changes nothing.
+
+    Raises: ConfigError: the first rule that is broken, with the values and what to change.
+    """
+    parallelism = config.parallelism
+    for name, what in (("tensor_parallel_degree", "tensor"), ("context_parallel_degree", "context")):
+        degree = getattr(parallelism, name)
+        if degree > 1:
+            raise ConfigError(
+                f"parallelism.{name} = {degree}: {what} parallelism is not built yet; set it to 1 and use "
+                "pipeline_parallel_degree and the data_parallel degrees"
+            )
+    dp = parallelism.mesh_shape.dp
+    if config.training.global_batch_size % dp:
+        raise ConfigError(
+            f"training.global_batch_size = {config.training.global_batch_size} microbatches cannot be shared "
+            f"equally by {dp} data-parallel replicas; make it a multiple of {dp}"
+        )
+    if config.training.steps < config.lr_scheduler.warmup_steps:
+        raise ConfigError(
+            f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} is more than "
+            f"training.steps = {config.training.steps}; lower it"
+        )
+    modules = [config.model.language] + ([config.model.encoder] if config.model.encoder else [])
+    if all(module.frozen for module in modules) and (config.model.projector.frozen or not config.model.encoder):
+        raise ConfigError("model: every module is frozen, so there is nothing to train; unfreeze one")
+    if config.parallelism.pipeline_parallel_schedule == "1F1B" and config.planner.activation_memory_gib:
+        raise ConfigError(
+            "planner.activation_memory_gib is honoured by parallelism.pipeline_parallel_schedule = "
+            '"interleave" alone; 1F1B bounds its memory by its own rule. Remove one of the two'
+        )
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+
+def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
+    """The checked configuration of a TOML file, after its `extends` chain and command-line overrides.
+
+    Args:
+        path: a file, or a bare name that is looked up in the folder `configs` of the working
+            directory and of the source tree.
+        overrides: `--section.key=value` or `section.key=value`, the value in TOML syntax (a string
+            may be left unquoted).
+    Raises: ConfigError: with file, dotted key, value, rule and what to change.
+    """
+    found = find_file(path)
+    table = _read_with_bases(found, ())
+    for override in overrides:
+        _apply_override(table, override)
+    config = _build(Config, table, "", str(found))
+    check(config)
+    return config
+
+
+def find_file(path: str | Path) -> Path:
+    """The config file that a user's word names.
+
+    Raises: ConfigError: no such file; with the places searched and the names that exist there.
+    """
+    direct = Path(path)
+    if direct.is_file():
+        return direct
+    folders = [Path("configs"), Path(__file__).resolve().parent.parent / "configs"]
+    if direct.parent == Path("."):
+        for folder in folders:
+            if (folder / direct).is_file():
+                return folder / direct
+    known = sorted({p.name for folder in folders if folder.is_dir() for p in folder.glob("*.toml")})
+    near = difflib.get_close_matches(direct.name, known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"configs/ has {', '.join(known) or 'no file'}"
+    raise ConfigError(f"config file {str(path)!r} does not exist; {hint}")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration as nested dictionaries that TOML can hold (an absent section is left out)."""
+    out: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            out[f.name] = to_dict(value)
+        elif value is not None:
+            out[f.name] = value
+    return out
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as TOML text that `load` reads back to an equal value."""
+    lines: list[str] = []
+    _dump_table(to_dict(config), (), lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _dump_table(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
+    def is_section(key: str, value: Any) -> bool:
+        return isinstance(value, dict) and key != "config"  # an inline model config stays one value
+
+    if path:
+        lines += ["", f"[{'.'.join(path)}]"]
+    for key, value in table.items():
+        if not is_section(key, value):
+            lines.append(f"{_toml_key(key)} = {_toml_value(value)}")
+    for key, value in table.items():
+        if is_section(key, value):
+            _dump_table(value, (*path, key), lines)
+
+
+def _toml_key(key: str) -> str:
+    bare = key and all(c.isascii() and (c.isalnum() or c in "_-") for c in key)
+    return key if bare else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        for char, short in (("\n", "\\n"), ("\t", "\\t"), ("\r", "\\r")):
+            escaped = escaped.replace(char, short)
+        return f'"{escaped}"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+    raise ConfigError(f"{value!r} of type {type(value).__name__} has no TOML form")
+
+
+def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in seen:
+        chain = " -> ".join(p.name for p in (*seen, path))
+        raise ConfigError(f"{path.name}: `extends` goes in a circle: {chain}; remove one")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    base = table.pop("extends", None)
+    if base is None:
+        return table
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends = {base!r}; it names one file, as a string")
+    base_path = path.parent / base
+    if not base_path.is_file():
+        raise ConfigError(f"{path}: extends = {base!r}, but {base_path} does not exist")
+    return _merge(_read_with_bases(base_path, (*seen, path)), table)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """base with the keys of over; tables merge, except an inline model config, which is replaced whole."""
+    out = dict(base)
+    for key, value in over.items():
+        both_tables = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merge(out[key], value) if both_tables and key != "config" else value
+    return out
+
+
+def _apply_override(table: dict[str, Any], override: str) -> None:
+    text = override.removeprefix("--")
+    key, equals, raw = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"override {override!r} is not of the form --section.key=value")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    *sections, last = key.strip().split(".")
+    if not sections:
+        raise ConfigError(f"override {override!r}: {last!r} names no section; write --section.key=value")
+    node = table
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {section!r} is a value, not a section")
+    node[last] = value
+
+
+def _build(cls: type, table: Any, path: str, where: str) -> Any:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: {path} = {table!r}; it is a section, written [{path}]")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    prefix = f"{path}." if path else ""
+    for key in table:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"{path or 'a file'} has {', '.join(fields)}"
+            raise ConfigError(f"{where}: unknown key {prefix}{key}; {hint}")
+    values = {}
+    for name, f in fields.items():
+        if name in table:
+            values[name] = _convert(hints[name], table[name], prefix + name, where)
+        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            kind = "section" if dataclasses.is_dataclass(hints[name]) else "key"
+            raise ConfigError(f"{where}: the {kind} {prefix}{name} is missing")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, path, where)
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        return _convert(inner, value, path, where)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices or isinstance(value, bool):
+            near = difflib.get_close_matches(str(value), [str(c) for c in choices], 1)
+            hint_text = f"; did you mean {near[0]!r}?" if near else ""
+            allowed = ", ".join(repr(c) for c in choices)
+            raise ConfigError(f"{where}: {path} = {value!r}; choose one of {allowed}{hint_text}")
+        return value
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: {path} = {value!r} is {_toml_type(value)}; it must be a table")
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(
+            f"{where}: {path} = {value!r} is {_toml_type(value)}; it must be {_TOML_TYPES[hint]}"
+        )
+    return value
+
+
+_TOML_TYPES = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a float",
+    str: "a string",
+    list: "an array",
+    dict: "a table",
+}
+
+
+def _toml_type(value: Any) -> str:
+    return _TOML_TYPES.get(type(value), type(value).__name__)
+
+
+def _check_source(path: str, module: EncoderConfig | LanguageConfig) -> None:
+    if bool(module.pretrained) == bool(module.config):
+        raise ConfigError(
+            f"{path}: give either `pretrained` (an id or a folder) or `config` (an inline table); "
+            f"now {'both are' if module.pretrained else 'neither is'} given"
+        )
+    if module.config and not isinstance(module.config.get("model_type"), str):
+        raise ConfigError(f'{path}.config: `model_type` is missing; name it, as in model_type = "qwen2"')
+
+
+def _at_least(section: str, values: Any, **bounds: float) -> None:
+    for name, bound in bounds.items():
+        value = getattr(values, name)
+        if not value >= bound:
+            raise ConfigError(f"{section}.{name} = {value}; it must be at least {bound}")
+
+
+def world_size_from_environment() -> int:
+    """Number of ranks that the launcher started (`WORLD_SIZE` of torchrun), 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,0 +1,173 @@
+"""How large a picture becomes, in patches and in tokens. Pure arithmetic on sizes; no pixel.
+
+Both the loader (which must know a sample's length before it decodes a picture) and the pixel code
+use this one place, so the number of image tokens and the number of encoder rows cannot disagree.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mmtrain.errors import ConfigError, DataError
+
+MAX_ASPECT_RATIO = 200
+"""Longest over shortest side of a picture that a native-resolution encoder accepts, as in Qwen2-VL."""
+
+QWEN2_VL_MIN_PIXELS = 56 * 56
+QWEN2_VL_MAX_PIXELS = 28 * 28 * 1280
+"""Area limits of the Qwen2-VL image processor, used where neither the config nor a processor names any."""
+
+_NATIVE = ("qwen2_vl", "qwen2_vl_vision")
+_FIXED = ("siglip_vision_model", "siglip", "vit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageGeometry:
+    """The rule that turns a picture's size into a grid of patches and a number of tokens.
+
+    `packed`: native resolution; sides become multiples of patch x merge, patches lie in merge blocks.
+    `fixed`: every picture becomes image_size x image_size.
+    """
+
+    layout: Literal["packed", "fixed"]
+    patch_size: int
+    """Pixels along one side of a patch."""
+    merge: int
+    """Patches along one side of the block that becomes one token."""
+    num_channels: int = 3
+    temporal_patch_size: int = 1
+    """Frames in one patch; a still picture is repeated to fill it (packed)."""
+    image_size: int = 0
+    """Side in pixels (fixed)."""
+    min_pixels: int = 0
+    """Smallest area after resizing, pixels (packed)."""
+    max_pixels: int = 0
+    """Largest area after resizing, pixels (packed)."""
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in one packed patch: channels x frames x patch x patch."""
+        return self.num_channels * self.temporal_patch_size * self.patch_size**2
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width in pixels after resizing.
+
+        Raises: DataError: a side is 0, or one side is more than 200 times the other.
+        """
+        if self.layout == "fixed":
+            return self.image_size, self.image_size
+        return smart_resize(
+            height,
+            width,
+            factor=self.patch_size * self.merge,
+            min_pixels=self.min_pixels,
+            max_pixels=self.max_pixels,
+        )
+
+    def grid(self, height: int, width: int) -> tuple[int, int, int]:
+        """Patches (time, height, width) of a picture of height x width pixels; time is 1."""
+        new_height, new_width = self.resized(height, width)
+        return 1, new_height // self.patch_size, new_width // self.patch_size
+
+    def num_tokens(self, grid: tuple[int, int, int]) -> int:
+        """Tokens of a picture with that grid: one for each merge x merge block."""
+        frames, height, width = grid
+        return frames * (height // self.merge) * (width // self.merge)
+
+
+def smart_resize(
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Sides that are multiples of `factor`, an area inside of the limits, nearly the same aspect ratio.
+
+    A picture too thin to satisfy all three keeps the multiples and breaks the upper area limit, as the
+    reference does. Rounding is to the nearest multiple, halves to even.
+
+    Raises: DataError: a side is 0, or the aspect ratio is above `MAX_ASPECT_RATIO`.
+    Source: the Qwen2-VL image processor (arXiv:2409.12191, sec. 2.1).
+    """
+    if min(height, width) < 1:
+        raise DataError(f"picture of {width} x {height} pixels: a side is empty")
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise DataError(
+            f"picture of {width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the "
+            "other; crop it or leave it out"
+        )
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def image_geometry(
+    encoder: Mapping[str, Any], *, spatial_merge: int, min_pixels: int = 0, max_pixels: int = 0
+) -> ImageGeometry:
+    """The geometry of an encoder's pictures.
+
+    Args:
+        encoder: Hugging Face config of the vision encoder, with its `model_type`.
+        spatial_merge: `model.projector.spatial_merge`.
+        min_pixels, max_pixels: area limits for native-resolution encoders; 0 picks Qwen2-VL's.
+    Raises: ConfigError: an unknown model_type, or sizes that do not divide.
+    """
+    kind = encoder.get("model_type")
+    channels = encoder.get("num_channels", encoder.get("in_channels", encoder.get("in_chans", 3)))
+    if channels != 3:
+        raise ConfigError(
+            f"model.encoder: {channels} colour channels; pictures are read as RGB, so set it to 3"
+        )
+    if kind in _NATIVE:
+        patch = _side("patch_size", encoder.get("patch_size", 14))
+        geometry = ImageGeometry(
+            layout="packed",
+            patch_size=patch,
+            merge=spatial_merge,
+            temporal_patch_size=_side("temporal_patch_size", encoder.get("temporal_patch_size", 2)),
+            min_pixels=min_pixels or QWEN2_VL_MIN_PIXELS,
+            max_pixels=max_pixels or QWEN2_VL_MAX_PIXELS,
+        )
+        if geometry.max_pixels < max(geometry.min_pixels, (patch * spatial_merge) ** 2):
+            raise ConfigError(
+                f"data.max_pixels = {geometry.max_pixels} is below the smallest picture: data.min_pixels = "
+                f"{geometry.min_pixels}, and one token covers {(patch * spatial_merge) ** 2} pixels; raise it"
+            )
+        return geometry
+    if kind in _FIXED:
+        if min_pixels or max_pixels:
+            raise ConfigError(
+                f"data.min_pixels = {min_pixels}, data.max_pixels = {max_pixels}: a {kind} encoder has "
+                "one fixed picture size (its image_size); remove both"
+            )
+        patch = _side("patch_size", encoder.get("patch_size", 16))
+        size = _side("image_size", encoder.get("image_size", 224))
+        if size % patch or (size // patch) % spatial_merge:
+            raise ConfigError(
+                f"model.encoder: image_size = {size} must be a multiple of patch_size * spatial_merge = "
+                f"{patch} * {spatial_merge}; change model.projector.spatial_merge or the encoder's sizes"
+            )
+        return ImageGeometry(
+            layout="fixed",
+            patch_size=patch,
+            merge=spatial_merge,
+            image_size=size,
+        )
+    known = ", ".join((*_NATIVE, *_FIXED))
+    raise ConfigError(f"model.encoder: model_type = {kind!r} has no known picture layout; known are {known}")
+
+
+def _side(key: str, value: Any) -> int:
+    """The one number of a size; Hugging Face also writes squares as two equal numbers."""
+    sizes = set(value) if isinstance(value, (list, tuple)) else {value}
+    if len(sizes) != 1 or not all(type(size) is int and size > 0 for size in sizes):
+        raise ConfigError(
+            f"model.encoder: {key} = {value!r}; only squares are supported, given as one integer above 0"
+        )
+    return int(sizes.pop())

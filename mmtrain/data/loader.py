@@ -1,0 +1,234 @@
+"""The loader: a replica's steps one after another, made in the background, resumable from three integers.
+
+Only the leader rank of a model replica runs one. With W workers, worker w makes the steps w, w + W,
+...; all of them plan all steps, so the sequence is the same for any number of workers.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from mmtrain import errors
+from mmtrain.config import Config
+from mmtrain.data.batch import Batch, Microbatch
+from mmtrain.data.metadata import IterationMeta
+from mmtrain.data.packing import LoaderState
+from mmtrain.data.steps import StepMaker
+from mmtrain.errors import ConfigError, DataError, MMTrainError
+
+Step = tuple[Batch, IterationMeta, LoaderState]
+"""A replica's tensors, their metadata, and the state after them."""
+
+
+class Loader:
+    """An iterator over the steps of one replica, and a context manager that ends its workers.
+
+    Each item is (batch, meta, state); a loader that starts from that state continues exactly, with
+    any number of replicas and workers. `iter` starts again from the first state.
+
+    Args:
+        split: of `data.source`; None: `data.split`.
+        dp_rank, dp_degree: the replica, among how many; the bin g of a step belongs to g % dp_degree.
+        state: where to start; None: the beginning, in the order that debug.seed draws.
+        shuffle: None: `data.shuffle` on the training split, false on others.
+        num_steps: steps after which the iterator ends; None: never. A source that is used up starts again.
+        num_workers: background processes; None: `data.num_workers`; 0: a step is made when asked for.
+    Raises: ConfigError: with no worker, whatever cannot be opened; with workers, the first step raises it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        split: str | None = None,
+        dp_rank: int = 0,
+        dp_degree: int = 1,
+        state: LoaderState | None = None,
+        shuffle: bool | None = None,
+        num_steps: int | None = None,
+        num_workers: int | None = None,
+    ) -> None:
+        bins = config.training.global_batch_size
+        if not 0 <= dp_rank < dp_degree or bins % dp_degree:
+            raise ConfigError(
+                f"loader: replica {dp_rank} of {dp_degree} with training.global_batch_size = {bins}; the "
+                "degree must divide the batch size"
+            )
+        split = split or config.data.split
+        if shuffle is None:
+            shuffle = config.data.shuffle and split == config.data.split
+        self._first = state or LoaderState(seed=config.debug.seed)
+        self._num_workers = config.data.num_workers if num_workers is None else num_workers
+        self._prefetch = config.data.prefetch
+        self._steps = _Steps(
+            config,
+            {"split": split, "shuffle": shuffle, "dp_rank": dp_rank, "dp_degree": dp_degree},
+            self._first,
+            num_steps,
+            as_wire=self._num_workers > 0,
+        )
+        if not self._num_workers:
+            self._steps.open()
+        self._running: Iterator[Any] | None = None
+        self.state = self._first
+        """The state after the step that was given out last."""
+
+    def __iter__(self) -> "Loader":
+        self.close()
+        self.state = self._first
+        self._running = iter(self._steps) if not self._num_workers else self._start_workers()
+        return self
+
+    def __next__(self) -> Step:
+        if self._running is None:
+            iter(self)
+        assert self._running is not None
+        try:
+            item = next(self._running)
+        except StopIteration:
+            self.close()
+            self._running = iter(())  # stays at its end, as an iterator must
+            raise
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            self.close()
+            reason = " ".join(str(error).split())
+            raise DataError(f"a data worker died (killed, or out of memory?): {reason}") from None
+        if isinstance(item, _Failure):
+            self.close()
+            raise item.error()
+        batch, meta, self.state = item.unpack() if isinstance(item, _Wire) else item
+        return batch, meta, self.state
+
+    def close(self) -> None:
+        """Ends the workers, waiting for each; the loader can be iterated again."""
+        running, self._running = self._running, None
+        shut_down = getattr(running, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _start_workers(self) -> Iterator[Any]:
+        # Workers are forked from a clean server process: forking this one would copy the threads and locks of
+        # its process groups, planner and GPU. The tokenizers library warns about forks unless told.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["mmtrain.data.loader"])
+        return iter(
+            DataLoader(
+                self._steps,
+                batch_size=None,
+                num_workers=self._num_workers,
+                prefetch_factor=self._prefetch,
+                multiprocessing_context=context,
+                generator=torch.Generator(),  # the default would take a number from the global random state
+            )
+        )
+
+
+class _Steps(IterableDataset[Any]):  # type: ignore[misc] # torch is not followed by the type checker
+    """The steps of a replica, or of one of its workers; pickled to the workers before anything is opened."""
+
+    def __init__(
+        self,
+        config: Config,
+        what: dict[str, Any],
+        first: LoaderState,
+        num_steps: int | None,
+        *,
+        as_wire: bool,
+    ) -> None:
+        self._config, self._what, self._first, self._num_steps = config, what, first, num_steps
+        self._as_wire = as_wire
+        self._maker: StepMaker | None = None
+
+    def open(self) -> StepMaker:
+        """The maker of the steps, made at the first call."""
+        if self._maker is None:
+            self._maker = StepMaker(self._config, **self._what)
+        return self._maker
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        try:
+            yield from self._make(worker.id if worker else 0, worker.num_workers if worker else 1)
+        except MMTrainError as error:
+            # torch would wrap the message in a traceback of the worker.
+            yield _Failure(type(error).__name__, str(error))
+
+    def _make(self, worker: int, num_workers: int) -> Iterator[Any]:
+        maker, state = self.open(), self._first
+        step = 0
+        while self._num_steps is None or step < self._num_steps:
+            plan = maker.plan(state)
+            state = plan.state
+            if step % num_workers == worker:
+                batch, meta = maker.build(plan)
+                yield _Wire.pack(batch, meta, state) if self._as_wire else (batch, meta, state)
+            step += 1
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An mmtrain error on its way out of a worker."""
+
+    kind: str
+    message: str
+
+    def error(self) -> MMTrainError:
+        kind: type[MMTrainError] = getattr(errors, self.kind)
+        return kind(self.message)
+
+
+@dataclass
+class _Wire:
+    """A step in two tensors: each tensor that crosses a process border costs a file descriptor."""
+
+    integers: Tensor
+    pixels: Tensor
+    layout: list[tuple[int, int, list[tuple[int, ...]], list[tuple[int, int]]]]
+    """For each microbatch: tokens, image tokens, shapes of its pictures, their names."""
+    meta: IterationMeta
+    state: LoaderState
+
+    @classmethod
+    def pack(cls, batch: Batch, meta: IterationMeta, state: LoaderState) -> "_Wire":
+        integers, pixels, layout = [], [], []
+        for m in batch.microbatches:
+            integers += [m.input_ids, m.position_ids, m.labels, m.image_slots]
+            pixels += [p.reshape(-1) for p in m.pixel_values]
+            shapes = [tuple(p.shape) for p in m.pixel_values]
+            layout.append((len(m.input_ids), len(m.image_slots), shapes, m.image_names))
+        return cls(torch.cat(integers), torch.cat(pixels) if pixels else torch.empty(0), layout, meta, state)
+
+    def unpack(self) -> Step:
+        microbatches = []
+        sizes = [n for tokens, slots, _, _ in self.layout for n in (tokens, tokens, tokens, slots)]
+        integers = iter(self.integers.split(sizes))
+        shapes = [shape for _, _, found, _ in self.layout for shape in found]
+        pixels = iter(self.pixels.split([torch.Size(s).numel() for s in shapes]))
+        for _, _, own_shapes, names in self.layout:
+            ids, positions, labels, slots = (next(integers) for _ in range(4))
+            pictures = [next(pixels).reshape(shape) for shape in own_shapes]
+            microbatches.append(
+                Microbatch(
+                    input_ids=ids,
+                    position_ids=positions,
+                    labels=labels,
+                    image_slots=slots,
+                    pixel_values=pictures,
+                    image_names=names,
+                )
+            )
+        return Batch(microbatches=microbatches), self.meta, self.state

@@ -1,0 +1,201 @@
+"""From the bytes of a picture to the numbers that an encoder reads, with Pillow and numpy alone.
+
+The results equal those of the Hugging Face image processors of the same encoders (tested), which
+need torchvision in some versions. The size comes from the header, without decoding.
+"""
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmtrain.data.geometry import ImageGeometry
+from mmtrain.errors import ConfigError, DataError
+
+_GREY = (128, 128, 128)
+_ORIENTATION = 0x0112
+"""EXIF tag: how a camera was held."""
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_HALF = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelRules:
+    """How 8-bit colours become an encoder's input: (value * rescale - mean) / std after resampling."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resample: Image.Resampling
+    rescale: float = 1 / 255
+    min_pixels: int = 0
+    """Smallest area after resizing that the processor names; 0: none."""
+    max_pixels: int = 0
+    """Largest area after resizing that the processor names; 0: none."""
+    image_size: int = 0
+    """Fixed side that the processor names; 0: none."""
+
+    def table(self) -> np.ndarray:
+        """[256, 3] float32: the input value of each 8-bit value of each channel."""
+        scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
+        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        return (scaled[:, None] - mean) / std
+
+
+def pixel_rules(model_type: str, processor: str = "") -> PixelRules:
+    """The rules of an encoder's default Hugging Face processor, or of a named one.
+
+    Args:
+        model_type: of the vision encoder.
+        processor: id or folder with a preprocessor_config.json; empty: the encoder's default.
+    Raises: ConfigError: the processor does not exist, or asks for a step that is not supported.
+    """
+    if model_type.startswith("qwen2_vl"):
+        rules = PixelRules(mean=_CLIP_MEAN, std=_CLIP_STD, resample=Image.Resampling.BICUBIC)
+    elif model_type.startswith("siglip"):
+        rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BICUBIC)
+    else:
+        rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BILINEAR)
+    return _read_rules(processor, _processor_config(processor), rules) if processor else rules
+
+
+def _processor_config(processor: str) -> dict[str, Any]:
+    path = Path(processor) / "preprocessor_config.json"
+    if not path.is_file():
+        if Path(processor).exists() or processor.startswith((".", "/", "~")):
+            raise ConfigError(f"data.image_processor = {processor!r}: {path} does not exist")
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = Path(hf_hub_download(processor, "preprocessor_config.json"))
+        except Exception as error:  # the hub client has a dozen error classes; all mean the same here
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ConfigError(f"data.image_processor = {processor!r} cannot be read: {reason}") from None
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config
+
+
+def _read_rules(name: str, config: Mapping[str, Any], default: PixelRules) -> PixelRules:
+    where = f"data.image_processor = {name!r}"
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        if config.get(key, True) is False:
+            raise ConfigError(f"{where}: {key} = false is not supported; remove it")
+    for key in ("do_center_crop", "do_pad"):
+        if config.get(key):
+            raise ConfigError(f"{where}: {key} = true is not supported; set it to false")
+    size = config.get("size") or {}
+    size = {"height": size, "width": size} if isinstance(size, int) else size
+    if size.get("height") != size.get("width"):
+        raise ConfigError(f"{where}: size = {size}; a fixed size must be square")
+    return PixelRules(
+        mean=tuple(config.get("image_mean") or default.mean),
+        std=tuple(config.get("image_std") or default.std),
+        resample=Image.Resampling(config.get("resample", default.resample)),
+        rescale=config.get("rescale_factor", default.rescale),
+        min_pixels=config.get("min_pixels") or size.get("shortest_edge") or 0,
+        max_pixels=config.get("max_pixels") or size.get("longest_edge") or 0,
+        image_size=size.get("height") or 0,
+    )
+
+
+def header_size(data: bytes) -> tuple[int, int]:
+    """Height and width of a picture as it will be decoded, from its header alone.
+
+    Raises: DataError: not a picture that Pillow knows.
+    """
+    image = _open(data)
+    return _upright_size(image, _orientation(image))
+
+
+def decode(data: bytes) -> Image.Image:
+    """The picture in RGB, turned upright as its EXIF header asks, of the size that `header_size` tells.
+
+    Raises: DataError: its content is corrupt or cut off.
+    """
+    image = _open(data)
+    orientation = _orientation(image)
+    expected = _upright_size(image, orientation)
+    try:
+        image = image.convert("RGB")
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
+        raise DataError(f"its content is corrupt: {_one_line(error)}") from None
+    if orientation in _TRANSPOSE:
+        image = image.transpose(_TRANSPOSE[orientation])
+    if (image.height, image.width) != expected:
+        raise DataError(f"it decodes to {(image.height, image.width)} pixels, but its header says {expected}")
+    return image
+
+
+def _open(data: bytes) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data))
+    except Image.UnidentifiedImageError:
+        raise DataError(f"its {len(data)} bytes are not a picture in a known format") from None
+    except Exception as error:  # as in `decode`: a damaged header shows in many ways
+        raise DataError(f"its header is corrupt: {_one_line(error)}") from None
+
+
+def _orientation(image: Image.Image) -> int:
+    # Image.getexif() would decode a whole PNG to look for a trailing chunk; the header's own is enough.
+    raw = image.info.get("exif")
+    if not raw:
+        return 1
+    exif = Image.Exif()
+    try:
+        exif.load(raw)
+        value = exif.get(_ORIENTATION, 1)
+    except Exception:  # damaged metadata does not make a picture unreadable
+        return 1
+    return value if isinstance(value, int) else 1
+
+
+def _upright_size(image: Image.Image, orientation: int) -> tuple[int, int]:
+    """Height and width after turning; the orientations from 5 on swap the axes."""
+    return (image.width, image.height) if orientation >= 5 else (image.height, image.width)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def blank(image: Image.Image) -> Image.Image:
+    """A grey picture of the same size."""
+    return Image.new("RGB", image.size, _GREY)
+
+
+def pixel_values(image: Image.Image, geometry: ImageGeometry, rules: PixelRules) -> Tensor:
+    """An RGB picture as float32 encoder input.
+
+    Shapes: packed: [patches, channels * frames * patch * patch], patches in merge blocks (block row,
+        block column, row inside, column inside). fixed: [1, channels, image_size, image_size].
+    Source: layout of Qwen2-VL's image processor (arXiv:2409.12191).
+    """
+    height, width = geometry.resized(image.height, image.width)
+    if (image.height, image.width) != (height, width):
+        image = image.resize((width, height), resample=rules.resample)
+    colours_HWC = np.asarray(image)
+    table = rules.table()
+    values_HWC = np.stack([table[:, c][colours_HWC[..., c]] for c in range(3)], axis=-1)
+    if geometry.layout == "fixed":
+        return torch.from_numpy(np.ascontiguousarray(values_HWC.transpose(2, 0, 1))[None])
+    p, m, frames = geometry.patch_size, geometry.merge, geometry.temporal_patch_size
+    rows, columns = height // (p * m), width // (p * m)
+    blocks = values_HWC.reshape(rows, m, p, columns, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    repeated = np.broadcast_to(blocks[:, :, :, :, :, None], (*blocks.shape[:5], frames, p, p))
+    return torch.from_numpy(repeated.reshape(rows * columns * m * m, geometry.patch_dim))

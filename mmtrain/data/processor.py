@@ -1,0 +1,236 @@
+"""From a record to token ids, labels and picture sizes.
+
+Only an assistant's answers and the token that ends them are targets. Where they lie is found by
+rendering prefixes of the conversation with the tokenizer's own chat template and comparing
+characters, so any template serves whose rendering of a turn does not depend on later turns.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from mmtrain.data.batch import IGNORE_INDEX
+from mmtrain.data.geometry import ImageGeometry
+from mmtrain.data.metadata import DocumentMeta, ImageMeta
+from mmtrain.data.pixels import PixelRules, blank, decode, header_size, pixel_values
+from mmtrain.data.sources import RawImage, Record
+from mmtrain.errors import DataError
+
+PLACEHOLDER = "<image>"
+"""What stands in a record's text where a picture goes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Document:
+    """One sample as tokens; its pictures still encoded."""
+
+    meta: DocumentMeta
+    input_ids: np.ndarray
+    """[T] int64."""
+    labels: np.ndarray
+    """[T] int64: the token to predict at each position, or IGNORE_INDEX; nothing at the last one."""
+    raw_images: tuple[RawImage, ...]
+
+
+class Processor:
+    """Turns records into documents, and pictures into encoder input.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer with a chat template.
+        image_token: the token that stands for one image feature.
+        geometry, rules: of the encoder's pictures; None for a model without an encoder.
+        blank_images: grey pictures instead of their content.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        image_token: str,
+        geometry: ImageGeometry | None,
+        rules: PixelRules | None,
+        *,
+        blank_images: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.geometry = geometry
+        self._rules = rules
+        self._blank_images = blank_images
+        vocabulary = tokenizer.get_vocab()
+        self.image_token_id: int = vocabulary[image_token]
+        frame = [token for token in ("<|vision_start|>", "<|vision_end|>") if token in vocabulary]
+        self._image_text = image_token.join(frame) if len(frame) == 2 else image_token
+
+    def document(self, record: Record) -> Document:
+        """The tokens, labels and picture sizes of a record; pictures are read only up to their header.
+
+        Raises: DataError: naming the sample: placeholders and pictures disagree, a picture's header is
+            corrupt, no answer, or a conversation that the chat template refuses.
+        """
+        where = f"sample {record.sample}"
+        images = self._image_metas(record)
+        text, spans = self._render(where, record)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids = np.array(encoded["input_ids"], np.int64)
+        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        turn = np.full(len(ids), -1, np.int64)  # which answer a token belongs to
+        for index, (begin, end) in enumerate(spans):
+            turn[(ends > begin) & (starts < end)] = index
+
+        at = np.flatnonzero(ids == self.image_token_id)
+        if len(at) != len(images):
+            raise DataError(
+                f"{where}: {len(at)} `{PLACEHOLDER}` placeholders in its messages, but {len(images)} images; "
+                "make them agree"
+            )
+        turn[at] = -1
+        repeats = np.ones(len(ids), np.int64)
+        repeats[at] = [image.num_tokens for image in images]
+        return _make_document(
+            record, np.repeat(ids, repeats), np.repeat(turn, repeats), images, tuple(record.images)
+        )
+
+    def truncated(self, document: Document, num_tokens: int) -> Document:
+        """The first num_tokens tokens of a document without pictures.
+
+        Raises: DataError: it has pictures, or no answer would be left.
+        """
+        where = f"sample {document.meta.sample}"
+        if document.meta.images:
+            raise DataError(
+                f"{where}: {document.meta.num_tokens} tokens do not fit training.seq_len = {num_tokens}, and a "
+                'sample with images is not cut; set data.too_long = "skip" or a larger seq_len'
+            )
+        turns = np.repeat(np.arange(len(document.meta.answers)), document.meta.answers)
+        turn = np.full(document.meta.num_tokens, -1, np.int64)
+        turn[1:][document.labels[:-1] != IGNORE_INDEX] = turns
+        ids, turn = document.input_ids[:num_tokens], turn[:num_tokens]
+        if not (turn[1:] >= 0).any():
+            raise DataError(
+                f"{where}: cut to training.seq_len = {num_tokens} of its {document.meta.num_tokens} tokens it "
+                'has no answer left; set data.too_long = "skip" or a larger seq_len'
+            )
+        record = Record(sample=document.meta.sample, messages=(), images=(), grade=document.meta.grade)
+        return _make_document(record, ids, turn, (), ())
+
+    def without_images(self, document: Document) -> Document:
+        """The text of a document, with neither pictures nor targets."""
+        ids = document.input_ids[document.input_ids != self.image_token_id]
+        record = Record(sample=document.meta.sample, messages=(), images=(), grade=document.meta.grade)
+        return _make_document(record, ids, np.full(len(ids), -1, np.int64), (), ())
+
+    def pixels(self, document: Document) -> list[Tensor]:
+        """Encoder input of each picture of a document.
+
+        Raises: DataError: naming the picture whose content is corrupt.
+        """
+        out = []
+        for image, raw in zip(document.meta.images, document.raw_images, strict=True):
+            assert self.geometry is not None
+            assert self._rules is not None
+            try:
+                picture = decode(raw.read())
+            except DataError as error:
+                raise DataError(f"{image.name}: {error}") from None
+            out.append(
+                pixel_values(blank(picture) if self._blank_images else picture, self.geometry, self._rules)
+            )
+        return out
+
+    def _image_metas(self, record: Record) -> tuple[ImageMeta, ...]:
+        if record.images and self.geometry is None:
+            raise DataError(
+                f"sample {record.sample}: {len(record.images)} images, but the model has no encoder; add "
+                "[model.encoder] or use samples without images"
+            )
+        out = []
+        for index, raw in enumerate(record.images):
+            assert self.geometry is not None
+            try:
+                grid = self.geometry.grid(*header_size(raw.read()))
+            except DataError as error:
+                raise DataError(f"image {index} of sample {record.sample}: {error}") from None
+            num_tokens = self.geometry.num_tokens(grid)
+            out.append(ImageMeta(sample=record.sample, index=index, grid=grid, num_tokens=num_tokens))
+        return tuple(out)
+
+    def _render(self, where: str, record: Record) -> tuple[str, list[tuple[int, int]]]:
+        """The whole conversation as text, and the characters of each answer."""
+        messages = [self._message(where, m) for m in record.messages]
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if not answers or answers[0] == 0:
+            raise DataError(
+                f"{where}: its roles are {[m['role'] for m in messages]}; a conversation needs an assistant's "
+                "answer, after a question"
+            )
+        whole = self._template(where, messages)
+        spans = []
+        for index in answers:
+            before = self._template(where, messages[:index], add_generation_prompt=True)
+            after = self._template(where, messages[: index + 1]) if index + 1 < len(messages) else whole
+            if not (whole.startswith(after) and after.startswith(before)):
+                raise DataError(
+                    f"{where}: the tokenizer's chat template renders turn {index} differently with the turns "
+                    "around it, so its answer cannot be located; use another template or one answer a sample"
+                )
+            spans.append((len(before), len(before) + len(after[len(before) :].rstrip())))
+        return whole, spans
+
+    def _template(
+        self, where: str, messages: list[dict[str, str]], add_generation_prompt: bool = False
+    ) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # templates are programs: jinja errors, and whatever their filters raise
+            raise DataError(
+                f"{where}: the chat template refuses it: {' '.join(str(error).split())}"
+            ) from None
+
+    def _message(self, where: str, message: Mapping[str, Any]) -> dict[str, str]:
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str):
+            raise DataError(f"{where}: a message has the role {role!r}; it must be a string")
+        if isinstance(content, list):
+            content = "".join(self._part(where, part) for part in content)
+        if not isinstance(content, str):
+            raise DataError(
+                f"{where}: a message's content is a {type(content).__name__}; write text or a list of parts"
+            )
+        return {"role": role, "content": content.replace(PLACEHOLDER, self._image_text)}
+
+    def _part(self, where: str, part: Any) -> str:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind == "image":
+            return PLACEHOLDER
+        if kind == "text" and isinstance(part.get("text"), str):
+            return part["text"]
+        raise DataError(
+            f"{where}: a part of its content is of type {kind!r}; supported are 'text' and 'image'"
+        )
+
+
+def _make_document(
+    record: Record,
+    ids: np.ndarray,
+    turn: np.ndarray,
+    images: tuple[ImageMeta, ...],
+    raw: tuple[RawImage, ...],
+) -> Document:
+    """The document in which a token with turn >= 0 is a target of the position before it."""
+    labels = np.full(len(ids), IGNORE_INDEX, np.int64)
+    is_target = turn[1:] >= 0
+    labels[:-1][is_target] = ids[1:][is_target]
+    counts = np.bincount(turn[1:][is_target])
+    meta = DocumentMeta(
+        sample=record.sample,
+        num_tokens=len(ids),
+        num_targets=int(is_target.sum()),
+        images=images,
+        grade=record.grade,
+        answers=tuple(int(c) for c in counts if c),
+    )
+    return Document(meta=meta, input_ids=ids, labels=labels, raw_images=raw)

@@ -1,0 +1,361 @@
+"""Where records come from: Hugging Face `datasets` (hub id, folder, parquet) and jsonl files.
+
+A source is read by index, or as a stream: in order, from any position, without an index. A record
+has `messages` (a list of role and content), optionally `images` and `grade`. Pictures stay encoded.
+
+Pictures in parquet and hub data are the `Image` feature (bytes or a path). In jsonl they are paths,
+relative to the file's folder, or `data:image/...;base64,` URLs.
+"""
+
+import base64
+import binascii
+import bisect
+import difflib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mmtrain.config import DataConfig
+from mmtrain.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawImage:
+    """An encoded picture, in memory or in a file."""
+
+    data: bytes | None
+    path: str = ""
+    """Local path or URL; read when `data` is None."""
+
+    def read(self) -> bytes:
+        """The encoded bytes.
+
+        Raises: DataError: the file cannot be read.
+        """
+        if self.data is not None:
+            return self.data
+        try:
+            if "://" in self.path:  # hf://, zip://: what `datasets` names when it streams
+                import fsspec
+
+                with fsspec.open(self.path, "rb") as file:
+                    return bytes(file.read())
+            return Path(self.path).read_bytes()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+            raise DataError(f"its file {self.path} cannot be read: {reason}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One sample as the source holds it."""
+
+    sample: int
+    """Its index in the source."""
+    messages: tuple[Mapping[str, Any], ...]
+    images: tuple[RawImage, ...]
+    grade: str = ""
+
+
+class Source(Protocol):
+    """Records by index."""
+
+    num_samples: int | None
+    """Records in all; None for a stream."""
+
+    def __getitem__(self, index: int) -> Record | None:
+        """The record of that index, or None behind the end of a stream.
+
+        Raises: DataError: the record has not the form of a sample.
+        """
+
+
+class IndexedSource:
+    """Records of anything that has a length and rows by index."""
+
+    def __init__(self, rows: Any, name: str, folder: str = "") -> None:
+        self.num_samples: int | None = len(rows)
+        self._rows, self._name, self._folder = rows, name, folder
+
+    def __len__(self) -> int:
+        assert self.num_samples is not None
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Record | None:
+        return make_record(self._rows[index], index, self._name, self._folder)
+
+
+class StreamSource:
+    """Records of a stream, by rising index; the last few are kept, so that a step can look at them again.
+
+    Going back further opens the stream again.
+    """
+
+    def __init__(
+        self, open_at: Callable[[int], Iterator[Any]], name: str, *, keep: int, folder: str = ""
+    ) -> None:
+        self.num_samples: int | None = None
+        self._open_at, self._name, self._folder = open_at, name, folder
+        self._keep = keep
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._rows: Iterator[Any] | None = None
+        self._next = 0
+
+    def __getitem__(self, index: int) -> Record | None:
+        if index not in self._kept:
+            if self._rows is None or index != self._next:
+                self._rows, self._next = self._open_at(index), index
+                self._kept.clear()
+            row = next(self._rows, None)
+            if row is None:
+                self._rows = None
+                return None
+            self._kept[index] = row
+            self._next = index + 1
+            if len(self._kept) > self._keep:
+                self._kept.popitem(last=False)
+        return make_record(self._kept[index], index, self._name, self._folder)
+
+
+def open_source(data: DataConfig, split: str, *, keep: int = 1) -> Source:
+    """The records of one split of `data.source`, by index or as a stream.
+
+    Args: keep: records of a stream that can be looked at again.
+    Raises: ConfigError: the source or the split does not exist, or has no `messages`; names what exists.
+    """
+    path = Path(data.source).expanduser()
+    name = f"{data.source} ({split})"
+    jsonl = _jsonl_file(path, split)
+    if jsonl:
+        rows = JsonLines(jsonl)
+        _check_columns(name, rows.columns)
+        if data.streaming:
+            return StreamSource(rows.lines_from, name, keep=keep, folder=str(jsonl.parent))
+        return IndexedSource(rows, name, str(jsonl.parent))
+    if not path.exists() and (
+        path.suffix in (".parquet", ".jsonl") or data.source.startswith((".", "/", "~"))
+    ):
+        raise ConfigError(f"data.source = {data.source!r} does not exist; {_siblings(path)}")
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        table = ParquetRows(_parquet_files(path, split))
+        _check_columns(name, table.columns)
+        if data.streaming:
+            return StreamSource(lambda i: (table[j] for j in range(i, len(table))), name, keep=keep)
+        return IndexedSource(table, name)
+    rows = _load_dataset(data, path, split)
+    if rows.column_names is not None:
+        _check_columns(name, rows.column_names)
+    if data.streaming:
+        return StreamSource(lambda i: iter(rows.skip(i)), name, keep=keep)
+    return IndexedSource(rows, name)
+
+
+def make_record(row: Any, index: int, name: str, folder: str = "") -> Record:
+    """The record of a row.
+
+    Raises: DataError: a column is missing or of another form.
+    """
+    where = f"sample {index} of {name}"
+    if not isinstance(row, Mapping) or row.get("messages") is None:
+        has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+        raise DataError(f"{where}: no `messages`; it has {has}")
+    messages = row["messages"]
+    if isinstance(messages, Mapping):  # how older `datasets` give a list of structs
+        columns = [list(column) for column in messages.values()]
+        messages = [dict(zip(messages, values, strict=True)) for values in zip(*columns, strict=True)]
+    if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
+        raise DataError(f"{where}: `messages` is not a list of role and content")
+    images = row.get("images")
+    images = [] if images is None else images
+    if not isinstance(images, list):
+        raise DataError(f"{where}: `images` is a {type(images).__name__}; it must be a list")
+    raw = tuple(_raw_image(image, f"image {i} of {where}", folder) for i, image in enumerate(images))
+    return Record(sample=index, messages=tuple(messages), images=raw, grade=row.get("grade") or "")
+
+
+def _raw_image(value: Any, where: str, folder: str) -> RawImage:
+    if isinstance(value, Mapping):
+        data, path = value.get("bytes"), value.get("path")
+        if data is None and not path:
+            raise DataError(f"{where}: it has neither bytes nor a path")
+        return RawImage(data=data, path=_place(path or "", folder))
+    if isinstance(value, bytes):
+        return RawImage(data=value)
+    if isinstance(value, str) and value.startswith("data:"):
+        try:
+            return RawImage(data=base64.b64decode(value.partition(",")[2], validate=True))
+        except binascii.Error as error:
+            raise DataError(f"{where}: its base64 text is damaged: {error}") from None
+    if isinstance(value, str) and value:
+        return RawImage(data=None, path=_place(value, folder))
+    raise DataError(f"{where}: a {type(value).__name__}; it must be a path, a data: URL, or bytes")
+
+
+def _place(path: str, folder: str) -> str:
+    return path if not path or "://" in path else str(Path(folder) / path)
+
+
+# ---------------------------------------------------------------------------------------------- readers
+
+
+class JsonLines:
+    """The lines of a jsonl file by index; only their positions are kept in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._starts: list[int] = []
+        with path.open("rb") as file:
+            first = b""
+            for line in iter(file.readline, b""):
+                if line.strip():
+                    first = first or line
+                    self._starts.append(file.tell() - len(line))
+        if not first:
+            raise ConfigError(f"{path} is empty; it needs one JSON object a line")
+        row = self._parse(first, 0)
+        self.columns = list(row) if isinstance(row, dict) else []
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Any:
+        with self.path.open("rb") as file:
+            file.seek(self._starts[index])
+            return self._parse(file.readline(), index)
+
+    def lines_from(self, index: int) -> Iterator[Any]:
+        """The lines from an index to the end."""
+        return (self[i] for i in range(index, len(self)))
+
+    def _parse(self, line: bytes, index: int) -> Any:
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{self.path}, record {index}: not valid JSON: {error}") from None
+
+
+class ParquetRows:
+    """Rows of parquet files by index, read by pyarrow a row group at a time; used without `datasets`."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        import pyarrow.parquet as pq
+
+        self._files = [pq.ParquetFile(path) for path in paths]
+        self._groups = [(f, g) for f in self._files for g in range(f.metadata.num_row_groups)]
+        self._ends: list[int] = []
+        for file, group in self._groups:
+            self._ends.append((self._ends or [0])[-1] + file.metadata.row_group(group).num_rows)
+        self.columns = list(self._files[0].schema_arrow.names)
+        self._cached: tuple[int, Any] = (-1, None)
+
+    def __len__(self) -> int:
+        return (self._ends or [0])[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        at = bisect.bisect_right(self._ends, index)
+        if self._cached[0] != at:
+            file, group = self._groups[at]
+            self._cached = (at, file.read_row_group(group))
+        row = index - (self._ends[at - 1] if at else 0)
+        found: dict[str, Any] = self._cached[1].slice(row, 1).to_pylist()[0]
+        return found
+
+
+def _jsonl_file(path: Path, split: str) -> Path | None:
+    """The jsonl file of a split: `path` itself (its one split is train), or SPLIT.jsonl in a folder."""
+    if path.suffix == ".jsonl" and path.is_file():
+        if split != "train":
+            raise ConfigError(
+                f"data.source = {str(path)!r} is one file, whose only split is 'train'; for {split!r} name a "
+                f"folder with train.jsonl and {split}.jsonl"
+            )
+        return path
+    if path.is_dir() and (found := sorted(path.glob("*.jsonl"))):
+        if (path / f"{split}.jsonl").is_file():
+            return path / f"{split}.jsonl"
+        if not any(path.rglob("*.parquet")):
+            splits = ", ".join(p.stem for p in found)
+            raise ConfigError(f"data: split {split!r} of {str(path)!r} does not exist; it has {splits}")
+    return None
+
+
+def _parquet_files(path: Path, split: str) -> list[Path]:
+    if path.is_file():
+        if split == "train":
+            return [path]
+        raise ConfigError(
+            f"data.source = {str(path)!r} is one file, whose only split is 'train', not {split!r}"
+        )
+    if not path.is_dir():
+        raise ConfigError(
+            f"data.source = {str(path)!r} is no local file or folder, and the hub needs the package "
+            "`datasets`; install it"
+        )
+    files = sorted(p for p in path.rglob("*.parquet") if p.stem == split or p.stem.startswith(f"{split}-"))
+    if not files:
+        known = (
+            ", ".join(sorted({p.stem.split("-")[0] for p in path.rglob("*.parquet")})) or "no parquet file"
+        )
+        raise ConfigError(f"data: split {split!r} of {str(path)!r} does not exist; it has {known}")
+    return files
+
+
+def _has_datasets() -> bool:
+    try:
+        import datasets  # noqa: F401 - whether it can be imported is the question
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def _load_dataset(data: DataConfig, path: Path, split: str) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        if path.is_file():
+            if path.suffix != ".parquet":
+                raise ConfigError(f"data.source = {data.source!r}: a file must end in .parquet or .jsonl")
+            rows = datasets.load_dataset(
+                "parquet", data_files=str(path), split=split, streaming=data.streaming
+            )
+        else:
+            source = str(path) if path.is_dir() else data.source
+            rows = datasets.load_dataset(source, split=split, streaming=data.streaming)
+        # Pictures are decoded by us, and only where they are used.
+        for column, feature in (rows.features or {}).items():
+            inner = getattr(feature, "feature", None)
+            if isinstance(inner, datasets.Image):
+                rows = rows.cast_column(column, type(feature)(datasets.Image(decode=False)))
+    except (ConfigError, DataError):
+        raise
+    except Exception as error:  # builders, hub clients and file systems raise whatever they like
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"data.source = {data.source!r}, split {split!r} cannot be opened: {reason}"
+        ) from None
+    return rows
+
+
+def _check_columns(name: str, columns: list[str]) -> None:
+    if "messages" not in columns:
+        near = difflib.get_close_matches("messages", columns, 1)
+        hint = f"; did you mean {near[0]!r}? rename it" if near else ""
+        raise ConfigError(f"data.source {name} has no column `messages`; it has {', '.join(columns)}{hint}")
+
+
+def _siblings(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"neither does its folder {path.parent}"
+    names = sorted(p.name for p in path.parent.iterdir() if not p.name.startswith("."))
+    near = difflib.get_close_matches(path.name, names, 1)
+    return (
+        f"did you mean {path.parent / near[0]}?"
+        if near
+        else f"{path.parent} has {', '.join(names) or 'no file'}"
+    )

@@ -1,0 +1,25 @@
+"""The errors that mmtrain raises on purpose.
+
+Each message says where, the value, the rule and what to change. A caller that wants to tell a
+user's mistake from a bug catches `MMTrainError`; everything else that escapes is a bug.
+"""
+
+
+class MMTrainError(Exception):
+    """A mistake in what the user gave us, or a run that must not go on."""
+
+
+class ConfigError(MMTrainError):
+    """A configuration that cannot be run: unknown key, wrong type, values that do not fit together."""
+
+
+class DataError(MMTrainError):
+    """A sample, file or batch that breaks a rule: corrupt image, lost image, sample too long."""
+
+
+class PlanError(MMTrainError):
+    """A schedule that is incomplete, doubled, deadlocked or over the memory limit."""
+
+
+class TrainingError(MMTrainError):
+    """A step that must not be applied: a loss or gradient that is not finite, ranks that disagree."""

@@ -1,0 +1,235 @@
+"""What a user sees of a run: the log line, the progress bar, tensorboard, metrics.jsonl, traces."""
+
+import json
+import logging
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from tqdm import tqdm
+
+from mmtrain.config import MetricsConfig
+from mmtrain.titan import TensorBoardLogger
+
+logger = logging.getLogger("mmtrain")
+
+_PEAK_FLOPS = {  # dense bf16, from the vendors' data sheets
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "B200": 2250e12,
+}
+
+
+def setup_logging(rank: int) -> None:
+    """Rank 0 logs information, the others warnings, to standard output."""
+    handler = logging.StreamHandler(sys.stdout)
+    prefix = "" if rank == 0 else f"[rank {rank}] "
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+def peak_flops(section: MetricsConfig, device: torch.device) -> float:
+    """FLOP/s that MFU is measured against: configured, known by the device's name, or measured on a CPU.
+
+    Raises: nothing; an unknown accelerator is measured as well, and the log says so.
+    """
+    if section.peak_flops:
+        return section.peak_flops
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, flops in sorted(_PEAK_FLOPS.items(), key=lambda item: -len(item[0])):
+            if known in name:
+                return flops
+        logger.warning("unknown device %r: MFU is against a measured matmul; set metrics.peak_flops", name)
+    return _measured_matmul_flops(device)
+
+
+def _measured_matmul_flops(device: torch.device, size: int = 512, repeats: int = 5) -> float:
+    a, b = (torch.ones(size, size, device=device) for _ in range(2))
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        float((a @ b)[0, 0])
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def memory_gib(device: torch.device) -> tuple[float, float]:
+    """(peak memory of this rank in GiB, percent of the device): the allocator's on a GPU, else the process's."""
+    if device.type == "cuda":
+        used, total = torch.cuda.max_memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+    else:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return used / 2**30, 100 * used / total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """Numbers of one step, over all replicas where not said otherwise."""
+
+    step: int
+    loss: float
+    max_loss: float
+    """Largest mean loss of one replica."""
+    grad_norm: float
+    lr: float
+    step_time_s: float
+    data_time_s: float
+    """Waiting for the loader."""
+    plan_time_s: float
+    """Planning, lowering and checking."""
+    tokens: int
+    images: int
+    patches: int
+    """Encoder rows."""
+    skipped_samples: int
+    bubble: float
+    """Idle fraction of the pipeline ranks of this replica."""
+    flops: float
+    """Model FLOPs of one device in this step: frozen parts without weight gradients, real tokens only."""
+    peak_flops: float
+    memory_gib: float
+    """Largest peak of the pipeline ranks of this replica."""
+    memory_percent: float
+    world_size: int
+
+
+class Reporter:
+    """Writes a run's metrics; does nothing on a rank that is not asked to."""
+
+    def __init__(self, section: MetricsConfig, folder: Path, *, enabled: bool, steps: int, start: int) -> None:
+        self._enabled = enabled
+        self._board: TensorBoardLogger | None = None
+        self._file: TextIO | None = None
+        self._bar: Any = None
+        if not enabled:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = _continue_jsonl(folder / "metrics.jsonl", start)
+        if section.enable_tensorboard:
+            self._board = TensorBoardLogger(str(folder / section.save_tb_folder))
+        if section.progress_bar and sys.stderr.isatty():
+            self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
+
+    def step(self, m: StepMetrics) -> None:
+        """Reports one training step."""
+        if not self._enabled:
+            return
+        tps = m.tokens / m.step_time_s / m.world_size
+        images_s = m.images / m.step_time_s
+        tflops = m.flops / m.step_time_s / 1e12
+        mfu = 100 * m.flops / m.step_time_s / m.peak_flops
+        self._say(
+            f"step: {m.step:4d}  loss: {m.loss:7.4f}  grad_norm: {m.grad_norm:7.4f}  "
+            f"memory: {m.memory_gib:.2f}GiB({m.memory_percent:.1f}%)  tps: {tps:,.0f}  tflops: {tflops:.4f}  "
+            f"mfu: {mfu:.1f}%  images/s: {images_s:.1f}  bubble: {100 * m.bubble:.0f}%"
+        )
+        if self._bar is not None:
+            self._bar.update(m.step - self._bar.n)
+            self._bar.set_postfix(loss=f"{m.loss:.3f}")
+        self._scalars(
+            {
+                "loss_metrics/global_avg_loss": m.loss,
+                "loss_metrics/global_max_loss": m.max_loss,
+                "grad_norm": m.grad_norm,
+                "lr": m.lr,
+                "throughput(tps)": tps,
+                "throughput(images/s)": images_s,
+                "tflops": tflops,
+                "mfu(%)": mfu,
+                "time_metrics/end_to_end(s)": m.step_time_s,
+                "time_metrics/data_loading(s)": m.data_time_s,
+                "time_metrics/data_loading(%)": 100 * m.data_time_s / m.step_time_s,
+                "time_metrics/planning(s)": m.plan_time_s,
+                "memory/max_reserved(GiB)": m.memory_gib,
+                "memory/max_reserved(%)": m.memory_percent,
+                "pipeline/bubble(%)": 100 * m.bubble,
+                "modality/text/tokens": m.tokens,
+                "modality/image/tokens": m.patches,
+                "modality/image/count": m.images,
+                "data/skipped_samples": m.skipped_samples,
+            },
+            m.step,
+        )
+        self._line(
+            {
+                "step": m.step,
+                "loss": m.loss,
+                "grad_norm": m.grad_norm,
+                "lr": m.lr,
+                "step_time_s": m.step_time_s,
+                "data_time_s": m.data_time_s,
+                "plan_time_s": m.plan_time_s,
+                "tokens": m.tokens,
+                "images": m.images,
+                "patches": m.patches,
+                "skipped_samples": m.skipped_samples,
+                "bubble": m.bubble,
+                "tps": tps,
+                "mfu": mfu / 100,
+            }
+        )
+
+    def validation(self, step: int, loss: float, accuracy: Mapping[str, tuple[int, int]]) -> None:
+        """Reports one validation. Args: accuracy: grade -> (answers right, answers)."""
+        if not self._enabled:
+            return
+        shares = {grade: right / count for grade, (right, count) in sorted(accuracy.items()) if count}
+        words = "  ".join(f"{grade}: {100 * share:.1f}%" for grade, share in shares.items())
+        self._say(f"validate step: {step:4d}  loss: {loss:7.4f}  accuracy {words or 'of no answer'}")
+        self._scalars(
+            {"validation_metrics/loss": loss}
+            | {f"validation_metrics/accuracy/{grade}": share for grade, share in shares.items()},
+            step,
+        )
+        self._line({"step": step, "validation_loss": loss, "accuracy": shares})
+
+    def close(self) -> None:
+        """Flushes and closes all files."""
+        for thing in (self._board, self._file, self._bar):
+            if thing is not None:
+                thing.close()
+
+    def _say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        logger.info(text)
+
+    def _scalars(self, values: Mapping[str, float], step: int) -> None:
+        if self._board is not None:
+            self._board.log(dict(values), step)
+
+    def _line(self, values: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(dict(values)) + "\n")
+        self._file.flush()
+
+
+def _continue_jsonl(path: Path, start: int) -> TextIO:
+    """The metrics file, opened to append, without lines of steps that a resumed run does again."""
+    if path.exists():
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= start:
+                    kept.append(line + "\n")
+            except (json.JSONDecodeError, KeyError):
+                continue  # cut short by a kill
+        aside = path.with_name(path.name + ".tmp")
+        aside.write_text("".join(kept))
+        os.replace(aside, path)
+    return open(path, "a", encoding="utf-8")

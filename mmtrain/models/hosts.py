@@ -1,0 +1,261 @@
+"""One adapter a family: how a real Hugging Face module is built, cut into layers and called layer by layer.
+
+A host holds no state. It makes the family's own class with parameters on the meta device, keeps the
+children of the wanted layers (names unchanged: a `ModuleDict` keyed by the original index stands for the
+list) and sets the others to None.
+
+Shape legend: N pictures; R rows of all pictures; D encoder width.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.initialization import no_init_weights
+
+from mmtrain.errors import ConfigError, DataError
+from mmtrain.models.attention import DOCUMENTS
+from mmtrain.models.families import VisionShape
+from mmtrain.models.projector import Grid
+
+
+class Host(ABC):
+    """How to build and prune one family."""
+
+    blocks: str
+    """Name of the list of blocks inside of the module."""
+    embed: str
+    """Name of the first layer's module."""
+    norm: str = ""
+    """Name of the norm after the last block; empty: none."""
+
+    @abstractmethod
+    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
+        """The Hugging Face config class, and what builds the module from such a config."""
+
+    def build(self, values: dict[str, Any], attention: str) -> PreTrainedModel:
+        """The whole module with parameters on the meta device and real buffers.
+
+        Raises: ConfigError: the Hugging Face class refuses the config.
+        """
+        config_class, make = self.classes()
+        given = {k: v for k, v in values.items() if v is not None and k != "model_type"}
+        if values["hidden_act"] not in ACT2FN:
+            known = ", ".join(sorted(ACT2FN))
+            raise ConfigError(
+                f"hidden_act = {values['hidden_act']!r} is no activation function; known: {known}"
+            )
+        try:
+            config = config_class(**given)
+            config._attn_implementation = attention
+            with parameters_on_meta(), no_init_weights():
+                return make(config)
+        except Exception as error:  # the config classes have validators that raise types of their own
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"{config_class.__name__} cannot be built from the config: {reason}") from error
+
+    def keep(self, module: PreTrainedModel, *, embed: bool, blocks: list[int], norm: bool) -> None:
+        """Drops every layer of the module but the wanted ones."""
+        _replace(module, self.blocks, _keep(module.get_submodule(self.blocks), blocks))
+        if not embed:
+            _replace(module, self.embed, None)
+        if self.norm and not norm:
+            _replace(module, self.norm, None)
+
+
+class VisionHost(Host):
+    """How to call one encoder family on two-dimensional activations [R, D]."""
+
+    @abstractmethod
+    def rows(self, grid: Grid) -> int:
+        """Rows of one picture between the layers."""
+
+    @abstractmethod
+    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        """The first activation, [R, D]."""
+
+    @abstractmethod
+    def context(self, tower: PreTrainedModel, x_RD: Tensor, grids: tuple[Grid, ...], merge: int) -> Any:
+        """What all blocks need besides the activation; it carries no gradient."""
+
+    @abstractmethod
+    def call_block(self, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
+        """One block, [R, D]."""
+
+    def features(self, x_RD: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        """The rows that are patches."""
+        return x_RD
+
+
+class Qwen2VLVision(VisionHost):
+    """The Qwen2-VL vision transformer: pictures of any size, packed; its own merger is optional."""
+
+    blocks, embed = "blocks", "patch_embed"
+
+    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
+        from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+        return Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel
+
+    def rows(self, grid: Grid) -> int:
+        return grid[0] * grid[1] * grid[2]
+
+    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        return tower.patch_embed(pixels)
+
+    def context(self, tower: PreTrainedModel, x_RD: Tensor, grids: tuple[Grid, ...], merge: int) -> Any:
+        # Boundaries stay on the CPU: the block reads them as Python numbers.
+        lengths = torch.tensor([h * w for t, h, w in grids for _ in range(t)], dtype=torch.int32)
+        boundaries = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        positions = block_positions(grids, merge).to(x_RD.device, non_blocking=True)
+        return {"cu_seqlens": boundaries, "position_embeddings": tower.rotary_pos_emb(x_RD, positions)}
+
+    def call_block(self, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
+        return block(x_RD, **context)
+
+
+class FixedSizeVision(VisionHost):
+    """Encoders whose pictures all have one size: SigLIP and ViT."""
+
+    extra_rows = 0
+
+    def rows(self, grid: Grid) -> int:
+        return grid[1] * grid[2] + self.extra_rows
+
+    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        dtype = next(tower.get_submodule(self.embed).parameters()).dtype
+        return tower.get_submodule(self.embed)(pixels.to(dtype)).flatten(0, 1)
+
+    def context(self, tower: PreTrainedModel, x_RD: Tensor, grids: tuple[Grid, ...], merge: int) -> Any:
+        return len(grids)
+
+    def call_block(self, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
+        return block(x_RD.unflatten(0, (context, -1)), None).flatten(0, 1)
+
+
+class Siglip(FixedSizeVision):
+    """The SigLIP vision transformer without its pooling head."""
+
+    blocks, embed, norm = "encoder.layers", "embeddings", "post_layernorm"
+
+    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
+        from transformers import SiglipVisionConfig, SiglipVisionModel
+
+        def make(config: SiglipVisionConfig) -> SiglipVisionModel:
+            config.vision_use_head = False
+            return SiglipVisionModel(config)
+
+        return SiglipVisionConfig, make
+
+
+class ViT(FixedSizeVision):
+    """The ViT without its pooler; its class token takes part in attention and is dropped by the projector."""
+
+    blocks, embed, norm = "layers", "embeddings", "layernorm"
+    extra_rows = 1
+
+    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
+        from transformers import ViTConfig, ViTModel
+
+        return ViTConfig, lambda config: ViTModel(config, add_pooling_layer=False)
+
+    def features(self, x_RD: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        return x_RD.unflatten(0, (len(grids), -1))[:, 1:].flatten(0, 1)
+
+
+class Decoder(Host):
+    """A decoder-only language model with its head: Qwen2 and Llama."""
+
+    blocks, embed, norm = "model.layers", "model.embed_tokens", "model.norm"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
+        import transformers
+
+        return getattr(transformers, f"{self.name}Config"), getattr(transformers, f"{self.name}ForCausalLM")
+
+    def build(self, values: dict[str, Any], attention: str = DOCUMENTS) -> PreTrainedModel:
+        return super().build({**values, "use_cache": False}, attention)
+
+    def keep(self, module: PreTrainedModel, *, embed: bool, blocks: list[int], norm: bool) -> None:
+        super().keep(module, embed=embed, blocks=blocks, norm=norm)
+        if not norm:
+            module.lm_head = None
+        elif embed and module.config.tie_word_embeddings:
+            module.lm_head.weight = module.model.embed_tokens.weight
+
+
+VISION_HOSTS: dict[str, VisionHost] = {
+    "qwen2_vl_vision": Qwen2VLVision(),
+    "siglip_vision_model": Siglip(),
+    "vit": ViT(),
+}
+DECODERS: dict[str, Decoder] = {"qwen2": Decoder("Qwen2"), "llama": Decoder("Llama")}
+
+
+def block_positions(grids: tuple[Grid, ...], merge: int) -> Tensor:
+    """Row and column of each patch when patches come in merge x merge squares, [R, 2] int64."""
+    positions = []
+    for t, h, w in grids:
+        place = torch.cartesian_prod(torch.arange(h), torch.arange(w))
+        squares = place.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2).reshape(-1, 2)
+        positions.append(squares.repeat(t, 1))
+    return torch.cat(positions)
+
+
+def check_grids(shape: VisionShape, grids: tuple[Grid, ...]) -> None:
+    """Refuses pictures that the encoder cannot take.
+
+    Raises: DataError: no picture, another size than the encoder's fixed one, or sides that cannot be merged.
+    """
+    if not grids:
+        raise DataError("a vision stage was called without pictures; a work without pictures must not exist")
+    for grid in grids:
+        if shape.fixed_grid is not None and grid != shape.fixed_grid:
+            raise DataError(
+                f"a picture has patches {grid}, but {shape.model_type} takes {shape.fixed_grid} alone"
+            )
+        if grid[1] % shape.merge or grid[2] % shape.merge:
+            raise DataError(
+                f"a picture has patches {grid}; height and width must be multiples of the spatial merge "
+                f"{shape.merge}"
+            )
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside, new parameters are put on the meta device while buffers stay real.
+
+    A module built under `torch.device("meta")` would lose buffers that no checkpoint holds, such as
+    rotary frequencies.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _keep(blocks: nn.Module, indices: list[int]) -> nn.ModuleDict:
+    children = dict(blocks.named_children())
+    return nn.ModuleDict({str(i): children[str(i)] for i in indices})
+
+
+def _replace(module: nn.Module, path: str, child: nn.Module | None) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, child)

@@ -1,0 +1,67 @@
+"""Initial weights that do not depend on how the model is cut.
+
+Every submodule is initialised by its Hugging Face class's own rule from a random stream of its own, seeded
+by (seed, its name). Children come before their parent, as in Hugging Face, whose parents overwrite children.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
+
+_EMBEDDING = "language.model.embed_tokens"
+_HEAD = "language.lm_head"
+
+
+@torch.no_grad()
+def init_weights(chunk: Chunk, seed: int) -> None:
+    """Sets every parameter of a materialised chunk, in place, from (seed, name) alone.
+
+    On one kind of device, any two chunks that hold a parameter get equal values. The global random state is
+    left as it was. The projector has `nn.Linear`'s default distribution, as in LLaVA.
+    """
+    for param in chunk.parameters():
+        param.fill_(torch.nan)  # shows below if a class forgets one of its parameters
+    device = next(chunk.parameters()).device
+    on_cuda = device.type == "cuda"
+    stream = torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
+    with torch.random.fork_rng(devices=[device.index] if on_cuda else []):
+        for name, module, init in _plan(chunk):
+            stream.manual_seed(_seed(seed, name))
+            init(module)
+    for name, param in chunk.named_parameters():
+        assert not param.isnan().any(), f"{name} was not initialised by {type(chunk).__name__}"
+
+
+def _plan(chunk: Chunk) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], object]]]:
+    """(name that seeds it, module, its rule) in the order to run."""
+    if isinstance(chunk, VisionChunk):
+        for name, module in _children_first(chunk.vision, "vision"):
+            yield name, module, chunk.vision._init_weights
+        if chunk.projector is not None:
+            for name, module in _children_first(chunk.projector, "projector"):
+                if isinstance(module, nn.Linear | nn.LayerNorm):
+                    yield name, module, lambda m: m.reset_parameters()
+    elif isinstance(chunk, LanguageChunk):
+        rule = chunk.language._init_weights
+        for name, module in _children_first(chunk.language, "language"):
+            if not (name == _HEAD and chunk.shape.tied):
+                yield name, module, rule
+        if chunk.shape.tied and chunk.has_norm and not chunk.has_embed:
+            # The copy in the head starts as the embedding does: same rule, same stream.
+            weight, padding = chunk.language.lm_head.weight, chunk.language.config.pad_token_id
+            yield _EMBEDDING, nn.Embedding(*weight.shape, padding_idx=padding, _weight=weight), rule
+
+
+def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _children_first(child, f"{name}.{child_name}")
+    yield name, module
+
+
+def _seed(seed: int, name: str) -> int:
+    """63 bits that depend on nothing else."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,133 @@
+"""Loads a chunk's own weights, and no others, from the safetensors files of a folder or hub id."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from mmtrain.config import EncoderConfig, LanguageConfig, ModelConfig
+from mmtrain.errors import ConfigError
+from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
+from mmtrain.models.families import find_file
+
+_PREFIXES = {
+    "qwen2_vl_vision": ("model.visual.", "visual."),
+    "siglip_vision_model": ("vision_model.",),
+    "vit": ("vit.",),
+    "qwen2": (),
+    "llama": (),
+}
+"""What may stand before the names of a family's parameters where it is a part of a larger model."""
+
+_DERIVED = ("rotary_emb.inv_freq", "position_ids")
+"""Ends of names that old checkpoints hold although the values follow from the config."""
+
+
+@torch.no_grad()
+def load_pretrained(chunk: Chunk, model: ModelConfig) -> int:
+    """The number of parameters (tensors) of a materialised, not yet sharded chunk that were set from files.
+
+    Only tensors of this chunk are read. Nothing is read, and 0 returned, for a module that is to have random
+    weights. A projector of our own has no pretrained weights and keeps its initial ones.
+    Raises: ConfigError: no safetensors file, or weights that are missing, unexpected or of another shape.
+    """
+    if isinstance(chunk, VisionChunk):
+        assert model.encoder is not None
+        return _load(chunk.vision, "model.encoder", model.encoder, chunk.shape.model_type, {})
+    assert isinstance(chunk, LanguageChunk)
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if chunk.shape.tied else {}
+    return _load(chunk.language, "model.language", model.language, chunk.shape.model_type, tied)
+
+
+def _load(
+    module: nn.Module,
+    where: str,
+    section: EncoderConfig | LanguageConfig,
+    model_type: str,
+    same_as: dict[str, str],
+) -> int:
+    """Fills the parameters of one Hugging Face module.
+
+    Args: same_as: parameter -> the other parameter under whose name its values are stored.
+    """
+    if not section.pretrained or section.weights == "random":
+        return 0
+    files = _index(where, section.pretrained)
+    names = _module_names(module, files, _PREFIXES[model_type])
+    wanted = dict(module.named_parameters(remove_duplicate=False))  # a tied head under both of its names
+    missing = sorted(name for name in wanted if same_as.get(name, name) not in names)
+    unexpected = sorted(name for name in names if _belongs(module, name) and name not in wanted)
+    for what, found in (("misses", missing), ("has unexpected", unexpected)):
+        if found:
+            shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+            raise ConfigError(
+                f"{where}.pretrained = {section.pretrained!r}: the checkpoint {what} {shown}; "
+                "its config.json and its weights do not belong together"
+            )
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for name in wanted:
+        by_file[files[names[same_as.get(name, name)]]].append(name)
+    for file, own in by_file.items():
+        path = find_file(where, section.pretrained, file)
+        with safe_open(str(path), "pt") as tensors:
+            for name in own:
+                tensor = tensors.get_tensor(names[same_as.get(name, name)])
+                if tensor.shape != wanted[name].shape:
+                    raise ConfigError(
+                        f"{where}.pretrained = {section.pretrained!r}: {name} has shape {tuple(tensor.shape)} "
+                        f"in the checkpoint, but the config makes {tuple(wanted[name].shape)}"
+                    )
+                wanted[name].copy_(tensor)
+    return len(wanted)
+
+
+def _index(where: str, source: str) -> dict[str, str]:
+    """Name on disk -> file, without reading a weight."""
+    index = find_file(where, source, "model.safetensors.index.json", optional=True)
+    if index is not None:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    single = find_file(where, source, "model.safetensors", optional=True)
+    if single is None:
+        raise ConfigError(
+            f"{where}.pretrained = {source!r}: there is no model.safetensors (or its index); save the weights "
+            'as safetensors, or set weights = "random"'
+        )
+    with safe_open(str(single), "pt") as tensors:
+        return dict.fromkeys(tensors.keys(), Path(single).name)
+
+
+def _module_names(module: nn.Module, on_disk: Iterable[str], prefixes: tuple[str, ...]) -> dict[str, str]:
+    """Name in the module -> name on disk, by Hugging Face's own table of renamed parameters."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    keys = list(on_disk)
+    # Inside of a larger model, only what has the prefix belongs to this module.
+    prefix = next((p for p in prefixes if any(key.startswith(p) for key in keys)), "")
+    renamings = [r for r in get_model_conversion_mapping(module) if isinstance(r, WeightRenaming)]
+    names = {}
+    for key in keys:
+        if key.startswith(prefix):
+            name = key.removeprefix(prefix)
+            for renaming in renamings:
+                name, _ = renaming.rename_source_key(name)
+            names[name] = key
+    return names
+
+
+def _belongs(module: nn.Module, name: str) -> bool:
+    """Whether a name lies inside of a submodule that this chunk holds, so that it must be a parameter of it."""
+    if name.endswith(_DERIVED):
+        return False
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        child = module._modules.get(part)
+        if child is None:
+            # Other layers and other parts of a larger model are absent on purpose; inside of a block nothing is.
+            return any(p.isdigit() for p in parts[:i])
+        module = child
+    return True

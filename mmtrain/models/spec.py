@@ -1,0 +1,217 @@
+"""What planning knows of a model: modules, layers, parameters, FLOPs and bytes. Pure; no weights.
+
+A model is a graph of modality modules, each a chain of layers (the smallest cut points). Costs are
+functions of a `WorkSize`: linear in rows, in attended pairs and in output rows, which is exact for
+transformers whose attention is block-diagonal over images or documents.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from mmtrain.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkSize:
+    """How much one sub-microbatch asks of a module."""
+
+    rows: int
+    """Rows through the layers: patches of a vision encoder, packed tokens of a language model."""
+    pairs: int
+    """(query, key) pairs that attention really visits, summed over images or documents."""
+    outputs: int
+    """Rows that leave the module's last layers: merged image tokens; labelled positions of the loss."""
+
+    def __add__(self, other: "WorkSize") -> "WorkSize":
+        return WorkSize(
+            rows=self.rows + other.rows, pairs=self.pairs + other.pairs, outputs=self.outputs + other.outputs
+        )
+
+
+ZERO_WORK = WorkSize(rows=0, pairs=0, outputs=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """An amount per row, per attended pair and per output row."""
+
+    row: float = 0.0
+    pair: float = 0.0
+    output: float = 0.0
+
+    def __call__(self, size: WorkSize) -> float:
+        return self.row * size.rows + self.pair * size.pairs + self.output * size.outputs
+
+    def __add__(self, other: "Rates") -> "Rates":
+        return Rates(row=self.row + other.row, pair=self.pair + other.pair, output=self.output + other.output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flops:
+    """Floating-point operations (a multiply-add counts 2) of one pass over one work."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(
+            forward=self.forward + other.forward,
+            backward_input=self.backward_input + other.backward_input,
+            backward_weight=self.backward_weight + other.backward_weight,
+        )
+
+    @property
+    def total(self) -> float:
+        """Forward and both halves of the backward."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One cut point of a module."""
+
+    name: str
+    """Name of the torch submodule (or of the group of submodules) inside of the modality module."""
+    num_params: int
+    trainable: bool
+    matmul_flops: Rates
+    """Forward FLOPs of products with a weight; as many again for dX and for dW."""
+    attention_flops: Rates = Rates()
+    """Forward FLOPs of products of two activations (QK^T, PV); twice as many for their backward."""
+    activation_bytes: Rates = Rates()
+    """Bytes kept from forward to backward."""
+    output_bytes: Rates = Rates()
+    """Bytes handed to the next layer."""
+    output_width: int = 0
+    """Columns of the activation handed to the next layer; 0: a scalar loss, which goes nowhere."""
+    output_rows: Literal["rows", "outputs"] = "rows"
+    """Which count of a `WorkSize` is the number of rows of that activation."""
+    weight_before_products: bool = False
+    """A parameter (its input norm) comes before its products: their dX is needed whenever the layer trains."""
+    num_shared_params: int = 0
+    """Of num_params, those that are a copy of an earlier layer's parameter (tied embeddings)."""
+
+    def flops(self, size: WorkSize, *, input_grad: bool = True) -> Flops:
+        """FLOPs of this layer; no weight gradient if frozen, no backward at all if also nothing
+        before it is trainable (`input_grad` false).
+
+        Source: frozen-aware accounting, Cornstarch, arXiv:2503.11367.
+        """
+        matmul, attention = self.matmul_flops(size), self.attention_flops(size)
+        backward = input_grad or self.trainable
+        inside = input_grad or (self.trainable and self.weight_before_products)
+        return Flops(
+            forward=matmul + attention,
+            # A trainable layer needs the gradients inside of it even if none has to leave it.
+            backward_input=(matmul if inside else 0.0) + (2 * attention if backward else 0.0),
+            backward_weight=matmul if self.trainable else 0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSpec:
+    """One modality module: a chain of layers with its own stream of rows."""
+
+    name: str
+    """`vision` or `language`: the key of works and stages."""
+    layers: tuple[LayerSpec, ...]
+    after: tuple[str, ...] = ()
+    """Modules whose output enters this module's first layer."""
+    merge: int = 1
+    """Neighbouring patches along each side of a picture that leave as one token."""
+    extra_rows: int = 0
+    """Rows that the first layer adds to each frame of a picture: 1 for a class token."""
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of all layers, each copy of a tied matrix included."""
+        return sum(layer.num_params for layer in self.layers)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any layer has a trainable parameter."""
+        return any(layer.trainable for layer in self.layers)
+
+    def output_shape(self, last_layer: int, size: WorkSize) -> tuple[int, ...]:
+        """Shape of what a stage that ends with `last_layer` sends on for one work: [rows, width], or () for the loss."""
+        layer = self.layers[last_layer]
+        if not layer.output_width:
+            return ()
+        return (size.outputs if layer.output_rows == "outputs" else size.rows, layer.output_width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The modules in an order in which each comes after those that feed it."""
+
+    modules: tuple[ModuleSpec, ...]
+    tied_embeddings: bool = False
+    """The language model's head and token embedding are one parameter."""
+
+    def module(self, name: str) -> ModuleSpec:
+        """The module of that name."""
+        return next(m for m in self.modules if m.name == name)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of all modules; a tied matrix counts once."""
+        layers = [layer for module in self.modules for layer in module.layers]
+        return sum(layer.num_params - layer.num_shared_params for layer in layers)
+
+    def grad_enters(self, name: str) -> bool:
+        """Whether something that feeds this module is trainable, so a gradient must leave its first layer."""
+        return any(self.module(a).trainable or self.grad_enters(a) for a in self.module(name).after)
+
+    def flops(self, name: str, size: WorkSize, layers: Iterable[int] | None = None) -> Flops:
+        """FLOPs of some layers (default: all) of a module for one work, knowing what is frozen."""
+        module = self.module(name)
+        wanted = set(range(len(module.layers)) if layers is None else layers)
+        total, input_grad = Flops(), self.grad_enters(name)
+        for index, layer in enumerate(module.layers):
+            if index in wanted:
+                total += layer.flops(size, input_grad=input_grad)
+            input_grad = input_grad or layer.trainable
+        return total
+
+    def has_backward(self, name: str, last_layer: int) -> bool:
+        """Whether layers up to and including `last_layer` of a module take part in a backward."""
+        layers = self.module(name).layers[: last_layer + 1]
+        return self.grad_enters(name) or any(layer.trainable for layer in layers)
+
+    def activation_bytes(self, name: str, size: WorkSize, layers: Iterable[int] | None = None) -> float:
+        """Bytes that some layers (default: all) of a module keep for the backward of one work; 0 for those without one.
+
+        A frozen layer through which a gradient passes keeps less than a trainable one; it is counted in full.
+        """
+        module = self.module(name)
+        wanted = range(len(module.layers)) if layers is None else layers
+        return sum(module.layers[i].activation_bytes(size) for i in wanted if self.has_backward(name, i))
+
+
+def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> WorkSize:
+    """How much some pictures ask of a vision module; attention stays inside of a frame.
+
+    Args: grids: patches (time, height, width) of each picture.
+    Raises: DataError: a side is not a multiple of the spatial merge.
+    """
+    total = ZERO_WORK
+    for t, h, w in grids:
+        if h % module.merge or w % module.merge:
+            raise DataError(
+                f"a picture of {h} x {w} patches cannot be merged {module.merge} x {module.merge}; resize it to "
+                f"multiples of {module.merge} patches"
+            )
+        rows = h * w + module.extra_rows
+        total += WorkSize(rows=t * rows, pairs=t * rows * rows, outputs=t * h * w // module.merge**2)
+    return total
+
+
+def documents_work(lengths: Iterable[int], num_targets: int) -> WorkSize:
+    """How much packed documents ask of a language module; causal attention stays inside of a document."""
+    rows = pairs = 0
+    for length in lengths:
+        rows += length
+        pairs += length * (length + 1) // 2
+    return WorkSize(rows=rows, pairs=pairs, outputs=num_targets)

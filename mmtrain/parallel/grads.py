@@ -1,0 +1,77 @@
+"""Gradient norm and clipping over every axis, and the tied embedding's gradient."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mmtrain.parallel.mesh import Mesh
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fill_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
+    """Gives zero gradients to trainable parameters without one.
+
+    A module that no sample of the step used has no gradient; whether it is None or zero would
+    otherwise depend on the layout, and with it the optimizer's moments and weight decay.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def sync_tied(copies: Sequence[nn.Parameter], mesh: Mesh) -> None:
+    """Sums the tied embedding's gradient over its copies on the first and last language stage.
+
+    [V, D] partial -> [V, D] summed, on every copy; all then take the same optimizer step. Collective
+    over the tie group where the copies are on two pp_ranks; the ranks without a copy skip it.
+    """
+    grads = [local_part(copy.grad) for copy in copies if copy.grad is not None]
+    if len(grads) == 2:  # one pp_rank holds both chunks
+        total = grads[0] + grads[1]
+        for grad in grads:
+            grad.copy_(total)
+    elif grads and mesh.tie_group is not None:
+        dist.all_reduce(grads[0], group=mesh.tie_group)
+
+
+def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, *, skip: nn.Parameter | None = None) -> Tensor:
+    """The 2-norm of all gradients of the model, float64, equal on every rank. Collective over the job.
+
+    Args: skip: a copy of a parameter that another rank counts (the tied head).
+    """
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for parameter in parameters:
+        if parameter.grad is None or parameter is skip:
+            continue
+        total += local_part(parameter.grad).double().pow(2).sum() / _copies(parameter, mesh)
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def _copies(parameter: nn.Parameter, mesh: Mesh) -> int:
+    """Ranks of the job that hold the same values as this rank's shard."""
+    if not isinstance(parameter, DTensor):
+        return mesh.shape.dp * mesh.shape.cp * mesh.shape.tp
+    shards = 1
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            shards *= parameter.device_mesh.size(axis)
+    return mesh.shape.dp * mesh.shape.cp * mesh.shape.tp // shards
+
+
+def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scales all gradients so that their total norm is at most max_norm; 0 leaves them alone."""
+    if max_norm <= 0:
+        return
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    grads = [local_part(p.grad) for p in parameters if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor.to(grads[0].dtype))

@@ -1,0 +1,158 @@
+"""Process groups of one rank: built once, named by mesh axis."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmtrain.config import CommConfig
+from mmtrain.titan import ParallelDims, parallel_dims
+from mmtrain.topology import Coordinates, MeshShape
+
+
+def pick_device() -> torch.device:
+    """This process's device: its own accelerator, or the CPU where there is none."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def init_process_group(comm: CommConfig, device: torch.device) -> None:
+    """Joins the job's default process group; gloo carries CPU tensors, the device's backend the rest."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=comm.init_timeout_seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The place of this rank, and a process group for every axis that communicates."""
+
+    shape: MeshShape
+    rank: int
+    place: Coordinates
+    device: torch.device
+    dims: ParallelDims
+    pp_group: dist.ProcessGroup
+    """Ranks that differ in pp alone: one model replica's pipeline. Also carries its transfers on gloo."""
+    pp_ranks: tuple[int, ...]
+    """Global rank of each pp_rank of this replica."""
+    batch_group: dist.ProcessGroup | None
+    """Ranks that read different data and hold the same stages; None for one replica."""
+    channels: "Channels"
+    tie_group: dist.ProcessGroup | None
+    """First and last pp_rank of this replica, which may share the tied embedding; None for one pp_rank."""
+
+    @property
+    def pp_rank(self) -> int:
+        """Place in the pipeline."""
+        return self.place.pp
+
+    @property
+    def dp_rank(self) -> int:
+        """Which replica's data this rank reads."""
+        return self.shape.dp_rank(self.rank)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank reads the data of its replica."""
+        return self.place.pp == 0 and self.place.cp == 0 and self.place.tp == 0
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """The mesh that FSDP2 shards over: dp_shard x cp, or (dp_replicate, dp_shard x cp) for HSDP."""
+        axes = ["dp_replicate", "fsdp"] if self.shape.dp_replicate > 1 else ["fsdp"]
+        return self.dims.get_mesh(axes if len(axes) > 1 else axes[0])
+
+    def broadcast_object(self, value: Any) -> Any:
+        """The leader's value, on every pp_rank of its replica. Collective over pp."""
+        if self.shape.pp == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self.pp_ranks[0], group=self.pp_group, device=torch.device("cpu"))
+        return box[0]
+
+    def gather_pp(self, value: Any) -> list[Any]:
+        """Every pp_rank's value, in order, on every rank of the replica. Collective over pp."""
+        if self.shape.pp == 1:
+            return [value]
+        found: list[Any] = [None] * self.shape.pp
+        dist.all_gather_object(found, value, group=self.pp_group)
+        return found
+
+
+class Channels:
+    """The process group and the global peer rank of each directed transfer between pipeline ranks.
+
+    gloo: one group serves all, since it matches by pair and keeps no order between directions. NCCL:
+    a group for each directed pair of neighbours (with the wrap-around that segments and modules use),
+    so that the two directions never wait for each other; another pair uses the pipeline's group.
+    """
+
+    def __init__(
+        self,
+        pp_ranks: tuple[int, ...],
+        pp_group: dist.ProcessGroup,
+        directed: dict[tuple[int, int], dist.ProcessGroup],
+    ) -> None:
+        self._pp_ranks = pp_ranks
+        self._pp_group = pp_group
+        self._directed = directed
+
+    def group(self, source: int, target: int) -> dist.ProcessGroup:
+        """The group that carries transfers from one pp_rank to another."""
+        return self._directed.get((source, target), self._pp_group)
+
+    def global_rank(self, pp_rank: int) -> int:
+        """The job-wide rank of a pp_rank."""
+        return self._pp_ranks[pp_rank]
+
+
+def build_mesh(shape: MeshShape, device: torch.device) -> Mesh:
+    """All process groups of this rank. Every rank of the job must call it."""
+    rank = dist.get_rank()
+    dims = parallel_dims(shape)
+    mine = _pipeline_ranks(shape, rank)
+    pp_group: dist.ProcessGroup | None = None
+    tie_group: dist.ProcessGroup | None = None
+    directed: dict[tuple[int, int], dist.ProcessGroup] = {}
+    leaders = [r for r in range(shape.world_size) if shape.coordinates(r).pp == 0]
+    for ranks in (_pipeline_ranks(shape, leader) for leader in leaders):  # every rank makes every group
+        group = dist.new_group(list(ranks))
+        tie = dist.new_group([ranks[0], ranks[-1]]) if shape.pp > 1 else None
+        if ranks == mine:
+            pp_group, tie_group = group, tie
+        if device.type != "cpu" and shape.pp > 1:
+            hops = {(s, t % shape.pp) for s in range(shape.pp) for t in (s + 1, s - 1)}
+            for source, target in sorted(hops):
+                pair = dist.new_group([ranks[source], ranks[target]])
+                if ranks == mine:
+                    directed[source, target] = pair
+    assert pp_group is not None
+    return Mesh(
+        shape=shape,
+        rank=rank,
+        place=shape.coordinates(rank),
+        device=device,
+        dims=dims,
+        pp_group=pp_group,
+        pp_ranks=mine,
+        batch_group=dims.get_mesh("batch").get_group() if shape.dp > 1 else None,
+        channels=Channels(mine, pp_group, directed),
+        tie_group=tie_group,
+    )
+
+
+def _pipeline_ranks(shape: MeshShape, rank: int) -> tuple[int, ...]:
+    place = shape.coordinates(rank)
+    coordinates = (
+        Coordinates(pp=p, dp_replicate=place.dp_replicate, dp_shard=place.dp_shard, cp=place.cp, tp=place.tp)
+        for p in range(shape.pp)
+    )
+    return tuple(shape.rank(c) for c in coordinates)

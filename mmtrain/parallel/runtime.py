@@ -1,0 +1,294 @@
+"""Runs a lowered program on this rank: a table from action kind to handler, no scheduling decision.
+
+`PipelineScheduleRuntime` is torch's `_PipelineScheduleRuntime` with its dispatch loop, profiler
+ranges and error dump. Its chain topology, fixed shapes, loss order and adjacency checks are replaced
+by the work graph: works are identified by their index, transfers by their edge, losses by work.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain.errors import PlanError
+from mmtrain.parallel.stage import ModalityStage, ShapeOf
+from mmtrain.parallel.torch_private import (
+    TorchAction,
+    TorchKind,
+    TorchScheduleRuntime,
+    fsdp_modules,
+    reduce_grads,
+    wait_unsharded,
+)
+from mmtrain.schedule.action import STAGE_WIDE, TRANSFERS, Action, Kind
+from mmtrain.schedule.lower import Program
+from mmtrain.schedule.release import Transfer, releases, transfer_of
+
+
+class OwnKind(StrEnum):
+    """Kinds that torch's runtime has no name for."""
+
+    WAIT_F = "WAIT_F"
+    WAIT_B = "WAIT_B"
+
+
+TORCH_KINDS: dict[Kind, Any] = {
+    Kind.F: TorchKind.FORWARD,
+    Kind.B: TorchKind.FULL_BACKWARD,
+    Kind.SEND_F: TorchKind.SEND_F,
+    Kind.RECV_F: TorchKind.RECV_F,
+    Kind.WAIT_F: OwnKind.WAIT_F,
+    Kind.SEND_B: TorchKind.SEND_B,
+    Kind.RECV_B: TorchKind.RECV_B,
+    Kind.WAIT_B: OwnKind.WAIT_B,
+    Kind.UNSHARD: TorchKind.UNSHARD,
+    Kind.RESHARD: TorchKind.RESHARD,
+    Kind.REDUCE: TorchKind.REDUCE_GRAD,
+}
+"""Kinds that this runtime runs. A program with another kind (a split backward's I and W) is refused."""
+
+
+class BoundAction(TorchAction):
+    """torch's action with what its handler needs, looked up once when the program is loaded."""
+
+    ours: Action
+    transfer: Transfer | None
+    releases: tuple[Transfer, ...]
+
+    def __repr__(self) -> str:
+        return str(self.ours)
+
+
+Feed = Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]
+"""(stage, work) -> positional and keyword arguments of the chunk's forward, before its received inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What one run of a program left on this rank."""
+
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """work -> sum of the loss over its targets, detached; on the rank of the last stage."""
+    predictions: dict[int, Tensor] = field(default_factory=dict)
+    """work -> predicted token of each labelled position, if they were asked for."""
+    rows: tuple[tuple[Action, float, float], ...] = ()
+    """(action, start, end) of every compute action, seconds on this host's monotonic clock."""
+    span: tuple[float, float] = (0.0, 0.0)
+    """Start and end of the program on this rank, same clock."""
+
+
+class PipelineScheduleRuntime(TorchScheduleRuntime):
+    """torch's runtime of action lists, over a work graph that is new in every step."""
+
+    def __init__(self, stages: Sequence[ModalityStage]) -> None:
+        super().__init__(list(stages), n_microbatches=1, loss_fn=None, scale_grads=False)
+        self._by_index = {stage.stage_index: stage for stage in stages}
+        self._feed: Feed | None = None
+        self._loss_grad: Tensor | None = None
+        self._pending: dict[Transfer, tuple[dist.Work, Tensor]] = {}
+        self._sent: dict[Transfer, tuple[dist.Work, Tensor]] = {}
+        self._clock = _Clock(stages[0].device)
+        self._losses: dict[int, Tensor] = {}
+        self._predictions: dict[int, Tensor] = {}
+        table: dict[Any, Callable[[Any, Any], None]] = {
+            TorchKind.FORWARD: self._forward,
+            TorchKind.FULL_BACKWARD: self._backward,
+            TorchKind.SEND_F: self._send,
+            TorchKind.RECV_F: self._receive,
+            OwnKind.WAIT_F: self._wait,
+            TorchKind.SEND_B: self._send,
+            TorchKind.RECV_B: self._receive,
+            OwnKind.WAIT_B: self._wait,
+            TorchKind.REDUCE_GRAD: self._reduce,
+            TorchKind.RESHARD: self._reshard,
+        }
+        builtin = {TorchKind.UNSHARD}  # torch's own branch does what we want
+        assert set(table) | builtin == set(TORCH_KINDS.values()), "the dispatch table is not complete"
+        self._comp_type_to_function_map.update(table)
+
+    def load(self, program: Program, shape_of: ShapeOf) -> None:
+        """Makes `program` the one that `step` runs.
+
+        Raises: PlanError: it has a kind of action that this runtime does not run.
+        """
+        graph = program.graph
+        bound = []
+        arrivals = releases(program, self.rank)
+        for index, action in enumerate(program.actions[self.rank]):
+            if action.kind not in TORCH_KINDS:
+                raise PlanError(
+                    f"rank {self.rank}, step {index}, action {action}: this runtime has no handler for kind "
+                    f"{action.kind}; plan with whole backwards (B)"
+                )
+            work = -1 if action.kind in STAGE_WIDE else graph.work_of(action)
+            item = BoundAction(action.stage, TORCH_KINDS[action.kind], None if work < 0 else work)
+            item.ours = action
+            item.transfer = transfer_of(program, action) if action.kind in TRANSFERS else None
+            item.releases = arrivals.get(index, ())
+            bound.append(item)
+        self._n_microbatches = max(1, len(graph.works))
+        self.pipeline_order_with_comms = {self.rank: bound}
+        for stage in self._by_index.values():
+            stage.start_step(graph, shape_of)
+
+    def step(  # type: ignore[override]
+        self, feed: Feed, *, loss_grad: float = 1.0, want_predictions: bool = False
+    ) -> StepOutcome:
+        """Runs the loaded program once.
+
+        Args:
+            feed: arguments of each chunk's forward.
+            loss_grad: gradient of the objective by each work's loss sum: 1 / number of targets of the batch.
+            want_predictions: also keep the predicted token of each labelled position.
+        Raises: PlanError: a tensor was made and never used.
+        """
+        self._feed = feed
+        self._want_predictions = want_predictions
+        self._loss_grad = torch.tensor(loss_grad, device=self._stages[0].device)
+        self._losses, self._predictions = {}, {}
+        self._clock.start()
+        try:
+            self._step_microbatches()
+        finally:
+            self._feed = None
+        for work, _ in self._sent.values():
+            work.wait()
+        self._sent.clear()
+        rows, span = self._clock.stop()
+        left = [text for stage in self._by_index.values() for text in stage.leftovers()]
+        left += [f"transfer of {edge} started and never waited for" for edge, _ in self._pending]
+        if left:
+            raise PlanError(f"rank {self.rank}: a step ended with unused tensors: {'; '.join(left)}")
+        return StepOutcome(losses=self._losses, predictions=self._predictions, rows=rows, span=span)
+
+    # torch's chain set-up (shape inference, adjacency checks) and loss bookkeeping have no place here.
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _update_losses(self, *args: Any, **kwargs: Any) -> None: ...
+
+    # ------------------------------------------------------------------------------------ handlers
+
+    def _forward(self, action: BoundAction, ctx: Any) -> None:
+        assert self._feed is not None and action.microbatch_index is not None
+        stage, work = self._by_index[action.stage_index], action.microbatch_index
+        self._assert_unsharded(stage)
+        args, kwargs = self._feed(stage.stage_index, work)
+        with self._clock.measure(action.ours):
+            output = stage.forward_one_chunk(work, args, kwargs)
+        graph = stage.graph
+        assert graph is not None
+        consumers = graph.outputs(stage.stage_index, work)
+        if not consumers:
+            self._losses[work] = output.loss_sum.detach()
+            if output.predictions is not None:
+                self._predictions[work] = output.predictions
+        for edge in consumers:
+            if graph.is_local(edge):
+                self._by_index[edge.target].inbox[edge] = stage.outbox.pop(edge)
+
+    def _backward(self, action: BoundAction, ctx: Any) -> None:
+        assert action.microbatch_index is not None
+        stage, work = self._by_index[action.stage_index], action.microbatch_index
+        self._assert_unsharded(stage)
+        with self._clock.measure(action.ours):
+            stage.backward_one_chunk(work, loss=self._loss_grad)
+        graph = stage.graph
+        assert graph is not None
+        for edge in graph.inputs(stage.stage_index, work):
+            if edge.grad and graph.is_local(edge):
+                self._by_index[edge.source].grad_inbox[edge] = stage.grad_outbox.pop(edge)
+
+    def _send(self, action: BoundAction, ctx: Any) -> None:
+        assert action.transfer is not None
+        self._sent[action.transfer] = self._by_index[action.stage_index].send(*action.transfer)
+
+    def _receive(self, action: BoundAction, ctx: Any) -> None:
+        assert action.transfer is not None
+        self._pending[action.transfer] = self._by_index[action.stage_index].receive(*action.transfer)
+
+    def _wait(self, action: BoundAction, ctx: Any) -> None:
+        assert action.transfer is not None
+        arriving, tensor = self._pending.pop(action.transfer)
+        arriving.wait()
+        edge, forward = action.transfer
+        stage = self._by_index[action.stage_index]
+        (stage.inbox if forward else stage.grad_inbox)[edge] = tensor
+        for transfer in action.releases:  # returns at once: the peer has these, or it would not have answered
+            self._sent.pop(transfer)[0].wait()
+
+    def _reduce(self, action: BoundAction, ctx: Any) -> None:
+        stage = self._by_index[action.stage_index]
+        self._finish_unshard(stage)
+        reduce_grads(stage)
+
+    def _reshard(self, action: BoundAction, ctx: Any) -> None:
+        stage = self._by_index[action.stage_index]
+        self._finish_unshard(stage)
+        for part in fsdp_modules(stage.submod):
+            part.reshard()
+        self.unsharded_stages.discard(stage.stage_index)
+
+    def _finish_unshard(self, stage: ModalityStage) -> None:
+        """A stage without work in this step never waited for its all-gather."""
+        if fsdp_modules(stage.submod) and stage.stage_index in self.unshard_ops:
+            self._assert_unsharded(stage)
+            wait_unsharded(stage.submod)
+
+
+class _Clock:
+    """Start and end of each compute action: the host's clock on a CPU, device events elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: list[tuple[Action, Any, Any]] = []
+        self._start = 0.0
+        self._zero: Any = None
+
+    def start(self) -> None:
+        self._rows = []
+        self._start = time.perf_counter()
+        if self._device.type != "cpu":
+            self._zero = self._event()
+
+    def measure(self, action: Action) -> "_Measure":
+        return _Measure(self, action)
+
+    def now(self) -> Any:
+        return time.perf_counter() if self._device.type == "cpu" else self._event()
+
+    def record(self, action: Action, start: Any, end: Any) -> None:
+        self._rows.append((action, start, end))
+
+    def stop(self) -> tuple[tuple[tuple[Action, float, float], ...], tuple[float, float]]:
+        if self._device.type == "cpu":
+            return tuple(self._rows), (self._start, time.perf_counter())
+        last = self._event()
+        last.synchronize()
+
+        def seconds(event: Any) -> float:
+            return self._start + float(self._zero.elapsed_time(event)) / 1e3
+
+        return tuple((a, seconds(s), seconds(e)) for a, s, e in self._rows), (self._start, seconds(last))
+
+    def _event(self) -> Any:
+        event = torch.Event(self._device.type, enable_timing=True)
+        event.record()
+        return event
+
+
+class _Measure:
+    __slots__ = ("_action", "_clock", "_start")
+
+    def __init__(self, clock: _Clock, action: Action) -> None:
+        self._clock, self._action = clock, action
+
+    def __enter__(self) -> None:
+        self._start = self._clock.now()
+
+    def __exit__(self, *error: object) -> None:
+        self._clock.record(self._action, self._start, self._clock.now())

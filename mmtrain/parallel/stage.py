@@ -1,0 +1,162 @@
+"""One stage on its rank: a chunk, and the activations and gradients that wait around it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from mmtrain.errors import PlanError
+from mmtrain.parallel.mesh import Channels
+from mmtrain.parallel.torch_private import PipelineStage, gradient_edge
+from mmtrain.schedule.graph import Edge, WorkGraph
+
+ShapeOf = Callable[[int, int], tuple[int, ...]]
+"""(stage, work) -> shape of the activation that the stage sends on for the work."""
+
+
+class ModalityStage(PipelineStage):
+    """torch's stage, with boxes keyed by edges of the work graph instead of neighbours and chunk ids.
+
+    A tensor is held from the moment it exists to the moment it is used, and no longer: an activation
+    received until its forward, an output until it is sent (the backward starts from its gradient
+    edge), a gradient until its backward.
+    """
+
+    def __init__(
+        self,
+        chunk: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        channels: Channels,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(chunk, stage_index, num_stages, device, group=group)
+        self.channels = channels
+        self.dtype = dtype
+        self.graph: WorkGraph | None = None
+        self.shape_of: ShapeOf | None = None
+        self.clear_runtime_states()
+
+    def start_step(self, graph: WorkGraph, shape_of: ShapeOf) -> None:
+        """Takes the works and activation shapes of the next program."""
+        self.graph, self.shape_of = graph, shape_of
+        self.has_backward = True
+        self.clear_runtime_states()
+
+    def clear_runtime_states(self) -> None:
+        """Drops whatever a broken step left behind."""
+        super().clear_runtime_states()
+        self.inbox: dict[Edge, Tensor] = {}
+        """Activations that wait for their forward."""
+        self.outbox: dict[Edge, Tensor] = {}
+        """Outputs that wait to be sent."""
+        self.grad_inbox: dict[Edge, Tensor] = {}
+        """Gradients of outputs that wait for their backward."""
+        self.grad_outbox: dict[Edge, Tensor] = {}
+        """Gradients of inputs that wait to be sent."""
+        self.saved: dict[int, tuple[Any, list[tuple[Edge, Tensor]]]] = {}
+        """work -> (where its backward starts, the inputs that get a gradient)."""
+
+    def leftovers(self) -> list[str]:
+        """What should have been consumed by the end of a step, in words; empty if all was."""
+        boxes = {
+            "activation received": self.inbox,
+            "output not sent": self.outbox,
+            "gradient received": self.grad_inbox,
+            "gradient not sent": self.grad_outbox,
+            "forward without its backward, work": self.saved,
+        }
+        return [f"stage {self.stage_index}: {what} {key}" for what, box in boxes.items() for key in box]
+
+    # ------------------------------------------------------------------------------------- compute
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = False,
+    ) -> Any:
+        """The chunk's output for one work; its inputs come from the inbox, after `args`.
+
+        Raises: PlanError: the output has not the shape that the receiver expects.
+        """
+        assert self.graph is not None and self.shape_of is not None
+        graph, stage, work = self.graph, self.stage_index, fwd_chunk_id
+        inputs = []
+        for edge in graph.inputs(stage, work):
+            activation = self.inbox.pop(edge)
+            inputs.append((edge, activation.requires_grad_(edge.grad)))
+        backward = graph.has_backward(stage, work)
+        with torch.set_grad_enabled(backward):
+            if inputs and args:  # the first stage of a module: features of other modules join its own input
+                tensors = [t for _, t in inputs]
+                features = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+                output = self.submod(*args, features=features, **(kwargs or {}))
+            else:
+                output = self.submod(*args, *(t for _, t in inputs), **(kwargs or {}))
+        consumers = graph.outputs(stage, work)
+        root = output if isinstance(output, Tensor) else output.loss_sum
+        if consumers and tuple(root.shape) != self.shape_of(stage, work):
+            raise PlanError(
+                f"stage {stage}, work {work}: the chunk made an activation of shape {tuple(root.shape)}, but the "
+                f"plan's metadata says {self.shape_of(stage, work)}; the model's spec and module disagree"
+            )
+        if backward:
+            start = gradient_edge(root) if consumers else root
+            self.saved[work] = (start, [(e, t) for e, t in inputs if e.grad])
+        for edge in consumers:
+            self.outbox[edge] = root.detach()
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Runs the backward of one work; gradients of its inputs go to the grad_outbox.
+
+        Args: loss: gradient to start from where the chunk's output is the loss; else the grad_inbox has it.
+        """
+        assert self.graph is not None
+        start, leaves = self.saved.pop(bwd_chunk_id)
+        edges = [e for e in self.graph.outputs(self.stage_index, bwd_chunk_id) if e.grad]
+        grads = [self.grad_inbox.pop(edge) for edge in edges]
+        grad = loss if not grads else grads[0] if len(grads) == 1 else torch.stack(grads).sum(0)
+        torch.autograd.backward(start, grad)
+        for edge, leaf in leaves:
+            # An input that the loss does not depend on still owes its producer a gradient: zero.
+            self.grad_outbox[edge] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            leaf.grad = None
+
+    # ----------------------------------------------------------------------------------- transfers
+
+    def _peer(self, edge: Edge, forward: bool) -> tuple[int, dist.ProcessGroup]:
+        assert self.graph is not None
+        source, target = self.graph.stage_rank[edge.source], self.graph.stage_rank[edge.target]
+        if not forward:
+            source, target = target, source
+        sending = source == self.group_rank
+        return self.channels.global_rank(target if sending else source), self.channels.group(source, target)
+
+    def send(self, edge: Edge, forward: bool) -> tuple[dist.Work, Tensor]:
+        """Starts to send an output (or the gradient of an input); keep the tensor until the work is done."""
+        box = self.outbox if forward else self.grad_outbox
+        tensor = box.pop(edge).contiguous()
+        peer, group = self._peer(edge, forward)
+        work = dist.isend(tensor, peer, group=group)
+        assert work is not None
+        return work, tensor
+
+    def receive(self, edge: Edge, forward: bool) -> tuple[dist.Work, Tensor]:
+        """Starts to receive an input (or the gradient of an output) into memory of the planned shape."""
+        assert self.shape_of is not None
+        shape = self.shape_of(edge.source, edge.work)
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        peer, group = self._peer(edge, forward)
+        work = dist.irecv(tensor, peer, group=group)
+        assert work is not None
+        return work, tensor

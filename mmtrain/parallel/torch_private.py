@@ -1,0 +1,92 @@
+"""Every private name of torch that mmtrain uses, in one place.
+
+`tests/parallel/test_torch_private.py` says what moved when torch moves. Seen with torch 2.11 to 2.13.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+
+__all__ = [
+    "PipelineStage",
+    "TorchAction",
+    "TorchKind",
+    "TorchScheduleRuntime",
+    "fsdp_modules",
+    "prepare_fsdp",
+    "reduce_grads",
+    "wait_unsharded",
+]
+
+TorchAction = _Action
+TorchKind = _ComputationType
+TorchScheduleRuntime = _PipelineScheduleRuntime
+
+
+def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    """The parts of a module that FSDP2 shards, the root first; empty without FSDP2."""
+    return [m for m in module.modules() if isinstance(m, FSDPModule)]
+
+
+def prepare_fsdp(module: nn.Module) -> None:
+    """Makes a chunk ready for explicit UNSHARD, REDUCE and RESHARD.
+
+    Gradients are summed, not averaged (the loss is already divided by the global number of targets),
+    they stay unreduced until REDUCE, and a replica that had no work for a chunk still takes part in
+    its reduction.
+    """
+    parts = fsdp_modules(module)
+    if not parts:
+        return
+    fully_shard.state(module)._lazy_init()  # type: ignore[attr-defined]  # a chunk may have no work in its first step
+    for part in parts:
+        if hasattr(part, "set_reduce_scatter_unused_params"):
+            part.set_reduce_scatter_unused_params(True)
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0)
+    keep_grads_local(module)
+
+
+def keep_grads_local(module: nn.Module) -> None:
+    """Backwards of this chunk accumulate unsharded gradients and reduce nothing until `reduce_grads`."""
+    root = module
+    assert isinstance(root, FSDPModule)
+    root.set_is_last_backward(False)
+    root.set_reshard_after_backward(False)
+    root.set_requires_gradient_sync(False)
+
+
+def _param_groups(part: FSDPModule) -> list[Any]:
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11: one group a state
+        group = state._fsdp_param_group
+        groups = [group] if group is not None else []
+    return list(groups)
+
+
+def wait_unsharded(module: nn.Module) -> None:
+    """Waits for the all-gathers of an UNSHARD, also where no forward used the parameters."""
+    for part in fsdp_modules(module):
+        for group in _param_groups(part):
+            group.wait_for_unshard()
+
+
+def reduce_grads(stage: PipelineStage) -> None:
+    """Reduces a chunk's accumulated gradients over its data-parallel ranks (torch's REDUCE_GRAD)."""
+    stage.perform_reduce_grad(1)
+    if isinstance(stage.submod, FSDPModule):
+        keep_grads_local(stage.submod)
+
+
+def gradient_edge(output: torch.Tensor) -> Any:
+    """A handle to start a backward from, which does not keep the output's memory alive."""
+    return torch.autograd.graph.get_gradient_edge(output)

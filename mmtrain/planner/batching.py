@@ -1,0 +1,125 @@
+"""The works of one iteration: which pictures and tokens run together, from the metadata alone.
+
+Source: DIP, arXiv:2504.14145, section 4: N pictures of a microbatch become ceil(N / B) sub-microbatches.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from mmtrain.data.metadata import ImageMeta, IterationMeta
+from mmtrain.errors import DataError
+from mmtrain.models.spec import ModelSpec, WorkSize, documents_work, images_work
+from mmtrain.planner.balance import split_evenly
+from mmtrain.schedule.graph import Work
+
+VISION = "vision"
+LANGUAGE = "language"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batching:
+    """The works of one iteration, with what each of them processes."""
+
+    modules: tuple[str, ...]
+    """Names that `Work.module` indexes."""
+    works: tuple[Work, ...]
+    images_of: tuple[tuple[ImageMeta, ...], ...]
+    """[work] -> the pictures of a vision work, in the order of their tokens; empty for a language work."""
+    size_of: tuple[WorkSize, ...]
+    """[work] -> rows, attended pairs and output rows."""
+
+
+def make_batching(meta: IterationMeta, spec: ModelSpec, sub_microbatch_size: int = 0) -> Batching:
+    """The works of an iteration: for each microbatch its vision works, then the language work `after` them.
+
+    A microbatch with N pictures has ceil(N / sub_microbatch_size) vision works of consecutive pictures
+    with patches as equal as possible; a text-only microbatch has none.
+
+    Args:
+        spec: the model; its modules are `vision` and `language`, or `language` alone.
+        sub_microbatch_size: pictures in one vision work; 0: all pictures of the microbatch.
+    Raises: DataError: a microbatch has no token, pictures for a model without a vision encoder, or a picture
+        that the model cannot merge.
+    """
+    modules = tuple(module.name for module in spec.modules)
+    works: list[Work] = []
+    images_of: list[tuple[ImageMeta, ...]] = []
+    sizes: list[WorkSize] = []
+    for index, microbatch in enumerate(meta.microbatches):
+        if not microbatch.num_tokens:
+            raise DataError(f"microbatch {index} has no token; every microbatch needs a document")
+        if microbatch.images and VISION not in modules:
+            raise DataError(
+                f"microbatch {index} has {len(microbatch.images)} pictures, the first "
+                f"{microbatch.images[0].name}, but the model has no vision encoder; add [model.encoder] or use text alone"
+            )
+        first = len(works)
+        for sub, images in enumerate(_split_images(microbatch.images, sub_microbatch_size)):
+            works.append(Work(module=modules.index(VISION), microbatch=index, sub_microbatch=sub))
+            images_of.append(images)
+            sizes.append(images_work(spec.module(VISION), [image.grid for image in images]))
+        after = tuple(range(first, len(works)))
+        works.append(Work(module=modules.index(LANGUAGE), microbatch=index, sub_microbatch=0, after=after))
+        images_of.append(())
+        sizes.append(documents_work(microbatch.lengths, microbatch.num_targets))
+    return Batching(modules=modules, works=tuple(works), images_of=tuple(images_of), size_of=tuple(sizes))
+
+
+def _split_images(images: tuple[ImageMeta, ...], size: int) -> list[tuple[ImageMeta, ...]]:
+    if not images:
+        return []
+    parts = -(-len(images) // size) if size else 1
+    bounds = split_evenly([image.num_patches for image in images], parts)
+    return [images[low:high] for low, high in bounds]
+
+
+def check_conservation(meta: IterationMeta, batching: Batching) -> None:
+    """Refuses works that lose, double or reorder a picture, or change the number of tokens or targets.
+
+    Raises: DataError: with the microbatch and the picture or the counts.
+    """
+    for index, microbatch in enumerate(meta.microbatches):
+        numbers = [w for w, work in enumerate(batching.works) if work.microbatch == index]
+        images = [image for w in numbers for image in batching.images_of[w]]
+        wanted, found = Counter(microbatch.images), Counter(images)
+        for image in (*microbatch.images, *images):
+            if wanted[image] != found[image]:
+                raise DataError(
+                    f"microbatch {index}: {image.name} stands {wanted[image]} times in the batch, but in "
+                    f"{found[image]} places of its vision works; each picture must be used exactly once"
+                )
+        for expected, image in zip(microbatch.images, images, strict=True):
+            if expected != image:
+                raise DataError(
+                    f"microbatch {index}: {image.name} stands where {expected.name} belongs; keep their order"
+                )
+        language = [w for w in numbers if batching.modules[batching.works[w].module] == LANGUAGE]
+        vision = [w for w in numbers if batching.modules[batching.works[w].module] == VISION]
+        counts = (
+            ("tokens", microbatch.num_tokens, sum(batching.size_of[w].rows for w in language)),
+            ("targets", microbatch.num_targets, sum(batching.size_of[w].outputs for w in language)),
+            (
+                "image tokens",
+                sum(image.num_tokens for image in microbatch.images),
+                sum(batching.size_of[w].outputs for w in vision),
+            ),
+        )
+        for what, expected_count, count in counts:
+            if expected_count != count:
+                raise DataError(
+                    f"microbatch {index} has {expected_count} {what}, but its works process {count}; each "
+                    "must be processed exactly once"
+                )
+        fed = {other for w in language for other in batching.works[w].after}
+        for w in vision:
+            if w not in fed:
+                raise DataError(
+                    f"microbatch {index}: the vision work of {batching.images_of[w][0].name} feeds no language "
+                    "work; name it in `after`"
+                )
+    strangers = [work for work in batching.works if not 0 <= work.microbatch < len(meta.microbatches)]
+    if strangers:
+        raise DataError(
+            f"a work belongs to microbatch {strangers[0].microbatch}, but the batch has "
+            f"{len(meta.microbatches)} of them; drop it"
+        )

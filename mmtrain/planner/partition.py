@@ -1,0 +1,111 @@
+"""The partition, made once: which layers form which stage, and which pipeline rank holds it.
+
+Source: DIP, arXiv:2504.14145, sections 3.1 and 4: separated partitioning, K_i = floor(T_i / T_1).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from mmtrain.errors import ConfigError
+from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.planner.balance import split_evenly
+from mmtrain.schedule.graph import ModuleStages
+
+CONFIG_SECTION = {"vision": "model.encoder", "language": "model.language"}
+"""Where the user sets a module's number of segments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """One chunk of one module and its place."""
+
+    index: int
+    """Global over all modules."""
+    module: str
+    layers: tuple[int, int]
+    """Range of the module's layers, the end excluded."""
+    pp_rank: int
+    segment: int
+    """Which pass over the pipeline ranks, within the module."""
+    first: bool
+    """Holds the module's first layer."""
+    last: bool
+    """Holds the module's last layer."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """All stages of a model, by index."""
+
+    num_ranks: int
+    stages: tuple[StageSpec, ...]
+
+    def of_rank(self, pp_rank: int) -> tuple[StageSpec, ...]:
+        """The stages that a pipeline rank holds, ascending."""
+        return tuple(stage for stage in self.stages if stage.pp_rank == pp_rank)
+
+    def of_module(self, module: str) -> tuple[StageSpec, ...]:
+        """The stages of a module, in forward order."""
+        return tuple(stage for stage in self.stages if stage.module == module)
+
+    @cached_property
+    def modules(self) -> tuple[ModuleStages, ...]:
+        """The chains of stages, in the model's order of modules."""
+        names = dict.fromkeys(stage.module for stage in self.stages)
+        return tuple(ModuleStages(name=n, stages=tuple(s.index for s in self.of_module(n))) for n in names)
+
+    @cached_property
+    def stage_rank(self) -> tuple[int, ...]:
+        """[stage] -> pipeline rank."""
+        return tuple(stage.pp_rank for stage in self.stages)
+
+
+def partition(
+    spec: ModelSpec, num_ranks: int, num_segments: Mapping[str, int], sizes: Mapping[str, WorkSize]
+) -> Partition:
+    """Each module cut into P x K chunks of consecutive layers over all P ranks, chunk j on rank j % P.
+
+    The largest chunk of a module (FLOPs of forward and backward at the reference sizes, embedding and
+    head counted) is as small as it can be; ties go to equal numbers of layers.
+
+    Args:
+        num_ranks: P.
+        num_segments: K of each module; 0 or absent: floor(T_i / T_1) by DIP's rule, as far as layers suffice.
+        sizes: a typical work of each module.
+    Raises: ConfigError: a module has fewer layers than chunks.
+    """
+    totals = {m.name: spec.flops(m.name, sizes[m.name]).total for m in spec.modules}
+    fastest = min((t for t in totals.values() if t > 0), default=1.0)
+    stages: list[StageSpec] = []
+    for module in spec.modules:
+        segments = num_segments.get(module.name, 0)
+        if segments == 0:
+            by_rule = int(totals[module.name] // fastest)
+            segments = max(1, min(by_rule, len(module.layers) // num_ranks))
+        _check_layers(module, num_ranks, segments)
+        costs = [spec.flops(module.name, sizes[module.name], [i]).total for i in range(len(module.layers))]
+        for j, layers in enumerate(split_evenly(costs, num_ranks * segments)):
+            stages.append(
+                StageSpec(
+                    index=len(stages),
+                    module=module.name,
+                    layers=layers,
+                    pp_rank=j % num_ranks,
+                    segment=j // num_ranks,
+                    first=layers[0] == 0,
+                    last=layers[1] == len(module.layers),
+                )
+            )
+    return Partition(num_ranks, tuple(stages))
+
+
+def _check_layers(module: ModuleSpec, num_ranks: int, segments: int) -> None:
+    chunks = num_ranks * segments
+    if len(module.layers) < chunks:
+        section = CONFIG_SECTION.get(module.name, module.name)
+        raise ConfigError(
+            f"{section}.num_segments: module {module.name!r} has {len(module.layers)} layers (cut points), "
+            f"but parallelism.pipeline_parallel_degree = {num_ranks} x {segments} segments = {chunks} chunks, "
+            "and each chunk needs a layer; lower num_segments or pipeline_parallel_degree, or use a deeper model"
+        )

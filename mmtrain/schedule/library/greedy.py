@@ -1,0 +1,305 @@
+"""Greedy list scheduling of a work graph with two queues a rank, under memory limits that cannot deadlock.
+
+Source: DIP, arXiv:2504.14145, section 5.2. Its "disable the forward queue when memory is full" can
+deadlock: forwards of many microbatches may fill a rank, so that none of them can get to its backward.
+Here admission keeps a promise: the unfinished microbatches can always be finished one after the
+other, oldest first (the banker's algorithm with a fixed order).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+from mmtrain.errors import PlanError
+from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.graph import WorkGraph
+from mmtrain.schedule.plan import Plan, exceeds
+from mmtrain.schedule.problem import Option, PlanningProblem
+
+Node = tuple[int, int]
+"""(stage, work)."""
+
+Choice = tuple[Kind, Node]
+"""F or B of a node."""
+
+
+def greedy(problem: PlanningProblem) -> Plan:
+    """The plan that always schedules what can start earliest; older microbatches first among equals.
+
+    Each rank has a queue of forwards and one of backwards. The rank whose next action can start
+    earliest is served; if both of its queues have something that could have started before the rank's
+    last action ended, forward and backward alternate, else the earlier start wins.
+
+    Raises: PlanError: the activations of one microbatch alone exceed a rank's memory limit.
+    """
+    return _Greedy(problem).run()
+
+
+def clusters(graph: WorkGraph) -> list[int]:
+    """[work] -> number of the set of works that hang together through `after`, oldest microbatch first."""
+    leader = list(range(len(graph.works)))
+
+    def find(work: int) -> int:
+        while leader[work] != work:
+            work = leader[work]
+        return work
+
+    for index, work in enumerate(graph.works):
+        for other in work.after:
+            leader[find(other)] = find(index)
+    oldest: dict[int, tuple[int, int]] = {}
+    for index, work in enumerate(graph.works):
+        age = (work.microbatch, index)
+        oldest[find(index)] = min(age, oldest.get(find(index), age))
+    place = {root: number for number, root in enumerate(sorted(oldest, key=oldest.__getitem__))}
+    return [place[find(index)] for index in range(len(graph.works))]
+
+
+class _Memory:
+    """The promise that every unfinished cluster can be finished, one after the other, oldest first.
+
+    For each cluster c and rank r, need[c][r] = (what c and all younger ones hold on r) + (what c will
+    still add to r). As long as need <= limit everywhere, the oldest unfinished cluster can run to its end.
+    Stages without a backward hold memory during their forward only.
+    """
+
+    def __init__(self, problem: PlanningProblem, cluster: list[int], options: dict[Node, Option]) -> None:
+        graph = problem.graph
+        count, ranks = max(cluster, default=-1) + 1, range(graph.num_ranks)
+        self._limit = [math.inf if limit is None else limit for limit in problem.memory_limit_bytes]
+        self._held = [[0.0 for _ in ranks] for _ in range(count)]
+        self._rest = [[0.0 for _ in ranks] for _ in range(count)]
+        self._passing: list[list[list[float]]] = [[[] for _ in ranks] for _ in range(count)]
+        self._unfinished = list(range(count))
+        self._left = [0] * count
+        for (stage, work), option in options.items():
+            c, r = cluster[work], graph.stage_rank[stage]
+            self._left[c] += 1
+            if option.has_backward:
+                self._rest[c][r] += option.activation_bytes
+                self._left[c] += 1
+            else:
+                self._passing[c][r].append(option.activation_bytes)
+        for passing in self._passing:
+            for amounts in passing:
+                amounts.sort()
+
+    def footprint(self, cluster: int, rank: int) -> float:
+        """Bytes that a cluster needs on a rank at once if nothing else is there."""
+        return max(self._rest[cluster][rank], *self._passing[cluster][rank][-1:], 0.0)
+
+    def limit(self, rank: int) -> float:
+        """Bytes that the rank's activations may take."""
+        return self._limit[rank]
+
+    def room(self, rank: int) -> Callable[[int, Option], bool]:
+        """Tells for (cluster, option) whether its forward may start on a rank now and keep the promise."""
+        limit = self._limit[rank]
+        if limit == math.inf:
+            return lambda cluster, option: True
+        free: dict[int, float] = {}  # cluster -> what it may add, for the sake of the older ones
+        younger = 0.0
+        for c in reversed(self._unfinished):
+            younger += self._held[c][rank]
+            free[c] = limit - younger - self._rest[c][rank]  # first: what those younger than c may add
+        on_rank, least = younger, math.inf
+        for c in self._unfinished:
+            free[c], least = least, min(least, free[c])
+        slack = 1e-9 * limit
+
+        def fits(cluster: int, option: Option) -> bool:
+            amount = option.activation_bytes
+            if on_rank + amount > limit + slack:
+                return False
+            if not option.has_backward:
+                return True
+            passing = self._passing[cluster][rank]
+            if passing and self._held_from(cluster, rank) + amount + passing[-1] > limit + slack:
+                return False
+            return amount <= free[cluster] + slack
+
+        return fits
+
+    def _held_from(self, cluster: int, rank: int) -> float:
+        return sum(self._held[c][rank] for c in self._unfinished if c >= cluster)
+
+    def fits_now(self, rank: int, option: Option) -> bool:
+        """Whether a forward fits into what is free on its rank, promise or not."""
+        return not exceeds(self._on(rank) + option.activation_bytes, self._limit[rank])
+
+    def _on(self, rank: int) -> float:
+        return sum(self._held[c][rank] for c in self._unfinished)
+
+    def start_forward(self, cluster: int, rank: int, option: Option) -> bool:
+        """Takes the memory of a forward; tells whether the cluster is finished."""
+        if option.has_backward:
+            self._rest[cluster][rank] -= option.activation_bytes
+            self._held[cluster][rank] += option.activation_bytes
+        else:
+            self._passing[cluster][rank].remove(option.activation_bytes)
+        return self._end_one(cluster)
+
+    def end_backward(self, cluster: int, rank: int, option: Option) -> bool:
+        """Gives back what a backward frees; tells whether the cluster is finished."""
+        self._held[cluster][rank] -= option.activation_bytes
+        return self._end_one(cluster)
+
+    def _end_one(self, cluster: int) -> bool:
+        self._left[cluster] -= 1
+        if not self._left[cluster]:
+            self._unfinished.remove(cluster)
+        return not self._left[cluster]
+
+
+class _Greedy:
+    """One run of the dual-queue list scheduler."""
+
+    def __init__(self, problem: PlanningProblem) -> None:
+        self.problem = problem
+        self.graph = problem.graph
+        self.cluster = clusters(self.graph)
+        self.chosen = self._choose_options()
+        self.options = {n: problem.options(*n)[i] for n, i in self.chosen.items()}
+        self.memory = _Memory(problem, self.cluster, self.options)
+        ranks = range(self.graph.num_ranks)
+        self.orders: list[list[Action]] = [[] for _ in ranks]
+        self.candidates: list[tuple[float, Choice] | None] = [None for _ in ranks]
+        self.stale = set(ranks)  # ranks whose candidate must be looked for again
+        self.t_last = [0.0 for _ in ranks]
+        self.ready: dict[Kind, list[dict[Node, float]]] = {k: [{} for _ in ranks] for k in (Kind.F, Kind.B)}
+        self.waiting: dict[tuple[Kind, Node], int] = {}
+        self.arrival: dict[tuple[Kind, Node], float] = {}
+        self.priority: dict[Kind, dict[Node, tuple[int, ...]]] = {Kind.F: {}, Kind.B: {}}
+        for place, (stage, work) in enumerate(self.graph.nodes()):
+            w = self.graph.works[work]
+            self.priority[Kind.F][stage, work] = (self.cluster[work], w.microbatch, place)
+            self.priority[Kind.B][stage, work] = (self.cluster[work], w.microbatch, -place)
+        for node in self.graph.nodes():
+            for kind in (Kind.F, Kind.B) if self.graph.has_backward(*node) else (Kind.F,):
+                self.waiting[kind, node] = len(self.graph.needs(kind, *node))
+                self.arrival[kind, node] = 0.0
+                if not self.waiting[kind, node]:
+                    self._rank_queue(kind, node)[node] = 0.0
+
+    def _rank_queue(self, kind: Kind, node: Node) -> dict[Node, float]:
+        return self.ready[kind][self.graph.stage_rank[node[0]]]
+
+    def _choose_options(self) -> dict[Node, int]:
+        """Option 0 (the fastest) for each cluster that fits alone, else its options of least memory."""
+        fastest = dict.fromkeys(self.graph.nodes(), 0)
+        problem, graph = self.problem, self.graph
+        if all(limit is None for limit in problem.memory_limit_bytes):
+            return fastest
+        smallest = {
+            node: min(range(len(options)), key=lambda i: (options[i].activation_bytes, i))
+            for node in graph.nodes()
+            for options in [problem.options(*node)]
+        }
+        oversize = {c for c, _ in self._oversize(fastest)}
+        chosen = {node: smallest[node] if self.cluster[node[1]] in oversize else 0 for node in fastest}
+        for cluster, rank in self._oversize(chosen):
+            memory = self._memory(chosen)
+            microbatch = min(
+                w.microbatch for w, c in zip(graph.works, self.cluster, strict=True) if c == cluster
+            )
+            raise PlanError(
+                f"rank {rank}: microbatch {microbatch} alone needs {memory.footprint(cluster, rank):.4g} "
+                f"bytes for its activations, over the memory limit of {memory.limit(rank):.4g} bytes; raise the "
+                "limit, shorten the microbatch or use more ranks"
+            )
+        return chosen
+
+    def _memory(self, chosen: dict[Node, int]) -> _Memory:
+        return _Memory(
+            self.problem, self.cluster, {n: self.problem.options(*n)[i] for n, i in chosen.items()}
+        )
+
+    def _oversize(self, chosen: dict[Node, int]) -> Iterator[tuple[int, int]]:
+        memory = self._memory(chosen)
+        for cluster in range(max(self.cluster, default=-1) + 1):
+            for rank in range(self.graph.num_ranks):
+                if exceeds(memory.footprint(cluster, rank), memory.limit(rank)):
+                    yield cluster, rank
+
+    def run(self) -> Plan:
+        """The plan."""
+        for _ in range(len(self.waiting)):
+            kind, node = self._next() or self._forced()
+            self._schedule(kind, node)
+        return Plan(self.graph, tuple(map(tuple, self.orders)), {n: i for n, i in self.chosen.items() if i})
+
+    def _next(self) -> Choice | None:
+        """What the rank that can start earliest does next; None if nothing may start."""
+        for rank in self.stale:
+            self.candidates[rank] = self._candidate(rank)
+        self.stale.clear()
+        found = [(c[0], rank) for rank, c in enumerate(self.candidates) if c]
+        return self.candidates[min(found)[1]][1] if found else None  # type: ignore[index]
+
+    def _candidate(self, rank: int) -> tuple[float, Choice] | None:
+        """The earliest start on a rank and what starts then; None if nothing may start there."""
+        last = self.t_last[rank]
+        heads: dict[Kind, tuple[float, Node]] = {}
+        fits = self.memory.room(rank)
+        for kind, ready in ((Kind.F, self.ready[Kind.F][rank]), (Kind.B, self.ready[Kind.B][rank])):
+            # What has already arrived by priority, else what arrives first.
+            priority = self.priority[kind]
+            best: tuple[float, tuple[int, ...], Node] | None = None
+            for node, arrival in ready.items():
+                entry = (max(arrival, last), priority[node], node)
+                if best is None or entry < best:
+                    if kind is Kind.B or fits(self.cluster[node[1]], self.options[node]):
+                        best = entry
+            if best:
+                heads[kind] = best[0], best[2]
+        if not heads:
+            return None
+        kind = min(heads, key=lambda k: heads[k][0])
+        if len(heads) == 2 and heads[Kind.F][0] == heads[Kind.B][0]:
+            previous = self.orders[rank][-1].kind if self.orders[rank] else Kind.B
+            kind = Kind.B if previous is Kind.F else Kind.F
+        return heads[kind][0], (kind, heads[kind][1])
+
+    def _forced(self) -> Choice:
+        """The oldest forward that fits, where the promise cannot be kept (a stage without a backward whose
+        inputs have one). Raises: PlanError: none fits."""
+        waiting = [
+            (self.priority[Kind.F][node], node) for rank_queue in self.ready[Kind.F] for node in rank_queue
+        ]
+        for _, node in sorted(waiting):
+            if self.memory.fits_now(self.graph.stage_rank[node[0]], self.options[node]):
+                return Kind.F, node
+        _, node = min(waiting)
+        rank = self.graph.stage_rank[node[0]]
+        raise PlanError(
+            f"rank {rank}: no forward fits into the memory limit of {self.memory.limit(rank):.4g} bytes; "
+            f"the oldest that waits, {self.graph.action(Kind.F, *node)}, takes "
+            f"{self.options[node].activation_bytes:.4g}; raise the limit"
+        )
+
+    def _schedule(self, kind: Kind, node: Node) -> None:
+        stage, work = node
+        rank, option, cluster = self.graph.stage_rank[stage], self.options[node], self.cluster[work]
+        start = max(self.t_last[rank], self.ready[kind][rank].pop(node))
+        end = self.t_last[rank] = start + option.duration_s(kind)
+        self.orders[rank].append(self.graph.action(kind, stage, work))
+        self.stale.add(rank)
+        if kind is Kind.F:
+            finished = self.memory.start_forward(cluster, rank, option)
+            for edge in self.graph.outputs(stage, work):
+                self._arrive(Kind.F, (edge.target, edge.target_work), end + self.problem.transfer_s(edge))
+            if option.has_backward:
+                self._arrive(Kind.B, node, end)
+        else:
+            finished = self.memory.end_backward(cluster, rank, option)
+            for edge in self.graph.inputs(stage, work):
+                if edge.grad:
+                    self._arrive(Kind.B, (edge.source, edge.work), end + self.problem.transfer_s(edge))
+        if finished:  # the promise to this cluster is kept: others may have more room, on all ranks
+            self.stale.update(range(self.graph.num_ranks))
+
+    def _arrive(self, kind: Kind, node: Node, when: float) -> None:
+        self.arrival[kind, node] = max(self.arrival[kind, node], when)
+        self.waiting[kind, node] -= 1
+        if not self.waiting[kind, node]:
+            self._rank_queue(kind, node)[node] = self.arrival[kind, node]
+            self.stale.add(self.graph.stage_rank[node[0]])

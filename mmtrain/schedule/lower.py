@@ -1,0 +1,181 @@
+"""From a plan to a program: small pure passes that add transfers, waits and stage-wide actions.
+
+Source of the rules: one global order of compute and transfers that every rank's list restricts keeps
+any transport free of deadlock, whatever its streams; data-parallel replicas run different plans, so
+their collectives come in one canonical order at the two ends of the step.
+"""
+
+import hashlib
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from mmtrain.errors import PlanError
+from mmtrain.schedule.action import BACKWARD, TRANSFERS, Action, Kind
+from mmtrain.schedule.graph import Edge, WorkGraph
+from mmtrain.schedule.plan import Plan, check
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.simulate import simulate
+from mmtrain.schedule.timeline import Row
+
+Step = tuple[int, Action]
+"""A rank and an action of its list."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each rank executes: compute, transfers, waits and stage-wide actions, in order."""
+
+    graph: WorkGraph
+    actions: tuple[tuple[Action, ...], ...]
+    """[rank] -> its list."""
+
+    def __str__(self) -> str:
+        """One line a rank: its actions separated by spaces; `parse` reads it back."""
+        return "\n".join(" ".join(map(str, actions)) for actions in self.actions)
+
+    @classmethod
+    def parse(cls, graph: WorkGraph, text: str) -> "Program":
+        """The program of a text that has one line a rank.
+
+        Raises: PlanError: a word is not an action, or there are more or fewer lines than ranks.
+        """
+        lines = text.strip("\n").split("\n")
+        if len(lines) != graph.num_ranks:
+            raise PlanError(
+                f"a program for {graph.num_ranks} ranks has one line a rank; there are {len(lines)}"
+            )
+        return cls(graph, tuple(tuple(map(Action.parse, line.split())) for line in lines))
+
+    @cached_property
+    def hash(self) -> int:
+        """A 64-bit number (a signed int64) that is equal on all ranks that hold equal programs."""
+        return int.from_bytes(hashlib.blake2b(str(self).encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def lower(plan: Plan, problem: PlanningProblem, *, sharded: bool, reduce: bool | None = None) -> Program:
+    """The program of a plan: what every rank executes, in an order that no transport can deadlock.
+
+    Args:
+        sharded: add UNSHARD, REDUCE and RESHARD of every stage (FSDP).
+        reduce: whether the step ends with REDUCE. None: if this plan has any backward; a training step of
+            several replicas must say true, since another replica's plan may have one where this has none.
+    Raises: PlanError: the plan breaks a rule of `check`, or one activation would go twice over the same
+        pair of stages.
+    """
+    check(plan)
+    check_edges(plan.graph)
+    steps = order_globally(plan, problem)
+    steps = add_waits(plan.graph, steps)
+    lists = [
+        tuple(action for holder, action in steps if holder == rank) for rank in range(plan.graph.num_ranks)
+    ]
+    program = Program(plan.graph, tuple(lists))
+    if not sharded:
+        return program
+    return add_stage_wide(program, plan.graph.has_any_backward if reduce is None else reduce)
+
+
+def check_edges(graph: WorkGraph) -> None:
+    """Refuses two edges that move the same activation between the same stages: their transfers have one name.
+
+    Raises: PlanError: with the works; such a graph can be planned and simulated, but not run.
+    """
+    seen: dict[tuple[int, int, int], int] = {}
+    for stage, work in graph.nodes():
+        for edge in graph.inputs(stage, work):
+            key = (edge.source, edge.target, edge.work)
+            if key in seen:
+                raise PlanError(
+                    f"works[{work}].after: work {edge.work} feeds works {seen[key]} and {work} through the "
+                    "same stages, and the two transfers cannot be told apart; join these works into one"
+                )
+            seen[key] = work
+
+
+def order_globally(plan: Plan, problem: PlanningProblem) -> list[Step]:
+    """All compute and transfers in one order: by simulated start, a transfer when its producer ends.
+
+    Both ends of a transfer stand next to each other, so every two ranks see their common transfers
+    in the same order, in both directions.
+    """
+    position = {action: i for i, (_, action, _, _) in enumerate(plan.run_order())}
+    # Actions of no duration can start together; the run order then keeps causes before effects.
+    rows = sorted(
+        simulate(problem, plan).rows, key=lambda row: (row.start_s, row.end_s, position[row.action])
+    )
+    steps: list[Step] = []
+    leaving: list[tuple[float, int, Row]] = []
+    for i, row in enumerate(rows):
+        while leaving and leaving[0][0] <= row.start_s:
+            steps += transfers_after(plan.graph, heapq.heappop(leaving)[2].action)
+        steps.append((row.rank, row.action))
+        heapq.heappush(leaving, (row.end_s, i, row))
+    while leaving:
+        steps += transfers_after(plan.graph, heapq.heappop(leaving)[2].action)
+    return steps
+
+
+def transfers_after(graph: WorkGraph, action: Action) -> list[Step]:
+    """The transfers, send next to receive, that a compute action's result needs to reach other ranks."""
+    if action.kind is Kind.W:
+        return []
+    work = graph.work_of(action)
+    steps: list[Step] = []
+    if action.kind is Kind.F:
+        for e in _remote(graph, graph.outputs(action.stage, work)):
+            steps += _pair(graph, Kind.SEND_F, e.source, Kind.RECV_F, e.target, e.work)
+    else:
+        for e in _remote(graph, graph.inputs(action.stage, work)):
+            if e.grad:
+                steps += _pair(graph, Kind.SEND_B, e.target, Kind.RECV_B, e.source, e.work)
+    return steps
+
+
+def _remote(graph: WorkGraph, edges: Iterable[Edge]) -> list[Edge]:
+    return [edge for edge in edges if not graph.is_local(edge)]
+
+
+def _pair(graph: WorkGraph, send: Kind, sender: int, receive: Kind, receiver: int, work: int) -> list[Step]:
+    return [
+        (graph.stage_rank[sender], graph.action(send, sender, work, receiver)),
+        (graph.stage_rank[receiver], graph.action(receive, receiver, work, sender)),
+    ]
+
+
+def add_waits(graph: WorkGraph, steps: list[Step]) -> list[Step]:
+    """The steps with a wait for each received input directly before the compute action that consumes it."""
+    found: list[Step] = []
+    for rank, action in steps:
+        if action.kind not in TRANSFERS:
+            found += [(rank, wait) for wait in waits_before(graph, action)]
+        found.append((rank, action))
+    return found
+
+
+def waits_before(graph: WorkGraph, action: Action) -> list[Action]:
+    """What must have been received before a compute action, as waits."""
+    work = graph.work_of(action)
+    if action.kind is Kind.F:
+        edges = _remote(graph, graph.inputs(action.stage, work))
+        return [graph.action(Kind.WAIT_F, e.target, e.work, e.source) for e in edges]
+    if action.kind in BACKWARD:
+        edges = _remote(graph, graph.outputs(action.stage, work))
+        return [graph.action(Kind.WAIT_B, e.source, e.work, e.target) for e in edges if e.grad]
+    return []
+
+
+def add_stage_wide(program: Program, reduce: bool) -> Program:
+    """The program with its stages gathered first, and reduced and freed last, ascending on every rank.
+
+    Every stage is named, also one without work, since another replica may have work for it.
+    """
+    lists = []
+    for rank, actions in enumerate(program.actions):
+        stages = program.graph.stages_of_rank(rank)
+        before = [Action(Kind.UNSHARD, stage) for stage in stages]
+        last = [Action(Kind.REDUCE, stage) for stage in stages] if reduce else []
+        after = [Action(Kind.RESHARD, stage) for stage in stages]
+        lists.append((*before, *actions, *last, *after))
+    return Program(program.graph, tuple(lists))

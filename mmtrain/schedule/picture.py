@@ -1,0 +1,162 @@
+"""The layout of a timeline's picture: plain shapes that any format can paint."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.timeline import Row, Timeline
+
+Colour = str
+"""#rrggbb."""
+
+# A hue a module; in it forward is light, backward dark, and the halves of a split backward between.
+_HUES: tuple[dict[Kind, Colour], ...] = (
+    {Kind.F: "#9ecae1", Kind.B: "#2b6ca3", Kind.I: "#4a90c4", Kind.W: "#c9dfee"},
+    {Kind.F: "#fdbe85", Kind.B: "#c2500a", Kind.I: "#e88440", Kind.W: "#fde3c8"},
+    {Kind.F: "#a8d8a4", Kind.B: "#2c7a3a", Kind.I: "#5aa864", Kind.W: "#d8eed6"},
+    {Kind.F: "#cbbde0", Kind.B: "#65459b", Kind.I: "#8f74bb", Kind.W: "#e6dff0"},
+)
+_DARK = frozenset({Kind.B, Kind.I})
+_KIND_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward, input", Kind.W: "backward, weight"}
+
+INK = "#1f2933"
+GRID = "#d5dae0"
+IDLE = "#f3f4f6"
+PAPER = "#ffffff"
+
+_LEFT, _RIGHT, _TOP, _ROW, _GAP, _AXIS = 64, 20, 62, 38, 8, 44
+_CHAR = 0.6
+"""Width of a digit over the font's size, a little on the safe side for the fonts in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A filled rectangle."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: Colour
+    title: str = ""
+    """Shown when the pointer rests on it, where the format can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """One line of text whose middle height is y."""
+
+    x: float
+    y: float
+    text: str
+    size: int
+    anchor: Literal["start", "middle", "end"]
+    colour: Colour = INK
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Shapes to be painted one after the other on white paper."""
+
+    width: int
+    height: int
+    shapes: tuple[Box | Label, ...]
+
+
+def layout(timeline: Timeline, *, width: int = 1600, title: str = "") -> Picture:
+    """The picture of a timeline: one row a rank, a box an action, a legend above, a time axis below."""
+    height = _TOP + timeline.num_ranks * (_ROW + _GAP) + _AXIS
+    inner = width - _LEFT - _RIGHT
+    scale = inner / timeline.makespan_s if timeline.makespan_s > 0 else 0.0
+    shapes: list[Box | Label] = [Label(_LEFT, 18, title or headline(timeline), 14, "start")]
+    shapes += _legend(timeline)
+    bottom = _TOP + timeline.num_ranks * (_ROW + _GAP)
+    shapes += _axis(timeline, scale, bottom)
+    stages: dict[tuple[int, str], set[int]] = {}
+    for row in timeline.rows:
+        stages.setdefault((row.rank, timeline.stage_modules[row.action.stage]), set()).add(row.action.stage)
+    for rank in range(timeline.num_ranks):
+        y = _TOP + rank * (_ROW + _GAP)
+        shapes.append(Label(_LEFT - 8, y + _ROW / 2, f"rank {rank}", 12, "end"))
+        shapes.append(Box(_LEFT, y, inner, _ROW, IDLE))
+        for row in timeline.of_rank(rank):
+            module = timeline.stage_modules[row.action.stage]
+            x, w = _LEFT + (row.start_s - timeline.start_s) * scale, (row.end_s - row.start_s) * scale
+            tip = f"{name(timeline, row.action)}: {seconds(row.start_s)} to {seconds(row.end_s)}"
+            # A hair of paper between neighbours, but never an invisible action.
+            shapes.append(Box(x, y, max(w - 1.0, 0.6), _ROW, colour(timeline, module, row.action.kind), tip))
+            text, size = _longest_that_fits(row, w - 3, many=len(stages[rank, module]) > 1)
+            if text:
+                ink = PAPER if row.action.kind in _DARK else INK
+                shapes.append(Label(x + w / 2, y + _ROW / 2, text, size, "middle", ink))
+    return Picture(width, height, tuple(shapes))
+
+
+def headline(timeline: Timeline) -> str:
+    """One line: ranks, makespan, bubble and, if known, the largest peak."""
+    text = f"{timeline.num_ranks} ranks, makespan {seconds(timeline.makespan_s)}"
+    text += f", bubble {100 * timeline.bubble:.1f} %"
+    if timeline.peak_bytes:
+        text += f", peak of activations {max(timeline.peak_bytes) / 2**30:.3g} GiB"
+    return text
+
+
+def colour(timeline: Timeline, module: str, kind: Kind) -> Colour:
+    """The fill of one kind of action of a module."""
+    names = list(dict.fromkeys(timeline.stage_modules))
+    return _HUES[names.index(module) % len(_HUES)][kind]
+
+
+def name(timeline: Timeline, action: Action) -> str:
+    """An action in words: `F3.0 language s5`."""
+    return (
+        f"{action.kind}{action.microbatch}.{action.sub_microbatch} "
+        f"{timeline.stage_modules[action.stage]} s{action.stage}"
+    )
+
+
+def seconds(value: float) -> str:
+    """Seconds with the unit that suits them."""
+    if value == 0:
+        return "0 s"
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 1 or unit == "us":
+            return f"{value * factor:.4g} {unit}"
+    raise AssertionError("the last unit always suits")
+
+
+def _longest_that_fits(row: Row, width: float, many: bool) -> tuple[str, int]:
+    """The longest of `5.1 s3` (where the rank has many stages of the module), `5.1` and `5`, and its size."""
+    microbatch = str(row.action.microbatch)
+    whole = f"{microbatch}.{row.action.sub_microbatch}" if row.action.sub_microbatch else microbatch
+    texts = [f"{whole} s{row.action.stage}"] * many + [whole, microbatch]
+    for text, size in [*((text, 11) for text in texts), (microbatch, 9)]:
+        if len(text) * size * _CHAR <= width:
+            return text, size
+    return "", 0
+
+
+def _legend(timeline: Timeline) -> Iterator[Box | Label]:
+    kinds = {(timeline.stage_modules[row.action.stage], row.action.kind) for row in timeline.rows}
+    x, y = float(_LEFT), 32
+    for module in dict.fromkeys(timeline.stage_modules):
+        for kind in _KIND_WORDS:
+            if (module, kind) in kinds:
+                text = f"{module} {_KIND_WORDS[kind]}"
+                yield Box(x, y, 14, 14, colour(timeline, module, kind))
+                yield Label(x + 20, y + 7, text, 12, "start")
+                x += 20 + len(text) * 12 * 0.56 + 22
+
+
+def _axis(timeline: Timeline, scale: float, bottom: float) -> Iterator[Box | Label]:
+    if not scale:
+        return
+    rough = timeline.makespan_s / 10
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    for tick in range(int(timeline.makespan_s / step + 1e-9) + 1):
+        x = _LEFT + tick * step * scale
+        yield Box(x, _TOP - 4, 1, bottom - _TOP + 4, GRID)
+        yield Label(x, bottom + 12, seconds(tick * step), 11, "middle")

@@ -1,0 +1,362 @@
+"""The planning problem: a work graph with costs, options, transfers and memory limits, and its JSON form.
+
+All times are seconds, all sizes bytes. The JSON form is version 1 of mmtrain's planning format: an
+unknown key, a wrong type, an index out of range, a negative or non-finite number, a cycle or an empty
+list of ranks is refused with the dotted path of the fault.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mmtrain.errors import PlanError
+from mmtrain.schedule.action import Kind
+from mmtrain.schedule.graph import Edge, ModuleStages, Work, WorkGraph
+from mmtrain.schedule.strict_json import (
+    fields,
+    integer,
+    integers,
+    items,
+    loads,
+    number,
+    read_text,
+    string,
+    write_text,
+)
+
+VERSION = 1
+"""Version of the JSON form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One memory strategy of one stage for one work. Both backward times zero: it has no backward."""
+
+    name: str
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    activation_bytes: float
+    """Held from the start of F to the end of B (or of I); without a backward, during F alone."""
+    weight_bytes: float | None = None
+    """Held from the end of I to the end of W; None: all of `activation_bytes`."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a stage with this option has a backward action."""
+        return self.backward_input_s > 0 or self.backward_weight_s > 0
+
+    @property
+    def held_for_weight_bytes(self) -> float:
+        """Bytes between I and W."""
+        return self.activation_bytes if self.weight_bytes is None else self.weight_bytes
+
+    def duration_s(self, kind: Kind) -> float:
+        """Seconds that a compute action of this kind takes."""
+        if kind is Kind.F:
+            return self.forward_s
+        if kind is Kind.I:
+            return self.backward_input_s
+        if kind is Kind.W:
+            return self.backward_weight_s
+        return self.backward_input_s + self.backward_weight_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class P2P:
+    """What a transfer between two ranks takes: latency_s + bytes / bytes_per_s."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningProblem:
+    """One iteration to be planned. `build` makes one; the graph's backward flags follow the options."""
+
+    graph: WorkGraph
+    memory_limit_bytes: tuple[float | None, ...]
+    """What activations may take on each rank; None: no limit."""
+    p2p: P2P
+    costs: tuple[tuple[Option, ...], ...]
+    """Option lists, the fastest option of each first."""
+    cost_index: tuple[tuple[int, ...], ...]
+    """[work][k] -> option list of the k-th stage of the work's module."""
+    output_bytes: tuple[tuple[float, ...], ...]
+    """[work][k] -> what the k-th stage sends on; its gradient is as large."""
+
+    def __post_init__(self) -> None:
+        graph = self.graph
+        if len(self.memory_limit_bytes) != graph.num_ranks:
+            raise PlanError(
+                f"memory_limit_bytes has {len(self.memory_limit_bytes)} entries for "
+                f"num_ranks = {graph.num_ranks}; give one a rank"
+            )
+        for rank, limit in enumerate(self.memory_limit_bytes):
+            if limit is not None:
+                _amount(f"memory_limit_bytes[{rank}]", limit)
+        _amount("p2p.latency_s", self.p2p.latency_s)
+        _amount("p2p.bytes_per_s", self.p2p.bytes_per_s)
+        if self.p2p.bytes_per_s <= 0:
+            raise PlanError(f"p2p.bytes_per_s = {self.p2p.bytes_per_s}; it must be above 0")
+        _check_options(self.costs)
+        for name, rows in (("costs", self.cost_index), ("output_bytes", self.output_bytes)):
+            if len(rows) != len(graph.works):
+                raise PlanError(f"{name} has {len(rows)} rows for {len(graph.works)} works")
+            for work, row in enumerate(rows):
+                if len(row) != len(graph.stages(work)):
+                    raise PlanError(
+                        f"works[{work}].{name} has {len(row)} entries, but its module "
+                        f"{graph.modules[graph.works[work].module].name!r} has {len(graph.stages(work))}; one each"
+                    )
+        for work, row in enumerate(self.output_bytes):
+            for k, amount in enumerate(row):
+                _amount(f"works[{work}].output_bytes[{k}]", amount)
+        if graph.backward != _backward_flags(self.costs, self.cost_index):
+            raise PlanError(
+                "the graph's backward flags differ from those of the options; use PlanningProblem.build"
+            )
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        num_ranks: int,
+        modules: Iterable[ModuleStages],
+        stage_rank: Sequence[int],
+        works: Iterable[Work],
+        costs: Iterable[Sequence[Option]],
+        cost_index: Iterable[Sequence[int]],
+        output_bytes: Iterable[Sequence[float]],
+        p2p: P2P,
+        memory_limit_bytes: Sequence[float | None] | None = None,
+    ) -> "PlanningProblem":
+        """The problem whose graph takes its backward flags from the options.
+
+        Args: memory_limit_bytes: one entry a rank; None: no limit on any rank.
+        Raises: PlanError: the first rule that is broken, with the dotted path of the fault.
+        """
+        table = tuple(tuple(options) for options in costs)
+        index = tuple(tuple(row) for row in cost_index)
+        _check_options(table)
+        graph = WorkGraph(
+            num_ranks=num_ranks,
+            modules=tuple(modules),
+            stage_rank=tuple(stage_rank),
+            works=tuple(works),
+            backward=_backward_flags(table, index),
+        )
+        limits = (None,) * num_ranks if memory_limit_bytes is None else tuple(memory_limit_bytes)
+        outputs = tuple(tuple(row) for row in output_bytes)
+        return cls(
+            graph=graph,
+            memory_limit_bytes=limits,
+            p2p=p2p,
+            costs=table,
+            cost_index=index,
+            output_bytes=outputs,
+        )
+
+    def options(self, stage: int, work: int) -> tuple[Option, ...]:
+        """The option list of (stage, work)."""
+        return self.costs[self.cost_index[work][self.graph.place[stage][1]]]
+
+    def transfer_s(self, edge: Edge) -> float:
+        """Seconds from the end of an edge's producer to its arrival (either direction); 0 on one rank."""
+        return self._transfer_s[edge.source, edge.work] if not self.graph.is_local(edge) else 0.0
+
+    @cached_property
+    def _transfer_s(self) -> dict[tuple[int, int], float]:
+        p2p, graph = self.p2p, self.graph
+        return {
+            (stage, work): p2p.latency_s + self.output_bytes[work][graph.place[stage][1]] / p2p.bytes_per_s
+            for stage, work in graph.nodes()
+        }
+
+    # ------------------------------------------------------------------------------------- as JSON
+
+    def to_json(self) -> str:
+        """The problem as JSON text of version 1, one line a work, that `from_json` reads back equal."""
+        graph = self.graph
+        head: dict[str, Any] = {
+            "version": VERSION,
+            "num_ranks": graph.num_ranks,
+            "memory_limit_bytes": list(self.memory_limit_bytes),
+            "p2p": {"latency_s": self.p2p.latency_s, "bytes_per_s": self.p2p.bytes_per_s},
+            "modules": [{"name": m.name, "stages": list(m.stages)} for m in graph.modules],
+            "stage_rank": list(graph.stage_rank),
+        }
+        costs = [[_option_to_json(o) for o in options] for options in self.costs]
+        works = [
+            {
+                "module": graph.modules[w.module].name,
+                "microbatch": w.microbatch,
+                "sub_microbatch": w.sub_microbatch,
+                "after": list(w.after),
+                "costs": list(self.cost_index[i]),
+                "output_bytes": list(self.output_bytes[i]),
+            }
+            for i, w in enumerate(graph.works)
+        ]
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        for key, rows in (("costs", costs), ("works", works)):
+            body = ",\n".join("  " + json.dumps(row) for row in rows)
+            lines.append(f' "{key}": [\n{body}\n ]' if rows else f' "{key}": []')
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, source: str | Mapping[str, Any]) -> "PlanningProblem":
+        """The problem of a JSON text, or of the dictionary that such a text stands for.
+
+        Raises: PlanError: the text is not JSON, or breaks a rule of the format; with the dotted path.
+        """
+        return _read_problem(loads(source) if isinstance(source, str) else source)
+
+    @classmethod
+    def read(cls, path: str | Path) -> "PlanningProblem":
+        """The problem of a .json or .json.gz file.
+
+        Raises: PlanError: no such file, another ending, or a fault in its content.
+        """
+        try:
+            return cls.from_json(read_text(path))
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+    def write(self, path: str | Path) -> None:
+        """Writes the JSON form to a .json or .json.gz file; equal problems give equal bytes."""
+        write_text(path, self.to_json())
+
+
+# --------------------------------------------------------------------------------------------- checking
+
+
+def _amount(where: str, value: float) -> None:
+    if not math.isfinite(value) or value < 0:
+        raise PlanError(f"{where} = {value}; it must be finite and at least 0")
+
+
+def _check_options(costs: tuple[tuple[Option, ...], ...]) -> None:
+    amounts = ("forward_s", "backward_input_s", "backward_weight_s", "activation_bytes")
+    for i, options in enumerate(costs):
+        if not options:
+            raise PlanError(f"costs[{i}] is empty; a stage needs at least one option")
+        for j, option in enumerate(options):
+            for name in amounts:
+                _amount(f"costs[{i}][{j}].{name}", getattr(option, name))
+            if option.weight_bytes is not None:
+                _amount(f"costs[{i}][{j}].weight_bytes", option.weight_bytes)
+            if option.has_backward != options[0].has_backward:
+                raise PlanError(
+                    f"costs[{i}][{j}]: option {option.name!r} {'has a' if option.has_backward else 'has no'} "
+                    f"backward, unlike option {options[0].name!r}; all options of one list agree on that"
+                )
+
+
+def _backward_flags(
+    costs: tuple[tuple[Option, ...], ...], cost_index: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[bool, ...], ...]:
+    for work, row in enumerate(cost_index):
+        for k, index in enumerate(row):
+            if not 0 <= index < len(costs):
+                raise PlanError(f"works[{work}].costs[{k}] = {index} is outside of 0 .. {len(costs) - 1}")
+    return tuple(tuple(costs[index][0].has_backward for index in row) for row in cost_index)
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def _option_to_json(option: Option) -> dict[str, Any]:
+    table: dict[str, Any] = {
+        "name": option.name,
+        "forward_s": option.forward_s,
+        "backward_input_s": option.backward_input_s,
+        "backward_weight_s": option.backward_weight_s,
+        "activation_bytes": option.activation_bytes,
+    }
+    if option.weight_bytes is not None:
+        table["weight_bytes"] = option.weight_bytes
+    return table
+
+
+def _read_problem(table: Any) -> PlanningProblem:
+    keys = ("version", "num_ranks", "memory_limit_bytes", "p2p", "modules", "stage_rank", "costs", "works")
+    fields(table, "", keys)
+    if integer(table["version"], "version") != VERSION:
+        raise PlanError(f"version = {table['version']}; this program reads version {VERSION}")
+    num_ranks = integer(table["num_ranks"], "num_ranks")
+    limits = [
+        None if value is None else number(value, f"memory_limit_bytes[{i}]")
+        for i, value in enumerate(items(table["memory_limit_bytes"], "memory_limit_bytes"))
+    ]
+    fields(table["p2p"], "p2p", ("latency_s", "bytes_per_s"))
+    p2p = P2P(**{key: number(value, f"p2p.{key}") for key, value in table["p2p"].items()})
+    modules = [
+        _read_module(value, f"modules[{i}]") for i, value in enumerate(items(table["modules"], "modules"))
+    ]
+    names = {module.name: i for i, module in enumerate(modules)}
+    if len(names) < len(modules):
+        raise PlanError(
+            "modules: two modules have the same name; works name their module, so names must differ"
+        )
+    costs = [
+        [_read_option(o, f"costs[{i}][{j}]") for j, o in enumerate(items(options, f"costs[{i}]"))]
+        for i, options in enumerate(items(table["costs"], "costs"))
+    ]
+    works, index, outputs = [], [], []
+    for i, value in enumerate(items(table["works"], "works")):
+        work, cost_row, output_row = _read_work(value, f"works[{i}]", names)
+        works.append(work)
+        index.append(cost_row)
+        outputs.append(output_row)
+    return PlanningProblem.build(
+        num_ranks=num_ranks,
+        modules=modules,
+        stage_rank=integers(table["stage_rank"], "stage_rank"),
+        works=works,
+        costs=costs,
+        cost_index=index,
+        output_bytes=outputs,
+        p2p=p2p,
+        memory_limit_bytes=limits,
+    )
+
+
+def _read_module(table: Any, where: str) -> ModuleStages:
+    fields(table, where, ("name", "stages"))
+    return ModuleStages(
+        name=string(table["name"], f"{where}.name"),
+        stages=tuple(integers(table["stages"], f"{where}.stages")),
+    )
+
+
+def _read_option(table: Any, where: str) -> Option:
+    amounts = ("forward_s", "backward_input_s", "backward_weight_s", "activation_bytes")
+    fields(table, where, ("name", *amounts), optional=("weight_bytes",))
+    values = {key: number(table[key], f"{where}.{key}") for key in amounts}
+    held = number(table["weight_bytes"], f"{where}.weight_bytes") if "weight_bytes" in table else None
+    return Option(name=string(table["name"], f"{where}.name"), **values, weight_bytes=held)
+
+
+def _read_work(table: Any, where: str, names: Mapping[str, int]) -> tuple[Work, list[int], list[float]]:
+    fields(table, where, ("module", "microbatch", "sub_microbatch", "after", "costs", "output_bytes"))
+    module = string(table["module"], f"{where}.module")
+    if module not in names:
+        raise PlanError(
+            f"{where}.module = {module!r} does not exist; modules are {', '.join(names) or 'absent'}"
+        )
+    work = Work(
+        module=names[module],
+        microbatch=integer(table["microbatch"], f"{where}.microbatch"),
+        sub_microbatch=integer(table["sub_microbatch"], f"{where}.sub_microbatch"),
+        after=tuple(integers(table["after"], f"{where}.after")),
+    )
+    output = [
+        number(value, f"{where}.output_bytes[{k}]")
+        for k, value in enumerate(items(table["output_bytes"], f"{where}.output_bytes"))
+    ]
+    return work, integers(table["costs"], f"{where}.costs"), output

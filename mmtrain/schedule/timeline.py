@@ -1,0 +1,81 @@
+"""A timeline: when each compute action ran, simulated or measured. Both have this one type."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from mmtrain.schedule.action import COMPUTE, Action
+from mmtrain.schedule.graph import WorkGraph
+
+
+class Row(NamedTuple):
+    """One action's time on its rank."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The compute actions of one iteration with start and end, seconds from a common zero."""
+
+    num_ranks: int
+    stage_modules: tuple[str, ...]
+    """Name of the module of each stage, for drawings."""
+    rows: tuple[Row, ...]
+    """Sorted by rank, then by start."""
+    memory: tuple[tuple[tuple[float, float], ...], ...] = ()
+    """[rank] -> (seconds, activation bytes held from then on); empty where it was not recorded."""
+    peak_bytes: tuple[float, ...] = ()
+    """Most activation bytes at any instant on each rank; empty where it was not recorded."""
+
+    @classmethod
+    def from_rows(
+        cls,
+        graph: WorkGraph,
+        rows: Iterable[tuple[int, Action, float, float]],
+        *,
+        memory: tuple[tuple[tuple[float, float], ...], ...] = (),
+        peak_bytes: tuple[float, ...] = (),
+    ) -> "Timeline":
+        """The timeline of some rows (rank, action, start_s, end_s), in any order; transfers are left out."""
+        names = tuple(graph.modules[graph.place[stage][0]].name for stage in range(len(graph.stage_rank)))
+        found = [Row(*row) for row in rows if row[1].kind in COMPUTE]
+        found.sort(key=lambda row: (row.rank, row.start_s, row.end_s))
+        return cls(graph.num_ranks, names, tuple(found), memory, peak_bytes)
+
+    @cached_property
+    def start_s(self) -> float:
+        """When the first action starts."""
+        return min((row.start_s for row in self.rows), default=0.0)
+
+    @cached_property
+    def end_s(self) -> float:
+        """When the last action ends."""
+        return max((row.end_s for row in self.rows), default=0.0)
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the first start to the last end."""
+        return self.end_s - self.start_s
+
+    @cached_property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds that each rank computes."""
+        busy = [0.0] * self.num_ranks
+        for row in self.rows:
+            busy[row.rank] += row.end_s - row.start_s
+        return tuple(busy)
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of rank-seconds without compute: 1 - busy / (ranks x makespan); 0 if nothing ran."""
+        available = self.num_ranks * self.makespan_s
+        return 1 - sum(self.busy_s) / available if available else 0.0
+
+    def of_rank(self, rank: int) -> tuple[Row, ...]:
+        """The rows of one rank, by start."""
+        return tuple(row for row in self.rows if row.rank == rank)

@@ -1,0 +1,458 @@
+"""Puts the parts together: set-up, the training loop, validation, checkpoints, what the user sees.
+
+The data of a replica is read by its leader (pp_rank 0), which shares the metadata and the labels with
+its pipeline; every rank then plans the iteration by itself and gets the same program.
+"""
+
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain import config as config_module
+from mmtrain.checkpoint import Checkpointer, TrainState
+from mmtrain.config import Config
+from mmtrain.data.batch import Batch, check_batch
+from mmtrain.data.loader import Loader
+from mmtrain.data.metadata import IterationMeta
+from mmtrain.data.packing import LoaderState
+from mmtrain.errors import MMTrainError, TrainingError
+from mmtrain.metrics import Reporter, StepMetrics, memory_gib, peak_flops, setup_logging
+from mmtrain.models.spec_builders import model_spec
+from mmtrain.optim import build_optimizers, lr_factor, set_lr
+from mmtrain.parallel.build import build_local_model, check_same_program
+from mmtrain.parallel.feed import StepFeed
+from mmtrain.parallel.fsdp import uses_fsdp
+from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_norm
+from mmtrain.parallel.mesh import Mesh, build_mesh, init_process_group, pick_device
+from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
+from mmtrain.planner.iteration import IterationPlan, IterationPlanner, partition_of
+from mmtrain.report import count_answers, write_trace
+
+logger = logging.getLogger("mmtrain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One step's data on one rank."""
+
+    meta: IterationMeta
+    labels: list[Tensor]
+    """[T] of each microbatch."""
+    state: LoaderState
+    """Where the loader stands after this batch."""
+    batch: Batch | None
+    """On the leader alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one training step did, with losses over all replicas."""
+
+    loss: float
+    max_loss: float
+    grad_norm: float
+    applied: bool
+    """False where a non-finite step was skipped."""
+    tokens: int
+    stop: bool
+    """Whether some rank was asked to stop."""
+
+
+class Trainer:
+    """One rank of a training job."""
+
+    def __init__(self, config: Config) -> None:
+        """Checks and prepares what needs no process group. Raises: ConfigError."""
+        self.config = config
+        self.folder = Path(config.job.dump_folder)
+        dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
+        self.spec = model_spec(config.model, dtype_bytes=dtype_bytes)
+        self.partition = partition_of(config, self.spec)
+        self._stop_signal = 0
+
+    def run(self) -> None:
+        """Trains to the last step, or until SIGTERM; always leaves the process group."""
+        setup_logging(int(os.environ.get("RANK", "0")))
+        device = pick_device()
+        init_process_group(self.config.comm, device)
+        try:
+            self._set_up(device)
+            self._loop()
+        except BaseException:
+            logger.debug("leaving after an error", exc_info=True)
+            raise
+        finally:
+            self._tear_down()
+
+    # --------------------------------------------------------------------------------------- set-up
+
+    def _set_up(self, device: torch.device) -> None:
+        config = self.config
+        _seed_everything(config.debug.seed, config.debug.deterministic)
+        self.loader: Loader | None = None
+        self.reporter: Reporter | None = None
+        self.checkpointer: Checkpointer | None = None
+        self.mesh: Mesh = build_mesh(config.parallelism.mesh_shape, device)
+        self._log_start()
+        encoder = config.model.encoder
+        self.planner = IterationPlanner(
+            spec=self.spec,
+            partition=self.partition,
+            section=config.planner,
+            schedule=config.parallelism.pipeline_parallel_schedule,
+            sub_microbatch_size=encoder.sub_microbatch_size if encoder else 0,
+            sharded=uses_fsdp(self.mesh, config.training),
+            check_plans=config.debug.check_plans,
+        )
+        self.model = build_local_model(
+            config.model, self.spec, self.partition, self.mesh, config.training, seed=config.debug.seed
+        )
+        self.optimizers = build_optimizers(config.optimizer, self.model.chunks, self.model.tied)
+        self.runtime = PipelineScheduleRuntime(self.model.stages)
+        self.state = TrainState(step=0, loader=LoaderState(seed=config.debug.seed).to_dict())
+        if config.checkpoint.enable:
+            folder = self.folder / config.checkpoint.folder
+            self.checkpointer = Checkpointer(
+                config.checkpoint, folder, self.model.chunks, self.optimizers, self.model.aliases
+            )
+            self.state = self.checkpointer.load() or self.state
+            if self.state.step:
+                logger.info("resumed from step %d", self.state.step)
+        self._is_reporter = self.mesh.rank == 0
+        if self._is_reporter:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.toml").write_text(config_module.dump(config))
+        self.reporter = Reporter(
+            config.metrics,
+            self.folder,
+            enabled=self._is_reporter,
+            steps=config.training.steps,
+            start=self.state.step,
+        )
+        self.peak_flops = peak_flops(config.metrics, device)
+        if self.mesh.is_leader:
+            self.loader = self._open_loader(config.data.split, LoaderState.from_dict(self.state.loader))
+        self._items = self._share(iter(self.loader) if self.loader else None)
+        self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        timeout = timedelta(seconds=config.comm.train_timeout_seconds)
+        dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+
+    def _open_loader(self, split: str, state: LoaderState | None, num_steps: int | None = None) -> Loader:
+        validating = num_steps is not None
+        return Loader(
+            self.config,
+            split=split,
+            dp_rank=self.mesh.dp_rank,
+            dp_degree=self.mesh.shape.dp,
+            state=state,
+            shuffle=False if validating else None,
+            num_steps=num_steps,
+            num_workers=0 if validating else None,
+        )
+
+    def _log_start(self) -> None:
+        config, shape = self.config, self.config.parallelism.mesh_shape
+        logger.info("%s", config.job.description or "mmtrain")
+        for module in self.spec.modules:
+            stages = self.partition.of_module(module.name)
+            cuts = " | ".join(f"{stage.layers[0]}-{stage.layers[1] - 1}" for stage in stages)
+            logger.info(
+                "%s: %s parameters%s, %d layers in %d chunks: %s",
+                module.name,
+                f"{module.num_params:,}",
+                "" if module.trainable else " (frozen)",
+                len(module.layers),
+                len(stages),
+                cuts,
+            )
+        logger.info(
+            "mesh: pp %d, dp_replicate %d, dp_shard %d on %s; schedule %s; %d steps of %d microbatches x %d tokens",
+            shape.pp,
+            shape.dp_replicate,
+            shape.dp_shard,
+            self.mesh.device.type,
+            config.parallelism.pipeline_parallel_schedule,
+            config.training.steps,
+            config.training.global_batch_size,
+            config.training.seq_len,
+        )
+
+    def _tear_down(self) -> None:
+        if hasattr(self, "_old_handler"):
+            signal.signal(signal.SIGTERM, self._old_handler)
+        for part in (getattr(self, "reporter", None), getattr(self, "loader", None)):
+            if part is not None:
+                part.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _on_sigterm(self, number: int, frame: Any) -> None:
+        self._stop_signal = number
+
+    # ----------------------------------------------------------------------------------------- loop
+
+    def _loop(self) -> None:
+        config = self.config
+        steps = config.training.steps
+        if config.validation.enable and self.state.step == 0:
+            self.validate(0)
+        while self.state.step < steps:
+            start = time.perf_counter()
+            item = next(self._items)
+            loaded = time.perf_counter()
+            plan = self._plan(item.meta)
+            planned = time.perf_counter()
+            step = self.state.step + 1
+            result, outcome = self.train_step(step, item, plan)
+            seconds = time.perf_counter() - start
+            self.state = TrainState(
+                step=step, loader=item.state.to_dict(), tokens=self.state.tokens + result.tokens
+            )
+            if step % config.metrics.log_freq == 0 or step in (1, steps):
+                self._report(result, item, plan, outcome, seconds, loaded - start, planned - loaded)
+            if config.metrics.trace_freq and step % config.metrics.trace_freq == 0:
+                self._write_trace(step, plan, outcome)
+            if config.validation.enable and (step % config.validation.freq == 0 or step == steps):
+                self.validate(step)
+            if self.checkpointer:
+                self.checkpointer.poll()
+                if step % config.checkpoint.interval == 0 or step == steps or result.stop:
+                    self.checkpointer.save(self.state)
+            if result.stop:
+                logger.warning("SIGTERM: stopped after step %d%s", step, ", saved" if self.checkpointer else "")
+                break
+        if self.checkpointer:
+            self.checkpointer.finish()
+
+    def train_step(self, step: int, item: Item, plan: IterationPlan) -> tuple[StepResult, StepOutcome]:
+        """Forward, backward and optimizer step of one batch. Collective over the job.
+
+        Raises: TrainingError: loss or gradient is not finite (training.on_nonfinite = "stop"); nothing is changed.
+        """
+        num_targets = self._sum_over_replicas(item.meta.num_targets)
+        if num_targets == 0:
+            raise TrainingError(f"step {step}: the batch has no token to predict; check the records' answers")
+        outcome = self._run(plan, item, loss_grad=1.0 / num_targets)
+        parameters = self.model.parameters
+        fill_missing_grads(parameters)
+        sync_tied(self.model.tied, self.mesh)
+        norm = total_norm(parameters, self.mesh, skip=self._tied_copy_to_skip())
+        loss_sum = sum((float(loss) for loss in outcome.losses.values()), 0.0)
+        totals = torch.tensor(
+            [loss_sum, float(item.meta.num_tokens if self.mesh.is_leader else 0), float(self._stop_signal)],
+            dtype=torch.float64,
+        )
+        dist.all_reduce(totals)
+        largest = torch.tensor(loss_sum / max(1, item.meta.num_targets), dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        loss = float(totals[0]) / num_targets
+        finite = bool(np.isfinite(loss) and np.isfinite(float(norm)))
+        if finite:
+            clip(parameters, norm, self.config.training.max_norm)
+            section = self.config.optimizer
+            factor = lr_factor(self.config.lr_scheduler, step, self.config.training.steps)
+            set_lr(self.optimizers, section.lr * factor)
+            self.optimizers.step()
+        else:
+            self._handle_nonfinite(step, loss, float(norm), loss_sum)
+        self.optimizers.zero_grad()
+        return (
+            StepResult(
+                loss=loss,
+                max_loss=float(largest),
+                grad_norm=float(norm),
+                applied=finite,
+                tokens=int(totals[1]),
+                stop=bool(totals[2]),
+            ),
+            outcome,
+        )
+
+    def _handle_nonfinite(self, step: int, loss: float, norm: float, local_loss: float) -> None:
+        bad = [not np.isfinite(local_loss)]
+        for parameter in self.model.parameters:
+            grad = parameter.grad
+            if grad is not None:
+                local = grad.to_local() if hasattr(grad, "to_local") else grad
+                bad.append(not bool(torch.isfinite(local).all()))
+        flags: list[Any] = [None] * self.mesh.shape.world_size
+        dist.all_gather_object(flags, any(bad))
+        ranks = [rank for rank, flag in enumerate(flags) if flag]
+        message = f"step {step}: loss {loss}, gradient norm {norm}; first seen on ranks {ranks}"
+        if self.config.training.on_nonfinite == "skip":
+            logger.warning("%s; the step is skipped", message)
+            return
+        raise TrainingError(
+            f"{message}. Nothing was changed by this step; lower optimizer.lr, check the data, or set "
+            'training.on_nonfinite = "skip"'
+        )
+
+    def _plan(self, meta: IterationMeta, *, forward_only: bool = False) -> IterationPlan:
+        plan = self.planner.plan(meta, forward_only=forward_only)
+        check_same_program(plan.program.hash, self.mesh)
+        return plan
+
+    def _run(
+        self, plan: IterationPlan, item: Item, *, loss_grad: float = 1.0, want_predictions: bool = False
+    ) -> StepOutcome:
+        if item.batch is not None:
+            check_batch(item.batch, item.meta)
+        feed = StepFeed(
+            self.partition,
+            plan.batching,
+            item.meta,
+            self.mesh.device,
+            batch=item.batch,
+            labels=item.labels,
+            want_predictions=want_predictions,
+        )
+        self.runtime.load(plan.program, lambda stage, work: self.planner.output_shape(plan.batching, stage, work))
+        return self.runtime.step(feed, loss_grad=loss_grad)
+
+    def _tied_copy_to_skip(self) -> torch.nn.Parameter | None:
+        """The tied head is counted in the norm where the embedding is."""
+        if not self.model.tied or self.partition.of_module("language")[-1].pp_rank != self.mesh.pp_rank:
+            return None
+        return self.model.tied[-1]
+
+    # --------------------------------------------------------------------------------- data of a step
+
+    def _share(self, source: Iterator[tuple[Batch, IterationMeta, LoaderState]] | None) -> Iterator[Item]:
+        """The leader's items on every rank of its replica; an error of the loader is raised on all of them."""
+        while True:
+            batch, message = None, None
+            if source is not None:
+                try:
+                    batch, meta, state = next(source)
+                    message = (meta, [m.labels for m in batch.microbatches], state)
+                except StopIteration:
+                    message = None
+                except MMTrainError as error:
+                    message = error
+            message = self.mesh.broadcast_object(message)
+            if isinstance(message, MMTrainError):
+                raise message
+            if message is None:
+                return
+            meta, labels, state = message
+            yield Item(meta=meta, labels=labels, state=state, batch=batch)
+
+    def _sum_over_replicas(self, count: int) -> int:
+        if self.mesh.batch_group is None:
+            return count
+        total = torch.tensor(count)
+        dist.all_reduce(total, group=self.mesh.batch_group)
+        return int(total)
+
+    # ------------------------------------------------------------------------------------ validation
+
+    def validate(self, step: int) -> tuple[float, Mapping[str, tuple[int, int]]]:
+        """(mean loss, grade -> (answers right, answers)) on held-out data, through the pipeline.
+
+        An answer is right if every one of its tokens is the most likely one after the right prefix, which
+        is when greedy decoding would write it.
+        """
+        section, mesh = self.config.validation, self.mesh
+        loader = None
+        if mesh.is_leader:
+            state = LoaderState(seed=0)
+            loader = self._open_loader(self.config.data.validation_split, state, num_steps=section.steps)
+        loss_sum, num_targets = 0.0, 0
+        accuracy: dict[str, tuple[int, int]] = {}
+        try:
+            for item in self._share(iter(loader) if loader else None):
+                plan = self._plan(item.meta, forward_only=True)
+                outcome = self._run(plan, item, want_predictions=True)
+                loss_sum += sum(float(loss) for loss in outcome.losses.values())
+                if outcome.predictions:
+                    num_targets += item.meta.num_targets
+                    count_answers(plan, item.meta, item.labels, outcome.predictions, accuracy)
+        finally:
+            if loader is not None:
+                loader.close()
+        parts: list[Any] = [None] * mesh.shape.world_size
+        dist.all_gather_object(parts, (loss_sum, num_targets, accuracy))
+        merged: dict[str, tuple[int, int]] = {}
+        for _, _, counts in parts:
+            for grade, (right, count) in counts.items():
+                before = merged.get(grade, (0, 0))
+                merged[grade] = (before[0] + right, before[1] + count)
+        loss = sum(p[0] for p in parts) / max(1, sum(p[1] for p in parts))
+        assert self.reporter is not None
+        self.reporter.validation(step, loss, merged)
+        return loss, merged
+
+    # ----------------------------------------------------------------------------------------- report
+
+    def _report(
+        self,
+        result: StepResult,
+        item: Item,
+        plan: IterationPlan,
+        outcome: StepOutcome,
+        seconds: float,
+        data_s: float,
+        plan_s: float,
+    ) -> None:
+        mesh = self.mesh
+        busy = sum(end - start for _, start, end in outcome.rows)
+        ranks = mesh.gather_pp((busy, outcome.span[1] - outcome.span[0], *memory_gib(mesh.device)))
+        makespan = max(rank[1] for rank in ranks)
+        bubble = 1 - sum(rank[0] for rank in ranks) / (makespan * len(ranks))
+        flops = sum(f.total for f in self.planner.flops(plan.batching).values())
+        counts = [item.meta.num_images, item.meta.num_patches, item.meta.num_skipped, flops]
+        totals = torch.tensor(counts if mesh.is_leader else [0.0] * 4, dtype=torch.float64)
+        dist.all_reduce(totals)
+        step = self.state.step
+        assert self.reporter is not None
+        self.reporter.step(
+            StepMetrics(
+                step=step,
+                loss=result.loss,
+                max_loss=result.max_loss,
+                grad_norm=result.grad_norm,
+                lr=self.config.optimizer.lr
+                * lr_factor(self.config.lr_scheduler, step, self.config.training.steps),
+                step_time_s=seconds,
+                data_time_s=data_s,
+                plan_time_s=plan_s,
+                tokens=result.tokens,
+                images=int(totals[0]),
+                patches=int(totals[1]),
+                skipped_samples=int(totals[2]),
+                bubble=bubble,
+                flops=float(totals[3]) / mesh.shape.world_size,
+                peak_flops=self.peak_flops,
+                memory_gib=max(rank[2] for rank in ranks),
+                memory_percent=max(rank[3] for rank in ranks),
+                world_size=mesh.shape.world_size,
+            )
+        )
+
+    def _write_trace(self, step: int, plan: IterationPlan, outcome: StepOutcome) -> None:
+        """One file a step: what was measured beside what was planned, for replica 0."""
+        rows = self.mesh.gather_pp(outcome.rows)
+        if self._is_reporter:
+            write_trace(self.folder / "traces" / f"step-{step}.json", plan, rows)
+
+
+def _seed_everything(seed: int, deterministic: bool) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False

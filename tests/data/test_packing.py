@@ -1,0 +1,132 @@
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtrain.data.packing import Dropped, EpochOrder, LoaderState, StepPlan, bins_of_replica, plan_step
+from mmtrain.errors import DataError
+
+
+def steps(
+    num: int, order: EpochOrder, length: Callable, state: LoaderState, bins: int, tokens: int
+) -> list[StepPlan]:
+    plans = []
+    for _ in range(num):
+        plans.append(plan_step(state, order, length, num_bins=bins, bin_tokens=tokens))
+        state = plans[-1].state
+    return plans
+
+
+def test_first_fit_closes_at_the_first_sample_without_room() -> None:
+    lengths = [6, 5, 3, 4, 9, 2, 8, 10, 10, 10]
+    order = EpochOrder(len(lengths), shuffle=False)
+    first, second = steps(2, order, lengths.__getitem__, LoaderState(seed=0), bins=2, tokens=10)
+    # 6 and 5 open the bins, 3 goes to the first one with room, 4 to the second, 9 fits neither.
+    assert first.bins == ((0, 2), (1, 3))
+    assert first.state.cursor == 4
+    # 9 | 2, 8 in the second; 10 closes.
+    assert second.bins == ((4,), (5, 6))
+    assert second.state.cursor == 7
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=60, max_size=80),
+    seed=st.integers(0, 5),
+    bins=st.integers(1, 3),
+)
+def test_each_epoch_uses_each_sample_once_and_resume_is_exact(
+    lengths: list[int], seed: int, bins: int
+) -> None:
+    order = EpochOrder(len(lengths), shuffle=True)
+    plans = steps(12, order, lengths.__getitem__, LoaderState(seed=seed), bins, 20)
+    sequence = []
+    for plan in plans:
+        for samples in plan.bins:
+            assert samples
+            assert sum(lengths[s] for s in samples) <= 20
+        step = [s for samples in plan.bins for s in samples]
+        assert len(set(step)) == len(step)
+        sequence.append(step)
+    state = plans[-1].state
+    used = [s for step in sequence for s in step]
+    assert len(used) == state.epoch * len(lengths) + state.cursor
+    # Inside of a step the bins reorder samples; its set is a stretch of the endless sequence.
+    expected = [
+        order.sample(LoaderState(seed=seed, epoch=e, cursor=c)) for e in range(9) for c in range(len(lengths))
+    ]
+    at = 0
+    for step in sequence:
+        assert sorted(step) == sorted(expected[at : at + len(step)])
+        at += len(step)
+    resumed = steps(5, EpochOrder(len(lengths), shuffle=True), lengths.__getitem__, plans[6].state, bins, 20)
+    assert resumed == plans[7:12]
+
+
+def test_orders_differ_by_epoch_and_seed_and_are_permutations() -> None:
+    order = EpochOrder(50, shuffle=True)
+
+    def epoch(seed: int, number: int) -> tuple[int, ...]:
+        return tuple(order.sample(LoaderState(seed=seed, epoch=number, cursor=c)) for c in range(50))
+
+    orders = {epoch(seed, number) for seed in (0, 1) for number in (0, 1)}
+    assert len(orders) == 4
+    assert all(sorted(o) == list(range(50)) for o in orders)
+    assert epoch(0, 0) == epoch(0, 0)
+
+
+def test_dropped_samples_are_reported_once_and_do_not_move_the_others() -> None:
+    lengths: dict[int, int | Dropped] = dict.fromkeys(range(40), 5)
+    lengths[3] = Dropped(sample=3, reason="bad")
+    order = EpochOrder(40, shuffle=False)
+    first, second = steps(2, order, lengths.__getitem__, LoaderState(seed=0), bins=2, tokens=10)
+    assert first.bins == ((0, 1), (2, 4))
+    assert [d.sample for d in first.dropped] == [3]
+    assert second.bins == ((5, 6), (7, 8))
+    assert second.dropped == ()
+
+
+def test_a_step_crosses_the_epoch_but_never_repeats_a_sample() -> None:
+    order = EpochOrder(5, shuffle=False)
+    plans = steps(3, order, lambda s: 4, LoaderState(seed=0), bins=2, tokens=8)
+    assert [p.bins for p in plans] == [((0, 1), (2, 3)), ((4, 0), (1, 2)), ((3, 4), (0, 1))]
+    # Six places for five samples: the sixth would be a repetition, so the step closes.
+    (plan,) = steps(1, order, lambda s: 4, LoaderState(seed=0), bins=3, tokens=8)
+    assert plan.bins == ((0, 1), (2, 3), (4,))
+    assert plan.state == LoaderState(seed=0, epoch=1, cursor=0)
+
+
+def test_a_stream_ends_where_its_length_says_so() -> None:
+    order = EpochOrder(None, shuffle=False)
+    plans = steps(2, order, lambda s: 4 if s < 5 else None, LoaderState(seed=0), bins=2, tokens=8)
+    assert [p.bins for p in plans] == [((0, 1), (2, 3)), ((4, 0), (1, 2))]
+    assert plans[-1].state == LoaderState(seed=0, epoch=1, cursor=3)
+
+
+def test_too_few_samples_are_refused_with_the_numbers() -> None:
+    order = EpochOrder(3, shuffle=False)
+    with pytest.raises(DataError, match=r"3 usable ones have 6 tokens and fill 1 of .*= 4 microbatches"):
+        plan_step(LoaderState(seed=0), order, lambda s: 2, num_bins=4, bin_tokens=100)
+    with pytest.raises(DataError, match="no usable sample: 3 were left out; for example broken 0"):
+        bad = [Dropped(sample=s, reason=f"broken {s}") for s in range(3)]
+        plan_step(LoaderState(seed=0), order, bad.__getitem__, num_bins=4, bin_tokens=100)
+    with pytest.raises(DataError, match="cursor 9 is behind the source's 3 samples"):
+        plan_step(LoaderState(seed=0, cursor=9), order, lambda s: 2, num_bins=1, bin_tokens=9)
+
+
+@given(num_bins=st.integers(1, 24), degree=st.integers(1, 8))
+def test_replicas_share_the_bins(num_bins: int, degree: int) -> None:
+    shared = [b for rank in range(degree) for b in bins_of_replica(num_bins, rank, degree)]
+    assert sorted(shared) == list(range(num_bins))
+
+
+def test_state_round_trip_and_refusals() -> None:
+    state = LoaderState(seed=3, epoch=2, cursor=17)
+    assert LoaderState.from_dict(state.to_dict()) == state
+    for values in (
+        {"seed": 1, "epoch": 0},
+        {"seed": 1, "epoch": "x", "cursor": 0},
+        {"seed": 1, "epoch": 0, "cursor": -1},
+    ):
+        with pytest.raises(DataError, match="loader state"):
+            LoaderState.from_dict(values)

@@ -1,0 +1,160 @@
+from typing import Any
+
+import pytest
+
+from mmtrain.config import TokenizerConfig
+from mmtrain.data.batch import IGNORE_INDEX
+from mmtrain.data.geometry import image_geometry
+from mmtrain.data.pixels import pixel_rules
+from mmtrain.data.processor import Document, Processor
+from mmtrain.data.sources import RawImage, Record
+from mmtrain.data.tokenizer import load_tokenizer
+from mmtrain.errors import DataError
+from tests.data.samples import png
+
+TEMPLATES = {
+    "chatml": None,
+    "inst": (
+        "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+        "{% else %} {{ m['content'] }}<|endoftext|>{% endif %}{% endfor %}"
+    ),
+    "system": (
+        "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+}
+
+
+def make_processor(template: str | None = None, **options: Any) -> Processor:
+    tokenizer = load_tokenizer(TokenizerConfig())
+    if template:
+        tokenizer.chat_template = template
+    geometry = image_geometry({"model_type": "qwen2_vl"}, spatial_merge=2)
+    return Processor(tokenizer, "<|image_pad|>", geometry, pixel_rules("qwen2_vl"), **options)
+
+
+def record(*turns: Any, images: int = 0, role: str = "user") -> Record:
+    roles = [role, "assistant"] * len(turns)
+    messages = tuple({"role": r, "content": t} for r, t in zip(roles, turns, strict=False))
+    return Record(
+        sample=5, messages=messages, images=tuple(RawImage(data=png(60 + 28 * i, 60)) for i in range(images))
+    )
+
+
+def targets(processor: Processor, document: Document) -> list[str]:
+    """The text of each answer that is learned."""
+    out, at = [], 0
+    labelled = [int(label) for label in document.labels if label != IGNORE_INDEX]
+    for length in document.meta.answers:
+        out.append(processor.tokenizer.decode(labelled[at : at + length]))
+        at += length
+    assert at == len(labelled) == document.meta.num_targets
+    return out
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_only_answers_and_their_end_are_targets(name: str) -> None:
+    processor = make_processor(TEMPLATES[name])
+    document = processor.document(record("<image>What colour?", "blue", "And now?", "a red pie", images=1))
+    end = "<|endoftext|>" if name == "inst" else "<|im_end|>"
+    assert [t.strip() for t in targets(processor, document)] == [f"blue{end}", f"a red pie{end}"]
+
+
+def test_labels_are_shifted_by_one() -> None:
+    document = make_processor().document(record("Hi", "blue"))
+    ids, labels = document.input_ids.tolist(), document.labels.tolist()
+    labelled = [t for t, label in enumerate(labels) if label != IGNORE_INDEX]
+    assert [labels[t] for t in labelled] == [ids[t + 1] for t in labelled]
+    assert labels[-1] == IGNORE_INDEX
+    # The newline after <|im_end|> is no target, so the last labelled position is two before the end.
+    assert labelled[-1] == len(ids) - 3
+
+
+def test_placeholders_expand_to_one_run_per_picture() -> None:
+    processor = make_processor()
+    document = processor.document(record("<image> and <image>?", "yes", images=2))
+    assert [image.num_tokens for image in document.meta.images] == [4, 6]
+    names = processor.tokenizer.convert_ids_to_tokens(document.input_ids.tolist())
+    text = "".join(names)
+    assert text.count("<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>") == 1
+    assert text.count("<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>") == 1
+    assert names.count("<|image_pad|>") == 10
+    assert not any(label == processor.image_token_id for label in document.labels)
+
+
+def test_content_parts_are_the_same_as_placeholders() -> None:
+    processor = make_processor()
+    parts = [{"type": "text", "text": "See "}, {"type": "image"}, {"type": "text", "text": "!"}]
+    by_parts = processor.document(record(parts, "yes", images=1))
+    by_text = processor.document(record("See <image>!", "yes", images=1))
+    assert by_parts.input_ids.tolist() == by_text.input_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (record("<image><image>?", "yes", images=1), "sample 5: 2 `<image>` placeholders .* but 1 images"),
+        (record("?", "yes", images=2), "0 `<image>` placeholders .* but 2 images"),
+        (record("only a question"), "a conversation needs an assistant's answer"),
+        (record("hello", role="assistant"), "a conversation needs an assistant's answer, after a question"),
+        (record(7, "yes"), "content is a int"),
+        (record([{"type": "video"}], "yes"), "of type 'video'; supported are"),
+        (record("?", "yes", role=3), "has the role 3"),  # type: ignore[arg-type]
+    ],
+)
+def test_refusals(bad: Record, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make_processor().document(bad)
+
+
+def test_templates_that_refuse_or_rewrite_history_are_named() -> None:
+    refusing = make_processor("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match="the chat template refuses it: roles must alternate"):
+        refusing.document(record("a", "b"))
+    rewriting = make_processor(
+        "{% for m in messages %}{{ m['content'] if loop.last else 'old' }};{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    with pytest.raises(DataError, match="renders turn 1 differently"):
+        rewriting.document(record("a", "b", "c", "d"))
+
+
+def test_a_model_without_encoder_takes_text_alone() -> None:
+    processor = Processor(load_tokenizer(TokenizerConfig()), "<|image_pad|>", None, None)
+    assert processor.document(record("Hi", "yes")).meta.images == ()
+    with pytest.raises(DataError, match="1 images, but the model has no encoder"):
+        processor.document(record("<image>", "yes", images=1))
+
+
+def test_truncation_keeps_the_first_tokens_and_their_labels() -> None:
+    processor = make_processor()
+    whole = processor.document(record("a", "b", "c", "one two three four"))
+    cut = processor.truncated(whole, whole.meta.num_tokens - 4)
+    assert cut.input_ids.tolist() == whole.input_ids.tolist()[:-4]
+    assert cut.labels.tolist() == [*whole.labels.tolist()[: len(cut.labels) - 1], IGNORE_INDEX]
+    assert cut.meta.answers[0] == whole.meta.answers[0]
+    assert 0 < cut.meta.answers[1] < whole.meta.answers[1]
+    assert sum(cut.meta.answers) == cut.meta.num_targets
+    with pytest.raises(DataError, match="it has no answer left"):
+        processor.truncated(whole, 3)
+    with pytest.raises(DataError, match="a sample with images is not cut"):
+        processor.truncated(processor.document(record("<image>", "yes", images=1)), 5)
+
+
+def test_text_alone_of_a_document_has_no_target() -> None:
+    processor = make_processor()
+    text = processor.without_images(processor.document(record("<image>?", "yes", images=1)))
+    assert text.meta.num_targets == 0
+    assert text.meta.images == ()
+    assert processor.image_token_id not in text.input_ids
+    assert len(text.input_ids) == text.meta.num_tokens > 0
+
+
+def test_pixels_follow_the_metadata_and_blank_hides_them() -> None:
+    document = make_processor().document(record("<image><image>", "yes", images=2))
+    seen, hidden = make_processor().pixels(document), make_processor(blank_images=True).pixels(document)
+    assert [len(p) for p in seen] == [len(p) for p in hidden] == [i.num_patches for i in document.meta.images]
+    assert all(p.std() > 0.5 for p in seen)
+    for pixels in hidden:
+        assert pixels.reshape(-1, 3, 2 * 14 * 14).std(dim=(0, 2)).max() == 0

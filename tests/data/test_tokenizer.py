@@ -1,0 +1,76 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtrain.config import TokenizerConfig
+from mmtrain.data.charts import chart_texts
+from mmtrain.data.tokenizer import (
+    SHIPPED,
+    SPECIAL_TOKENS,
+    VOCAB_SIZE,
+    load_tokenizer,
+    main,
+    save_tokenizer,
+    train_tokenizer,
+)
+from mmtrain.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Any:
+    return load_tokenizer(TokenizerConfig())
+
+
+def test_training_again_gives_the_shipped_files(tmp_path: Path) -> None:
+    main([str(tmp_path / "out")])
+    for path in SHIPPED.iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@given(text=st.text(max_size=60))
+def test_any_text_round_trips(shipped: Any, text: str) -> None:
+    ids = shipped.encode(text, add_special_tokens=False)
+    assert shipped.decode(ids, skip_special_tokens=False) == text
+
+
+def test_vocabulary_and_special_tokens(shipped: Any) -> None:
+    assert len(shipped) == VOCAB_SIZE
+    assert shipped.is_fast
+    assert [shipped.convert_tokens_to_ids(t) for t in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
+    for token in SPECIAL_TOKENS:
+        assert len(shipped.encode(token, add_special_tokens=False)) == 1
+    assert shipped.eos_token == "<|im_end|>"
+    for word in ("bar", "line", "pie", "purple", "yes", "first"):
+        assert len(shipped.encode(word, add_special_tokens=False)) == 1, word
+
+
+def test_auto_tokenizer_loads_the_folder_with_its_template() -> None:
+    by_path = load_tokenizer(TokenizerConfig(path=str(SHIPPED)))
+    text = by_path.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_tokenizer_without_template_gets_chatml(tmp_path: Path) -> None:
+    save_tokenizer(train_tokenizer(chart_texts(300, 1), 300), tmp_path)
+    config = (tmp_path / "tokenizer_config.json").read_text().replace('"chat_template"', '"unknown"')
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    tokenizer = load_tokenizer(TokenizerConfig(path=str(tmp_path)))
+    assert "<|im_start|>" in tokenizer.chat_template
+    assert len(tokenizer) == 300
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer.path = .*absent.* cannot be loaded"):
+        load_tokenizer(TokenizerConfig(path=str(tmp_path / "absent")))
+    for word in ("<img>", "bar"):  # an ordinary word would turn up in texts
+        with pytest.raises(
+            ConfigError, match=rf"image_token = '{word}' is no special token .* has .*<\|image_pad\|>"
+        ):
+            load_tokenizer(TokenizerConfig(image_token=word))
+    with pytest.raises(ConfigError, match="instead of 5000: too little text"):
+        train_tokenizer(["a b c"], 5000)

@@ -1,0 +1,80 @@
+"""Tiny models of every family, small enough for a test to run all of them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mmtrain.config import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
+
+ENCODERS = {
+    "qwen2_vl": {
+        "model_type": "qwen2_vl",
+        "depth": 3,
+        "embed_dim": 32,
+        "hidden_size": 24,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": 4,
+    },
+    "siglip": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    },
+    "vit": {
+        "model_type": "vit",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    },
+}
+_LANGUAGE = {
+    "vocab_size": 96,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LANGUAGES = {
+    "qwen2": {"model_type": "qwen2", **_LANGUAGE},
+    "llama": {"model_type": "llama", **_LANGUAGE, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
+}
+
+
+def _model(
+    encoder: str | None = "qwen2_vl",
+    language: str = "qwen2",
+    *,
+    frozen: tuple[str, ...] = (),
+    attention: str = "sdpa",
+    projector: dict | None = None,
+    encoder_config: dict | None = None,
+    language_config: dict | None = None,
+) -> ModelConfig:
+    """A tiny model; `frozen` names the sections to freeze and the dicts add to or change configs."""
+    encoder_section = None
+    if encoder:
+        values = {**ENCODERS[encoder], **(encoder_config or {})}
+        encoder_section = EncoderConfig(config=values, attention=attention, frozen="encoder" in frozen)
+    return ModelConfig(
+        encoder=encoder_section,
+        projector=ProjectorConfig(frozen="projector" in frozen, **(projector or {})),
+        language=LanguageConfig(
+            config={**LANGUAGES[language], **(language_config or {})}, frozen="language" in frozen
+        ),
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny() -> SimpleNamespace:
+    """`tiny.model(...)` and the raw configs of the tiny families."""
+    return SimpleNamespace(model=_model, encoders=ENCODERS, languages=LANGUAGES)

@@ -1,0 +1,172 @@
+import json
+
+import pytest
+
+from mmtrain.config import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
+from mmtrain.errors import ConfigError
+from mmtrain.models.families import encoder_config, find_file, language_config, language_shape, vision_shape
+
+
+def folder(tmp_path, values) -> str:
+    (tmp_path / "config.json").write_text(values if isinstance(values, str) else json.dumps(values))
+    return str(tmp_path)
+
+
+def test_an_inline_config_gets_the_defaults_of_its_family(tiny):
+    values = encoder_config(EncoderConfig(config={"model_type": "siglip_vision_model", "hidden_size": 64}))
+    assert values["hidden_size"] == 64
+    assert values["patch_size"] == 16
+
+
+def test_other_names_of_a_key_are_understood():
+    values = encoder_config(EncoderConfig(config={"model_type": "qwen2_vl", "num_hidden_layers": 5}))
+    assert values["model_type"] == "qwen2_vl_vision"
+    assert values["depth"] == 5
+    assert "num_hidden_layers" not in values
+
+
+@pytest.mark.parametrize(
+    ("whole", "inner", "found"),
+    [
+        ("qwen2_vl", {"depth": 7, "in_chans": 3}, "qwen2_vl_vision"),
+        ("siglip", {"num_hidden_layers": 7, "model_type": "siglip_vision_model"}, "siglip_vision_model"),
+    ],
+)
+def test_a_whole_model_gives_its_vision_config(tmp_path, whole, inner, found):
+    path = folder(tmp_path, {"model_type": whole, "hidden_size": 99, "vision_config": inner})
+    values = encoder_config(EncoderConfig(pretrained=path))
+    assert values["model_type"] == found
+    assert values.get("depth", values.get("num_hidden_layers")) == 7
+    assert values["hidden_size"] != 99
+
+
+def test_a_folder_may_hold_keys_that_mmtrain_does_not_know(tmp_path):
+    path = folder(tmp_path, {"model_type": "llama", "transformers_version": "4.40", "vocab_size": 77})
+    assert language_config(LanguageConfig(pretrained=path))["vocab_size"] == 77
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "qwen3"},
+            r"'qwen3' is not a known language model; known are qwen2, llama; did you mean 'qwen2'",
+        ),
+        ({"model_type": "qwen2", "hiden_size": 8}, r"unknown key 'hiden_size'; did you mean 'hidden_size'"),
+        ({"model_type": "qwen2", "zzz": 8}, r"unknown key 'zzz'; qwen2 has vocab_size"),
+        ({"model_type": "qwen2", "hidden_size": 8.5}, r"hidden_size = 8.5; it must be an integer above 0"),
+        (
+            {"model_type": "qwen2", "num_hidden_layers": 0},
+            r"num_hidden_layers = 0; it must be an integer above 0",
+        ),
+        (
+            {"model_type": "qwen2", "tie_word_embeddings": 1},
+            r"tie_word_embeddings = 1; it must be true or false",
+        ),
+        ({"model_type": "qwen2", "hidden_act": 3}, r"hidden_act = 3; it must be a string"),
+        (
+            {"model_type": "llama", "num_key_value_heads": "2"},
+            r"num_key_value_heads = '2'; it must be an integer",
+        ),
+        ({"model_type": "llama", "rms_norm_eps": "x"}, r"rms_norm_eps = 'x'; it must be a number"),
+        (
+            {"model_type": "llama", "attention_dropout": 0.1},
+            r"attention_dropout = 0.1; dropout is not supported",
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": True}, r"use_sliding_window = true"),
+    ],
+)
+def test_language_configs_that_are_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        language_config(LanguageConfig(config=config))
+
+
+def test_an_encoder_is_no_language_model_and_the_other_way_round():
+    with pytest.raises(ConfigError, match="'vit' is not a known language model"):
+        language_config(LanguageConfig(config={"model_type": "vit"}))
+    with pytest.raises(
+        ConfigError, match="'llama' is not a known encoder; known are qwen2_vl_vision, qwen2_vl, sig"
+    ):
+        encoder_config(EncoderConfig(config={"model_type": "llama"}))
+
+
+@pytest.mark.parametrize("key", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+def test_dropout_of_an_encoder_is_refused(key):
+    with pytest.raises(ConfigError, match=f"{key} = 0.5; dropout is not supported"):
+        encoder_config(EncoderConfig(config={"model_type": "vit", key: 0.5}))
+
+
+def test_sources_that_do_not_exist(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        language_config(LanguageConfig(pretrained=str(tmp_path / "absent")))
+    with pytest.raises(ConfigError, match="the folder has no config.json"):
+        language_config(LanguageConfig(pretrained=str(tmp_path)))
+    with pytest.raises(ConfigError, match="nobody/nothing.*could not be fetched from the hub"):
+        language_config(LanguageConfig(pretrained="nobody/nothing"))
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        language_config(LanguageConfig(pretrained=folder(tmp_path, "{")))
+    with pytest.raises(ConfigError, match="no JSON object"):
+        language_config(LanguageConfig(pretrained=folder(tmp_path, "[]")))
+    assert find_file("model.language", str(tmp_path), "model.safetensors", optional=True) is None
+
+
+def model(encoder=None, language=None, **projector) -> ModelConfig:
+    base = {"model_type": "qwen2", "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return ModelConfig(
+        encoder=EncoderConfig(config=encoder) if encoder else None,
+        language=LanguageConfig(config={**base, **(language or {})}),
+        projector=ProjectorConfig(**projector),
+    )
+
+
+QWEN2_VL = {"model_type": "qwen2_vl", "embed_dim": 64, "num_heads": 4, "hidden_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (model({**QWEN2_VL, "num_heads": 5}), "width = 64 is not a multiple of number of heads = 5"),
+        (model({**QWEN2_VL, "num_heads": 32}), "embed_dim / num_heads = 2; .*multiple of 4"),
+        (model({**QWEN2_VL, "patch_size": [14, 16]}), "only square sizes are supported"),
+        (
+            model({"model_type": "vit", "image_size": 30}),
+            "image_size = 30 is not a multiple of patch_size = 16",
+        ),
+        (model({"model_type": "vit"}, spatial_merge=3), "makes 14 x 14 patches; choose a divisor of 14"),
+        (model({"model_type": "vit"}, kind="native"), r"\(vit\) has no merger of its own; use \"mlp\""),
+        (model(QWEN2_VL, kind="native", spatial_merge=4), "the merger of model.encoder.config merges 2 x 2"),
+        (model(QWEN2_VL, kind="native", hidden_size=9), 'hidden_size = 9 has no effect with kind = "native"'),
+        (model({**QWEN2_VL, "hidden_size": 40}, kind="native"), "makes 40 columns .* language model has 48"),
+    ],
+)
+def test_encoders_and_projectors_that_do_not_fit(config, message):
+    with pytest.raises(ConfigError, match=message):
+        vision_shape(config)
+
+
+@pytest.mark.parametrize(
+    ("language", "message"),
+    [
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
+        ({"hidden_size": 50}, "hidden_size = 50 is not a multiple of num_attention_heads = 4"),
+        ({"head_dim": 7}, "the width of a head is 7"),
+    ],
+)
+def test_language_models_that_do_not_fit(language, message):
+    with pytest.raises(ConfigError, match=message):
+        language_shape(model(language=language))
+
+
+def test_shapes_of_the_tiny_models(tiny):
+    shape = vision_shape(tiny.model("vit"))
+    assert shape.class_token
+    assert shape.fixed_grid == (1, 4, 4)
+    assert shape.merge == 2
+    assert not shape.packed
+    shape = vision_shape(tiny.model("qwen2_vl"))
+    assert shape.packed
+    assert shape.patch_dim == 3 * 2 * 4 * 4
+    assert shape.fixed_grid is None
+    assert language_shape(tiny.model(None, "llama")).head_dim == 8
+    assert language_shape(tiny.model(None, "qwen2")).head_dim == 6

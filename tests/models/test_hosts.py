@@ -1,0 +1,38 @@
+"""The tables of the pure part agree with the Hugging Face classes."""
+
+import pytest
+from torch import nn
+
+from mmtrain.models.families import _ENCODERS, _LANGUAGES
+from mmtrain.models.hosts import DECODERS, VISION_HOSTS, parameters_on_meta
+
+HOSTS = {**VISION_HOSTS, **DECODERS}
+FAMILIES = {**_ENCODERS, **_LANGUAGES}
+
+
+def test_every_family_has_a_host():
+    assert set(HOSTS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_defaults_are_those_of_hugging_face(model_type):
+    config_class, _ = HOSTS[model_type].classes()
+    theirs = config_class()
+    assert theirs.model_type == model_type
+    for key, default in FAMILIES[model_type].defaults.items():
+        expected = getattr(theirs, key)
+        if default is None:  # Llama: as many key heads as query heads
+            expected, default = theirs.num_key_value_heads, theirs.num_attention_heads
+        assert default == expected and type(default) is type(expected), key
+    for alias, key in FAMILIES[model_type].aliases.items():
+        assert config_class.attribute_map[alias] == key
+
+
+def test_parameters_on_meta_keeps_buffers_and_restores_the_class():
+    register = nn.Module.register_parameter
+    with parameters_on_meta():
+        norm = nn.BatchNorm1d(3)
+    assert norm.weight.is_meta
+    assert not norm.running_mean.is_meta
+    assert nn.Module.register_parameter is register
+    assert not nn.Linear(2, 2).weight.is_meta

@@ -1,0 +1,173 @@
+"""Tiny models that Hugging Face saved, loaded chunk by chunk."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mmtrain.config import EncoderConfig, LanguageConfig, ModelConfig
+from mmtrain.errors import ConfigError
+from mmtrain.models.chunk import build_chunk
+from mmtrain.models.hosts import DECODERS, VISION_HOSTS
+from mmtrain.models.initialise import init_weights
+from mmtrain.models.pretrained import load_pretrained
+from mmtrain.models.spec_builders import model_spec
+
+
+def hugging_face(host, values):
+    """The complete module with random weights, its heads and poolers included."""
+    torch.manual_seed(5)
+    config_class, make = host.classes()
+    config = config_class(**{k: v for k, v in values.items() if k != "model_type"})
+    if config_class.__name__ == "ViTConfig":
+        from transformers import ViTModel
+
+        return ViTModel(config)
+    if config_class.__name__ == "SiglipVisionConfig":
+        from transformers import SiglipVisionModel
+
+        return SiglipVisionModel(config)
+    return make(config)
+
+
+def load_in_two(model, module, cut=2):
+    """(name -> parameter, number of tensors set) of a module in two chunks."""
+    spec = model_spec(model)
+    end = len(spec.module(module).layers)
+    found, count = {}, 0
+    for layers in ((0, cut), (cut, end)):
+        chunk = build_chunk(model, spec, module, layers, device="cpu")
+        init_weights(chunk, 0)
+        count += load_pretrained(chunk, model)
+        found |= {n: p.detach() for n, p in chunk.named_parameters()}
+    return found, count
+
+
+def model_of(tiny, path, module, **more) -> ModelConfig:
+    base = tiny.model("siglip")
+    if module == "vision":
+        return ModelConfig(language=base.language, encoder=EncoderConfig(pretrained=str(path), **more))
+    return ModelConfig(language=LanguageConfig(pretrained=str(path), **more))
+
+
+@pytest.mark.parametrize("shard", ["20KB", "5GB"], ids=["many files", "one file"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "siglip", "vit", "qwen2", "llama"])
+def test_two_chunks_hold_what_hugging_face_saved(tiny, tmp_path, name, shard):
+    module = "language" if name in tiny.languages else "vision"
+    values = {**tiny.encoders, **tiny.languages}[name]
+    hosts = {"qwen2_vl": VISION_HOSTS["qwen2_vl_vision"], "siglip": VISION_HOSTS["siglip_vision_model"]}
+    host = hosts.get(name) or {**VISION_HOSTS, **DECODERS}[name]
+    theirs = hugging_face(host, values)
+    theirs.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
+    found, count = load_in_two(model_of(tiny, tmp_path, module), module)
+    loaded = {n: p for n, p in found.items() if not n.startswith("projector")}
+    assert count == len(loaded)
+    for key, value in loaded.items():
+        assert torch.equal(value, theirs.get_parameter(key.removeprefix(f"{module}."))), key
+
+
+@pytest.mark.parametrize("prefix", ["visual.", "model.visual."])
+def test_the_tower_of_a_whole_qwen2_vl(tiny, tmp_path, prefix):
+    theirs = hugging_face(VISION_HOSTS["qwen2_vl_vision"], tiny.encoders["qwen2_vl"])
+    tensors = {prefix + key: value for key, value in theirs.state_dict().items()}
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(2, 2)  # of its language model
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {
+        "model_type": "qwen2_vl",
+        "vision_config": {**tiny.encoders["qwen2_vl"], "model_type": "qwen2_vl"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, _ = load_in_two(model_of(tiny, tmp_path, "vision"), "vision")
+    for key, value in found.items():
+        if key.startswith("vision."):
+            assert torch.equal(value, theirs.get_parameter(key.removeprefix("vision."))), key
+
+
+def test_a_whole_siglip_gives_its_vision_part(tiny, tmp_path):
+    from transformers import SiglipConfig, SiglipModel
+
+    text = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(5)
+    theirs = SiglipModel(
+        SiglipConfig(vision_config=tiny.encoders["siglip"], text_config={**text, "vocab_size": 50})
+    )
+    theirs.save_pretrained(tmp_path)
+    found, count = load_in_two(model_of(tiny, tmp_path, "vision"), "vision")
+    assert count == sum(key.startswith("vision.") for key in found)
+    for key, value in found.items():
+        if key.startswith("vision."):
+            assert torch.equal(value, theirs.vision_model.get_parameter(key.removeprefix("vision."))), key
+
+
+@pytest.mark.parametrize("cuts", [1, 2], ids=["one chunk", "two chunks"])
+def test_a_tied_head_is_the_embedding(tiny, tmp_path, cuts):
+    values = {**tiny.languages["qwen2"], "tie_word_embeddings": True}
+    theirs = hugging_face(DECODERS["qwen2"], values)
+    theirs.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    model = model_of(tiny, tmp_path, "language")
+    if cuts == 2:
+        found, _ = load_in_two(model, "language")
+        head = found["language.lm_head.weight"]
+    else:
+        chunk = build_chunk(model, model_spec(model), "language", (0, 5), device="cpu")
+        load_pretrained(chunk, model)
+        head = chunk.language.lm_head.weight
+        assert head is chunk.language.model.embed_tokens.weight
+    assert torch.equal(head, theirs.model.embed_tokens.weight)
+
+
+def test_random_weights_read_nothing(tiny, tmp_path):
+    hugging_face(DECODERS["qwen2"], tiny.languages["qwen2"]).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    found, count = load_in_two(model_of(tiny, tmp_path, "language", weights="random"), "language")
+    assert count == 0
+    assert found["language.lm_head.weight"].any()
+    with pytest.raises(ConfigError, match=r"there is no model.safetensors .* or set weights = \"random\""):
+        load_in_two(model_of(tiny, tmp_path, "language"), "language")
+    assert load_in_two(tiny.model(None), "language")[1] == 0
+
+
+def drop(tensors):
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+
+
+def add(tensors):
+    tensors["model.layers.2.self_attn.q_norm.weight"] = torch.ones(6)
+
+
+def reshape(tensors):
+    tensors["model.norm.weight"] = torch.ones(7)
+
+
+def old(tensors):
+    tensors["model.layers.2.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop, "misses model.layers.2.mlp.up_proj.weight;"),
+        (add, "has unexpected model.layers.2.self_attn.q_norm.weight;"),
+        (reshape, r"model.norm.weight has shape \(7,\) in the checkpoint, but the config makes \(24,\)"),
+        (old, None),
+    ],
+)
+def test_weights_that_do_not_belong_to_the_config(tiny, tmp_path, change, message):
+    hugging_face(DECODERS["qwen2"], tiny.languages["qwen2"]).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = model_of(tiny, tmp_path, "language")
+    spec = model_spec(model)
+    first, second = (
+        build_chunk(model, spec, "language", layers, device="cpu") for layers in ((0, 2), (2, 5))
+    )
+    load_pretrained(first, model)  # holds none of the changed names
+    if message is None:
+        load_pretrained(second, model)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            load_pretrained(second, model)

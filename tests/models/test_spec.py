@@ -1,0 +1,86 @@
+import pytest
+
+from mmtrain.errors import DataError
+from mmtrain.models.spec import (
+    LayerSpec,
+    ModelSpec,
+    ModuleSpec,
+    Rates,
+    WorkSize,
+    documents_work,
+    images_work,
+)
+
+
+def layer(name="x", *, trainable=True, params=10, inside=False, shared=0, width=4, rows="rows") -> LayerSpec:
+    return LayerSpec(
+        name=name,
+        num_params=params,
+        trainable=trainable,
+        matmul_flops=Rates(row=2.0),
+        attention_flops=Rates(pair=3.0),
+        activation_bytes=Rates(row=5.0),
+        output_width=width,
+        output_rows=rows,
+        weight_before_products=inside,
+        num_shared_params=shared,
+    )
+
+
+SIZE = WorkSize(rows=10, pairs=7, outputs=3)
+
+
+def test_a_frozen_layer_has_no_weight_gradient_and_passes_gradients_through_only_if_asked():
+    passing = layer(trainable=False).flops(SIZE, input_grad=True)
+    assert (passing.forward, passing.backward_input, passing.backward_weight) == (20 + 21, 20 + 42, 0)
+    stopped = layer(trainable=False).flops(SIZE, input_grad=False)
+    assert (stopped.forward, stopped.backward_input, stopped.backward_weight) == (41, 0, 0)
+
+
+def test_the_first_trainable_layer_computes_dx_only_behind_its_own_parameters():
+    bare = layer(inside=False).flops(SIZE, input_grad=False)
+    normed = layer(inside=True).flops(SIZE, input_grad=False)
+    assert bare.backward_input == 42
+    assert normed.backward_input == 62
+    assert bare.backward_weight == normed.backward_weight == 20
+
+
+def test_flops_of_a_module_know_what_comes_before_it():
+    vision = ModuleSpec(name="vision", layers=(layer(trainable=False), layer()))
+    language = ModuleSpec(name="language", layers=(layer(trainable=False),), after=("vision",))
+    spec = ModelSpec(modules=(vision, language))
+    assert spec.flops("language", SIZE).backward_input == 62
+    assert spec.flops("vision", SIZE, layers=[0]).total == 41
+    assert not spec.has_backward("vision", 0)
+    assert spec.has_backward("vision", 1)
+    assert spec.activation_bytes("vision", SIZE) == 50, "the frozen prefix keeps nothing"
+    assert spec.activation_bytes("vision", SIZE, layers=[0]) == 0
+
+
+def test_a_tied_matrix_counts_once_in_the_model_and_twice_in_the_chunks():
+    language = ModuleSpec(name="language", layers=(layer(params=96), layer(params=100, shared=96)))
+    assert language.num_params == 196
+    assert ModelSpec(modules=(language,), tied_embeddings=True).num_params == 100
+
+
+def test_output_shape_follows_the_work():
+    module = ModuleSpec(name="vision", layers=(layer(), layer(width=6, rows="outputs"), layer(width=0)))
+    assert [module.output_shape(i, SIZE) for i in range(3)] == [(10, 4), (3, 6), ()]
+
+
+@pytest.mark.parametrize(
+    ("extra_rows", "rows", "pairs"), [(0, 16 + 48, 16**2 + 2 * 24**2), (1, 17 + 50, 17**2 + 2 * 25**2)]
+)
+def test_work_of_pictures(extra_rows, rows, pairs):
+    module = ModuleSpec(name="vision", layers=(), merge=2, extra_rows=extra_rows)
+    work = images_work(module, [(1, 4, 4), (2, 4, 6)])
+    assert work == WorkSize(rows=rows, pairs=pairs, outputs=4 + 12)
+
+
+def test_a_picture_that_cannot_be_merged_is_refused():
+    with pytest.raises(DataError, match="4 x 5 patches cannot be merged 2 x 2"):
+        images_work(ModuleSpec(name="vision", layers=(), merge=2), [(1, 4, 5)])
+
+
+def test_work_of_documents_counts_causal_pairs():
+    assert documents_work([3, 1], num_targets=2) == WorkSize(rows=4, pairs=7, outputs=2)

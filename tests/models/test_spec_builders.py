@@ -1,0 +1,131 @@
+"""Parameters, FLOPs and kept bytes of the spec against the real modules."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmtrain.models.chunk import build_chunk
+from mmtrain.models.initialise import init_weights
+from mmtrain.models.spec import WorkSize, images_work
+from mmtrain.models.spec_builders import model_spec
+
+FAMILIES = [
+    ("vision", {"encoder": "qwen2_vl"}),
+    ("vision", {"encoder": "qwen2_vl", "projector": {"kind": "native"}}),
+    ("vision", {"encoder": "qwen2_vl", "projector": {"hidden_size": 20, "spatial_merge": 1}}),
+    ("vision", {"encoder": "siglip"}),
+    ("vision", {"encoder": "vit"}),
+    ("vision", {"encoder": "vit", "encoder_config": {"qkv_bias": False}}),
+    ("language", {"language": "qwen2"}),
+    ("language", {"language": "qwen2", "language_config": {"tie_word_embeddings": True}}),
+    ("language", {"language": "llama"}),
+    ("language", {"language": "llama", "language_config": {"attention_bias": False, "mlp_bias": False}}),
+]
+LENGTHS = (5, 11)
+
+
+def inputs(model, spec, module, layer, dtype):
+    """Input of one layer that needs a gradient where it can have one, keyword arguments and size of the work."""
+    generator = torch.Generator().manual_seed(0)
+    if module == "language":
+        rows, labels = sum(LENGTHS), torch.full((sum(LENGTHS),), -100)
+        labels[3:10] = torch.arange(7)
+        positions = torch.cat([torch.arange(n) for n in LENGTHS])
+        kwargs = {"lengths": LENGTHS, "position_ids": positions, "labels": labels}
+        # The counter also counts the pairs that a causal mask leaves out.
+        size = WorkSize(rows=rows, pairs=sum(n * n for n in LENGTHS), outputs=7)
+        first = torch.randint(0, 96, (rows,), generator=generator)
+        width = 24
+    else:
+        packed = model.encoder.config["model_type"] == "qwen2_vl"
+        grids = ((1, 4, 4), (1, 4, 6)) if packed else ((1, 4, 4),) * 2
+        kwargs = {"grids": grids}
+        size = images_work(spec.module("vision"), grids)
+        shape = (sum(t * h * w for t, h, w in grids), 96) if packed else (2, 3, 32, 32)
+        first = torch.randn(shape, generator=generator)
+        width = 32
+    x = (
+        first
+        if layer == 0
+        else torch.randn(size.rows, width, generator=generator, dtype=dtype).requires_grad_()
+    )
+    return x.to(dtype) if x.is_floating_point() and layer == 0 else x, kwargs, size
+
+
+@pytest.mark.parametrize(("module", "choice"), FAMILIES)
+def test_every_layer_has_the_parameters_and_outputs_that_the_spec_says(tiny, module, choice):
+    model = tiny.model(**choice)
+    spec = model_spec(model)
+    layers = spec.module(module).layers
+    for index, layer in enumerate(layers):
+        chunk = build_chunk(model, spec, module, (index, index + 1), device="meta")
+        assert all(p.is_meta for p in chunk.parameters())
+        assert sum(p.numel() for p in chunk.parameters()) == layer.num_params, layer.name
+    whole = build_chunk(model, spec, module, (0, len(layers)))
+    numel = sum(p.numel() for p in whole.parameters())
+    assert numel == spec.num_params - sum(m.num_params for m in spec.modules if m.name != module)
+
+
+@pytest.mark.parametrize("leaving", [True, False], ids=["grad leaves", "first trainable"])
+@pytest.mark.parametrize(("module", "choice"), FAMILIES)
+def test_every_layer_has_the_flops_that_torch_counts(tiny, module, choice, leaving):
+    model = tiny.model(**choice)
+    spec = model_spec(model)
+    for index, layer in enumerate(spec.module(module).layers):
+        chunk = build_chunk(model, spec, module, (index, index + 1), device="cpu")
+        init_weights(chunk, 0)
+        x, kwargs, size = inputs(model, spec, module, index, torch.float32)
+        x = x if leaving else x.detach()
+        expected = layer.flops(size, input_grad=x.requires_grad)
+        with sdpa_kernel(SDPBackend.MATH):  # the fused CPU kernel is not in torch's table of FLOPs
+            with FlopCounterMode(display=False) as forward:
+                out = chunk(x, **kwargs)
+            with FlopCounterMode(display=False) as backward:
+                (out[0] if isinstance(out, tuple) else out.sum()).backward()
+        if not isinstance(out, tuple):
+            assert out.shape == chunk.output_shape(size)
+        assert forward.get_total_flops() == expected.forward, layer.name
+        assert backward.get_total_flops() == expected.backward_input + expected.backward_weight, layer.name
+
+
+def kept_bytes(chunk, x, kwargs) -> int:
+    """Bytes of the distinct storages that autograd keeps, without those of parameters and buffers."""
+    own = {t.untyped_storage().data_ptr() for t in (*chunk.parameters(), *chunk.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # alive, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        chunk(x, **kwargs)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("module", "choice"), FAMILIES)
+def test_every_layer_keeps_the_bytes_that_the_spec_says(tiny, module, choice, dtype, attention):
+    """Equal up to 1 %: a loss keeps one scalar and its rows' index more than the spec says."""
+    if attention == "eager" and module == "language":
+        pytest.skip("the language model has one attention")
+    model = tiny.model(attention=attention, **choice)
+    spec = model_spec(model, dtype_bytes=dtype.itemsize)
+    layers = spec.module(module).layers
+    for index, layer in enumerate(layers):
+        is_block = "." in layer.name
+        if is_block and index + 1 < len(layers) and "." not in layers[index + 1].name:
+            continue
+        x, kwargs, size = inputs(model, spec, module, index, dtype)
+
+        def kept(count, index=index, x=x, kwargs=kwargs):
+            chunk = build_chunk(model, spec, module, (index, index + count), device="cpu", dtype=dtype)
+            init_weights(chunk, 0)
+            return kept_bytes(chunk, x, kwargs)
+
+        # Rotary cosines and sines are shared by the blocks of a chunk, so a block is the difference.
+        measured = kept(2) - kept(1) if is_block else kept(1)
+        assert measured == pytest.approx(layer.activation_bytes(size), rel=0.01), layer.name

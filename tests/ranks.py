@@ -1,0 +1,84 @@
+"""Runs a function on several ranks that talk over gloo: real processes, a file store, no ports."""
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "mmtrain.trainer", "tests.reference"])
+
+
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 240) -> list[Any]:
+    """What `fn(rank, *args)` returned on each of `world` ranks, in order.
+
+    `fn` must be importable (a module-level function); the default process group exists while it runs.
+    Raises: AssertionError: a rank raised, died or took longer than `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        queue = _context.Queue()
+        processes = [
+            _context.Process(target=_entry, args=(fn, rank, world, f"{folder}/store", timeout, args, queue))
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            answers = _collect(queue, processes, world, timeout)
+        finally:
+            for process in processes:
+                process.join(10)
+                if process.is_alive():
+                    process.kill()
+    failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
+    assert not failed, "\n".join(failed)
+    return [answers[rank][1] for rank in range(world)]
+
+
+def _collect(queue: Any, processes: list[Any], world: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+    import queue as queues
+    import time
+
+    answers: dict[int, tuple[bool, Any]] = {}
+    deadline = time.monotonic() + timeout
+    while len(answers) < world:
+        try:
+            rank, ok, value = queue.get(timeout=0.2)
+            answers[rank] = (ok, value)
+            if not ok:  # the others wait for this rank in vain
+                break
+        except queues.Empty:
+            dead = [r for r, p in enumerate(processes) if not p.is_alive() and r not in answers]
+            for rank in dead:
+                answers[rank] = (False, f"process died with exit code {processes[rank].exitcode}")
+            if dead:
+                break
+            if time.monotonic() > deadline:
+                for process in processes:
+                    process.kill()
+                raise AssertionError(f"ranks {sorted(set(range(world)) - set(answers))} took over {timeout} s") from None
+    if any(not ok for ok, _ in answers.values()):
+        for process in processes:
+            process.kill()
+    return answers
+
+
+def _entry(fn: Any, rank: int, world: int, store: str, timeout: float, args: Any, queue: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    limit = datetime.timedelta(seconds=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+    try:
+        queue.put((rank, True, fn(rank, *args)))
+    except BaseException:
+        queue.put((rank, False, traceback.format_exc()))
+    finally:
+        queue.close()
+        queue.join_thread()
+        dist.destroy_process_group()

@@ -1,0 +1,149 @@
+"""Small models and batches, and the one-process gradients that every layout must reproduce."""
+
+import dataclasses
+import random
+
+import torch
+from torch import Tensor
+
+from mmtrain.config import (
+    CommConfig,
+    EncoderConfig,
+    LanguageConfig,
+    ModelConfig,
+    PlannerConfig,
+    ProjectorConfig,
+    TrainingConfig,
+)
+from mmtrain.data.batch import IGNORE_INDEX, Batch, Microbatch
+from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.models.reference import ReferenceModel
+from mmtrain.models.spec import ModelSpec
+
+VOCAB = 96
+ENCODERS = {
+    "qwen2_vl_vision": {
+        "model_type": "qwen2_vl_vision", "depth": 6, "embed_dim": 32, "hidden_size": 48, "num_heads": 4,
+        "mlp_ratio": 2, "patch_size": 4, "temporal_patch_size": 1, "in_channels": 3, "spatial_merge_size": 2,
+    },
+    "siglip_vision_model": {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "image_size": 16, "patch_size": 4,
+    },
+    "vit": {
+        "model_type": "vit", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "image_size": 16, "patch_size": 4, "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
+}  # fmt: skip
+LANGUAGES = {
+    name: {
+        "model_type": name, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 256,
+    }
+    for name in ("qwen2", "llama")
+}  # fmt: skip
+
+
+def model_config(
+    encoder: str | None = "qwen2_vl_vision",
+    language: str = "qwen2",
+    *,
+    tied: bool = False,
+    frozen: tuple[str, ...] = (),
+    segments: tuple[int, int] = (1, 1),
+    projector: str = "mlp",
+) -> ModelConfig:
+    """A tiny model. Args: frozen: of encoder, projector, language. segments: K of vision and language."""
+    return ModelConfig(
+        encoder=None
+        if encoder is None
+        else EncoderConfig(config=ENCODERS[encoder], frozen="encoder" in frozen, num_segments=segments[0]),
+        projector=ProjectorConfig(kind=projector, frozen="projector" in frozen),
+        language=LanguageConfig(
+            config=LANGUAGES[language] | {"tie_word_embeddings": tied},
+            frozen="language" in frozen,
+            num_segments=segments[1],
+        ),
+    )
+
+
+def make_batch(model: ModelConfig, images: list[list[int]], seed: int) -> tuple[Batch, IterationMeta]:
+    """A batch of random documents. Args: images: [microbatch] -> pictures in each of its documents."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    microbatches, metas, sample = [], [], 100 * seed
+    for counts in images:
+        ids, labels, slots, pixels, documents = [], [], [], [], []
+        start = 0
+        for count in counts:
+            sample += 1
+            pictures = []
+            length = rng.randint(5, 12)
+            where = length - 3  # pictures stand before the last three tokens
+            for index in range(count):
+                picture, values = _picture(model, sample, index, rng, generator)
+                pictures.append(picture)
+                pixels.append(values)
+                slots += range(start + where, start + where + picture.num_tokens)
+                where += picture.num_tokens
+                length += picture.num_tokens
+            ids.append(torch.randint(0, VOCAB, (length,), generator=generator))
+            label = torch.full((length,), IGNORE_INDEX)
+            label[-3:-1] = torch.randint(0, VOCAB, (2,), generator=generator)
+            labels.append(label)
+            documents.append(
+                DocumentMeta(sample=sample, num_tokens=length, num_targets=2, images=tuple(pictures), answers=(2,))
+            )
+            start += length
+        meta = MicrobatchMeta(documents=tuple(documents))
+        metas.append(meta)
+        microbatches.append(
+            Microbatch(
+                input_ids=torch.cat(ids),
+                position_ids=torch.cat([torch.arange(n) for n in meta.lengths]),
+                labels=torch.cat(labels),
+                image_slots=torch.tensor(slots, dtype=torch.int64),
+                pixel_values=pixels,
+                image_names=[(i.sample, i.index) for i in meta.images],
+            )
+        )
+    return Batch(microbatches=microbatches), IterationMeta(microbatches=tuple(metas))
+
+
+def _picture(
+    model: ModelConfig, sample: int, index: int, rng: random.Random, generator: torch.Generator
+) -> tuple[ImageMeta, Tensor]:
+    assert model.encoder is not None
+    merge = model.projector.spatial_merge
+    if model.encoder.config["model_type"] == "qwen2_vl_vision":
+        h, w = merge * rng.randint(1, 3), merge * rng.randint(1, 3)
+        values = torch.randn(h * w, 3 * 4 * 4, generator=generator)
+    else:
+        h = w = 4
+        values = torch.randn(1, 3, 16, 16, generator=generator)
+    return ImageMeta(sample=sample, index=index, grid=(1, h, w), num_tokens=h * w // merge**2), values
+
+
+def reference_gradients(
+    model: ModelConfig, spec: ModelSpec, batches: list[tuple[Batch, IterationMeta]], *, seed: int
+) -> tuple[float, dict[str, Tensor]]:
+    """(loss, name -> gradient) of the one-process model; the loss is normalised by all targets of all batches."""
+    reference = ReferenceModel(model, spec, seed=seed)
+    num_targets = sum(meta.num_targets for _, meta in batches)
+    loss = torch.stack([reference.loss_sum(batch, meta) for batch, meta in batches]).sum() / num_targets
+    if loss.requires_grad:
+        loss.backward()
+    weights = {name: p for name, p in reference.weights().items() if p.requires_grad}
+    return loss.item(), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in weights.items()}
+
+
+TRAINING = TrainingConfig(steps=1, seq_len=64, global_batch_size=4)
+PLANNER = PlannerConfig()
+COMM = CommConfig()
+
+
+def with_sub_microbatches(model: ModelConfig, size: int) -> ModelConfig:
+    """The model with vision works of at most `size` pictures."""
+    if model.encoder is None:
+        return model
+    return dataclasses.replace(model, encoder=dataclasses.replace(model.encoder, sub_microbatch_size=size))

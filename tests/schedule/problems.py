@@ -1,0 +1,148 @@
+"""Planning problems for tests: chains in closed form, a small two-module graph, and random work graphs."""
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from mmtrain.schedule.graph import ModuleStages, Work
+from mmtrain.schedule.problem import P2P, Option, PlanningProblem
+
+NO_P2P = P2P(latency_s=0.0, bytes_per_s=1e9)
+
+
+def option(forward_s: float = 1.0, backward_s: float = 2.0, activation_bytes: float = 1.0) -> Option:
+    """An option whose backward time is half input, half weight."""
+    return Option(
+        name="keep",
+        forward_s=forward_s,
+        backward_input_s=backward_s / 2,
+        backward_weight_s=backward_s / 2,
+        activation_bytes=activation_bytes,
+    )
+
+
+def chain(
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    num_segments: int = 1,
+    cost: Option | None = None,
+    p2p: P2P = NO_P2P,
+    memory_limit_bytes: Sequence[float | None] | None = None,
+) -> PlanningProblem:
+    """One module on all ranks, every stage and microbatch with the same cost."""
+    num_stages = num_ranks * num_segments
+    return PlanningProblem.build(
+        num_ranks=num_ranks,
+        modules=[ModuleStages(name="language", stages=tuple(range(num_stages)))],
+        stage_rank=[stage % num_ranks for stage in range(num_stages)],
+        works=[Work(module=0, microbatch=m, sub_microbatch=0) for m in range(num_microbatches)],
+        costs=[[cost or option()]],
+        cost_index=[[0] * num_stages] * num_microbatches,
+        output_bytes=[[0.0] * num_stages] * num_microbatches,
+        p2p=p2p,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+
+
+def two_modules(
+    num_ranks: int,
+    pictures: Sequence[int],
+    *,
+    vision: Option | None = None,
+    language: Option | None = None,
+    memory_limit_bytes: Sequence[float | None] | None = None,
+) -> PlanningProblem:
+    """Vision before language, one segment each; `pictures[m]` vision works feed microbatch m (0: text alone)."""
+    works: list[Work] = []
+    for m, count in enumerate(pictures):
+        first = len(works)
+        works += [Work(module=0, microbatch=m, sub_microbatch=i) for i in range(count)]
+        works.append(Work(module=1, microbatch=m, sub_microbatch=0, after=tuple(range(first, first + count))))
+    return PlanningProblem.build(
+        num_ranks=num_ranks,
+        modules=[
+            ModuleStages(name="vision", stages=tuple(range(num_ranks))),
+            ModuleStages(name="language", stages=tuple(range(num_ranks, 2 * num_ranks))),
+        ],
+        stage_rank=[*range(num_ranks), *range(num_ranks)],
+        works=works,
+        costs=[[vision or option()], [language or option()]],
+        cost_index=[[w.module] * num_ranks for w in works],
+        output_bytes=[[0.0] * num_ranks] * len(works),
+        p2p=NO_P2P,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, limits: bool = False, forward_only: bool = False) -> PlanningProblem:
+    """A random iteration: up to three modules that feed the last, absent modalities, several sub-microbatches,
+    frozen modules, uneven segments, random costs; with `limits`, memory for somewhat more than one microbatch.
+    """
+    num_ranks = draw(st.integers(1, 4))
+    num_modules = draw(st.integers(1, 3))
+    segments = [draw(st.integers(1, 3)) for _ in range(num_modules)]
+    frozen = [draw(st.booleans()) for _ in range(num_modules)]
+    modules: list[ModuleStages] = []
+    stage_rank: list[int] = []
+    for m, count in enumerate(segments):
+        first = len(stage_rank)
+        stage_rank += [s % num_ranks for s in range(count * num_ranks)]
+        modules.append(ModuleStages(name=f"m{m}", stages=tuple(range(first, len(stage_rank)))))
+    works: list[Work] = []
+    for microbatch in range(draw(st.integers(1, 6))):
+        first = len(works)
+        for m in range(num_modules - 1):
+            works += [
+                Work(module=m, microbatch=microbatch, sub_microbatch=i)
+                for i in range(draw(st.integers(0, 3)))
+            ]
+        after = tuple(range(first, len(works)))
+        works.append(Work(module=num_modules - 1, microbatch=microbatch, sub_microbatch=0, after=after))
+    seconds = st.sampled_from([0.0, 0.5, 1.0, 1.25, 3.0])
+    costs: list[list[Option]] = []
+    cost_index: list[list[int]] = []
+    grad_leaves: list[bool] = []
+    for work in works:
+        grad = not forward_only and (not frozen[work.module] or any(grad_leaves[w] for w in work.after))
+        grad_leaves.append(grad)
+        row = []
+        for _ in modules[work.module].stages:
+            row.append(len(costs))
+            weight = draw(seconds) if grad and not frozen[work.module] else 0.0
+            costs.append(
+                [
+                    Option(
+                        name=name,
+                        forward_s=draw(seconds),
+                        backward_input_s=draw(seconds) + 0.25 if grad else 0.0,
+                        backward_weight_s=weight,
+                        activation_bytes=draw(st.sampled_from([0.0, 1.0, 2.0, 5.0])) * share,
+                    )
+                    for name, share in (("keep", 1.0), ("recompute", 0.5))[: draw(st.integers(1, 2))]
+                ]
+            )
+        cost_index.append(row)
+    memory = None
+    if limits:
+        most = [0.0] * num_ranks
+        for microbatch in {w.microbatch for w in works}:
+            sums = [0.0] * num_ranks
+            for w, row in zip(works, cost_index, strict=True):
+                for k, stage in enumerate(modules[w.module].stages):
+                    if w.microbatch == microbatch:
+                        sums[stage_rank[stage]] += max(o.activation_bytes for o in costs[row[k]])
+            most = [max(a, b) for a, b in zip(most, sums, strict=True)]
+        memory = [amount * draw(st.sampled_from([1.0, 1.3, 2.0])) for amount in most]
+    return PlanningProblem.build(
+        num_ranks=num_ranks,
+        modules=modules,
+        stage_rank=stage_rank,
+        works=works,
+        costs=costs,
+        cost_index=cost_index,
+        output_bytes=[[draw(st.sampled_from([0.0, 1e8]))] * len(row) for row in cost_index],
+        p2p=P2P(latency_s=draw(st.sampled_from([0.0, 0.1])), bytes_per_s=1e9),
+        memory_limit_bytes=memory,
+    )

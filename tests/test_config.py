@@ -1,0 +1,123 @@
+import pytest
+
+from mmtrain import config
+from mmtrain.errors import ConfigError
+
+BASE = """
+[model.language]
+config = {model_type = "llama", hidden_size = 32}
+[data]
+source = "somewhere"
+[training]
+steps = 10
+seq_len = 64
+global_batch_size = 4
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def build(text=BASE, *overrides):
+        path = tmp_path / "job.toml"
+        path.write_text(text)
+        return config.load(path, overrides)
+
+    return build
+
+
+def test_defaults_and_values(load):
+    c = load()
+    assert c.training.steps == 10
+    assert c.model.encoder is None
+    assert c.model.language.config == {"model_type": "llama", "hidden_size": 32}
+    assert c.optimizer.name == "AdamW"
+
+
+def test_dump_reads_back_equal(load, tmp_path):
+    c = load(BASE, '--job.description="a \\"quoted\\" \\\\ line"', "--model.encoder.config={model_type='vit', a=[1, 2.5], b={c=true}}")
+    path = tmp_path / "resolved.toml"
+    path.write_text(config.dump(c))
+    assert config.load(path) == c
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--training.stepz=1", r"unknown key training\.stepz; did you mean training\.steps\?"),
+        ("--trainings.steps=1", r"unknown key trainings; did you mean training\?"),
+        ("--training.steps=ten", r"training\.steps = 'ten' is a string; it must be an integer"),
+        ("--training.steps=2.5", r"training\.steps = 2\.5 is a float; it must be an integer"),
+        ("--training.steps=true", r"training\.steps = True is a boolean"),
+        ("--training.steps=0", r"training\.steps = 0; it must be at least 1"),
+        ("--parallelism.pipeline_parallel_degree=2.5", "is a float"),
+        ("--parallelism.pipeline_parallel_degree=0", "a degree is at least 1"),
+        ("--parallelism.pipeline_parallel_schedule=interleav", r"choose one of .*did you mean 'interleave'"),
+        ("--parallelism.tensor_parallel_degree=2", "tensor parallelism is not built yet; set it to 1"),
+        ("--parallelism.context_parallel_degree=2", "context parallelism is not built yet; set it to 1"),
+        ("--parallelism.data_parallel_shard_degree=3", "make it a multiple of 3"),
+        ("--data.streaming=true", r"set data\.shuffle = false"),
+        ("--data.source=", "data.source: is empty"),
+        ("--optimizer.lr=-1", r"optimizer\.lr = -1\.0"),
+        ("--optimizer.beta1=1", "must be below 1"),
+        ("--lr_scheduler.warmup_steps=11", "is more than training.steps = 10"),
+        ("--lr_scheduler.decay_ratio=2.0", "at most 1"),
+        ("--model.language.frozen=true", "nothing to train"),
+        ("--model.language.pretrained=x", "now both are given"),
+        ("--model.language.config={}", "now neither is given"),
+        ("--model.language.config={a=1}", "`model_type` is missing"),
+        ("--model=3", "names no section"),
+        ("--model.language=3", "it is a section"),
+        ("--checkpoint.keep_latest_k=1", "at least 2"),
+        ("--planner.flops_per_s=0", "must be above 0"),
+        ("steps=3", "names no section"),
+        ("--training.steps", "not of the form"),
+        ("--training.steps.x=1", "is a value, not a section"),
+    ],
+)
+def test_bad_values_name_path_value_and_rule(load, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load(BASE, override)
+
+
+def test_missing_key_and_section(load):
+    with pytest.raises(ConfigError, match=r"the key training\.seq_len is missing"):
+        load(BASE.replace("seq_len = 64", ""))
+    with pytest.raises(ConfigError, match="the section data is missing"):
+        load(BASE.replace('[data]\nsource = "somewhere"', ""))
+
+
+def test_missing_file_names_a_near_one():
+    with pytest.raises(ConfigError, match=r"did you mean debug_vlm\.toml"):
+        config.load("debug_vml.toml")
+
+
+def test_invalid_toml_names_the_line(load):
+    with pytest.raises(ConfigError, match="not valid TOML.*line 2"):
+        load("[training]\nsteps = = 3")
+
+
+def test_extends_merges_sections_and_replaces_model_configs(tmp_path):
+    (tmp_path / "base.toml").write_text(BASE)
+    (tmp_path / "job.toml").write_text(
+        'extends = "base.toml"\n[training]\nsteps = 20\n[model.language]\nconfig = {model_type = "qwen2"}\n'
+    )
+    c = config.load(tmp_path / "job.toml", ["training.seq_len=32"])
+    assert (c.training.steps, c.training.seq_len, c.training.global_batch_size) == (20, 32, 4)
+    assert c.model.language.config == {"model_type": "qwen2"}
+
+
+def test_extends_errors(tmp_path):
+    (tmp_path / "a.toml").write_text('extends = "b.toml"\n')
+    (tmp_path / "b.toml").write_text('extends = "a.toml"\n')
+    with pytest.raises(ConfigError, match="goes in a circle"):
+        config.load(tmp_path / "a.toml")
+    (tmp_path / "a.toml").write_text('extends = "c.toml"\n')
+    with pytest.raises(ConfigError, match=r"c\.toml does not exist"):
+        config.load(tmp_path / "a.toml")
+    (tmp_path / "a.toml").write_text("extends = 3\n")
+    with pytest.raises(ConfigError, match="names one file"):
+        config.load(tmp_path / "a.toml")
+
+
+def test_a_float_key_takes_an_integer(load):
+    assert load(BASE, "--optimizer.lr=1").optimizer.lr == 1.0

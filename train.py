@@ -1,0 +1,8 @@
+"""Runs one rank of a training job: torchrun --nproc-per-node 2 train.py --config debug_vlm.toml"""
+
+import sys
+
+from mmtrain.cli import train_main
+
+if __name__ == "__main__":
+    sys.exit(train_main(sys.argv[1:]))
