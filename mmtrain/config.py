@@ -333,12 +333,11 @@ class MetricsConfig:
 class CommConfig:
     """[comm]: process groups."""
 
-    init_timeout_seconds: int = 300
-    train_timeout_seconds: int = 100
+    timeout_seconds: int = 300
     """A rank that waits longer for another one stops the job."""
 
     def __post_init__(self) -> None:
-        _at_least("comm", self, init_timeout_seconds=1, train_timeout_seconds=1)
+        _at_least("comm", self, timeout_seconds=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +82,19 @@ class Trainer:
         self._stop_signal = 0
 
     def run(self) -> None:
-        """Trains to the last step, or until SIGTERM; always leaves the process group."""
+        """Trains to the last step, or until SIGTERM. Joins the job's process group unless the caller has."""
         setup_logging(int(os.environ.get("RANK", "0")))
         device = pick_device()
-        init_process_group(self.config.comm, device)
+        owns_group = not dist.is_initialized()
+        if owns_group:
+            init_process_group(self.config.comm, device)
         try:
             self._set_up(device)
             self._loop()
-        except BaseException:
-            logger.debug("leaving after an error", exc_info=True)
-            raise
         finally:
             self._tear_down()
+            if owns_group:
+                dist.destroy_process_group()
 
     # --------------------------------------------------------------------------------------- set-up
 
@@ -146,8 +146,6 @@ class Trainer:
             self.loader = self._open_loader(config.data.split, LoaderState.from_dict(self.state.loader))
         self._items = self._share(iter(self.loader) if self.loader else None)
         self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-        timeout = timedelta(seconds=config.comm.train_timeout_seconds)
-        dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
 
     def _open_loader(self, split: str, state: LoaderState | None, num_steps: int | None = None) -> Loader:
         validating = num_steps is not None
@@ -195,8 +193,6 @@ class Trainer:
         for part in (getattr(self, "reporter", None), getattr(self, "loader", None)):
             if part is not None:
                 part.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         self._stop_signal = number

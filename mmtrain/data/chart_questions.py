@@ -115,9 +115,9 @@ class ConversationMaker:
         return [self._random.randint(lowest, MAX_VALUE) for _ in range(count)]
 
     def _any_chart(self, kind: Kind | None = None, largest: int = LARGEST_SIDE, colour: str = "") -> Chart:
-        kind = kind or self._random.choice(KINDS)
+        chosen: Kind = self._random.choice(KINDS) if kind is None else kind
         count = self._random.choice(_COUNTS)
-        return self._chart(kind, self._values(kind, count), [colour] * count if colour else None, largest)
+        return self._chart(chosen, self._values(chosen, count), [colour] * count if colour else None, largest)
 
     def _one(self, grade: str, chart: Chart, question: str, answer: object) -> Conversation:
         return Conversation(charts=(chart,), turns=((question, str(answer)),), grade=grade)

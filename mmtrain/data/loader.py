@@ -4,7 +4,10 @@ Only the leader rank of a model replica runs one. With W workers, worker w makes
 ...; all of them plan all steps, so the sequence is the same for any number of workers.
 """
 
+import multiprocessing
+import multiprocessing.connection
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -161,6 +164,8 @@ class _Steps(IterableDataset[Any]):  # type: ignore[misc] # torch is not followe
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
+        if worker:
+            _end_with_parent()
         try:
             yield from self._make(worker.id if worker else 0, worker.num_workers if worker else 1)
         except MMTrainError as error:
@@ -177,6 +182,21 @@ class _Steps(IterableDataset[Any]):  # type: ignore[misc] # torch is not followe
                 batch, meta = maker.build(plan)
                 yield _Wire.pack(batch, meta, state) if self._as_wire else (batch, meta, state)
             step += 1
+
+
+def _end_with_parent() -> None:
+    """Ends this worker when the process that reads from it is gone, even if it was killed.
+
+    torch's own watchdog looks at the parent's id, which for a forked worker of a server is the server's.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
 
 
 @dataclass(frozen=True)

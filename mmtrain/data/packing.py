@@ -64,7 +64,7 @@ class StepPlan:
     """The samples of one step of all replicas."""
 
     bins: tuple[tuple[int, ...], ...]
-    """Samples of each microbatch, in order; none is empty, and no sample occurs twice."""
+    """Samples of each microbatch, in order; none is empty."""
     dropped: tuple[Dropped, ...]
     """Samples that were passed over."""
     state: LoaderState
@@ -113,7 +113,9 @@ def plan_step(
 ) -> StepPlan:
     """The bins of the step that starts at `state`, and the state after it.
 
-    A step may cross the border of two epochs, but closes before a sample would occur in it twice.
+    A step may cross the border of two epochs, but takes no more samples than an epoch has: a source that is
+    smaller than one step is not repeated to fill it. Two epochs have different orders, so a sample may
+    stand on both sides of a border.
 
     Args:
         length: tokens of a sample (1 .. bin_tokens), or why it is left out, or None behind a stream's end.
@@ -130,17 +132,16 @@ def plan_step(
     room = [bin_tokens] * num_bins
     used: set[int] = set()
     dropped: dict[int, Dropped] = {}
-    borders = 0
+    borders = looked_at = 0
     while True:
         found = None if order.ends(state) else length(sample := order.sample(state))
         if found is None:
             borders += 1
-            if borders == 2 and not used:
-                reason = next((f"; for example {d.reason}" for d in dropped.values()), "")
-                raise DataError(f"the source has no usable sample: {len(dropped)} were left out{reason}")
+            if borders == 2:  # a stream that is smaller than one step
+                break
             state = replace(state, epoch=state.epoch + 1, cursor=0)
             continue
-        if sample in used:  # the source is smaller than one step
+        if looked_at == order.num_samples:
             break
         if isinstance(found, Dropped):
             dropped[sample] = found
@@ -152,13 +153,17 @@ def plan_step(
             bins[place].append(sample)
             room[place] -= found
             used.add(sample)
+        looked_at += 1
         state = replace(state, cursor=state.cursor + 1)
+    if not used:
+        reason = next((f"; for example {d.reason}" for d in dropped.values()), "")
+        raise DataError(f"the source has no usable sample: {len(dropped)} were left out{reason}")
     if not all(bins):
         tokens = num_bins * bin_tokens - sum(room)
         raise DataError(
             f"the source has too few samples: its {len(used)} usable ones have {tokens} tokens and fill "
-            f"{sum(map(bool, bins))} of training.global_batch_size = {num_bins} microbatches of training.seq_len = "
-            f"{bin_tokens} tokens; lower one of the two or add samples"
+            f"{sum(map(bool, bins))} of training.global_batch_size = {num_bins} microbatches of "
+            f"training.seq_len = {bin_tokens} tokens; lower one of the two or add samples"
         )
     return StepPlan(bins=tuple(map(tuple, bins)), dropped=tuple(dropped.values()), state=state)
 

@@ -100,8 +100,8 @@ class Processor:
         where = f"sample {document.meta.sample}"
         if document.meta.images:
             raise DataError(
-                f"{where}: {document.meta.num_tokens} tokens do not fit training.seq_len = {num_tokens}, and a "
-                'sample with images is not cut; set data.too_long = "skip" or a larger seq_len'
+                f"{where}: {document.meta.num_tokens} tokens do not fit training.seq_len = {num_tokens}, and "
+                'a sample with images is not cut; set data.too_long = "skip" or a larger seq_len'
             )
         turns = np.repeat(np.arange(len(document.meta.answers)), document.meta.answers)
         turn = np.full(document.meta.num_tokens, -1, np.int64)
@@ -109,8 +109,8 @@ class Processor:
         ids, turn = document.input_ids[:num_tokens], turn[:num_tokens]
         if not (turn[1:] >= 0).any():
             raise DataError(
-                f"{where}: cut to training.seq_len = {num_tokens} of its {document.meta.num_tokens} tokens it "
-                'has no answer left; set data.too_long = "skip" or a larger seq_len'
+                f"{where}: cut to training.seq_len = {num_tokens} of its {document.meta.num_tokens} tokens "
+                'it has no answer left; set data.too_long = "skip" or a larger seq_len'
             )
         record = Record(sample=document.meta.sample, messages=(), images=(), grade=document.meta.grade)
         return _make_document(record, ids, turn, (), ())
@@ -162,8 +162,8 @@ class Processor:
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not answers or answers[0] == 0:
             raise DataError(
-                f"{where}: its roles are {[m['role'] for m in messages]}; a conversation needs an assistant's "
-                "answer, after a question"
+                f"{where}: its roles are {[m['role'] for m in messages]}; a conversation needs an "
+                "assistant's answer, after a question"
             )
         whole = self._template(where, messages)
         spans = []
@@ -182,13 +182,14 @@ class Processor:
         self, where: str, messages: list[dict[str, str]], add_generation_prompt: bool = False
     ) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # templates are programs: jinja errors, and whatever their filters raise
             raise DataError(
                 f"{where}: the chat template refuses it: {' '.join(str(error).split())}"
             ) from None
+        return text
 
     def _message(self, where: str, message: Mapping[str, Any]) -> dict[str, str]:
         role, content = message.get("role"), message.get("content")
@@ -207,7 +208,7 @@ class Processor:
         if kind == "image":
             return PLACEHOLDER
         if kind == "text" and isinstance(part.get("text"), str):
-            return part["text"]
+            return str(part["text"])
         raise DataError(
             f"{where}: a part of its content is of type {kind!r}; supported are 'text' and 'image'"
         )

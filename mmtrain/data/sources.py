@@ -11,8 +11,8 @@ import base64
 import binascii
 import bisect
 import difflib
+import importlib.util
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,41 +89,29 @@ class IndexedSource:
 
 
 class StreamSource:
-    """Records of a stream, by rising index; the last few are kept, so that a step can look at them again.
+    """Records of a stream, by rising index; reading again any but the last one opens the stream anew."""
 
-    Going back further opens the stream again.
-    """
-
-    def __init__(
-        self, open_at: Callable[[int], Iterator[Any]], name: str, *, keep: int, folder: str = ""
-    ) -> None:
+    def __init__(self, open_at: Callable[[int], Iterator[Any]], name: str, folder: str = "") -> None:
         self.num_samples: int | None = None
         self._open_at, self._name, self._folder = open_at, name, folder
-        self._keep = keep
-        self._kept: OrderedDict[int, Any] = OrderedDict()
         self._rows: Iterator[Any] | None = None
-        self._next = 0
+        self._last: tuple[int, Any] = (-1, None)
 
     def __getitem__(self, index: int) -> Record | None:
-        if index not in self._kept:
-            if self._rows is None or index != self._next:
-                self._rows, self._next = self._open_at(index), index
-                self._kept.clear()
+        if index != self._last[0]:
+            if self._rows is None or index != self._last[0] + 1:
+                self._rows = self._open_at(index)
             row = next(self._rows, None)
             if row is None:
                 self._rows = None
                 return None
-            self._kept[index] = row
-            self._next = index + 1
-            if len(self._kept) > self._keep:
-                self._kept.popitem(last=False)
-        return make_record(self._kept[index], index, self._name, self._folder)
+            self._last = (index, row)
+        return make_record(self._last[1], index, self._name, self._folder)
 
 
-def open_source(data: DataConfig, split: str, *, keep: int = 1) -> Source:
+def open_source(data: DataConfig, split: str) -> Source:
     """The records of one split of `data.source`, by index or as a stream.
 
-    Args: keep: records of a stream that can be looked at again.
     Raises: ConfigError: the source or the split does not exist, or has no `messages`; names what exists.
     """
     path = Path(data.source).expanduser()
@@ -133,25 +121,23 @@ def open_source(data: DataConfig, split: str, *, keep: int = 1) -> Source:
         rows = JsonLines(jsonl)
         _check_columns(name, rows.columns)
         if data.streaming:
-            return StreamSource(rows.lines_from, name, keep=keep, folder=str(jsonl.parent))
+            return StreamSource(rows.lines_from, name, str(jsonl.parent))
         return IndexedSource(rows, name, str(jsonl.parent))
     if not path.exists() and (
         path.suffix in (".parquet", ".jsonl") or data.source.startswith((".", "/", "~"))
     ):
         raise ConfigError(f"data.source = {data.source!r} does not exist; {_siblings(path)}")
-    try:
-        import datasets
-    except ModuleNotFoundError:
+    if not _has_datasets():
         table = ParquetRows(_parquet_files(path, split))
         _check_columns(name, table.columns)
         if data.streaming:
-            return StreamSource(lambda i: (table[j] for j in range(i, len(table))), name, keep=keep)
+            return StreamSource(lambda i: (table[j] for j in range(i, len(table))), name)
         return IndexedSource(table, name)
     rows = _load_dataset(data, path, split)
     if rows.column_names is not None:
         _check_columns(name, rows.column_names)
     if data.streaming:
-        return StreamSource(lambda i: iter(rows.skip(i)), name, keep=keep)
+        return StreamSource(lambda i: iter(rows.skip(i)), name)
     return IndexedSource(rows, name)
 
 
@@ -307,10 +293,9 @@ def _parquet_files(path: Path, split: str) -> list[Path]:
 
 def _has_datasets() -> bool:
     try:
-        import datasets  # noqa: F401 - whether it can be imported is the question
-    except ModuleNotFoundError:
+        return bool(importlib.util.find_spec("datasets"))
+    except (ModuleNotFoundError, ValueError):
         return False
-    return True
 
 
 def _load_dataset(data: DataConfig, path: Path, split: str) -> Any:

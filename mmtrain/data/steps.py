@@ -22,9 +22,6 @@ from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.families import encoder_config, language_config
 
-_WINDOW = 4096
-"""Records of a stream that stay in memory: more than one step holds."""
-
 
 class StepMaker:
     """Plans and builds the steps of one data-parallel replica.
@@ -38,7 +35,7 @@ class StepMaker:
     def __init__(self, config: Config, *, split: str, shuffle: bool, dp_rank: int, dp_degree: int) -> None:
         self._config = config
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
-        self._source = open_source(config.data, split, keep=_WINDOW)
+        self._source = open_source(config.data, split)
         self._order = EpochOrder(self._source.num_samples, shuffle=shuffle)
         self._processor = make_processor(config)
         self._documents: dict[int, Document] = {}
@@ -126,8 +123,8 @@ def make_processor(config: Config) -> Processor:
     vocab_size = language_config(config.model.language)["vocab_size"]
     if len(tokenizer) > vocab_size:
         raise ConfigError(
-            f"tokenizer.path = {config.tokenizer.path!r} has {len(tokenizer)} entries, but the language model's "
-            f"vocab_size is {vocab_size}; raise it or use the model's own tokenizer"
+            f"tokenizer.path = {config.tokenizer.path!r} has {len(tokenizer)} entries, but the language "
+            f"model's vocab_size is {vocab_size}; raise it or use the model's own tokenizer"
         )
     geometry, rules = picture_rules(config)
     return Processor(
@@ -153,8 +150,8 @@ def picture_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | No
     )
     if fixed and rules.image_size not in (0, geometry.image_size):
         raise ConfigError(
-            f"data.image_processor = {config.data.image_processor!r} makes pictures of side {rules.image_size}, "
-            f"but the encoder's image_size is {geometry.image_size}; use the encoder's own processor"
+            f"data.image_processor = {config.data.image_processor!r} makes pictures of side "
+            f"{rules.image_size}, but the encoder's image_size is {geometry.image_size}; use its own one"
         )
     return geometry, rules
 

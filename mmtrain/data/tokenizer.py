@@ -39,7 +39,7 @@ CHATML = (
 def load_tokenizer(section: TokenizerConfig) -> Any:
     """The tokenizer that a config names, as a fast Hugging Face tokenizer with a chat template.
 
-    Raises: ConfigError: it does not exist, has no character offsets (not fast), or lacks `tokenizer.image_token`.
+    Raises: ConfigError: it does not exist, is slow (no character offsets), or lacks the image token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -59,7 +59,8 @@ def load_tokenizer(section: TokenizerConfig) -> Any:
     if section.image_token not in added:
         likely = ", ".join(token for token in added if "im" in token.lower()) or "none that looks like one"
         raise ConfigError(
-            f"tokenizer.image_token = {section.image_token!r} is no special token of {path!r}; it has {likely}"
+            f"tokenizer.image_token = {section.image_token!r} is no special token of {path!r}; it has "
+            f"{likely}"
         )
     if not tokenizer.chat_template:
         tokenizer.chat_template = CHATML

@@ -16,17 +16,11 @@ from torch import Tensor, nn
 from mmtrain.config import ModelConfig
 from mmtrain.data.batch import IGNORE_INDEX
 from mmtrain.errors import ConfigError, DataError
-from mmtrain.models.families import (
-    LanguageShape,
-    VisionShape,
-    encoder_config,
-    language_config,
-    language_shape,
-    vision_shape,
-)
+from mmtrain.models.families import encoder_config, language_config
 from mmtrain.models.hosts import DECODERS, VISION_HOSTS, Decoder, VisionHost, check_grids
 from mmtrain.models.projector import Grid, Projector
 from mmtrain.models.scatter import scatter_tokens
+from mmtrain.models.shapes import LanguageShape, VisionShape, language_shape, vision_shape
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
 
 
@@ -138,7 +132,7 @@ class VisionChunk(Chunk):
         if self.has_projector:
             x = self.host.features(x, grids)
             x = self.vision.merger(x) if self.projector is None else self.projector(x, grids)
-        return x
+        return _owned(x)
 
 
 class LanguageChunk(Chunk):
@@ -209,7 +203,7 @@ class LanguageChunk(Chunk):
                 )
             x = hidden[0]
         if not self.has_norm:
-            return x
+            return _owned(x)
         if labels is None or len(labels) != len(x):
             count = "no" if labels is None else len(labels)
             raise DataError(f"the language model's head got {count} labels for {len(x)} tokens")
@@ -280,6 +274,11 @@ def materialise(chunk: nn.Module, device: torch.device | str, dtype: torch.dtype
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
+
+
+def _owned(x: Tensor) -> Tensor:
+    """x, copied if it is a view: FSDP hooks the output of a chunk, and a hook on a view may be lost."""
+    return x.clone() if x._is_view() else x
 
 
 def fsdp_units(chunk: Chunk) -> list[nn.Module]:

@@ -20,8 +20,8 @@ from transformers.initialization import no_init_weights
 
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.attention import DOCUMENTS
-from mmtrain.models.families import VisionShape
 from mmtrain.models.projector import Grid
+from mmtrain.models.shapes import VisionShape
 
 
 class Host(ABC):

@@ -56,16 +56,18 @@ def _load(
     """
     if not section.pretrained or section.weights == "random":
         return 0
+    source = f"{where}.pretrained = {section.pretrained!r}"
     files = _index(where, section.pretrained)
     names = _module_names(module, files, _PREFIXES[model_type])
-    wanted = dict(module.named_parameters(remove_duplicate=False))  # a tied head under both of its names
+    # A tied head counts under both of its names.
+    wanted: dict[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
     missing = sorted(name for name in wanted if same_as.get(name, name) not in names)
     unexpected = sorted(name for name in names if _belongs(module, name) and name not in wanted)
     for what, found in (("misses", missing), ("has unexpected", unexpected)):
         if found:
             shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
             raise ConfigError(
-                f"{where}.pretrained = {section.pretrained!r}: the checkpoint {what} {shown}; "
+                f"{source}: the checkpoint {what} {shown}; "
                 "its config.json and its weights do not belong together"
             )
     by_file: dict[str, list[str]] = defaultdict(list)
@@ -78,7 +80,7 @@ def _load(
                 tensor = tensors.get_tensor(names[same_as.get(name, name)])
                 if tensor.shape != wanted[name].shape:
                     raise ConfigError(
-                        f"{where}.pretrained = {section.pretrained!r}: {name} has shape {tuple(tensor.shape)} "
+                        f"{source}: {name} has shape {tuple(tensor.shape)} "
                         f"in the checkpoint, but the config makes {tuple(wanted[name].shape)}"
                     )
                 wanted[name].copy_(tensor)
@@ -93,8 +95,8 @@ def _index(where: str, source: str) -> dict[str, str]:
     single = find_file(where, source, "model.safetensors", optional=True)
     if single is None:
         raise ConfigError(
-            f"{where}.pretrained = {source!r}: there is no model.safetensors (or its index); save the weights "
-            'as safetensors, or set weights = "random"'
+            f"{where}.pretrained = {source!r}: there is no model.safetensors (or its index); save the "
+            'weights as safetensors, or set weights = "random"'
         )
     with safe_open(str(single), "pt") as tensors:
         return dict.fromkeys(tensors.keys(), Path(single).name)
@@ -120,14 +122,14 @@ def _module_names(module: nn.Module, on_disk: Iterable[str], prefixes: tuple[str
 
 
 def _belongs(module: nn.Module, name: str) -> bool:
-    """Whether a name lies inside of a submodule that this chunk holds, so that it must be a parameter of it."""
+    """Whether a name lies inside of a submodule that this chunk holds, so it must be a parameter of it."""
     if name.endswith(_DERIVED):
         return False
     parts = name.split(".")
     for i, part in enumerate(parts[:-1]):
         child = module._modules.get(part)
         if child is None:
-            # Other layers and other parts of a larger model are absent on purpose; inside of a block nothing is.
+            # Other layers and parts of a larger model are absent on purpose; inside of a block nothing is.
             return any(p.isdigit() for p in parts[:i])
         module = child
     return True

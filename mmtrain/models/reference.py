@@ -40,7 +40,7 @@ class ReferenceModel(nn.Module):
     def forward(
         self, batch: Batch, meta: IterationMeta, *, want_predictions: bool = False
     ) -> list[LanguageOutput]:
-        """The output of each microbatch; the step's loss is the sum of `loss_sum` over the number of targets."""
+        """The output of each microbatch; a step's loss is their `loss_sum` over its number of targets."""
         pairs = zip(batch.microbatches, meta.microbatches, strict=True)
         return [self.microbatch(tensors, counts, want_predictions) for tensors, counts in pairs]
 
@@ -56,7 +56,7 @@ class ReferenceModel(nn.Module):
         if tensors.pixel_values:
             grids = tuple(image.grid for image in counts.images)
             features = self.chunks["vision"](torch.cat(tensors.pixel_values), grids=grids)
-        return self.chunks["language"](
+        output: LanguageOutput = self.chunks["language"](
             tensors.input_ids,
             lengths=counts.lengths,
             position_ids=tensors.position_ids,
@@ -65,3 +65,4 @@ class ReferenceModel(nn.Module):
             labels=tensors.labels,
             want_predictions=want_predictions,
         )
+        return output

@@ -16,11 +16,12 @@ def scatter_tokens(x_TD: Tensor, image_VD: Tensor, slot_V: Tensor) -> Tensor:
     """
     if len(image_VD) != len(slot_V):
         raise DataError(
-            f"{len(image_VD)} image features for {len(slot_V)} image tokens; the pictures and their placeholders disagree"
+            f"{len(image_VD)} image features for {len(slot_V)} image tokens; the pictures and their "
+            "placeholders disagree"
         )
     if image_VD.shape[1:] != x_TD.shape[1:]:
         raise DataError(
-            f"image features have {image_VD.shape[-1]} columns and tokens {x_TD.shape[-1]}; the projector must make "
-            "the language model's width"
+            f"image features have {image_VD.shape[-1]} columns and tokens {x_TD.shape[-1]}; the projector "
+            "must make the language model's width"
         )
     return x_TD.index_copy(0, slot_V, image_VD.to(x_TD.dtype))

@@ -89,7 +89,7 @@ class LayerSpec:
     output_rows: Literal["rows", "outputs"] = "rows"
     """Which count of a `WorkSize` is the number of rows of that activation."""
     weight_before_products: bool = False
-    """A parameter (its input norm) comes before its products: their dX is needed whenever the layer trains."""
+    """A parameter (the input norm) comes before its products: their dX is needed whenever it trains."""
     num_shared_params: int = 0
     """Of num_params, those that are a copy of an earlier layer's parameter (tied embeddings)."""
 
@@ -135,7 +135,7 @@ class ModuleSpec:
         return any(layer.trainable for layer in self.layers)
 
     def output_shape(self, last_layer: int, size: WorkSize) -> tuple[int, ...]:
-        """Shape of what a stage that ends with `last_layer` sends on for one work: [rows, width], or () for the loss."""
+        """Shape of the output of a stage that ends with `last_layer`: [rows, width], or () for the loss."""
         layer = self.layers[last_layer]
         if not layer.output_width:
             return ()
@@ -181,9 +181,10 @@ class ModelSpec:
         return self.grad_enters(name) or any(layer.trainable for layer in layers)
 
     def activation_bytes(self, name: str, size: WorkSize, layers: Iterable[int] | None = None) -> float:
-        """Bytes that some layers (default: all) of a module keep for the backward of one work; 0 for those without one.
+        """Bytes that some layers (default: all) of a module keep from forward to backward of one work.
 
-        A frozen layer through which a gradient passes keeps less than a trainable one; it is counted in full.
+        Layers without a backward keep nothing. A frozen layer through which a gradient passes keeps less
+        than a trainable one, but is counted in full.
         """
         module = self.module(name)
         wanted = range(len(module.layers)) if layers is None else layers
@@ -200,8 +201,8 @@ def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> Wo
     for t, h, w in grids:
         if h % module.merge or w % module.merge:
             raise DataError(
-                f"a picture of {h} x {w} patches cannot be merged {module.merge} x {module.merge}; resize it to "
-                f"multiples of {module.merge} patches"
+                f"a picture of {h} x {w} patches cannot be merged {module.merge} x {module.merge}; resize it "
+                f"to multiples of {module.merge} patches"
             )
         rows = h * w + module.extra_rows
         total += WorkSize(rows=t * rows, pairs=t * rows * rows, outputs=t * h * w // module.merge**2)

@@ -13,7 +13,7 @@ cosines and sines, which the layers of a chunk share, and not temporary tensors.
 from dataclasses import replace
 
 from mmtrain.config import ModelConfig
-from mmtrain.models.families import LanguageShape, VisionShape, language_shape, vision_shape
+from mmtrain.models.shapes import LanguageShape, VisionShape, language_shape, vision_shape
 from mmtrain.models.spec import LayerSpec, ModelSpec, ModuleSpec, Rates
 
 _FLOAT32 = 4

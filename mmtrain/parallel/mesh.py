@@ -27,7 +27,7 @@ def init_process_group(comm: CommConfig, device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=comm.init_timeout_seconds))
+    dist.init_process_group(backend, timeout=timedelta(seconds=comm.timeout_seconds))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ def make_batching(meta: IterationMeta, spec: ModelSpec, sub_microbatch_size: int
         if microbatch.images and VISION not in modules:
             raise DataError(
                 f"microbatch {index} has {len(microbatch.images)} pictures, the first "
-                f"{microbatch.images[0].name}, but the model has no vision encoder; add [model.encoder] or use text alone"
+                f"{microbatch.images[0].name}, but the model has no vision encoder; add [model.encoder]"
             )
         first = len(works)
         for sub, images in enumerate(_split_images(microbatch.images, sub_microbatch_size)):
@@ -114,8 +114,8 @@ def check_conservation(meta: IterationMeta, batching: Batching) -> None:
         for w in vision:
             if w not in fed:
                 raise DataError(
-                    f"microbatch {index}: the vision work of {batching.images_of[w][0].name} feeds no language "
-                    "work; name it in `after`"
+                    f"microbatch {index}: the vision work of {batching.images_of[w][0].name} feeds no "
+                    "language work; name it in `after`"
                 )
     strangers = [work for work in batching.works if not 0 <= work.microbatch < len(meta.microbatches)]
     if strangers:

@@ -106,6 +106,7 @@ def _check_layers(module: ModuleSpec, num_ranks: int, segments: int) -> None:
         section = CONFIG_SECTION.get(module.name, module.name)
         raise ConfigError(
             f"{section}.num_segments: module {module.name!r} has {len(module.layers)} layers (cut points), "
-            f"but parallelism.pipeline_parallel_degree = {num_ranks} x {segments} segments = {chunks} chunks, "
-            "and each chunk needs a layer; lower num_segments or pipeline_parallel_degree, or use a deeper model"
+            f"but parallelism.pipeline_parallel_degree = {num_ranks} x {segments} segments = {chunks} "
+            "chunks, and each chunk needs a layer; lower num_segments or pipeline_parallel_degree, or use a "
+            "deeper model"
         )

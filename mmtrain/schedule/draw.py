@@ -15,7 +15,7 @@ _FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: ":"}
 
 
 def text(timeline: Timeline, width: int = 120) -> str:
-    """The timeline as a grid of characters, time to the right, in as many bands of `width` columns as it takes.
+    """The timeline as a grid of characters, time to the right, in one or several bands of `width` columns.
 
     An action starts with the first letter of its module, small for a forward and capital for a
     backward, and its microbatch; the rest of its time is `-` forward, `=` backward, `~` its input half,

@@ -104,15 +104,8 @@ class PlanningProblem:
         if self.p2p.bytes_per_s <= 0:
             raise PlanError(f"p2p.bytes_per_s = {self.p2p.bytes_per_s}; it must be above 0")
         _check_options(self.costs)
-        for name, rows in (("costs", self.cost_index), ("output_bytes", self.output_bytes)):
-            if len(rows) != len(graph.works):
-                raise PlanError(f"{name} has {len(rows)} rows for {len(graph.works)} works")
-            for work, row in enumerate(rows):
-                if len(row) != len(graph.stages(work)):
-                    raise PlanError(
-                        f"works[{work}].{name} has {len(row)} entries, but its module "
-                        f"{graph.modules[graph.works[work].module].name!r} has {len(graph.stages(work))}; one each"
-                    )
+        _check_rows("costs", self.cost_index, graph.modules, graph.works)
+        _check_rows("output_bytes", self.output_bytes, graph.modules, graph.works)
         for work, row in enumerate(self.output_bytes):
             for k, amount in enumerate(row):
                 _amount(f"works[{work}].output_bytes[{k}]", amount)
@@ -142,12 +135,14 @@ class PlanningProblem:
         """
         table = tuple(tuple(options) for options in costs)
         index = tuple(tuple(row) for row in cost_index)
+        chains, listed = tuple(modules), tuple(works)
         _check_options(table)
+        _check_rows("costs", index, chains, listed)
         graph = WorkGraph(
             num_ranks=num_ranks,
-            modules=tuple(modules),
+            modules=chains,
             stage_rank=tuple(stage_rank),
-            works=tuple(works),
+            works=listed,
             backward=_backward_flags(table, index),
         )
         limits = (None,) * num_ranks if memory_limit_bytes is None else tuple(memory_limit_bytes)
@@ -255,6 +250,22 @@ def _check_options(costs: tuple[tuple[Option, ...], ...]) -> None:
                     f"costs[{i}][{j}]: option {option.name!r} {'has a' if option.has_backward else 'has no'} "
                     f"backward, unlike option {options[0].name!r}; all options of one list agree on that"
                 )
+
+
+def _check_rows(
+    name: str, rows: Sequence[Sequence[object]], modules: Sequence[ModuleStages], works: Sequence[Work]
+) -> None:
+    if len(rows) != len(works):
+        raise PlanError(f"{name} has {len(rows)} rows for {len(works)} works; give one a work")
+    for i, (row, work) in enumerate(zip(rows, works, strict=True)):
+        if not 0 <= work.module < len(modules):
+            raise PlanError(f"works[{i}].module = {work.module} does not exist")
+        module = modules[work.module]
+        if len(row) != len(module.stages):
+            raise PlanError(
+                f"works[{i}].{name} has {len(row)} entries, but its module {module.name!r} has "
+                f"{len(module.stages)} stages; give one a stage"
+            )
 
 
 def _backward_flags(

@@ -167,14 +167,17 @@ class _Execution:
                     break
                 received = other[0]
                 if received.name != sent.name:
-                    raise PlanError(
-                        f"mismatch under {self._model} transport: rank {rank}, step {sent.step}: {sent.action} "
-                        f"would be taken by rank {sent.target}, step {received.step}: {received.action}; give "
-                        f"both ends the same order\n{show_steps(self._program.actions, {rank: sent.step})}\n"
-                        + show_steps(self._program.actions, {sent.target: received.step})
-                    )
+                    self._raise_mismatch(rank, sent, received)
                 queue.popleft()
                 other.popleft()
                 self._arrived.add(sent.name)
                 progress = True
         return progress
+
+    def _raise_mismatch(self, rank: int, sent: _Message, received: _Message) -> None:
+        actions = self._program.actions
+        raise PlanError(
+            f"mismatch under {self._model} transport: rank {rank}, step {sent.step}: {sent.action} would be "
+            f"taken by rank {sent.target}, step {received.step}: {received.action}; give both ends the same "
+            "order\n" + show_steps(actions, {rank: sent.step, sent.target: received.step})
+        )

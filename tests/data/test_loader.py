@@ -4,6 +4,8 @@ import itertools
 import multiprocessing
 import operator
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -282,6 +284,34 @@ def test_parts_that_do_not_fit_are_refused(charts: Path, tmp_path: Path) -> None
         Loader(dataclasses.replace(make_config(charts), tokenizer=TokenizerConfig(image_token="x")))
 
 
+def test_workers_end_with_a_parent_that_was_killed(charts: Path, tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        f"""
+import multiprocessing, os, time
+from mmtrain.data.loader import Loader
+from tests.data.samples import make_config
+if __name__ == "__main__":
+    loader = Loader(make_config({str(charts)!r}, num_workers=1))
+    next(loader)
+    print(*[p.pid for p in multiprocessing.active_children()], flush=True)
+    time.sleep(60)
+"""
+    )
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(root)}
+    ) as job:
+        assert job.stdout is not None
+        (worker,) = job.stdout.readline().split()
+        assert Path(f"/proc/{int(worker)}").exists()
+        job.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{int(worker)}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{int(worker)}").exists()
+
+
 def test_a_killed_worker_ends_the_loader_with_a_sentence(charts: Path) -> None:
     loader = Loader(make_config(charts, num_workers=1, prefetch=1))
     next(loader)
@@ -289,8 +319,7 @@ def test_a_killed_worker_ends_the_loader_with_a_sentence(charts: Path) -> None:
     assert worker.pid is not None
     os.kill(worker.pid, 9)
     with pytest.raises(DataError, match="a data worker died"):
-        for _ in itertools.repeat(None, 10):
-            next(loader)
+        list(itertools.islice(iter(loader.__next__, None), 10))
     deadline = time.monotonic() + 10
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -3,11 +3,11 @@
 import pytest
 from torch import nn
 
-from mmtrain.models.families import _ENCODERS, _LANGUAGES
+from mmtrain.models.families import ENCODERS, LANGUAGES
 from mmtrain.models.hosts import DECODERS, VISION_HOSTS, parameters_on_meta
 
 HOSTS = {**VISION_HOSTS, **DECODERS}
-FAMILIES = {**_ENCODERS, **_LANGUAGES}
+FAMILIES = {**ENCODERS, **LANGUAGES}
 
 
 def test_every_family_has_a_host():
@@ -23,7 +23,7 @@ def test_defaults_are_those_of_hugging_face(model_type):
         expected = getattr(theirs, key)
         if default is None:  # Llama: as many key heads as query heads
             expected, default = theirs.num_key_value_heads, theirs.num_attention_heads
-        assert default == expected and type(default) is type(expected), key
+        assert (default, type(default)) == (expected, type(expected)), key
     for alias, key in FAMILIES[model_type].aliases.items():
         assert config_class.attribute_map[alias] == key
 

@@ -53,7 +53,7 @@ def two_modules(
     language: Option | None = None,
     memory_limit_bytes: Sequence[float | None] | None = None,
 ) -> PlanningProblem:
-    """Vision before language, one segment each; `pictures[m]` vision works feed microbatch m (0: text alone)."""
+    """Vision before language, one segment each; microbatch m has `pictures[m]` vision works."""
     works: list[Work] = []
     for m, count in enumerate(pictures):
         first = len(works)
@@ -77,18 +77,22 @@ def two_modules(
 
 @st.composite
 def problems(draw: st.DrawFn, *, limits: bool = False, forward_only: bool = False) -> PlanningProblem:
-    """A random iteration: up to three modules that feed the last, absent modalities, several sub-microbatches,
-    frozen modules, uneven segments, random costs; with `limits`, memory for somewhat more than one microbatch.
+    """A random iteration: up to two modules that feed a last one, absent modalities, several
+    sub-microbatches, frozen modules, uneven segments, unusual placements, random costs.
+
+    Args: limits: give each rank memory for one to two of the largest microbatches.
     """
     num_ranks = draw(st.integers(1, 4))
     num_modules = draw(st.integers(1, 3))
     segments = [draw(st.integers(1, 3)) for _ in range(num_modules)]
     frozen = [draw(st.booleans()) for _ in range(num_modules)]
+    anywhere = draw(st.integers(0, 3)) == 0
     modules: list[ModuleStages] = []
     stage_rank: list[int] = []
     for m, count in enumerate(segments):
         first = len(stage_rank)
-        stage_rank += [s % num_ranks for s in range(count * num_ranks)]
+        round_robin = [s % num_ranks for s in range(count * num_ranks)]
+        stage_rank += draw(st.permutations(round_robin)) if anywhere else round_robin
         modules.append(ModuleStages(name=f"m{m}", stages=tuple(range(first, len(stage_rank)))))
     works: list[Work] = []
     for microbatch in range(draw(st.integers(1, 6))):

@@ -2,18 +2,17 @@
 
 Source: DIP, arXiv:2504.14145, section 5.2. Its "disable the forward queue when memory is full" can
 deadlock: forwards of many microbatches may fill a rank, so that none of them can get to its backward.
-Here admission keeps a promise: the unfinished microbatches can always be finished one after the
-other, oldest first (the banker's algorithm with a fixed order).
+Here `Memory` decides on admission, and always leaves a way to the end.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.graph import WorkGraph
+from mmtrain.schedule.library.memory import Memory
 from mmtrain.schedule.plan import Plan, exceeds
-from mmtrain.schedule.problem import Option, PlanningProblem
+from mmtrain.schedule.problem import PlanningProblem
 
 Node = tuple[int, int]
 """(stage, work)."""
@@ -54,102 +53,6 @@ def clusters(graph: WorkGraph) -> list[int]:
     return [place[find(index)] for index in range(len(graph.works))]
 
 
-class _Memory:
-    """The promise that every unfinished cluster can be finished, one after the other, oldest first.
-
-    For each cluster c and rank r, need[c][r] = (what c and all younger ones hold on r) + (what c will
-    still add to r). As long as need <= limit everywhere, the oldest unfinished cluster can run to its end.
-    Stages without a backward hold memory during their forward only.
-    """
-
-    def __init__(self, problem: PlanningProblem, cluster: list[int], options: dict[Node, Option]) -> None:
-        graph = problem.graph
-        count, ranks = max(cluster, default=-1) + 1, range(graph.num_ranks)
-        self._limit = [math.inf if limit is None else limit for limit in problem.memory_limit_bytes]
-        self._held = [[0.0 for _ in ranks] for _ in range(count)]
-        self._rest = [[0.0 for _ in ranks] for _ in range(count)]
-        self._passing: list[list[list[float]]] = [[[] for _ in ranks] for _ in range(count)]
-        self._unfinished = list(range(count))
-        self._left = [0] * count
-        for (stage, work), option in options.items():
-            c, r = cluster[work], graph.stage_rank[stage]
-            self._left[c] += 1
-            if option.has_backward:
-                self._rest[c][r] += option.activation_bytes
-                self._left[c] += 1
-            else:
-                self._passing[c][r].append(option.activation_bytes)
-        for passing in self._passing:
-            for amounts in passing:
-                amounts.sort()
-
-    def footprint(self, cluster: int, rank: int) -> float:
-        """Bytes that a cluster needs on a rank at once if nothing else is there."""
-        return max(self._rest[cluster][rank], *self._passing[cluster][rank][-1:], 0.0)
-
-    def limit(self, rank: int) -> float:
-        """Bytes that the rank's activations may take."""
-        return self._limit[rank]
-
-    def room(self, rank: int) -> Callable[[int, Option], bool]:
-        """Tells for (cluster, option) whether its forward may start on a rank now and keep the promise."""
-        limit = self._limit[rank]
-        if limit == math.inf:
-            return lambda cluster, option: True
-        free: dict[int, float] = {}  # cluster -> what it may add, for the sake of the older ones
-        younger = 0.0
-        for c in reversed(self._unfinished):
-            younger += self._held[c][rank]
-            free[c] = limit - younger - self._rest[c][rank]  # first: what those younger than c may add
-        on_rank, least = younger, math.inf
-        for c in self._unfinished:
-            free[c], least = least, min(least, free[c])
-        slack = 1e-9 * limit
-
-        def fits(cluster: int, option: Option) -> bool:
-            amount = option.activation_bytes
-            if on_rank + amount > limit + slack:
-                return False
-            if not option.has_backward:
-                return True
-            passing = self._passing[cluster][rank]
-            if passing and self._held_from(cluster, rank) + amount + passing[-1] > limit + slack:
-                return False
-            return amount <= free[cluster] + slack
-
-        return fits
-
-    def _held_from(self, cluster: int, rank: int) -> float:
-        return sum(self._held[c][rank] for c in self._unfinished if c >= cluster)
-
-    def fits_now(self, rank: int, option: Option) -> bool:
-        """Whether a forward fits into what is free on its rank, promise or not."""
-        return not exceeds(self._on(rank) + option.activation_bytes, self._limit[rank])
-
-    def _on(self, rank: int) -> float:
-        return sum(self._held[c][rank] for c in self._unfinished)
-
-    def start_forward(self, cluster: int, rank: int, option: Option) -> bool:
-        """Takes the memory of a forward; tells whether the cluster is finished."""
-        if option.has_backward:
-            self._rest[cluster][rank] -= option.activation_bytes
-            self._held[cluster][rank] += option.activation_bytes
-        else:
-            self._passing[cluster][rank].remove(option.activation_bytes)
-        return self._end_one(cluster)
-
-    def end_backward(self, cluster: int, rank: int, option: Option) -> bool:
-        """Gives back what a backward frees; tells whether the cluster is finished."""
-        self._held[cluster][rank] -= option.activation_bytes
-        return self._end_one(cluster)
-
-    def _end_one(self, cluster: int) -> bool:
-        self._left[cluster] -= 1
-        if not self._left[cluster]:
-            self._unfinished.remove(cluster)
-        return not self._left[cluster]
-
-
 class _Greedy:
     """One run of the dual-queue list scheduler."""
 
@@ -159,7 +62,7 @@ class _Greedy:
         self.cluster = clusters(self.graph)
         self.chosen = self._choose_options()
         self.options = {n: problem.options(*n)[i] for n, i in self.chosen.items()}
-        self.memory = _Memory(problem, self.cluster, self.options)
+        self.memory = Memory(problem, self.cluster, self.options)
         ranks = range(self.graph.num_ranks)
         self.orders: list[list[Action]] = [[] for _ in ranks]
         self.candidates: list[tuple[float, Choice] | None] = [None for _ in ranks]
@@ -203,15 +106,13 @@ class _Greedy:
             )
             raise PlanError(
                 f"rank {rank}: microbatch {microbatch} alone needs {memory.footprint(cluster, rank):.4g} "
-                f"bytes for its activations, over the memory limit of {memory.limit(rank):.4g} bytes; raise the "
-                "limit, shorten the microbatch or use more ranks"
+                f"bytes for its activations, over the memory limit of {memory.limit(rank):.4g} bytes; raise "
+                "the limit, shorten the microbatch or use more ranks"
             )
         return chosen
 
-    def _memory(self, chosen: dict[Node, int]) -> _Memory:
-        return _Memory(
-            self.problem, self.cluster, {n: self.problem.options(*n)[i] for n, i in chosen.items()}
-        )
+    def _memory(self, chosen: dict[Node, int]) -> Memory:
+        return Memory(self.problem, self.cluster, {n: self.problem.options(*n)[i] for n, i in chosen.items()})
 
     def _oversize(self, chosen: dict[Node, int]) -> Iterator[tuple[int, int]]:
         memory = self._memory(chosen)
@@ -246,9 +147,10 @@ class _Greedy:
             best: tuple[float, tuple[int, ...], Node] | None = None
             for node, arrival in ready.items():
                 entry = (max(arrival, last), priority[node], node)
-                if best is None or entry < best:
-                    if kind is Kind.B or fits(self.cluster[node[1]], self.options[node]):
-                        best = entry
+                if best is not None and entry >= best:
+                    continue
+                if kind is Kind.B or fits(self.cluster[node[1]], self.options[node]):
+                    best = entry
             if best:
                 heads[kind] = best[0], best[2]
         if not heads:

@@ -77,7 +77,7 @@ def test_works_of_two_modules_in_one_golden_plan() -> None:
 
 
 GOLDEN = """\
-0F0.0 2F0.0 2F1.0 0F2.0 0F2.1 2F2.0 2B0.0 2B1.0 0B0.0 2B2.0 0B2.0 0B2.1
+0F0.0 2F0.0 2F1.0 0F2.0 0F2.1 2B0.0 2B1.0 2F2.0 0B0.0 2B2.0 0B2.0 0B2.1
 1F0.0 3F0.0 3B0.0 3F1.0 3B1.0 1F2.0 1B0.0 1F2.1 3F2.0 3B2.0 1B2.0 1B2.1"""
 
 

@@ -1,0 +1,68 @@
+"""Small training jobs for tests: a config, data, and rank functions that run a real Trainer."""
+
+import json
+from pathlib import Path
+
+from mmtrain import config
+
+TEMPLATE = """
+[job]
+dump_folder = "{folder}/run"
+[model.encoder]
+config = {{ model_type = "qwen2_vl_vision", depth = 4, embed_dim = 32, hidden_size = 48, num_heads = 4, mlp_ratio = 2, patch_size = 14, temporal_patch_size = 1, in_channels = 3, spatial_merge_size = 2 }}
+num_segments = 1
+sub_microbatch_size = 3
+[model.language]
+config = {{ model_type = "qwen2", hidden_size = 48, intermediate_size = 64, num_hidden_layers = 4, num_attention_heads = 4, num_key_value_heads = 2, vocab_size = 768, max_position_embeddings = 512, tie_word_embeddings = true }}
+num_segments = 1
+[data]
+source = "{data}"
+num_workers = 0
+[training]
+steps = 6
+seq_len = 256
+global_batch_size = 4
+[optimizer]
+lr = 3e-3
+[lr_scheduler]
+warmup_steps = 2
+[metrics]
+enable_tensorboard = false
+peak_flops = 1e11
+[debug]
+seed = 3
+deterministic = true
+check_plans = true
+"""  # noqa: E501
+
+
+def write_config(folder: Path, data: Path) -> Path:
+    """A job in `folder` on the charts in `data`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "job.toml"
+    path.write_text(TEMPLATE.format(folder=folder, data=data))
+    return path
+
+
+def train(rank: int, path: Path, overrides: list[str]) -> None:
+    """Runs one rank of a job inside of `run_ranks`."""
+    from mmtrain.trainer import Trainer
+
+    Trainer(config.load(path, overrides)).run()
+
+
+def layout(pp: int = 1, shard: int = 1, replicate: int = 1) -> list[str]:
+    """Overrides of the degrees."""
+    return [
+        f"parallelism.pipeline_parallel_degree={pp}",
+        f"parallelism.data_parallel_shard_degree={shard}",
+        f"parallelism.data_parallel_replicate_degree={replicate}",
+    ]
+
+
+def metrics(folder: Path, key: str = "loss") -> dict[int, float]:
+    """step -> value, as metrics.jsonl of the run in `folder` has it."""
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if key in line]
+    assert len(steps) == len(set(steps)), "a step was written twice"
+    return {line["step"]: line[key] for line in lines if key in line}

@@ -1,0 +1,66 @@
+"""Small model specs and iterations for tests of planning."""
+
+from collections.abc import Sequence
+
+from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.models.spec import LayerSpec, ModelSpec, ModuleSpec, Rates
+
+
+def layers(
+    count: int, *, flops: float = 1.0, trainable: bool = True, name: str = "layers"
+) -> list[LayerSpec]:
+    """Equal layers: FLOPs and bytes a row."""
+    return [
+        LayerSpec(
+            name=f"{name}.{i}",
+            num_params=10,
+            trainable=trainable,
+            matmul_flops=Rates(row=flops),
+            activation_bytes=Rates(row=4.0),
+            output_bytes=Rates(row=2.0),
+        )
+        for i in range(count)
+    ]
+
+
+def vlm(
+    num_vision: int = 4, num_language: int = 4, *, frozen_vision: bool = False, frozen_language: bool = False
+) -> ModelSpec:
+    """A vision encoder (merge 2) before a language model."""
+    embed = LayerSpec(
+        name="embed",
+        num_params=10,
+        trainable=not frozen_language,
+        matmul_flops=Rates(),
+        output_bytes=Rates(row=2.0),
+    )
+    return ModelSpec(
+        modules=(
+            ModuleSpec(name="vision", layers=tuple(layers(num_vision, trainable=not frozen_vision)), merge=2),
+            ModuleSpec(
+                name="language",
+                layers=(embed, *layers(num_language - 1, flops=3.0, trainable=not frozen_language)),
+                after=("vision",),
+            ),
+        )
+    )
+
+
+def microbatch(sample: int, pictures: Sequence[tuple[int, int]], text_tokens: int = 10) -> MicrobatchMeta:
+    """One document of some pictures (height, width in patches) and text, half of which is labelled."""
+    images = tuple(
+        ImageMeta(sample=sample, index=i, grid=(1, h, w), num_tokens=h * w // 4)
+        for i, (h, w) in enumerate(pictures)
+    )
+    tokens = text_tokens + sum(image.num_tokens for image in images)
+    return MicrobatchMeta(
+        documents=(
+            DocumentMeta(sample=sample, num_tokens=tokens, num_targets=text_tokens // 2, images=images),
+        )
+    )
+
+
+META = IterationMeta(
+    microbatches=(microbatch(3, [(4, 4), (2, 2), (4, 8)]), microbatch(5, []), microbatch(7, [(2, 4)]))
+)
+"""Three pictures, none, one."""

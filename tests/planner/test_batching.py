@@ -1,0 +1,105 @@
+from dataclasses import replace
+
+import pytest
+
+from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.errors import DataError
+from mmtrain.models.spec import ModelSpec, WorkSize
+from mmtrain.planner.batching import Batching, check_conservation, make_batching
+from mmtrain.schedule.graph import Work
+from tests.planner.specs import META, microbatch, vlm
+
+
+def test_pictures_of_a_microbatch_form_sub_microbatches_of_equal_patches() -> None:
+    batching = make_batching(META, vlm(), 2)
+    assert batching.modules == ("vision", "language")
+    assert batching.works == (
+        Work(module=0, microbatch=0, sub_microbatch=0),
+        Work(module=0, microbatch=0, sub_microbatch=1),
+        Work(module=1, microbatch=0, sub_microbatch=0, after=(0, 1)),
+        Work(module=1, microbatch=1, sub_microbatch=0),
+        Work(module=0, microbatch=2, sub_microbatch=0),
+        Work(module=1, microbatch=2, sub_microbatch=0, after=(4,)),
+    )
+    assert [[i.index for i in images] for images in batching.images_of] == [[0, 1], [2], [], [], [0], []]
+    assert batching.size_of[0] == WorkSize(rows=20, pairs=16 * 16 + 4 * 4, outputs=5)
+    assert batching.size_of[2] == WorkSize(rows=23, pairs=23 * 24 // 2, outputs=5)
+    check_conservation(META, batching)
+
+
+@pytest.mark.parametrize(("size", "counts"), [(0, [1, 0, 1]), (1, [3, 0, 1]), (2, [2, 0, 1]), (9, [1, 0, 1])])
+def test_number_of_sub_microbatches(size: int, counts: list[int]) -> None:
+    batching = make_batching(META, vlm(), size)
+    assert [sum(w.module == 0 and w.microbatch == m for w in batching.works) for m in range(3)] == counts
+    check_conservation(META, batching)
+
+
+def test_video_attends_within_a_time_step() -> None:
+    clip = microbatch(1, [(2, 2)])
+    image = replace(clip.images[0], grid=(3, 2, 2), num_tokens=3)
+    document = replace(clip.documents[0], images=(image,))
+    batching = make_batching(IterationMeta(microbatches=(MicrobatchMeta(documents=(document,)),)), vlm())
+    assert batching.size_of[0] == WorkSize(rows=12, pairs=3 * 16, outputs=3)
+
+
+def test_text_model_has_language_works_alone() -> None:
+    text = ModelSpec(modules=(replace(vlm().module("language"), after=()),))
+    batching = make_batching(IterationMeta(microbatches=(microbatch(1, []),)), text)
+    assert batching.works == (Work(module=0, microbatch=0, sub_microbatch=0),)
+    with pytest.raises(DataError, match=r"microbatch 0 has 3 pictures, the first image 0 of sample 3"):
+        make_batching(META, text)
+
+
+def test_empty_microbatch_is_refused() -> None:
+    with pytest.raises(DataError, match="microbatch 0 has no token"):
+        make_batching(IterationMeta(microbatches=(MicrobatchMeta(documents=()),)), vlm())
+
+
+def with_images(batching: Batching, work: int, places: list[tuple[int, int]]) -> Batching:
+    """The batching with the pictures of one work replaced; a place is (microbatch, index)."""
+    images = tuple(META.microbatches[m].images[i] for m, i in places)
+    return replace(batching, images_of=(*batching.images_of[:work], images, *batching.images_of[work + 1 :]))
+
+
+@pytest.mark.parametrize(
+    ("work", "places", "message"),
+    [
+        (1, [], "image 2 of sample 3 stands 1 times in the batch, but in 0 places"),
+        (1, [(0, 2), (0, 2)], "image 2 of sample 3 stands 1 times in the batch, but in 2 places"),
+        (1, [(0, 1)], "image 1 of sample 3 stands 1 times in the batch, but in 2 places"),
+        (1, [(0, 2), (2, 0)], "microbatch 0: image 0 of sample 7 stands 0 times"),
+        (0, [(0, 1), (0, 0)], "image 1 of sample 3 stands where image 0 of sample 3 belongs"),
+        (3, [(0, 0)], "microbatch 1: image 0 of sample 3 stands 0 times"),
+    ],
+)
+def test_lost_doubled_and_moved_pictures_are_named(
+    work: int, places: list[tuple[int, int]], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        check_conservation(META, with_images(make_batching(META, vlm(), 2), work, places))
+
+
+@pytest.mark.parametrize(
+    ("work", "change", "message"),
+    [
+        (2, {"rows": 22}, "microbatch 0 has 23 tokens, but its works process 22"),
+        (2, {"outputs": 4}, "microbatch 0 has 5 targets, but its works process 4"),
+        (1, {"outputs": 7}, "microbatch 0 has 13 image tokens, but its works process 12"),
+    ],
+)
+def test_lost_tokens_are_counted(work: int, change: dict[str, int], message: str) -> None:
+    batching = make_batching(META, vlm(), 2)
+    sizes = list(batching.size_of)
+    sizes[work] = replace(sizes[work], **change)
+    with pytest.raises(DataError, match=message):
+        check_conservation(META, replace(batching, size_of=tuple(sizes)))
+
+
+def test_pictures_that_feed_nothing_and_strange_works_are_refused() -> None:
+    batching = make_batching(META, vlm(), 2)
+    cut = (*batching.works[:2], replace(batching.works[2], after=(0,)), *batching.works[3:])
+    with pytest.raises(DataError, match="the vision work of image 2 of sample 3 feeds no language work"):
+        check_conservation(META, replace(batching, works=cut))
+    fewer = IterationMeta(microbatches=META.microbatches[:2])
+    with pytest.raises(DataError, match="a work belongs to microbatch 2, but the batch has 2"):
+        check_conservation(fewer, batching)

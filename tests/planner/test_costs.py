@@ -1,0 +1,75 @@
+import pytest
+
+from mmtrain.config import PlannerConfig
+from mmtrain.data.metadata import IterationMeta
+from mmtrain.models.spec import ModelSpec
+from mmtrain.planner.batching import make_batching
+from mmtrain.planner.costs import LEAST_BACKWARD_S, make_problem
+from mmtrain.planner.partition import partition
+from mmtrain.schedule.problem import PlanningProblem
+from tests.planner.specs import META, microbatch, vlm
+
+CONFIG = PlannerConfig(flops_per_s=1e3, p2p_latency_s=0.5, p2p_bytes_per_s=8.0)
+
+
+def problem(
+    spec: ModelSpec, config: PlannerConfig = CONFIG, *, meta: IterationMeta = META, forward_only: bool = False
+) -> PlanningProblem:
+    batching = make_batching(meta, spec)
+    sizes = dict(zip(("vision", "language"), batching.size_of, strict=False))
+    parts = partition(spec, 2, {"vision": 1, "language": 1}, sizes)
+    return make_problem(spec, parts, batching, config, forward_only=forward_only)
+
+
+def test_seconds_and_bytes_come_from_the_layers() -> None:
+    found = problem(vlm())
+    (vision,) = found.options(0, 0)  # two layers of 52 rows
+    assert vision.forward_s == pytest.approx(2 * 52 / 1e3)
+    assert vision.backward_weight_s == pytest.approx(2 * 52 / 1e3)
+    assert vision.backward_input_s == pytest.approx(52 / 1e3)  # the first layer's input needs none
+    assert vision.activation_bytes == 2 * 52 * 4
+    assert found.output_bytes[0] == (104.0, 104.0)
+    assert found.output_bytes[1] == (46.0, 0.0)
+    assert found.p2p.latency_s == 0.5
+    assert found.memory_limit_bytes == (None, None)
+
+
+def test_memory_limit_is_in_gib() -> None:
+    limited = PlannerConfig(flops_per_s=1e3, activation_memory_gib=2.0)
+    assert problem(vlm(), limited).memory_limit_bytes == (2.0 * 2**30,) * 2
+
+
+def test_frozen_encoder_has_no_backward_and_keeps_one_layer_at_a_time() -> None:
+    found = problem(vlm(frozen_vision=True))
+    assert found.graph.backward == ((False, False), (True, True), (True, True), (False, False), (True, True))
+    (vision,) = found.options(0, 0)
+    assert (vision.backward_input_s, vision.backward_weight_s) == (0.0, 0.0)
+    assert vision.activation_bytes == 52 * 4
+
+
+def test_frozen_language_model_has_a_backward_only_where_pictures_come_before_it() -> None:
+    found = problem(vlm(frozen_language=True))
+    assert [row[0] for row in found.graph.backward] == [True, True, False, True, True]
+    (language,) = found.options(3, 1)
+    assert language.backward_input_s > 0
+    assert language.backward_weight_s == LEAST_BACKWARD_S
+
+
+def test_stage_without_flops_still_has_its_backward() -> None:
+    spec = vlm(2, 2)  # stage 2 is the embedding alone
+    found = problem(spec)
+    (embedding,) = found.options(2, 2)
+    assert embedding.forward_s == 0
+    assert embedding.has_backward
+
+
+def test_forward_only_has_no_backward_at_all() -> None:
+    found = problem(vlm(), forward_only=True)
+    assert not found.graph.has_any_backward
+    assert found.options(0, 0)[0].forward_s == problem(vlm()).options(0, 0)[0].forward_s
+
+
+def test_equal_works_share_an_option_list() -> None:
+    twice = IterationMeta(microbatches=(microbatch(1, [(4, 4)]), microbatch(2, [(4, 4)])))
+    found = problem(vlm(), meta=twice)
+    assert found.cost_index == ((0, 1), (2, 3), (0, 1), (2, 3))

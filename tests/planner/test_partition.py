@@ -1,0 +1,68 @@
+import pytest
+
+from mmtrain.errors import ConfigError
+from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.planner.partition import StageSpec, partition
+from tests.planner.specs import layers, vlm
+
+SIZES = {
+    "vision": WorkSize(rows=100, pairs=0, outputs=25),
+    "language": WorkSize(rows=100, pairs=0, outputs=10),
+}
+
+
+def test_chunks_of_each_module_go_round_the_ranks() -> None:
+    found = partition(vlm(4, 5), 2, {"vision": 1, "language": 2}, SIZES)
+    assert [(s.index, s.module, s.layers, s.pp_rank, s.segment, s.first, s.last) for s in found.stages] == [
+        (0, "vision", (0, 2), 0, 0, True, False),
+        (1, "vision", (2, 4), 1, 0, False, True),
+        (2, "language", (0, 2), 0, 0, True, False),
+        (3, "language", (2, 3), 1, 0, False, False),
+        (4, "language", (3, 4), 0, 1, False, False),
+        (5, "language", (4, 5), 1, 1, False, True),
+    ]
+    assert found.stage_rank == (0, 1, 0, 1, 0, 1)
+    assert [(m.name, m.stages) for m in found.modules] == [("vision", (0, 1)), ("language", (2, 3, 4, 5))]
+    assert [s.index for s in found.of_rank(1)] == [1, 3, 5]
+
+
+def test_heavy_last_layer_is_alone() -> None:
+    module = ModuleSpec(name="language", layers=(*layers(4), *layers(1, flops=4.0)))
+    found = partition(ModelSpec(modules=(module,)), 2, {"language": 1}, SIZES)
+    assert [s.layers for s in found.stages] == [(0, 4), (4, 5)]
+
+
+def test_number_of_segments_by_rule_follows_the_modules_times() -> None:
+    spec = ModelSpec(
+        modules=(
+            ModuleSpec(name="vision", layers=tuple(layers(4))),
+            ModuleSpec(name="language", layers=tuple(layers(12)), after=("vision",)),
+        )
+    )
+    found = partition(spec, 2, {}, SIZES)
+    assert {m.name: len(m.stages) for m in found.modules} == {"vision": 2, "language": 6}
+    shallow = partition(spec, 4, {}, {**SIZES, "language": WorkSize(rows=1000, pairs=0, outputs=1)})
+    assert {m.name: len(m.stages) for m in shallow.modules} == {"vision": 4, "language": 12}
+
+
+def test_rule_bears_a_module_without_work() -> None:
+    found = partition(vlm(), 2, {}, {**SIZES, "vision": WorkSize(rows=0, pairs=0, outputs=0)})
+    assert len(found.of_module("vision")) == 2
+
+
+def test_one_rank_holds_everything() -> None:
+    assert partition(vlm(2, 3), 1, {"vision": 1, "language": 1}, SIZES).stages[1] == StageSpec(
+        index=1, module="language", layers=(0, 3), pp_rank=0, segment=0, first=True, last=True
+    )
+
+
+@pytest.mark.parametrize("segments", [{"vision": 3, "language": 1}, {"vision": 0, "language": 3}])
+def test_fewer_layers_than_chunks_is_refused(segments: dict[str, int]) -> None:
+    name = "vision" if segments["vision"] else "language"
+    section = {"vision": "model.encoder", "language": "model.language"}[name]
+    with pytest.raises(
+        ConfigError, match=rf"{section}\.num_segments: module '{name}' has 4 layers .* = 6 chunks"
+    ):
+        partition(vlm(4, 4), 2, segments, SIZES)
+    with pytest.raises(ConfigError, match="pipeline_parallel_degree = 5 x 1 segments = 5 chunks"):
+        partition(vlm(4, 4), 5, {}, SIZES)

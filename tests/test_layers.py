@@ -1,0 +1,126 @@
+"""The order of the layers, and that the pure part never loads torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LAYERS = [
+    "errors",
+    "topology",
+    "config",
+    "models.spec",
+    "models.families",
+    "models.shapes",
+    "models.spec_builders",
+    "data.metadata",
+    "data.geometry",
+    "schedule",
+    "planner",
+    "titan",
+    "data.batch",
+    "models",
+    "data",
+    "parallel",
+    "metrics",
+    "checkpoint",
+    "optim",
+    "report",
+    "trainer",
+    "cli",
+]
+"""A unit imports only units above it (and its own). The longest matching name counts."""
+
+PURE = LAYERS[: LAYERS.index("planner") + 1]
+
+
+def unit(module: str) -> str:
+    name = module.removeprefix("mmtrain").removeprefix(".")
+    found = [layer for layer in LAYERS if name == layer or name.startswith(layer + ".")]
+    return max(found, key=len, default="")
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted((ROOT / "mmtrain").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path], *, at_import: bool = False) -> set[str]:
+    """Modules of ours that a file imports; `at_import`: only those that run when it is imported."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if at_import and (isinstance(node, ast.FunctionDef) or _is_type_checking(node)):
+            skipped.update(ast.walk(node))
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in known}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                if full in known:
+                    found.add(full)
+                elif node.module in known:
+                    found.add(node.module)
+    return found
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def test_every_module_has_a_layer():
+    assert [m for m in modules() if m.count(".") and not unit(m) and modules()[m].stat().st_size] == []
+
+
+def test_units_import_only_units_above_them():
+    known = modules()
+    wrong = []
+    for module, path in known.items():
+        for other in imports(path, known):
+            mine, theirs = unit(module), unit(other)
+            if theirs and mine and LAYERS.index(theirs) > LAYERS.index(mine):
+                wrong.append(f"{module} ({mine}) imports {other} ({theirs})")
+    assert wrong == []
+
+
+def test_there_are_no_import_cycles():
+    known = modules()
+    graph = {module: imports(path, known, at_import=True) for module, path in known.items()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for other in sorted(graph[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_the_pure_part_never_loads_torch():
+    pure = [m for m in modules() if unit(m) in PURE]
+    assert len(pure) > 20
+    script = "import sys\n" + "".join(f"import {m}\n" for m in pure)
+    script += "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_only_one_file_imports_torchtitan():
+    users = [m for m, path in modules().items() if "import torchtitan" in path.read_text() or "from torchtitan" in path.read_text()]
+    assert users == ["mmtrain.titan"]
+
+
+def test_private_names_of_pipelining_live_in_one_file():
+    users = [m for m, path in modules().items() if "torch.distributed.pipelining" in path.read_text()]
+    assert users == ["mmtrain.parallel.torch_private"]

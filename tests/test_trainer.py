@@ -1,0 +1,334 @@
+"""Whole jobs: equal loss curves on every layout, exact resume, what stops a run and what it leaves behind."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from mmtrain.checkpoint import complete_steps
+from mmtrain.errors import ConfigError, DataError, TrainingError
+from tests.jobs import layout, metrics, train, write_config
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+CURVE_TOLERANCE = 2e-4
+"""Relative difference of the loss after 20 steps between layouts. Measured: below 2e-5; rounding grows with steps."""
+
+
+@pytest.fixture
+def job(tmp_path, charts):
+    return write_config(tmp_path, charts)
+
+
+def test_twenty_steps_have_one_loss_curve_on_every_layout(tmp_path, charts):
+    curves = {}
+    for name, degrees in {
+        "one process": layout(),
+        "pp 2": layout(pp=2),
+        "pp 2 x shard 2": layout(pp=2, shard=2),
+        "replicate 2 x shard 2": layout(replicate=2, shard=2),
+    }.items():
+        path = write_config(tmp_path / name.replace(" ", "-"), charts)
+        world = 1
+        for degree in degrees:
+            world *= int(degree.split("=")[1])
+        schedule = "1F1B" if name == "pp 2" else "interleave"
+        extra = ["training.steps=20", f"parallelism.pipeline_parallel_schedule={schedule}"]
+        run_ranks(train, world, path, degrees + extra)
+        curves[name] = metrics(path.parent)
+    reference = curves.pop("one process")
+    assert sorted(reference) == list(range(1, 21))
+    assert reference[20] < 0.8 * reference[1]
+    for name, curve in curves.items():
+        worst = max(abs(curve[s] - reference[s]) / reference[s] for s in reference)
+        assert worst < CURVE_TOLERANCE, (name, worst)
+
+
+def killed_at(rank, path, overrides, step):
+    """Every rank is killed without warning in the middle of a step."""
+    from mmtrain.trainer import Trainer
+
+    original = Trainer._run
+
+    def run(self, *args, **kwargs):
+        if self.state.step + 1 == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *args, **kwargs)
+
+    Trainer._run = run
+    train(rank, path, overrides)
+
+
+@pytest.mark.parametrize("step", [1, 4, 6])
+def test_a_killed_job_continues_exactly(tmp_path, charts, step):
+    extra = [*layout(pp=2), "checkpoint.enable=true", "checkpoint.interval=2"]
+    whole = write_config(tmp_path / "whole", charts)
+    run_ranks(train, 2, whole, extra)
+    path = write_config(tmp_path / "killed", charts)
+    with pytest.raises(AssertionError, match="process died with exit code -9"):
+        run_ranks(killed_at, 2, path, extra, step)
+    run_ranks(train, 2, path, extra)
+    assert metrics(path.parent) == metrics(whole.parent)
+    assert metrics(path.parent, "grad_norm") == metrics(whole.parent, "grad_norm")
+
+
+def killed_while_saving(rank, path, overrides, where):
+    """Rank 0 is killed while step 4's checkpoint is written, before or after the tensors are on disk."""
+    import mmtrain.checkpoint as checkpoint
+
+    if where == "before the tensors":
+        original = checkpoint.dcp.save
+
+        def save(tensors, checkpoint_id):
+            if checkpoint_id.name == "step-4.tmp" and rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(tensors, checkpoint_id=checkpoint_id)
+
+        checkpoint.dcp.save = save
+    else:
+        flush = checkpoint._flush
+
+        def die(folder):
+            if folder.name == "step-4.tmp":
+                os.kill(os.getpid(), signal.SIGKILL)
+            flush(folder)
+
+        checkpoint._flush = die
+    train(rank, path, overrides)
+
+
+@pytest.mark.parametrize("where", ["before the tensors", "before the rename"])
+def test_a_kill_during_a_save_loses_no_checkpoint(tmp_path, charts, where):
+    extra = [*layout(pp=2), "checkpoint.enable=true", "checkpoint.interval=2"]
+    path = write_config(tmp_path / "killed", charts)
+    with pytest.raises(AssertionError, match="process died with exit code -9"):
+        run_ranks(killed_while_saving, 2, path, extra, where)
+    folder = tmp_path / "killed" / "run" / "checkpoint"
+    assert complete_steps(folder) == [2]
+    assert (folder / "step-4.tmp").is_dir()
+    run_ranks(train, 2, path, extra)
+    assert complete_steps(folder) == [2, 4, 6]
+    assert not list(folder.glob("*.tmp"))
+    whole = write_config(tmp_path / "whole", charts)
+    run_ranks(train, 2, whole, extra)
+    assert metrics(path.parent) == metrics(whole.parent)
+
+
+def test_a_checkpoint_loads_at_other_degrees(tmp_path, charts):
+    """Saved on pp 2 x shard 2 (tied embedding on two ranks), continued on one process and on pp 4."""
+    whole = write_config(tmp_path / "whole", charts)
+    run_ranks(train, 1, whole, layout())
+    expected = metrics(whole.parent)
+    saved = write_config(tmp_path / "saved", charts)
+    extra = ["checkpoint.enable=true", "checkpoint.interval=3"]
+    run_ranks(train, 4, saved, [*layout(pp=2, shard=2), *extra])
+    for name, world, degrees in (("one", 1, layout()), ("pp4", 4, layout(pp=4)), ("rep", 2, layout(replicate=2))):
+        path = write_config(tmp_path / name, charts)
+        checkpoint = path.parent / "run" / "checkpoint"
+        checkpoint.mkdir(parents=True)
+        os.symlink(saved.parent / "run" / "checkpoint" / "step-3", checkpoint / "step-3")
+        run_ranks(train, world, path, [*degrees, *extra, "checkpoint.keep_latest_k=0"])
+        found = metrics(path.parent)
+        assert sorted(found) == [4, 5, 6], name
+        assert all(abs(found[s] - expected[s]) / expected[s] < CURVE_TOLERANCE for s in found), name
+
+
+def test_an_asynchronous_checkpoint_equals_a_synchronous_one(tmp_path, charts):
+    for mode in ("disabled", "async"):
+        path = write_config(tmp_path / mode, charts)
+        extra = ["checkpoint.enable=true", "checkpoint.interval=2", f"checkpoint.async_mode={mode}"]
+        run_ranks(train, 2, path, [*layout(pp=2), *extra])
+        assert complete_steps(path.parent / "run" / "checkpoint") == [2, 4, 6]
+    loads = []
+    for mode in ("disabled", "async"):
+        path = tmp_path / mode / "job.toml"
+        extra = ["checkpoint.enable=true", "checkpoint.load_step=4", "training.steps=6"]
+        run_ranks(train, 2, path, [*layout(pp=2), *extra])
+        loads.append(metrics(path.parent))
+    assert loads[0] == loads[1]
+
+
+def test_old_checkpoints_are_removed(job):
+    extra = ["checkpoint.enable=true", "checkpoint.interval=1", "checkpoint.keep_latest_k=2"]
+    run_ranks(train, 1, job, extra)
+    assert complete_steps(job.parent / "run" / "checkpoint") == [5, 6]
+
+
+def terminated(rank, path, overrides):
+    from mmtrain.trainer import Trainer
+
+    original = Trainer._run
+
+    def run(self, *args, **kwargs):
+        if self.state.step + 1 == 3 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *args, **kwargs)
+
+    Trainer._run = run
+    train(rank, path, overrides)
+
+
+def test_sigterm_saves_and_leaves(tmp_path, charts):
+    path = write_config(tmp_path / "a", charts)
+    extra = [*layout(pp=2), "checkpoint.enable=true"]
+    run_ranks(terminated, 2, path, extra)
+    assert complete_steps(path.parent / "run" / "checkpoint") == [3]
+    run_ranks(train, 2, path, extra)
+    whole = write_config(tmp_path / "whole", charts)
+    run_ranks(train, 2, whole, extra)
+    assert metrics(path.parent) == metrics(whole.parent)
+
+
+def poisoned(rank, path, overrides, error):
+    """A weight on rank 1 becomes NaN before step 3."""
+    from mmtrain.trainer import Trainer
+
+    original = Trainer._run
+
+    def run(self, *args, **kwargs):
+        if self.state.step + 1 == 3 and rank == 1 and self.model.chunks:
+            with torch.no_grad():
+                parameter = next(p for p in self.model.chunks[-1].parameters())
+                self.saved = parameter.clone()
+                parameter.fill_(float("nan"))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            if self.state.step + 1 == 3 and rank == 1:
+                with torch.no_grad():
+                    parameter.copy_(self.saved)
+
+    Trainer._run = run
+    if error is None:
+        train(rank, path, overrides)
+        return ""
+    with pytest.raises(error) as caught:
+        train(rank, path, overrides)
+    return str(caught.value)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(job):
+    extra = [*layout(pp=2), "checkpoint.enable=true", "checkpoint.interval=2"]
+    messages = run_ranks(poisoned, 2, job, extra, TrainingError)
+    assert all(m.startswith("step 3: loss nan") and "first seen on ranks" in m for m in messages)
+    assert complete_steps(job.parent / "run" / "checkpoint") == [2]
+
+
+def test_a_step_that_is_not_finite_can_be_skipped(job):
+    run_ranks(poisoned, 2, job, [*layout(pp=2), "training.on_nonfinite=skip"], None)
+    losses = metrics(job.parent)
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6]
+    assert losses[3] != losses[3] and losses[4] == losses[4]
+
+
+def with_changed_image(rank, path, overrides, change):
+    """One picture of the batch is lost, doubled or swapped behind the loader's back."""
+    from mmtrain.trainer import Trainer
+
+    original = Trainer._run
+
+    def run(self, plan, item, **kwargs):
+        if item.batch is not None:
+            microbatch = next(m for m in item.batch.microbatches if len(m.pixel_values) > 1)
+            pixels, names = microbatch.pixel_values, microbatch.image_names
+            if change == "lost":
+                del pixels[1], names[1]
+            elif change == "doubled":
+                pixels.insert(1, pixels[0])
+                names.insert(1, names[0])
+            else:
+                names[0], names[1] = names[1], names[0]
+        return original(self, plan, item, **kwargs)
+
+    Trainer._run = run
+    with pytest.raises(DataError) as caught:
+        train(rank, path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [("lost", "is lost"), ("doubled", "there once too often"), ("swapped", "another order")]
+)
+def test_a_lost_or_doubled_image_is_named(job, change, message):
+    (found,) = run_ranks(with_changed_image, 1, job, [], change)
+    assert message in found
+    assert "sample" in found or "(" in found
+
+
+def failing(rank, path, overrides, error):
+    with pytest.raises(error) as caught:
+        train(rank, path, overrides)
+    return str(caught.value)
+
+
+def test_another_models_checkpoint_is_refused(tmp_path, job):
+    extra = ["checkpoint.enable=true", "checkpoint.interval=3"]
+    run_ranks(train, 1, job, extra)
+    deeper = job.read_text().replace("num_hidden_layers = 4", "num_hidden_layers = 5")
+    job.write_text(deeper)
+    (message,) = run_ranks(failing, 1, job, [*extra, "training.steps=9"], ConfigError)
+    assert "was saved by another model: it has no model.language.model.layers.4" in message
+    job.write_text(deeper.replace("num_hidden_layers = 5", "num_hidden_layers = 4").replace("hidden_size = 48, int", "hidden_size = 40, int"))
+    (message,) = run_ranks(failing, 1, job, [*extra, "training.steps=9"], ConfigError)
+    assert "does not fit this model" in message
+
+
+def test_a_checkpoint_step_that_is_not_there_is_refused(job):
+    (message,) = run_ranks(failing, 1, job, ["checkpoint.enable=true", "checkpoint.load_step=7"], ConfigError)
+    assert "checkpoint.load_step = 7, but" in message and "no complete checkpoint" in message
+
+
+def test_a_loader_error_reaches_every_rank(job):
+    messages = run_ranks(failing, 2, job, [*layout(pp=2), "training.seq_len=16"], DataError)
+    assert messages[0] == messages[1]
+
+
+def test_validation_and_traces(job):
+    extra = [
+        *layout(pp=2), "validation.enable=true", "validation.freq=3", "validation.steps=2", "metrics.trace_freq=3",
+        "metrics.enable_tensorboard=true",
+    ]  # fmt: skip
+    run_ranks(train, 2, job, extra)
+    run = job.parent / "run"
+    losses = metrics(job.parent, "validation_loss")
+    assert sorted(losses) == [0, 3, 6]
+    assert losses[6] < losses[0]
+    accuracy = metrics(job.parent, "accuracy")
+    assert set(accuracy[6]) == {"easy", "medium", "hard", "text"}
+    events = json.loads((run / "traces" / "step-3.json").read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    assert names == {"measured", "planned"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) % 2 == 0 and all(e["dur"] >= 0 for e in spans)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run / "tb"))
+    board.Reload()
+    tags = set(board.Tags()["scalars"])
+    assert {
+        "loss_metrics/global_avg_loss", "grad_norm", "throughput(tps)", "mfu(%)", "pipeline/bubble(%)",
+        "modality/image/tokens", "modality/text/tokens", "validation_metrics/loss",
+    } <= tags  # fmt: skip
+    assert (run / "config.toml").is_file()
+
+
+def test_metrics_count_every_token_and_image_once(tmp_path, charts):
+    """Replicas and pipelines see the same totals as one process."""
+    one = write_config(tmp_path / "one", charts)
+    run_ranks(train, 1, one, ["training.steps=2"])
+    four = write_config(tmp_path / "four", charts)
+    run_ranks(train, 4, four, ["training.steps=2", *layout(pp=2, shard=2)])
+    for key in ("tokens", "images", "patches"):
+        assert metrics(one.parent, key) == metrics(four.parent, key)
+    assert all(0 <= b < 1 for b in metrics(four.parent, "bubble").values())
+
+
+def test_ranks_end_in_time_after_an_error(job):
+    """A rank that fails does not leave the others waiting for the timeout."""
+    start = time.monotonic()
+    run_ranks(failing, 2, job, [*layout(pp=2), "training.seq_len=16"], DataError)
+    assert time.monotonic() - start < 60
