@@ -159,10 +159,14 @@ class Checkpointer:
                 f"{source} was saved by another model: it has no {missing[0]} ({len(missing)} names are "
                 "missing); use the config it was saved with, or another job.dump_folder"
             )
-        try:
-            dcp.load(tensors, checkpoint_id=source)
-        except ValueError as error:
-            raise ConfigError(f"{source} does not fit this model: {error}") from error
+        for key, tensor in tensors.items():
+            size = getattr(stored[key], "size", None)
+            if isinstance(tensor, Tensor) and size is not None and tuple(size) != tuple(tensor.shape):
+                raise ConfigError(
+                    f"{source} does not fit this model: {key} has shape {tuple(size)} there and "
+                    f"{tuple(tensor.shape)} here; use the config it was saved with"
+                )
+        dcp.load(tensors, checkpoint_id=source)
         self._restore(tensors)
         if rng_key in tensors:
             _set_rng(tensors[rng_key])
@@ -219,7 +223,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def _is_rank_zero() -> bool:
-    return dist.get_rank() == 0
+    return bool(dist.get_rank() == 0)
 
 
 def _on_rank_zero(read: Any) -> Any:

@@ -43,7 +43,8 @@ def train_main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="train.py", description="Runs one rank of a training job.")
     parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
     parser.add_argument("overrides", nargs="*", metavar="--section.key=value", help=_OVERRIDE_HELP)
-    args, args.overrides = parser.parse_known_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    args.overrides = [*args.overrides, *rest]
     return _guarded(_train_rank, args)
 
 
@@ -93,7 +94,7 @@ def _train(args: argparse.Namespace) -> int:
     try:
         elastic_launch(launch, words[0])(*words[1:])
     except ChildFailedError as error:
-        return max(1, next(iter(error.failures.values())).exitcode)
+        return max(1, *(int(failure.exitcode) for failure in error.failures.values()))
     return 0
 
 
@@ -142,10 +143,18 @@ def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _charts(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
     from mmtrain.data.charts import make_charts
 
-    make_charts(args.out, args.num_samples, args.seed)
-    print(f"wrote {args.num_samples} samples to {args.out}")
+    with tqdm(total=args.num_samples, unit="sample", disable=not sys.stderr.isatty()) as bar:
+        made = make_charts(
+            args.out, args.num_samples, args.seed, progress=lambda done, total: bar.update(done - bar.n)
+        )
+    print(
+        f"{args.out}: {made.num_train} training and {made.num_validation} validation samples with "
+        f"{made.num_images} pictures, {made.num_bytes / 1e6:.1f} MB"
+    )
     return 0
 
 

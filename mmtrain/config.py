@@ -426,7 +426,7 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     table = _read_with_bases(found, ())
     for override in overrides:
         _apply_override(table, override)
-    config = _build(Config, table, "", str(found))
+    config: Config = _build(Config, table, "", str(found))
     check(config)
     return config
 

@@ -6,22 +6,23 @@ without trainable parameters (a pipeline rank of frozen layers), its metrics lin
 """
 
 import logging
+import re
 from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend of size-1 axes
+import torch.testing._internal.distributed.fake_pg  # registers the backend of size-1 axes
 import torchtitan.tools.utils as _titan_utils
 
 if not torch.accelerator.is_available():
     # torchtitan falls back to "cuda" on a machine without accelerator; the names below are read at import.
     _titan_utils.device_type, _titan_utils.device_module = "cpu", torch.cpu
 
-from torchtitan.components.metrics import TensorBoardLogger  # noqa: E402
-from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig  # noqa: E402
-from torchtitan.distributed.parallel_dims import ParallelDims  # noqa: E402
+from torchtitan.components.metrics import TensorBoardLogger
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.distributed.parallel_dims import ParallelDims
 
-from mmtrain.topology import MeshShape  # noqa: E402
+from mmtrain.topology import MeshShape
 
 __all__ = ["FrozenAwareOptimizers", "ParallelDims", "ParamGroupConfig", "TensorBoardLogger", "parallel_dims"]
 
@@ -51,8 +52,6 @@ class FrozenAwareOptimizers(OptimizersContainer):  # type: ignore[type-arg]
     def _build_param_groups(
         model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
-        import re
-
         names = [name for name, param in model.named_parameters() if param.requires_grad]
         used, left = [], set(names)
         for group in param_group_configs:
@@ -60,7 +59,8 @@ class FrozenAwareOptimizers(OptimizersContainer):  # type: ignore[type-arg]
             if matched:
                 used.append(group)
             left -= matched
-        return OptimizersContainer._build_param_groups(model, used, impl_kwargs)
+        groups: tuple[Any, Any] = OptimizersContainer._build_param_groups(model, used, impl_kwargs)
+        return groups
 
     def _post_init(self, all_params: list[Any]) -> None:
         if all_params:  # torch's Optimizer refuses an empty list; then there is nothing to step either

@@ -328,7 +328,8 @@ class Trainer:
     def _share(self, source: Iterator[tuple[Batch, IterationMeta, LoaderState]] | None) -> Iterator[Item]:
         """The leader's items on every rank of its replica; an error of the loader is raised on all of them."""
         while True:
-            batch, message = None, None
+            batch: Batch | None = None
+            message: tuple[IterationMeta, list[Tensor], LoaderState] | MMTrainError | None = None
             if source is not None:
                 try:
                     batch, meta, state = next(source)

@@ -92,7 +92,7 @@ def test_missing_file_names_a_near_one():
 
 
 def test_invalid_toml_names_the_line(load):
-    with pytest.raises(ConfigError, match="not valid TOML.*line 2"):
+    with pytest.raises(ConfigError, match=r"not valid TOML.*line 2"):
         load("[training]\nsteps = = 3")
 
 

@@ -1,6 +1,7 @@
 """Whole jobs: equal loss curves on every layout, exact resume, what stops a run and what it leaves behind."""
 
 import json
+import math
 import os
 import signal
 import time
@@ -105,7 +106,7 @@ def killed_while_saving(rank, path, overrides, where):
 def test_a_kill_during_a_save_loses_no_checkpoint(tmp_path, charts, where):
     extra = [*layout(pp=2), "checkpoint.enable=true", "checkpoint.interval=2"]
     path = write_config(tmp_path / "killed", charts)
-    with pytest.raises(AssertionError, match="process died with exit code -9"):
+    with pytest.raises(AssertionError, match=r"process died with exit code -9|by peer"):
         run_ranks(killed_while_saving, 2, path, extra, where)
     folder = tmp_path / "killed" / "run" / "checkpoint"
     assert complete_steps(folder) == [2]
@@ -214,7 +215,8 @@ def poisoned(rank, path, overrides, error):
 def test_a_loss_that_is_not_finite_stops_the_run(job):
     extra = [*layout(pp=2), "checkpoint.enable=true", "checkpoint.interval=2"]
     messages = run_ranks(poisoned, 2, job, extra, TrainingError)
-    assert all(m.startswith("step 3: loss nan") and "first seen on ranks" in m for m in messages)
+    assert all(m.startswith("step 3: loss nan") for m in messages)
+    assert all("first seen on ranks" in m for m in messages)
     assert complete_steps(job.parent / "run" / "checkpoint") == [2]
 
 
@@ -222,7 +224,7 @@ def test_a_step_that_is_not_finite_can_be_skipped(job):
     run_ranks(poisoned, 2, job, [*layout(pp=2), "training.on_nonfinite=skip"], None)
     losses = metrics(job.parent)
     assert sorted(losses) == [1, 2, 3, 4, 5, 6]
-    assert losses[3] != losses[3] and losses[4] == losses[4]
+    assert [s for s in losses if math.isnan(losses[s])] == [3]
 
 
 def with_changed_image(rank, path, overrides, change):
@@ -279,7 +281,8 @@ def test_another_models_checkpoint_is_refused(tmp_path, job):
 
 def test_a_checkpoint_step_that_is_not_there_is_refused(job):
     (message,) = run_ranks(failing, 1, job, ["checkpoint.enable=true", "checkpoint.load_step=7"], ConfigError)
-    assert "checkpoint.load_step = 7, but" in message and "no complete checkpoint" in message
+    assert "checkpoint.load_step = 7, but" in message
+    assert "no complete checkpoint" in message
 
 
 def test_a_loader_error_reaches_every_rank(job):

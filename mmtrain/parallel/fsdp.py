@@ -27,11 +27,14 @@ def apply_fsdp(chunk: nn.Module, units: list[nn.Module], mesh: Mesh, training: T
     """
     if not uses_fsdp(mesh, training):
         return
-    policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[training.mixed_precision_param],
-        reduce_dtype=DTYPES[training.mixed_precision_reduce],
-    )
+    dtypes = {
+        "param_dtype": DTYPES[training.mixed_precision_param],
+        "reduce_dtype": DTYPES[training.mixed_precision_reduce],
+    }
+    # A unit's inputs are of the compute dtype already, but for rotary tables, which must stay float32.
+    inner = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     for unit in units:
-        fully_shard(unit, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(chunk, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(unit, mesh=mesh.fsdp, mp_policy=inner, reshard_after_forward=False)
+    outer = MixedPrecisionPolicy(**dtypes)
+    fully_shard(chunk, mesh=mesh.fsdp, mp_policy=outer, reshard_after_forward=False)
     prepare_fsdp(chunk)

@@ -1,6 +1,6 @@
 """One stage on its rank: a chunk, and the activations and gradients that wait around it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class ModalityStage(PipelineStage):
 
     def leftovers(self) -> list[str]:
         """What should have been consumed by the end of a step, in words; empty if all was."""
-        boxes = {
+        boxes: dict[str, Mapping[Any, Any]] = {
             "activation received": self.inbox,
             "output not sent": self.outbox,
             "gradient received": self.grad_inbox,

@@ -48,8 +48,12 @@ def check_transport(program: Program, models: Sequence[str] = tuple(MODELS)) -> 
     """
     for rank in range(len(program.actions)):
         _check_own_order(program, rank)
+    messages = [
+        [_message(program, step, a) if a.kind in TRANSFERS else None for step, a in enumerate(actions)]
+        for actions in program.actions
+    ]
     for model in models:
-        _Execution(program, model).run()
+        _Execution(program, messages, model).run()
 
 
 def _message(program: Program, step: int, action: Action) -> _Message:
@@ -116,8 +120,9 @@ def _computed(program: Program, kind: Kind, stage: int, work: int, seen: set[Act
 class _Execution:
     """One run of all ranks' lists under one transport model."""
 
-    def __init__(self, program: Program, model: str) -> None:
+    def __init__(self, program: Program, messages: list[list[_Message | None]], model: str) -> None:
         self._program = program
+        self._messages = messages
         self._model = model
         self._stream = MODELS[model]
         self._steps = [0] * len(program.actions)
@@ -142,17 +147,14 @@ class _Execution:
 
     def _advance(self, rank: int) -> bool:
         """Runs a rank's list until it must wait; tells whether anything was done."""
-        actions, start = self._program.actions[rank], self._steps[rank]
-        while self._steps[rank] < len(actions):
-            step = self._steps[rank]
-            action = actions[step]
-            if action.kind in TRANSFERS:
-                message = _message(self._program, step, action)
-                if action.kind not in WAITS:
-                    stream = self._stream(message.source, message.target)
-                    self._queues[rank].setdefault(stream, deque()).append(message)
-                elif message.name not in self._arrived:
-                    break
+        messages, start = self._messages[rank], self._steps[rank]
+        while self._steps[rank] < len(messages):
+            message = messages[self._steps[rank]]
+            if message and message.action.kind not in WAITS:
+                stream = self._stream(message.source, message.target)
+                self._queues[rank].setdefault(stream, deque()).append(message)
+            elif message and message.name not in self._arrived:
+                break
             self._steps[rank] += 1
         return self._steps[rank] > start
 

@@ -143,7 +143,7 @@ def test_a_plan_that_disagrees_with_the_batch_stops_the_step():
 
 def unknown_kind(rank):
     job = Job(1)
-    batch, meta = make_batch(job.model, [[0]], seed=1)
+    _, meta = make_batch(job.model, [[0]], seed=1)
     plan = job.planner.plan(meta)
     split = tuple(dataclasses.replace(a, kind=Kind.I) if a.kind is Kind.B else a for a in plan.program.actions[0])
     with pytest.raises(PlanError) as error:

@@ -1,0 +1,124 @@
+"""python docs/make_config_page.py > docs/config.md
+
+Prints the page of all configuration keys, read from the dataclasses of `mmtrain/config.py`: types and
+defaults from their fields, meanings from the text under each field.
+"""
+
+import ast
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from mmtrain import config
+
+INTRODUCTION = """\
+# Configuration
+
+*Made by `python docs/make_config_page.py > docs/config.md` from `mmtrain/config.py`; do not edit it by hand.*
+
+A job is one TOML file. `mmtrain config --config FILE` checks it and prints it with all defaults; each run
+writes the same text to `config.toml` in its dump folder.
+
+- **Strict.** An unknown key, a wrong type, a value outside of its choices or a missing key is an error with
+  the dotted name of the key. An integer is accepted where a float is asked for; nothing else is converted.
+- **Where a file is found.** `--config` takes a path, or a bare name that is looked up in `configs/` of the
+  working directory and then of the source tree.
+- **`extends = "base.toml"`**, at the top of a file, names another file, relative to this one. Tables are merged
+  key by key; an inline model `config` is replaced as a whole.
+- **On the command line**, `--section.key=value` sets one key, after all files. The value is TOML; a string may
+  be left unquoted.
+
+Rules between sections:
+
+- `data_parallel_replicate_degree` x `data_parallel_shard_degree` must divide `training.global_batch_size`.
+- `tensor_parallel_degree` and `context_parallel_degree` must be 1: these axes are not built yet.
+- The product of all degrees is the number of processes that the launcher must start.
+- `lr_scheduler.warmup_steps` is at most `training.steps`.
+- At least one of encoder, projector and language model is not frozen.
+- `planner.activation_memory_gib` needs the schedule `interleave`.
+"""
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    parts = [INTRODUCTION]
+    for path, section in sections(config.Config, ""):
+        doc = inspect.cleandoc(section.__doc__ or "").removeprefix(f"[{path}]").lstrip(":").strip()
+        parts.append(f"## [{path}]\n")
+        if doc:
+            parts.append(f"{doc[0].upper()}{doc[1:]}\n")
+        rows = list(_rows(section))
+        if rows:
+            parts.append("| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
+    """(dotted name, dataclass) of every section below a dataclass, outer ones first."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        section = _without_none(hints[field.name])
+        if dataclasses.is_dataclass(section):
+            assert isinstance(section, type)
+            name = f"{path}.{field.name}" if path else field.name
+            yield name, section
+            yield from sections(section, name)
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """Key -> the text under its field, on one line; keys without one are absent."""
+    (node,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(node, ast.ClassDef)
+    found = {}
+    for before, after in zip(node.body, node.body[1:], strict=False):
+        if (
+            isinstance(before, ast.AnnAssign)
+            and isinstance(before.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+            and isinstance(after.value.value, str)
+        ):
+            found[before.target.id] = " ".join(after.value.value.split())
+    return found
+
+
+def _rows(cls: type) -> Iterator[str]:
+    hints, text = typing.get_type_hints(cls), meanings(cls)
+    for field in dataclasses.fields(cls):
+        if not dataclasses.is_dataclass(_without_none(hints[field.name])):
+            cells = (f"`{field.name}`", _type(hints[field.name]), _default(field), text.get(field.name, ""))
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _without_none(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType):
+        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+    return hint
+
+
+def _type(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(f"`{_toml(choice)}`" for choice in typing.get_args(hint))
+    return {bool: "boolean", int: "integer", float: "float", str: "string"}.get(hint, "table")
+
+
+def _default(field: "dataclasses.Field[Any]") -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{_toml(field.default)}`"
+    return "required" if field.default_factory is dataclasses.MISSING else f"`{_toml(field.default_factory())}`"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        short = f"{value:g}".replace("e+", "e")  # 4e14 reads better than fifteen digits
+        return short if any(c in short for c in ".e") else f"{short}.0"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

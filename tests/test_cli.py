@@ -1,0 +1,149 @@
+"""The command as a user types it: what works, and one line for everything that does not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmtrain.cli import main, train_main
+from tests.jobs import layout, metrics, write_config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def job(tmp_path, charts):
+    return write_config(tmp_path, charts)
+
+
+def one_line(capsys) -> str:
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--parallelism.pipeline_parallel_degree=2"], "pp=2 = 2 ranks, but the job has 1"),
+        (["--trainig.steps=3"], "unknown key trainig; did you mean training?"),
+        (["--training.steps=many"], "training.steps = 'many' is a string"),
+        (["--data.source=/nowhere/at/all"], "/nowhere/at/all"),
+        (["--tokenizer.path=/nowhere/at/all"], "/nowhere/at/all"),
+        (["--model.language.num_segments=7"], "needs a layer"),
+        (["--training.seq_len=8"], "training.seq_len"),
+        (["--model.language.config={model_type='qwen9'}"], "qwen9"),
+        (["--data.split=nothing"], "nothing"),
+    ],
+)
+def test_bad_input_ends_with_one_line(job, capsys, monkeypatch, overrides, message):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert train_main(["--config", str(job), *overrides]) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("error [rank 0]: ")
+    assert message in lines[0]
+
+
+def test_a_missing_config_is_one_line(capsys):
+    assert main(["train", "--config", "nothing.toml"]) == 2
+    assert "config file 'nothing.toml' does not exist; configs/ has" in one_line(capsys)
+
+
+def test_config_prints_what_load_reads(job, capsys, tmp_path):
+    assert main(["config", "--config", str(job), "--training.steps=7"]) == 0
+    path = tmp_path / "printed.toml"
+    path.write_text(capsys.readouterr().out)
+    from mmtrain import config
+
+    assert config.load(path) == config.load(job, ["training.steps=7"])
+
+
+def test_every_shipped_config_is_valid():
+    from mmtrain import config
+
+    for path in sorted((ROOT / "configs").glob("*.toml")):
+        assert path.read_text().startswith("# "), f"{path.name}: line 1 is its command"
+        assert path.name in path.read_text().splitlines()[0]
+        config.load(path)
+
+
+@pytest.mark.parametrize("form", ["text", "svg", "trace", "json", "program"])
+def test_schedule_show_of_a_chain(capsys, form):
+    assert main(["schedule", "show", "1F1B", "--pp", "2", "--microbatches", "3", "--format", form]) == 0
+    out = capsys.readouterr().out
+    if form == "text":
+        assert "makespan 12 s" in out  # (p - 1 + m)(f + b) = (1 + 3)(1 + 2)
+    elif form == "svg":
+        assert out.startswith("<svg")
+    elif form == "program":
+        assert out.splitlines()[0].startswith("0F0.0 0SEND_F0.0>1 ")
+    else:
+        json.loads(out)
+
+
+def test_schedule_show_of_a_batch(job, capsys, tmp_path):
+    overrides = [f"--{o}" for o in layout(pp=2)]
+    assert main(["schedule", "show", "--config", str(job), "--batch", "1", *overrides]) == 0
+    assert "interleave: makespan" in capsys.readouterr().out
+    picture = tmp_path / "plan.png"
+    assert main(["schedule", "show", "--config", str(job), *overrides, "--format", "png", "--out", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_schedule_show_of_a_problem_file(tmp_path, capsys):
+    from mmtrain.cli import _chain
+
+    path = tmp_path / "problem.json.gz"
+    _chain(3, 4).write(path)
+    assert main(["schedule", "show", "interleave", "--problem", str(path)]) == 0
+    assert "interleave: makespan 18 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["GPipe9"], "schedule 'GPipe9' does not exist"),
+        (["--config", "a", "--problem", "b"], "not both"),
+        (["--format", "png"], "needs --out"),
+        (["--pp", "0"], "at least 1"),
+        (["--training.steps=1"], "there is no --config"),
+        (["--problem", "nothing.json"], "nothing.json"),
+    ],
+)
+def test_schedule_show_refuses(capsys, words, message):
+    assert main(["schedule", "show", *words]) == 2
+    assert message in one_line(capsys)
+
+
+def test_data_charts(tmp_path, capsys):
+    out = tmp_path / "charts"
+    assert main(["data", "charts", str(out), "--num-samples", "60", "--seed", "1"]) == 0
+    assert "54 training and 6 validation samples" in capsys.readouterr().out
+    assert main(["data", "charts", str(out)]) == 2
+    assert "exists already" in one_line(capsys)
+
+
+def test_an_unknown_word_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["config", "show"])
+    assert caught.value.code == 2
+
+
+@pytest.mark.ranks
+def test_mmtrain_train_starts_all_ranks(job):
+    """`mmtrain train` launches the job itself; torchrun starts train.py with the same result."""
+    words = [f"--{o}" for o in layout(pp=2)] + ["--training.steps=2"]
+    subprocess.run([sys.executable, "-m", "mmtrain.cli", "train", "--config", str(job), *words], check=True, cwd=ROOT)
+    ours = metrics(job.parent)
+    assert sorted(ours) == [1, 2]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    subprocess.run([*torchrun, "--config", str(job), *words], check=True, cwd=ROOT)
+    assert metrics(job.parent) == ours
