@@ -15,7 +15,7 @@ $(VENV)/installed: pyproject.toml constraints-cpu.txt
 data: data/charts/README.md
 
 data/charts/README.md: | venv
-	$(BIN)/mmtrain data charts data/charts --num-samples 4000 --seed 0
+	$(BIN)/mmtrain data charts data/charts --num-samples 12000 --seed 0
 
 train: venv data
 	$(BIN)/torchrun --nproc-per-node 2 train.py --config debug_vlm.toml

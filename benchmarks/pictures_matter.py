@@ -35,7 +35,16 @@ def main() -> None:
                 "--checkpoint.enable=false",
                 "--validation.enable=true",
             ]
-            command = [sys.executable, "-m", "mmtrain.cli", "train", "--config", args.config, *overrides, *extra]
+            command = [
+                sys.executable,
+                "-m",
+                "mmtrain.cli",
+                "train",
+                "--config",
+                args.config,
+                *overrides,
+                *extra,
+            ]
             print(f"training: {name}", file=sys.stderr, flush=True)
             subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr)
             found[name] = last_validation(folder / name)

@@ -46,6 +46,10 @@ class Layer(nn.Module):
         return Output(x.sum()) if self.with_loss else x
 
 
+def spread(values: list[float], form: str) -> str:
+    return f"min {min(values):{form}}  median {statistics.median(values):{form}}  max {max(values):{form}}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--microbatches", type=int, default=32)
@@ -71,7 +75,6 @@ def main() -> None:
         ours.load(program, lambda stage, work: (1, WIDTH))  # a new program each step, as in training
         ours.step(lambda stage, work: ((data[work],), {}) if stage == 0 else ((), {}))
 
-    sample = torch.randn(1, WIDTH)
     theirs_stage = PipelineStage(Layer(False), rank, world, mesh.device, group=mesh.pp_group)
     theirs = _PipelineScheduleRuntime(
         [theirs_stage], n_microbatches=args.microbatches, loss_fn=lambda out, _: out.sum(), scale_grads=False
@@ -91,7 +94,6 @@ def main() -> None:
         else:
             theirs.step()
 
-    del sample
     num_actions = len(program.actions[rank])
     num_theirs = len(theirs.pipeline_order_with_comms[rank])
     figures: dict[str, list[float]] = {"mmtrain": [], "torch": []}
@@ -110,12 +112,9 @@ def main() -> None:
             f"divided by {num_theirs}"
         )
         for name, values in figures.items():
-            kept = values[1:]  # the first repetition warms up
-            print(f"{name:8s} us an action: min {min(kept):.1f}  median {statistics.median(kept):.1f}  max {max(kept):.1f}")
+            print(f"{name:8s} us an action: {spread(values[1:], '.1f')}")  # the first repetition warms up
         ratios = [a / b for a, b in zip(figures["mmtrain"][1:], figures["torch"][1:], strict=True)]
-        print(
-            f"ratio mmtrain / torch: min {min(ratios):.3f}  median {statistics.median(ratios):.3f}  max {max(ratios):.3f}"
-        )
+        print(f"ratio mmtrain / torch: {spread(ratios, '.3f')}")
     dist.destroy_process_group()
 
 

@@ -6,7 +6,9 @@ data-parallel degree can load what another one saved. The tied head is stored on
 """
 
 import contextlib
+import itertools
 import json
+import logging
 import os
 import random
 import re
@@ -28,6 +30,8 @@ from mmtrain.config import CheckpointConfig
 from mmtrain.errors import ConfigError, MMTrainError
 from mmtrain.parallel.grads import local_part
 from mmtrain.titan import FrozenAwareOptimizers
+
+logger = logging.getLogger("mmtrain")
 
 _COMPLETE = re.compile(r"step-(\d+)")
 _STATE_FILE = "train_state.json"
@@ -114,8 +118,6 @@ class Checkpointer:
             target = self._folder / f"step-{state.step}"
             aside = target.with_name(target.name + ".tmp")
             _flush(aside)
-            if target.exists():
-                shutil.rmtree(target)
             os.replace(aside, target)
             _flush_folder(self._folder)
             self._purge()
@@ -128,6 +130,15 @@ class Checkpointer:
             aside = doomed.with_name(doomed.name + ".tmp")
             os.replace(doomed, aside)  # a kill halfway through the removal leaves no half checkpoint
             shutil.rmtree(aside)
+
+    def _set_aside_later(self, step: int) -> None:
+        """Renames the checkpoints after the one that the user goes back to: their run is given up, not lost."""
+        for later in [s for s in complete_steps(self._folder) if s > step]:
+            old = self._folder / f"step-{later}"
+            names = (old.with_name(f"abandoned-{number}-{old.name}") for number in itertools.count())
+            new = next(name for name in names if not name.exists())
+            os.replace(old, new)
+            logger.warning("went back to step %d: %s is now %s", step, old, new.name)
 
     # -------------------------------------------------------------------------------------- loading
 
@@ -145,7 +156,10 @@ class Checkpointer:
             )
         if not steps:
             return None
-        source = self._folder / f"step-{wanted if wanted >= 0 else steps[-1]}"
+        chosen = wanted if wanted >= 0 else steps[-1]
+        if _is_rank_zero():
+            self._set_aside_later(chosen)
+        source = self._folder / f"step-{chosen}"
         text = _on_rank_zero(lambda: (source / _STATE_FILE).read_text())
         raw = json.loads(text)
         tensors = self._tensors()
@@ -158,6 +172,14 @@ class Checkpointer:
             raise ConfigError(
                 f"{source} was saved by another model: it has no {missing[0]} ({len(missing)} names are "
                 "missing); use the config it was saved with, or another job.dump_folder"
+            )
+        known: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(known, [key for key in tensors if key.startswith("model.")])
+        extra = {key for key in stored if key.startswith("model.")} - {key for keys in known for key in keys}
+        if extra:
+            raise ConfigError(
+                f"{source} was saved by another model: this one has no {min(extra)} ({len(extra)} names are too "
+                "many); use the config it was saved with, or another job.dump_folder"
             )
         for key, tensor in tensors.items():
             size = getattr(stored[key], "size", None)
@@ -207,7 +229,16 @@ class Checkpointer:
                 if rest.startswith(alias + "."):
                     stored = name + rest[len(alias) :]
             flat[key] = tensors[f"optimizer.{kind}.{stored}"]
+        settings = self._settings()
         self._optimizers.load_state_dict(flat)
+        for group, values in zip(self._groups(), settings, strict=True):
+            group.update(values)  # moments come from the checkpoint, hyperparameters from the config
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
 
 
 def complete_steps(folder: Path) -> list[int]:

@@ -78,6 +78,7 @@ def _train(args: argparse.Namespace) -> int:
     job = config.load(args.config, args.overrides)
     if "WORLD_SIZE" in os.environ:
         return _train_rank(args)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -95,6 +96,8 @@ def _train(args: argparse.Namespace) -> int:
         elastic_launch(launch, words[0])(*words[1:])
     except ChildFailedError as error:
         return max(1, *(int(failure.exitcode) for failure in error.failures.values()))
+    except SignalException as stop:  # the ranks got it too, saved and left
+        return 128 + int(stop.sigval)
     return 0
 
 
@@ -148,9 +151,7 @@ def _charts(args: argparse.Namespace) -> int:
     from mmtrain.data.charts import make_charts
 
     with tqdm(total=args.num_samples, unit="sample", disable=not sys.stderr.isatty()) as bar:
-        made = make_charts(
-            args.out, args.num_samples, args.seed, progress=lambda done, total: bar.update(done - bar.n)
-        )
+        made = make_charts(args.out, args.num_samples, args.seed, progress=lambda done, total: bar.update(done - bar.n))
     print(
         f"{args.out}: {made.num_train} training and {made.num_validation} validation samples with "
         f"{made.num_images} pictures, {made.num_bytes / 1e6:.1f} MB"
@@ -172,10 +173,10 @@ def _add_schedule(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
     show.add_argument("name", nargs="?", help="schedule: 1F1B or interleave (default: the config's, else 1F1B)")
     show.add_argument("--config", help="TOML file; its first batches are read, nothing is trained")
-    show.add_argument("--batch", type=int, default=0, metavar="K", help="with --config: which batch (default 0)")
+    show.add_argument("--batch", type=int, metavar="K", help="with --config: which batch (default 0)")
     show.add_argument("--problem", type=Path, metavar="FILE", help="planning problem, .json or .json.gz")
-    show.add_argument("--pp", type=int, default=4, metavar="P", help="pipeline ranks of a plain chain (default 4)")
-    show.add_argument("--microbatches", type=int, default=8, metavar="M", help="of a plain chain (default 8)")
+    show.add_argument("--pp", type=int, metavar="P", help="pipeline ranks of a plain chain (default 4)")
+    show.add_argument("--microbatches", type=int, metavar="M", help="of a plain chain (default 8)")
     show.add_argument(
         "--format",
         choices=["text", "svg", "png", "trace", "json", "program"],
@@ -187,32 +188,26 @@ def _add_schedule(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _show(args: argparse.Namespace) -> int:
-    from mmtrain.errors import ConfigError
     from mmtrain.planner.plan import make_plan, plan_to_json
     from mmtrain.schedule import draw
     from mmtrain.schedule.lower import lower
 
-    if args.config and args.problem:
-        raise ConfigError("schedule show: give --config or --problem, not both")
-    if args.overrides and not args.config:
-        raise ConfigError(f"schedule show: {args.overrides[0]} overrides a config, but there is no --config")
+    _check_show(args)
     name = args.name or "1F1B"
     if args.config:
         job = config.load(args.config, args.overrides)
         name = args.name or job.parallelism.pipeline_parallel_schedule
-        problem = _problem_of_batch(job, args.batch)
+        problem = _problem_of_batch(job, args.batch or 0)
     elif args.problem:
         from mmtrain.schedule.problem import PlanningProblem
 
         problem = PlanningProblem.read(args.problem)
     else:
-        problem = _chain(args.pp, args.microbatches)
+        problem = _chain(4 if args.pp is None else args.pp, 8 if args.microbatches is None else args.microbatches)
     result = make_plan(problem, name)
     if result.plan is None or result.timeline is None:
         raise MMTrainError(f"no plan: {result.message}")
     if args.format == "png":
-        if args.out is None:
-            raise ConfigError("schedule show: --format png needs --out FILE")
         args.out.write_bytes(draw.png(result.timeline, title=name))
         return 0
     text = {
@@ -229,6 +224,28 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_show(args: argparse.Namespace) -> None:
+    from mmtrain.errors import ConfigError
+
+    if args.config and args.problem:
+        raise ConfigError("schedule show: give --config or --problem, not both")
+    if args.overrides and not args.config:
+        raise ConfigError(f"schedule show: {args.overrides[0]} overrides a config, but there is no --config")
+    if args.batch is not None and not args.config:
+        raise ConfigError("schedule show: --batch picks a batch of a config's data; give --config")
+    if args.batch is not None and args.batch < 0:
+        raise ConfigError(f"schedule show: --batch {args.batch}; batches count from 0")
+    if (args.config or args.problem) and (args.pp is not None or args.microbatches is not None):
+        raise ConfigError(
+            "schedule show: --pp and --microbatches make a plain chain; leave them out, or --config and --problem "
+            "(a config's degree is --parallelism.pipeline_parallel_degree=P)"
+        )
+    if args.format == "png" and args.out is None:
+        raise ConfigError("schedule show: --format png needs --out FILE")
+    if args.out is not None and not args.out.parent.is_dir():
+        raise ConfigError(f"schedule show: --out {args.out}: the folder {args.out.parent} does not exist")
+
+
 def _summary(name: str, timeline: "Timeline") -> str:
     peaks = ", ".join(f"{peak / 2**20:.1f}" for peak in timeline.peak_bytes)
     return f"{name}: makespan {timeline.makespan_s:.4g} s, bubble {100 * timeline.bubble:.1f} %, peak MiB {peaks}"
@@ -236,25 +253,13 @@ def _summary(name: str, timeline: "Timeline") -> str:
 
 def _problem_of_batch(job: config.Config, number: int) -> "PlanningProblem":
     from mmtrain.data.loader import Loader
-    from mmtrain.models.spec_builders import model_spec
-    from mmtrain.planner.iteration import IterationPlanner, partition_of
+    from mmtrain.planner.iteration import IterationPlanner
 
-    spec = model_spec(job.model)
-    encoder = job.model.encoder
-    planner = IterationPlanner(
-        spec=spec,
-        partition=partition_of(job, spec),
-        section=job.planner,
-        schedule=job.parallelism.pipeline_parallel_schedule,
-        sub_microbatch_size=encoder.sub_microbatch_size if encoder else 0,
-        sharded=False,
-    )
-    loader = Loader(job, dp_degree=job.parallelism.mesh_shape.dp, num_workers=0, num_steps=number + 1)
-    try:
+    planner = IterationPlanner.of(job)
+    dp = job.parallelism.mesh_shape.dp
+    with Loader(job, dp_degree=dp, num_workers=0, num_steps=number + 1) as loader:
         *_, (_, meta, _) = loader
-    finally:
-        loader.close()
-    return planner.plan(meta).problem
+    return planner.problem(meta)[1]
 
 
 def _chain(num_ranks: int, num_microbatches: int) -> "PlanningProblem":
@@ -265,9 +270,7 @@ def _chain(num_ranks: int, num_microbatches: int) -> "PlanningProblem":
 
     if num_ranks < 1 or num_microbatches < 1:
         raise ConfigError("schedule show: --pp and --microbatches are at least 1")
-    option = Option(
-        name="keep", forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0, activation_bytes=2.0**20
-    )
+    option = Option(name="keep", forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0, activation_bytes=2.0**20)
     return PlanningProblem.build(
         num_ranks=num_ranks,
         modules=[ModuleStages(name="language", stages=tuple(range(num_ranks)))],

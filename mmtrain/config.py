@@ -7,6 +7,7 @@ missing key is refused with its dotted path. Nothing here imports torch.
 
 import dataclasses
 import difflib
+import math
 import os
 import tomllib
 import types
@@ -182,14 +183,20 @@ class TrainingConfig:
 class OptimizerConfig:
     """[optimizer]: decoupled weight decay on matrices; norms, biases and embeddings are not decayed."""
 
-    name: Literal["AdamW", "Adam"] = "AdamW"
+    name: Literal["AdamW"] = "AdamW"
+    """Update rule."""
     lr: float = 8e-4
     """Peak learning rate."""
     beta1: float = 0.9
+    """Decay of the first moment."""
     beta2: float = 0.95
+    """Decay of the second moment."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.1
+    """Decay of matrices, times the learning rate."""
     implementation: Literal["for-loop", "foreach", "fused"] = "foreach"
+    """Kernel of torch's optimizer."""
 
     def __post_init__(self) -> None:
         _at_least("optimizer", self, lr=0.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
@@ -205,6 +212,7 @@ class LRSchedulerConfig:
     warmup_steps: int = 0
     """Steps from near 0 to the peak."""
     decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
+    """Shape of the decay."""
     decay_ratio: float = 1.0
     """Part of the steps after warm-up over which the rate decays; 0: it stays at the peak."""
     min_lr_factor: float = 0.0
@@ -226,7 +234,9 @@ class ParallelismConfig:
     data_parallel_shard_degree: int = 1
     """Ranks over which FSDP2 shards parameters, gradients and optimizer state."""
     context_parallel_degree: int = 1
+    """Must be 1: not built yet."""
     tensor_parallel_degree: int = 1
+    """Must be 1: not built yet."""
     pipeline_parallel_degree: int = 1
     """P: pipeline ranks."""
     pipeline_parallel_schedule: Literal["1F1B", "interleave"] = "interleave"
@@ -275,6 +285,7 @@ class ValidationConfig:
     """[validation]: loss and answer accuracy on held-out samples, through the pipeline."""
 
     enable: bool = False
+    """Validate at all."""
     freq: int = 50
     """Steps between validations; there is also one before the first step and one after the last."""
     steps: int = 4
@@ -289,6 +300,7 @@ class CheckpointConfig:
     """[checkpoint]: sharded checkpoints of model, optimizer, schedule, loader and random state."""
 
     enable: bool = False
+    """Save, and resume from what is there."""
     folder: str = "checkpoint"
     """Folder inside of job.dump_folder."""
     interval: int = 500
@@ -296,7 +308,7 @@ class CheckpointConfig:
     keep_latest_k: int = 10
     """Older checkpoints are removed; 0: keep all."""
     load_step: int = -1
-    """Step to resume from; -1: the newest complete one, if there is any."""
+    """Step to resume from; -1: the newest complete one, if there is any. Later ones are renamed aside."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: write in the background while training goes on."""
 
@@ -316,6 +328,7 @@ class MetricsConfig:
     log_freq: int = 1
     """Steps between log lines, tensorboard points and lines of metrics.jsonl."""
     enable_tensorboard: bool = True
+    """Write tensorboard files."""
     save_tb_folder: str = "tb"
     """Folder inside of job.dump_folder."""
     trace_freq: int = 0
@@ -373,6 +386,12 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+def uses_fsdp(shape: MeshShape, training: TrainingConfig) -> bool:
+    """Whether chunks are sharded by FSDP2: with data parallelism, or for the sake of its mixed precision."""
+    low_precision = "bfloat16" in (training.mixed_precision_param, training.mixed_precision_reduce)
+    return shape.dp * shape.cp > 1 or low_precision
 
 
 def check(config: Config) -> None:
@@ -538,7 +557,7 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
     text = override.removeprefix("--")
     key, equals, raw = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"override {override!r} is not of the form --section.key=value")
+        raise ConfigError(f"override {override!r} is not of the form --section.key=value; write it with `=`")
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
@@ -600,9 +619,7 @@ def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise ConfigError(
-            f"{where}: {path} = {value!r} is {_toml_type(value)}; it must be {_TOML_TYPES[hint]}"
-        )
+        raise ConfigError(f"{where}: {path} = {value!r} is {_toml_type(value)}; it must be {_TOML_TYPES[hint]}")
     return value
 
 
@@ -633,8 +650,8 @@ def _check_source(path: str, module: EncoderConfig | LanguageConfig) -> None:
 def _at_least(section: str, values: Any, **bounds: float) -> None:
     for name, bound in bounds.items():
         value = getattr(values, name)
-        if not value >= bound:
-            raise ConfigError(f"{section}.{name} = {value}; it must be at least {bound}")
+        if not bound <= value < math.inf:
+            raise ConfigError(f"{section}.{name} = {value}; it must be at least {bound} and finite")
 
 
 def world_size_from_environment() -> int:

@@ -70,7 +70,10 @@ def _measured_matmul_flops(device: torch.device, size: int = 512, repeats: int =
 def memory_gib(device: torch.device) -> tuple[float, float]:
     """(peak memory of this rank in GiB, percent of the device): the allocator's on a GPU, else the process's."""
     if device.type == "cuda":
-        used, total = torch.cuda.max_memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+        used, total = (
+            torch.cuda.max_memory_reserved(device),
+            torch.cuda.get_device_properties(device).total_memory,
+        )
     else:
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

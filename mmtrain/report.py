@@ -41,9 +41,7 @@ def count_answers(
                 position += length
 
 
-def write_trace(
-    path: Path, plan: IterationPlan, rows: Sequence[Sequence[tuple[Action, float, float]]]
-) -> None:
+def write_trace(path: Path, plan: IterationPlan, rows: Sequence[Sequence[tuple[Action, float, float]]]) -> None:
     """Writes a Chrome / Perfetto trace with two groups of rows: measured and planned.
 
     Args: rows: [pp_rank] -> (action, start, end) in seconds on a clock that the ranks share.

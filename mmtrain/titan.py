@@ -63,5 +63,5 @@ class FrozenAwareOptimizers(OptimizersContainer):  # type: ignore[type-arg]
         return groups
 
     def _post_init(self, all_params: list[Any]) -> None:
-        if all_params:  # torch's Optimizer refuses an empty list; then there is nothing to step either
-            super()._post_init(all_params)
+        # torch's Optimizer refuses an empty list; a parameter of no element that nothing steps satisfies it
+        super()._post_init(all_params or [nn.Parameter(torch.empty(0))])

@@ -28,15 +28,13 @@ from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import MMTrainError, TrainingError
 from mmtrain.metrics import Reporter, StepMetrics, memory_gib, peak_flops, setup_logging
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.optim import build_optimizers, lr_factor, set_lr
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
-from mmtrain.parallel.fsdp import uses_fsdp
 from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_norm
 from mmtrain.parallel.mesh import Mesh, build_mesh, init_process_group, pick_device
 from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
-from mmtrain.planner.iteration import IterationPlan, IterationPlanner, partition_of
+from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.report import count_answers, write_trace
 
 logger = logging.getLogger("mmtrain")
@@ -76,9 +74,8 @@ class Trainer:
         """Checks and prepares what needs no process group. Raises: ConfigError."""
         self.config = config
         self.folder = Path(config.job.dump_folder)
-        dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
-        self.spec = model_spec(config.model, dtype_bytes=dtype_bytes)
-        self.partition = partition_of(config, self.spec)
+        self.planner = IterationPlanner.of(config)
+        self.spec, self.partition = self.planner.spec, self.planner.partition
         self._stop_signal = 0
 
     def run(self) -> None:
@@ -106,16 +103,6 @@ class Trainer:
         self.checkpointer: Checkpointer | None = None
         self.mesh: Mesh = build_mesh(config.parallelism.mesh_shape, device)
         self._log_start()
-        encoder = config.model.encoder
-        self.planner = IterationPlanner(
-            spec=self.spec,
-            partition=self.partition,
-            section=config.planner,
-            schedule=config.parallelism.pipeline_parallel_schedule,
-            sub_microbatch_size=encoder.sub_microbatch_size if encoder else 0,
-            sharded=uses_fsdp(self.mesh, config.training),
-            check_plans=config.debug.check_plans,
-        )
         self.model = build_local_model(
             config.model, self.spec, self.partition, self.mesh, config.training, seed=config.debug.seed
         )
@@ -213,9 +200,7 @@ class Trainer:
             step = self.state.step + 1
             result, outcome = self.train_step(step, item, plan)
             seconds = time.perf_counter() - start
-            self.state = TrainState(
-                step=step, loader=item.state.to_dict(), tokens=self.state.tokens + result.tokens
-            )
+            self.state = TrainState(step=step, loader=item.state.to_dict(), tokens=self.state.tokens + result.tokens)
             if step % config.metrics.log_freq == 0 or step in (1, steps):
                 self._report(result, item, plan, outcome, seconds, loaded - start, planned - loaded)
             if config.metrics.trace_freq and step % config.metrics.trace_freq == 0:
@@ -420,8 +405,7 @@ class Trainer:
                 loss=result.loss,
                 max_loss=result.max_loss,
                 grad_norm=result.grad_norm,
-                lr=self.config.optimizer.lr
-                * lr_factor(self.config.lr_scheduler, step, self.config.training.steps),
+                lr=self.config.optimizer.lr * lr_factor(self.config.lr_scheduler, step, self.config.training.steps),
                 step_time_s=seconds,
                 data_time_s=data_s,
                 plan_time_s=plan_s,

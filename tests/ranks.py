@@ -59,7 +59,9 @@ def _collect(queue: Any, processes: list[Any], world: int, timeout: float) -> di
             if time.monotonic() > deadline:
                 for process in processes:
                     process.kill()
-                raise AssertionError(f"ranks {sorted(set(range(world)) - set(answers))} took over {timeout} s") from None
+                raise AssertionError(
+                    f"ranks {sorted(set(range(world)) - set(answers))} took over {timeout} s"
+                ) from None
     if any(not ok for ok, _ in answers.values()):
         for process in processes:
             process.kill()

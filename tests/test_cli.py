@@ -42,7 +42,12 @@ def one_line(capsys) -> str:
 )
 def test_bad_input_ends_with_one_line(job, capsys, monkeypatch, overrides, message):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     assert train_main(["--config", str(job), *overrides]) == 2
     captured = capsys.readouterr()
@@ -116,6 +121,10 @@ def test_schedule_show_of_a_problem_file(tmp_path, capsys):
         (["--pp", "0"], "at least 1"),
         (["--training.steps=1"], "there is no --config"),
         (["--problem", "nothing.json"], "nothing.json"),
+        (["--problem", "nothing.json", "--pp", "3"], "make a plain chain"),
+        (["--batch", "1"], "give --config"),
+        (["--config", "debug_vlm.toml", "--batch", "-1"], "batches count from 0"),
+        (["--out", "/nowhere/at/all.txt"], "the folder /nowhere/at does not exist"),
     ],
 )
 def test_schedule_show_refuses(capsys, words, message):

@@ -34,7 +34,11 @@ def test_defaults_and_values(load):
 
 
 def test_dump_reads_back_equal(load, tmp_path):
-    c = load(BASE, '--job.description="a \\"quoted\\" \\\\ line"', "--model.encoder.config={model_type='vit', a=[1, 2.5], b={c=true}}")
+    c = load(
+        BASE,
+        '--job.description="a \\"quoted\\" \\\\ line"',
+        "--model.encoder.config={model_type='vit', a=[1, 2.5], b={c=true}}",
+    )
     path = tmp_path / "resolved.toml"
     path.write_text(config.dump(c))
     assert config.load(path) == c

@@ -1,4 +1,4 @@
-"""The pages under docs/ agree with the code: the page of keys, the drawn examples, the links, the file names."""
+"""The pages under docs/ agree with the code: keys, drawn examples, links and names of files."""
 
 import importlib.util
 import re
@@ -15,7 +15,7 @@ PAGES = [path for pattern in ("README.md", "docs/*.md") for path in sorted(ROOT.
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-FILE = re.compile(r"`((?:mmtrain/|tests/|configs/|benchmarks/|docs/)?(?:\w+/)*\w+\.(?:py|toml))`")
+FILE = re.compile(r"(?<![\w/])(?:\w+/)*\w+\.py\b")
 
 
 def name(path: Path) -> str:
@@ -36,7 +36,8 @@ def test_the_page_of_keys_is_up_to_date():
     spec = importlib.util.spec_from_file_location("make_config_page", DOCS / "make_config_page.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (DOCS / "config.md").read_text() == module.page(), "run python docs/make_config_page.py > docs/config.md"
+    made = module.page()
+    assert (DOCS / "config.md").read_text() == made, "run python docs/make_config_page.py > docs/config.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -51,11 +52,10 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(path), f"{page.name} links to {link}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=name)
 def test_files_that_are_named_exist(page):
     for file in FILE.findall(page.read_text()):
-        places = (ROOT / file, ROOT / "mmtrain" / file, ROOT / "configs" / file)
-        assert any(place.is_file() for place in places), f"{page.name} names {file}"
+        assert (ROOT / file).is_file() or (ROOT / "mmtrain" / file).is_file(), f"{page.name} names {file}"
 
 
 def test_drawn_examples_are_what_the_command_prints(tmp_path, monkeypatch, capsys):
@@ -77,6 +77,7 @@ def test_the_swapped_encoder_is_a_whole_config(tmp_path):
     from mmtrain.models.spec_builders import model_spec
 
     (text,) = blocks(DOCS / "models.md", "toml")
-    (tmp_path / "job.toml").write_text(text.replace("debug_vlm.toml", str(ROOT / "configs" / "debug_vlm.toml")))
+    base = str(ROOT / "configs" / "debug_vlm.toml")
+    (tmp_path / "job.toml").write_text(text.replace("debug_vlm.toml", base))
     spec = model_spec(config.load(tmp_path / "job.toml").model)
     assert [layer.name for layer in spec.module("vision").layers][-2:] == ["norm", "projector"]

@@ -117,7 +117,11 @@ def test_the_pure_part_never_loads_torch():
 
 
 def test_only_one_file_imports_torchtitan():
-    users = [m for m, path in modules().items() if "import torchtitan" in path.read_text() or "from torchtitan" in path.read_text()]
+    users = [
+        m
+        for m, path in modules().items()
+        if "import torchtitan" in path.read_text() or "from torchtitan" in path.read_text()
+    ]
     assert users == ["mmtrain.titan"]
 
 

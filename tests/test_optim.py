@@ -16,9 +16,7 @@ def test_warm_up_peak_and_decay():
     assert factors[9:] == pytest.approx([1 - 0.9 * k / 5 for k in range(1, 6)])
 
 
-@pytest.mark.parametrize(
-    ("kind", "middle"), [("cosine", 0.5), ("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5))]
-)
+@pytest.mark.parametrize(("kind", "middle"), [("cosine", 0.5), ("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
 def test_shapes_of_the_decay(kind, middle):
     section = LRSchedulerConfig(decay_type=kind)
     assert lr_factor(section, 5, 10) == pytest.approx(middle)

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from mmtrain import config
 from mmtrain.checkpoint import complete_steps
 from mmtrain.errors import ConfigError, DataError, TrainingError
 from tests.jobs import layout, metrics, train, write_config
@@ -127,7 +128,11 @@ def test_a_checkpoint_loads_at_other_degrees(tmp_path, charts):
     saved = write_config(tmp_path / "saved", charts)
     extra = ["checkpoint.enable=true", "checkpoint.interval=3"]
     run_ranks(train, 4, saved, [*layout(pp=2, shard=2), *extra])
-    for name, world, degrees in (("one", 1, layout()), ("pp4", 4, layout(pp=4)), ("rep", 2, layout(replicate=2))):
+    for name, world, degrees in (
+        ("one", 1, layout()),
+        ("pp4", 4, layout(pp=4)),
+        ("rep", 2, layout(replicate=2)),
+    ):
         path = write_config(tmp_path / name, charts)
         checkpoint = path.parent / "run" / "checkpoint"
         checkpoint.mkdir(parents=True)
@@ -144,12 +149,16 @@ def test_an_asynchronous_checkpoint_equals_a_synchronous_one(tmp_path, charts):
         extra = ["checkpoint.enable=true", "checkpoint.interval=2", f"checkpoint.async_mode={mode}"]
         run_ranks(train, 2, path, [*layout(pp=2), *extra])
         assert complete_steps(path.parent / "run" / "checkpoint") == [2, 4, 6]
+    for mode in ("disabled", "async"):
+        assert list((tmp_path / mode / "run" / "checkpoint").glob("abandoned-*")) == []
     loads = []
     for mode in ("disabled", "async"):
         path = tmp_path / mode / "job.toml"
         extra = ["checkpoint.enable=true", "checkpoint.load_step=4", "training.steps=6"]
         run_ranks(train, 2, path, [*layout(pp=2), *extra])
         loads.append(metrics(path.parent))
+        kept = sorted(p.name for p in (path.parent / "run" / "checkpoint").iterdir())
+        assert kept == ["abandoned-0-step-6", "step-2", "step-4", "step-6"]
     assert loads[0] == loads[1]
 
 
@@ -253,7 +262,8 @@ def with_changed_image(rank, path, overrides, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [("lost", "is lost"), ("doubled", "there once too often"), ("swapped", "another order")]
+    ("change", "message"),
+    [("lost", "is lost"), ("doubled", "there once too often"), ("swapped", "another order")],
 )
 def test_a_lost_or_doubled_image_is_named(job, change, message):
     (found,) = run_ranks(with_changed_image, 1, job, [], change)
@@ -270,13 +280,38 @@ def failing(rank, path, overrides, error):
 def test_another_models_checkpoint_is_refused(tmp_path, job):
     extra = ["checkpoint.enable=true", "checkpoint.interval=3"]
     run_ranks(train, 1, job, extra)
+    shallower = job.read_text().replace("num_hidden_layers = 4", "num_hidden_layers = 3")
+    before = job.read_text()
+    job.write_text(shallower)
+    (message,) = run_ranks(failing, 1, job, [*extra, "training.steps=9"], ConfigError)
+    assert "was saved by another model: this one has no model.language.model.layers.3" in message
+    job.write_text(before)
     deeper = job.read_text().replace("num_hidden_layers = 4", "num_hidden_layers = 5")
     job.write_text(deeper)
     (message,) = run_ranks(failing, 1, job, [*extra, "training.steps=9"], ConfigError)
     assert "was saved by another model: it has no model.language.model.layers.4" in message
-    job.write_text(deeper.replace("num_hidden_layers = 5", "num_hidden_layers = 4").replace("hidden_size = 48, int", "hidden_size = 40, int"))
+    job.write_text(
+        deeper.replace("num_hidden_layers = 5", "num_hidden_layers = 4").replace(
+            "hidden_size = 48, int", "hidden_size = 40, int"
+        )
+    )
     (message,) = run_ranks(failing, 1, job, [*extra, "training.steps=9"], ConfigError)
     assert "does not fit this model" in message
+
+
+def test_hyperparameters_come_from_the_config_not_from_the_checkpoint(job):
+    extra = ["checkpoint.enable=true", "checkpoint.interval=3", "training.steps=3"]
+    run_ranks(train, 1, job, extra)
+    found = run_ranks(resumed_weight_decay, 1, job, [*extra, "training.steps=4", "optimizer.weight_decay=0.25"])
+    assert found == [[0.0, 0.25] * 2]
+
+
+def resumed_weight_decay(rank, path, overrides):
+    from mmtrain.trainer import Trainer
+
+    trainer = Trainer(config.load(path, overrides))
+    trainer.run()
+    return [group["weight_decay"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
 
 
 def test_a_checkpoint_step_that_is_not_there_is_refused(job):

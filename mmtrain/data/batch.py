@@ -41,15 +41,6 @@ class Batch:
     microbatches: list[Microbatch]
 
 
-def pin(batch: Batch) -> Batch:
-    """The batch with its tensors in page-locked memory, for asynchronous copies to a GPU."""
-    for m in batch.microbatches:
-        for name in ("input_ids", "position_ids", "labels", "image_slots"):
-            setattr(m, name, getattr(m, name).pin_memory())
-        m.pixel_values = [p.pin_memory() for p in m.pixel_values]
-    return batch
-
-
 def check_batch(batch: Batch, meta: IterationMeta) -> None:
     """Refuses a batch that does not hold exactly what its metadata says: each picture once, in its place.
 
@@ -67,14 +58,10 @@ def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> 
     for name in ("input_ids", "position_ids", "labels"):
         if getattr(tensors, name).shape != (meta.num_tokens,):
             shape = tuple(getattr(tensors, name).shape)
-            raise DataError(
-                f"{where}: {name} has shape {shape}, but its documents have {meta.num_tokens} tokens"
-            )
+            raise DataError(f"{where}: {name} has shape {shape}, but its documents have {meta.num_tokens} tokens")
     num_labels = int((tensors.labels != IGNORE_INDEX).sum())
     if num_labels != meta.num_targets:
-        raise DataError(
-            f"{where}: {num_labels} labelled positions, but the metadata names {meta.num_targets}"
-        )
+        raise DataError(f"{where}: {num_labels} labelled positions, but the metadata names {meta.num_targets}")
     expected = [(image.sample, image.index) for image in meta.images]
     if tensors.image_names != expected:
         found, owed = Counter(tensors.image_names), Counter(expected)
@@ -87,9 +74,7 @@ def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> 
     for image, pixels in zip(meta.images, tensors.pixel_values, strict=True):
         rows = image.num_patches if pixels.dim() == 2 else 1
         if pixels.shape[0] != rows:
-            raise DataError(
-                f"{where}: {image.name} has {pixels.shape[0]} pixel rows; its grid {image.grid} has {rows}"
-            )
+            raise DataError(f"{where}: {image.name} has {pixels.shape[0]} pixel rows; its grid {image.grid} has {rows}")
     _check_slots(where, tensors, meta)
 
 
@@ -114,8 +99,4 @@ def _check_slots(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> None:
 
 
 def _brief(values: list[int]) -> str:
-    return (
-        str(values)
-        if len(values) <= 4
-        else f"[{values[0]}, {values[1]}, .., {values[-1]}] ({len(values)} of them)"
-    )
+    return str(values) if len(values) <= 4 else f"[{values[0]}, {values[1]}, .., {values[-1]}] ({len(values)} of them)"

@@ -175,9 +175,7 @@ class ConversationMaker:
         low = self._random.randint(1, MAX_VALUE - 3)
         ends = (low, self._random.randint(low + 3, MAX_VALUE))
         values[0], values[-1] = ends[::-1] if answer == "yes" else ends
-        return self._one(
-            "medium", self._chart("bar", values), "Is the first bar taller than the last bar?", answer
-        )
+        return self._one("medium", self._chart("bar", values), "Is the first bar taller than the last bar?", answer)
 
     def _many(self) -> tuple[int, int]:
         """How many pictures (2 to 6), and which of them is asked about."""
@@ -194,9 +192,7 @@ class ConversationMaker:
     def _colour_of_picture(self) -> Conversation:
         count, place = self._many()
         answer = self._draw("colour of picture", _NAMES)
-        charts = [
-            self._any_chart("bar", LARGEST_SIDE_OF_MANY, answer if i == place else "") for i in range(count)
-        ]
+        charts = [self._any_chart("bar", LARGEST_SIDE_OF_MANY, answer if i == place else "") for i in range(count)]
         turns = ((f"In picture {place + 1}, what colour are the bars?", answer),)
         return Conversation(charts=tuple(charts), turns=turns, grade="medium")
 

@@ -76,9 +76,7 @@ class ImageGeometry:
         return frames * (height // self.merge) * (width // self.merge)
 
 
-def smart_resize(
-    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
-) -> tuple[int, int]:
+def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Sides that are multiples of `factor`, an area inside of the limits, nearly the same aspect ratio.
 
     A picture too thin to satisfy all three keeps the multiples and breaks the upper area limit, as the
@@ -121,9 +119,7 @@ def image_geometry(
     kind = encoder.get("model_type")
     channels = encoder.get("num_channels", encoder.get("in_channels", encoder.get("in_chans", 3)))
     if channels != 3:
-        raise ConfigError(
-            f"model.encoder: {channels} colour channels; pictures are read as RGB, so set it to 3"
-        )
+        raise ConfigError(f"model.encoder: {channels} colour channels; pictures are read as RGB, so set it to 3")
     if kind in _NATIVE:
         patch = _side("patch_size", encoder.get("patch_size", 14))
         geometry = ImageGeometry(
@@ -167,7 +163,5 @@ def _side(key: str, value: Any) -> int:
     """The one number of a size; Hugging Face also writes squares as two equal numbers."""
     sizes = set(value) if isinstance(value, (list, tuple)) else {value}
     if len(sizes) != 1 or not all(type(size) is int and size > 0 for size in sizes):
-        raise ConfigError(
-            f"model.encoder: {key} = {value!r}; only squares are supported, given as one integer above 0"
-        )
+        raise ConfigError(f"model.encoder: {key} = {value!r}; only squares are supported, given as one integer above 0")
     return int(sizes.pop())

@@ -45,9 +45,7 @@ class LoaderState:
         try:
             seed, epoch, cursor = (int(values[name]) for name in ("seed", "epoch", "cursor"))
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(
-                f"loader state {dict(values)!r} is not of the form seed, epoch, cursor: {error}"
-            ) from None
+            raise DataError(f"loader state {dict(values)!r} is not of the form seed, epoch, cursor: {error}") from None
         return cls(seed=seed, epoch=epoch, cursor=cursor)
 
 

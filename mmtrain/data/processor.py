@@ -88,9 +88,7 @@ class Processor:
         turn[at] = -1
         repeats = np.ones(len(ids), np.int64)
         repeats[at] = [image.num_tokens for image in images]
-        return _make_document(
-            record, np.repeat(ids, repeats), np.repeat(turn, repeats), images, tuple(record.images)
-        )
+        return _make_document(record, np.repeat(ids, repeats), np.repeat(turn, repeats), images, tuple(record.images))
 
     def truncated(self, document: Document, num_tokens: int) -> Document:
         """The first num_tokens tokens of a document without pictures.
@@ -134,9 +132,7 @@ class Processor:
                 picture = decode(raw.read())
             except DataError as error:
                 raise DataError(f"{image.name}: {error}") from None
-            out.append(
-                pixel_values(blank(picture) if self._blank_images else picture, self.geometry, self._rules)
-            )
+            out.append(pixel_values(blank(picture) if self._blank_images else picture, self.geometry, self._rules))
         return out
 
     def _image_metas(self, record: Record) -> tuple[ImageMeta, ...]:
@@ -178,17 +174,13 @@ class Processor:
             spans.append((len(before), len(before) + len(after[len(before) :].rstrip())))
         return whole, spans
 
-    def _template(
-        self, where: str, messages: list[dict[str, str]], add_generation_prompt: bool = False
-    ) -> str:
+    def _template(self, where: str, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
         try:
             text: str = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # templates are programs: jinja errors, and whatever their filters raise
-            raise DataError(
-                f"{where}: the chat template refuses it: {' '.join(str(error).split())}"
-            ) from None
+            raise DataError(f"{where}: the chat template refuses it: {' '.join(str(error).split())}") from None
         return text
 
     def _message(self, where: str, message: Mapping[str, Any]) -> dict[str, str]:
@@ -209,9 +201,7 @@ class Processor:
             return PLACEHOLDER
         if kind == "text" and isinstance(part.get("text"), str):
             return str(part["text"])
-        raise DataError(
-            f"{where}: a part of its content is of type {kind!r}; supported are 'text' and 'image'"
-        )
+        raise DataError(f"{where}: a part of its content is of type {kind!r}; supported are 'text' and 'image'")
 
 
 def _make_document(

@@ -123,9 +123,7 @@ def open_source(data: DataConfig, split: str) -> Source:
         if data.streaming:
             return StreamSource(rows.lines_from, name, str(jsonl.parent))
         return IndexedSource(rows, name, str(jsonl.parent))
-    if not path.exists() and (
-        path.suffix in (".parquet", ".jsonl") or data.source.startswith((".", "/", "~"))
-    ):
+    if not path.exists() and (path.suffix in (".parquet", ".jsonl") or data.source.startswith((".", "/", "~"))):
         raise ConfigError(f"data.source = {data.source!r} does not exist; {_siblings(path)}")
     if not _has_datasets():
         table = ParquetRows(_parquet_files(path, split))
@@ -274,9 +272,7 @@ def _parquet_files(path: Path, split: str) -> list[Path]:
     if path.is_file():
         if split == "train":
             return [path]
-        raise ConfigError(
-            f"data.source = {str(path)!r} is one file, whose only split is 'train', not {split!r}"
-        )
+        raise ConfigError(f"data.source = {str(path)!r} is one file, whose only split is 'train', not {split!r}")
     if not path.is_dir():
         raise ConfigError(
             f"data.source = {str(path)!r} is no local file or folder, and the hub needs the package "
@@ -284,9 +280,7 @@ def _parquet_files(path: Path, split: str) -> list[Path]:
         )
     files = sorted(p for p in path.rglob("*.parquet") if p.stem == split or p.stem.startswith(f"{split}-"))
     if not files:
-        known = (
-            ", ".join(sorted({p.stem.split("-")[0] for p in path.rglob("*.parquet")})) or "no parquet file"
-        )
+        known = ", ".join(sorted({p.stem.split("-")[0] for p in path.rglob("*.parquet")})) or "no parquet file"
         raise ConfigError(f"data: split {split!r} of {str(path)!r} does not exist; it has {known}")
     return files
 
@@ -306,9 +300,7 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> Any:
         if path.is_file():
             if path.suffix != ".parquet":
                 raise ConfigError(f"data.source = {data.source!r}: a file must end in .parquet or .jsonl")
-            rows = datasets.load_dataset(
-                "parquet", data_files=str(path), split=split, streaming=data.streaming
-            )
+            rows = datasets.load_dataset("parquet", data_files=str(path), split=split, streaming=data.streaming)
         else:
             source = str(path) if path.is_dir() else data.source
             rows = datasets.load_dataset(source, split=split, streaming=data.streaming)
@@ -321,9 +313,7 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> Any:
         raise
     except Exception as error:  # builders, hub clients and file systems raise whatever they like
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"data.source = {data.source!r}, split {split!r} cannot be opened: {reason}"
-        ) from None
+        raise ConfigError(f"data.source = {data.source!r}, split {split!r} cannot be opened: {reason}") from None
     return rows
 
 
@@ -339,8 +329,4 @@ def _siblings(path: Path) -> str:
         return f"neither does its folder {path.parent}"
     names = sorted(p.name for p in path.parent.iterdir() if not p.name.startswith("."))
     near = difflib.get_close_matches(path.name, names, 1)
-    return (
-        f"did you mean {path.parent / near[0]}?"
-        if near
-        else f"{path.parent} has {', '.join(names) or 'no file'}"
-    )
+    return f"did you mean {path.parent / near[0]}?" if near else f"{path.parent} has {', '.join(names) or 'no file'}"

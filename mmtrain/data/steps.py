@@ -127,9 +127,7 @@ def make_processor(config: Config) -> Processor:
             f"model's vocab_size is {vocab_size}; raise it or use the model's own tokenizer"
         )
     geometry, rules = picture_rules(config)
-    return Processor(
-        tokenizer, config.tokenizer.image_token, geometry, rules, blank_images=config.data.blank_images
-    )
+    return Processor(tokenizer, config.tokenizer.image_token, geometry, rules, blank_images=config.data.blank_images)
 
 
 def picture_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None]:

@@ -59,8 +59,7 @@ def load_tokenizer(section: TokenizerConfig) -> Any:
     if section.image_token not in added:
         likely = ", ".join(token for token in added if "im" in token.lower()) or "none that looks like one"
         raise ConfigError(
-            f"tokenizer.image_token = {section.image_token!r} is no special token of {path!r}; it has "
-            f"{likely}"
+            f"tokenizer.image_token = {section.image_token!r} is no special token of {path!r}; it has {likely}"
         )
     if not tokenizer.chat_template:
         tokenizer.chat_template = CHATML

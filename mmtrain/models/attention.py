@@ -44,9 +44,7 @@ def document_attention(
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     outputs = []
     for q, k, v in zip(*(x.split(document_lengths, dim=2) for x in (query, key, value)), strict=True):
-        out = nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=native
-        )
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=native)
         outputs.append(out.transpose(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 

@@ -198,9 +198,7 @@ class LanguageChunk(Chunk):
             rotary = self.language.model.rotary_emb(x[None], position_ids[None])
             hidden = x[None]
             for block in self.blocks():
-                hidden = block(
-                    hidden, attention_mask=None, position_embeddings=rotary, document_lengths=tuple(lengths)
-                )
+                hidden = block(hidden, attention_mask=None, position_embeddings=rotary, document_lengths=tuple(lengths))
             x = hidden[0]
         if not self.has_norm:
             return _owned(x)

@@ -47,9 +47,7 @@ class Host(ABC):
         given = {k: v for k, v in values.items() if v is not None and k != "model_type"}
         if values["hidden_act"] not in ACT2FN:
             known = ", ".join(sorted(ACT2FN))
-            raise ConfigError(
-                f"hidden_act = {values['hidden_act']!r} is no activation function; known: {known}"
-            )
+            raise ConfigError(f"hidden_act = {values['hidden_act']!r} is no activation function; known: {known}")
         try:
             config = config_class(**given)
             config._attn_implementation = attention
@@ -220,13 +218,10 @@ def check_grids(shape: VisionShape, grids: tuple[Grid, ...]) -> None:
         raise DataError("a vision stage was called without pictures; a work without pictures must not exist")
     for grid in grids:
         if shape.fixed_grid is not None and grid != shape.fixed_grid:
-            raise DataError(
-                f"a picture has patches {grid}, but {shape.model_type} takes {shape.fixed_grid} alone"
-            )
+            raise DataError(f"a picture has patches {grid}, but {shape.model_type} takes {shape.fixed_grid} alone")
         if grid[1] % shape.merge or grid[2] % shape.merge:
             raise DataError(
-                f"a picture has patches {grid}; height and width must be multiples of the spatial merge "
-                f"{shape.merge}"
+                f"a picture has patches {grid}; height and width must be multiples of the spatial merge {shape.merge}"
             )
 
 

@@ -67,8 +67,7 @@ def _load(
         if found:
             shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
             raise ConfigError(
-                f"{source}: the checkpoint {what} {shown}; "
-                "its config.json and its weights do not belong together"
+                f"{source}: the checkpoint {what} {shown}; its config.json and its weights do not belong together"
             )
     by_file: dict[str, list[str]] = defaultdict(list)
     for name in wanted:

@@ -36,9 +36,7 @@ class Projector(nn.Module):
     Source: PatchMerger of Qwen2-VL, arXiv:2409.12191, sec. 2.1; two layers: LLaVA-1.5, arXiv:2310.03744.
     """
 
-    def __init__(
-        self, width: int, language_width: int, *, merge: int, hidden_size: int, row_major: bool
-    ) -> None:
+    def __init__(self, width: int, language_width: int, *, merge: int, hidden_size: int, row_major: bool) -> None:
         super().__init__()
         self.merge, self.row_major = merge, row_major
         merged = merge * merge * width

@@ -37,9 +37,7 @@ class ReferenceModel(nn.Module):
         """All parameters by the names that they have in any pipeline."""
         return {name: param for chunk in self.chunks.values() for name, param in chunk.named_parameters()}
 
-    def forward(
-        self, batch: Batch, meta: IterationMeta, *, want_predictions: bool = False
-    ) -> list[LanguageOutput]:
+    def forward(self, batch: Batch, meta: IterationMeta, *, want_predictions: bool = False) -> list[LanguageOutput]:
         """The output of each microbatch; a step's loss is their `loss_sum` over its number of targets."""
         pairs = zip(batch.microbatches, meta.microbatches, strict=True)
         return [self.microbatch(tensors, counts, want_predictions) for tensors, counts in pairs]
@@ -48,9 +46,7 @@ class ReferenceModel(nn.Module):
         """Cross-entropy summed over all labelled positions of the batch."""
         return torch.stack([output.loss_sum for output in self(batch, meta)]).sum()
 
-    def microbatch(
-        self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False
-    ) -> LanguageOutput:
+    def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LanguageOutput:
         """The output of one microbatch, its pictures in one sub-microbatch."""
         features = None
         if tensors.pixel_values:

@@ -81,8 +81,7 @@ def vision_shape(model: ModelConfig) -> VisionShape:
     _divides(where, "number of heads", heads, "width", width)
     if packed and width // heads % 4:
         raise ConfigError(
-            f"{where}: embed_dim / num_heads = {width // heads}; rotary positions of two axes need a "
-            "multiple of 4"
+            f"{where}: embed_dim / num_heads = {width // heads}; rotary positions of two axes need a multiple of 4"
         )
     grid = None
     merge = model.projector.spatial_merge
@@ -161,9 +160,7 @@ def _single(where: str, key: str, value: Any) -> int:
 
 def _divides(where: str, part_name: str, part: int, whole_name: str, whole: int) -> None:
     if whole % part:
-        raise ConfigError(
-            f"{where}: {whole_name} = {whole} is not a multiple of {part_name} = {part}; change one"
-        )
+        raise ConfigError(f"{where}: {whole_name} = {whole} is not a multiple of {part_name} = {part}; change one")
 
 
 def _check_native(model: ModelConfig, shape: VisionShape, where: str) -> None:
@@ -172,8 +169,7 @@ def _check_native(model: ModelConfig, shape: VisionShape, where: str) -> None:
         return
     if not shape.native_merge:
         raise ConfigError(
-            f'model.projector.kind = "native", but {where} ({shape.model_type}) has no merger of its own; '
-            'use "mlp"'
+            f'model.projector.kind = "native", but {where} ({shape.model_type}) has no merger of its own; use "mlp"'
         )
     if shape.merge != shape.native_merge:
         raise ConfigError(
@@ -183,8 +179,7 @@ def _check_native(model: ModelConfig, shape: VisionShape, where: str) -> None:
         )
     if model.projector.hidden_size:
         raise ConfigError(
-            f"model.projector.hidden_size = {model.projector.hidden_size} has no effect with "
-            'kind = "native"; remove it'
+            f'model.projector.hidden_size = {model.projector.hidden_size} has no effect with kind = "native"; remove it'
         )
     language_width = language_shape(model).width
     if shape.native_width != language_width:

@@ -93,9 +93,7 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
             output_rows="outputs",
         )
     )
-    return ModuleSpec(
-        name="vision", layers=tuple(layers), merge=shape.merge, extra_rows=1 if shape.class_token else 0
-    )
+    return ModuleSpec(name="vision", layers=tuple(layers), merge=shape.merge, extra_rows=1 if shape.class_token else 0)
 
 
 def _encoder_block(shape: VisionShape, *, trainable: bool, eager: bool, e: int) -> LayerSpec:

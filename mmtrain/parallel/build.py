@@ -69,9 +69,7 @@ def build_local_model(
         chunks.append(chunk)
         stages.append(stage)
     aliases = {"language.lm_head.weight": "language.model.embed_tokens.weight"} if spec.tied_embeddings else {}
-    return LocalModel(
-        chunks=tuple(chunks), stages=tuple(stages), tied=_tied_copies(chunks), aliases=aliases
-    )
+    return LocalModel(chunks=tuple(chunks), stages=tuple(stages), tied=_tied_copies(chunks), aliases=aliases)
 
 
 def _tied_copies(chunks: Sequence[Chunk]) -> tuple[nn.Parameter, ...]:

@@ -4,17 +4,11 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from mmtrain.config import TrainingConfig
+from mmtrain.config import TrainingConfig, uses_fsdp
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.torch_private import prepare_fsdp
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def uses_fsdp(mesh: Mesh, training: TrainingConfig) -> bool:
-    """Whether chunks are sharded: with data parallelism, or for the sake of its mixed precision."""
-    low_precision = "bfloat16" in (training.mixed_precision_param, training.mixed_precision_reduce)
-    return mesh.shape.dp * mesh.shape.cp > 1 or low_precision
 
 
 def apply_fsdp(chunk: nn.Module, units: list[nn.Module], mesh: Mesh, training: TrainingConfig) -> None:
@@ -25,7 +19,7 @@ def apply_fsdp(chunk: nn.Module, units: list[nn.Module], mesh: Mesh, training: T
 
     Args: units: submodules that are gathered and reduced together, in forward order.
     """
-    if not uses_fsdp(mesh, training):
+    if not uses_fsdp(mesh.shape, training):
         return
     dtypes = {
         "param_dtype": DTYPES[training.mixed_precision_param],

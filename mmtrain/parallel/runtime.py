@@ -75,7 +75,7 @@ class StepOutcome:
     losses: dict[int, Tensor] = field(default_factory=dict)
     """work -> sum of the loss over its targets, detached; on the rank of the last stage."""
     predictions: dict[int, Tensor] = field(default_factory=dict)
-    """work -> predicted token of each labelled position, if they were asked for."""
+    """work -> predicted token of each labelled position, if the feed asked for them."""
     rows: tuple[tuple[Action, float, float], ...] = ()
     """(action, start, end) of every compute action, seconds on this host's monotonic clock."""
     span: tuple[float, float] = (0.0, 0.0)
@@ -136,19 +136,15 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         for stage in self._by_index.values():
             stage.start_step(graph, shape_of)
 
-    def step(  # type: ignore[override]
-        self, feed: Feed, *, loss_grad: float = 1.0, want_predictions: bool = False
-    ) -> StepOutcome:
+    def step(self, feed: Feed, *, loss_grad: float = 1.0) -> StepOutcome:  # type: ignore[override]
         """Runs the loaded program once.
 
         Args:
             feed: arguments of each chunk's forward.
             loss_grad: gradient of the objective by each work's loss sum: 1 / number of targets of the batch.
-            want_predictions: also keep the predicted token of each labelled position.
         Raises: PlanError: a tensor was made and never used.
         """
         self._feed = feed
-        self._want_predictions = want_predictions
         self._loss_grad = torch.tensor(loss_grad, device=self._stages[0].device)
         self._losses, self._predictions = {}, {}
         self._clock.start()

@@ -87,9 +87,7 @@ def plan_to_json(
                         "op": row.action.kind.value,
                         "stage": row.action.stage,
                         "work": result.plan.works[rank][step],
-                        "option": result.plan.options.get(
-                            (row.action.stage, result.plan.works[rank][step]), 0
-                        ),
+                        "option": result.plan.options.get((row.action.stage, result.plan.works[rank][step]), 0),
                         "start_s": row.start_s,
                         "end_s": row.end_s,
                     }
@@ -140,9 +138,7 @@ def plan_from_json(problem: PlanningProblem, text: str) -> Plan:
             action, work, option = _read_row(problem, row, where)
             order.append(action)
             if options.setdefault((action.stage, work), option) != option:
-                raise PlanError(
-                    f"{where}.option = {option}, but another action of this stage and work has another one"
-                )
+                raise PlanError(f"{where}.option = {option}, but another action of this stage and work has another one")
         orders.append(tuple(order))
     plan = Plan(problem.graph, tuple(orders), {node: option for node, option in options.items() if option})
     check(plan, problem)

@@ -33,9 +33,7 @@ def text(timeline: Timeline, width: int = 120) -> str:
             lines.append(f"from {seconds(timeline.makespan_s * band / bands)}")
         lines += [f"rank {rank} |{row[low : low + width]}|" for rank, row in enumerate(cells)]
     modules = ", ".join(f"{m[:1].lower()} = {m}" for m in dict.fromkeys(timeline.stage_modules))
-    lines.append(
-        f"{modules}; small letter forward (-), capital backward (= whole, ~ input, : weight), . idle"
-    )
+    lines.append(f"{modules}; small letter forward (-), capital backward (= whole, ~ input, : weight), . idle")
     return "\n".join(lines)
 
 
@@ -62,9 +60,7 @@ def svg(timeline: Timeline, *, width: int = 1600, title: str = "") -> str:
     ]
     for shape in picture.shapes:
         if isinstance(shape, Box):
-            area = (
-                f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" height="{shape.height:.2f}"'
-            )
+            area = f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" height="{shape.height:.2f}"'
             tip = f"<title>{html.escape(shape.title)}</title>" if shape.title else ""
             lines.append(f'<rect {area} fill="{shape.fill}">{tip}</rect>')
         else:

@@ -81,15 +81,11 @@ class WorkGraph:
         seen: dict[int, str] = {}
         for m, module in enumerate(self.modules):
             if not module.stages:
-                raise PlanError(
-                    f"modules[{m}].stages: module {module.name!r} has no stage; give it at least one"
-                )
+                raise PlanError(f"modules[{m}].stages: module {module.name!r} has no stage; give it at least one")
             for k, stage in enumerate(module.stages):
                 where = f"modules[{m}].stages[{k}] = {stage}"
                 if not 0 <= stage < len(self.stage_rank):
-                    raise PlanError(
-                        f"{where}: stage_rank has {len(self.stage_rank)} entries; use 0 .. one less"
-                    )
+                    raise PlanError(f"{where}: stage_rank has {len(self.stage_rank)} entries; use 0 .. one less")
                 if stage in seen:
                     raise PlanError(f"{where}: the stage also belongs to module {seen[stage]!r}; use it once")
                 seen[stage] = module.name
@@ -97,9 +93,7 @@ class WorkGraph:
             if not 0 <= rank < self.num_ranks:
                 raise PlanError(f"stage_rank[{stage}] = {rank} is outside of 0 .. {self.num_ranks - 1}")
             if stage not in seen:
-                raise PlanError(
-                    f"stage_rank[{stage}]: the stage belongs to no module; name it in one or drop it"
-                )
+                raise PlanError(f"stage_rank[{stage}]: the stage belongs to no module; name it in one or drop it")
 
     def _check_works(self) -> None:
         if len(self.backward) != len(self.works):
@@ -115,9 +109,7 @@ class WorkGraph:
                 raise PlanError(f"backward[{index}] needs one flag for each stage of its module")
             for i, other in enumerate(work.after):
                 if not 0 <= other < len(self.works):
-                    raise PlanError(
-                        f"works[{index}].after[{i}] = {other} is outside of 0 .. {len(self.works) - 1}"
-                    )
+                    raise PlanError(f"works[{index}].after[{i}] = {other} is outside of 0 .. {len(self.works) - 1}")
                 if other in work.after[:i]:
                     raise PlanError(f"works[{index}].after[{i}] = {other} is named twice; name it once")
             key = (work.module, work.microbatch, work.sub_microbatch)
@@ -129,9 +121,7 @@ class WorkGraph:
             keys[key] = index
         if len(self.work_order) < len(self.works):
             circle = sorted(set(range(len(self.works))) - set(self.work_order))
-            raise PlanError(
-                f"works[{circle[0]}].after: the works {circle} wait for each other in a cycle; cut it"
-            )
+            raise PlanError(f"works[{circle[0]}].after: the works {circle} wait for each other in a cycle; cut it")
 
     @cached_property
     def work_order(self) -> tuple[int, ...]:

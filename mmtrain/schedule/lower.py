@@ -43,9 +43,7 @@ class Program:
         """
         lines = text.strip("\n").split("\n")
         if len(lines) != graph.num_ranks:
-            raise PlanError(
-                f"a program for {graph.num_ranks} ranks has one line a rank; there are {len(lines)}"
-            )
+            raise PlanError(f"a program for {graph.num_ranks} ranks has one line a rank; there are {len(lines)}")
         return cls(graph, tuple(tuple(map(Action.parse, line.split())) for line in lines))
 
     @cached_property
@@ -68,9 +66,7 @@ def lower(plan: Plan, problem: PlanningProblem, *, sharded: bool, reduce: bool |
     check_edges(plan.graph)
     steps = order_globally(plan, problem)
     steps = add_waits(plan.graph, steps)
-    lists = [
-        tuple(action for holder, action in steps if holder == rank) for rank in range(plan.graph.num_ranks)
-    ]
+    lists = [tuple(action for holder, action in steps if holder == rank) for rank in range(plan.graph.num_ranks)]
     program = Program(plan.graph, tuple(lists))
     if not sharded:
         return program
@@ -102,9 +98,7 @@ def order_globally(plan: Plan, problem: PlanningProblem) -> list[Step]:
     """
     position = {action: i for i, (_, action, _, _) in enumerate(plan.run_order())}
     # Actions of no duration can start together; the run order then keeps causes before effects.
-    rows = sorted(
-        simulate(problem, plan).rows, key=lambda row: (row.start_s, row.end_s, position[row.action])
-    )
+    rows = sorted(simulate(problem, plan).rows, key=lambda row: (row.start_s, row.end_s, position[row.action]))
     steps: list[Step] = []
     leaving: list[tuple[float, int, Row]] = []
     for i, row in enumerate(rows):

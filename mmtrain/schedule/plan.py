@@ -25,18 +25,14 @@ class Plan:
         return "\n".join(" ".join(map(str, order)) for order in self.orders)
 
     @classmethod
-    def parse(
-        cls, graph: WorkGraph, text: str, options: Mapping[tuple[int, int], int] | None = None
-    ) -> "Plan":
+    def parse(cls, graph: WorkGraph, text: str, options: Mapping[tuple[int, int], int] | None = None) -> "Plan":
         """The plan of a text that has one line a rank.
 
         Raises: PlanError: a word is not an action, or there are more or fewer lines than ranks.
         """
         lines = text.strip("\n").split("\n")
         if len(lines) != graph.num_ranks:
-            raise PlanError(
-                f"a plan for {graph.num_ranks} ranks has one line a rank, but there are {len(lines)}"
-            )
+            raise PlanError(f"a plan for {graph.num_ranks} ranks has one line a rank, but there are {len(lines)}")
         return cls(graph, tuple(tuple(map(Action.parse, line.split())) for line in lines), options or {})
 
     @cached_property
@@ -86,9 +82,7 @@ class Plan:
         action, work = self.orders[rank][steps[rank]], self.works[rank][steps[rank]]
         needs = self.graph.needs(action.kind, action.stage, work)
         kind, stage, other = next(result for result, _ in needs if result not in done)
-        missing = self.graph.action(
-            Kind.I if (stage, other) in self.split and kind is Kind.B else kind, stage, other
-        )
+        missing = self.graph.action(Kind.I if (stage, other) in self.split and kind is Kind.B else kind, stage, other)
         holder = self.graph.stage_rank[stage]
         where = (
             f"is step {self.orders[holder].index(missing)} of rank {holder}, which never gets there"
@@ -111,9 +105,7 @@ def show_steps(orders: Sequence[Sequence[Action]], steps: Mapping[int, int], rea
         order = orders[rank]
         low, high = max(0, step - reach), min(len(order), step + reach + 1)
         words = [f">>{order[i]}<<" if i == step else str(order[i]) for i in range(low, high)]
-        words = (
-            ["..."] * (low > 0) + words + (["..."] if high < len(order) else ["(end)"] * (step >= len(order)))
-        )
+        words = ["..."] * (low > 0) + words + (["..."] if high < len(order) else ["(end)"] * (step >= len(order)))
         lines.append(f"  rank {rank}: {' '.join(words)}")
     return "\n".join(lines)
 
@@ -138,9 +130,7 @@ def check(plan: Plan, problem: PlanningProblem | None = None) -> None:
                 raise PlanError(f"rank {rank}, step {step}: {action} {fault}\n{marked}")
             seen.add(action)
     for stage, work in graph.nodes():
-        forward, whole, half, weight = (
-            graph.action(k, stage, work) in seen for k in "FBIW" for k in [Kind(k)]
-        )
+        forward, whole, half, weight = (graph.action(k, stage, work) in seen for k in "FBIW" for k in [Kind(k)])
         name = graph.action(Kind.F, stage, work)
         rank = graph.stage_rank[stage]
         if not forward:
@@ -148,12 +138,9 @@ def check(plan: Plan, problem: PlanningProblem | None = None) -> None:
         if not graph.has_backward(stage, work):
             continue
         if not (whole and not half and not weight) and not (half and weight and not whole):
-            found = (
-                ", ".join(k for k, there in zip("BIW", (whole, half, weight), strict=True) if there) or "none"
-            )
+            found = ", ".join(k for k, there in zip("BIW", (whole, half, weight), strict=True) if there) or "none"
             raise PlanError(
-                f"rank {rank}: the backward of {name} must be B, or I and W, but the plan has {found}; make "
-                "it one"
+                f"rank {rank}: the backward of {name} must be B, or I and W, but the plan has {found}; make it one"
             )
     for _ in plan.run_order():
         pass
@@ -171,9 +158,7 @@ def _fault(plan: Plan, rank: int, action: Action, seen: set[Action]) -> str:
         return f"belongs on rank {holder}, which holds its stage"
     if action.kind is not Kind.F and not plan.graph.has_backward(action.stage, work):
         return "has no place here: the stage has no backward for this work; remove it"
-    return (
-        f"is already step {plan.orders[rank].index(action)} of this rank; keep one" if action in seen else ""
-    )
+    return f"is already step {plan.orders[rank].index(action)} of this rank; keep one" if action in seen else ""
 
 
 def _check_options(plan: Plan, problem: PlanningProblem) -> None:
@@ -189,9 +174,7 @@ def _check_options(plan: Plan, problem: PlanningProblem) -> None:
 
 
 def _check_memory(plan: Plan, problem: PlanningProblem) -> None:
-    for rank, (limit, held) in enumerate(
-        zip(problem.memory_limit_bytes, held_bytes(plan, problem), strict=True)
-    ):
+    for rank, (limit, held) in enumerate(zip(problem.memory_limit_bytes, held_bytes(plan, problem), strict=True)):
         for step, (during, _) in enumerate(held):
             if limit is not None and exceeds(during, limit):
                 raise PlanError(

@@ -110,9 +110,7 @@ class PlanningProblem:
             for k, amount in enumerate(row):
                 _amount(f"works[{work}].output_bytes[{k}]", amount)
         if graph.backward != _backward_flags(self.costs, self.cost_index):
-            raise PlanError(
-                "the graph's backward flags differ from those of the options; use PlanningProblem.build"
-            )
+            raise PlanError("the graph's backward flags differ from those of the options; use PlanningProblem.build")
 
     @classmethod
     def build(
@@ -306,14 +304,10 @@ def _read_problem(table: Any) -> PlanningProblem:
     ]
     fields(table["p2p"], "p2p", ("latency_s", "bytes_per_s"))
     p2p = P2P(**{key: number(value, f"p2p.{key}") for key, value in table["p2p"].items()})
-    modules = [
-        _read_module(value, f"modules[{i}]") for i, value in enumerate(items(table["modules"], "modules"))
-    ]
+    modules = [_read_module(value, f"modules[{i}]") for i, value in enumerate(items(table["modules"], "modules"))]
     names = {module.name: i for i, module in enumerate(modules)}
     if len(names) < len(modules):
-        raise PlanError(
-            "modules: two modules have the same name; works name their module, so names must differ"
-        )
+        raise PlanError("modules: two modules have the same name; works name their module, so names must differ")
     costs = [
         [_read_option(o, f"costs[{i}][{j}]") for j, o in enumerate(items(options, f"costs[{i}]"))]
         for i, options in enumerate(items(table["costs"], "costs"))
@@ -357,9 +351,7 @@ def _read_work(table: Any, where: str, names: Mapping[str, int]) -> tuple[Work, 
     fields(table, where, ("module", "microbatch", "sub_microbatch", "after", "costs", "output_bytes"))
     module = string(table["module"], f"{where}.module")
     if module not in names:
-        raise PlanError(
-            f"{where}.module = {module!r} does not exist; modules are {', '.join(names) or 'absent'}"
-        )
+        raise PlanError(f"{where}.module = {module!r} does not exist; modules are {', '.join(names) or 'absent'}")
     work = Work(
         module=names[module],
         microbatch=integer(table["microbatch"], f"{where}.microbatch"),

@@ -99,9 +99,7 @@ def _fault(program: Program, rank: int, action: Action, seen: set[Action]) -> st
         return "is a transfer inside of one rank; remove it"
     if action.kind in WAITS:
         receive = Kind.RECV_F if action.kind is Kind.WAIT_F else Kind.RECV_B
-        return (
-            "" if graph.action(receive, action.stage, work, action.peer) in seen else "waits for no receive"
-        )
+        return "" if graph.action(receive, action.stage, work, action.peer) in seen else "waits for no receive"
     if action.kind is Kind.SEND_F:
         made = _computed(program, Kind.F, action.stage, work, seen)
     elif action.kind is Kind.SEND_B:

@@ -84,9 +84,7 @@ def drop_microbatch(batch: Batch) -> None:
         (drop_microbatch, "0 microbatches, but the metadata names 1"),
     ],
 )
-def test_damage_is_named(
-    step: tuple[Batch, IterationMeta], damage: Callable[[Batch], None], message: str
-) -> None:
+def test_damage_is_named(step: tuple[Batch, IterationMeta], damage: Callable[[Batch], None], message: str) -> None:
     batch, meta = step
     check_batch(batch, meta)
     damage(batch)

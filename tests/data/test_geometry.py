@@ -13,9 +13,7 @@ QWEN = {"model_type": "qwen2_vl_vision", "patch_size": 14}
     width=st.integers(1, 3000),
     factor=st.sampled_from([14, 28, 32, 56]),
 )
-def test_sides_are_multiples_and_the_area_is_inside_of_its_limits(
-    height: int, width: int, factor: int
-) -> None:
+def test_sides_are_multiples_and_the_area_is_inside_of_its_limits(height: int, width: int, factor: int) -> None:
     low, high = 3136, 1003520
     if max(height, width) > 200 * min(height, width):
         with pytest.raises(DataError, match="200 times"):

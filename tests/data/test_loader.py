@@ -41,9 +41,7 @@ def assert_same(left: list[Step], right: list[Step]) -> None:
         for a, b in zip(tensors(batch), tensors(other_batch), strict=True):
             assert a.dtype == b.dtype
             assert torch.equal(a, b)
-        assert [m.image_names for m in batch.microbatches] == [
-            m.image_names for m in other_batch.microbatches
-        ]
+        assert [m.image_names for m in batch.microbatches] == [m.image_names for m in other_batch.microbatches]
 
 
 def sample_sequence(found: list[Step]) -> list[list[list[int]]]:
@@ -113,9 +111,7 @@ def test_the_global_sequence_does_not_depend_on_the_number_of_replicas(charts: P
     alone = sample_sequence(steps(config, 6))
     state = steps(config, 2)[-1][2]
     for degree in (2, 4):
-        replicas = [
-            sample_sequence(steps(config, 4, dp_rank=r, dp_degree=degree, state=state)) for r in range(degree)
-        ]
+        replicas = [sample_sequence(steps(config, 4, dp_rank=r, dp_degree=degree, state=state)) for r in range(degree)]
         joined = [[replicas[g % degree][step][g // degree] for g in range(4)] for step in range(4)]
         assert joined == alone[2:]
 
@@ -132,9 +128,7 @@ def test_validation_keeps_the_order_and_the_grades(charts: Path) -> None:
 
 
 def test_seeds_give_different_orders(charts: Path) -> None:
-    orders = [
-        sample_sequence(steps(make_config(charts), 1, state=LoaderState(seed=seed))) for seed in (0, 1, 0)
-    ]
+    orders = [sample_sequence(steps(make_config(charts), 1, state=LoaderState(seed=seed))) for seed in (0, 1, 0)]
     assert orders[0] == orders[2] != orders[1]
 
 
@@ -228,9 +222,7 @@ def test_placeholders_that_disagree_follow_the_policy(tmp_path: Path) -> None:
 def test_a_sample_that_is_too_long_follows_the_policy(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path, 12, {3: text_row(200)})
     options: dict[str, Any] = {"seq_len": 128, "shuffle": False}
-    with pytest.raises(
-        DataError, match=r"^sample 3: \d+ tokens do not fit training.seq_len = 128; set data.too_long"
-    ):
+    with pytest.raises(DataError, match=r"^sample 3: \d+ tokens do not fit training.seq_len = 128; set data.too_long"):
         steps(make_config(source, **options), 1)
     skipped = steps(make_config(source, too_long="skip", **options), 1)
     assert skipped[0][1].num_skipped == 1
@@ -252,9 +244,7 @@ def test_a_long_sample_with_images_is_never_cut(tmp_path: Path) -> None:
 
 def test_a_tiny_source_is_refused_with_the_numbers(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path, 2)
-    with pytest.raises(
-        DataError, match=r"2 usable ones have .* tokens and fill 1 of training.global_batch_size = 4"
-    ):
+    with pytest.raises(DataError, match=r"2 usable ones have .* tokens and fill 1 of training.global_batch_size = 4"):
         steps(make_config(source, global_batch_size=4), 1)
 
 

@@ -8,9 +8,7 @@ from mmtrain.data.packing import Dropped, EpochOrder, LoaderState, StepPlan, bin
 from mmtrain.errors import DataError
 
 
-def steps(
-    num: int, order: EpochOrder, length: Callable, state: LoaderState, bins: int, tokens: int
-) -> list[StepPlan]:
+def steps(num: int, order: EpochOrder, length: Callable, state: LoaderState, bins: int, tokens: int) -> list[StepPlan]:
     plans = []
     for _ in range(num):
         plans.append(plan_step(state, order, length, num_bins=bins, bin_tokens=tokens))
@@ -35,9 +33,7 @@ def test_first_fit_closes_at_the_first_sample_without_room() -> None:
     seed=st.integers(0, 5),
     bins=st.integers(1, 3),
 )
-def test_each_epoch_uses_each_sample_once_and_resume_is_exact(
-    lengths: list[int], seed: int, bins: int
-) -> None:
+def test_each_epoch_uses_each_sample_once_and_resume_is_exact(lengths: list[int], seed: int, bins: int) -> None:
     order = EpochOrder(len(lengths), shuffle=True)
     plans = steps(12, order, lengths.__getitem__, LoaderState(seed=seed), bins, 20)
     sequence = []
@@ -52,9 +48,7 @@ def test_each_epoch_uses_each_sample_once_and_resume_is_exact(
     used = [s for step in sequence for s in step]
     assert len(used) == state.epoch * len(lengths) + state.cursor
     # Inside of a step the bins reorder samples; its set is a stretch of the endless sequence.
-    expected = [
-        order.sample(LoaderState(seed=seed, epoch=e, cursor=c)) for e in range(9) for c in range(len(lengths))
-    ]
+    expected = [order.sample(LoaderState(seed=seed, epoch=e, cursor=c)) for e in range(9) for c in range(len(lengths))]
     at = 0
     for step in sequence:
         assert sorted(step) == sorted(expected[at : at + len(step)])

@@ -32,9 +32,7 @@ def their_processor(name: str, **options: Any) -> Any:
 @pytest.mark.parametrize("merge", [1, 2, 3])
 def test_packed_pixels_equal_the_reference(merge: int) -> None:
     low, high = 56 * 56, 112 * 112
-    geometry = image_geometry(
-        {"model_type": "qwen2_vl"}, spatial_merge=merge, min_pixels=low, max_pixels=high
-    )
+    geometry = image_geometry({"model_type": "qwen2_vl"}, spatial_merge=merge, min_pixels=low, max_pixels=high)
     theirs = their_processor(
         "Qwen2VLImageProcessor", merge_size=merge, size={"shortest_edge": low, "longest_edge": high}
     )
@@ -59,18 +57,14 @@ def test_smart_resize_equals_the_reference() -> None:
         assert smart_resize(height, width, factor=factor, **limits) == theirs
 
 
-@pytest.mark.parametrize(
-    ("model_type", "name"), [("siglip", "SiglipImageProcessor"), ("vit", "ViTImageProcessor")]
-)
+@pytest.mark.parametrize(("model_type", "name"), [("siglip", "SiglipImageProcessor"), ("vit", "ViTImageProcessor")])
 def test_fixed_pixels_equal_the_reference(model_type: str, name: str) -> None:
     geometry = image_geometry({"model_type": model_type, "image_size": 64, "patch_size": 16}, spatial_merge=2)
     theirs = their_processor(name, size={"height": 64, "width": 64})
     for width, height in SIZES:
         image = picture(width, height)
         expected = theirs(image, return_tensors="np")["pixel_values"]
-        np.testing.assert_array_equal(
-            pixel_values(image, geometry, pixel_rules(model_type)).numpy(), expected
-        )
+        np.testing.assert_array_equal(pixel_values(image, geometry, pixel_rules(model_type)).numpy(), expected)
 
 
 def test_patches_lie_in_merge_blocks() -> None:

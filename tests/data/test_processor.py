@@ -38,9 +38,7 @@ def make_processor(template: str | None = None, **options: Any) -> Processor:
 def record(*turns: Any, images: int = 0, role: str = "user") -> Record:
     roles = [role, "assistant"] * len(turns)
     messages = tuple({"role": r, "content": t} for r, t in zip(roles, turns, strict=False))
-    return Record(
-        sample=5, messages=messages, images=tuple(RawImage(data=png(60 + 28 * i, 60)) for i in range(images))
-    )
+    return Record(sample=5, messages=messages, images=tuple(RawImage(data=png(60 + 28 * i, 60)) for i in range(images)))
 
 
 def targets(processor: Processor, document: Document) -> list[str]:

@@ -42,13 +42,9 @@ def test_parquet_by_index_and_as_a_stream(charts: Path, streaming: bool) -> None
 
 
 def test_without_datasets_parquet_reads_the_same(charts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_it = [
-        read(open_source(data(charts), split), i) for split in ("train", "validation") for i in (0, 19, 7)
-    ]
+    with_it = [read(open_source(data(charts), split), i) for split in ("train", "validation") for i in (0, 19, 7)]
     monkeypatch.setitem(sys.modules, "datasets", None)
-    without = [
-        read(open_source(data(charts), split), i) for split in ("train", "validation") for i in (0, 19, 7)
-    ]
+    without = [read(open_source(data(charts), split), i) for split in ("train", "validation") for i in (0, 19, 7)]
     assert without == with_it
     stream = open_source(data(charts, streaming=True), "train")
     assert read(stream, 179).sample == 179
@@ -102,9 +98,7 @@ def test_missing_sources_name_what_exists(tmp_path: Path, charts: Path) -> None:
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"message": [], "images": []}) + "\n")
-    with pytest.raises(
-        ConfigError, match="no column `messages`; it has message, images; did you mean 'message'"
-    ):
+    with pytest.raises(ConfigError, match="no column `messages`; it has message, images; did you mean 'message'"):
         open_source(data(tmp_path / "a.jsonl"), "train")
     import pyarrow as pa
     import pyarrow.parquet as pq

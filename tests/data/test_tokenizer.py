@@ -49,9 +49,7 @@ def test_vocabulary_and_special_tokens(shipped: Any) -> None:
 
 def test_auto_tokenizer_loads_the_folder_with_its_template() -> None:
     by_path = load_tokenizer(TokenizerConfig(path=str(SHIPPED)))
-    text = by_path.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
+    text = by_path.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -68,9 +66,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer.path = .*absent.* cannot be loaded"):
         load_tokenizer(TokenizerConfig(path=str(tmp_path / "absent")))
     for word in ("<img>", "bar"):  # an ordinary word would turn up in texts
-        with pytest.raises(
-            ConfigError, match=rf"image_token = '{word}' is no special token .* has .*<\|image_pad\|>"
-        ):
+        with pytest.raises(ConfigError, match=rf"image_token = '{word}' is no special token .* has .*<\|image_pad\|>"):
             load_tokenizer(TokenizerConfig(image_token=word))
     with pytest.raises(ConfigError, match="instead of 5000: too little text"):
         train_tokenizer(["a b c"], 5000)

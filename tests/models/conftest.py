@@ -68,9 +68,7 @@ def _model(
     return ModelConfig(
         encoder=encoder_section,
         projector=ProjectorConfig(frozen="projector" in frozen, **(projector or {})),
-        language=LanguageConfig(
-            config={**LANGUAGES[language], **(language_config or {})}, frozen="language" in frozen
-        ),
+        language=LanguageConfig(config={**LANGUAGES[language], **(language_config or {})}, frozen="language" in frozen),
     )
 
 

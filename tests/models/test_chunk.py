@@ -193,9 +193,7 @@ def test_tied_embeddings(tiny, cuts):
     (reference,) = build(model, "language")
     assert reference.tied_weight() is None
     assert reference.language.lm_head.weight is reference.language.model.embed_tokens.weight
-    theirs = whole(
-        reference, "language.", reference.host, {**tiny.languages["qwen2"], "tie_word_embeddings": True}
-    )
+    theirs = whole(reference, "language.", reference.host, {**tiny.languages["qwen2"], "tie_word_embeddings": True})
     expected = sum(
         nn.functional.cross_entropy(theirs(ids[None]).logits[0], labels, reduction="sum")
         for ids, labels in zip(given["ids"].split(LENGTHS), given["labels"].split(LENGTHS), strict=True)
@@ -309,9 +307,7 @@ def test_configs_that_hugging_face_refuses(tiny):
     with pytest.raises(ConfigError, match=r"model.encoder: hidden_act = 'gleu' is no activation function"):
         build_chunk(model, model_spec(model), "vision", (0, 1))
     model = tiny.model(language_config={"rope_parameters": {"rope_type": "nonsense"}})
-    with pytest.raises(
-        ConfigError, match=r"model.language: Qwen2Config cannot be built .* KeyError: 'nonsense'"
-    ):
+    with pytest.raises(ConfigError, match=r"model.language: Qwen2Config cannot be built .* KeyError: 'nonsense'"):
         build_chunk(model, model_spec(model), "language", (0, 1))
 
 
@@ -331,9 +327,7 @@ def test_pictures_that_do_not_fit(tiny):
 def test_tokens_that_do_not_fit(tiny):
     (chunk,) = build(tiny.model(), "language")
     positions = torch.arange(4)
-    with pytest.raises(
-        DataError, match="4 rows arrived, the documents have 3 tokens and there are 4 positions"
-    ):
+    with pytest.raises(DataError, match="4 rows arrived, the documents have 3 tokens and there are 4 positions"):
         chunk(positions, lengths=(3,), position_ids=positions, labels=positions)
     with pytest.raises(DataError, match="got no labels for 4 tokens"):
         chunk(positions, lengths=(4,), position_ids=positions)
@@ -353,7 +347,5 @@ def test_no_chunk_returns_a_view(tiny, encoder):
     x = given["ids"]
     for chunk in build(model, "language", (1, 2, 4))[:-1]:
         features = given["features"] if chunk.has_embed else None
-        x = chunk(
-            x, lengths=LENGTHS, position_ids=given["positions"], features=features, slots=given["slots"]
-        )
+        x = chunk(x, lengths=LENGTHS, position_ids=given["positions"], features=features, slots=given["slots"])
         assert not x._is_view()

@@ -84,9 +84,7 @@ def test_language_configs_that_are_refused(config, message):
 def test_an_encoder_is_no_language_model_and_the_other_way_round():
     with pytest.raises(ConfigError, match="'vit' is not a known language model"):
         language_config(LanguageConfig(config={"model_type": "vit"}))
-    with pytest.raises(
-        ConfigError, match="'llama' is not a known encoder; known are qwen2_vl_vision, qwen2_vl, sig"
-    ):
+    with pytest.raises(ConfigError, match="'llama' is not a known encoder; known are qwen2_vl_vision, qwen2_vl, sig"):
         encoder_config(EncoderConfig(config={"model_type": "llama"}))
 
 

@@ -90,9 +90,7 @@ def test_a_whole_siglip_gives_its_vision_part(tiny, tmp_path):
 
     text = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(5)
-    theirs = SiglipModel(
-        SiglipConfig(vision_config=tiny.encoders["siglip"], text_config={**text, "vocab_size": 50})
-    )
+    theirs = SiglipModel(SiglipConfig(vision_config=tiny.encoders["siglip"], text_config={**text, "vocab_size": 50}))
     theirs.save_pretrained(tmp_path)
     found, count = load_in_two(model_of(tiny, tmp_path, "vision"), "vision")
     assert count == sum(key.startswith("vision.") for key in found)
@@ -162,9 +160,7 @@ def test_weights_that_do_not_belong_to_the_config(tiny, tmp_path, change, messag
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model = model_of(tiny, tmp_path, "language")
     spec = model_spec(model)
-    first, second = (
-        build_chunk(model, spec, "language", layers, device="cpu") for layers in ((0, 2), (2, 5))
-    )
+    first, second = (build_chunk(model, spec, "language", layers, device="cpu") for layers in ((0, 2), (2, 5)))
     load_pretrained(first, model)  # holds none of the changed names
     if message is None:
         load_pretrained(second, model)

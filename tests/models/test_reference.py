@@ -11,9 +11,7 @@ def batch(packed: bool) -> tuple[Batch, IterationMeta]:
     """A microbatch of two documents with two pictures, and one of text alone."""
     torch.manual_seed(2)
     grids = ((1, 4, 4), (1, 2, 4)) if packed else ((1, 4, 4),) * 2
-    images = tuple(
-        ImageMeta(sample=i, index=0, grid=g, num_tokens=g[1] * g[2] // 4) for i, g in enumerate(grids)
-    )
+    images = tuple(ImageMeta(sample=i, index=0, grid=g, num_tokens=g[1] * g[2] // 4) for i, g in enumerate(grids))
     pixels = [torch.randn(i.num_patches, 96) if packed else torch.randn(1, 3, 32, 32) for i in images]
     microbatches, metas = [], []
     for pictures in (images, ()):

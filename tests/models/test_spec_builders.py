@@ -45,11 +45,7 @@ def inputs(model, spec, module, layer, dtype):
         shape = (sum(t * h * w for t, h, w in grids), 96) if packed else (2, 3, 32, 32)
         first = torch.randn(shape, generator=generator)
         width = 32
-    x = (
-        first
-        if layer == 0
-        else torch.randn(size.rows, width, generator=generator, dtype=dtype).requires_grad_()
-    )
+    x = first if layer == 0 else torch.randn(size.rows, width, generator=generator, dtype=dtype).requires_grad_()
     return x.to(dtype) if x.is_floating_point() and layer == 0 else x, kwargs, size
 
 
@@ -108,8 +104,7 @@ def kept_bytes(chunk, x, kwargs) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("module", "choice"),
-    FAMILIES
-    + [(module, {**choice, "attention": "eager"}) for module, choice in FAMILIES if module == "vision"],
+    FAMILIES + [(module, {**choice, "attention": "eager"}) for module, choice in FAMILIES if module == "vision"],
 )
 def test_every_layer_keeps_the_bytes_that_the_spec_says(tiny, module, choice, dtype):
     """Equal but for one scalar of the loss: at most 1 % of these tiny layers."""

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
+from mmtrain.config import uses_fsdp
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
-from mmtrain.parallel.fsdp import uses_fsdp
 from mmtrain.parallel.grads import fill_missing_grads, sync_tied, total_norm
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
@@ -54,7 +54,10 @@ CASES = {
 def run_case(mesh, model, images):
     """(schedule, pictures a work) -> (loss, largest gradient and norm error, all relative; names compared)."""
     spec = model_spec(model)
-    segments = {"vision": model.encoder.num_segments if model.encoder else 0, "language": model.language.num_segments}
+    segments = {
+        "vision": model.encoder.num_segments if model.encoder else 0,
+        "language": model.language.num_segments,
+    }
     parts = partition(spec, mesh.shape.pp, segments, reference_sizes(spec, TRAINING.seq_len))
     local = build_local_model(model, spec, parts, mesh, TRAINING, seed=5)
     runtime = PipelineScheduleRuntime(local.stages)
@@ -64,7 +67,7 @@ def run_case(mesh, model, images):
     for schedule, size in itertools.product(("1F1B", "interleave"), (0, 1) if model.encoder else (0,)):
         planner = IterationPlanner(
             spec=spec, partition=parts, section=PLANNER, schedule=schedule, sub_microbatch_size=size,
-            sharded=uses_fsdp(mesh, TRAINING), check_plans=True,
+            sharded=uses_fsdp(mesh.shape, TRAINING), check_plans=True,
         )  # fmt: skip
         loss = run_step(mesh, parts, planner, local, runtime, batches)
         found[schedule, size] = compare(mesh, parts, local, loss, wanted_loss, wanted)

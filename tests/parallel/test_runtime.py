@@ -162,7 +162,12 @@ def wrong_shape(rank):
     batch, meta = make_batch(job.model, IMAGES, seed=1)
     plan = job.planner.plan(meta)
     feed = StepFeed(
-        job.parts, plan.batching, meta, job.mesh.device, batch=batch, labels=[m.labels for m in batch.microbatches]
+        job.parts,
+        plan.batching,
+        meta,
+        job.mesh.device,
+        batch=batch,
+        labels=[m.labels for m in batch.microbatches],
     )
     job.runtime.load(plan.program, lambda s, w: (1, 2))
     with pytest.raises(PlanError) as error:

@@ -6,9 +6,7 @@ from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, Microb
 from mmtrain.models.spec import LayerSpec, ModelSpec, ModuleSpec, Rates
 
 
-def layers(
-    count: int, *, flops: float = 1.0, trainable: bool = True, name: str = "layers"
-) -> list[LayerSpec]:
+def layers(count: int, *, flops: float = 1.0, trainable: bool = True, name: str = "layers") -> list[LayerSpec]:
     """Equal layers: FLOPs and bytes a row."""
     return [
         LayerSpec(
@@ -49,18 +47,13 @@ def vlm(
 def microbatch(sample: int, pictures: Sequence[tuple[int, int]], text_tokens: int = 10) -> MicrobatchMeta:
     """One document of some pictures (height, width in patches) and text, half of which is labelled."""
     images = tuple(
-        ImageMeta(sample=sample, index=i, grid=(1, h, w), num_tokens=h * w // 4)
-        for i, (h, w) in enumerate(pictures)
+        ImageMeta(sample=sample, index=i, grid=(1, h, w), num_tokens=h * w // 4) for i, (h, w) in enumerate(pictures)
     )
     tokens = text_tokens + sum(image.num_tokens for image in images)
     return MicrobatchMeta(
-        documents=(
-            DocumentMeta(sample=sample, num_tokens=tokens, num_targets=text_tokens // 2, images=images),
-        )
+        documents=(DocumentMeta(sample=sample, num_tokens=tokens, num_targets=text_tokens // 2, images=images),)
     )
 
 
-META = IterationMeta(
-    microbatches=(microbatch(3, [(4, 4), (2, 2), (4, 8)]), microbatch(5, []), microbatch(7, [(2, 4)]))
-)
+META = IterationMeta(microbatches=(microbatch(3, [(4, 4), (2, 2), (4, 8)]), microbatch(5, []), microbatch(7, [(2, 4)])))
 """Three pictures, none, one."""

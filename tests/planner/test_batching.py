@@ -72,9 +72,7 @@ def with_images(batching: Batching, work: int, places: list[tuple[int, int]]) ->
         (3, [(0, 0)], "microbatch 1: image 0 of sample 3 stands 0 times"),
     ],
 )
-def test_lost_doubled_and_moved_pictures_are_named(
-    work: int, places: list[tuple[int, int]], message: str
-) -> None:
+def test_lost_doubled_and_moved_pictures_are_named(work: int, places: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(DataError, match=message):
         check_conservation(META, with_images(make_batching(META, vlm(), 2), work, places))
 

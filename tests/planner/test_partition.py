@@ -60,9 +60,7 @@ def test_one_rank_holds_everything() -> None:
 def test_fewer_layers_than_chunks_is_refused(segments: dict[str, int]) -> None:
     name = "vision" if segments["vision"] else "language"
     section = {"vision": "model.encoder", "language": "model.language"}[name]
-    with pytest.raises(
-        ConfigError, match=rf"{section}\.num_segments: module '{name}' has 4 layers .* = 6 chunks"
-    ):
+    with pytest.raises(ConfigError, match=rf"{section}\.num_segments: module '{name}' has 4 layers .* = 6 chunks"):
         partition(vlm(4, 4), 2, segments, SIZES)
     with pytest.raises(ConfigError, match="pipeline_parallel_degree = 5 x 1 segments = 5 chunks"):
         partition(vlm(4, 4), 5, {}, SIZES)

@@ -37,9 +37,7 @@ def test_unknown_schedule_is_refused() -> None:
         make_plan(PROBLEM, "gpipe")
 
 
-@pytest.mark.parametrize(
-    ("schedule", "words"), [("1F1B", "rank 0, step"), ("interleave", "rank 0: microbatch 0")]
-)
+@pytest.mark.parametrize(("schedule", "words"), [("1F1B", "rank 0, step"), ("interleave", "rank 0: microbatch 0")])
 def test_infeasible_is_a_status_with_rank_and_bytes(schedule: str, words: str) -> None:
     problem = two_modules(2, [1], memory_limit_bytes=[1.0, 9.0])
     result = make_plan(problem, schedule)

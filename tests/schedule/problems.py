@@ -98,10 +98,7 @@ def problems(draw: st.DrawFn, *, limits: bool = False, forward_only: bool = Fals
     for microbatch in range(draw(st.integers(1, 6))):
         first = len(works)
         for m in range(num_modules - 1):
-            works += [
-                Work(module=m, microbatch=microbatch, sub_microbatch=i)
-                for i in range(draw(st.integers(0, 3)))
-            ]
+            works += [Work(module=m, microbatch=microbatch, sub_microbatch=i) for i in range(draw(st.integers(0, 3)))]
         after = tuple(range(first, len(works)))
         works.append(Work(module=num_modules - 1, microbatch=microbatch, sub_microbatch=0, after=after))
     seconds = st.sampled_from([0.0, 0.5, 1.0, 1.25, 3.0])

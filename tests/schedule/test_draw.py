@@ -23,8 +23,7 @@ def test_text_shows_modules_directions_and_idle_time() -> None:
         "2 ranks, makespan 23 s, bubble 34.8 %, peak of activations 2.79e-09 GiB",
         "rank 0 |v0l1--l0--........L1======....L0======....V0==|",
         "rank 1 |..v0..l1--L1======l0--L0======........V0==....|",
-        "v = vision, l = language; small letter forward (-), capital backward (= whole, ~ input, : weight), "
-        ". idle",
+        "v = vision, l = language; small letter forward (-), capital backward (= whole, ~ input, : weight), . idle",
     ]
 
 
@@ -71,9 +70,7 @@ def test_actions_lie_inside_of_the_paper_and_do_not_overlap() -> None:
 
 
 def test_trace_has_a_process_a_timeline_and_a_thread_a_rank() -> None:
-    later = replace(
-        TIMELINE, rows=tuple(r._replace(start_s=r.start_s + 5, end_s=r.end_s + 5) for r in TIMELINE.rows)
-    )
+    later = replace(TIMELINE, rows=tuple(r._replace(start_s=r.start_s + 5, end_s=r.end_s + 5) for r in TIMELINE.rows))
     trace = trace_events({"measured": later, "planned": TIMELINE})
     events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert {(e["pid"], e["tid"]) for e in events} == {(0, 0), (0, 1), (1, 0), (1, 1)}

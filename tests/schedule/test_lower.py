@@ -18,10 +18,8 @@ def lowered(problem: PlanningProblem, plan: str, *, sharded: bool = False) -> li
 def test_chain() -> None:
     problem = chain(2, 2)
     assert lowered(problem, "0F0.0 0F1.0 0B0.0 0B1.0\n1F0.0 1B0.0 1F1.0 1B1.0") == [
-        "0F0.0 0SEND_F0.0>1 0F1.0 0SEND_F1.0>1 "
-        "0RECV_B0.0<1 0WAIT_B0.0<1 0B0.0 0RECV_B1.0<1 0WAIT_B1.0<1 0B1.0",
-        "1RECV_F0.0<0 1WAIT_F0.0<0 1F0.0 1RECV_F1.0<0 1B0.0 1SEND_B0.0>0 "
-        "1WAIT_F1.0<0 1F1.0 1B1.0 1SEND_B1.0>0",
+        "0F0.0 0SEND_F0.0>1 0F1.0 0SEND_F1.0>1 0RECV_B0.0<1 0WAIT_B0.0<1 0B0.0 0RECV_B1.0<1 0WAIT_B1.0<1 0B1.0",
+        "1RECV_F0.0<0 1WAIT_F0.0<0 1F0.0 1RECV_F1.0<0 1B0.0 1SEND_B0.0>0 1WAIT_F1.0<0 1F1.0 1B1.0 1SEND_B1.0>0",
     ]
 
 

@@ -73,16 +73,12 @@ def test_memory_limit_is_enforced_to_the_byte() -> None:
     order = "0F0.0 0F1.0 0B0.0 0B1.0"
     roomy, tight = (chain(1, 2, memory_limit_bytes=[limit]) for limit in (2.0, 1.9))
     check(Plan.parse(roomy.graph, order), roomy)
-    with pytest.raises(
-        PlanError, match=r"rank 0, step 1: 0F1.0 brings activations to 2 bytes, over the limit of 1.9"
-    ):
+    with pytest.raises(PlanError, match=r"rank 0, step 1: 0F1.0 brings activations to 2 bytes, over the limit of 1.9"):
         check(Plan.parse(tight.graph, order), tight)
 
 
 def test_split_backward_keeps_the_weight_bytes_until_w() -> None:
-    cost = Option(
-        name="a", forward_s=1, backward_input_s=1, backward_weight_s=1, activation_bytes=5, weight_bytes=2
-    )
+    cost = Option(name="a", forward_s=1, backward_input_s=1, backward_weight_s=1, activation_bytes=5, weight_bytes=2)
     problem = chain(1, 1, cost=cost)
     plan = Plan.parse(problem.graph, "0F0.0 0I0.0 0W0.0")
     assert held_bytes(plan, problem) == (((5, 5), (5, 2), (2, 0)),)

@@ -130,9 +130,7 @@ def test_faults_are_refused_with_their_path(path: str, value: Any, message: str)
         PlanningProblem.from_json(changed(path, value))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("{", "not valid JSON"), ('{"a": 1, "a": 2}', "'a' stands twice")]
-)
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ('{"a": 1, "a": 2}', "'a' stands twice")])
 def test_text_that_is_no_json_is_refused(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         PlanningProblem.from_json(text)

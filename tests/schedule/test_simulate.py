@@ -12,8 +12,7 @@ from tests.schedule.problems import chain, option
 def gpipe(num_ranks: int, num_microbatches: int) -> str:
     """All forwards, then all backwards."""
     return "\n".join(
-        " ".join(f"{r}{kind}{m}.0" for kind in "FB" for m in range(num_microbatches))
-        for r in range(num_ranks)
+        " ".join(f"{r}{kind}{m}.0" for kind in "FB" for m in range(num_microbatches)) for r in range(num_ranks)
     )
 
 
@@ -50,9 +49,7 @@ def test_transfers_take_latency_and_bandwidth_but_no_rank() -> None:
 
 
 def test_split_backward_lets_the_input_gradient_go_early() -> None:
-    cost = Option(
-        name="a", forward_s=1, backward_input_s=2, backward_weight_s=4, activation_bytes=3, weight_bytes=1
-    )
+    cost = Option(name="a", forward_s=1, backward_input_s=2, backward_weight_s=4, activation_bytes=3, weight_bytes=1)
     problem = chain(2, 1, cost=cost)
     timeline = simulate(problem, Plan.parse(problem.graph, "0F0.0 0B0.0\n1F0.0 1I0.0 1W0.0"))
     assert {str(r.action): (r.start_s, r.end_s) for r in timeline.rows} == {

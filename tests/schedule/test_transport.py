@@ -7,9 +7,7 @@ from mmtrain.schedule.transport import MODELS, check_transport
 from tests.schedule.problems import chain
 
 CHAIN = chain(2, 2)
-GOOD = str(
-    lower(Plan.parse(CHAIN.graph, "0F0.0 0F1.0 0B0.0 0B1.0\n1F0.0 1B0.0 1F1.0 1B1.0"), CHAIN, sharded=True)
-)
+GOOD = str(lower(Plan.parse(CHAIN.graph, "0F0.0 0F1.0 0B0.0 0B1.0\n1F0.0 1B0.0 1F1.0 1B1.0"), CHAIN, sharded=True))
 
 
 def program(*changes: tuple[str, str]) -> Program:
@@ -26,24 +24,16 @@ def test_lowered_program_passes() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_swapped_receives_are_a_mismatch_under_every_transport(model: str) -> None:
-    swapped = program(
-        ("1RECV_F0.0<0 1WAIT_F0.0<0 1F0.0 1RECV_F1.0<0", "1RECV_F1.0<0 1RECV_F0.0<0 1WAIT_F0.0<0 1F0.0")
-    )
-    with pytest.raises(
-        PlanError, match=rf"mismatch under {model} .*rank 0, step 2: 0SEND_F0.0>1 .*rank 1, step 1"
-    ):
+    swapped = program(("1RECV_F0.0<0 1WAIT_F0.0<0 1F0.0 1RECV_F1.0<0", "1RECV_F1.0<0 1RECV_F0.0<0 1WAIT_F0.0<0 1F0.0"))
+    with pytest.raises(PlanError, match=rf"mismatch under {model} .*rank 0, step 2: 0SEND_F0.0>1 .*rank 1, step 1"):
         check_transport(swapped, [model])
 
 
 def test_late_receive_is_harmless_where_directions_have_queues_of_their_own() -> None:
-    late = program(
-        ("1RECV_F1.0<0 1B0.0 1SEND_B0.0>0 1WAIT_F1.0<0", "1B0.0 1SEND_B0.0>0 1RECV_F1.0<0 1WAIT_F1.0<0")
-    )
+    late = program(("1RECV_F1.0<0 1B0.0 1SEND_B0.0>0 1WAIT_F1.0<0", "1B0.0 1SEND_B0.0>0 1RECV_F1.0<0 1WAIT_F1.0<0"))
     check_transport(late, ["gloo"])
     for model in ("paired", "eager"):
-        with pytest.raises(
-            PlanError, match=rf"deadlock under {model} transport: rank 0, step 6: 0WAIT_B0.0<1"
-        ):
+        with pytest.raises(PlanError, match=rf"deadlock under {model} transport: rank 0, step 6: 0WAIT_B0.0<1"):
             check_transport(late, [model])
 
 

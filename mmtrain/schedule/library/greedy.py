@@ -101,9 +101,7 @@ class _Greedy:
         chosen = {node: smallest[node] if self.cluster[node[1]] in oversize else 0 for node in fastest}
         for cluster, rank in self._oversize(chosen):
             memory = self._memory(chosen)
-            microbatch = min(
-                w.microbatch for w, c in zip(graph.works, self.cluster, strict=True) if c == cluster
-            )
+            microbatch = min(w.microbatch for w, c in zip(graph.works, self.cluster, strict=True) if c == cluster)
             raise PlanError(
                 f"rank {rank}: microbatch {microbatch} alone needs {memory.footprint(cluster, rank):.4g} "
                 f"bytes for its activations, over the memory limit of {memory.limit(rank):.4g} bytes; raise "
@@ -164,9 +162,7 @@ class _Greedy:
     def _forced(self) -> Choice:
         """The oldest forward that fits, where the promise cannot be kept (a stage without a backward whose
         inputs have one). Raises: PlanError: none fits."""
-        waiting = [
-            (self.priority[Kind.F][node], node) for rank_queue in self.ready[Kind.F] for node in rank_queue
-        ]
+        waiting = [(self.priority[Kind.F][node], node) for rank_queue in self.ready[Kind.F] for node in rank_queue]
         for _, node in sorted(waiting):
             if self.memory.fits_now(self.graph.stage_rank[node[0]], self.options[node]):
                 return Kind.F, node

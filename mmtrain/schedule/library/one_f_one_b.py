@@ -96,9 +96,7 @@ def backward_order(graph: WorkGraph) -> list[Node]:
         )
 
     nodes = [node for node in graph.nodes() if graph.has_backward(*node)]
-    return _linear_extension(
-        nodes, lambda n: [(e.target, e.target_work) for e in graph.outputs(*n) if e.grad], key
-    )
+    return _linear_extension(nodes, lambda n: [(e.target, e.target_work) for e in graph.outputs(*n) if e.grad], key)
 
 
 def _groups(graph: WorkGraph) -> dict[int, int]:

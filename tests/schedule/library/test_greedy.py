@@ -13,9 +13,7 @@ from tests.schedule.problems import NO_P2P, chain, option, two_modules
 
 def test_last_rank_alternates_and_never_idles_on_a_chain() -> None:
     problem = chain(2, 3, cost=option(forward_s=1.0, backward_s=1.0))
-    assert (
-        str(interleave(problem)) == "0F0.0 0F1.0 0F2.0 0B0.0 0B1.0 0B2.0\n1F0.0 1B0.0 1F1.0 1B1.0 1F2.0 1B2.0"
-    )
+    assert str(interleave(problem)) == "0F0.0 0F1.0 0F2.0 0B0.0 0B1.0 0B2.0\n1F0.0 1B0.0 1F1.0 1B1.0 1F2.0 1B2.0"
 
 
 def test_memory_limit_holds_back_forwards() -> None:
