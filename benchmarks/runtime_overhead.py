@@ -2,8 +2,9 @@
 
 What the runtime itself costs: microseconds an action of mmtrain's runtime against torch's own
 `_PipelineScheduleRuntime`, on the same stages (a 16 x 16 linear layer, so that compute is next to
-nothing), the same 1F1B order and the same process group, in turn in one run. Prints each figure's
-minimum, median and maximum over the repetitions, and the ratio pair by pair.
+nothing), the same 1F1B order and the same process group, in turn in one run. mmtrain is timed with one
+program that is loaded once, as torch's is, and with a program that is loaded anew in every step, as
+in training. Prints minimum, median and maximum over the repetitions, and the ratios pair by pair.
 """
 
 import argparse
@@ -71,10 +72,20 @@ def main() -> None:
     )
     ours = PipelineScheduleRuntime([stage])
 
-    def run_ours() -> None:
-        ours.load(program, lambda stage, work: (1, WIDTH))  # a new program each step, as in training
-        ours.step(lambda stage, work: ((data[work],), {}) if stage == 0 else ((), {}))
+    def shape_of(stage: int, work: int) -> tuple[int, int]:
+        return (1, WIDTH)
 
+    def feed(stage: int, work: int):
+        return ((data[work],), {}) if stage == 0 else ((), {})
+
+    def run_loaded() -> None:
+        ours.step(feed)
+
+    def run_anew() -> None:
+        ours.load(program, shape_of)
+        ours.step(feed)
+
+    ours.load(program, shape_of)
     theirs_stage = PipelineStage(Layer(False), rank, world, mesh.device, group=mesh.pp_group)
     theirs = _PipelineScheduleRuntime(
         [theirs_stage], n_microbatches=args.microbatches, loss_fn=lambda out, _: out.sum(), scale_grads=False
@@ -96,15 +107,16 @@ def main() -> None:
 
     num_actions = len(program.actions[rank])
     num_theirs = len(theirs.pipeline_order_with_comms[rank])
-    figures: dict[str, list[float]] = {"mmtrain": [], "torch": []}
+    runs = {"torch": run_theirs, "mmtrain": run_loaded, "mmtrain, new program": run_anew}
+    figures: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(args.repetitions + 1):
-        for name, run, count in (("mmtrain", run_ours, num_theirs), ("torch", run_theirs, num_theirs)):
+        for name, run in runs.items():
             dist.barrier()
             start = time.perf_counter()
             for _ in range(args.steps):
                 run()
             dist.barrier()
-            figures[name].append((time.perf_counter() - start) / args.steps / count * 1e6)
+            figures[name].append((time.perf_counter() - start) / args.steps / num_theirs * 1e6)
     if rank == 0:
         print(
             f"{world} ranks, {args.microbatches} microbatches, torch {torch.__version__}, {os.cpu_count()} cores; "
@@ -112,9 +124,10 @@ def main() -> None:
             f"divided by {num_theirs}"
         )
         for name, values in figures.items():
-            print(f"{name:8s} us an action: {spread(values[1:], '.1f')}")  # the first repetition warms up
-        ratios = [a / b for a, b in zip(figures["mmtrain"][1:], figures["torch"][1:], strict=True)]
-        print(f"ratio mmtrain / torch: {spread(ratios, '.3f')}")
+            print(f"{name:22s} us an action: {spread(values[1:], '.1f')}")  # the first repetition warms up
+        for name in list(runs)[1:]:
+            ratios = [a / b for a, b in zip(figures[name][1:], figures["torch"][1:], strict=True)]
+            print(f"{name + ' / torch':30s} {spread(ratios, '.3f')}")
     dist.destroy_process_group()
 
 

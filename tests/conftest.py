@@ -2,6 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import start_server
+
+start_server()  # it imports torch while the tests are collected
+
 
 @pytest.fixture(scope="session")
 def charts(tmp_path_factory) -> Path:

@@ -6,10 +6,22 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "mmtrain.trainer", "tests.reference"])
+_context.set_forkserver_preload(
+    ["mmtrain.trainer", "tests.reference", "datasets", "torch.utils.tensorboard"]
+    + [f"transformers.models.{m}.modeling_{m}" for m in ("qwen2", "llama", "qwen2_vl", "siglip", "vit")]
+)
+
+
+def start_server() -> None:
+    """Starts the server that ranks are forked from, with everything that they need imported.
+
+    There is one a process, and whoever starts it first decides what it has imported: call this first.
+    """
+    forkserver.ensure_running()
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 240) -> list[Any]:

@@ -25,9 +25,9 @@ from mmtrain.parallel.torch_private import (
     reduce_grads,
     wait_unsharded,
 )
-from mmtrain.schedule.action import STAGE_WIDE, TRANSFERS, Action, Kind
+from mmtrain.schedule.action import STAGE_WIDE, Action, Kind
 from mmtrain.schedule.lower import Program
-from mmtrain.schedule.release import Transfer, releases, transfer_of
+from mmtrain.schedule.release import Transfer, releases, transfers
 
 
 class OwnKind(StrEnum):
@@ -118,7 +118,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         """
         graph = program.graph
         bound = []
-        arrivals = releases(program, self.rank)
+        moved, arrivals = transfers(program, self.rank), releases(program, self.rank)
         for index, action in enumerate(program.actions[self.rank]):
             if action.kind not in TORCH_KINDS:
                 raise PlanError(
@@ -128,7 +128,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             work = -1 if action.kind in STAGE_WIDE else graph.work_of(action)
             item = BoundAction(action.stage, TORCH_KINDS[action.kind], None if work < 0 else work)
             item.ours = action
-            item.transfer = transfer_of(program, action) if action.kind in TRANSFERS else None
+            item.transfer = moved.get(index)
             item.releases = arrivals.get(index, ())
             bound.append(item)
         self._n_microbatches = max(1, len(graph.works))

@@ -8,7 +8,7 @@ whatever we wait for from that later message implies that ours has arrived.
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
-from mmtrain.schedule.action import SENDS, TRANSFERS, WAITS, Action, Kind
+from mmtrain.schedule.action import SENDS, TRANSFERS, WAITS, Kind
 from mmtrain.schedule.graph import Edge
 
 if TYPE_CHECKING:
@@ -18,16 +18,25 @@ Transfer = tuple[Edge, bool]
 """An edge, and whether the activation (True) or its gradient (False) moves over it."""
 
 _FORWARD = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.WAIT_F})
+_AT_SOURCE = frozenset({Kind.SEND_F, Kind.RECV_B, Kind.WAIT_B})
 
 
-def transfer_of(program: "Program", action: Action) -> Transfer:
-    """The edge and direction of a send, receive or wait."""
+def transfers(program: "Program", rank: int) -> dict[int, Transfer]:
+    """Index of a send, receive or wait in a rank's list -> the edge and the direction that it moves."""
     graph = program.graph
-    at_source = action.kind in (Kind.SEND_F, Kind.RECV_B, Kind.WAIT_B)
-    source, target = (action.stage, action.peer) if at_source else (action.peer, action.stage)
-    work = graph.work_of(action)
-    edge = next(e for e in graph.outputs(source, work) if e.target == target)
-    return edge, action.kind in _FORWARD
+    edges: dict[tuple[int, int, int, int], Edge] = {}
+    for stage, work in graph.nodes():
+        key = (graph.works[work].microbatch, graph.works[work].sub_microbatch)
+        for edge in graph.outputs(stage, work):
+            edges[stage, edge.target, *key] = edge
+    found = {}
+    for index, action in enumerate(program.actions[rank]):
+        if action.kind in TRANSFERS:
+            stage, peer = action.stage, action.peer
+            source, target = (stage, peer) if action.kind in _AT_SOURCE else (peer, stage)
+            edge = edges[source, target, action.microbatch, action.sub_microbatch]
+            found[index] = (edge, action.kind in _FORWARD)
+    return found
 
 
 def releases(program: "Program", rank: int) -> dict[int, tuple[Transfer, ...]]:
@@ -35,27 +44,31 @@ def releases(program: "Program", rank: int) -> dict[int, tuple[Transfer, ...]]:
 
     Sends that nothing later acknowledges are absent; they end with the step.
     """
-    waits: list[dict[Transfer, int]] = []
-    sends: list[dict[int, list[tuple[int, Transfer]]]] = []
-    for actions in program.actions:
-        waited: dict[Transfer, int] = {}
-        sent: dict[int, list[tuple[int, Transfer]]] = {}
-        for index, action in enumerate(actions):
-            if action.kind not in TRANSFERS:
-                continue
-            transfer = transfer_of(program, action)
-            if action.kind in WAITS:
-                waited[transfer] = index
-            elif action.kind in SENDS:
-                sent.setdefault(program.graph.stage_rank[action.peer], []).append((index, transfer))
-        waits.append(waited)
-        sends.append(sent)
+    stage_rank = program.graph.stage_rank
+    mine = transfers(program, rank)
+    sent: dict[int, list[Transfer]] = {}
+    waited: dict[Transfer, int] = {}
+    for index, transfer in mine.items():
+        action = program.actions[rank][index]
+        if action.kind in SENDS:
+            sent.setdefault(stage_rank[action.peer], []).append(transfer)
+        elif action.kind in WAITS:
+            waited[transfer] = index
     found: dict[int, list[Transfer]] = {}
-    for peer, messages in sends[rank].items():
-        replies = sends[peer].get(rank, [])
+    for peer, messages in sent.items():
+        arrived: dict[Transfer, int] = {}
+        replies: list[tuple[int, Transfer]] = []
+        for index, transfer in transfers(program, peer).items():
+            action = program.actions[peer][index]
+            if stage_rank[action.peer] != rank:
+                continue
+            if action.kind in WAITS:
+                arrived[transfer] = index
+            elif action.kind in SENDS:
+                replies.append((index, transfer))
         indices = [index for index, _ in replies]
-        for _, transfer in messages:
-            after = bisect_right(indices, waits[peer][transfer])
+        for transfer in messages:
+            after = bisect_right(indices, arrived[transfer])
             if after < len(replies):
-                found.setdefault(waits[rank][replies[after][1]], []).append(transfer)
-    return {index: tuple(transfers) for index, transfers in found.items()}
+                found.setdefault(waited[replies[after][1]], []).append(transfer)
+    return {index: tuple(done) for index, done in found.items()}

@@ -1,0 +1,79 @@
+import json
+import logging
+
+import pytest
+import torch
+
+from mmtrain.config import MetricsConfig
+from mmtrain.metrics import Reporter, StepMetrics, memory_gib, peak_flops, setup_logging
+
+STEP = {
+    "step": 1, "loss": 2.0, "max_loss": 2.5, "grad_norm": 1.5, "lr": 0.1, "step_time_s": 0.5, "data_time_s": 0.1,
+    "plan_time_s": 0.05, "tokens": 1000, "images": 10, "patches": 400, "skipped_samples": 1, "bubble": 0.25,
+    "flops": 1e9, "peak_flops": 1e10, "memory_gib": 1.5, "memory_percent": 10.0, "world_size": 4,
+}  # fmt: skip
+
+
+def reporter(folder, **changes):
+    section = MetricsConfig(enable_tensorboard=False, progress_bar=False)
+    return Reporter(section, folder, **({"enabled": True, "steps": 10, "start": 0} | changes))
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_is_one_line_with_rates_per_device(tmp_path, capsys):
+    setup_logging(0)
+    report = reporter(tmp_path)
+    report.step(StepMetrics(**STEP))
+    report.close()
+    out = capsys.readouterr().out
+    # 1000 tokens in 0.5 s on 4 devices; 1e9 FLOPs in 0.5 s of 1e10 FLOP/s.
+    for part in ("step:    1", "loss:  2.0000", "tps: 500", "mfu: 20.0%", "images/s: 20.0", "bubble: 25%"):
+        assert part in out
+    (line,) = lines(tmp_path)
+    required = {"step", "loss", "grad_norm", "lr", "step_time_s", "tokens", "images", "bubble"}
+    assert required <= set(line)
+    assert line["mfu"] == pytest.approx(0.2)
+
+
+def test_a_resumed_run_drops_lines_of_steps_that_it_repeats(tmp_path):
+    report = reporter(tmp_path)
+    for step in (1, 2, 3):
+        report.step(StepMetrics(**STEP | {"step": step}))
+    report.validation(2, 1.0, {"easy": (1, 2)})
+    report.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')  # cut short by a kill
+    report = reporter(tmp_path, start=2)
+    report.step(StepMetrics(**STEP | {"step": 3, "loss": 7.0}))
+    report.close()
+    found = lines(tmp_path)
+    assert [(line["step"], line.get("loss")) for line in found] == [(1, 2.0), (2, 2.0), (2, None), (3, 7.0)]
+    assert found[2]["accuracy"] == {"easy": 0.5}
+
+
+def test_a_rank_that_does_not_report_writes_nothing(tmp_path):
+    report = reporter(tmp_path, enabled=False)
+    report.step(StepMetrics(**STEP))
+    report.validation(0, 1.0, {})
+    report.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_ranks_log_warnings_with_their_number(capsys):
+    setup_logging(3)
+    logger = logging.getLogger("mmtrain")
+    logger.info("quiet")
+    logger.warning("loud")
+    assert capsys.readouterr().out.endswith("[rank 3] loud\n")
+
+
+def test_peak_flops_is_configured_or_measured():
+    cpu = torch.device("cpu")
+    assert peak_flops(MetricsConfig(peak_flops=5.0), cpu) == 5.0
+    assert peak_flops(MetricsConfig(), cpu) > 1e7
+    used, percent = memory_gib(cpu)
+    assert used > 0.01
+    assert 0 < percent < 100
