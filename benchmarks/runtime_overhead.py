@@ -120,7 +120,7 @@ def main() -> None:
     if rank == 0:
         print(
             f"{world} ranks, {args.microbatches} microbatches, torch {torch.__version__}, {os.cpu_count()} cores; "
-            f"a step of torch's has {num_theirs} actions on rank 0, of mmtrain's {num_actions} (with waits); both are "
+            f"a step of torch's has {num_theirs} actions on rank 0, of mmtrain's {num_actions} (with waits, which are part of compute actions); both are "
             f"divided by {num_theirs}"
         )
         for name, values in figures.items():

@@ -8,7 +8,6 @@ by the work graph: works are identified by their index, transfers by their edge,
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -25,32 +24,23 @@ from mmtrain.parallel.torch_private import (
     reduce_grads,
     wait_unsharded,
 )
-from mmtrain.schedule.action import STAGE_WIDE, Action, Kind
+from mmtrain.schedule.action import COMPUTE, STAGE_WIDE, WAITS, Action, Kind
 from mmtrain.schedule.lower import Program
 from mmtrain.schedule.release import Transfer, releases, transfers
-
-
-class OwnKind(StrEnum):
-    """Kinds that torch's runtime has no name for."""
-
-    WAIT_F = "WAIT_F"
-    WAIT_B = "WAIT_B"
-
 
 TORCH_KINDS: dict[Kind, Any] = {
     Kind.F: TorchKind.FORWARD,
     Kind.B: TorchKind.FULL_BACKWARD,
     Kind.SEND_F: TorchKind.SEND_F,
     Kind.RECV_F: TorchKind.RECV_F,
-    Kind.WAIT_F: OwnKind.WAIT_F,
     Kind.SEND_B: TorchKind.SEND_B,
     Kind.RECV_B: TorchKind.RECV_B,
-    Kind.WAIT_B: OwnKind.WAIT_B,
     Kind.UNSHARD: TorchKind.UNSHARD,
     Kind.RESHARD: TorchKind.RESHARD,
     Kind.REDUCE: TorchKind.REDUCE_GRAD,
 }
-"""Kinds that this runtime runs. A program with another kind (a split backward's I and W) is refused."""
+"""Kinds that torch's loop dispatches. A wait is part of the compute action that it stands before. A program
+with another kind (a split backward's I and W) is refused."""
 
 
 class BoundAction(TorchAction):
@@ -58,7 +48,9 @@ class BoundAction(TorchAction):
 
     ours: Action
     transfer: Transfer | None
-    releases: tuple[Transfer, ...]
+    """What a send or receive moves."""
+    waits: tuple[tuple[Transfer, tuple[Transfer, ...]], ...]
+    """What must have arrived before a compute action, each with the sends whose arrival follows from it."""
 
     def __repr__(self) -> str:
         return str(self.ours)
@@ -100,10 +92,8 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             TorchKind.FULL_BACKWARD: self._backward,
             TorchKind.SEND_F: self._send,
             TorchKind.RECV_F: self._receive,
-            OwnKind.WAIT_F: self._wait,
             TorchKind.SEND_B: self._send,
             TorchKind.RECV_B: self._receive,
-            OwnKind.WAIT_B: self._wait,
             TorchKind.REDUCE_GRAD: self._reduce,
             TorchKind.RESHARD: self._reshard,
         }
@@ -116,21 +106,33 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
 
         Raises: PlanError: it has a kind of action that this runtime does not run.
         """
-        graph = program.graph
+        graph, actions = program.graph, program.actions[self.rank]
         bound = []
         moved, arrivals = transfers(program, self.rank), releases(program, self.rank)
-        for index, action in enumerate(program.actions[self.rank]):
-            if action.kind not in TORCH_KINDS:
+        waits: list[tuple[Transfer, tuple[Transfer, ...]]] = []
+        for index, action in enumerate(actions):
+            kind = action.kind
+            if kind in WAITS:
+                waits.append((moved[index], arrivals.get(index, ())))
+                continue
+            if kind not in TORCH_KINDS:
                 raise PlanError(
-                    f"rank {self.rank}, step {index}, action {action}: this runtime has no handler for kind "
-                    f"{action.kind}; plan with whole backwards (B)"
+                    f"rank {self.rank}, step {index}, action {action}: this runtime has no handler for kind {kind}; "
+                    "plan with whole backwards (B)"
                 )
-            work = -1 if action.kind in STAGE_WIDE else graph.work_of(action)
-            item = BoundAction(action.stage, TORCH_KINDS[action.kind], None if work < 0 else work)
-            item.ours = action
-            item.transfer = moved.get(index)
-            item.releases = arrivals.get(index, ())
+            if waits and kind not in COMPUTE:
+                raise PlanError(
+                    f"rank {self.rank}, step {index}, action {action}: a wait must stand right before the compute "
+                    f"action that needs it, but {actions[index - 1]} stands before this one"
+                )
+            transfer = moved.get(index)
+            work = transfer[0].work if transfer else None if kind in STAGE_WIDE else graph.work_of(action)
+            item = BoundAction(action.stage, TORCH_KINDS[kind], work)
+            item.ours, item.transfer, item.waits = action, transfer, tuple(waits)
             bound.append(item)
+            waits = []
+        if waits:
+            raise PlanError(f"rank {self.rank}: {actions[-1]} is the last action, but nothing needs what it waits for")
         self._n_microbatches = max(1, len(graph.works))
         self.pipeline_order_with_comms = {self.rank: bound}
         for stage in self._by_index.values():
@@ -173,6 +175,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         assert self._feed is not None and action.microbatch_index is not None
         stage, work = self._by_index[action.stage_index], action.microbatch_index
         self._assert_unsharded(stage)
+        self._finish_waits(action)
         args, kwargs = self._feed(stage.stage_index, work)
         with self._clock.measure(action.ours):
             output = stage.forward_one_chunk(work, args, kwargs)
@@ -191,6 +194,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         assert action.microbatch_index is not None
         stage, work = self._by_index[action.stage_index], action.microbatch_index
         self._assert_unsharded(stage)
+        self._finish_waits(action)
         with self._clock.measure(action.ours):
             stage.backward_one_chunk(work, loss=self._loss_grad)
         graph = stage.graph
@@ -207,15 +211,15 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         assert action.transfer is not None
         self._pending[action.transfer] = self._by_index[action.stage_index].receive(*action.transfer)
 
-    def _wait(self, action: BoundAction, ctx: Any) -> None:
-        assert action.transfer is not None
-        arriving, tensor = self._pending.pop(action.transfer)
-        arriving.wait()
-        edge, forward = action.transfer
+    def _finish_waits(self, action: BoundAction) -> None:
         stage = self._by_index[action.stage_index]
-        (stage.inbox if forward else stage.grad_inbox)[edge] = tensor
-        for transfer in action.releases:  # returns at once: the peer has these, or it would not have answered
-            self._sent.pop(transfer)[0].wait()
+        for transfer, arrived in action.waits:
+            arriving, tensor = self._pending.pop(transfer)
+            arriving.wait()
+            edge, forward = transfer
+            (stage.inbox if forward else stage.grad_inbox)[edge] = tensor
+            for sent in arrived:  # returns at once: the peer has these, or it would not have answered
+                self._sent.pop(sent)[0].wait()
 
     def _reduce(self, action: BoundAction, ctx: Any) -> None:
         stage = self._by_index[action.stage_index]

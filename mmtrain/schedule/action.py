@@ -71,10 +71,10 @@ class Action:
     """The other stage of a transfer; -1 for the other kinds."""
 
     def __str__(self) -> str:
-        text = f"{self.stage}{self.kind.value}"
-        if self.kind not in STAGE_WIDE:
+        text = str(self.stage) + self.kind
+        if self.microbatch >= 0:
             text += f"{self.microbatch}.{self.sub_microbatch}"
-        if self.kind in TRANSFERS:
+        if self.peer >= 0:
             text += f"{'>' if self.kind in SENDS else '<'}{self.peer}"
         return text
 
@@ -94,6 +94,8 @@ class Action:
                 int(match["sub"]) if match["sub"] else -1,
                 int(match["peer"]) if match["peer"] else -1,
             )
-            if str(action) == text:
+            has_work, has_peer = action.microbatch >= 0, action.peer >= 0
+            whole = has_work == (kind not in STAGE_WIDE) and has_peer == (kind in TRANSFERS)
+            if whole and str(action) == text:  # no leading zeros, the right arrow
                 return action
         raise PlanError(f"{text!r} is not an action; write for example 3F5.1, 3SEND_F5.1>4 or 3UNSHARD")
