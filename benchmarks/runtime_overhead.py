@@ -120,8 +120,7 @@ def main() -> None:
     if rank == 0:
         print(
             f"{world} ranks, {args.microbatches} microbatches, torch {torch.__version__}, {os.cpu_count()} cores; "
-            f"a step of torch's has {num_theirs} actions on rank 0, of mmtrain's {num_actions} (with waits, which are part of compute actions); both are "
-            f"divided by {num_theirs}"
+            f"{num_theirs} actions on rank 0 (mmtrain's program has {num_actions - num_theirs} waits more)"
         )
         for name, values in figures.items():
             print(f"{name:22s} us an action: {spread(values[1:], '.1f')}")  # the first repetition warms up

@@ -66,6 +66,7 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "train",
         help="train a model",
+        usage="mmtrain train [-h] --config CONFIG [--section.key=value ...]",
         description="Trains the model of a TOML file. Starts all ranks of the job on this machine, unless a "
         "launcher (torchrun) already did. Any --section.key=value overrides the file.",
     )
@@ -117,7 +118,9 @@ def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "config",
         help="print a config with all its defaults",
-        description="Checks a TOML file and prints it resolved: bases, overrides and defaults included.",
+        usage="mmtrain config [-h] --config CONFIG [--section.key=value ...]",
+        description="Checks a TOML file and prints it resolved: bases, overrides and defaults included. Any "
+        "--section.key=value overrides the file.",
     )
     parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
     parser.set_defaults(run=_config, takes_overrides=True, overrides=[])
@@ -169,7 +172,8 @@ def _add_schedule(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "show",
         help="plan one iteration and draw it",
         description="Plans one iteration and draws the simulated timeline. The iteration is a batch of a config's "
-        "data (--config), a planning problem in a file (--problem), or a plain chain of stages (--pp, --microbatches).",
+        "data (--config, with any --section.key=value), a planning problem in a file (--problem), or a plain chain of "
+        "stages (--pp, --microbatches).",
     )
     show.add_argument("name", nargs="?", help="schedule: 1F1B or interleave (default: the config's, else 1F1B)")
     show.add_argument("--config", help="TOML file; its first batches are read, nothing is trained")
