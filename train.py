@@ -2,7 +2,7 @@
 
 import sys
 
-from mmtrain.cli import train_main
+from mmtrain.cli import leave, train_main
 
 if __name__ == "__main__":
-    sys.exit(train_main(sys.argv[1:]))
+    leave(train_main(sys.argv[1:]))

@@ -32,7 +32,6 @@ WIDTH = 16
 
 class Output(NamedTuple):
     loss_sum: Tensor
-    num_correct: None = None
     predictions: None = None
 
 

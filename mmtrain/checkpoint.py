@@ -72,6 +72,7 @@ class Checkpointer:
         self._aliases = aliases
         self._group = dist.new_group(backend="gloo") if section.async_mode == "async" else None
         self._running: tuple[Future[Any], TrainState] | None = None
+        self._went_back_to = -1
         if _is_rank_zero() and folder.is_dir():
             for stale in folder.glob("step-*.tmp"):  # a save that was killed
                 shutil.rmtree(stale)
@@ -86,7 +87,8 @@ class Checkpointer:
         if _is_rank_zero():
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-            (aside / _STATE_FILE).write_text(json.dumps(state.to_dict(), indent=1) + "\n")
+            table = state.to_dict() | {"went_back_to": self._went_back_to}
+            (aside / _STATE_FILE).write_text(json.dumps(table, indent=1) + "\n")
         dist.barrier()
         tensors = self._tensors()
         if self._section.async_mode == "async":
@@ -100,7 +102,7 @@ class Checkpointer:
         """Makes a save in the background visible once all ranks have written their parts."""
         if self._running is not None:
             done = torch.tensor(int(self._running[0].done()))
-            dist.all_reduce(done, op=dist.ReduceOp.MIN, group=self._group)
+            dist.all_reduce(done, op=dist.ReduceOp.MIN)  # not over the writer's group, which it is using now
             if done:
                 self.finish()
 
@@ -157,42 +159,45 @@ class Checkpointer:
         if not steps:
             return None
         chosen = wanted if wanted >= 0 else steps[-1]
-        if _is_rank_zero():
-            self._set_aside_later(chosen)
+        newest = _on_rank_zero(lambda: json.loads((self._folder / f"step-{steps[-1]}" / _STATE_FILE).read_text()))
+        if wanted >= 0 and newest.get("went_back_to", -1) == wanted:
+            chosen = steps[-1]  # this job has gone back already and was restarted since
+        self._went_back_to = wanted if wanted >= 0 else newest.get("went_back_to", -1)
         source = self._folder / f"step-{chosen}"
-        text = _on_rank_zero(lambda: (source / _STATE_FILE).read_text())
-        raw = json.loads(text)
+        raw = _on_rank_zero(lambda: json.loads((source / _STATE_FILE).read_text()))
         tensors = self._tensors()
         stored = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
         rng_key = f"rng.{dist.get_rank()}"
         if rng_key not in stored:  # saved by another number of ranks
             del tensors[rng_key]
-        missing = [key for key in tensors if key not in stored]
-        if missing:
-            raise ConfigError(
-                f"{source} was saved by another model: it has no {missing[0]} ({len(missing)} names are "
-                "missing); use the config it was saved with, or another job.dump_folder"
-            )
-        known: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(known, [key for key in tensors if key.startswith("model.")])
-        extra = {key for key in stored if key.startswith("model.")} - {key for keys in known for key in keys}
-        if extra:
-            raise ConfigError(
-                f"{source} was saved by another model: this one has no {min(extra)} ({len(extra)} names are too "
-                "many); use the config it was saved with, or another job.dump_folder"
-            )
-        for key, tensor in tensors.items():
-            size = getattr(stored[key], "size", None)
-            if isinstance(tensor, Tensor) and size is not None and tuple(size) != tuple(tensor.shape):
-                raise ConfigError(
-                    f"{source} does not fit this model: {key} has shape {tuple(size)} there and "
-                    f"{tuple(tensor.shape)} here; use the config it was saved with"
-                )
+        self._check_fits(source, tensors, stored)
         dcp.load(tensors, checkpoint_id=source)
         self._restore(tensors)
         if rng_key in tensors:
             _set_rng(tensors[rng_key])
+        _on_rank_zero(lambda: self._set_aside_later(chosen))
         return TrainState(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"])
+
+    def _check_fits(self, source: Path, tensors: dict[str, Any], stored: dict[str, Any]) -> None:
+        """Refuses, on every rank, a checkpoint whose names or shapes are not this model's."""
+        problem = ""
+        missing = [key for key in tensors if key not in stored]
+        if missing:
+            problem = f"was saved by another model: it has no {missing[0]} ({len(missing)} names are missing)"
+        for key, tensor in tensors.items():
+            size = getattr(stored.get(key), "size", None)
+            if isinstance(tensor, Tensor) and size is not None and tuple(size) != tuple(tensor.shape) and not problem:
+                here = tuple(tensor.shape)
+                problem = f"does not fit this model: {key} has shape {tuple(size)} there and {here} here"
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (problem, [key for key in tensors if key.startswith("model.")]))
+        known = {key for _, keys in found for key in keys}
+        extra = [key for key in stored if key.startswith("model.") and key not in known]
+        if extra:
+            found.append((f"was saved by another model: this one has no {min(extra)} ({len(extra)} too many)", []))
+        for text, _ in found:
+            if text:
+                raise ConfigError(f"{source} {text}; use the config it was saved with, or another job.dump_folder")
 
     # --------------------------------------------------------------------------------- tensor names
 

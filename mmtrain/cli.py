@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mmtrain import __version__, config
 from mmtrain.errors import MMTrainError
@@ -14,8 +14,6 @@ from mmtrain.errors import MMTrainError
 if TYPE_CHECKING:
     from mmtrain.schedule.problem import PlanningProblem
     from mmtrain.schedule.timeline import Timeline
-
-_OVERRIDE_HELP = "set one value, in TOML syntax: --training.steps=10 --data.source=charts"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,12 +38,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train_main(argv: Sequence[str] | None = None) -> int:
     """Entry point of train.py: one rank under torchrun, or the whole job of one rank. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="train.py", description="Runs one rank of a training job.")
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        usage="train.py [-h] --config CONFIG [--section.key=value ...]",
+        description="Runs one rank of a training job. Any --section.key=value, in TOML syntax, overrides the file.",
+    )
     parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
-    parser.add_argument("overrides", nargs="*", metavar="--section.key=value", help=_OVERRIDE_HELP)
-    args, rest = parser.parse_known_args(argv)
-    args.overrides = [*args.overrides, *rest]
+    args, overrides = parser.parse_known_args(argv)
+    args.overrides = overrides
     return _guarded(_train_rank, args)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends a process that trained, without Python's own finalisation.
+
+    A thread of the process groups may still drop its last tensor, which needs the interpreter; if that is being
+    finalised just then, the process aborts after all its work was done (seen once in some thirty jobs).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "torch" in sys.modules:
+        os._exit(status)
+    sys.exit(status)
 
 
 def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
@@ -197,11 +211,12 @@ def _show(args: argparse.Namespace) -> int:
     from mmtrain.schedule.lower import lower
 
     _check_show(args)
-    name = args.name or "1F1B"
+    name, sharded = args.name or "1F1B", False
     if args.config:
         job = config.load(args.config, args.overrides)
         name = args.name or job.parallelism.pipeline_parallel_schedule
         problem = _problem_of_batch(job, args.batch or 0)
+        sharded = config.uses_fsdp(job.parallelism.mesh_shape, job.training)
     elif args.problem:
         from mmtrain.schedule.problem import PlanningProblem
 
@@ -219,7 +234,7 @@ def _show(args: argparse.Namespace) -> int:
         "svg": lambda: draw.svg(result.timeline, title=name),
         "trace": lambda: json.dumps(draw.trace_events({name: result.timeline})),
         "json": lambda: plan_to_json(problem, result),
-        "program": lambda: f"{lower(result.plan, problem, sharded=False)}\n",
+        "program": lambda: f"{lower(result.plan, problem, sharded=sharded)}\n",
     }[args.format]()
     if args.out:
         args.out.write_text(text)
@@ -288,4 +303,4 @@ def _chain(num_ranks: int, num_microbatches: int) -> "PlanningProblem":
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -326,7 +326,7 @@ class MetricsConfig:
     """[metrics]"""
 
     log_freq: int = 1
-    """Steps between log lines, tensorboard points and lines of metrics.jsonl."""
+    """Steps between log lines and tensorboard points; metrics.jsonl has every step."""
     enable_tensorboard: bool = True
     """Write tensorboard files."""
     save_tb_folder: str = "tb"
@@ -417,6 +417,10 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} is more than "
             f"training.steps = {config.training.steps}; lower it"
+        )
+    if config.checkpoint.load_step >= 0 and not config.checkpoint.enable:
+        raise ConfigError(
+            f"checkpoint.load_step = {config.checkpoint.load_step}, but checkpoint.enable = false; set it to true"
         )
     modules = [config.model.language] + ([config.model.encoder] if config.model.encoder else [])
     if all(module.frozen for module in modules) and (config.model.projector.frozen or not config.model.encoder):
@@ -655,5 +659,11 @@ def _at_least(section: str, values: Any, **bounds: float) -> None:
 
 
 def world_size_from_environment() -> int:
-    """Number of ranks that the launcher started (`WORLD_SIZE` of torchrun), 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Number of ranks that the launcher started (`WORLD_SIZE` of torchrun), 1 without a launcher.
+
+    Raises: ConfigError: it is no number.
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdigit() or not int(text):
+        raise ConfigError(f"the environment says WORLD_SIZE = {text!r}; it is the job's number of ranks")
+    return int(text)

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import math
 import os
+import re
 import resource
 import sys
 import time
@@ -51,7 +53,7 @@ def peak_flops(section: MetricsConfig, device: torch.device) -> float:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, flops in sorted(_PEAK_FLOPS.items(), key=lambda item: -len(item[0])):
-            if known in name:
+            if re.search(rf"\b{known}\b", name):
                 return flops
         logger.warning("unknown device %r: MFU is against a measured matmul; set metrics.peak_flops", name)
     return _measured_matmul_flops(device)
@@ -97,9 +99,12 @@ class StepMetrics:
     """Planning, lowering and checking."""
     tokens: int
     images: int
+    image_tokens: int
+    """Those of `tokens` that stand for pictures."""
     patches: int
     """Encoder rows."""
     skipped_samples: int
+    """Samples dropped since the run started."""
     bubble: float
     """Idle fraction of the pipeline ranks of this replica."""
     flops: float
@@ -128,14 +133,35 @@ class Reporter:
         if section.progress_bar and sys.stderr.isatty():
             self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
 
-    def step(self, m: StepMetrics) -> None:
-        """Reports one training step."""
+    def step(self, m: StepMetrics, *, quiet: bool = False) -> None:
+        """Reports one training step. Args: quiet: to metrics.jsonl alone."""
         if not self._enabled:
             return
         tps = m.tokens / m.step_time_s / m.world_size
         images_s = m.images / m.step_time_s
         tflops = m.flops / m.step_time_s / 1e12
         mfu = 100 * m.flops / m.step_time_s / m.peak_flops
+        self._line(
+            {
+                "step": m.step,
+                "loss": m.loss,
+                "grad_norm": m.grad_norm,
+                "lr": m.lr,
+                "step_time_s": m.step_time_s,
+                "data_time_s": m.data_time_s,
+                "plan_time_s": m.plan_time_s,
+                "tokens": m.tokens,
+                "images": m.images,
+                "image_tokens": m.image_tokens,
+                "patches": m.patches,
+                "skipped_samples": m.skipped_samples,
+                "bubble": m.bubble,
+                "tps": tps,
+                "mfu": mfu / 100,
+            }
+        )
+        if quiet:
+            return
         self._say(
             f"step: {m.step:4d}  loss: {m.loss:7.4f}  grad_norm: {m.grad_norm:7.4f}  "
             f"memory: {m.memory_gib:.2f}GiB({m.memory_percent:.1f}%)  tps: {tps:,.0f}  tflops: {tflops:.4f}  "
@@ -161,30 +187,13 @@ class Reporter:
                 "memory/max_reserved(GiB)": m.memory_gib,
                 "memory/max_reserved(%)": m.memory_percent,
                 "pipeline/bubble(%)": 100 * m.bubble,
-                "modality/text/tokens": m.tokens,
-                "modality/image/tokens": m.patches,
+                "modality/text/tokens": m.tokens - m.image_tokens,
+                "modality/image/tokens": m.image_tokens,
+                "modality/image/patches": m.patches,
                 "modality/image/count": m.images,
                 "data/skipped_samples": m.skipped_samples,
             },
             m.step,
-        )
-        self._line(
-            {
-                "step": m.step,
-                "loss": m.loss,
-                "grad_norm": m.grad_norm,
-                "lr": m.lr,
-                "step_time_s": m.step_time_s,
-                "data_time_s": m.data_time_s,
-                "plan_time_s": m.plan_time_s,
-                "tokens": m.tokens,
-                "images": m.images,
-                "patches": m.patches,
-                "skipped_samples": m.skipped_samples,
-                "bubble": m.bubble,
-                "tps": tps,
-                "mfu": mfu / 100,
-            }
         )
 
     def validation(self, step: int, loss: float, accuracy: Mapping[str, tuple[int, int]]) -> None:
@@ -218,7 +227,8 @@ class Reporter:
 
     def _line(self, values: Mapping[str, Any]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(dict(values)) + "\n")
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
+        self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
         self._file.flush()
 
 
@@ -228,7 +238,7 @@ def _continue_jsonl(path: Path, start: int) -> TextIO:
         kept = []
         for line in path.read_text().splitlines():
             try:
-                if json.loads(line)["step"] <= start:
+                if start and json.loads(line)["step"] <= start:
                     kept.append(line + "\n")
             except (json.JSONDecodeError, KeyError):
                 continue  # cut short by a kill

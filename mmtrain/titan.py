@@ -14,8 +14,8 @@ import torch.nn as nn
 import torch.testing._internal.distributed.fake_pg  # registers the backend of size-1 axes
 import torchtitan.tools.utils as _titan_utils
 
-if not torch.accelerator.is_available():
-    # torchtitan falls back to "cuda" on a machine without accelerator; the names below are read at import.
+if not torch.cuda.is_available():
+    # torchtitan falls back to "cuda" on a machine without one; the names below are read at import.
     _titan_utils.device_type, _titan_utils.device_module = "cpu", torch.cpu
 
 from torchtitan.components.metrics import TensorBoardLogger

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from mmtrain.data.batch import Batch, check_batch
 from mmtrain.data.loader import Loader
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.packing import LoaderState
-from mmtrain.errors import MMTrainError, TrainingError
+from mmtrain.errors import DataError, MMTrainError, TrainingError
 from mmtrain.metrics import Reporter, StepMetrics, memory_gib, peak_flops, setup_logging
 from mmtrain.optim import build_optimizers, lr_factor, set_lr
 from mmtrain.parallel.build import build_local_model, check_same_program
@@ -60,8 +60,6 @@ class StepResult:
     loss: float
     max_loss: float
     grad_norm: float
-    applied: bool
-    """False where a non-finite step was skipped."""
     tokens: int
     stop: bool
     """Whether some rank was asked to stop."""
@@ -88,6 +86,10 @@ class Trainer:
         try:
             self._set_up(device)
             self._loop()
+        except TrainingError:  # on every rank: a checkpoint that is being written is still good
+            if self.checkpointer:
+                self.checkpointer.finish()
+            raise
         finally:
             self._tear_down()
             if owns_group:
@@ -129,14 +131,14 @@ class Trainer:
             start=self.state.step,
         )
         self.peak_flops = peak_flops(config.metrics, device)
-        if self.mesh.is_leader:
-            self.loader = self._open_loader(config.data.split, LoaderState.from_dict(self.state.loader))
-        self._items = self._share(iter(self.loader) if self.loader else None)
+        first = LoaderState.from_dict(self.state.loader)
+        self._items = self._share(lambda: self._open_loader(config.data.split, first))
+        self._skipped = 0
         self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _open_loader(self, split: str, state: LoaderState | None, num_steps: int | None = None) -> Loader:
         validating = num_steps is not None
-        return Loader(
+        loader = Loader(
             self.config,
             split=split,
             dp_rank=self.mesh.dp_rank,
@@ -146,6 +148,9 @@ class Trainer:
             num_steps=num_steps,
             num_workers=0 if validating else None,
         )
+        if not validating:
+            self.loader = loader
+        return loader
 
     def _log_start(self) -> None:
         config, shape = self.config, self.config.parallelism.mesh_shape
@@ -189,6 +194,12 @@ class Trainer:
     def _loop(self) -> None:
         config = self.config
         steps = config.training.steps
+        if self.state.step >= steps:
+            logger.warning(
+                "already at step %d of training.steps = %d; raise it, or use another job.dump_folder",
+                self.state.step,
+                steps,
+            )
         if config.validation.enable and self.state.step == 0:
             self.validate(0)
         while self.state.step < steps:
@@ -201,16 +212,17 @@ class Trainer:
             result, outcome = self.train_step(step, item, plan)
             seconds = time.perf_counter() - start
             self.state = TrainState(step=step, loader=item.state.to_dict(), tokens=self.state.tokens + result.tokens)
-            if step % config.metrics.log_freq == 0 or step in (1, steps):
-                self._report(result, item, plan, outcome, seconds, loaded - start, planned - loaded)
+            quiet = step % config.metrics.log_freq != 0 and step not in (1, steps)
+            self._report(result, item, plan, outcome, seconds, loaded - start, planned - loaded, quiet=quiet)
             if config.metrics.trace_freq and step % config.metrics.trace_freq == 0:
                 self._write_trace(step, plan, outcome)
-            if config.validation.enable and (step % config.validation.freq == 0 or step == steps):
-                self.validate(step)
             if self.checkpointer:
                 self.checkpointer.poll()
                 if step % config.checkpoint.interval == 0 or step == steps or result.stop:
                     self.checkpointer.save(self.state)
+            due = step % config.validation.freq == 0 or step == steps
+            if config.validation.enable and due and not result.stop:  # a stop leaves little time
+                self.validate(step)
             if result.stop:
                 logger.warning("SIGTERM: stopped after step %d%s", step, ", saved" if self.checkpointer else "")
                 break
@@ -254,7 +266,6 @@ class Trainer:
                 loss=loss,
                 max_loss=float(largest),
                 grad_norm=float(norm),
-                applied=finite,
                 tokens=int(totals[1]),
                 stop=bool(totals[2]),
             ),
@@ -271,7 +282,7 @@ class Trainer:
         flags: list[Any] = [None] * self.mesh.shape.world_size
         dist.all_gather_object(flags, any(bad))
         ranks = [rank for rank, flag in enumerate(flags) if flag]
-        message = f"step {step}: loss {loss}, gradient norm {norm}; first seen on ranks {ranks}"
+        message = f"step {step}: loss {loss}, gradient norm {norm}; not finite on ranks {ranks}"
         if self.config.training.on_nonfinite == "skip":
             logger.warning("%s; the step is skipped", message)
             return
@@ -310,19 +321,24 @@ class Trainer:
 
     # --------------------------------------------------------------------------------- data of a step
 
-    def _share(self, source: Iterator[tuple[Batch, IterationMeta, LoaderState]] | None) -> Iterator[Item]:
+    def _share(self, open_loader: Callable[[], Loader]) -> Iterator[Item]:
         """The leader's items on every rank of its replica; an error of the loader is raised on all of them."""
+        source: Iterator[tuple[Batch, IterationMeta, LoaderState]] | None = None
         while True:
             batch: Batch | None = None
             message: tuple[IterationMeta, list[Tensor], LoaderState] | MMTrainError | None = None
-            if source is not None:
+            if self.mesh.is_leader:
                 try:
+                    if source is None:
+                        source = iter(open_loader())
                     batch, meta, state = next(source)
                     message = (meta, [m.labels for m in batch.microbatches], state)
                 except StopIteration:
                     message = None
                 except MMTrainError as error:
                     message = error
+                except OSError as error:
+                    message = DataError(f"data.source cannot be read: {error}")
             message = self.mesh.broadcast_object(message)
             if isinstance(message, MMTrainError):
                 raise message
@@ -347,23 +363,17 @@ class Trainer:
         is when greedy decoding would write it.
         """
         section, mesh = self.config.validation, self.mesh
-        loader = None
-        if mesh.is_leader:
-            state = LoaderState(seed=0)
-            loader = self._open_loader(self.config.data.validation_split, state, num_steps=section.steps)
+        split = self.config.data.validation_split
+        items = self._share(lambda: self._open_loader(split, LoaderState(seed=0), num_steps=section.steps))
         loss_sum, num_targets = 0.0, 0
         accuracy: dict[str, tuple[int, int]] = {}
-        try:
-            for item in self._share(iter(loader) if loader else None):
-                plan = self._plan(item.meta, forward_only=True)
-                outcome = self._run(plan, item, want_predictions=True)
-                loss_sum += sum(float(loss) for loss in outcome.losses.values())
-                if outcome.predictions:
-                    num_targets += item.meta.num_targets
-                    count_answers(plan, item.meta, item.labels, outcome.predictions, accuracy)
-        finally:
-            if loader is not None:
-                loader.close()
+        for item in items:
+            plan = self._plan(item.meta, forward_only=True)
+            outcome = self._run(plan, item, want_predictions=True)
+            loss_sum += sum(float(loss) for loss in outcome.losses.values())
+            if outcome.predictions:
+                num_targets += item.meta.num_targets
+                count_answers(plan, item.meta, item.labels, outcome.predictions, accuracy)
         parts: list[Any] = [None] * mesh.shape.world_size
         dist.all_gather_object(parts, (loss_sum, num_targets, accuracy))
         merged: dict[str, tuple[int, int]] = {}
@@ -387,6 +397,8 @@ class Trainer:
         seconds: float,
         data_s: float,
         plan_s: float,
+        *,
+        quiet: bool,
     ) -> None:
         mesh = self.mesh
         busy = sum(end - start for _, start, end in outcome.rows)
@@ -394,9 +406,12 @@ class Trainer:
         makespan = max(rank[1] for rank in ranks)
         bubble = 1 - sum(rank[0] for rank in ranks) / (makespan * len(ranks))
         flops = sum(f.total for f in self.planner.flops(plan.batching).values())
-        counts = [item.meta.num_images, item.meta.num_patches, item.meta.num_skipped, flops]
-        totals = torch.tensor(counts if mesh.is_leader else [0.0] * 4, dtype=torch.float64)
+        meta = item.meta
+        image_tokens = sum(image.num_tokens for m in meta.microbatches for image in m.images)
+        counts = [meta.num_images, meta.num_patches, meta.num_skipped, flops, image_tokens]
+        totals = torch.tensor(counts if mesh.is_leader else [0.0] * len(counts), dtype=torch.float64)
         dist.all_reduce(totals)
+        self._skipped += int(totals[2])
         step = self.state.step
         assert self.reporter is not None
         self.reporter.step(
@@ -412,14 +427,16 @@ class Trainer:
                 tokens=result.tokens,
                 images=int(totals[0]),
                 patches=int(totals[1]),
-                skipped_samples=int(totals[2]),
+                image_tokens=int(totals[4]),
+                skipped_samples=self._skipped,
                 bubble=bubble,
                 flops=float(totals[3]) / mesh.shape.world_size,
                 peak_flops=self.peak_flops,
                 memory_gib=max(rank[2] for rank in ranks),
                 memory_percent=max(rank[3] for rank in ranks),
                 world_size=mesh.shape.world_size,
-            )
+            ),
+            quiet=quiet,
         )
 
     def _write_trace(self, step: int, plan: IterationPlan, outcome: StepOutcome) -> None:

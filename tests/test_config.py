@@ -72,6 +72,7 @@ def test_dump_reads_back_equal(load, tmp_path):
         ("--model=3", "names no section"),
         ("--model.language=3", "it is a section"),
         ("--checkpoint.keep_latest_k=1", "at least 2"),
+        ("--checkpoint.load_step=3", "but checkpoint.enable = false"),
         ("--planner.flops_per_s=0", "must be above 0"),
         ("steps=3", "names no section"),
         ("--training.steps", "not of the form"),

@@ -9,8 +9,9 @@ from mmtrain.metrics import Reporter, StepMetrics, memory_gib, peak_flops, setup
 
 STEP = {
     "step": 1, "loss": 2.0, "max_loss": 2.5, "grad_norm": 1.5, "lr": 0.1, "step_time_s": 0.5, "data_time_s": 0.1,
-    "plan_time_s": 0.05, "tokens": 1000, "images": 10, "patches": 400, "skipped_samples": 1, "bubble": 0.25,
-    "flops": 1e9, "peak_flops": 1e10, "memory_gib": 1.5, "memory_percent": 10.0, "world_size": 4,
+    "plan_time_s": 0.05, "tokens": 1000, "images": 10, "image_tokens": 100, "patches": 400,
+    "skipped_samples": 1, "bubble": 0.25, "flops": 1e9, "peak_flops": 1e10, "memory_gib": 1.5,
+    "memory_percent": 10.0, "world_size": 4,
 }  # fmt: skip
 
 
@@ -52,6 +53,18 @@ def test_a_resumed_run_drops_lines_of_steps_that_it_repeats(tmp_path):
     found = lines(tmp_path)
     assert [(line["step"], line.get("loss")) for line in found] == [(1, 2.0), (2, 2.0), (2, None), (3, 7.0)]
     assert found[2]["accuracy"] == {"easy": 0.5}
+
+
+def test_a_new_run_starts_a_new_file_and_quiet_steps_are_in_it(tmp_path, capsys):
+    setup_logging(0)
+    for _ in range(2):
+        report = reporter(tmp_path)
+        report.validation(0, 1.0, {})
+        report.step(StepMetrics(**STEP | {"loss": float("nan")}), quiet=True)
+        report.close()
+    assert "step:    1" not in capsys.readouterr().out
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1]
+    assert lines(tmp_path)[1]["loss"] is None
 
 
 def test_a_rank_that_does_not_report_writes_nothing(tmp_path):

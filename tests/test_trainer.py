@@ -1,7 +1,6 @@
 """Whole jobs: equal loss curves on every layout, exact resume, what stops a run and what it leaves behind."""
 
 import json
-import math
 import os
 import signal
 import time
@@ -11,7 +10,7 @@ import torch
 
 from mmtrain import config
 from mmtrain.checkpoint import complete_steps
-from mmtrain.errors import ConfigError, DataError, TrainingError
+from mmtrain.errors import ConfigError, DataError, MMTrainError, TrainingError
 from tests.jobs import layout, metrics, train, write_config
 from tests.ranks import run_ranks
 
@@ -225,7 +224,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(job):
     extra = [*layout(pp=2), "checkpoint.enable=true", "checkpoint.interval=2"]
     messages = run_ranks(poisoned, 2, job, extra, TrainingError)
     assert all(m.startswith("step 3: loss nan") for m in messages)
-    assert all("first seen on ranks" in m for m in messages)
+    assert all("not finite on ranks" in m for m in messages)
     assert complete_steps(job.parent / "run" / "checkpoint") == [2]
 
 
@@ -233,7 +232,7 @@ def test_a_step_that_is_not_finite_can_be_skipped(job):
     run_ranks(poisoned, 2, job, [*layout(pp=2), "training.on_nonfinite=skip"], None)
     losses = metrics(job.parent)
     assert sorted(losses) == [1, 2, 3, 4, 5, 6]
-    assert [s for s in losses if math.isnan(losses[s])] == [3]
+    assert [s for s in losses if losses[s] is None] == [3]
 
 
 def with_changed_image(rank, path, overrides, change):
@@ -320,6 +319,62 @@ def test_a_checkpoint_step_that_is_not_there_is_refused(job):
     assert "no complete checkpoint" in message
 
 
+def test_a_missing_validation_split_is_one_error_on_every_rank(job):
+    extra = ["validation.enable=true", "data.validation_split=nothing", "training.steps=1"]
+    messages = run_ranks(failing, 2, job, [*layout(pp=2), *extra], MMTrainError)
+    assert messages[0] == messages[1]
+    assert "nothing" in messages[0]
+
+
+def test_validation_does_not_change_the_training(tmp_path, charts):
+    curves = []
+    for name, extra in (
+        ("with", ["validation.enable=true", "validation.freq=2", "validation.steps=1"]),
+        ("without", []),
+    ):
+        path = write_config(tmp_path / name, charts)
+        run_ranks(train, 2, path, [*layout(pp=2), "training.steps=4", *extra])
+        curves.append(metrics(path.parent))
+    assert curves[0] == curves[1]
+
+
+def test_going_back_survives_a_restart_and_a_wrong_model_changes_nothing(job):
+    extra = ["checkpoint.enable=true", "checkpoint.interval=1", "checkpoint.keep_latest_k=0"]
+    run_ranks(train, 1, job, [*extra, "training.steps=3"])
+    folder = job.parent / "run" / "checkpoint"
+    text = job.read_text()
+    job.write_text(text.replace("num_hidden_layers = 4", "num_hidden_layers = 5"))
+    run_ranks(failing, 1, job, [*extra, "checkpoint.load_step=2"], ConfigError)
+    assert complete_steps(folder) == [1, 2, 3]
+    job.write_text(text)
+    run_ranks(train, 1, job, [*extra, "checkpoint.load_step=2", "training.steps=5"])
+    assert complete_steps(folder) == [1, 2, 3, 4, 5]
+    assert sorted(p.name for p in folder.glob("abandoned-*")) == ["abandoned-0-step-3"]
+    run_ranks(train, 1, job, [*extra, "checkpoint.load_step=2", "training.steps=6"])  # restarted as it was
+    assert complete_steps(folder) == [1, 2, 3, 4, 5, 6]
+    assert sorted(p.name for p in folder.glob("abandoned-*")) == ["abandoned-0-step-3"]
+
+
+def slow_writer(rank, path, overrides):
+    """A background save that lasts several steps."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    original = FileSystemWriter.write_data
+
+    def write_data(self, *args, **kwargs):
+        time.sleep(1.5)
+        return original(self, *args, **kwargs)
+
+    FileSystemWriter.write_data = write_data
+    train(rank, path, overrides)
+
+
+def test_training_goes_on_during_an_asynchronous_save(job):
+    extra = ["checkpoint.enable=true", "checkpoint.interval=5", "checkpoint.async_mode=async", "training.steps=10"]
+    run_ranks(slow_writer, 4, job, [*layout(pp=2, shard=2), *extra])
+    assert complete_steps(job.parent / "run" / "checkpoint") == [5, 10]
+
+
 def test_a_loader_error_reaches_every_rank(job):
     messages = run_ranks(failing, 2, job, [*layout(pp=2), "training.seq_len=16"], DataError)
     assert messages[0] == messages[1]
@@ -360,7 +415,7 @@ def test_metrics_count_every_token_and_image_once(tmp_path, charts):
     run_ranks(train, 1, one, ["training.steps=2"])
     four = write_config(tmp_path / "four", charts)
     run_ranks(train, 4, four, ["training.steps=2", *layout(pp=2, shard=2)])
-    for key in ("tokens", "images", "patches"):
+    for key in ("tokens", "images", "image_tokens", "patches"):
         assert metrics(one.parent, key) == metrics(four.parent, key)
     assert all(0 <= b < 1 for b in metrics(four.parent, "bubble").values())
 

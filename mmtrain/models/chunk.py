@@ -29,8 +29,6 @@ class LanguageOutput(NamedTuple):
 
     loss_sum: Tensor
     """Float32 scalar: cross-entropy summed over the labelled positions; 0 with a graph if there is none."""
-    num_correct: Tensor
-    """Int64 scalar: labelled positions whose most likely token is the label."""
     predictions: Tensor | None
     """[L] int64: the most likely token of each labelled position, if asked for."""
 
@@ -211,11 +209,9 @@ class LanguageChunk(Chunk):
         rows = (labels != IGNORE_INDEX).nonzero().squeeze(1)
         targets = labels[rows]
         logits = self.language.lm_head(self.language.model.norm(x_TD.index_select(0, rows))).float()
-        best = logits.detach().argmax(dim=-1)
         return LanguageOutput(
             loss_sum=nn.functional.cross_entropy(logits, targets, reduction="sum"),
-            num_correct=(best == targets).sum(),
-            predictions=best if want_predictions else None,
+            predictions=logits.detach().argmax(dim=-1) if want_predictions else None,
         )
 
 

@@ -10,24 +10,40 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.config import CommConfig
+from mmtrain.errors import ConfigError
 from mmtrain.titan import ParallelDims, parallel_dims
 from mmtrain.topology import Coordinates, MeshShape
 
 
 def pick_device() -> torch.device:
-    """This process's device: its own accelerator, or the CPU where there is none."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
+    """This process's device: its own CUDA device, or the CPU where there is none.
+
+    Raises: ConfigError: more processes on this machine than CUDA devices.
+    """
+    if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"process {local_rank} of this machine has no CUDA device of its own, there are {count}; start fewer "
+            "processes a machine, or hide the devices with CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    return torch.device("cuda", local_rank)
 
 
 def init_process_group(comm: CommConfig, device: torch.device) -> None:
-    """Joins the job's default process group; gloo carries CPU tensors, the device's backend the rest."""
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index or 0)
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=comm.timeout_seconds))
+    """Joins the job's default process group; gloo carries CPU tensors, NCCL the rest.
+
+    Without a launcher the job is this process alone.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=comm.timeout_seconds)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 
 
 @dataclass(frozen=True, kw_only=True)
