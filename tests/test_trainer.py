@@ -320,7 +320,7 @@ def test_a_checkpoint_step_that_is_not_there_is_refused(job):
 
 
 def test_a_missing_validation_split_is_one_error_on_every_rank(job):
-    extra = ["validation.enable=true", "data.validation_split=nothing", "training.steps=1"]
+    extra = ["validation.enable=true", "data.validation_split=nothing", "training.steps=2"]
     messages = run_ranks(failing, 2, job, [*layout(pp=2), *extra], MMTrainError)
     assert messages[0] == messages[1]
     assert "nothing" in messages[0]
