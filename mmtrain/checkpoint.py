@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,12 @@ class TrainState:
     """State of the loader after those steps."""
     tokens: int = 0
     """Tokens seen by all replicas."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Settings that give the loader's position its meaning: a run continues exactly only under equal ones."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
-        return {"step": self.step, "loader": dict(self.loader), "tokens": self.tokens}
+        return {"step": self.step, "loader": dict(self.loader), "tokens": self.tokens, "data": dict(self.data)}
 
 
 class Checkpointer:
@@ -176,7 +178,7 @@ class Checkpointer:
         if rng_key in tensors:
             _set_rng(tensors[rng_key])
         _on_rank_zero(lambda: self._set_aside_later(chosen))
-        return TrainState(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"])
+        return TrainState(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"], data=raw.get("data", {}))
 
     def _check_fits(self, source: Path, tensors: dict[str, Any], stored: dict[str, Any]) -> None:
         """Refuses, on every rank, a checkpoint whose names or shapes are not this model's."""

@@ -4,6 +4,7 @@ The data of a replica is read by its leader (pp_rank 0), which shares the metada
 its pipeline; every rank then plans the iteration by itself and gets the same program.
 """
 
+import dataclasses
 import logging
 import os
 import random
@@ -110,7 +111,13 @@ class Trainer:
         )
         self.optimizers = build_optimizers(config.optimizer, self.model.chunks, self.model.tied)
         self.runtime = PipelineScheduleRuntime(self.model.stages)
-        self.state = TrainState(step=0, loader=LoaderState(seed=config.debug.seed).to_dict())
+        settings = {
+            "data.source": config.data.source,
+            "training.seq_len": config.training.seq_len,
+            "training.global_batch_size": config.training.global_batch_size,
+            "debug.seed": config.debug.seed,
+        }
+        self.state = TrainState(step=0, loader=LoaderState(seed=config.debug.seed).to_dict(), data=settings)
         if config.checkpoint.enable:
             folder = self.folder / config.checkpoint.folder
             self.checkpointer = Checkpointer(
@@ -119,6 +126,16 @@ class Trainer:
             self.state = self.checkpointer.load() or self.state
             if self.state.step:
                 logger.info("resumed from step %d", self.state.step)
+            for name, old in self.state.data.items():
+                if settings[name] != old:
+                    logger.warning(
+                        "%s was %r when step %d was saved and is %r now: the data do not go on where they stopped",
+                        name,
+                        old,
+                        self.state.step,
+                        settings[name],
+                    )
+            self.state = dataclasses.replace(self.state, data=settings)
         self._is_reporter = self.mesh.rank == 0
         if self._is_reporter:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -211,7 +228,9 @@ class Trainer:
             step = self.state.step + 1
             result, outcome = self.train_step(step, item, plan)
             seconds = time.perf_counter() - start
-            self.state = TrainState(step=step, loader=item.state.to_dict(), tokens=self.state.tokens + result.tokens)
+            self.state = dataclasses.replace(
+                self.state, step=step, loader=item.state.to_dict(), tokens=self.state.tokens + result.tokens
+            )
             quiet = step % config.metrics.log_freq != 0 and step not in (1, steps)
             self._report(result, item, plan, outcome, seconds, loaded - start, planned - loaded, quiet=quiet)
             if config.metrics.trace_freq and step % config.metrics.trace_freq == 0:

@@ -147,6 +147,21 @@ def test_an_unknown_word_is_a_usage_error(capsys):
 
 
 @pytest.mark.ranks
+def test_train_py_needs_no_launcher_for_one_process(job, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    command = [sys.executable, "train.py", "--config", str(job), "--training.steps=2"]
+    subprocess.run(command, check=True, cwd=ROOT)
+    assert sorted(metrics(job.parent)) == [1, 2]
+
+
+def test_a_world_size_that_is_no_number_is_one_line(job, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    assert train_main(["--config", str(job)]) == 2
+    assert "WORLD_SIZE = 'x'" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
 def test_mmtrain_train_starts_all_ranks(job):
     """`mmtrain train` launches the job itself; torchrun starts train.py with the same result."""
     words = [f"--{o}" for o in layout(pp=2)] + ["--training.steps=2"]

@@ -298,6 +298,23 @@ def test_another_models_checkpoint_is_refused(tmp_path, job):
     assert "does not fit this model" in message
 
 
+def warnings_of(rank, path, overrides):
+    import mmtrain.trainer
+
+    found = []
+    mmtrain.trainer.logger.warning = lambda text, *args: found.append(text % args)
+    train(rank, path, overrides)
+    return found
+
+
+def test_settings_that_move_the_data_are_named_on_resume(job):
+    extra = ["checkpoint.enable=true", "training.steps=3"]
+    assert run_ranks(warnings_of, 1, job, extra) == [[]]
+    changed = ["checkpoint.enable=true", "training.steps=4", "training.global_batch_size=2"]
+    ((message,),) = run_ranks(warnings_of, 1, job, changed)
+    assert message.startswith("training.global_batch_size was 4 when step 3 was saved and is 2 now")
+
+
 def test_hyperparameters_come_from_the_config_not_from_the_checkpoint(job):
     extra = ["checkpoint.enable=true", "checkpoint.interval=3", "training.steps=3"]
     run_ranks(train, 1, job, extra)
