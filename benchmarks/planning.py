@@ -24,7 +24,7 @@ def batch() -> IterationMeta:
     """16 microbatches of 256 tokens with 0 to 6 pictures of 8 x 8 patches."""
     microbatches = []
     for m in range(16):
-        images = tuple(ImageMeta(sample=m, index=i, grid=(1, 8, 8), num_tokens=16) for i in range(m % 7))
+        images = tuple(ImageMeta(sample=m, index=i, grid=(1, 8, 8), num_tokens=16, start=16 * i) for i in range(m % 7))
         document = DocumentMeta(sample=m, num_tokens=256, num_targets=20, images=images)
         microbatches.append(MicrobatchMeta(documents=(document,)))
     return IterationMeta(microbatches=tuple(microbatches))

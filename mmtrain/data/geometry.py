@@ -18,8 +18,9 @@ QWEN2_VL_MIN_PIXELS = 56 * 56
 QWEN2_VL_MAX_PIXELS = 28 * 28 * 1280
 """Area limits of the Qwen2-VL image processor, used where neither the config nor a processor names any."""
 
-_NATIVE = ("qwen2_vl", "qwen2_vl_vision")
+_NATIVE = ("qwen2_vl", "qwen2_vl_vision", "qwen2_5_vl", "qwen2_5_vl_vision")
 _FIXED = ("siglip_vision_model", "siglip", "vit")
+_SOUND = ("whisper", "whisper_encoder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +115,14 @@ def image_geometry(
         encoder: Hugging Face config of the vision encoder, with its `model_type`.
         spatial_merge: `model.projector.spatial_merge`.
         min_pixels, max_pixels: area limits for native-resolution encoders; 0 picks Qwen2-VL's.
-    Raises: ConfigError: an unknown model_type, or sizes that do not divide.
+    Raises: ConfigError: an unknown model_type, one that reads no pictures, or sizes that do not divide.
     """
     kind = encoder.get("model_type")
+    if kind in _SOUND:
+        raise ConfigError(
+            f"model.encoder: model_type = {kind!r} reads spectrograms of sound, but the data loader reads pictures and "
+            "text alone; choose an encoder of pictures, or feed the model from a program of your own"
+        )
     channels = encoder.get("num_channels", encoder.get("in_channels", encoder.get("in_chans", 3)))
     if channels != 3:
         raise ConfigError(f"model.encoder: {channels} colour channels; pictures are read as RGB, so set it to 3")

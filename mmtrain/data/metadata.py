@@ -20,6 +20,8 @@ class ImageMeta:
     """Patches (time, height, width); time is 1 for a still picture."""
     num_tokens: int
     """Rows that it fills among the language model's tokens, after the spatial merge."""
+    start: int = 0
+    """Place of its first token in its document."""
 
     @property
     def num_patches(self) -> int:
@@ -50,6 +52,8 @@ class DocumentMeta:
     answers: tuple[int, ...] = ()
     """Labelled positions of each answer, in order; they add up to `num_targets`. An answer is right when
     all of its positions are predicted right."""
+    prefix: int = 0
+    """Tokens before the first token of the first answer; 0 without an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ def pixel_rules(model_type: str, processor: str = "") -> PixelRules:
         processor: id or folder with a preprocessor_config.json; empty: the encoder's default.
     Raises: ConfigError: the processor does not exist, or asks for a step that is not supported.
     """
-    if model_type.startswith("qwen2_vl"):
+    if model_type.startswith(("qwen2_vl", "qwen2_5_vl")):
         rules = PixelRules(mean=_CLIP_MEAN, std=_CLIP_STD, resample=Image.Resampling.BICUBIC)
     elif model_type.startswith("siglip"):
         rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BICUBIC)

@@ -6,7 +6,7 @@ characters, so any template serves whose rendering of a turn does not depend on 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,8 @@ class Processor:
         turn[at] = -1
         repeats = np.ones(len(ids), np.int64)
         repeats[at] = [image.num_tokens for image in images]
+        first = np.cumsum(repeats)[at] - repeats[at]
+        images = tuple(replace(image, start=int(start)) for image, start in zip(images, first, strict=True))
         return _make_document(record, np.repeat(ids, repeats), np.repeat(turn, repeats), images, tuple(record.images))
 
     def truncated(self, document: Document, num_tokens: int) -> Document:
@@ -216,6 +218,7 @@ def _make_document(
     is_target = turn[1:] >= 0
     labels[:-1][is_target] = ids[1:][is_target]
     counts = np.bincount(turn[1:][is_target])
+    answer = np.flatnonzero(turn >= 0)
     meta = DocumentMeta(
         sample=record.sample,
         num_tokens=len(ids),
@@ -223,5 +226,6 @@ def _make_document(
         images=images,
         grade=record.grade,
         answers=tuple(int(c) for c in counts if c),
+        prefix=int(answer[0]) if len(answer) else 0,
     )
     return Document(meta=meta, input_ids=ids, labels=labels, raw_images=raw)

@@ -5,23 +5,36 @@ and `language.<Hugging Face name>`. Order of use: `build_chunk` (values undefine
 then `load_pretrained` where weights exist, then sharding. The chunk itself must be called, so that hooks
 on it run.
 
-Shape legend: R rows of a vision stage; V image tokens; T packed tokens; D width; L labelled positions.
+Between two blocks a rank may hold a part of the rows: tensor-parallel ranks divide them (`RowSharding`), and
+context-parallel ranks hold different rows to begin with. The defaults are those of one rank.
+
+Shape legend: R rows of a vision stage; V image tokens; T packed tokens, all of this rank; r, v, t: its share
+of them under sequence parallelism; D width; L labelled positions.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmtrain.config import ModelConfig
 from mmtrain.data.batch import IGNORE_INDEX
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.models.attention.context import AttentionContext, Backend, Gather, attention_context
 from mmtrain.models.families import encoder_config, language_config
+from mmtrain.models.fused_qkv import reorder_output
 from mmtrain.models.hosts import DECODERS, VISION_HOSTS, Decoder, VisionHost, check_grids
+from mmtrain.models.linears import adapted_linears
+from mmtrain.models.loss import LossFunction, cross_entropy_sum
 from mmtrain.models.projector import Grid, Projector
+from mmtrain.models.rows import RowSharding, WholeRows, padded
 from mmtrain.models.scatter import scatter_tokens
 from mmtrain.models.shapes import LanguageShape, VisionShape, language_shape, vision_shape
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.models.trainable import set_trainable
 
 
 class LanguageOutput(NamedTuple):
@@ -45,6 +58,8 @@ class Chunk(nn.Module):
         self.has_norm = "norm" in names or "head" in names
         self.has_projector = "projector" in names
         self.block_indices = [int(n.partition(".")[2]) for n in names if "." in n]
+        self.row_sharding: RowSharding = WholeRows()
+        """Set by tensor parallelism, before the first forward."""
 
     @property
     def is_last(self) -> bool:
@@ -79,7 +94,7 @@ class VisionChunk(Chunk):
         super().__init__(spec.module("vision"), layers)
         self.shape, self.host = shape, host
         native = model.projector.kind == "native"
-        self.vision = host.build(encoder_config(model.encoder), model.encoder.attention)
+        self.vision = host.build(encoder_config(model.encoder))
         host.keep(self.vision, embed=self.has_embed, blocks=self.block_indices, norm=self.has_norm)
         merger = getattr(self.vision, "merger", None)
         if merger is not None and not (native and self.has_projector):
@@ -93,44 +108,109 @@ class VisionChunk(Chunk):
                     merge=shape.merge,
                     hidden_size=model.projector.hidden_size,
                     row_major=not shape.packed,
+                    one_row=shape.one_row,
                 )
-        self.vision.requires_grad_(not model.encoder.frozen)
+        set_trainable(
+            self.vision,
+            model.encoder.trainable,
+            lora=model.lora,
+            adapted=adapted_linears(model, "vision"),
+            blocks=host.blocks,
+        )
         for part in (merger, self.projector):
             if part is not None:
-                part.requires_grad_(not model.projector.frozen)
+                part.requires_grad_(bool(model.projector.trainable))
+        for block in self.blocks():
+            for layer in host.fused_qkv:
+                reorder_output(block, layer)
 
     def blocks(self) -> list[nn.Module]:
         return list(self.vision.get_submodule(self.host.blocks).children())
 
-    def forward(self, x: Tensor, *, grids: tuple[Grid, ...]) -> Tensor:
-        """The activation after this chunk's layers, as `output_shape` says.
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        grids: tuple[Grid, ...],
+        part: tuple[int, int] | None = None,
+        gather: Gather | None = None,
+        backend: Backend = "auto",
+    ) -> Tensor:
+        """The activation after this chunk's layers: `output_shape` of a whole work on one rank.
+
+        Without pictures that is [0, width] and no layer is called.
 
         Args:
-            x: the activation [R, D] of the chunk before; for the first chunk pixels: packed patches
+            x: the activation [r, D] of the chunk before; for the first chunk pixels: packed patches
                 [patches, patch_dim], or pictures [N, channels, height, width] of an encoder of a fixed size.
-            grids: patches (time, height, width) of each picture, in the order of the rows.
+            grids: patches (time, height, width) of each picture, in their order.
+            part: [lo, hi), multiples of merge x merge, of the rows of a packed encoder in their order of travel,
+                which this rank computes. Pixels are then those of `shape.row_order(grids)[lo:hi]`, and features
+                leave in that order, those of `shape.feature_order(grids)`; of a whole work both have the order of
+                the pictures.
+            gather: of keys and values, as in `AttentionContext`; needed if other ranks have other parts.
+            backend: of the attention.
         Raises: DataError: pictures and rows disagree, or a size that the encoder cannot take.
         """
         check_grids(self.shape, grids)
-        rows = sum(self.host.rows(grid) for grid in grids)
-        wanted = len(grids) if self.has_embed and not self.shape.packed else rows
-        if len(x) != wanted:
-            raise DataError(
-                f"vision layers {self.lo}..{self.hi - 1}: {len(x)} rows arrived, but {len(grids)} pictures "
-                f"have {wanted}"
-            )
+        if not grids:
+            return self._nothing(x)
+        total = sum(self.host.rows(grid) for grid in grids)
+        lo, hi = part or (0, total)
+        self._check_rows(len(x), grids, lo, hi, total)
+        sharding, unit = self.row_sharding, self.shape.patches_per_token
+        empty = lo == hi
+        rows = unit if empty else hi - lo  # an empty part still takes part in collectives, with rows of padding
+        held = padded(rows, sharding.degree)
         if self.has_embed:
-            x = self.host.call_embed(self.vision, x, grids)
+            if empty:
+                x = x.new_zeros(rows, self.shape.patch_dim)
+            elif part is None and self.shape.window:
+                x = x.index_select(0, torch.from_numpy(self.shape.row_order(grids)).to(x.device, non_blocking=True))
+            x = sharding.shard(_pad(self.host.call_embed(self.vision, x, grids), sharding.degree))
+        elif empty:
+            x = nn.functional.pad(x, (0, 0, 0, held // sharding.degree))
         if self.block_indices:
-            context = self.host.context(self.vision, x, grids, self.shape.merge)
-            for block in self.blocks():
-                x = self.host.call_block(block, x, context)
+            places = np.full(held, -1, dtype=np.int64)
+            places[: hi - lo] = np.arange(lo, hi)
+            attend = partial(attention_context, rows=places, gather=gather, backend=backend)
+            context = self.host.context(self.vision, x, grids, self.shape, places, attend)
+            for index, block in zip(self.block_indices, self.blocks(), strict=True):
+                x = self.host.call_block(index, block, x, context)
         if self.has_norm:
             x = self.vision.get_submodule(self.host.norm)(x)
         if self.has_projector:
-            x = self.host.features(x, grids)
-            x = self.vision.merger(x) if self.projector is None else self.projector(x, grids)
-        return _owned(x)
+            x = self._project(sharding.gather(x)[:rows], grids, in_travel_order=part is not None)
+            x = sharding.shard(_pad(x, sharding.degree))
+        return _owned(x[:0] if empty else x)
+
+    def _project(self, x_RD: Tensor, grids: tuple[Grid, ...], *, in_travel_order: bool) -> Tensor:
+        x_RD = self.host.features(x_RD, grids)
+        x_VL = self.vision.merger(x_RD) if self.projector is None else self.projector(x_RD, grids)
+        if in_travel_order or not self.shape.window:
+            return x_VL
+        back = torch.from_numpy(np.argsort(self.shape.feature_order(grids)))
+        return x_VL.index_select(0, back.to(x_VL.device, non_blocking=True))
+
+    def _nothing(self, x: Tensor) -> Tensor:
+        """[0, width] that autograd connects to x, a tensor without rows."""
+        width = self.module_spec.layers[self.hi - 1].output_width
+        dtype = next(self.parameters()).dtype
+        return x.new_zeros(0, width, dtype=dtype) + x.sum().to(dtype)
+
+    def _check_rows(self, found: int, grids: tuple[Grid, ...], lo: int, hi: int, total: int) -> None:
+        where, unit = f"vision layers {self.lo}..{self.hi - 1}", self.shape.patches_per_token
+        whole = (lo, hi) == (0, total)
+        if not 0 <= lo <= hi <= total or not (whole or self.shape.packed) or lo % unit or (hi % unit and not whole):
+            raise DataError(
+                f"{where}: a part {lo}..{hi} of {total} rows was asked for; it must be multiples of {unit}, and all "
+                "rows of an encoder of a fixed size"
+            )
+        wanted = len(grids) if self.has_embed and not self.shape.packed else hi - lo
+        if not self.has_embed:
+            wanted = padded(wanted, self.row_sharding.degree) // self.row_sharding.degree
+        if found != wanted:
+            raise DataError(f"{where}: {found} rows arrived, but {len(grids)} pictures have {wanted}")
 
 
 class LanguageChunk(Chunk):
@@ -148,7 +228,15 @@ class LanguageChunk(Chunk):
         self.shape, self.host = shape, host
         self.language = host.build(language_config(model.language))
         host.keep(self.language, embed=self.has_embed, blocks=self.block_indices, norm=self.has_norm)
-        self.language.requires_grad_(not model.language.frozen)
+        set_trainable(
+            self.language,
+            model.language.trainable,
+            lora=model.lora,
+            adapted=adapted_linears(model, "language"),
+            blocks=host.blocks,
+        )
+        self.loss: LossFunction = cross_entropy_sum
+        """Set by tensor parallelism, which divides the vocabulary."""
 
     def blocks(self) -> list[nn.Module]:
         return list(self.language.model.layers.children())
@@ -162,57 +250,63 @@ class LanguageChunk(Chunk):
         self,
         x: Tensor,
         *,
-        lengths: tuple[int, ...],
+        attention: AttentionContext,
         position_ids: Tensor,
         features: Tensor | None = None,
+        exchange: Callable[[Tensor], Tensor] | None = None,
         slots: Tensor | None = None,
         labels: Tensor | None = None,
         want_predictions: bool = False,
     ) -> Any:
-        """The activation [T, D] after this chunk's layers, or the `LanguageOutput` of the last chunk.
+        """The activation [t, D] after this chunk's layers, or the `LanguageOutput` of the last chunk.
+
+        T is a multiple of the degree of `row_sharding`; rows at the end may be padding, which nothing sees and
+        which has no label.
 
         Args:
-            x: the activation [T, D] of the chunk before; for the first chunk token ids [T].
-            lengths: tokens of each document; attention stays inside of a document.
-            position_ids: [T] int64, restarting with each document.
-            features: [V, D] image features for the first chunk, in the order of slots; None without pictures.
-            slots: [V] int64 rows that the features fill.
+            x: the activation [t, D] of the chunk before; for the first chunk token ids [T].
+            attention: which tokens each of the T tokens sees.
+            position_ids: [T] int64, the place of each token in its document.
+            features: image features of this rank for the first chunk, [v, D]; None without pictures.
+            exchange: this rank's features -> those that its rows need; None: it has just these.
+            slots: int64 rows of the first activation [t, D] that these features fill, in their order.
             labels: [T] int64 for the last chunk, already shifted; IGNORE_INDEX where there is no target.
             want_predictions: also return the most likely token of each labelled position.
-        Raises: DataError: lengths, rows, features or labels that disagree.
+        Raises: DataError: rows, positions, features or labels that disagree.
         """
-        if sum(lengths) != len(x) or len(position_ids) != len(x):
+        count, degree = len(position_ids), self.row_sharding.degree
+        rows = count if self.has_embed else count // degree
+        if count % degree or len(x) != rows or len(attention.rows) != count:
             raise DataError(
-                f"language layers {self.lo}..{self.hi - 1}: {len(x)} rows arrived, the documents have "
-                f"{sum(lengths)} tokens and there are {len(position_ids)} positions; all must be equal"
+                f"language layers {self.lo}..{self.hi - 1}: {len(x)} rows arrived, there are {count} positions and "
+                f"{len(attention.rows)} rows of attention, divided by {degree}; all must agree"
             )
         if self.has_embed:
             x = self.language.model.embed_tokens(x)
             if features is not None:
                 if slots is None:
                     raise DataError(f"{len(features)} image features arrived without the slots they fill")
+                if exchange is not None:
+                    features = exchange(features)
                 x = scatter_tokens(x, features, slots)
         if self.block_indices:
             rotary = self.language.model.rotary_emb(x[None], position_ids[None])
             hidden = x[None]
             for block in self.blocks():
-                hidden = block(hidden, attention_mask=None, position_embeddings=rotary, document_lengths=tuple(lengths))
+                hidden = block(hidden, attention_mask=attention, position_embeddings=rotary)
             x = hidden[0]
         if not self.has_norm:
             return _owned(x)
-        if labels is None or len(labels) != len(x):
-            count = "no" if labels is None else len(labels)
-            raise DataError(f"the language model's head got {count} labels for {len(x)} tokens")
-        return self._loss(x, labels, want_predictions)
+        if labels is None or len(labels) != count:
+            have = "no" if labels is None else len(labels)
+            raise DataError(f"the language model's head got {have} labels for {count} tokens")
+        return self._loss(self.row_sharding.gather(x), labels, want_predictions)
 
     def _loss(self, x_TD: Tensor, labels: Tensor, want_predictions: bool) -> LanguageOutput:
         rows = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        targets = labels[rows]
-        logits = self.language.lm_head(self.language.model.norm(x_TD.index_select(0, rows))).float()
-        return LanguageOutput(
-            loss_sum=nn.functional.cross_entropy(logits, targets, reduction="sum"),
-            predictions=logits.detach().argmax(dim=-1) if want_predictions else None,
-        )
+        logits = self.language.lm_head(self.language.model.norm(x_TD.index_select(0, rows)))
+        loss, predictions = self.loss(logits, labels[rows], want_predictions)
+        return LanguageOutput(loss_sum=loss, predictions=predictions)
 
 
 def build_chunk(
@@ -273,6 +367,12 @@ def materialise(chunk: nn.Module, device: torch.device | str, dtype: torch.dtype
 def _owned(x: Tensor) -> Tensor:
     """x, copied if it is a view: FSDP hooks the output of a chunk, and a hook on a view may be lost."""
     return x.clone() if x._is_view() else x
+
+
+def _pad(x: Tensor, degree: int) -> Tensor:
+    """x with rows of zeros at its end, so that `degree` divides their number."""
+    missing = padded(len(x), degree) - len(x)
+    return nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def fsdp_units(chunk: Chunk) -> list[nn.Module]:

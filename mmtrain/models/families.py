@@ -49,6 +49,27 @@ ENCODERS: dict[str, Family] = {
         optional=("rope_parameters",),
         parents=("qwen2_vl",),
     ),
+    "qwen2_5_vl_vision": Family(
+        defaults={
+            "depth": 32,
+            "hidden_size": 3584,
+            "hidden_act": "silu",
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "in_channels": 3,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "tokens_per_second": 4,
+            "window_size": 112,
+            "out_hidden_size": 3584,
+            "fullatt_block_indexes": (7, 15, 23, 31),
+            "initializer_range": 0.02,
+        },
+        aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "depth"},
+        optional=("rope_parameters",),
+        parents=("qwen2_5_vl",),
+    ),
     "siglip_vision_model": Family(
         defaults={
             "hidden_size": 768,
@@ -84,6 +105,29 @@ ENCODERS: dict[str, Family] = {
         },
         optional=("encoder_stride", "pooler_output_size", "pooler_act"),
         dropout=("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    ),
+    "whisper_encoder": Family(
+        defaults={
+            "d_model": 384,
+            "encoder_layers": 4,
+            "encoder_attention_heads": 6,
+            "encoder_ffn_dim": 1536,
+            "num_mel_bins": 80,
+            "max_source_positions": 1500,
+            "activation_function": "gelu",
+            "init_std": 0.02,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "activation_dropout": 0.0,
+            "encoder_layerdrop": 0.0,
+        },
+        aliases={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "encoder_layers",
+            "num_attention_heads": "encoder_attention_heads",
+        },
+        parents=("whisper",),
+        dropout=("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"),
     ),
 }
 
@@ -136,8 +180,8 @@ LANGUAGES: dict[str, Family] = {
 def encoder_config(section: EncoderConfig) -> dict[str, Any]:
     """The Hugging Face config of a vision encoder, its `model_type` one of the known encoder families.
 
-    Missing keys have the defaults of the Hugging Face class. A whole Qwen2-VL or SigLIP model gives its
-    `vision_config`.
+    Missing keys have the defaults of the Hugging Face class. A whole Qwen-VL or SigLIP model gives its
+    `vision_config`; a whole Whisper model's config is that of its encoder.
     Raises: ConfigError: no such config, an unknown family or key, a wrong type, dropout.
     """
     values, inline = _read("model.encoder", section)
@@ -255,6 +299,9 @@ def _check_type(where: str, key: str, value: Any, default: Any) -> None:
         sizes = key.endswith("_size") and isinstance(value, list | tuple)
         fits = sizes or (type(value) is int and value > 0)
         wanted = "an integer above 0"
+    elif isinstance(default, tuple):
+        fits = isinstance(value, list | tuple) and all(type(item) is int and item >= 0 for item in value)
+        wanted = "a list of integers of at least 0"
     else:
         fits, wanted = isinstance(value, str), "a string"
     if not fits:

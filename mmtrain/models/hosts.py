@@ -4,24 +4,30 @@ A host holds no state. It makes the family's own class with parameters on the me
 children of the wanted layers (names unchanged: a `ModuleDict` keyed by the original index stands for the
 list) and sets the others to None.
 
-Shape legend: N pictures; R rows of all pictures; D encoder width.
+Shape legend: N pictures; R rows of all pictures; F frames of a spectrogram; D encoder width.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.initialization import no_init_weights
 
+from mmtrain.data.bitfield import Bits, segment_bits
 from mmtrain.errors import ConfigError, DataError
-from mmtrain.models.attention import DOCUMENTS
+from mmtrain.models.attention.context import PACKED, AttentionContext
 from mmtrain.models.projector import Grid
 from mmtrain.models.shapes import VisionShape
+from mmtrain.models.windows import window_rows
+
+Attend = Callable[[Bits], AttentionContext]
+"""The mask of the rows of all pictures -> the context of attention on this rank."""
 
 
 class Host(ABC):
@@ -29,25 +35,30 @@ class Host(ABC):
 
     blocks: str
     """Name of the list of blocks inside of the module."""
-    embed: str
-    """Name of the first layer's module."""
+    embed: tuple[str, ...]
+    """Names of the first layer's modules."""
     norm: str = ""
     """Name of the norm after the last block; empty: none."""
+    activation: str = "hidden_act"
+    """Key of the config that names the activation function."""
+    fused_qkv: tuple[str, ...] = ()
+    """Layers of a block that make query, key and value at once, with head-major rows: see `fused_qkv`."""
 
     @abstractmethod
     def classes(self) -> tuple[type[PreTrainedConfig], Any]:
         """The Hugging Face config class, and what builds the module from such a config."""
 
-    def build(self, values: dict[str, Any], attention: str) -> PreTrainedModel:
+    def build(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
         """The whole module with parameters on the meta device and real buffers.
 
         Raises: ConfigError: the Hugging Face class refuses the config.
         """
         config_class, make = self.classes()
         given = {k: v for k, v in values.items() if v is not None and k != "model_type"}
-        if values["hidden_act"] not in ACT2FN:
+        activation = values[self.activation]
+        if activation not in ACT2FN:
             known = ", ".join(sorted(ACT2FN))
-            raise ConfigError(f"hidden_act = {values['hidden_act']!r} is no activation function; known: {known}")
+            raise ConfigError(f"{self.activation} = {activation!r} is no activation function; known: {known}")
         try:
             config = config_class(**given)
             config._attn_implementation = attention
@@ -61,7 +72,8 @@ class Host(ABC):
         """Drops every layer of the module but the wanted ones."""
         _replace(module, self.blocks, _keep(module.get_submodule(self.blocks), blocks))
         if not embed:
-            _replace(module, self.embed, None)
+            for name in self.embed:
+                _replace(module, name, None)
         if self.norm and not norm:
             _replace(module, self.norm, None)
 
@@ -78,22 +90,42 @@ class VisionHost(Host):
         """The first activation, [R, D]."""
 
     @abstractmethod
-    def context(self, tower: PreTrainedModel, x_RD: Tensor, grids: tuple[Grid, ...], merge: int) -> Any:
-        """What all blocks need besides the activation; it carries no gradient."""
+    def context(
+        self,
+        tower: PreTrainedModel,
+        x_rD: Tensor,
+        grids: tuple[Grid, ...],
+        shape: VisionShape,
+        places: Bits,
+        attend: Attend,
+    ) -> Any:
+        """What all blocks need besides the activation; it carries no gradient.
+
+        Args:
+            x_rD: the activation, for its device and dtype alone.
+            places: [R] int64: place of each row of this rank among the rows of all pictures, in the order in which
+                rows travel; -1 for padding.
+            attend: the mask of all rows -> what attention needs.
+        """
 
     @abstractmethod
-    def call_block(self, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
-        """One block, [R, D]."""
+    def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
+        """One block, [R, D]. Args: index: its place in the whole module."""
 
     def features(self, x_RD: Tensor, grids: tuple[Grid, ...]) -> Tensor:
         """The rows that are patches."""
         return x_RD
 
+    def init_weights(self, tower: PreTrainedModel, module: nn.Module) -> None:
+        """Initialises the tower or a module of it, whose children are done, by its class's own rule."""
+        tower._init_weights(module)
+
 
 class Qwen2VLVision(VisionHost):
     """The Qwen2-VL vision transformer: pictures of any size, packed; its own merger is optional."""
 
-    blocks, embed = "blocks", "patch_embed"
+    blocks, embed = "blocks", ("patch_embed",)
+    fused_qkv = ("attn.qkv",)
 
     def classes(self) -> tuple[type[PreTrainedConfig], Any]:
         from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
@@ -107,19 +139,59 @@ class Qwen2VLVision(VisionHost):
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
         return tower.patch_embed(pixels)
 
-    def context(self, tower: PreTrainedModel, x_RD: Tensor, grids: tuple[Grid, ...], merge: int) -> Any:
-        # Boundaries stay on the CPU: the block reads them as Python numbers.
-        lengths = torch.tensor([h * w for t, h, w in grids for _ in range(t)], dtype=torch.int32)
-        boundaries = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        positions = block_positions(grids, merge).to(x_RD.device, non_blocking=True)
-        return {"cu_seqlens": boundaries, "position_embeddings": tower.rotary_pos_emb(x_RD, positions)}
+    def context(
+        self,
+        tower: PreTrainedModel,
+        x_rD: Tensor,
+        grids: tuple[Grid, ...],
+        shape: VisionShape,
+        places: Bits,
+        attend: Attend,
+    ) -> Any:
+        positions = block_positions(grids, shape.merge)
+        if shape.window:
+            positions = positions[shape.row_order(grids)]
+        return {
+            # One piece: `packed_attention` knows the pictures. On the CPU, since the block reads it as numbers.
+            "cu_seqlens": torch.tensor([0, len(places)], dtype=torch.int32),
+            "position_embeddings": tower.rotary_pos_emb(
+                x_rD, positions[np.maximum(places, 0)].to(x_rD.device, non_blocking=True)
+            ),
+            "context": attend(frame_bits(grids)),
+        }
 
-    def call_block(self, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
+    def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
         return block(x_RD, **context)
 
 
+class Qwen25VLVision(Qwen2VLVision):
+    """The Qwen2.5-VL vision transformer: most blocks attend inside of windows, each of them one run of rows."""
+
+    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
+        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+        return Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel
+
+    def context(
+        self,
+        tower: PreTrainedModel,
+        x_rD: Tensor,
+        grids: tuple[Grid, ...],
+        shape: VisionShape,
+        places: Bits,
+        attend: Attend,
+    ) -> Any:
+        full = super().context(tower, x_rD, grids, shape, places, attend)
+        windows = attend(segment_bits(window_rows(grids, shape.merge, shape.window)))
+        return {"full": full, "window": {**full, "context": windows}, "full_blocks": shape.full_blocks}
+
+    def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
+        return block(x_RD, **context["full" if index in context["full_blocks"] else "window"])
+
+
 class FixedSizeVision(VisionHost):
-    """Encoders whose pictures all have one size: SigLIP and ViT."""
+    """Encoders whose pictures all have one size: SigLIP, ViT and Whisper."""
 
     extra_rows = 0
 
@@ -127,20 +199,28 @@ class FixedSizeVision(VisionHost):
         return grid[1] * grid[2] + self.extra_rows
 
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        dtype = next(tower.get_submodule(self.embed).parameters()).dtype
-        return tower.get_submodule(self.embed)(pixels.to(dtype)).flatten(0, 1)
+        (embed,) = (tower.get_submodule(name) for name in self.embed)
+        return embed(pixels.to(next(embed.parameters()).dtype)).flatten(0, 1)
 
-    def context(self, tower: PreTrainedModel, x_RD: Tensor, grids: tuple[Grid, ...], merge: int) -> Any:
-        return len(grids)
+    def context(
+        self,
+        tower: PreTrainedModel,
+        x_rD: Tensor,
+        grids: tuple[Grid, ...],
+        shape: VisionShape,
+        places: Bits,
+        attend: Attend,
+    ) -> Any:
+        return attend(segment_bits(self.rows(grid) for grid in grids))
 
-    def call_block(self, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
-        return block(x_RD.unflatten(0, (context, -1)), None).flatten(0, 1)
+    def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
+        return block(x_RD[None], context)[0]
 
 
 class Siglip(FixedSizeVision):
     """The SigLIP vision transformer without its pooling head."""
 
-    blocks, embed, norm = "encoder.layers", "embeddings", "post_layernorm"
+    blocks, embed, norm = "encoder.layers", ("embeddings",), "post_layernorm"
 
     def classes(self) -> tuple[type[PreTrainedConfig], Any]:
         from transformers import SiglipVisionConfig, SiglipVisionModel
@@ -155,7 +235,7 @@ class Siglip(FixedSizeVision):
 class ViT(FixedSizeVision):
     """The ViT without its pooler; its class token takes part in attention and is dropped by the projector."""
 
-    blocks, embed, norm = "layers", "embeddings", "layernorm"
+    blocks, embed, norm = "layers", ("embeddings",), "layernorm"
     extra_rows = 1
 
     def classes(self) -> tuple[type[PreTrainedConfig], Any]:
@@ -167,10 +247,33 @@ class ViT(FixedSizeVision):
         return x_RD.unflatten(0, (len(grids), -1))[:, 1:].flatten(0, 1)
 
 
+class WhisperEncoder(FixedSizeVision):
+    """The Whisper encoder: a log-mel spectrogram [mel bins, 2 x frames] is a picture of one row of frames."""
+
+    blocks, embed, norm = "layers", ("conv1", "conv2", "embed_positions"), "layer_norm"
+    activation = "activation_function"
+
+    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
+        from transformers import WhisperConfig
+        from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+        return WhisperConfig, WhisperEncoder
+
+    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        x_NDF = nn.functional.gelu(tower.conv1(pixels.to(tower.conv1.weight.dtype)))
+        x_NDF = nn.functional.gelu(tower.conv2(x_NDF))
+        frames = torch.arange(x_NDF.shape[-1], device=x_NDF.device)
+        return (x_NDF.transpose(1, 2) + tower.embed_positions(frames)).flatten(0, 1)
+
+    def init_weights(self, tower: PreTrainedModel, module: nn.Module) -> None:
+        if module is not tower or tower.embed_positions is not None:  # the tower's own rule sets the positions
+            super().init_weights(tower, module)
+
+
 class Decoder(Host):
     """A decoder-only language model with its head: Qwen2 and Llama."""
 
-    blocks, embed, norm = "model.layers", "model.embed_tokens", "model.norm"
+    blocks, embed, norm = "model.layers", ("model.embed_tokens",), "model.norm"
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -180,7 +283,7 @@ class Decoder(Host):
 
         return getattr(transformers, f"{self.name}Config"), getattr(transformers, f"{self.name}ForCausalLM")
 
-    def build(self, values: dict[str, Any], attention: str = DOCUMENTS) -> PreTrainedModel:
+    def build(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
         return super().build({**values, "use_cache": False}, attention)
 
     def keep(self, module: PreTrainedModel, *, embed: bool, blocks: list[int], norm: bool) -> None:
@@ -193,8 +296,10 @@ class Decoder(Host):
 
 VISION_HOSTS: dict[str, VisionHost] = {
     "qwen2_vl_vision": Qwen2VLVision(),
+    "qwen2_5_vl_vision": Qwen25VLVision(),
     "siglip_vision_model": Siglip(),
     "vit": ViT(),
+    "whisper_encoder": WhisperEncoder(),
 }
 DECODERS: dict[str, Decoder] = {"qwen2": Decoder("Qwen2"), "llama": Decoder("Llama")}
 
@@ -209,17 +314,20 @@ def block_positions(grids: tuple[Grid, ...], merge: int) -> Tensor:
     return torch.cat(positions)
 
 
+def frame_bits(grids: tuple[Grid, ...]) -> Bits:
+    """The mask of packed pictures: attention inside of each frame."""
+    return segment_bits(h * w for t, h, w in grids for _ in range(t))
+
+
 def check_grids(shape: VisionShape, grids: tuple[Grid, ...]) -> None:
     """Refuses pictures that the encoder cannot take.
 
-    Raises: DataError: no picture, another size than the encoder's fixed one, or sides that cannot be merged.
+    Raises: DataError: another size than the encoder's fixed one, or sides that cannot be merged.
     """
-    if not grids:
-        raise DataError("a vision stage was called without pictures; a work without pictures must not exist")
     for grid in grids:
         if shape.fixed_grid is not None and grid != shape.fixed_grid:
             raise DataError(f"a picture has patches {grid}, but {shape.model_type} takes {shape.fixed_grid} alone")
-        if grid[1] % shape.merge or grid[2] % shape.merge:
+        if grid[2] % shape.merge or (grid[1] % shape.merge and not shape.one_row):
             raise DataError(
                 f"a picture has patches {grid}; height and width must be multiples of the spatial merge {shape.merge}"
             )

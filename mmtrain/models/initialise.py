@@ -2,15 +2,19 @@
 
 Every submodule is initialised by its Hugging Face class's own rule from a random stream of its own, seeded
 by (seed, its name). Children come before their parent, as in Hugging Face, whose parents overwrite children.
+A layer with an adapter starts as it does without; adapters start as in LoRA, arXiv:2106.09685, sec. 4.1.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
 
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
+from mmtrain.models.trainable import is_adapter, plain_name
 
 _EMBEDDING = "language.model.embed_tokens"
 _HEAD = "language.lm_head"
@@ -39,21 +43,41 @@ def init_weights(chunk: Chunk, seed: int) -> None:
 def _plan(chunk: Chunk) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], object]]]:
     """(name that seeds it, module, its rule) in the order to run."""
     if isinstance(chunk, VisionChunk):
-        for name, module in _children_first(chunk.vision, "vision"):
-            yield name, module, chunk.vision._init_weights
+        yield from _hugging_face(chunk.vision, "vision", partial(chunk.host.init_weights, chunk.vision))
         if chunk.projector is not None:
             for name, module in _children_first(chunk.projector, "projector"):
                 if isinstance(module, nn.Linear | nn.LayerNorm):
                     yield name, module, lambda m: m.reset_parameters()
     elif isinstance(chunk, LanguageChunk):
         rule = chunk.language._init_weights
-        for name, module in _children_first(chunk.language, "language"):
+        for name, module, init in _hugging_face(chunk.language, "language", rule):
             if not (name == _HEAD and chunk.shape.tied):
-                yield name, module, rule
+                yield name, module, init
         if chunk.shape.tied and chunk.has_norm and not chunk.has_embed:
             # The copy in the head starts as the embedding does: same rule, same stream.
             weight, padding = chunk.language.lm_head.weight, chunk.language.config.pad_token_id
             yield _EMBEDDING, nn.Embedding(*weight.shape, padding_idx=padding, _weight=weight), rule
+
+
+def _hugging_face(
+    module: nn.Module, name: str, rule: Callable[[nn.Module], object]
+) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], object]]]:
+    """The plan of a Hugging Face module, whose own rule does not know of adapters."""
+    for child_name, child in _children_first(module, name):
+        if not is_adapter(child_name):
+            yield plain_name(child_name), child, rule
+        elif isinstance(child, nn.Linear):
+            yield child_name, child, _kaiming if ".lora_A." in child_name else _zero
+
+
+def _kaiming(adapter: nn.Module) -> None:
+    """The uniform distribution of `nn.Linear`, as `peft` has it for the first matrix."""
+    nn.init.kaiming_uniform_(adapter.weight, a=math.sqrt(5))
+
+
+def _zero(adapter: nn.Module) -> None:
+    """The second matrix, so that the model starts as the one without adapters."""
+    nn.init.zeros_(adapter.weight)
 
 
 def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -2,22 +2,28 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
-from mmtrain.config import EncoderConfig, LanguageConfig, ModelConfig
+from mmtrain.config import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.families import find_file
+from mmtrain.models.fused_qkv import is_fused, to_head_major
+from mmtrain.models.projector import Projector
+from mmtrain.models.trainable import is_adapter, plain_name
 
 _PREFIXES = {
     "qwen2_vl_vision": ("model.visual.", "visual."),
+    "qwen2_5_vl_vision": ("model.visual.", "visual."),
     "siglip_vision_model": ("vision_model.",),
     "vit": ("vit.",),
+    "whisper_encoder": ("model.encoder.", "encoder."),
     "qwen2": (),
     "llama": (),
 }
@@ -32,12 +38,20 @@ def load_pretrained(chunk: Chunk, model: ModelConfig) -> int:
     """The number of parameters (tensors) of a materialised, not yet sharded chunk that were set from files.
 
     Only tensors of this chunk are read. Nothing is read, and 0 returned, for a module that is to have random
-    weights. A projector of our own has no pretrained weights and keeps its initial ones.
+    weights. Adapters keep their initial values: a file holds the layers that they adapt.
     Raises: ConfigError: no safetensors file, or weights that are missing, unexpected or of another shape.
     """
     if isinstance(chunk, VisionChunk):
         assert model.encoder is not None
-        return _load(chunk.vision, "model.encoder", model.encoder, chunk.shape.model_type, {})
+        loaded = _load(
+            chunk.vision,
+            "model.encoder",
+            model.encoder,
+            chunk.shape.model_type,
+            {},
+            fused_heads=dict.fromkeys(chunk.host.fused_qkv, chunk.shape.num_heads),
+        )
+        return loaded + (_load_projector(chunk.projector, model.projector) if chunk.projector is not None else 0)
     assert isinstance(chunk, LanguageChunk)
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if chunk.shape.tied else {}
     return _load(chunk.language, "model.language", model.language, chunk.shape.model_type, tied)
@@ -49,10 +63,13 @@ def _load(
     section: EncoderConfig | LanguageConfig,
     model_type: str,
     same_as: dict[str, str],
+    fused_heads: Mapping[str, int] | None = None,
 ) -> int:
     """Fills the parameters of one Hugging Face module.
 
-    Args: same_as: parameter -> the other parameter under whose name its values are stored.
+    Args:
+        same_as: parameter -> the other parameter under whose name its values are stored.
+        fused_heads: layer of a block that holds its rows in head-major order -> number of heads.
     """
     if not section.pretrained or section.weights == "random":
         return 0
@@ -60,15 +77,11 @@ def _load(
     files = _index(where, section.pretrained)
     names = _module_names(module, files, _PREFIXES[model_type])
     # A tied head counts under both of its names.
-    wanted: dict[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
+    own = module.named_parameters(remove_duplicate=False)
+    wanted = {plain_name(name): parameter for name, parameter in own if not is_adapter(name)}
     missing = sorted(name for name in wanted if same_as.get(name, name) not in names)
     unexpected = sorted(name for name in names if _belongs(module, name) and name not in wanted)
-    for what, found in (("misses", missing), ("has unexpected", unexpected)):
-        if found:
-            shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-            raise ConfigError(
-                f"{source}: the checkpoint {what} {shown}; its config.json and its weights do not belong together"
-            )
+    _refuse(source, missing, unexpected)
     by_file: dict[str, list[str]] = defaultdict(list)
     for name in wanted:
         by_file[files[names[same_as.get(name, name)]]].append(name)
@@ -77,13 +90,62 @@ def _load(
         with safe_open(str(path), "pt") as tensors:
             for name in own:
                 tensor = tensors.get_tensor(names[same_as.get(name, name)])
-                if tensor.shape != wanted[name].shape:
-                    raise ConfigError(
-                        f"{source}: {name} has shape {tuple(tensor.shape)} "
-                        f"in the checkpoint, but the config makes {tuple(wanted[name].shape)}"
-                    )
-                wanted[name].copy_(tensor)
+                heads = next((n for layer, n in (fused_heads or {}).items() if is_fused(name, (layer,))), 0)
+                _fill(source, name, wanted[name], tensor, heads)
     return len(wanted)
+
+
+def _load_projector(projector: nn.Module, section: ProjectorConfig) -> int:
+    """Fills a projector of our own from the folder that an export made."""
+    if not section.pretrained:
+        return 0
+    where = "model.projector"
+    source = f"{where}.pretrained = {section.pretrained!r}"
+    sizes_file = find_file(where, section.pretrained, "config.json")
+    assert sizes_file is not None
+    sizes, wanted_sizes = json.loads(sizes_file.read_text(encoding="utf-8")), projector_sizes(projector)
+    for key, value in wanted_sizes.items():
+        if sizes.get(key) != value:
+            raise ConfigError(
+                f"{source}: {sizes_file.name} says {key} = {sizes.get(key)!r}, but the config makes {value!r}; "
+                "change the config, or leave the projector's weights random"
+            )
+    path = find_file(where, section.pretrained, "model.safetensors")
+    wanted = dict(projector.named_parameters())
+    with safe_open(str(path), "pt") as tensors:
+        _refuse(source, sorted(wanted.keys() - set(tensors.keys())), sorted(set(tensors.keys()) - wanted.keys()))
+        for name, parameter in wanted.items():
+            _fill(source, name, parameter, tensors.get_tensor(name))
+    return len(wanted)
+
+
+def projector_sizes(projector: nn.Module) -> dict[str, Any]:
+    """What besides its weights makes a projector of our own, as an export writes it."""
+    assert isinstance(projector, Projector)
+    return {
+        "kind": "mlp",
+        "spatial_merge": projector.merge,
+        "hidden_size": projector.fc1.out_features,
+        "language_width": projector.fc2.out_features,
+    }
+
+
+def _refuse(source: str, missing: list[str], unexpected: list[str]) -> None:
+    for what, found in (("misses", missing), ("has unexpected", unexpected)):
+        if found:
+            shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+            raise ConfigError(
+                f"{source}: the checkpoint {what} {shown}; its config.json and its weights do not belong together"
+            )
+
+
+def _fill(source: str, name: str, parameter: nn.Parameter, tensor: Tensor, fused_heads: int = 0) -> None:
+    if tensor.shape != parameter.shape:
+        raise ConfigError(
+            f"{source}: {name} has shape {tuple(tensor.shape)} "
+            f"in the checkpoint, but the config makes {tuple(parameter.shape)}"
+        )
+    parameter.copy_(to_head_major(tensor, fused_heads) if fused_heads else tensor)
 
 
 def _index(where: str, source: str) -> dict[str, str]:

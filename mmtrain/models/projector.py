@@ -1,7 +1,7 @@
 """From encoder features to the language model's width: merge neighbours, then two linear layers.
 
-Shape legend: R patches of all pictures; V merged tokens; D encoder width; m spatial merge; I inner width;
-L width of the language model.
+Shape legend: R patches of all pictures; V merged tokens; D encoder width; m spatial merge; M merged columns;
+I inner width; L width of the language model.
 """
 
 import torch
@@ -12,8 +12,9 @@ Grid = tuple[int, int, int]
 
 
 def merge_neighbours(x_RD: Tensor, grids: tuple[Grid, ...], merge: int, *, row_major: bool) -> Tensor:
-    """The features of each m x m square of patches side by side, [V, m * m * D], squares in row-major order.
+    """The features of each m x m square of patches side by side, [V, M], squares in row-major order.
 
+    Where all pictures are one row of patches (sound), neighbours are m of that row.
     Args:
         grids: of the pictures, whose patches follow each other in x_RD.
         row_major: patches of a picture come row by row; otherwise square by square, as Qwen2-VL packs them.
@@ -21,6 +22,8 @@ def merge_neighbours(x_RD: Tensor, grids: tuple[Grid, ...], merge: int, *, row_m
     width = x_RD.shape[-1]
     if not row_major or merge == 1:
         return x_RD.reshape(-1, merge * merge * width)
+    if all(h == 1 for _, h, _ in grids):
+        return x_RD.reshape(-1, merge * width)
     if len(set(grids)) > 1:
         parts = x_RD.split([t * h * w for t, h, w in grids])
         merged = [merge_neighbours(x, (g,), merge, row_major=True) for x, g in zip(parts, grids, strict=True)]
@@ -31,21 +34,31 @@ def merge_neighbours(x_RD: Tensor, grids: tuple[Grid, ...], merge: int, *, row_m
 
 
 class Projector(nn.Module):
-    """LayerNorm of each feature, merge of m x m neighbours, Linear, GELU, Linear.
+    """LayerNorm of each feature, merge of neighbours, Linear, GELU, Linear.
 
     Source: PatchMerger of Qwen2-VL, arXiv:2409.12191, sec. 2.1; two layers: LLaVA-1.5, arXiv:2310.03744.
     """
 
-    def __init__(self, width: int, language_width: int, *, merge: int, hidden_size: int, row_major: bool) -> None:
+    def __init__(
+        self,
+        width: int,
+        language_width: int,
+        *,
+        merge: int,
+        hidden_size: int,
+        row_major: bool,
+        one_row: bool = False,
+    ) -> None:
+        """Args: hidden_size: I; 0: M. one_row: pictures are one row of patches, so that M = m x D, not m x m x D."""
         super().__init__()
         self.merge, self.row_major = merge, row_major
-        merged = merge * merge * width
+        merged = (merge if one_row else merge * merge) * width
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.fc1 = nn.Linear(merged, hidden_size or merged)
         self.act = nn.GELU()
         self.fc2 = nn.Linear(hidden_size or merged, language_width)
 
     def forward(self, x_RD: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        """The tokens of all pictures, [V, L]."""
+        """The tokens of all pictures, [V, L]. Args: grids: unread where patches come square by square."""
         x_VM = merge_neighbours(self.norm(x_RD), grids, self.merge, row_major=self.row_major)
         return self.fc2(self.act(self.fc1(x_VM)))

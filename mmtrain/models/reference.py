@@ -5,7 +5,9 @@ from torch import Tensor, nn
 
 from mmtrain.config import ModelConfig
 from mmtrain.data.batch import Batch, Microbatch
+from mmtrain.data.bitfield import language_bits
 from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.models.attention.context import attention_context
 from mmtrain.models.chunk import LanguageOutput, build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
@@ -25,6 +27,7 @@ class ReferenceModel(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self.mask = model.language.attention_mask
         self.chunks = nn.ModuleDict()
         for module in spec.modules:
             whole = (0, len(module.layers))
@@ -54,7 +57,7 @@ class ReferenceModel(nn.Module):
             features = self.chunks["vision"](torch.cat(tensors.pixel_values), grids=grids)
         output: LanguageOutput = self.chunks["language"](
             tensors.input_ids,
-            lengths=counts.lengths,
+            attention=attention_context(language_bits(counts, self.mask)),
             position_ids=tensors.position_ids,
             features=features,
             slots=tensors.image_slots,

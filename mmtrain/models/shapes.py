@@ -1,11 +1,13 @@
 """The numbers of a configured model that costs, geometry and adapters need. Pure; no weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mmtrain.config import EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models.families import encoder_config, language_config
+from mmtrain.models.windows import Grid, Places, feature_order, row_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,24 +24,49 @@ class VisionShape:
     patch_dim: int
     """Numbers of one patch: channels x (time x) height x width."""
     hidden_act: str
-    qkv_bias: bool
+    qkv_bias: bool = True
+    key_bias: bool = True
+    """Whether the key has a bias where query and value have one."""
+    gated_mlp: bool = False
+    """Whether a third linear layer gates the inner columns."""
+    rms_norm: bool = False
+    """Whether norms only scale by the root of the mean square."""
     patch_size: int
     """Pixels along one side of a patch."""
     packed: bool
     """Whether patches of pictures of any size come packed in one list, in merge-block order; otherwise all
     pictures have one size and their patches are in row-major order."""
-    class_token: bool
+    class_token: bool = False
     """Whether the encoder adds a row to each picture."""
-    final_norm: bool
+    final_norm: bool = False
     """Whether a norm follows the last block."""
-    fixed_grid: tuple[int, int, int] | None
+    fixed_grid: tuple[int, int, int] | None = None
     """Patches (1, height, width) of every picture; None for packed encoders."""
-    native_merge: int
+    one_row: bool = False
+    """Whether a picture is one row of patches, which are merged along it alone: sound over time."""
+    window: int = 0
+    """Side of the windows that attention stays in, in merged tokens; 0: the encoder has none."""
+    full_blocks: tuple[int, ...] = ()
+    """With windows: blocks whose attention sees the whole frame."""
+    native_merge: int = 0
     """Spatial merge of the encoder's own merger; 0 if it has none."""
-    native_width: int
+    native_width: int = 0
     """Output width of the encoder's own merger; 0 if it has none."""
     merge: int
     """Spatial merge of the projector that is used."""
+
+    @property
+    def patches_per_token(self) -> int:
+        """Patches that the projector joins to one token."""
+        return self.merge if self.one_row else self.merge**2
+
+    def row_order(self, grids: Sequence[Grid]) -> Places:
+        """[R] int64: the packed patch that stands in each place of the order in which rows travel."""
+        return row_order(grids, self.merge, self.window)
+
+    def feature_order(self, grids: Sequence[Grid]) -> Places:
+        """[V] int64: the feature that the rows make, place by place, in the order in which they travel."""
+        return feature_order(grids, self.merge, self.window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,48 +99,126 @@ def vision_shape(model: ModelConfig) -> VisionShape:
     assert model.encoder is not None
     values = encoder_config(model.encoder)
     where = _name("model.encoder", model.encoder)
-    packed = values["model_type"] == "qwen2_vl_vision"
-    width = values["embed_dim" if packed else "hidden_size"]
-    heads = values["num_heads" if packed else "num_attention_heads"]
-    channels = values["in_channels" if packed else "num_channels"]
+    if values["model_type"] in ("qwen2_vl_vision", "qwen2_5_vl_vision"):
+        shape = _native_resolution(values, where, model.projector.spatial_merge)
+    elif values["model_type"] == "whisper_encoder":
+        shape = _sound(values, where, model.projector.spatial_merge)
+    else:
+        shape = _fixed_size(values, where, model.projector.spatial_merge)
+    _divides(where, "number of heads", shape.num_heads, "width", shape.width)
+    _check_native(model, shape, where)
+    return shape
+
+
+def _native_resolution(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+    """Encoders of packed pictures: Qwen2-VL and Qwen2.5-VL."""
+    windowed = values["model_type"] == "qwen2_5_vl_vision"
+    width_key = "hidden_size" if windowed else "embed_dim"
+    width, heads = values[width_key], values["num_heads"]
     patch = _single(where, "patch_size", values["patch_size"])
-    frames = _single(where, "temporal_patch_size", values["temporal_patch_size"]) if packed else 1
+    frames = _single(where, "temporal_patch_size", values["temporal_patch_size"])
     _divides(where, "number of heads", heads, "width", width)
-    if packed and width // heads % 4:
+    if width // heads % 4:
         raise ConfigError(
-            f"{where}: embed_dim / num_heads = {width // heads}; rotary positions of two axes need a multiple of 4"
+            f"{where}: {width_key} / num_heads = {width // heads}; rotary positions of two axes need a multiple of 4"
         )
-    grid = None
-    merge = model.projector.spatial_merge
-    if not packed:
-        image = _single(where, "image_size", values["image_size"])
-        _divides(where, "patch_size", patch, "image_size", image)
-        grid = (1, image // patch, image // patch)
-        if grid[1] % merge:
+    window = 0
+    if windowed:
+        pixels = _single(where, "window_size", values["window_size"])
+        window = pixels // merge // patch  # rounded down, as Hugging Face does
+        if not window:
             raise ConfigError(
-                f"model.projector.spatial_merge = {merge}, but {where} makes {grid[1]} x {grid[2]} patches; "
-                f"choose a divisor of {grid[1]}"
+                f"{where}: window_size = {pixels} pixels is less than one merged token of spatial_merge * patch_size "
+                f"= {merge} * {patch} pixels; raise it or lower model.projector.spatial_merge"
             )
-    shape = VisionShape(
+    return VisionShape(
         model_type=values["model_type"],
         width=width,
-        depth=values["depth" if packed else "num_hidden_layers"],
+        depth=values["depth"],
         num_heads=heads,
-        mlp_width=int(width * values["mlp_ratio"]) if packed else values["intermediate_size"],
-        patch_dim=channels * frames * patch * patch,
+        mlp_width=values["intermediate_size"] if windowed else int(width * values["mlp_ratio"]),
+        patch_dim=values["in_channels"] * frames * patch * patch,
+        hidden_act=values["hidden_act"],
+        patch_size=patch,
+        packed=True,
+        gated_mlp=windowed,
+        rms_norm=windowed,
+        window=window,
+        full_blocks=tuple(values["fullatt_block_indexes"]) if windowed else (),
+        native_merge=values["spatial_merge_size"],
+        native_width=values["out_hidden_size" if windowed else "hidden_size"],
+        merge=merge,
+    )
+
+
+def _fixed_size(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+    """Encoders whose pictures all have one size: SigLIP and ViT."""
+    patch = _single(where, "patch_size", values["patch_size"])
+    image = _single(where, "image_size", values["image_size"])
+    _divides(where, "patch_size", patch, "image_size", image)
+    side = image // patch
+    if side % merge:
+        raise ConfigError(
+            f"model.projector.spatial_merge = {merge}, but {where} makes {side} x {side} patches; "
+            f"choose a divisor of {side}"
+        )
+    return VisionShape(
+        model_type=values["model_type"],
+        width=values["hidden_size"],
+        depth=values["num_hidden_layers"],
+        num_heads=values["num_attention_heads"],
+        mlp_width=values["intermediate_size"],
+        patch_dim=values["num_channels"] * patch * patch,
         hidden_act=values["hidden_act"],
         qkv_bias=values.get("qkv_bias", True),
         patch_size=patch,
-        packed=packed,
+        packed=False,
         class_token=values["model_type"] == "vit",
-        final_norm=not packed,
-        fixed_grid=grid,
-        native_merge=values["spatial_merge_size"] if packed else 0,
-        native_width=values["hidden_size"] if packed else 0,
+        final_norm=True,
+        fixed_grid=(1, side, side),
         merge=merge,
     )
-    _check_native(model, shape, where)
-    return shape
+
+
+def _sound(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+    """The Whisper encoder: a "picture" is a spectrogram, its patches are one row of `max_source_positions`."""
+    frames = values["max_source_positions"]
+    if frames % merge:
+        raise ConfigError(
+            f"model.projector.spatial_merge = {merge}, but {where} makes {frames} frames (max_source_positions); "
+            f"choose a divisor of {frames}"
+        )
+    if values["d_model"] % 2:
+        raise ConfigError(f"{where}: d_model = {values['d_model']}; sines and cosines of positions need an even one")
+    return VisionShape(
+        model_type=values["model_type"],
+        width=values["d_model"],
+        depth=values["encoder_layers"],
+        num_heads=values["encoder_attention_heads"],
+        mlp_width=values["encoder_ffn_dim"],
+        patch_dim=2 * values["num_mel_bins"],  # the second convolution halves the frames
+        hidden_act=values["activation_function"],
+        key_bias=False,
+        patch_size=1,
+        packed=False,
+        final_norm=True,
+        fixed_grid=(1, 1, frames),
+        one_row=True,
+        merge=merge,
+    )
+
+
+def check_patches_split(model: ModelConfig) -> None:
+    """Refuses an encoder whose pictures' patches cannot be divided over ranks.
+
+    Raises: ConfigError: the encoder does not pack patches of any number.
+    """
+    if model.encoder is not None and not vision_shape(model).packed:
+        model_type = vision_shape(model).model_type
+        raise ConfigError(
+            f'parallelism.encoder_context_parallel = "patches", but the patches of a {model_type} are those of one '
+            'fixed size and stay together; use "images"'
+        )
 
 
 def language_shape(model: ModelConfig) -> LanguageShape:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmtrain.errors import DataError
+from mmtrain.models.windows import window_pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +23,15 @@ class WorkSize:
     """(query, key) pairs that attention really visits, summed over images or documents."""
     outputs: int
     """Rows that leave the module's last layers: merged image tokens; labelled positions of the loss."""
+    window_pairs: int = 0
+    """As `pairs`, in the blocks whose attention stays inside of windows."""
 
     def __add__(self, other: "WorkSize") -> "WorkSize":
         return WorkSize(
-            rows=self.rows + other.rows, pairs=self.pairs + other.pairs, outputs=self.outputs + other.outputs
+            rows=self.rows + other.rows,
+            pairs=self.pairs + other.pairs,
+            outputs=self.outputs + other.outputs,
+            window_pairs=self.window_pairs + other.window_pairs,
         )
 
 
@@ -34,17 +40,24 @@ ZERO_WORK = WorkSize(rows=0, pairs=0, outputs=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """An amount per row, per attended pair and per output row."""
+    """An amount per row, per attended pair, per output row and per pair attended inside of windows."""
 
     row: float = 0.0
     pair: float = 0.0
     output: float = 0.0
+    window_pair: float = 0.0
 
     def __call__(self, size: WorkSize) -> float:
-        return self.row * size.rows + self.pair * size.pairs + self.output * size.outputs
+        pairs = self.pair * size.pairs + self.window_pair * size.window_pairs
+        return self.row * size.rows + pairs + self.output * size.outputs
 
     def __add__(self, other: "Rates") -> "Rates":
-        return Rates(row=self.row + other.row, pair=self.pair + other.pair, output=self.output + other.output)
+        return Rates(
+            row=self.row + other.row,
+            pair=self.pair + other.pair,
+            output=self.output + other.output,
+            window_pair=self.window_pair + other.window_pair,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +82,18 @@ class Flops:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """Low-rank adapters of a layer: all of it that trains."""
+
+    num_params: int
+    flops: Rates
+    """Forward FLOPs of the adapters' products; as many again for dX and for dW."""
+    inside_flops: Rates
+    """FLOPs of the backward before the weight gradients where no gradient has to leave the layer. Attention counts
+    in full, although an adapter of the values alone needs a part of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One cut point of a module."""
 
@@ -82,6 +107,10 @@ class LayerSpec:
     """Forward FLOPs of products of two activations (QK^T, PV); twice as many for their backward."""
     activation_bytes: Rates = Rates()
     """Bytes kept from forward to backward."""
+    product_bytes: Rates = Rates()
+    """Of a block: bytes of the results of its products with a weight, each once."""
+    attention_bytes: Rates = Rates()
+    """Of a block: bytes of the results of its attention (with the log-sum-exp)."""
     output_bytes: Rates = Rates()
     """Bytes handed to the next layer."""
     output_width: int = 0
@@ -92,20 +121,48 @@ class LayerSpec:
     """A parameter (the input norm) comes before its products: their dX is needed whenever it trains."""
     num_shared_params: int = 0
     """Of num_params, those that are a copy of an earlier layer's parameter (tied embeddings)."""
+    num_fixed_params: int = 0
+    """Of num_params, those that never train (sinusoidal positions)."""
+    inner_flops: Rates = Rates()
+    """Of matmul_flops, those of products that read another product of this layer: without weight_before_products
+    their dX alone is needed whenever it trains."""
+    adapters: AdapterSpec | None = None
+    """What trains of a layer with low-rank adapters, in addition to the amounts above; None: all of it, or nothing."""
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is one of the module's equal blocks, as `layers.3`, and not its first or last layer."""
+        return "." in self.name
+
+    @property
+    def num_trainable_params(self) -> int:
+        """Of num_params, those that train."""
+        if self.adapters is not None:
+            return self.adapters.num_params
+        return self.num_params - self.num_fixed_params if self.trainable else 0
 
     def flops(self, size: WorkSize, *, input_grad: bool = True) -> Flops:
-        """FLOPs of this layer; no weight gradient if frozen, no backward at all if also nothing
+        """FLOPs of this layer; no weight gradient of what is frozen, no backward at all if also nothing
         before it is trainable (`input_grad` false).
 
         Source: frozen-aware accounting, Cornstarch, arXiv:2503.11367.
         """
         matmul, attention = self.matmul_flops(size), self.attention_flops(size)
+        if self.adapters is not None:
+            adapters = self.adapters.flops(size)
+            return Flops(
+                forward=matmul + adapters + attention,
+                backward_input=matmul + adapters + 2 * attention if input_grad else self.adapters.inside_flops(size),
+                backward_weight=adapters,
+            )
         backward = input_grad or self.trainable
-        inside = input_grad or (self.trainable and self.weight_before_products)
+        inside = matmul if input_grad or (self.trainable and self.weight_before_products) else 0.0
+        if self.trainable and not inside:
+            inside = self.inner_flops(size)
         return Flops(
             forward=matmul + attention,
             # A trainable layer needs the gradients inside of it even if none has to leave it.
-            backward_input=(matmul if inside else 0.0) + (2 * attention if backward else 0.0),
+            backward_input=inside + (2 * attention if backward else 0.0),
             backward_weight=matmul if self.trainable else 0.0,
         )
 
@@ -121,13 +178,27 @@ class ModuleSpec:
     """Modules whose output enters this module's first layer."""
     merge: int = 1
     """Neighbouring patches along each side of a picture that leave as one token."""
+    one_row: bool = False
+    """Its pictures have one row of patches (sound over time), and the merge is along it alone."""
     extra_rows: int = 0
     """Rows that the first layer adds to each frame of a picture: 1 for a class token."""
+    window: int = 0
+    """Side of the windows that some blocks attend in, in merged tokens; 0: there are none."""
+
+    @property
+    def patches_per_token(self) -> int:
+        """Patches that leave as one token."""
+        return self.merge if self.one_row else self.merge**2
 
     @property
     def num_params(self) -> int:
         """Parameters of all layers, each copy of a tied matrix included."""
         return sum(layer.num_params for layer in self.layers)
+
+    @property
+    def num_trainable_params(self) -> int:
+        """Of num_params, those that train."""
+        return sum(layer.num_trainable_params for layer in self.layers)
 
     @property
     def trainable(self) -> bool:
@@ -183,8 +254,8 @@ class ModelSpec:
     def activation_bytes(self, name: str, size: WorkSize, layers: Iterable[int] | None = None) -> float:
         """Bytes that some layers (default: all) of a module keep from forward to backward of one work.
 
-        Layers without a backward keep nothing. A frozen layer through which a gradient passes keeps less
-        than a trainable one, but is counted in full.
+        Layers without a backward keep nothing. A frozen layer through which a gradient passes, or one with
+        adapters, keeps less than a trainable one, but is counted in full.
         """
         module = self.module(name)
         wanted = range(len(module.layers)) if layers is None else layers
@@ -199,20 +270,30 @@ def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> Wo
     """
     total = ZERO_WORK
     for t, h, w in grids:
-        if h % module.merge or w % module.merge:
+        if w % module.merge or (h % module.merge and not module.one_row):
+            down = 1 if module.one_row else module.merge
             raise DataError(
-                f"a picture of {h} x {w} patches cannot be merged {module.merge} x {module.merge}; resize it "
+                f"a picture of {h} x {w} patches cannot be merged {down} x {module.merge}; resize it "
                 f"to multiples of {module.merge} patches"
             )
         rows = h * w + module.extra_rows
-        total += WorkSize(rows=t * rows, pairs=t * rows * rows, outputs=t * h * w // module.merge**2)
+        total += WorkSize(
+            rows=t * rows,
+            pairs=t * rows * rows,
+            outputs=t * h * w // module.patches_per_token,
+            window_pairs=window_pairs((t, h, w), module.merge, module.window) if module.window else 0,
+        )
     return total
 
 
-def documents_work(lengths: Iterable[int], num_targets: int) -> WorkSize:
-    """How much packed documents ask of a language module; causal attention stays inside of a document."""
+def documents_work(lengths: Iterable[int], num_targets: int, two_way: Iterable[int] = ()) -> WorkSize:
+    """How much packed documents ask of a language module; causal attention stays inside of a document.
+
+    Args: two_way: tokens of each span of neighbours among which attention also goes to later tokens.
+    """
     rows = pairs = 0
     for length in lengths:
         rows += length
         pairs += length * (length + 1) // 2
+    pairs += sum(length * (length - 1) // 2 for length in two_way)
     return WorkSize(rows=rows, pairs=pairs, outputs=num_targets)

@@ -13,6 +13,7 @@ cosines and sines, which the layers of a chunk share, and not temporary tensors.
 from dataclasses import replace
 
 from mmtrain.config import ModelConfig
+from mmtrain.models.linears import adapted_linears, with_adapters
 from mmtrain.models.shapes import LanguageShape, VisionShape, language_shape, vision_shape
 from mmtrain.models.spec import LayerSpec, ModelSpec, ModuleSpec, Rates
 
@@ -46,27 +47,18 @@ def model_spec(model: ModelConfig, *, dtype_bytes: int = 4) -> ModelSpec:
 
 def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, e: int) -> ModuleSpec:
     assert model.encoder is not None
-    D, P = shape.width, shape.patch_dim
-    patches = shape.merge**2  # a merged token is this many patches; a class token is none of them
-    trainable = not model.encoder.frozen
-    embed_params = P * D  # Qwen2-VL: no bias, positions are rotary
-    if not shape.packed:
-        assert shape.fixed_grid is not None
-        num_positions = shape.fixed_grid[1] * shape.fixed_grid[2] + shape.class_token
-        embed_params += D + num_positions * D + (D if shape.class_token else 0)
-    layers = [
-        LayerSpec(
-            name="embed",
-            num_params=embed_params,
-            trainable=trainable,
-            matmul_flops=Rates(output=patches * 2 * P * D),
-            activation_bytes=Rates(output=patches * P * e),
-            output_bytes=Rates(row=D * e),
-            output_width=D,
-        )
-    ]
-    block = _encoder_block(shape, trainable=trainable, eager=model.encoder.attention == "eager", e=e)
-    layers += [replace(block, name=f"blocks.{i}") for i in range(shape.depth)]
+    D = shape.width
+    patches = shape.patches_per_token
+    trainable = model.encoder.trainable is True  # with adapters all but the blocks is frozen
+    native = model.projector.kind == "native"
+
+    def block(index: int) -> LayerSpec:
+        windowed = bool(shape.window) and index not in shape.full_blocks
+        bare = replace(_encoder_block(shape, windowed=windowed, trainable=trainable, e=e), name=f"blocks.{index}")
+        return with_adapters(bare, shape, adapted_linears(model, "vision"), rank=model.lora.rank, dtype_bytes=e)
+
+    embed = _sound_embed if shape.one_row else _patch_embed
+    layers = [embed(shape, trainable=trainable, e=e), *(block(index) for index in range(shape.depth))]
     if shape.final_norm:
         layers.append(
             LayerSpec(
@@ -74,58 +66,117 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
                 num_params=2 * D,
                 trainable=trainable,
                 matmul_flops=Rates(),
-                activation_bytes=Rates(row=D * e + 2 * e),
+                activation_bytes=Rates(row=_norm_bytes(shape, e) - D * e),  # its output leaves
                 output_bytes=Rates(row=D * e),
                 output_width=D,
             )
         )
-    inner = patches * D if model.projector.kind == "native" else model.projector.hidden_size or patches * D
+    inner = patches * D if native else model.projector.hidden_size or patches * D
+    rms = native and shape.rms_norm
+    norm = _norm_bytes(shape, e) if native else 2 * D * e + 2 * e
     layers.append(
         LayerSpec(
             name="projector",
-            num_params=2 * D + (patches * D + 1) * inner + (inner + 1) * language_width,
-            trainable=not model.projector.frozen,
+            num_params=(1 if rms else 2) * D + (patches * D + 1) * inner + (inner + 1) * language_width,
+            trainable=bool(model.projector.trainable),
             weight_before_products=True,
             matmul_flops=Rates(output=2 * patches * D * inner + 2 * inner * language_width),
-            activation_bytes=Rates(output=patches * (2 * D * e + 2 * e) + 2 * inner * e),
+            # With windows also the order in which the features were.
+            activation_bytes=Rates(output=patches * norm + 2 * inner * e + (_INT64 if shape.window else 0)),
             output_bytes=Rates(output=language_width * e),
             output_width=language_width,
             output_rows="outputs",
         )
     )
-    return ModuleSpec(name="vision", layers=tuple(layers), merge=shape.merge, extra_rows=1 if shape.class_token else 0)
+    return ModuleSpec(
+        name="vision",
+        layers=tuple(layers),
+        merge=shape.merge,
+        one_row=shape.one_row,
+        extra_rows=1 if shape.class_token else 0,
+        window=shape.window,
+    )
 
 
-def _encoder_block(shape: VisionShape, *, trainable: bool, eager: bool, e: int) -> LayerSpec:
-    """One encoder block."""
-    D, H, I = shape.width, shape.num_heads, shape.mlp_width
-    norms = 2 * (2 * D * e + 2 * e)  # each keeps its input, two statistics and its output
-    # Query, key, value and what the output projection reads; the packed encoder holds the whole joint
-    # query-key-value tensor by its value part, and a copy of the output joined from single pictures.
-    attention = (6 if shape.packed else 4) * D * e
-    if eager:
-        pairs = H * (_FLOAT32 + (e if e != _FLOAT32 else 0))  # softmax in float32 and its copy
-    else:
-        pairs = 0
-        attention += H * _FLOAT32 + (D * e if shape.packed else 0)  # log-sum-exp; outputs of single pictures
-    mlp = _kept_by_activation(shape.hidden_act) * I * e
+def _patch_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
+    """The first layer of an encoder of pictures."""
+    D, P = shape.width, shape.patch_dim
+    patches = shape.patches_per_token  # a class token is none of them
+    num_params = P * D  # Qwen-VL: no bias, positions are rotary
+    if not shape.packed:
+        assert shape.fixed_grid is not None
+        num_positions = shape.fixed_grid[1] * shape.fixed_grid[2] + shape.class_token
+        num_params += D + num_positions * D + (D if shape.class_token else 0)
     return LayerSpec(
-        name="blocks",
-        num_params=4 * D * D + (4 if shape.qkv_bias else 1) * D + 4 * D + 2 * D * I + I + D,
+        name="embed",
+        num_params=num_params,
         trainable=trainable,
-        weight_before_products=True,
-        matmul_flops=Rates(row=8 * D * D + 4 * D * I),
-        attention_flops=Rates(pair=4 * D),
-        activation_bytes=Rates(row=norms + attention + mlp, pair=pairs),
+        matmul_flops=Rates(output=patches * 2 * P * D),
+        activation_bytes=Rates(output=patches * P * e),
         output_bytes=Rates(row=D * e),
         output_width=D,
     )
 
 
+def _sound_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
+    """The first layer of Whisper: two convolutions over three frames, the second with a stride of two."""
+    assert shape.fixed_grid is not None
+    D, P, frames = shape.width, shape.patch_dim, shape.fixed_grid[2]
+    return LayerSpec(
+        name="embed",
+        num_params=3 * P // 2 * D + D + 3 * D * D + D + frames * D,
+        num_fixed_params=frames * D,
+        trainable=trainable,
+        matmul_flops=Rates(row=2 * 3 * P * D + 2 * 3 * D * D),
+        inner_flops=Rates(row=2 * 3 * D * D),
+        activation_bytes=Rates(row=P * e + 2 * 2 * D * e + D * e),  # input; twice the frames before and after GELU
+        output_bytes=Rates(row=D * e),
+        output_width=D,
+    )
+
+
+def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: int) -> LayerSpec:
+    """One encoder block."""
+    D, H, I = shape.width, shape.num_heads, shape.mlp_width
+    # Query, key, value and what the output projection reads; the packed encoder holds the whole joint
+    # query-key-value tensor by its value part, and a copy of the output joined from single pictures.
+    attention = (6 if shape.packed else 4) * D * e
+    attention += H * _FLOAT32  # log-sum-exp
+    # Outputs of single pictures; Whisper's heads are contiguous, so that their outputs are copied to rows.
+    attention += D * e if shape.packed or shape.one_row else 0
+    # Gated: gate, its activation, the other inner columns and their product.
+    mlp = (_kept_by_activation(shape.hidden_act) + (2 if shape.gated_mlp else 0)) * I * e
+    linears = 3 if shape.gated_mlp else 2
+    biases = (1 + shape.qkv_bias * (2 + shape.key_bias)) * D + (linears - 1) * I + D
+    pair = 4 * D
+    return LayerSpec(
+        name="blocks",
+        num_params=4 * D * D + linears * D * I + biases + (2 if shape.rms_norm else 4) * D,
+        trainable=trainable,
+        weight_before_products=True,
+        matmul_flops=Rates(row=8 * D * D + 2 * linears * D * I),
+        attention_flops=Rates(window_pair=pair) if windowed else Rates(pair=pair),
+        activation_bytes=Rates(row=2 * _norm_bytes(shape, e) + attention + mlp),
+        # Query, key, value, output; the MLP's inner and last width.
+        product_bytes=Rates(row=(5 * D + (linears - 1) * I) * e),
+        attention_bytes=Rates(row=D * e + H * _FLOAT32),
+        output_bytes=Rates(row=D * e),
+        output_width=D,
+    )
+
+
+def _norm_bytes(shape: VisionShape, e: int) -> int:
+    """Bytes of one row that a norm of the encoder keeps, the output that the next product reads among them."""
+    if shape.rms_norm:
+        return _FLOAT32 * (shape.width + 1) + 2 * shape.width * e  # float32 input and scale, normed, times weight
+    return 2 * shape.width * e + 2 * e  # input, two statistics, output
+
+
 def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> ModuleSpec:
     D, V = shape.width, shape.vocab_size
-    trainable = not model.language.frozen
+    trainable = model.language.trainable is True
     block = _decoder_layer(shape, trainable=trainable, e=e)
+    block = with_adapters(block, shape, adapted_linears(model, "language"), rank=model.lora.rank, dtype_bytes=e)
     norm = _FLOAT32 * (D + 1) + 2 * D * e
     return ModuleSpec(
         name="language",
@@ -174,6 +225,8 @@ def _decoder_layer(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpe
         matmul_flops=Rates(row=4 * D * C + 4 * D * K + 6 * D * I),
         attention_flops=Rates(pair=4 * C),
         activation_bytes=Rates(row=norms + attention + mlp),
+        product_bytes=Rates(row=(C + 2 * K + 2 * D + 2 * I) * e),
+        attention_bytes=Rates(row=C * e + shape.num_heads * _FLOAT32),
         output_bytes=Rates(row=D * e),
         output_width=D,
     )

@@ -6,6 +6,7 @@ Source: DIP, arXiv:2504.14145, section 4: N pictures of a microbatch become ceil
 from collections import Counter
 from dataclasses import dataclass
 
+from mmtrain.data.bitfield import LanguageMask, two_way_spans
 from mmtrain.data.metadata import ImageMeta, IterationMeta
 from mmtrain.errors import DataError
 from mmtrain.models.spec import ModelSpec, WorkSize, documents_work, images_work
@@ -29,7 +30,9 @@ class Batching:
     """[work] -> rows, attended pairs and output rows."""
 
 
-def make_batching(meta: IterationMeta, spec: ModelSpec, sub_microbatch_size: int = 0) -> Batching:
+def make_batching(
+    meta: IterationMeta, spec: ModelSpec, sub_microbatch_size: int = 0, attention_mask: LanguageMask = "causal"
+) -> Batching:
     """The works of an iteration: for each microbatch its vision works, then the language work `after` them.
 
     A microbatch with N pictures has ceil(N / sub_microbatch_size) vision works of consecutive pictures
@@ -38,8 +41,9 @@ def make_batching(meta: IterationMeta, spec: ModelSpec, sub_microbatch_size: int
     Args:
         spec: the model; its modules are `vision` and `language`, or `language` alone.
         sub_microbatch_size: pictures in one vision work; 0: all pictures of the microbatch.
+        attention_mask: of the language model; it decides how many pairs are attended.
     Raises: DataError: a microbatch has no token, pictures for a model without a vision encoder, or a picture
-        that the model cannot merge.
+        that the model cannot merge or that lies outside of its document.
     """
     modules = tuple(module.name for module in spec.modules)
     works: list[Work] = []
@@ -61,7 +65,9 @@ def make_batching(meta: IterationMeta, spec: ModelSpec, sub_microbatch_size: int
         after = tuple(range(first, len(works)))
         works.append(Work(module=modules.index(LANGUAGE), microbatch=index, sub_microbatch=0, after=after))
         images_of.append(())
-        sizes.append(documents_work(microbatch.lengths, microbatch.num_targets))
+        spans = [span for document in microbatch.documents for span in two_way_spans(document, attention_mask)]
+        two_way = [high - low for low, high in spans]
+        sizes.append(documents_work(microbatch.lengths, microbatch.num_targets, two_way))
     return Batching(modules=modules, works=tuple(works), images_of=tuple(images_of), size_of=tuple(sizes))
 
 

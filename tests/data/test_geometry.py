@@ -49,6 +49,7 @@ def test_a_fixed_size_ignores_the_picture(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("encoder", "options", "message"),
     [
+        ({"model_type": "whisper_encoder"}, {}, "reads spectrograms of sound, but the data loader reads pictures"),
         ({"model_type": "clap"}, {}, "'clap' has no known picture layout; known are qwen2_vl"),
         (
             {"model_type": "vit", "image_size": 60, "patch_size": 16},

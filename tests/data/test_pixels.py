@@ -29,17 +29,18 @@ def their_processor(name: str, **options: Any) -> Any:
     return cls(**options)
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl_vision"])
 @pytest.mark.parametrize("merge", [1, 2, 3])
-def test_packed_pixels_equal_the_reference(merge: int) -> None:
+def test_packed_pixels_equal_the_reference(merge: int, model_type: str) -> None:
     low, high = 56 * 56, 112 * 112
-    geometry = image_geometry({"model_type": "qwen2_vl"}, spatial_merge=merge, min_pixels=low, max_pixels=high)
+    geometry = image_geometry({"model_type": model_type}, spatial_merge=merge, min_pixels=low, max_pixels=high)
     theirs = their_processor(
         "Qwen2VLImageProcessor", merge_size=merge, size={"shortest_edge": low, "longest_edge": high}
     )
     for width, height in SIZES:
         image = picture(width, height)
         result = theirs(image, return_tensors="np")
-        ours = pixel_values(image, geometry, pixel_rules("qwen2_vl"))
+        ours = pixel_values(image, geometry, pixel_rules(model_type))
         assert geometry.grid(height, width) == tuple(result["image_grid_thw"][0].tolist())
         np.testing.assert_array_equal(ours.numpy(), result["pixel_values"])
 

@@ -1,5 +1,6 @@
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mmtrain.config import TokenizerConfig
@@ -80,6 +81,21 @@ def test_placeholders_expand_to_one_run_per_picture() -> None:
     assert text.count("<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>") == 1
     assert names.count("<|image_pad|>") == 10
     assert not any(label == processor.image_token_id for label in document.labels)
+
+
+def test_where_pictures_and_the_first_answer_begin() -> None:
+    processor = make_processor()
+    document = processor.document(record("<image> and <image>?", "yes", "why?", "so", images=2))
+    ids, labels = document.input_ids, document.labels
+    at = np.flatnonzero(ids == processor.image_token_id)
+    assert [image.start for image in document.meta.images] == [at[0], at[4]]
+    assert at[4] > at[0] + 4
+    first = document.meta.prefix
+    assert first == np.flatnonzero(labels != IGNORE_INDEX)[0] + 1
+    assert processor.tokenizer.decode(ids[first : first + 1]) == "yes"
+    assert processor.without_images(document).meta.prefix == 0
+    text = processor.document(record("a", "b", "c", "one two three four"))
+    assert processor.truncated(text, text.meta.num_tokens - 4).meta.prefix == text.meta.prefix > 0
 
 
 def test_content_parts_are_the_same_as_placeholders() -> None:

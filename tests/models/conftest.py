@@ -16,6 +16,17 @@ ENCODERS = {
         "mlp_ratio": 2,
         "patch_size": 4,
     },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        "depth": 3,
+        "hidden_size": 32,
+        "out_hidden_size": 24,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
     "siglip": {
         "model_type": "siglip_vision_model",
         "hidden_size": 32,
@@ -33,6 +44,15 @@ ENCODERS = {
         "num_attention_heads": 2,
         "image_size": 32,
         "patch_size": 8,
+    },
+    "whisper": {
+        "model_type": "whisper",
+        "d_model": 32,
+        "encoder_ffn_dim": 48,
+        "encoder_layers": 3,
+        "encoder_attention_heads": 2,
+        "num_mel_bins": 10,
+        "max_source_positions": 12,
     },
 }
 _LANGUAGE = {
@@ -55,7 +75,6 @@ def _model(
     language: str = "qwen2",
     *,
     frozen: tuple[str, ...] = (),
-    attention: str = "sdpa",
     projector: dict | None = None,
     encoder_config: dict | None = None,
     language_config: dict | None = None,
@@ -64,11 +83,13 @@ def _model(
     encoder_section = None
     if encoder:
         values = {**ENCODERS[encoder], **(encoder_config or {})}
-        encoder_section = EncoderConfig(config=values, attention=attention, frozen="encoder" in frozen)
+        encoder_section = EncoderConfig(config=values, trainable="encoder" not in frozen)
     return ModelConfig(
         encoder=encoder_section,
-        projector=ProjectorConfig(frozen="projector" in frozen, **(projector or {})),
-        language=LanguageConfig(config={**LANGUAGES[language], **(language_config or {})}, frozen="language" in frozen),
+        projector=ProjectorConfig(trainable="projector" not in frozen, **(projector or {})),
+        language=LanguageConfig(
+            config={**LANGUAGES[language], **(language_config or {})}, trainable="language" not in frozen
+        ),
     )
 
 

@@ -29,6 +29,7 @@ def test_other_names_of_a_key_are_understood():
     ("whole", "inner", "found"),
     [
         ("qwen2_vl", {"depth": 7, "in_chans": 3}, "qwen2_vl_vision"),
+        ("qwen2_5_vl", {"depth": 7, "model_type": "qwen2_5_vl", "in_chans": 3}, "qwen2_5_vl_vision"),
         ("siglip", {"num_hidden_layers": 7, "model_type": "siglip_vision_model"}, "siglip_vision_model"),
     ],
 )
@@ -84,14 +85,28 @@ def test_language_configs_that_are_refused(config, message):
 def test_an_encoder_is_no_language_model_and_the_other_way_round():
     with pytest.raises(ConfigError, match="'vit' is not a known language model"):
         language_config(LanguageConfig(config={"model_type": "vit"}))
-    with pytest.raises(ConfigError, match="'llama' is not a known encoder; known are qwen2_vl_vision, qwen2_vl, sig"):
+    with pytest.raises(ConfigError, match="'llama' is not a known encoder; known are qwen2_vl_vision, qwen2_vl, qwe"):
         encoder_config(EncoderConfig(config={"model_type": "llama"}))
 
 
-@pytest.mark.parametrize("key", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
-def test_dropout_of_an_encoder_is_refused(key):
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [
+        ("vit", "hidden_dropout_prob"),
+        ("vit", "attention_probs_dropout_prob"),
+        ("whisper", "activation_dropout"),
+        ("whisper", "encoder_layerdrop"),
+    ],
+)
+def test_dropout_of_an_encoder_is_refused(model_type, key):
     with pytest.raises(ConfigError, match=f"{key} = 0.5; dropout is not supported"):
-        encoder_config(EncoderConfig(config={"model_type": "vit", key: 0.5}))
+        encoder_config(EncoderConfig(config={"model_type": model_type, key: 0.5}))
+
+
+@pytest.mark.parametrize("value", [3, [1, -2], [True], ["1"]])
+def test_a_list_of_blocks_holds_integers(value):
+    with pytest.raises(ConfigError, match=r"fullatt_block_indexes = .*; it must be a list of integers of at least 0"):
+        encoder_config(EncoderConfig(config={"model_type": "qwen2_5_vl", "fullatt_block_indexes": value}))
 
 
 def test_sources_that_do_not_exist(tmp_path, monkeypatch):

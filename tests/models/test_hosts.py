@@ -18,14 +18,16 @@ def test_every_family_has_a_host():
 def test_defaults_are_those_of_hugging_face(model_type):
     config_class, _ = HOSTS[model_type].classes()
     theirs = config_class()
-    assert theirs.model_type == model_type
+    assert theirs.model_type in (model_type, *FAMILIES[model_type].parents)
     for key, default in FAMILIES[model_type].defaults.items():
         expected = getattr(theirs, key)
         if default is None:  # Llama: as many key heads as query heads
             expected, default = theirs.num_key_value_heads, theirs.num_attention_heads
+        if isinstance(default, tuple):
+            expected = tuple(expected)
         assert (default, type(default)) == (expected, type(expected)), key
     for alias, key in FAMILIES[model_type].aliases.items():
-        assert config_class.attribute_map[alias] == key
+        assert config_class.attribute_map.get(alias, key) == key, alias  # older versions know fewer
 
 
 def test_parameters_on_meta_keeps_buffers_and_restores_the_class():

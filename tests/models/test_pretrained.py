@@ -1,6 +1,7 @@
 """Tiny models that Hugging Face saved, loaded chunk by chunk."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from mmtrain.config import EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.errors import ConfigError
+from mmtrain.models import pretrained
 from mmtrain.models.chunk import build_chunk
+from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.hosts import DECODERS, VISION_HOSTS
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
@@ -52,12 +55,13 @@ def model_of(tiny, path, module, **more) -> ModelConfig:
 
 
 @pytest.mark.parametrize("shard", ["20KB", "5GB"], ids=["many files", "one file"])
-@pytest.mark.parametrize("name", ["qwen2_vl", "siglip", "vit", "qwen2", "llama"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "siglip", "vit", "whisper", "qwen2", "llama"])
 def test_two_chunks_hold_what_hugging_face_saved(tiny, tmp_path, name, shard):
     module = "language" if name in tiny.languages else "vision"
     values = {**tiny.encoders, **tiny.languages}[name]
-    hosts = {"qwen2_vl": VISION_HOSTS["qwen2_vl_vision"], "siglip": VISION_HOSTS["siglip_vision_model"]}
-    host = hosts.get(name) or {**VISION_HOSTS, **DECODERS}[name]
+    hosts = {**VISION_HOSTS, **DECODERS}
+    full = {f.removesuffix("_vision").removesuffix("_vision_model").removesuffix("_encoder"): f for f in hosts}
+    host = hosts[full[name]]
     theirs = hugging_face(host, values)
     theirs.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
@@ -65,24 +69,43 @@ def test_two_chunks_hold_what_hugging_face_saved(tiny, tmp_path, name, shard):
     loaded = {n: p for n, p in found.items() if not n.startswith("projector")}
     assert count == len(loaded)
     for key, value in loaded.items():
+        value = from_head_major(value, 2) if is_fused(key, host.fused_qkv) else value
         assert torch.equal(value, theirs.get_parameter(key.removeprefix(f"{module}."))), key
 
 
 @pytest.mark.parametrize("prefix", ["visual.", "model.visual."])
-def test_the_tower_of_a_whole_qwen2_vl(tiny, tmp_path, prefix):
-    theirs = hugging_face(VISION_HOSTS["qwen2_vl_vision"], tiny.encoders["qwen2_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_the_tower_of_a_whole_qwen_vl(tiny, tmp_path, name, prefix):
+    theirs = hugging_face(VISION_HOSTS[f"{name}_vision"], tiny.encoders[name])
     tensors = {prefix + key: value for key, value in theirs.state_dict().items()}
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(2, 2)  # of its language model
     save_file(tensors, tmp_path / "model.safetensors")
     config = {
-        "model_type": "qwen2_vl",
-        "vision_config": {**tiny.encoders["qwen2_vl"], "model_type": "qwen2_vl"},
+        "model_type": name,
+        "vision_config": {**tiny.encoders[name], "model_type": name},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     found, _ = load_in_two(model_of(tiny, tmp_path, "vision"), "vision")
     for key, value in found.items():
         if key.startswith("vision."):
+            value = from_head_major(value, 2) if is_fused(key, ("attn.qkv",)) else value
             assert torch.equal(value, theirs.get_parameter(key.removeprefix("vision."))), key
+
+
+def test_the_encoder_of_a_whole_whisper(tiny, tmp_path):
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    values = {k: v for k, v in tiny.encoders["whisper"].items() if k != "model_type"}
+    decoder = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 40, "vocab_size": 50}
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
+    torch.manual_seed(5)
+    theirs = WhisperForConditionalGeneration(WhisperConfig(**values, **decoder, **ids, begin_suppress_tokens=None))
+    theirs.save_pretrained(tmp_path)
+    found, count = load_in_two(model_of(tiny, tmp_path, "vision"), "vision")
+    assert count == sum(key.startswith("vision.") for key in found)
+    for key, value in found.items():
+        if key.startswith("vision."):
+            assert torch.equal(value, theirs.model.encoder.get_parameter(key.removeprefix("vision."))), key
 
 
 def test_a_whole_siglip_gives_its_vision_part(tiny, tmp_path):
@@ -115,6 +138,53 @@ def test_a_tied_head_is_the_embedding(tiny, tmp_path, cuts):
         head = chunk.language.lm_head.weight
         assert head is chunk.language.model.embed_tokens.weight
     assert torch.equal(head, theirs.model.embed_tokens.weight)
+
+
+def opened(monkeypatch) -> set[str]:
+    """Names of the weight files that are read from now on."""
+    found: set[str] = set()
+    original = pretrained.safe_open
+
+    def safe_open(path, *args):
+        found.add(Path(path).name)
+        return original(path, *args)
+
+    monkeypatch.setattr(pretrained, "safe_open", safe_open)
+    return found
+
+
+def test_a_chunk_opens_only_the_files_that_hold_its_tensors(tiny, tmp_path, monkeypatch):
+    values = {**tiny.languages["qwen2"], "tie_word_embeddings": True}
+    hugging_face(DECODERS["qwen2"], values).save_pretrained(tmp_path, max_shard_size="15KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) >= 4
+    model = model_of(tiny, tmp_path, "language")
+    spec, found = model_spec(model), opened(monkeypatch)
+    parts = {
+        (0, 1): ("model.embed_tokens.",),
+        (1, 2): ("model.layers.0.",),
+        (2, 4): ("model.layers.1.", "model.layers.2."),
+        (4, 5): ("model.norm.", "model.embed_tokens."),  # the tied head is stored as the embedding
+    }
+    for layers, prefixes in parts.items():
+        found.clear()
+        load_pretrained(build_chunk(model, spec, "language", layers, device="cpu"), model)
+        assert found == {file for name, file in index.items() if name.startswith(prefixes)}
+        assert len(found) < len(set(index.values()))
+
+
+def test_names_that_hugging_face_renamed_are_found_in_their_files(tiny, tmp_path, monkeypatch):
+    theirs = hugging_face(VISION_HOSTS["vit"], tiny.encoders["vit"])
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    old = "encoder.layer.1.attention.attention.query.weight"
+    assert old in index, "the file has the name that the class had before"
+    model = model_of(tiny, tmp_path, "vision")
+    chunk = build_chunk(model, model_spec(model), "vision", (2, 3), device="cpu")
+    found = opened(monkeypatch)
+    load_pretrained(chunk, model)
+    assert torch.equal(chunk.vision.layers["1"].attention.q_proj.weight, theirs.layers[1].attention.q_proj.weight)
+    assert found == {file for name, file in index.items() if name.startswith("encoder.layer.1.")}
 
 
 def test_random_weights_read_nothing(tiny, tmp_path):

@@ -38,6 +38,16 @@ def test_equal_pictures_are_merged_at_once_as_one_by_one():
     assert torch.equal(together, torch.cat(single))
 
 
+def test_sound_is_merged_along_its_row():
+    """Two recordings of six and four frames, by two."""
+    x = torch.arange(10.0)[:, None]
+    merged = merge_neighbours(x, ((1, 1, 6), (1, 1, 4)), 2, row_major=True)
+    assert merged.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    projector = Projector(3, 5, merge=2, hidden_size=0, row_major=True, one_row=True)
+    assert projector.fc1.in_features == projector.fc1.out_features == 6
+    assert projector(torch.randn(10, 3), ((1, 1, 6), (1, 1, 4))).shape == (5, 5)
+
+
 def test_merge_of_one_keeps_the_rows():
     x = torch.randn(40, 3)
     assert torch.equal(merge_neighbours(x, GRIDS, 1, row_major=True), x)

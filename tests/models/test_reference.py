@@ -11,7 +11,9 @@ def batch(packed: bool) -> tuple[Batch, IterationMeta]:
     """A microbatch of two documents with two pictures, and one of text alone."""
     torch.manual_seed(2)
     grids = ((1, 4, 4), (1, 2, 4)) if packed else ((1, 4, 4),) * 2
-    images = tuple(ImageMeta(sample=i, index=0, grid=g, num_tokens=g[1] * g[2] // 4) for i, g in enumerate(grids))
+    images = tuple(
+        ImageMeta(sample=i, index=0, grid=g, num_tokens=g[1] * g[2] // 4, start=1) for i, g in enumerate(grids)
+    )
     pixels = [torch.randn(i.num_patches, 96) if packed else torch.randn(1, 3, 32, 32) for i in images]
     microbatches, metas = [], []
     for pictures in (images, ()):
@@ -19,7 +21,7 @@ def batch(packed: bool) -> tuple[Batch, IterationMeta]:
         for n, length in enumerate((8, 6)):
             own = pictures[n : n + 1]
             slots += [start + 1 + i for image in own for i in range(image.num_tokens)]
-            documents.append(DocumentMeta(sample=n, num_tokens=length, num_targets=2, images=own))
+            documents.append(DocumentMeta(sample=n, num_tokens=length, num_targets=2, images=own, prefix=length - 2))
             start += length
         labels = torch.full((14,), -100)
         labels[[5, 6, 11, 12]] = torch.randint(0, 96, (4,))

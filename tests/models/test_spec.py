@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from mmtrain.errors import DataError
 from mmtrain.models.spec import (
+    Flops,
     LayerSpec,
     ModelSpec,
     ModuleSpec,
@@ -77,6 +80,39 @@ def test_work_of_pictures(extra_rows, rows, pairs):
     assert work == WorkSize(rows=rows, pairs=pairs, outputs=4 + 12)
 
 
+def test_work_inside_of_windows():
+    """Windows of 2 x 2 tokens of 2 x 2 patches: 4 x 6 patches have one of 4 x 4 and one of 4 x 2."""
+    module = ModuleSpec(name="vision", layers=(), merge=2, window=2)
+    work = images_work(module, [(1, 4, 4), (2, 4, 6)])
+    assert work == WorkSize(rows=64, pairs=16**2 + 2 * 24**2, outputs=16, window_pairs=16**2 + 2 * (16**2 + 8**2))
+    assert work + work == images_work(module, [(1, 4, 4), (2, 4, 6)] * 2)
+    rates = Rates(pair=1.0) + Rates(window_pair=2.0, row=1.0)
+    assert rates(work) == work.rows + work.pairs + 2 * work.window_pairs
+
+
+def test_sound_is_merged_along_time():
+    module = ModuleSpec(name="vision", layers=(), merge=4, one_row=True)
+    assert images_work(module, [(1, 1, 12)]) == WorkSize(rows=12, pairs=144, outputs=3)
+    with pytest.raises(DataError, match="1 x 13 patches cannot be merged 1 x 4"):
+        images_work(module, [(1, 1, 13)])
+
+
+def test_products_behind_products_have_an_input_gradient():
+    embed = LayerSpec(
+        name="embed",
+        num_params=30,
+        num_fixed_params=10,
+        trainable=True,
+        matmul_flops=Rates(row=5.0),
+        inner_flops=Rates(row=3.0),
+    )
+    assert embed.flops(SIZE, input_grad=False) == Flops(forward=50, backward_input=30, backward_weight=50)
+    assert embed.flops(SIZE, input_grad=True) == Flops(forward=50, backward_input=50, backward_weight=50)
+    frozen = replace(embed, trainable=False)
+    assert frozen.flops(SIZE, input_grad=False) == Flops(forward=50)
+    assert (embed.num_trainable_params, frozen.num_trainable_params) == (20, 0)
+
+
 def test_a_picture_that_cannot_be_merged_is_refused():
     with pytest.raises(DataError, match="4 x 5 patches cannot be merged 2 x 2"):
         images_work(ModuleSpec(name="vision", layers=(), merge=2), [(1, 4, 5)])
@@ -84,3 +120,7 @@ def test_a_picture_that_cannot_be_merged_is_refused():
 
 def test_work_of_documents_counts_causal_pairs():
     assert documents_work([3, 1], num_targets=2) == WorkSize(rows=4, pairs=7, outputs=2)
+
+
+def test_work_of_documents_counts_both_ways_inside_of_spans():
+    assert documents_work([6], num_targets=1, two_way=[3, 1]).pairs == 21 + 3

@@ -45,14 +45,22 @@ def vlm(
 
 
 def microbatch(sample: int, pictures: Sequence[tuple[int, int]], text_tokens: int = 10) -> MicrobatchMeta:
-    """One document of some pictures (height, width in patches) and text, half of which is labelled."""
-    images = tuple(
-        ImageMeta(sample=sample, index=i, grid=(1, h, w), num_tokens=h * w // 4) for i, (h, w) in enumerate(pictures)
+    """One document of some pictures (height, width in patches) and text after them, whose second half is labelled."""
+    images: list[ImageMeta] = []
+    tokens = 0
+    for i, (h, w) in enumerate(pictures):
+        images.append(ImageMeta(sample=sample, index=i, grid=(1, h, w), num_tokens=h * w // 4, start=tokens))
+        tokens += h * w // 4
+    tokens += text_tokens
+    num_targets = text_tokens // 2
+    document = DocumentMeta(
+        sample=sample,
+        num_tokens=tokens,
+        num_targets=num_targets,
+        images=tuple(images),
+        prefix=tokens - num_targets,
     )
-    tokens = text_tokens + sum(image.num_tokens for image in images)
-    return MicrobatchMeta(
-        documents=(DocumentMeta(sample=sample, num_tokens=tokens, num_targets=text_tokens // 2, images=images),)
-    )
+    return MicrobatchMeta(documents=(document,))
 
 
 META = IterationMeta(microbatches=(microbatch(3, [(4, 4), (2, 2), (4, 8)]), microbatch(5, []), microbatch(7, [(2, 4)])))

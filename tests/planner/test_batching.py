@@ -1,12 +1,15 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
 
+from mmtrain.data.bitfield import LanguageMask, language_bits, num_pairs
 from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.errors import DataError
 from mmtrain.models.spec import ModelSpec, WorkSize
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.schedule.graph import Work
+from tests.data.masks import KINDS, microbatches
 from tests.planner.specs import META, microbatch, vlm
 
 
@@ -101,3 +104,11 @@ def test_pictures_that_feed_nothing_and_strange_works_are_refused() -> None:
     fewer = IterationMeta(microbatches=META.microbatches[:2])
     with pytest.raises(DataError, match="a work belongs to microbatch 2, but the batch has 2"):
         check_conservation(fewer, batching)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(packed=microbatches())
+def test_pairs_of_a_language_work_are_those_of_its_mask(kind: LanguageMask, packed: MicrobatchMeta) -> None:
+    spec = replace(vlm(), modules=(replace(vlm().modules[0], merge=1), vlm().modules[1]))
+    batching = make_batching(IterationMeta(microbatches=(packed,)), spec, attention_mask=kind)
+    assert batching.size_of[-1].pairs == num_pairs(language_bits(packed, kind))

@@ -1,0 +1,42 @@
+"""How the rows of an activation are divided among ranks: the arithmetic that plans and modules share. Pure."""
+
+from typing import Any, Protocol
+
+
+def padded(rows: int, degree: int) -> int:
+    """The least multiple of `degree` that is not below `rows`."""
+    return -(-rows // degree) * degree
+
+
+def part_of(units: int, part: int, parts: int) -> tuple[int, int]:
+    """[lo, hi) of the `part`-th of `parts` consecutive parts of `units` units, as equal as possible."""
+    return units * part // parts, units * (part + 1) // parts
+
+
+class RowSharding(Protocol):
+    """How tensor-parallel ranks divide the rows between two blocks (sequence parallelism).
+
+    `degree` divides the number of rows; the chunk pads them.
+    """
+
+    degree: int
+
+    def shard(self, x: Any) -> Any:
+        """[R, D], equal on all ranks -> this rank's [R / degree, D]; gradients are gathered."""
+
+    def gather(self, x: Any) -> Any:
+        """[R / degree, D] of each rank -> [R, D] on all; everything after must be equal on all ranks."""
+
+
+class WholeRows:
+    """One rank has all rows."""
+
+    degree = 1
+
+    def shard(self, x: Any) -> Any:
+        """x."""
+        return x
+
+    def gather(self, x: Any) -> Any:
+        """x."""
+        return x

@@ -1,0 +1,77 @@
+"""Which parameters of a Hugging Face module train: all, none, or low-rank adapters that `peft` adds to it.
+
+With adapters a linear layer X becomes `X.base_layer` (frozen), `X.lora_A.default` and `X.lora_B.default`, the names
+that `peft` gives: y = X x + (alpha / rank) B A x, arXiv:2106.09685. The functions on names are the only place that
+knows this.
+"""
+
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from mmtrain.config import LoRAConfig, Trainable
+from mmtrain.models.linears import Linear
+
+_ADAPTER = "default"
+_BASE = ".base_layer"
+
+
+def set_trainable(
+    module: nn.Module, setting: Trainable, *, lora: LoRAConfig, adapted: Sequence[Linear], blocks: str
+) -> None:
+    """Sets which parameters of a newly built module on the meta device train; "lora" adds adapters, on meta too.
+
+    true leaves what the Hugging Face class itself keeps fixed, such as sinusoidal positions, as it is.
+    Args:
+        adapted: the linear layers of a block that get an adapter.
+        blocks: name of the container of the blocks inside of the module; it may be empty, or hold some of them.
+    """
+    if setting is not True:
+        module.requires_grad_(False)
+    container = module.get_submodule(blocks)
+    if setting != "lora" or not list(container.children()):
+        return
+    from peft import LoraConfig, inject_adapter_in_model
+
+    section = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=target_pattern(adapted),
+        lora_dropout=0.0,
+        bias="none",
+    )
+    # Not into the whole module: of a Hugging Face class peft asks for embeddings, which a chunk may lack.
+    inject_adapter_in_model(section, container, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
+
+
+def target_pattern(adapted: Sequence[Linear], blocks: str = "") -> str:
+    """The regular expression that names of adapted layers match, as `peft` takes it.
+
+    Args: blocks: name of the container of the blocks in the module that is asked; empty: the container itself.
+    """
+    names = "|".join(re.escape(linear.name) for linear in adapted)
+    return (rf"{re.escape(blocks)}\." if blocks else "") + rf"\d+\.({names})"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter or submodule belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter or submodule has in the module without adapters."""
+    return name.replace(_BASE, "")
+
+
+def adapter_names(name: str) -> tuple[str, str]:
+    """Names of the A [rank, inputs] and B [outputs, rank] that belong to a layer's weight, given its name with
+    adapters, `X.base_layer.weight`.
+    """
+    layer = name.removesuffix(f"{_BASE}.weight")
+    return f"{layer}.lora_A.{_ADAPTER}.weight", f"{layer}.lora_B.{_ADAPTER}.weight"
+
+
+def stored_adapter_name(name: str) -> str:
+    """The name of an adapter's parameter in a `peft` folder."""
+    return "base_model.model." + name.replace(f".{_ADAPTER}.", ".")

@@ -1,0 +1,62 @@
+"""The windows of an encoder whose blocks attend inside of them, and the order in which its rows travel. Pure.
+
+A frame is cut into squares of window x window units, smaller at its right and lower edges; a unit is the
+merge x merge patches that become one feature. Rows travel window by window, so that each is one segment, and
+inside of a window in the order of the picture. A window of 0 stands for none: the rows keep their order.
+
+Source: Qwen2.5-VL, arXiv:2502.13923, sec. 2.1.1.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Places = npt.NDArray[np.int64]
+Grid = tuple[int, int, int]
+
+
+def feature_order(grids: Sequence[Grid], merge: int, window: int) -> Places:
+    """[V] int64: which unit of the pictures, counted row by row, stands in each place of the order of travel.
+
+    Args: grids: patches (time, height, width) of each picture. window: units along a side.
+    """
+    order, start = [], 0
+    for t, h, w in grids:
+        height, width = h // merge, w // merge
+        frame = np.arange(height * width, dtype=np.int64)
+        if window:
+            down, across = np.divmod(frame, width)
+            # Stable: inside of a window the units stay in the order of the picture.
+            frame = np.argsort(down // window * width + across // window, kind="stable")
+        for _ in range(t):
+            order.append(frame + start)
+            start += height * width
+    return np.concatenate(order) if order else np.empty(0, dtype=np.int64)
+
+
+def row_order(grids: Sequence[Grid], merge: int, window: int) -> Places:
+    """[R] int64: which packed patch of the pictures stands in each place of the order of travel."""
+    inside = np.arange(merge**2, dtype=np.int64)
+    return (feature_order(grids, merge, window)[:, None] * merge**2 + inside).reshape(-1)
+
+
+def window_rows(grids: Iterable[Grid], merge: int, window: int) -> list[int]:
+    """Rows of each window, in the order of travel."""
+    rows = []
+    for t, h, w in grids:
+        heights, widths = _cut(h // merge, window), _cut(w // merge, window)
+        rows += [down * across * merge**2 for down in heights for across in widths] * t
+    return rows
+
+
+def window_pairs(grid: Grid, merge: int, window: int) -> int:
+    """(query, key) pairs inside of the windows of one picture."""
+    t, h, w = grid
+    down, across = (sum(side**2 for side in _cut(total // merge, window)) for total in (h, w))
+    return t * down * across * merge**4
+
+
+def _cut(total: int, size: int) -> list[int]:
+    """Lengths of the pieces of `size`, and of what is left."""
+    return [size] * (total // size) + [total % size] * (total % size > 0)

@@ -1,0 +1,124 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtrain.data.bitfield import allowed, language_bits, num_pairs, segment_bits
+from mmtrain.data.metadata import DocumentMeta, MicrobatchMeta
+from mmtrain.errors import DataError
+from mmtrain.planner.context import attended_pairs, block_work, split_tokens
+from tests.data.masks import KINDS, example, microbatches, words
+
+
+def causal(*lengths):
+    documents = [DocumentMeta(sample=i, num_tokens=n, num_targets=0, images=()) for i, n in enumerate(lengths)]
+    return language_bits(MicrobatchMeta(documents=tuple(documents)))
+
+
+def dense(bits):
+    places = np.arange(len(bits))
+    return allowed(bits, places, bits, places)
+
+
+@pytest.mark.parametrize("policy", ["causal", "balanced"])
+@given(bits=words(scale=3), data=st.data())
+def test_each_place_has_one_rank_and_each_rank_a_place(policy, bits, data):
+    cp, block_size = data.draw(st.integers(1, min(len(bits), 9))), data.draw(st.integers(1, 16))
+    parts = split_tokens(bits, cp, policy, block_size)
+    assert len(parts) == cp
+    for part in parts:
+        assert part.dtype == np.int64
+        assert len(part) > 0
+        assert (np.diff(part) > 0).all()
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(len(bits)))
+    for first, second in zip(parts, split_tokens(bits, cp, policy, block_size), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("policy", ["causal", "balanced"])
+def test_each_rank_has_a_place_of_the_shortest_sequences(policy):
+    for cp in range(1, 12):
+        for total in range(cp, 3 * cp):
+            parts = split_tokens(causal(total), cp, policy, 128)
+            assert min(len(part) for part in parts) > 0
+            assert sum(len(part) for part in parts) == total
+
+
+def test_mirrored_pieces():
+    assert [part.tolist() for part in split_tokens(causal(8), 2, "causal", 128)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [part.tolist() for part in split_tokens(causal(5), 2, "causal", 128)] == [[0, 3, 4], [1, 2]]
+    assert attended_pairs(causal(64), split_tokens(causal(64), 4, "causal", 128)).tolist() == [520] * 4
+
+
+def test_balanced_takes_the_longest_block_first():
+    # Blocks of 2 tokens see 1, 2, 3, 4 blocks of keys.
+    assert [part.tolist() for part in split_tokens(causal(8), 2, "balanced", 2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    # Equal blocks: in their order, to the ranks in their order.
+    assert [p.tolist() for p in split_tokens(segment_bits([2, 2, 2, 2]), 2, "balanced", 2)] == [
+        [0, 1, 4, 5],
+        [2, 3, 6, 7],
+    ]
+    # The long document's end costs most, the short documents go to the other rank.
+    parts = split_tokens(causal(8, 2, 2, 2, 2), 2, "balanced", 2)
+    assert block_work(causal(8, 2, 2, 2, 2), 2)[0].tolist() == [1, 2, 3, 4, 1, 1, 1, 1]
+    assert [block_work(causal(8, 2, 2, 2, 2), 2)[0][np.unique(part // 2)].sum() for part in parts] == [7, 7]
+
+
+def test_short_sequences_get_two_blocks_a_rank():
+    assert [part.tolist() for part in split_tokens(causal(12), 3, "balanced", 128)] == [
+        [0, 1, 10, 11],
+        [2, 3, 8, 9],
+        [4, 5, 6, 7],
+    ]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "any"])
+@given(data=st.data())
+def test_work_of_blocks(kind, data):
+    bits = data.draw(words(scale=2)) if kind == "any" else language_bits(data.draw(microbatches(scale=2)), kind)
+    size = data.draw(st.integers(1, 9))
+    seen, count = dense(bits), -(-len(bits) // size)
+    padded = np.zeros((count * size, count * size), dtype=np.int64)
+    padded[: len(bits), : len(bits)] = seen
+    tiles = padded.reshape(count, size, count, size).sum(axis=(1, 3))
+    blocks, keys = block_work(bits, size)
+    np.testing.assert_array_equal(keys, tiles.sum(axis=1))
+    if kind == "any":  # blocks in the holes of a mask may count
+        assert (blocks >= (tiles > 0).sum(axis=1)).all()
+        assert (blocks <= count).all()
+    else:
+        np.testing.assert_array_equal(blocks, (tiles > 0).sum(axis=1))
+
+
+@given(bits=words(), data=st.data())
+def test_pairs_of_ranks_add_up(bits, data):
+    parts = split_tokens(bits, data.draw(st.integers(1, len(bits))), "balanced", 4)
+    pairs = attended_pairs(bits, parts)
+    np.testing.assert_array_equal(pairs, [dense(bits)[part].sum() for part in parts])
+    assert pairs.sum() == num_pairs(bits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(microbatch=microbatches(scale=8), cp=st.integers(2, 4))
+def test_no_rank_has_more_than_its_share_and_one_block(kind, microbatch, cp):
+    """Graham's bound for longest-first lists, on the work that is balanced."""
+    bits, size = language_bits(microbatch, kind), 4
+    size = max(1, min(size, len(bits) // (2 * cp)))
+    blocks, _ = block_work(bits, size)
+    loads = [blocks[np.unique(part // size)].sum() for part in split_tokens(bits, cp, "balanced", size)]
+    assert max(loads) <= blocks.sum() / cp + blocks.max() * (1 - 1 / cp)
+
+
+def test_balanced_is_more_even_than_mirrored_pieces_where_documents_are_packed():
+    bits = language_bits(example(scale=64), "image_bidirectional")
+    spread = {}
+    for policy in ("causal", "balanced"):
+        pairs = attended_pairs(bits, split_tokens(bits, 4, policy, 32))
+        spread[policy] = pairs.max() / pairs.mean()
+    assert spread["balanced"] < 1.05 < 1.2 < spread["causal"]
+
+
+@pytest.mark.parametrize("policy", ["causal", "balanced"])
+def test_fewer_tokens_than_ranks(policy):
+    with pytest.raises(DataError, match="a microbatch of 3 tokens cannot be divided over 4 context-parallel ranks"):
+        split_tokens(causal(3), 4, policy, 128)
