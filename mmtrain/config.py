@@ -30,6 +30,9 @@ class JobConfig:
     """Folder for the resolved config, checkpoints, metrics and traces; made if absent."""
 
 
+Trainable = Literal[True, False, "lora"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig:
     """[model.encoder]: the vision encoder. Leave the table out to train a language model alone."""
@@ -40,10 +43,9 @@ class EncoderConfig:
     """Inline Hugging Face config with its `model_type`; the weights are then random."""
     weights: Literal["pretrained", "random"] = "pretrained"
     """With `pretrained`: load its weights, or take only its shape."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation inside of an image."""
-    frozen: bool = False
-    """Keep the encoder's parameters fixed (the projector has its own switch)."""
+    trainable: Trainable = True
+    """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]. The projector
+    has its own switch."""
     num_segments: int = 0
     """K: the module is cut into pipeline_parallel_degree x K chunks; 0 picks K by rule."""
     sub_microbatch_size: int = 0
@@ -64,11 +66,18 @@ class ProjectorConfig:
     """Neighbouring features along each side that become one token; native requires the encoder's value."""
     hidden_size: int = 0
     """Width between the two linear layers of `mlp`; 0: the merged width."""
-    frozen: bool = False
-    """Keep the projector's parameters fixed."""
+    pretrained: str = ""
+    """Hugging Face id or local folder of an exported projector of kind `mlp`; empty: random weights."""
+    trainable: Literal[True, False] = True
+    """Whether the projector's parameters train."""
 
     def __post_init__(self) -> None:
         _at_least("model.projector", self, spatial_merge=1, hidden_size=0)
+        if self.pretrained and self.kind == "native":
+            raise ConfigError(
+                f'model.projector.pretrained = {self.pretrained!r} has no effect with kind = "native", whose weights '
+                "come with the encoder; remove it"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +90,10 @@ class LanguageConfig:
     """Inline Hugging Face config with its `model_type`; the weights are then random."""
     weights: Literal["pretrained", "random"] = "pretrained"
     """With `pretrained`: load its weights, or take only its shape."""
-    frozen: bool = False
-    """Keep the language model's parameters fixed."""
+    trainable: Trainable = True
+    """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]."""
+    attention_mask: Literal["causal", "image_bidirectional", "prefix"] = "causal"
+    """Inside of each document: causal; or also both ways inside of each picture; or before the first answer."""
     num_segments: int = 0
     """K: the module is cut into pipeline_parallel_degree x K chunks; 0 picks K by rule."""
 
@@ -92,12 +103,30 @@ class LanguageConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """[model.lora]: low-rank adapters (arXiv:2106.09685, by `peft`) of the modules with trainable = "lora"."""
+
+    rank: int = 16
+    """Rows of the first and columns of the second matrix of an adapter."""
+    alpha: float = 32.0
+    """An adapter's output is scaled by alpha / rank."""
+    target_modules: list[str] = field(default_factory=list)
+    """Last names of the linear layers that get an adapter; empty: all linear layers of the blocks."""
+
+    def __post_init__(self) -> None:
+        _at_least("model.lora", self, rank=1, alpha=0.0)
+        if self.alpha == 0:
+            raise ConfigError("model.lora.alpha = 0.0; it must be above 0, or adapters change nothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """[model]: the modality modules."""
 
     language: LanguageConfig
     encoder: EncoderConfig | None = None
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +203,11 @@ class TrainingConfig:
     """Dtype of the gradient reduction."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient norm that is NaN or infinite: stop before the optimizer step, or skip that step."""
+    attention_backend: Literal["auto", "sdpa", "flex"] = "auto"
+    """sdpa: scaled-dot-product attention block by block. flex: FlexAttention, on CUDA. auto: flex on CUDA where a mask
+    is not a plain one, else sdpa."""
+    enable_cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer state in host memory (FSDP2)."""
 
     def __post_init__(self) -> None:
         _at_least("training", self, steps=1, seq_len=2, global_batch_size=1, max_norm=0.0)
@@ -234,9 +268,23 @@ class ParallelismConfig:
     data_parallel_shard_degree: int = 1
     """Ranks over which FSDP2 shards parameters, gradients and optimizer state."""
     context_parallel_degree: int = 1
-    """Must be 1: not built yet."""
+    """Ranks that divide the tokens of each microbatch, and its pictures."""
+    context_parallel_split: Literal["causal", "balanced"] = "balanced"
+    """Which tokens a rank takes. causal: two mirrored pieces of the sequence. balanced: blocks by unmasked work."""
+    context_parallel_block_size: int = 128
+    """Tokens of a block of the balanced split."""
+    encoder_context_parallel: Literal["images", "patches"] = "images"
+    """images: each context-parallel rank encodes whole pictures. patches: all ranks share each picture's patches
+    (native-resolution encoders), for pictures too large for one rank."""
     tensor_parallel_degree: int = 1
-    """Must be 1: not built yet."""
+    """Ranks that divide each layer's heads, inner columns and the vocabulary, and between layers the rows."""
+    encoder_tensor_parallel: Literal["shard", "data"] = "shard"
+    """shard: the encoder's layers are divided like the language model's. data: each tensor-parallel rank holds the
+    whole encoder and encodes its part of the pictures."""
+    fsdp_reshard_after_forward: Literal["step", "always"] = "step"
+    """step: parameters are gathered once a step. always: before each use, and freed after it (an encoder only where
+    its ranks share each picture); needs data_parallel_shard_degree = 1, since replicas with different plans cannot
+    agree on an order of gathers."""
     pipeline_parallel_degree: int = 1
     """P: pipeline ranks."""
     pipeline_parallel_schedule: Literal["1F1B", "interleave"] = "interleave"
@@ -247,6 +295,7 @@ class ParallelismConfig:
             value = getattr(self, f.name)
             if f.name.endswith("_degree") and value < 1:
                 raise ConfigError(f"parallelism.{f.name} = {value}; a degree is at least 1")
+        _at_least("parallelism", self, context_parallel_block_size=1)
 
     @property
     def mesh_shape(self) -> MeshShape:
@@ -258,6 +307,24 @@ class ParallelismConfig:
             cp=self.context_parallel_degree,
             tp=self.tensor_parallel_degree,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationCheckpointConfig:
+    """[activation_checkpoint]: what the backward recomputes instead of keeping."""
+
+    mode: Literal["none", "selective", "full", "ops"] = "none"
+    """none: keep all. full: recompute each block. selective: recompute every block but its matrix products and
+    attention. ops: recompute all of a block but the operations in save_ops."""
+    save_ops: list[str] = field(default_factory=list)
+    """With mode = "ops": names of torch operations whose results are kept, as in "aten.mm"."""
+
+    def __post_init__(self) -> None:
+        if bool(self.save_ops) != (self.mode == "ops"):
+            raise ConfigError(
+                f'activation_checkpoint.mode = "{self.mode}" with save_ops = {self.save_ops}: mode "ops", and no '
+                'other, takes a list of operations to keep; without any, it is mode "full"'
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,6 +447,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -387,11 +455,35 @@ class Config:
     comm: CommConfig = field(default_factory=CommConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
+    @property
+    def data_encoder(self) -> bool:
+        """Whether tensor-parallel ranks hold whole encoders and divide the pictures."""
+        section = self.parallelism
+        divided = section.encoder_tensor_parallel == "data" and section.tensor_parallel_degree > 1
+        return divided and self.model.encoder is not None
 
-def uses_fsdp(shape: MeshShape, training: TrainingConfig) -> bool:
-    """Whether chunks are sharded by FSDP2: with data parallelism, or for the sake of its mixed precision."""
+    @property
+    def regathered(self) -> frozenset[str]:
+        """Modules whose parameters FSDP2 gathers before each use, not once a step.
+
+        Not an encoder whose ranks take different pictures: one that has none would not gather, and the others wait.
+        """
+        section = self.parallelism
+        if section.fsdp_reshard_after_forward == "step":
+            return frozenset()
+        divided = section.context_parallel_degree > 1 and section.encoder_context_parallel == "images"
+        return frozenset({"language"} if divided or self.data_encoder else {"language", "vision"})
+
+
+def uses_fsdp(shape: MeshShape, training: TrainingConfig, *, data_encoder: bool = False) -> bool:
+    """Whether chunks are sharded by FSDP2: where ranks hold equal parameters and work on different data, or for the
+    sake of its mixed precision or offload.
+
+    Args: data_encoder: tensor-parallel ranks hold whole encoders and work on different pictures.
+    """
     low_precision = "bfloat16" in (training.mixed_precision_param, training.mixed_precision_reduce)
-    return shape.dp * shape.cp > 1 or low_precision
+    spread = shape.dp * shape.cp * (shape.tp if data_encoder else 1) > 1
+    return spread or low_precision or training.enable_cpu_offload
 
 
 def check(config: Config) -> None:
@@ -400,13 +492,6 @@ def check(config: Config) -> None:
     Raises: ConfigError: the first rule that is broken, with the values and what to change.
     """
     parallelism = config.parallelism
-    for name, what in (("tensor_parallel_degree", "tensor"), ("context_parallel_degree", "context")):
-        degree = getattr(parallelism, name)
-        if degree > 1:
-            raise ConfigError(
-                f"parallelism.{name} = {degree}: {what} parallelism is not built yet; set it to 1 and use "
-                "pipeline_parallel_degree and the data_parallel degrees"
-            )
     dp = parallelism.mesh_shape.dp
     if config.training.global_batch_size % dp:
         raise ConfigError(
@@ -423,12 +508,41 @@ def check(config: Config) -> None:
             f"checkpoint.load_step = {config.checkpoint.load_step}, but checkpoint.enable = false; set it to true"
         )
     modules = [config.model.language] + ([config.model.encoder] if config.model.encoder else [])
-    if all(module.frozen for module in modules) and (config.model.projector.frozen or not config.model.encoder):
-        raise ConfigError("model: every module is frozen, so there is nothing to train; unfreeze one")
+    projector = config.model.encoder is not None and config.model.projector.trainable
+    if not projector and not any(module.trainable for module in modules):
+        raise ConfigError("model: every module has trainable = false, so there is nothing to train; change one")
+    if config.model.lora != LoRAConfig() and not any(module.trainable == "lora" for module in modules):
+        raise ConfigError('[model.lora] is set, but no module has trainable = "lora"; set one, or remove the section')
+    if parallelism.fsdp_reshard_after_forward == "always" and parallelism.data_parallel_shard_degree > 1:
+        raise ConfigError(
+            'parallelism.fsdp_reshard_after_forward = "always" with data_parallel_shard_degree = '
+            f"{parallelism.data_parallel_shard_degree}: these ranks share parameters but run different plans, so they "
+            'would gather them in different orders and wait for each other forever; set "step", or a shard degree of '
+            "1 (context parallelism still shards, and data_parallel_replicate_degree adds replicas)"
+        )
+    _check_encoder_parallelism(config)
     if config.parallelism.pipeline_parallel_schedule == "1F1B" and config.planner.activation_memory_gib:
         raise ConfigError(
             "planner.activation_memory_gib is honoured by parallelism.pipeline_parallel_schedule = "
             '"interleave" alone; 1F1B bounds its memory by its own rule. Remove one of the two'
+        )
+
+
+def _check_encoder_parallelism(config: Config) -> None:
+    """Refuses ways to divide the encoder that do not fit the degrees."""
+    section = config.parallelism
+    if config.model.encoder is None:
+        return
+    patches = section.encoder_context_parallel == "patches"
+    if patches and section.context_parallel_degree == 1:
+        raise ConfigError(
+            'parallelism.encoder_context_parallel = "patches" with context_parallel_degree = 1: there is no rank to '
+            'share patches with; raise the degree, or set "images"'
+        )
+    if section.encoder_tensor_parallel == "data" and section.tensor_parallel_degree == 1:
+        raise ConfigError(
+            'parallelism.encoder_tensor_parallel = "data" with tensor_parallel_degree = 1: there is no rank to divide '
+            'the pictures with; raise the degree, or set "shard"'
         )
 
 
@@ -610,15 +724,19 @@ def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
         return _convert(inner, value, path, where)
     if origin is Literal:
         choices = typing.get_args(hint)
-        if value not in choices or isinstance(value, bool):
+        if not any(value == choice and type(value) is type(choice) for choice in choices):
+            shown = [_toml_value(choice) for choice in choices]
             near = difflib.get_close_matches(str(value), [str(c) for c in choices], 1)
-            hint_text = f"; did you mean {near[0]!r}?" if near else ""
-            allowed = ", ".join(repr(c) for c in choices)
-            raise ConfigError(f"{where}: {path} = {value!r}; choose one of {allowed}{hint_text}")
+            hint_text = f"; did you mean {_toml_value(near[0])}?" if near else ""
+            raise ConfigError(f"{where}: {path} = {_shown(value)}; choose one of {', '.join(shown)}{hint_text}")
         return value
     if origin is dict:
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: {path} = {value!r} is {_toml_type(value)}; it must be a table")
+        return value
+    if origin is list:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{where}: {path} = {value!r}; it must be an array of strings")
         return value
     if hint is float and type(value) is int:
         return float(value)
@@ -639,6 +757,11 @@ _TOML_TYPES = {
 
 def _toml_type(value: Any) -> str:
     return _TOML_TYPES.get(type(value), type(value).__name__)
+
+
+def _shown(value: Any) -> str:
+    """A value as the user wrote it."""
+    return _toml_value(value) if isinstance(value, bool | str | int | float) else repr(value)
 
 
 def _check_source(path: str, module: EncoderConfig | LanguageConfig) -> None:

@@ -5,10 +5,13 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.data.batch import IGNORE_INDEX
 from mmtrain.data.metadata import IterationMeta
+from mmtrain.parallel.mesh import Mesh
 from mmtrain.planner.iteration import IterationPlan
 from mmtrain.schedule.action import Action
 from mmtrain.schedule.draw import trace_events
@@ -39,6 +42,29 @@ def count_answers(
                 before = counts.get(document.grade, (0, 0))
                 counts[document.grade] = (before[0] + right, before[1] + 1)
                 position += length
+
+
+def whole_predictions(
+    plan: IterationPlan, labels: Sequence[Tensor], predictions: Mapping[int, Tensor], mesh: Mesh
+) -> dict[int, Tensor]:
+    """work -> [L] predicted token of each labelled position, from those of each cp rank's tokens.
+
+    Collective over cp. Args: labels: [T] of each microbatch. predictions: of this rank's labelled positions.
+    """
+    if mesh.cp_group is None:
+        return dict(predictions)
+    parts: list[dict[int, Tensor]] = [{}] * mesh.shape.cp
+    dist.all_gather_object(parts, {work: found.cpu() for work, found in predictions.items()}, group=mesh.cp_group)
+    whole = {}
+    for work in predictions:
+        microbatch = plan.batching.works[work].microbatch
+        tokens = torch.full_like(labels[microbatch], IGNORE_INDEX)
+        labelled = labels[microbatch] != IGNORE_INDEX
+        for part, places in zip(parts, plan.layout.tokens(microbatch), strict=True):
+            mine = torch.from_numpy(places)
+            tokens[mine[labelled[mine]]] = part[work]
+        whole[work] = tokens[labelled]
+    return whole
 
 
 def write_trace(path: Path, plan: IterationPlan, rows: Sequence[Sequence[tuple[Action, float, float]]]) -> None:

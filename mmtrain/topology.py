@@ -15,8 +15,8 @@ class Coordinates:
     pp: int
     dp_replicate: int
     dp_shard: int
-    cp: int
-    tp: int
+    cp: int = 0
+    tp: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

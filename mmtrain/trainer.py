@@ -30,13 +30,16 @@ from mmtrain.data.packing import LoaderState
 from mmtrain.errors import DataError, MMTrainError, TrainingError
 from mmtrain.metrics import Reporter, StepMetrics, memory_gib, peak_flops, setup_logging
 from mmtrain.optim import build_optimizers, lr_factor, set_lr
+from mmtrain.parallel.activation_checkpoint import saved_ops
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_norm
 from mmtrain.parallel.mesh import Mesh, build_mesh, init_process_group, pick_device
 from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
+from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
-from mmtrain.report import count_answers, write_trace
+from mmtrain.report import count_answers, whole_predictions, write_trace
+from mmtrain.topology import AXES
 
 logger = logging.getLogger("mmtrain")
 
@@ -51,7 +54,7 @@ class Item:
     state: LoaderState
     """Where the loader stands after this batch."""
     batch: Batch | None
-    """On the leader alone."""
+    """On the first pp_rank alone, where the modules begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,7 @@ class Trainer:
         """Checks and prepares what needs no process group. Raises: ConfigError."""
         self.config = config
         self.folder = Path(config.job.dump_folder)
+        saved_ops(config.activation_checkpoint)
         self.planner = IterationPlanner.of(config)
         self.spec, self.partition = self.planner.spec, self.planner.partition
         self._stop_signal = 0
@@ -104,10 +108,17 @@ class Trainer:
         self.loader: Loader | None = None
         self.reporter: Reporter | None = None
         self.checkpointer: Checkpointer | None = None
-        self.mesh: Mesh = build_mesh(config.parallelism.mesh_shape, device)
+        self.mesh: Mesh = build_mesh(config.parallelism.mesh_shape, device, data_encoder=config.data_encoder)
         self._log_start()
         self.model = build_local_model(
-            config.model, self.spec, self.partition, self.mesh, config.training, seed=config.debug.seed
+            config.model,
+            self.spec,
+            self.partition,
+            self.mesh,
+            config.training,
+            seed=config.debug.seed,
+            regathered=config.regathered,
+            recompute=config.activation_checkpoint,
         )
         self.optimizers = build_optimizers(config.optimizer, self.model.chunks, self.model.tied)
         self.runtime = PipelineScheduleRuntime(self.model.stages)
@@ -185,10 +196,8 @@ class Trainer:
                 cuts,
             )
         logger.info(
-            "mesh: pp %d, dp_replicate %d, dp_shard %d on %s; schedule %s; %d steps of %d microbatches x %d tokens",
-            shape.pp,
-            shape.dp_replicate,
-            shape.dp_shard,
+            "mesh: %s on %s; schedule %s; %d steps of %d microbatches x %d tokens",
+            ", ".join(f"{axis} {degree}" for axis, degree in zip(AXES, shape.degrees, strict=True)),
             self.mesh.device.type,
             config.parallelism.pipeline_parallel_schedule,
             config.training.steps,
@@ -253,43 +262,70 @@ class Trainer:
 
         Raises: TrainingError: loss or gradient is not finite (training.on_nonfinite = "stop"); nothing is changed.
         """
+        result, outcome = self.backward(step, item, plan)
+        if np.isfinite(result.loss) and np.isfinite(result.grad_norm):
+            clip(self.model.parameters, result.grad_norm, self.config.training.max_norm)
+            section = self.config.optimizer
+            factor = lr_factor(self.config.lr_scheduler, step, self.config.training.steps)
+            set_lr(self.optimizers, section.lr * factor)
+            self.optimizers.step()
+        else:
+            self._handle_nonfinite(step, result.loss, result.grad_norm, self._loss_sum(outcome))
+        self.optimizers.zero_grad()
+        return result, outcome
+
+    def backward(self, step: int, item: Item, plan: IterationPlan) -> tuple[StepResult, StepOutcome]:
+        """Forward and backward of one batch; its gradients are in `self.model`, complete. Collective over the job.
+
+        Raises: TrainingError: the batch has nothing to predict.
+        """
         num_targets = self._sum_over_replicas(item.meta.num_targets)
         if num_targets == 0:
             raise TrainingError(f"step {step}: the batch has no token to predict; check the records' answers")
         outcome = self._run(plan, item, loss_grad=1.0 / num_targets)
         parameters = self.model.parameters
         fill_missing_grads(parameters)
+        finish_gradients(parameters)
         sync_tied(self.model.tied, self.mesh)
         norm = total_norm(parameters, self.mesh, skip=self._tied_copy_to_skip())
-        loss_sum = sum((float(loss) for loss in outcome.losses.values()), 0.0)
+        loss_sum = self._loss_sum(outcome)
         totals = torch.tensor(
             [loss_sum, float(item.meta.num_tokens if self.mesh.is_leader else 0), float(self._stop_signal)],
             dtype=torch.float64,
         )
         dist.all_reduce(totals)
         largest = torch.tensor(loss_sum / max(1, item.meta.num_targets), dtype=torch.float64)
+        if self.mesh.replica_group is not None:
+            dist.all_reduce(largest, group=self.mesh.replica_group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        loss = float(totals[0]) / num_targets
-        finite = bool(np.isfinite(loss) and np.isfinite(float(norm)))
-        if finite:
-            clip(parameters, norm, self.config.training.max_norm)
-            section = self.config.optimizer
-            factor = lr_factor(self.config.lr_scheduler, step, self.config.training.steps)
-            set_lr(self.optimizers, section.lr * factor)
-            self.optimizers.step()
-        else:
-            self._handle_nonfinite(step, loss, float(norm), loss_sum)
-        self.optimizers.zero_grad()
-        return (
-            StepResult(
-                loss=loss,
-                max_loss=float(largest),
-                grad_norm=float(norm),
-                tokens=int(totals[1]),
-                stop=bool(totals[2]),
-            ),
-            outcome,
+        result = StepResult(
+            loss=float(totals[0]) / num_targets,
+            max_loss=float(largest),
+            grad_norm=float(norm),
+            tokens=int(totals[1]),
+            stop=bool(totals[2]),
         )
+        return result, outcome
+
+    def gradients(self, device: torch.device, num_steps: int) -> Iterator[tuple[Item, StepResult]]:
+        """The first batches with their loss; while one is held, its gradients are in `self.model`.
+
+        Weights stay as they were built. Sets the job up and ends it; the process group must exist. Collective.
+        """
+        try:
+            self._set_up(device)
+            for step in range(1, num_steps + 1):
+                item = next(self._items)
+                yield item, self.backward(step, item, self._plan(item.meta))[0]
+                self.optimizers.zero_grad()
+        finally:
+            self._tear_down()
+
+    def _loss_sum(self, outcome: StepOutcome) -> float:
+        """This rank's share of its replica's loss: tp ranks hold equal losses, cp ranks those of their own tokens."""
+        if self.mesh.place.tp:
+            return 0.0
+        return sum((float(loss) for loss in outcome.losses.values()), 0.0)
 
     def _handle_nonfinite(self, step: int, loss: float, norm: float, local_loss: float) -> None:
         bad = [not np.isfinite(local_loss)]
@@ -320,16 +356,21 @@ class Trainer:
     ) -> StepOutcome:
         if item.batch is not None:
             check_batch(item.batch, item.meta)
+        place = self.mesh.place
         feed = StepFeed(
             self.partition,
-            plan.batching,
+            plan.layout,
             item.meta,
-            self.mesh.device,
+            self.mesh,
             batch=item.batch,
             labels=item.labels,
+            attention_backend=self.config.training.attention_backend,
             want_predictions=want_predictions,
         )
-        self.runtime.load(plan.program, lambda stage, work: self.planner.output_shape(plan.batching, stage, work))
+        self.runtime.load(
+            plan.program,
+            lambda stage, work: self.planner.output_shape(plan.layout, stage, work, place.cp, place.tp),
+        )
         return self.runtime.step(feed, loss_grad=loss_grad)
 
     def _tied_copy_to_skip(self) -> torch.nn.Parameter | None:
@@ -364,6 +405,8 @@ class Trainer:
             if message is None:
                 return
             meta, labels, state = message
+            if self.mesh.pp_rank == 0:  # where the modules begin
+                batch = self.mesh.broadcast_over_plane(batch)
             yield Item(meta=meta, labels=labels, state=state, batch=batch)
 
     def _sum_over_replicas(self, count: int) -> int:
@@ -389,10 +432,11 @@ class Trainer:
         for item in items:
             plan = self._plan(item.meta, forward_only=True)
             outcome = self._run(plan, item, want_predictions=True)
-            loss_sum += sum(float(loss) for loss in outcome.losses.values())
-            if outcome.predictions:
+            loss_sum += self._loss_sum(outcome)
+            predictions = whole_predictions(plan, item.labels, outcome.predictions, mesh)
+            if predictions and mesh.place.cp == mesh.place.tp == 0:
                 num_targets += item.meta.num_targets
-                count_answers(plan, item.meta, item.labels, outcome.predictions, accuracy)
+                count_answers(plan, item.meta, item.labels, predictions, accuracy)
         parts: list[Any] = [None] * mesh.shape.world_size
         dist.all_gather_object(parts, (loss_sum, num_targets, accuracy))
         merged: dict[str, tuple[int, int]] = {}

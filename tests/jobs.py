@@ -51,12 +51,14 @@ def train(rank: int, path: Path, overrides: list[str]) -> None:
     Trainer(config.load(path, overrides)).run()
 
 
-def layout(pp: int = 1, shard: int = 1, replicate: int = 1) -> list[str]:
+def layout(pp: int = 1, shard: int = 1, replicate: int = 1, cp: int = 1, tp: int = 1) -> list[str]:
     """Overrides of the degrees."""
     return [
         f"parallelism.pipeline_parallel_degree={pp}",
         f"parallelism.data_parallel_shard_degree={shard}",
         f"parallelism.data_parallel_replicate_degree={replicate}",
+        f"parallelism.context_parallel_degree={cp}",
+        f"parallelism.tensor_parallel_degree={tp}",
     ]
 
 

@@ -50,6 +50,32 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 2
     return [answers[rank][1] for rank in range(world)]
 
 
+def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
+    """What `fn(*args)` returned in a process of its own, without a process group."""
+    queue = _context.Queue()
+    process = _context.Process(target=_alone, args=(fn, args, queue))
+    process.start()
+    try:
+        answers = _collect(queue, [process], 1, timeout)
+    finally:
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+    ok, value = answers[0]
+    assert ok, value
+    return value
+
+
+def _alone(fn: Any, args: Any, queue: Any) -> None:
+    try:
+        queue.put((0, True, fn(*args)))
+    except BaseException:
+        queue.put((0, False, traceback.format_exc()))
+    finally:
+        queue.close()
+        queue.join_thread()
+
+
 def _collect(queue: Any, processes: list[Any], world: int, timeout: float) -> dict[int, tuple[bool, Any]]:
     import queue as queues
     import time

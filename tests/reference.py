@@ -26,6 +26,11 @@ ENCODERS = {
         "model_type": "qwen2_vl_vision", "depth": 6, "embed_dim": 32, "hidden_size": 48, "num_heads": 4,
         "mlp_ratio": 2, "patch_size": 4, "temporal_patch_size": 1, "in_channels": 3, "spatial_merge_size": 2,
     },
+    "qwen2_5_vl_vision": {
+        "model_type": "qwen2_5_vl_vision", "depth": 6, "hidden_size": 32, "out_hidden_size": 48, "num_heads": 4,
+        "intermediate_size": 40, "patch_size": 4, "temporal_patch_size": 1, "in_channels": 3, "spatial_merge_size": 2,
+        "window_size": 16, "fullatt_block_indexes": [1, 4],
+    },
     "siglip_vision_model": {
         "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
         "num_attention_heads": 4, "image_size": 16, "patch_size": 4,
@@ -34,6 +39,10 @@ ENCODERS = {
         "model_type": "vit", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
         "num_attention_heads": 4, "image_size": 16, "patch_size": 4, "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
+    },
+    "whisper_encoder": {
+        "model_type": "whisper_encoder", "d_model": 32, "encoder_ffn_dim": 64, "encoder_layers": 6,
+        "encoder_attention_heads": 4, "num_mel_bins": 10, "max_source_positions": 12,
     },
 }  # fmt: skip
 LANGUAGES = {
@@ -53,16 +62,17 @@ def model_config(
     frozen: tuple[str, ...] = (),
     segments: tuple[int, int] = (1, 1),
     projector: str = "mlp",
+    key_heads: int = 2,
 ) -> ModelConfig:
     """A tiny model. Args: frozen: of encoder, projector, language. segments: K of vision and language."""
     return ModelConfig(
         encoder=None
         if encoder is None
-        else EncoderConfig(config=ENCODERS[encoder], frozen="encoder" in frozen, num_segments=segments[0]),
-        projector=ProjectorConfig(kind=projector, frozen="projector" in frozen),
+        else EncoderConfig(config=ENCODERS[encoder], trainable="encoder" not in frozen, num_segments=segments[0]),
+        projector=ProjectorConfig(kind=projector, trainable="projector" not in frozen),
         language=LanguageConfig(
-            config=LANGUAGES[language] | {"tie_word_embeddings": tied},
-            frozen="language" in frozen,
+            config=LANGUAGES[language] | {"tie_word_embeddings": tied, "num_key_value_heads": key_heads},
+            trainable="language" not in frozen,
             num_segments=segments[1],
         ),
     )
@@ -81,7 +91,7 @@ def make_batch(model: ModelConfig, images: list[list[int]], seed: int) -> tuple[
             length = rng.randint(5, 12)
             where = length - 3  # pictures stand before the last three tokens
             for index in range(count):
-                picture, values = _picture(model, sample, index, rng, generator)
+                picture, values = _picture(model, sample, index, where, rng, generator)
                 pictures.append(picture)
                 pixels.append(values)
                 slots += range(start + where, start + where + picture.num_tokens)
@@ -92,7 +102,14 @@ def make_batch(model: ModelConfig, images: list[list[int]], seed: int) -> tuple[
             label[-3:-1] = torch.randint(0, VOCAB, (2,), generator=generator)
             labels.append(label)
             documents.append(
-                DocumentMeta(sample=sample, num_tokens=length, num_targets=2, images=tuple(pictures), answers=(2,))
+                DocumentMeta(
+                    sample=sample,
+                    num_tokens=length,
+                    num_targets=2,
+                    images=tuple(pictures),
+                    answers=(2,),
+                    prefix=length - 2,
+                )
             )
             start += length
         meta = MicrobatchMeta(documents=tuple(documents))
@@ -111,17 +128,21 @@ def make_batch(model: ModelConfig, images: list[list[int]], seed: int) -> tuple[
 
 
 def _picture(
-    model: ModelConfig, sample: int, index: int, rng: random.Random, generator: torch.Generator
+    model: ModelConfig, sample: int, index: int, start: int, rng: random.Random, generator: torch.Generator
 ) -> tuple[ImageMeta, Tensor]:
     assert model.encoder is not None
     merge = model.projector.spatial_merge
-    if model.encoder.config["model_type"] == "qwen2_vl_vision":
+    if model.encoder.config["model_type"] == "whisper_encoder":
+        values = torch.randn(1, 10, 24, generator=generator)
+        return ImageMeta(sample=sample, index=index, grid=(1, 1, 12), num_tokens=12 // merge, start=start), values
+    if model.encoder.config["model_type"] in ("qwen2_vl_vision", "qwen2_5_vl_vision"):
         h, w = merge * rng.randint(1, 3), merge * rng.randint(1, 3)
         values = torch.randn(h * w, 3 * 4 * 4, generator=generator)
     else:
         h = w = 4
         values = torch.randn(1, 3, 16, 16, generator=generator)
-    return ImageMeta(sample=sample, index=index, grid=(1, h, w), num_tokens=h * w // merge**2), values
+    picture = ImageMeta(sample=sample, index=index, grid=(1, h, w), num_tokens=h * w // merge**2, start=start)
+    return picture, values
 
 
 def reference_gradients(

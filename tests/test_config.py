@@ -55,9 +55,10 @@ def test_dump_reads_back_equal(load, tmp_path):
         ("--training.steps=0", r"training\.steps = 0; it must be at least 1"),
         ("--parallelism.pipeline_parallel_degree=2.5", "is a float"),
         ("--parallelism.pipeline_parallel_degree=0", "a degree is at least 1"),
-        ("--parallelism.pipeline_parallel_schedule=interleav", r"choose one of .*did you mean 'interleave'"),
-        ("--parallelism.tensor_parallel_degree=2", "tensor parallelism is not built yet; set it to 1"),
-        ("--parallelism.context_parallel_degree=2", "context parallelism is not built yet; set it to 1"),
+        ("--parallelism.pipeline_parallel_schedule=interleav", r"choose one of .*did you mean \"interleave\""),
+        ("--parallelism.tensor_parallel_degree=0", "a degree is at least 1"),
+        ("--parallelism.context_parallel_block_size=0", "must be at least 1"),
+        ("--parallelism.context_parallel_split=even", r'choose one of "causal", "balanced"'),
         ("--parallelism.data_parallel_shard_degree=3", "make it a multiple of 3"),
         ("--data.streaming=true", r"set data\.shuffle = false"),
         ("--data.source=", "data.source: is empty"),
@@ -65,7 +66,11 @@ def test_dump_reads_back_equal(load, tmp_path):
         ("--optimizer.beta1=1", "must be below 1"),
         ("--lr_scheduler.warmup_steps=11", "is more than training.steps = 10"),
         ("--lr_scheduler.decay_ratio=2.0", "at most 1"),
-        ("--model.language.frozen=true", "nothing to train"),
+        ("--model.language.trainable=false", "nothing to train"),
+        ("--model.lora.rank=4", r'no module has trainable = "lora"'),
+        ("--model.lora.rank=0", r"model\.lora\.rank = 0; it must be at least 1"),
+        ("--model.lora.alpha=0", r"model\.lora\.alpha = 0.0; it must be above 0"),
+        ("--model.projector={kind='native',pretrained='x'}", "pretrained = 'x' has no effect with kind = \"native\""),
         ("--model.language.pretrained=x", "now both are given"),
         ("--model.language.config={}", "now neither is given"),
         ("--model.language.config={a=1}", "`model_type` is missing"),
@@ -82,6 +87,20 @@ def test_dump_reads_back_equal(load, tmp_path):
 def test_bad_values_name_path_value_and_rule(load, override, message):
     with pytest.raises(ConfigError, match=message):
         load(BASE, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["encoder_context_parallel=patches"], "there is no rank to share patches with"),
+        (["encoder_tensor_parallel=data"], "there is no rank to divide the pictures with"),
+        (["fsdp_reshard_after_forward=always", "data_parallel_shard_degree=2"], "run different plans"),
+    ],
+)
+def test_ways_to_divide_that_cannot_work_are_refused(load, overrides, message):
+    encoder = '[model.encoder]\nconfig = { model_type = "qwen2_vl_vision" }\n'
+    with pytest.raises(ConfigError, match=message):
+        load(encoder + BASE, *(f"--parallelism.{override}" for override in overrides), "--training.global_batch_size=4")
 
 
 def test_missing_key_and_section(load):

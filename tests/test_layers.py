@@ -11,14 +11,21 @@ LAYERS = [
     "errors",
     "topology",
     "config",
+    "models.rows",
+    "models.windows",
     "models.spec",
+    "models.recomputation",
     "models.families",
     "models.shapes",
+    "models.degrees",
+    "models.linears",
     "models.spec_builders",
     "data.metadata",
+    "data.bitfield",
     "data.geometry",
     "schedule",
     "planner",
+    "shrink",
     "titan",
     "data.batch",
     "models",
@@ -28,12 +35,14 @@ LAYERS = [
     "checkpoint",
     "optim",
     "report",
+    "export",
     "trainer",
+    "parity",
     "cli",
 ]
 """A unit imports only units above it (and its own). The longest matching name counts."""
 
-PURE = LAYERS[: LAYERS.index("planner") + 1]
+PURE = LAYERS[: LAYERS.index("titan")]
 
 
 def unit(module: str) -> str:

@@ -32,6 +32,7 @@ def test_twenty_steps_have_one_loss_curve_on_every_layout(tmp_path, charts):
         "pp 2": layout(pp=2),
         "pp 2 x shard 2": layout(pp=2, shard=2),
         "replicate 2 x shard 2": layout(replicate=2, shard=2),
+        "context 2 x tensor 2": layout(cp=2, tp=2),
     }.items():
         path = write_config(tmp_path / name.replace(" ", "-"), charts)
         world = 1
@@ -140,6 +141,24 @@ def test_a_checkpoint_loads_at_other_degrees(tmp_path, charts):
         found = metrics(path.parent)
         assert sorted(found) == [4, 5, 6], name
         assert all(abs(found[s] - expected[s]) / expected[s] < CURVE_TOLERANCE for s in found), name
+
+
+def test_a_checkpoint_goes_from_pipeline_to_tensor_ranks_to_one_process(tmp_path, charts):
+    extra = ["checkpoint.enable=true", "checkpoint.interval=2"]
+    path = write_config(tmp_path / "moved", charts)
+    for world, degrees, steps in (
+        (4, layout(pp=4), 2),
+        (4, layout(tp=2, shard=2), 4),
+        (1, layout(), 5),
+        (4, layout(cp=2, tp=2), 6),
+    ):
+        run_ranks(train, world, path, [*degrees, *extra, f"training.steps={steps}", "lr_scheduler.decay_ratio=0"])
+    whole = write_config(tmp_path / "whole", charts)
+    run_ranks(train, 1, whole, ["lr_scheduler.decay_ratio=0"])
+    one, moved = metrics(whole.parent), metrics(path.parent)
+    assert sorted(moved) == [1, 2, 3, 4, 5, 6]
+    for step, loss in one.items():
+        assert abs(moved[step] - loss) / loss < CURVE_TOLERANCE, step
 
 
 def test_an_asynchronous_checkpoint_equals_a_synchronous_one(tmp_path, charts):
@@ -424,6 +443,17 @@ def test_validation_and_traces(job):
         "modality/image/tokens", "modality/text/tokens", "validation_metrics/loss",
     } <= tags  # fmt: skip
     assert (run / "config.toml").is_file()
+
+
+@pytest.mark.parametrize("degrees", [layout(cp=2, tp=2), layout(pp=2, cp=2)], ids=["cp2-tp2", "pp2-cp2"])
+def test_validation_counts_the_same_answers_on_every_plane(tmp_path, charts, degrees):
+    extra = ["validation.enable=true", "validation.freq=6", "validation.steps=2", "training.steps=2"]
+    for name, world, more in (("one", 1, layout()), ("plane", 4, degrees)):
+        run_ranks(train, world, write_config(tmp_path / name, charts), [*more, *extra])
+    assert metrics(tmp_path / "plane", "accuracy") == metrics(tmp_path / "one", "accuracy")
+    one, plane = (metrics(tmp_path / name, "validation_loss") for name in ("one", "plane"))
+    assert sorted(one) == [0, 2]
+    assert plane == pytest.approx(one, rel=1e-6)
 
 
 def test_metrics_count_every_token_and_image_once(tmp_path, charts):

@@ -1,21 +1,24 @@
 """This rank's stages: chunks built, filled with weights, sharded."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from mmtrain.config import ModelConfig, TrainingConfig
+from mmtrain.config import ActivationCheckpointConfig, ModelConfig, TrainingConfig, uses_fsdp
 from mmtrain.errors import PlanError
 from mmtrain.models.chunk import Chunk, build_chunk, fsdp_units
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.spec import ModelSpec
+from mmtrain.parallel.activation_checkpoint import apply_activation_checkpoint
 from mmtrain.parallel.fsdp import DTYPES, apply_fsdp
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.stage import ModalityStage
+from mmtrain.parallel.tensor import apply_tensor_parallel
+from mmtrain.planner.batching import VISION
 from mmtrain.planner.partition import Partition
 
 
@@ -45,18 +48,32 @@ def build_local_model(
     training: TrainingConfig,
     *,
     seed: int,
+    regathered: Collection[str] = (),
+    recompute: ActivationCheckpointConfig | None = None,
 ) -> LocalModel:
-    """Builds this rank's chunks, in a fixed order: meta -> memory -> random or stored weights -> FSDP2.
+    """Builds this rank's chunks, in a fixed order: meta -> memory -> random or stored weights -> TP -> activation
+    checkpointing -> FSDP2.
 
     Values depend on the seed and the parameter's name alone, never on the layout.
+
+    Args:
+        regathered: modules whose parameters are gathered at each use, not once a step.
+        recompute: what the backward computes again; None: nothing.
     """
     chunks: list[Chunk] = []
     stages: list[ModalityStage] = []
+    sharded = uses_fsdp(mesh.shape, training, data_encoder=mesh.data_encoder)
     for place in partition.of_rank(mesh.pp_rank):
         chunk = build_chunk(model, spec, place.module, place.layers, device=mesh.device)
         init_weights(chunk, seed)
         load_pretrained(chunk, model)
-        apply_fsdp(chunk, fsdp_units(chunk), mesh, training)
+        if mesh.shape.tp > 1 and not (place.module == VISION and mesh.data_encoder):
+            apply_tensor_parallel(chunk, mesh.tp)
+        if recompute is not None:
+            apply_activation_checkpoint(chunk, recompute)
+        if sharded:
+            reshard = place.module in regathered
+            apply_fsdp(chunk, fsdp_units(chunk), mesh.fsdp(place.module), training, reshard=reshard)
         stage = ModalityStage(
             chunk,
             place.index,
@@ -78,19 +95,18 @@ def _tied_copies(chunks: Sequence[Chunk]) -> tuple[nn.Parameter, ...]:
 
 
 def check_same_program(program_hash: int, mesh: Mesh) -> None:
-    """Refuses a step in which the pipeline ranks of a replica hold different programs. Collective over pp.
+    """Refuses a step in which the ranks of a replica hold different programs. Collective over the replica.
 
-    Raises: PlanError: naming the ranks that differ from pp_rank 0.
+    Raises: PlanError: naming the ranks that differ from the leader.
     """
-    if mesh.shape.pp == 1:
+    if mesh.replica_group is None:
         return
     mine = torch.tensor([program_hash], dtype=torch.int64)
-    found = [torch.empty_like(mine) for _ in range(mesh.shape.pp)]
-    dist.all_gather(found, mine, group=mesh.pp_group)
-    hashes = [int(h) for h in found]
-    others = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+    found = [torch.empty_like(mine) for _ in mesh.replica_ranks]
+    dist.all_gather(found, mine, group=mesh.replica_group)
+    others = [rank for rank, other in zip(mesh.replica_ranks, found, strict=True) if int(other) != int(found[0])]
     if others:
         raise PlanError(
-            f"pp_ranks {others} hold another program than pp_rank 0; every rank of a replica must plan from equal "
-            "metadata with one version of mmtrain"
+            f"ranks {others} hold another program than rank {mesh.replica_ranks[0]}; every rank of a replica must "
+            "plan from equal metadata with one version of mmtrain"
         )

@@ -1,34 +1,38 @@
-"""FSDP2 over dp_shard (x cp), HSDP over dp_replicate."""
+"""FSDP2 over dp_shard x cp (and tp for a module that tensor parallelism does not divide), HSDP over dp_replicate."""
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from mmtrain.config import TrainingConfig, uses_fsdp
-from mmtrain.parallel.mesh import Mesh
+from mmtrain.config import TrainingConfig
 from mmtrain.parallel.torch_private import prepare_fsdp
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def apply_fsdp(chunk: nn.Module, units: list[nn.Module], mesh: Mesh, training: TrainingConfig) -> None:
-    """Shards a chunk's parameters over the fsdp mesh, unit by unit; the chunk's forward stays the entry.
+def apply_fsdp(
+    chunk: nn.Module, units: list[nn.Module], mesh: DeviceMesh, training: TrainingConfig, *, reshard: bool
+) -> None:
+    """Shards a chunk's parameters over a mesh, unit by unit; the chunk's forward stays the entry.
 
-    Parameters stay gathered from UNSHARD to RESHARD (ZeRO-2 inside of a step): the data-parallel
-    replicas have different plans, so they can only agree on one order of gathers, the canonical one.
-
-    Args: units: submodules that are gathered and reduced together, in forward order.
+    Args:
+        units: submodules that are gathered and reduced together, in forward order.
+        mesh: the ranks to shard over, one axis; or two (copies, shards) for HSDP.
+        reshard: gather a unit before each use and free it after (ZeRO-3): all ranks of the mesh must run one
+            order of works. Otherwise parameters stay gathered from UNSHARD to RESHARD (ZeRO-2 inside of a
+            step): replicas with different plans can only agree on one order of gathers, the canonical one.
     """
-    if not uses_fsdp(mesh.shape, training):
-        return
-    dtypes = {
-        "param_dtype": DTYPES[training.mixed_precision_param],
-        "reduce_dtype": DTYPES[training.mixed_precision_reduce],
-    }
-    # A unit's inputs are of the compute dtype already, but for rotary tables, which must stay float32.
-    inner = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-    for unit in units:
-        fully_shard(unit, mesh=mesh.fsdp, mp_policy=inner, reshard_after_forward=False)
-    outer = MixedPrecisionPolicy(**dtypes)
-    fully_shard(chunk, mesh=mesh.fsdp, mp_policy=outer, reshard_after_forward=False)
-    prepare_fsdp(chunk)
+    # Inputs keep their dtype: activations have the compute dtype already, chunks convert pixels themselves, and
+    # rotary tables must stay float32.
+    precision = MixedPrecisionPolicy(
+        param_dtype=DTYPES[training.mixed_precision_param],
+        reduce_dtype=DTYPES[training.mixed_precision_reduce],
+        cast_forward_inputs=False,
+    )
+    offload = OffloadPolicy()
+    if training.enable_cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    for part in (*units, chunk):
+        fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
+    prepare_fsdp(chunk, reshard=reshard)

@@ -62,16 +62,15 @@ def _copies(parameter: nn.Parameter, mesh: Mesh) -> int:
         return mesh.shape.dp * mesh.shape.cp * mesh.shape.tp
     shards = 1
     for axis, placement in enumerate(parameter.placements):
-        if placement.is_shard():
+        if not placement.is_replicate():  # is_shard() is false for the strided shards of FSDP2 over tp
             shards *= parameter.device_mesh.size(axis)
     return mesh.shape.dp * mesh.shape.cp * mesh.shape.tp // shards
 
 
-def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+def clip(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
     """Scales all gradients so that their total norm is at most max_norm; 0 leaves them alone."""
     if max_norm <= 0:
         return
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if grads:
-        torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+        torch._foreach_mul_(grads, min(1.0, max_norm / (norm + 1e-6)))

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmtrain.config import CommConfig
 from mmtrain.errors import ConfigError
 from mmtrain.titan import ParallelDims, parallel_dims
-from mmtrain.topology import Coordinates, MeshShape
+from mmtrain.topology import AXES, Coordinates, MeshShape
 
 
 def pick_device() -> torch.device:
@@ -59,6 +59,18 @@ class Mesh:
     """Ranks that differ in pp alone: one model replica's pipeline. Also carries its transfers on gloo."""
     pp_ranks: tuple[int, ...]
     """Global rank of each pp_rank of this replica."""
+    replica_group: dist.ProcessGroup | None
+    """Ranks of one model replica, pp x cp x tp: they run one program on one batch; None for one rank."""
+    replica_ranks: tuple[int, ...]
+    """Their global ranks; the first is the leader."""
+    plane_group: dist.ProcessGroup | None
+    """Ranks that differ in cp or tp alone, cp outermost: the plane of this pp_rank; None for one rank."""
+    cp_group: dist.ProcessGroup | None
+    """Ranks that differ in cp alone; None for one."""
+    data_encoder: bool
+    """Whether each tp rank holds the whole encoder."""
+    encoder_mesh: DeviceMesh | None
+    """(pp, dp_replicate, dp_shard x cp x tp), where tp ranks hold whole encoders."""
     batch_group: dist.ProcessGroup | None
     """Ranks that read different data and hold the same stages; None for one replica."""
     channels: "Channels"
@@ -81,18 +93,29 @@ class Mesh:
         return self.place.pp == 0 and self.place.cp == 0 and self.place.tp == 0
 
     @property
-    def fsdp(self) -> DeviceMesh:
-        """The mesh that FSDP2 shards over: dp_shard x cp, or (dp_replicate, dp_shard x cp) for HSDP."""
+    def tp(self) -> DeviceMesh:
+        """The tensor-parallel mesh; degree above 1 alone."""
+        return self.dims.get_mesh("tp")
+
+    def fsdp(self, module: str) -> DeviceMesh:
+        """The mesh that FSDP2 shards a module over: dp_shard x cp (x tp for an encoder held whole by each tp
+        rank), with dp_replicate before it for HSDP."""
+        if module == "vision" and self.encoder_mesh is not None:
+            hybrid = self.shape.dp_replicate > 1
+            return self.encoder_mesh["dp_replicate", "fsdp"] if hybrid else self.encoder_mesh["fsdp"]
         axes = ["dp_replicate", "fsdp"] if self.shape.dp_replicate > 1 else ["fsdp"]
         return self.dims.get_mesh(axes if len(axes) > 1 else axes[0])
 
     def broadcast_object(self, value: Any) -> Any:
-        """The leader's value, on every pp_rank of its replica. Collective over pp."""
-        if self.shape.pp == 1:
+        """The leader's value, on every rank of its replica. Collective over the replica."""
+        return _broadcast(value, self.replica_ranks[0], self.replica_group, len(self.replica_ranks))
+
+    def broadcast_over_plane(self, value: Any) -> Any:
+        """The value of the plane's first rank, on all of its ranks. Collective over the plane."""
+        if self.plane_group is None:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self.pp_ranks[0], group=self.pp_group, device=torch.device("cpu"))
-        return box[0]
+        first = Coordinates(pp=self.place.pp, dp_replicate=self.place.dp_replicate, dp_shard=self.place.dp_shard)
+        return _broadcast(value, self.shape.rank(first), self.plane_group, self.shape.cp * self.shape.tp)
 
     def gather_pp(self, value: Any) -> list[Any]:
         """Every pp_rank's value, in order, on every rank of the replica. Collective over pp."""
@@ -130,45 +153,83 @@ class Channels:
         return self._pp_ranks[pp_rank]
 
 
-def build_mesh(shape: MeshShape, device: torch.device) -> Mesh:
-    """All process groups of this rank. Every rank of the job must call it."""
+def build_mesh(shape: MeshShape, device: torch.device, *, data_encoder: bool = False) -> Mesh:
+    """All process groups of this rank. Every rank of the job must call it.
+
+    Args: data_encoder: tensor-parallel ranks hold whole encoders (`parallelism.encoder_tensor_parallel = "data"`).
+    """
     rank = dist.get_rank()
     dims = parallel_dims(shape)
-    mine = _pipeline_ranks(shape, rank)
+    place = shape.coordinates(rank)
+    pipelines = _groups(shape, ("pp",))
     pp_group: dist.ProcessGroup | None = None
     tie_group: dist.ProcessGroup | None = None
     directed: dict[tuple[int, int], dist.ProcessGroup] = {}
-    leaders = [r for r in range(shape.world_size) if shape.coordinates(r).pp == 0]
-    for ranks in (_pipeline_ranks(shape, leader) for leader in leaders):  # every rank makes every group
+    for ranks in pipelines:  # every rank makes every group
         group = dist.new_group(list(ranks))
         tie = dist.new_group([ranks[0], ranks[-1]]) if shape.pp > 1 else None
-        if ranks == mine:
+        if rank in ranks:
             pp_group, tie_group = group, tie
         if device.type != "cpu" and shape.pp > 1:
             hops = {(s, t % shape.pp) for s in range(shape.pp) for t in (s + 1, s - 1)}
             for source, target in sorted(hops):
                 pair = dist.new_group([ranks[source], ranks[target]])
-                if ranks == mine:
+                if rank in ranks:
                     directed[source, target] = pair
+    replica_ranks, replica_group = _join(shape, ("pp", "cp", "tp"), rank)
+    _, plane_group = _join(shape, ("cp", "tp"), rank)
+    _, cp_group = _join(shape, ("cp",), rank)
+    encoder_mesh = None
+    if data_encoder and shape.tp > 1:
+        degrees = (shape.pp, shape.dp_replicate, shape.dp_shard * shape.cp * shape.tp)
+        encoder_mesh = init_device_mesh(device.type, degrees, mesh_dim_names=("pp", "dp_replicate", "fsdp"))
+    mine = next(ranks for ranks in pipelines if rank in ranks)
     assert pp_group is not None
     return Mesh(
         shape=shape,
         rank=rank,
-        place=shape.coordinates(rank),
+        place=place,
         device=device,
         dims=dims,
         pp_group=pp_group,
         pp_ranks=mine,
+        replica_group=replica_group,
+        replica_ranks=replica_ranks,
+        plane_group=plane_group,
+        cp_group=cp_group,
+        data_encoder=encoder_mesh is not None,
+        encoder_mesh=encoder_mesh,
         batch_group=dims.get_mesh("batch").get_group() if shape.dp > 1 else None,
         channels=Channels(mine, pp_group, directed),
         tie_group=tie_group,
     )
 
 
-def _pipeline_ranks(shape: MeshShape, rank: int) -> tuple[int, ...]:
-    place = shape.coordinates(rank)
-    coordinates = (
-        Coordinates(pp=p, dp_replicate=place.dp_replicate, dp_shard=place.dp_shard, cp=place.cp, tp=place.tp)
-        for p in range(shape.pp)
-    )
-    return tuple(shape.rank(c) for c in coordinates)
+def _groups(shape: MeshShape, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """The global ranks of each group of ranks that differ in these axes alone, in rank order."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(shape.world_size):
+        place = shape.coordinates(rank)
+        groups.setdefault(tuple(getattr(place, axis) for axis in AXES if axis not in axes), []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
+
+
+def _join(shape: MeshShape, axes: tuple[str, ...], rank: int) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
+    """This rank's group along some axes, None for a group of one. Collective: every rank makes every group."""
+    found = None
+    for ranks in _groups(shape, axes):
+        if len(ranks) == shape.world_size > 1:
+            return ranks, dist.group.WORLD
+        group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        if rank in ranks:
+            found = ranks, group
+    assert found is not None
+    return found
+
+
+def _broadcast(value: Any, source: int, group: dist.ProcessGroup, size: int) -> Any:
+    if size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
+    return box[0]

@@ -21,6 +21,7 @@ from mmtrain.parallel.torch_private import (
     TorchKind,
     TorchScheduleRuntime,
     fsdp_modules,
+    gathers_itself,
     reduce_grads,
     wait_unsharded,
 )
@@ -168,6 +169,11 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None: ...
 
     def _update_losses(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _assert_unsharded(self, stage: ModalityStage) -> None:  # type: ignore[override]
+        """Waits for a stage's UNSHARD; one whose parameters are gathered at each use has none."""
+        if not gathers_itself(stage.submod):
+            super()._assert_unsharded(stage)
 
     # ------------------------------------------------------------------------------------ handlers
 

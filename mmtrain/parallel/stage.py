@@ -17,6 +17,13 @@ ShapeOf = Callable[[int, int], tuple[int, ...]]
 """(stage, work) -> shape of the activation that the stage sends on for the work."""
 
 
+class _NothingSent(dist.Work):
+    """The transfer of an empty tensor: done before it starts."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
 class ModalityStage(PipelineStage):
     """torch's stage, with boxes keyed by edges of the work graph instead of neighbours and chunk ids.
 
@@ -108,6 +115,8 @@ class ModalityStage(PipelineStage):
                 f"plan's metadata says {self.shape_of(stage, work)}; the model's spec and module disagree"
             )
         if backward:
+            if not root.numel():  # no picture on this rank: nothing that trains took part
+                root.requires_grad_()
             start = gradient_edge(root) if consumers else root
             self.saved[work] = (start, [(e, t) for e, t in inputs if e.grad])
         for edge in consumers:
@@ -146,6 +155,8 @@ class ModalityStage(PipelineStage):
         """Starts to send an output (or the gradient of an input); keep the tensor until the work is done."""
         box = self.outbox if forward else self.grad_outbox
         tensor = box.pop(edge).contiguous()
+        if not tensor.numel():  # this rank has no picture of the work, and its peer knows it
+            return _NothingSent(), tensor
         peer, group = self._peer(edge, forward)
         work = dist.isend(tensor, peer, group=group)
         assert work is not None
@@ -156,6 +167,8 @@ class ModalityStage(PipelineStage):
         assert self.shape_of is not None
         shape = self.shape_of(edge.source, edge.work)
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if not tensor.numel():
+            return _NothingSent(), tensor
         peer, group = self._peer(edge, forward)
         work = dist.irecv(tensor, peer, group=group)
         assert work is not None

@@ -21,6 +21,9 @@ __all__ = [
     "TorchKind",
     "TorchScheduleRuntime",
     "fsdp_modules",
+    "gathers_itself",
+    "gradient_edge",
+    "is_decomposed",
     "prepare_fsdp",
     "reduce_grads",
     "wait_unsharded",
@@ -36,12 +39,14 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     return [m for m in module.modules() if isinstance(m, FSDPModule)]
 
 
-def prepare_fsdp(module: nn.Module) -> None:
-    """Makes a chunk ready for explicit UNSHARD, REDUCE and RESHARD.
+def prepare_fsdp(module: nn.Module, *, reshard: bool = False) -> None:
+    """Makes a chunk ready for the actions of a program. Collective over the ranks that share it, if `reshard`.
 
     Gradients are summed, not averaged (the loss is already divided by the global number of targets),
     they stay unreduced until REDUCE, and a replica that had no work for a chunk still takes part in
     its reduction.
+
+    Args: reshard: parameters are gathered before and freed after each use, without UNSHARD and RESHARD.
     """
     parts = fsdp_modules(module)
     if not parts:
@@ -52,7 +57,15 @@ def prepare_fsdp(module: nn.Module) -> None:
             part.set_reduce_scatter_unused_params(True)
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
+        if reshard:  # only a parameter that was gathered once takes part in a reduction without a gradient
+            part.unshard()
+            part.reshard()
     keep_grads_local(module)
+
+
+def gathers_itself(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers this chunk's parameters before each use and frees them after."""
+    return any(group._reshard_after_forward for part in fsdp_modules(module) for group in _param_groups(part))
 
 
 def keep_grads_local(module: nn.Module) -> None:
@@ -60,7 +73,7 @@ def keep_grads_local(module: nn.Module) -> None:
     root = module
     assert isinstance(root, FSDPModule)
     root.set_is_last_backward(False)
-    root.set_reshard_after_backward(False)
+    root.set_reshard_after_backward(gathers_itself(root))
     root.set_requires_gradient_sync(False)
 
 
@@ -90,3 +103,10 @@ def reduce_grads(stage: PipelineStage) -> None:
 def gradient_edge(output: torch.Tensor) -> Any:
     """A handle to start a backward from, which does not keep the output's memory alive."""
     return torch.autograd.graph.get_gradient_edge(output)
+
+
+def is_decomposed(op: Any) -> bool:
+    """Whether an operation is always carried out as other operations, as `aten.linear` is."""
+    return isinstance(op, torch._ops.OpOverload) and op.has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CompositeImplicitAutograd
+    )

@@ -1,6 +1,8 @@
 """Costs of an iteration from the model's FLOPs on a nominal device, as a planning problem."""
 
 from mmtrain.config import PlannerConfig
+from mmtrain.errors import PlanError
+from mmtrain.models.recomputation import KEEP_ALL, Recomputation
 from mmtrain.models.spec import Flops, ModelSpec, ModuleSpec, WorkSize
 from mmtrain.planner.batching import Batching
 from mmtrain.planner.partition import Partition, StageSpec
@@ -18,6 +20,8 @@ def make_problem(
     batching: Batching,
     planner_config: PlannerConfig,
     *,
+    recomputation: Recomputation = KEEP_ALL,
+    shares: int = 1,
     forward_only: bool = False,
 ) -> PlanningProblem:
     """The planning problem of one iteration: seconds are FLOPs / flops_per_s, bytes come from the layers.
@@ -25,12 +29,20 @@ def make_problem(
     A stage has a backward for a work if something trainable lies at or before it *in this iteration*:
     a frozen language model needs none for a text-only microbatch.
 
-    Args: forward_only: no backward anywhere (validation); activations are then freed at once.
+    The backward of a recomputed block repeats its forward. While it does, one block is there in full, which a
+    rank's memory limit leaves room for, once.
+
+    Args:
+        shares: ranks of a stage's plane (context x tensor parallel), which divide each work; seconds and bytes are
+            those of an even share.
+        forward_only: no backward anywhere (validation); activations are then freed at once.
+    Raises: PlanError: what a block needs to be recomputed alone is over the memory limit.
     """
     table: dict[Option, int] = {}
     cost_index: list[list[int]] = []
     output_bytes: list[list[float]] = []
     grad_leaves: list[bool] = []
+    peaks = [0.0] * partition.num_ranks
     for work, size in zip(batching.works, batching.size_of, strict=True):
         module = spec.module(batching.modules[work.module])
         grad = not forward_only and any(grad_leaves[other] for other in work.after)
@@ -38,14 +50,16 @@ def make_problem(
         outputs: list[float] = []
         stages = partition.of_module(module.name)
         for stage in stages:
-            option, grad = _option(module, stage, size, grad, planner_config.flops_per_s, forward_only)
+            option, grad, peak = _option(
+                module, stage, size, grad, planner_config.flops_per_s, recomputation, shares, forward_only
+            )
+            peaks[stage.pp_rank] = max(peaks[stage.pp_rank], peak)
             rows.append(table.setdefault(option, len(table)))
             feeds = not stage.last or any(module.name in m.after for m in spec.modules)
-            outputs.append(module.layers[stage.layers[1] - 1].output_bytes(size) if feeds else 0.0)
+            outputs.append(module.layers[stage.layers[1] - 1].output_bytes(size) / shares if feeds else 0.0)
         cost_index.append(rows)
         output_bytes.append(outputs)
         grad_leaves.append(grad)
-    limit = planner_config.activation_memory_gib * _GIB
     return PlanningProblem.build(
         num_ranks=partition.num_ranks,
         modules=partition.modules,
@@ -55,27 +69,53 @@ def make_problem(
         cost_index=cost_index,
         output_bytes=output_bytes,
         p2p=P2P(latency_s=planner_config.p2p_latency_s, bytes_per_s=planner_config.p2p_bytes_per_s),
-        memory_limit_bytes=[limit] * partition.num_ranks if limit else None,
+        memory_limit_bytes=_limits(planner_config, peaks),
     )
 
 
+def _limits(planner_config: PlannerConfig, peaks: list[float]) -> list[float] | None:
+    """What activations may take on each rank from forward to backward; None: no limit."""
+    if not planner_config.activation_memory_gib:
+        return None
+    limit = planner_config.activation_memory_gib * _GIB
+    for rank, peak in enumerate(peaks):
+        if peak >= limit:
+            raise PlanError(
+                f"planner.activation_memory_gib = {planner_config.activation_memory_gib}, but on pp_rank {rank} the "
+                f"recomputation of one block takes {peak / _GIB:.3g} GiB; raise it, or lower training.seq_len or "
+                "model.encoder.sub_microbatch_size"
+            )
+    return [limit - peak for peak in peaks]
+
+
 def _option(
-    module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool, flops_per_s: float, forward_only: bool
-) -> tuple[Option, bool]:
-    """The one option of a stage for a work, and whether a gradient leaves the stage's end backwards."""
-    flops, kept, passing = Flops(), 0.0, 0.0
+    module: ModuleSpec,
+    stage: StageSpec,
+    size: WorkSize,
+    grad: bool,
+    flops_per_s: float,
+    recomputation: Recomputation,
+    shares: int,
+    forward_only: bool,
+) -> tuple[Option, bool, float]:
+    """The one option of a stage for a work, whether a gradient leaves the stage's end backwards, and the bytes
+    that the backward needs on top of what was kept."""
+    flops, kept, passing, repeated, peak = Flops(), 0.0, 0.0, 0.0, 0.0
     for layer in module.layers[slice(*stage.layers)]:
         flops += layer.flops(size, input_grad=grad)
         grad = grad or (layer.trainable and not forward_only)
         if grad:
-            kept += layer.activation_bytes(size)
+            kept += recomputation.kept_bytes(layer, size)
+            repeated += recomputation.repeated_flops(layer, size)
+            peak = max(peak, recomputation.peak_bytes(layer, size))
         else:  # autograd keeps nothing: one layer's tensors at a time
             passing = max(passing, layer.activation_bytes(size))
+    flops_per_s *= shares
     option = Option(
         name="keep",
         forward_s=flops.forward / flops_per_s,
-        backward_input_s=flops.backward_input / flops_per_s if grad else 0.0,
+        backward_input_s=(flops.backward_input + repeated) / flops_per_s if grad else 0.0,
         backward_weight_s=max(flops.backward_weight / flops_per_s, LEAST_BACKWARD_S) if grad else 0.0,
-        activation_bytes=max(kept, passing),
+        activation_bytes=max(kept, passing) / shares,
     )
-    return option, grad
+    return option, grad, peak / shares

@@ -1,15 +1,19 @@
 """One iteration planned: from metadata to the program that every pipeline rank runs. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mmtrain.config import Config, PlannerConfig, uses_fsdp
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import PlanError
+from mmtrain.models.degrees import check_tensor_degree
+from mmtrain.models.recomputation import KEEP_ALL, Recomputation
+from mmtrain.models.shapes import check_patches_split
 from mmtrain.models.spec import Flops, ModelSpec, WorkSize
 from mmtrain.models.spec_builders import model_spec
-from mmtrain.planner.batching import Batching, check_conservation, make_batching
+from mmtrain.planner.batching import VISION, Batching, check_conservation, make_batching
 from mmtrain.planner.costs import make_problem
+from mmtrain.planner.layout import IterationLayout, Plane
 from mmtrain.planner.partition import Partition, partition
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.schedule.lower import Program, lower
@@ -22,6 +26,7 @@ class IterationPlan:
     """Everything that was decided about one iteration on one model replica."""
 
     batching: Batching
+    layout: IterationLayout
     problem: PlanningProblem
     result: PlanResult
     program: Program
@@ -39,13 +44,20 @@ class IterationPlanner:
     sub_microbatch_size: int
     """Pictures in one vision work; 0: all of a microbatch."""
     sharded: bool
-    """Whether programs unshard, reduce and reshard (FSDP2)."""
+    """Whether programs reduce gradients (FSDP2)."""
+    regathered: frozenset[str] = frozenset()
+    """Modules that FSDP2 gathers at each use; programs unshard the others first and reshard them last."""
+    recomputation: Recomputation = KEEP_ALL
+    """What blocks keep from forward to backward."""
+    plane: Plane = field(default_factory=Plane)
+    """How cp and tp ranks divide each work."""
     check_plans: bool = False
     """Also prove every program free of deadlock under each transport model."""
 
     @classmethod
     def of(cls, config: Config) -> "IterationPlanner":
         """The planner of a job. Raises: ConfigError: a model that cannot be built or cut."""
+        check_degrees(config)
         dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
         spec = model_spec(config.model, dtype_bytes=dtype_bytes)
         return cls(
@@ -54,7 +66,10 @@ class IterationPlanner:
             section=config.planner,
             schedule=config.parallelism.pipeline_parallel_schedule,
             sub_microbatch_size=config.model.encoder.sub_microbatch_size if config.model.encoder else 0,
-            sharded=uses_fsdp(config.parallelism.mesh_shape, config.training),
+            sharded=uses_fsdp(config.parallelism.mesh_shape, config.training, data_encoder=config.data_encoder),
+            regathered=config.regathered,
+            recomputation=Recomputation.of(config.activation_checkpoint),
+            plane=Plane.of(config),
             check_plans=config.debug.check_plans,
         )
 
@@ -63,9 +78,17 @@ class IterationPlanner:
 
         Raises: DataError: a picture or token of the batch would be lost or used twice.
         """
-        batching = make_batching(meta, self.spec, self.sub_microbatch_size)
+        batching = make_batching(meta, self.spec, self.sub_microbatch_size, self.plane.attention_mask)
         check_conservation(meta, batching)
-        costs = make_problem(self.spec, self.partition, batching, self.section, forward_only=forward_only)
+        costs = make_problem(
+            self.spec,
+            self.partition,
+            batching,
+            self.section,
+            recomputation=self.recomputation,
+            shares=self.plane.size,
+            forward_only=forward_only,
+        )
         return batching, costs
 
     def plan(self, meta: IterationMeta, *, forward_only: bool = False) -> IterationPlan:
@@ -79,15 +102,25 @@ class IterationPlanner:
         result = make_plan(problem, self.schedule)
         if result.plan is None:
             raise PlanError(result.message)
-        program = lower(result.plan, problem, sharded=self.sharded, reduce=not forward_only)
+        regathered = [stage.index for stage in self.partition.stages if stage.module in self.regathered]
+        program = lower(result.plan, problem, sharded=self.sharded, regathered=regathered, reduce=not forward_only)
         if self.check_plans:
             check_transport(program)
-        return IterationPlan(batching=batching, problem=problem, result=result, program=program)
+        layout = self.layout(batching, meta)
+        return IterationPlan(batching=batching, layout=layout, problem=problem, result=result, program=program)
 
-    def output_shape(self, batching: Batching, stage: int, work: int) -> tuple[int, ...]:
-        """Shape of the activation that a stage sends on for a work."""
+    def layout(self, batching: Batching, meta: IterationMeta) -> IterationLayout:
+        """The division of an iteration's works over the ranks of a plane."""
+        vision = next((module for module in self.spec.modules if module.name == VISION), None)
+        return IterationLayout(self.plane, batching, meta, vision)
+
+    def output_shape(
+        self, layout: IterationLayout, stage: int, work: int, cp_rank: int = 0, tp_rank: int = 0
+    ) -> tuple[int, ...]:
+        """Shape of the activation that one rank of a stage's plane sends on for a work."""
         place = self.partition.stages[stage]
-        return self.spec.module(place.module).output_shape(place.layers[1] - 1, batching.size_of[work])
+        size = layout.local_size(work, cp_rank, tp_rank)
+        return self.spec.module(place.module).output_shape(place.layers[1] - 1, size)
 
     def flops(self, batching: Batching) -> Mapping[str, Flops]:
         """Model FLOPs of one iteration on one replica, by module: frozen parts have no weight gradients."""
@@ -96,6 +129,18 @@ class IterationPlanner:
             name = batching.modules[work.module]
             total[name] = total[name] + size if name in total else size
         return {name: self.spec.flops(name, size) for name, size in total.items()}
+
+
+def check_degrees(config: Config) -> None:
+    """Refuses degrees that do not divide the model.
+
+    Raises: ConfigError: with the numbers, and what fits.
+    """
+    tp = config.parallelism.tensor_parallel_degree
+    if tp > 1:
+        check_tensor_degree(config.model, tp, encoder=not config.data_encoder)
+    if config.model.encoder is not None and config.parallelism.encoder_context_parallel == "patches":
+        check_patches_split(config.model)
 
 
 def partition_of(config: Config, spec: ModelSpec) -> Partition:
@@ -114,8 +159,9 @@ def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
     """
     sizes = {"language": WorkSize(rows=seq_len, pairs=max(1, seq_len * seq_len // 8), outputs=max(1, seq_len // 4))}
     if any(module.name == "vision" for module in spec.modules):
-        merge = spec.module("vision").merge
+        vision = spec.module("vision")
         outputs = max(1, seq_len // 2)
-        rows = outputs * merge * merge
-        sizes["vision"] = WorkSize(rows=rows, pairs=rows * min(rows, 256), outputs=outputs)
+        rows = outputs * vision.patches_per_token
+        window_pairs = rows * min(rows, 256, (vision.window * vision.merge) ** 2)
+        sizes["vision"] = WorkSize(rows=rows, pairs=rows * min(rows, 256), outputs=outputs, window_pairs=window_pairs)
     return sizes

@@ -7,7 +7,7 @@ their collectives come in one canonical order at the two ends of the step.
 
 import hashlib
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -52,11 +52,19 @@ class Program:
         return int.from_bytes(hashlib.blake2b(str(self).encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def lower(plan: Plan, problem: PlanningProblem, *, sharded: bool, reduce: bool | None = None) -> Program:
+def lower(
+    plan: Plan,
+    problem: PlanningProblem,
+    *,
+    sharded: bool,
+    regathered: Collection[int] = (),
+    reduce: bool | None = None,
+) -> Program:
     """The program of a plan: what every rank executes, in an order that no transport can deadlock.
 
     Args:
         sharded: add UNSHARD, REDUCE and RESHARD of every stage (FSDP).
+        regathered: stages that have no UNSHARD and RESHARD: their parameters are gathered around each use.
         reduce: whether the step ends with REDUCE. None: if this plan has any backward; a training step of
             several replicas must say true, since another replica's plan may have one where this has none.
     Raises: PlanError: the plan breaks a rule of `check`, or one activation would go twice over the same
@@ -70,7 +78,7 @@ def lower(plan: Plan, problem: PlanningProblem, *, sharded: bool, reduce: bool |
     program = Program(plan.graph, tuple(lists))
     if not sharded:
         return program
-    return add_stage_wide(program, plan.graph.has_any_backward if reduce is None else reduce)
+    return add_stage_wide(program, plan.graph.has_any_backward if reduce is None else reduce, regathered)
 
 
 def check_edges(graph: WorkGraph) -> None:
@@ -160,7 +168,7 @@ def waits_before(graph: WorkGraph, action: Action) -> list[Action]:
     return []
 
 
-def add_stage_wide(program: Program, reduce: bool) -> Program:
+def add_stage_wide(program: Program, reduce: bool, regathered: Collection[int] = ()) -> Program:
     """The program with its stages gathered first, and reduced and freed last, ascending on every rank.
 
     Every stage is named, also one without work, since another replica may have work for it.
@@ -168,8 +176,9 @@ def add_stage_wide(program: Program, reduce: bool) -> Program:
     lists = []
     for rank, actions in enumerate(program.actions):
         stages = program.graph.stages_of_rank(rank)
-        before = [Action(Kind.UNSHARD, stage) for stage in stages]
+        gathered = [stage for stage in stages if stage not in regathered]
+        before = [Action(Kind.UNSHARD, stage) for stage in gathered]
         last = [Action(Kind.REDUCE, stage) for stage in stages] if reduce else []
-        after = [Action(Kind.RESHARD, stage) for stage in stages]
+        after = [Action(Kind.RESHARD, stage) for stage in gathered]
         lists.append((*before, *actions, *last, *after))
     return Program(program.graph, tuple(lists))

@@ -10,14 +10,15 @@ from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.iteration import IterationPlanner, reference_sizes
+from mmtrain.planner.layout import Plane
 from mmtrain.planner.partition import partition
 from mmtrain.topology import MeshShape
-from tests.parallel.test_parity import MIXED, run_step
+from tests.parallel.parity import MIXED, run_step
 from tests.ranks import run_ranks
 from tests.reference import PLANNER, TRAINING, make_batch, model_config, reference_gradients
 
 TOLERANCE = 0.02
-"""L2 norm of the difference of all gradients, relative to the float32 gradients'. Measured: 0.0081."""
+"""L2 norm of the difference of all gradients, relative to the float32 gradients'. Measured: 0.0082 to 0.0089."""
 
 
 def gradients(rank, shape):
@@ -29,8 +30,9 @@ def gradients(rank, shape):
     local = build_local_model(model, spec, parts, mesh, training, seed=5)
     runtime = PipelineScheduleRuntime(local.stages)
     planner = IterationPlanner(
-        spec=spec, partition=parts, section=PLANNER, schedule="interleave", sub_microbatch_size=1, sharded=True
-    )
+        spec=spec, partition=parts, section=PLANNER, schedule="interleave", sub_microbatch_size=1, sharded=True,
+        plane=Plane(cp=shape.cp, tp=shape.tp, block_size=4),
+    )  # fmt: skip
     batches = [make_batch(model, MIXED[replica], seed=replica + 1) for replica in range(shape.dp)]
     loss = run_step(mesh, parts, planner, local, runtime, batches)
     wanted_loss, wanted = reference_gradients(model, spec, batches, seed=5)
@@ -45,7 +47,18 @@ def gradients(rank, shape):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shape", [MeshShape(), MeshShape(pp=2), MeshShape(pp=2, dp_shard=2)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MeshShape(),
+        MeshShape(pp=2),
+        MeshShape(pp=2, dp_shard=2),
+        MeshShape(cp=2),
+        MeshShape(tp=2),
+        MeshShape(cp=2, tp=2),
+    ],
+    ids=str,
+)
 def test_bfloat16_gradients_are_close_to_float32(shape):
     found = run_ranks(gradients, shape.world_size, shape)
     assert all(loss < 1e-3 for loss, _, _ in found)

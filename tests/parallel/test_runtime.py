@@ -45,10 +45,10 @@ class Job:
         plan = self.planner.plan(planned or meta, forward_only=forward_only)
         labels = [m.labels for m in batch.microbatches]
         feed = StepFeed(
-            self.parts, plan.batching, meta, self.mesh.device, batch=batch, labels=labels,
+            self.parts, plan.layout, meta, self.mesh, batch=batch, labels=labels,
             want_predictions=want_predictions,
         )  # fmt: skip
-        self.runtime.load(plan.program, lambda s, w: self.planner.output_shape(plan.batching, s, w))
+        self.runtime.load(plan.program, lambda s, w: self.planner.output_shape(plan.layout, s, w))
         return self.runtime.step(feed, loss_grad=1.0), plan
 
 
@@ -163,9 +163,9 @@ def wrong_shape(rank):
     plan = job.planner.plan(meta)
     feed = StepFeed(
         job.parts,
-        plan.batching,
+        plan.layout,
         meta,
-        job.mesh.device,
+        job.mesh,
         batch=batch,
         labels=[m.labels for m in batch.microbatches],
     )
@@ -191,7 +191,7 @@ def different_hashes(rank):
 
 @pytest.mark.ranks
 def test_different_programs_are_found_before_the_step():
-    assert all("pp_ranks [1] hold another program" in message for message in run_ranks(different_hashes, 2))
+    assert all("ranks [1] hold another program" in message for message in run_ranks(different_hashes, 2))
 
 
 def test_releases_follow_from_the_program():

@@ -9,6 +9,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from mmtrain.parallel.runtime import BoundAction, PipelineScheduleRuntime
 from mmtrain.parallel.stage import ModalityStage
+from mmtrain.parallel.torch_private import is_decomposed
 from mmtrain.schedule.action import Action, Kind
 
 
@@ -74,3 +75,14 @@ def test_a_backward_starts_from_a_gradient_edge_without_the_output():
     del output
     torch.autograd.backward(start, torch.ones(3))
     assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_what_tells_a_decomposed_operation_exists():
+    assert is_decomposed(torch.ops.aten.linear.default)
+    assert not is_decomposed(torch.ops.aten.mm.default)
+
+
+def test_a_parameter_group_says_whether_it_frees_parameters_after_a_forward():
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    assert isinstance(FSDPParamGroup._reshard_after_forward, property)

@@ -64,6 +64,13 @@ def test_sharded_stages_are_gathered_first_reduced_and_freed_last_even_without_w
     ]
 
 
+def test_regathered_stages_are_only_reduced() -> None:
+    problem = two_modules(1, [0])
+    plan = Plan.parse(problem.graph, "1F0.0 1B0.0")
+    program = lower(plan, problem, sharded=True, regathered=[1])
+    assert str(program) == "0UNSHARD 1F0.0 1B0.0 0REDUCE 1REDUCE 0RESHARD"
+
+
 def test_forward_only_program_reduces_nothing() -> None:
     problem = chain(1, 1, cost=option(backward_s=0.0))
     assert lowered(problem, "0F0.0", sharded=True) == ["0UNSHARD 0F0.0 0RESHARD"]

@@ -1,0 +1,99 @@
+"""Exchanges between tensor-parallel ranks, which divide rows between layers (sequence parallelism, arXiv:2205.05198,
+section 4.2.2) and columns inside of them.
+
+Legend: tp ranks; R rows, all of a cp rank; r = R / tp rows of one rank; D columns. Tensors are [..., rows, columns],
+where the dimensions before the rows are 1. Every collective here is over tp.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmtrain.parallel.collectives import all_gather, reduce_scatter
+
+
+class RowShards:
+    """The `RowSharding` of one rank, which has the tp_rank-th of tp equal parts; and the exchanges inside of layers.
+
+    What a name says happens forward. Gradients go the opposite way: of equal tensors they are equal, of parts parts.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.degree: int = mesh.size()
+        self._group = mesh.get_group()
+
+    def shard(self, x: Tensor) -> Tensor:
+        """[R, D], equal on all ranks -> this rank's rows [r, D]; backward: all-gather."""
+        return _Exchange.apply(x, _own, _gather, self._group)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[r, D] -> [R, D] on all ranks, which compute the same from it; backward: this rank's rows."""
+        return _Exchange.apply(x, _gather, _own, self._group)
+
+    def gather_for_parts(self, x: Tensor) -> Tensor:
+        """[r, D] -> [R, D] on all ranks, each of which uses it for its own columns; backward: reduce-scatter."""
+        return _Exchange.apply(x, _gather, _sum_own, self._group)
+
+    def sum_shard(self, x: Tensor) -> Tensor:
+        """Summands [R, D] -> this rank's rows [r, D] of their sum; backward: all-gather."""
+        return _Exchange.apply(x, _sum_own, _gather, self._group)
+
+    def use_for_parts(self, x: Tensor) -> Tensor:
+        """x, equal on all ranks, each of which uses it for its own columns; backward: all-reduce."""
+        return _Exchange.apply(x, _same, _sum, self._group)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Summands [R, D] -> their sum on all ranks, which compute the same from it; backward: nothing to do."""
+        return _Exchange.apply(x, _sum, _same, self._group)
+
+
+_Operation = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+
+class _Exchange(torch.autograd.Function):
+    """One operation forward, and the one that its gradient needs backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: _Operation, back: _Operation, group: dist.ProcessGroup) -> Tensor:
+        ctx.back, ctx.group = back, group
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.group), None, None, None
+
+
+def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x
+
+
+def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[R, D] -> [r, D], a copy, so that the whole can be freed."""
+    rows = x.shape[-2] // dist.get_world_size(group)
+    return x.narrow(-2, dist.get_rank(group) * rows, rows).clone()
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[r, D] of each rank -> [R, D] on all."""
+    out = x.new_empty(*x.shape[:-2], x.shape[-2] * dist.get_world_size(group), x.shape[-1])
+    all_gather(out.flatten(), x.flatten(), group=group)
+    return out
+
+
+def _sum_own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Summands [R, D] -> [r, D] of the sum."""
+    out = x.new_empty(*x.shape[:-2], x.shape[-2] // dist.get_world_size(group), x.shape[-1])
+    reduce_scatter(out.flatten(), x.flatten(), group=group)
+    return out
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Summands -> the sum on all ranks."""
+    out = x.contiguous().clone()
+    if out.numel():
+        dist.all_reduce(out, group=group)
+    return out

@@ -1,0 +1,106 @@
+"""Tensor parallelism with sequence parallelism: each rank of the tp axis computes a part of every layer.
+
+Parameters become DTensors of the tp mesh, and a rank computes its own heads, inner columns and words. Between blocks
+it holds an equal part of the rows. A sublayer costs one all-gather and one reduce-scatter forward, and the same
+backward. Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from mmtrain.errors import ConfigError
+from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
+from mmtrain.parallel.row_shards import RowShards
+from mmtrain.parallel.tensor_plans import PLANS, PROJECTOR, FamilyPlan, Style
+from mmtrain.parallel.tensor_styles import Divided, make_styles
+from mmtrain.parallel.vocabulary import VocabularyLoss
+
+
+def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh) -> None:
+    """Divides a chunk over the tp mesh, in place; weights must be set, and equal on all its ranks.
+
+    Called before FSDP2. Afterwards activations between chunks are this rank's rows, and the loss is computed from
+    this rank's part of the vocabulary.
+    Raises: ConfigError: the family's table does not fit its Hugging Face class.
+    """
+    assert isinstance(chunk, LanguageChunk | VisionChunk)
+    plan = PLANS.get(chunk.shape.model_type)
+    if plan is None:
+        raise ConfigError(
+            f"parallelism.tensor_parallel_degree = {mesh.size()}: model_type {chunk.shape.model_type!r} has no table "
+            f"of divided layers; set the degree to 1, or use one of {', '.join(PLANS)}"
+        )
+    divided: Divided = {}
+    styles: dict[str, ParallelStyle] = {}
+    whole: list[str] = []
+    for name, style in _entries(chunk, plan):
+        module = _find(chunk, name)
+        if style == "whole":
+            whole.append(name)
+        else:
+            styles |= {f"{name}{child}": how for child, how in make_styles(module, style, divided, mesh)}
+    parallelize_module(chunk, mesh, styles, src_data_rank=None)
+    for block in chunk.blocks():
+        for path in plan.heads:
+            _divide(block, path, mesh.size())
+    _check_complete(chunk, whole)
+    chunk.row_sharding = RowShards(mesh)
+    if isinstance(chunk, LanguageChunk):
+        chunk.loss = VocabularyLoss(mesh)
+
+
+def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Sums over tp the gradients that are still partial: each rank has those of its own rows, as of norms.
+
+    Once a step, after the last backward. Collective over tp unless FSDP2, which does it itself, holds the parameters.
+    """
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)  # partial -> as the parameter
+
+
+def _entries(chunk: LanguageChunk | VisionChunk, plan: FamilyPlan) -> Iterator[tuple[str, Style]]:
+    """(name of a module, style) for the layers that this chunk has."""
+    tables = [plan.embed] if chunk.has_embed else []
+    if chunk.has_norm:
+        tables.append(plan.norm)
+    if chunk.has_projector:
+        tables.append(plan.merger if isinstance(chunk, VisionChunk) and chunk.projector is None else PROJECTOR)
+    for table in tables:
+        yield from table.items()
+    for index in chunk.block_indices:
+        for name, style in plan.block.items():
+            yield f"{plan.blocks}.{index}.{name}", style
+
+
+def _find(chunk: LanguageChunk | VisionChunk, name: str) -> nn.Module:
+    try:
+        return chunk.get_submodule(name)
+    except AttributeError as error:
+        raise ConfigError(
+            f"tensor parallelism of {chunk.shape.model_type}: the table names {name}, which this version of its "
+            "Hugging Face class does not have; set parallelism.tensor_parallel_degree = 1, or use another version of "
+            "transformers"
+        ) from error
+
+
+def _divide(block: nn.Module, path: str, degree: int) -> None:
+    owner, _, attribute = path.rpartition(".")
+    module = block.get_submodule(owner)
+    setattr(module, attribute, getattr(module, attribute) // degree)
+
+
+def _check_complete(chunk: LanguageChunk | VisionChunk, whole: list[str]) -> None:
+    """Refuses a parameter that no entry of the table names."""
+    for name, parameter in chunk.named_parameters():
+        if not isinstance(parameter, DTensor) and not any(name.startswith(f"{prefix}.") for prefix in whole):
+            raise ConfigError(
+                f"tensor parallelism of {chunk.shape.model_type}: parameter {name} is in no entry of the family's "
+                "table, so nothing says how it is divided; set parallelism.tensor_parallel_degree = 1, or use another "
+                "version of transformers"
+            )

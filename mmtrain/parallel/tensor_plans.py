@@ -1,0 +1,144 @@
+"""Which layer of each family is divided how: the tables of tensor parallelism.
+
+Module names are those of Hugging Face, so a table is checked against the module that it is applied to: every name
+in it must exist, and every parameter must be named by it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Style = Literal["columns", "columns_whole", "rows", "rows_whole", "norm_gather", "norm", "vocabulary", "whole"]
+"""How one module is divided, by what goes in -> what comes out:
+
+- norm_gather: a norm, not divided. This rank's rows -> all rows, for the layers of style `columns` behind it, whose
+  gradients are summed here.
+- columns: a linear layer's outputs are divided. All rows -> all rows, this rank's columns.
+- columns_whole: the same, where what comes in was computed by all ranks alike, so that its gradient is summed here.
+- rows: a linear layer's inputs are divided. All rows, this rank's columns -> this rank's rows, summed over ranks.
+- rows_whole: the same, but -> all rows.
+- norm: a norm, not divided. This rank's rows -> this rank's rows.
+- vocabulary: an embedding's words are divided. All ids -> this rank's rows.
+- whole: every rank holds and computes all of it, from equal inputs, and so has the whole gradient.
+"""
+
+Styles = Mapping[str, Style]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyPlan:
+    """How one family is divided; names are relative to the chunk, those of `block` to a block."""
+
+    blocks: str
+    """Name of the list of blocks."""
+    block: Styles
+    heads: tuple[str, ...] = ()
+    """Attributes of a block that count attention heads and that its forward reads; a rank has its part of them."""
+    embed: Styles
+    norm: Styles = field(default_factory=dict)
+    """What follows the last block: the final norm, and a language model's head."""
+    merger: Styles = field(default_factory=dict)
+    """The family's own projector."""
+
+
+PROJECTOR: Styles = {"projector.norm": "whole", "projector.fc1": "columns_whole", "projector.fc2": "rows_whole"}
+
+_MERGER: Styles = {
+    "vision.merger.ln_q": "whole",
+    "vision.merger.mlp.0": "columns_whole",
+    "vision.merger.mlp.2": "rows_whole",
+}
+
+_SEPARATE_QKV: Styles = {"self_attn.q_proj": "columns", "self_attn.k_proj": "columns", "self_attn.v_proj": "columns"}
+
+_DECODER = FamilyPlan(
+    blocks="language.model.layers",
+    block={
+        "input_layernorm": "norm_gather",
+        **_SEPARATE_QKV,
+        "self_attn.o_proj": "rows",
+        "post_attention_layernorm": "norm_gather",
+        "mlp.gate_proj": "columns",
+        "mlp.up_proj": "columns",
+        "mlp.down_proj": "rows",
+    },
+    embed={"language.model.embed_tokens": "vocabulary"},
+    norm={"language.model.norm": "whole", "language.lm_head": "columns_whole"},
+)
+
+PLANS: Mapping[str, FamilyPlan] = {
+    "qwen2": _DECODER,
+    "llama": _DECODER,
+    "qwen2_vl_vision": FamilyPlan(
+        blocks="vision.blocks",
+        block={
+            "norm1": "norm_gather",
+            "attn.qkv": "columns",  # its rows are kept head by head, so a part of them is whole heads
+            "attn.proj": "rows",
+            "norm2": "norm_gather",
+            "mlp.fc1": "columns",
+            "mlp.fc2": "rows",
+        },
+        heads=("attn.num_heads",),
+        embed={"vision.patch_embed": "whole"},
+        merger=_MERGER,
+    ),
+    "qwen2_5_vl_vision": FamilyPlan(
+        blocks="vision.blocks",
+        block={
+            "norm1": "norm_gather",
+            "attn.qkv": "columns",
+            "attn.proj": "rows",
+            "norm2": "norm_gather",
+            "mlp.gate_proj": "columns",
+            "mlp.up_proj": "columns",
+            "mlp.down_proj": "rows",
+        },
+        heads=("attn.num_heads",),
+        embed={"vision.patch_embed": "whole"},
+        merger=_MERGER,
+    ),
+    "siglip_vision_model": FamilyPlan(
+        blocks="vision.encoder.layers",
+        block={
+            "layer_norm1": "norm_gather",
+            **_SEPARATE_QKV,
+            "self_attn.out_proj": "rows",
+            "layer_norm2": "norm_gather",
+            "mlp.fc1": "columns",
+            "mlp.fc2": "rows",
+        },
+        embed={"vision.embeddings": "whole"},
+        norm={"vision.post_layernorm": "norm"},
+    ),
+    "vit": FamilyPlan(
+        blocks="vision.layers",
+        block={
+            "layernorm_before": "norm_gather",
+            "attention.q_proj": "columns",
+            "attention.k_proj": "columns",
+            "attention.v_proj": "columns",
+            "attention.o_proj": "rows",
+            "layernorm_after": "norm_gather",
+            "mlp.fc1": "columns",
+            "mlp.fc2": "rows",
+        },
+        embed={"vision.embeddings": "whole"},
+        norm={"vision.layernorm": "norm"},
+    ),
+    "whisper_encoder": FamilyPlan(
+        blocks="vision.layers",
+        block={
+            "self_attn_layer_norm": "norm_gather",
+            **_SEPARATE_QKV,
+            "self_attn.out_proj": "rows",
+            "final_layer_norm": "norm_gather",
+            "fc1": "columns",
+            "fc2": "rows",
+        },
+        heads=("self_attn.num_heads",),
+        embed={"vision.conv1": "whole", "vision.conv2": "whole", "vision.embed_positions": "whole"},
+        norm={"vision.layer_norm": "norm"},
+    ),
+}
+"""By the `model_type` of `models.families`."""

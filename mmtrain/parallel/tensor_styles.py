@@ -1,0 +1,179 @@
+"""How one module computes with this rank's part of its parameters.
+
+The parameters are DTensors of the tp mesh, so that FSDP2, checkpoints and the optimizer know what a rank has. The
+computation is that of plain tensors, with the exchanges of `RowShards` around it, so that not every operation pays
+for the dispatch of DTensor.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from mmtrain.parallel.row_shards import RowShards
+from mmtrain.parallel.tensor_plans import Style
+from mmtrain.parallel.vocabulary import VocabularyEmbedding
+
+Divided = dict[nn.Parameter, nn.Parameter]
+"""Whole parameter -> this rank's part of it, of all modules of a chunk: a shared parameter stays shared."""
+
+Exchange = Callable[[Tensor], Tensor]
+
+
+class DividedModule(ParallelStyle):
+    """A module with divided parameters; subclasses say what it computes."""
+
+    def __init__(self, divided: Divided, placements: Mapping[str, Placement], *, partial: bool = False) -> None:
+        """Args:
+        placements: of each parameter, by name.
+        partial: each rank uses the whole parameters for its own rows or columns alone, so that their gradients
+            must still be summed over tp; `finish_gradients` or FSDP2 does it once a step.
+        """
+        super().__init__()
+        self._divided, self._placements = divided, placements
+        self._partial = partial
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        compute = self._forward(module)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in self._divided:
+                self._divided[parameter] = _divide(parameter, mesh, self._placements[name])
+            module.register_parameter(name, self._divided[parameter])
+        module.forward = compute  # type: ignore[method-assign]
+        return module
+
+    def _forward(self, module: nn.Module) -> Callable[..., Tensor]:
+        """What replaces the forward of a module whose parameters are still whole."""
+        raise NotImplementedError
+
+    def _local(self, module: nn.Module, name: str) -> Tensor | None:
+        """This rank's part of a parameter; its gradient becomes one of the DTensor."""
+        parameter = getattr(module, name)
+        if parameter is None:
+            return None
+        partial = self._partial and self._placements[name].is_replicate()
+        return parameter.to_local(grad_placements=[Partial()] if partial else None)
+
+
+class DividedLinear(DividedModule):
+    """A linear layer between two exchanges; its bias is added after the second."""
+
+    def __init__(
+        self,
+        divided: Divided,
+        placements: Mapping[str, Placement],
+        *,
+        before: Exchange | None = None,
+        after: Exchange | None = None,
+        partial: bool = False,
+    ) -> None:
+        super().__init__(divided, placements, partial=partial)
+        self._before, self._after = before, after
+
+    def _forward(self, module: nn.Module) -> Callable[..., Tensor]:
+        assert type(module) is nn.Linear, module
+
+        def forward(x: Tensor) -> Tensor:
+            weight, bias = self._local(module, "weight"), self._local(module, "bias")
+            if self._before is not None:
+                x = self._before(x)
+            if self._after is None:
+                return nn.functional.linear(x, weight, bias)
+            x = self._after(nn.functional.linear(x, weight))
+            return x if bias is None else x + bias
+
+        return forward
+
+
+class DividedNorm(DividedModule):
+    """A norm of this rank's rows; its parameters are whole."""
+
+    def __init__(self, divided: Divided, *, after: Exchange | None = None) -> None:
+        super().__init__(divided, {"weight": Replicate(), "bias": Replicate()}, partial=True)
+        self._after = after
+
+    def _forward(self, module: nn.Module) -> Callable[..., Tensor]:
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        original = copy.deepcopy(module).to("meta")  # the class's own arithmetic, to be called with plain parameters
+
+        def forward(x: Tensor) -> Tensor:
+            parameters = {name: self._local(module, name) for name in names}
+            out: Tensor = torch.func.functional_call(original, parameters, (x,))
+            return out if self._after is None else self._after(out)
+
+        return forward
+
+
+class DividedVocabulary(DividedModule):
+    """A token embedding of this rank's words."""
+
+    def __init__(self, divided: Divided, mesh: DeviceMesh) -> None:
+        super().__init__(divided, {"weight": Shard(0)})
+        self._mesh = mesh
+
+    def _forward(self, module: nn.Module) -> Callable[..., Tensor]:
+        assert isinstance(module, nn.Embedding)
+        embed = VocabularyEmbedding(module.padding_idx, self._mesh)
+
+        def forward(ids: Tensor) -> Tensor:
+            weight = self._local(module, "weight")
+            assert weight is not None
+            return embed(ids, weight)
+
+        return forward
+
+
+def make_styles(
+    module: nn.Module, style: Style, divided: Divided, mesh: DeviceMesh
+) -> Iterator[tuple[str, ParallelStyle]]:
+    """(path below the module or "", how it computes): one; more for a linear layer with adapters (LoRA).
+
+    Of an adapter y = B A x, the half that touches the divided side of its layer is divided like it, and the other
+    half is whole.
+    """
+    rows = RowShards(mesh)
+    whole: Mapping[str, Placement] = {"weight": Replicate(), "bias": Replicate()}
+    by_output: Mapping[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
+    by_input: Mapping[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
+    base = ".base_layer" if hasattr(module, "base_layer") else ""
+    if style == "norm_gather":
+        yield "", DividedNorm(divided, after=rows.gather_for_parts)
+    elif style == "norm":
+        yield "", DividedNorm(divided)
+    elif style == "vocabulary":
+        yield "", DividedVocabulary(divided, mesh)
+    elif style in ("columns", "columns_whole"):
+        before = rows.use_for_parts if style == "columns_whole" else None
+        yield base, DividedLinear(divided, by_output, before=before)
+        for name in _adapters(module):
+            yield f".lora_A.{name}", DividedLinear(divided, whole, before=before, partial=True)
+            yield f".lora_B.{name}", DividedLinear(divided, by_output)
+    else:
+        assert style in ("rows", "rows_whole"), style
+        after, partial = (rows.sum, False) if style == "rows_whole" else (rows.sum_shard, True)
+        yield base, DividedLinear(divided, by_input, after=after, partial=partial)
+        for name in _adapters(module):
+            yield f".lora_A.{name}", DividedLinear(divided, by_input, after=after, partial=partial)
+            yield f".lora_B.{name}", DividedLinear(divided, whole, partial=partial)
+
+
+def _adapters(module: nn.Module) -> list[Any]:
+    return list(module.lora_A.keys()) if hasattr(module, "lora_A") else []
+
+
+def _divide(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """This rank's part of a parameter that is equal on all ranks; nothing is sent."""
+    local = parameter.detach()
+    if isinstance(placement, Shard):
+        parts = local.chunk(mesh.size(), placement.dim)
+        assert len(parts) == mesh.size() and parts[0].shape == parts[-1].shape, (local.shape, placement)
+        local = parts[mesh.get_local_rank()].clone()  # a view would keep the whole in memory
+    return nn.Parameter(
+        DTensor.from_local(local, mesh, [placement], run_check=False), requires_grad=parameter.requires_grad
+    )

@@ -1,0 +1,101 @@
+"""A vocabulary that tensor-parallel ranks divide among themselves: token embedding and cross-entropy.
+
+Legend: T tokens; t = T / tp of them; D width; V words; v = V / tp words of this rank; L labelled positions. Every
+collective here is over tp.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmtrain.parallel.row_shards import RowShards
+
+
+class VocabularyEmbedding:
+    """Looks up tokens in this rank's words.
+
+    torch's DTensor embedding makes the gradient of all V words on every rank before it adds them up, and takes
+    `padding_idx` for a local number.
+    """
+
+    def __init__(self, padding: int | None, mesh: DeviceMesh) -> None:
+        """Args: padding: word whose row gets no gradient, counted in the whole vocabulary."""
+        self._padding = padding
+        self._rows = RowShards(mesh)
+        self._tp_rank: int = mesh.get_local_rank()
+
+    def __call__(self, ids_T: Tensor, weight_vD: Tensor) -> Tensor:
+        """This rank's rows of the embedded tokens, [t, D]."""
+        words = len(weight_vD)
+        first = self._tp_rank * words
+        local_T = ids_T - first
+        other_T = (local_T < 0) | (local_T >= words)
+        padding = None  # a negative number would count from the end
+        if self._padding is not None and first <= self._padding < first + words:
+            padding = self._padding - first
+        x_TD = nn.functional.embedding(local_T.masked_fill(other_T, 0), weight_vD, padding)
+        return self._rows.sum_shard(x_TD.masked_fill(other_T[:, None], 0))
+
+
+class VocabularyLoss:
+    """Cross-entropy from logits of this rank's words: a `LossFunction`. No rank ever holds [L, V]."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._group = mesh.get_group()
+        self._tp_rank: int = mesh.get_local_rank()
+
+    def __call__(self, logits_Lv: Tensor, targets_L: Tensor, want_predictions: bool) -> tuple[Tensor, Tensor | None]:
+        """(float32 scalar: cross-entropy summed over the positions, [L] int64 most likely words or None).
+
+        Of equally likely words the first is taken. Equal on all ranks; the backward needs no collective.
+        """
+        first = self._tp_rank * logits_Lv.shape[-1]
+        loss, largest_L = _CrossEntropy.apply(logits_Lv, targets_L, first, self._group)
+        if not want_predictions:
+            return loss, None
+        return loss, _first_of(logits_Lv.detach().float(), largest_L, first, self._group)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_Lv: Tensor, targets_L: Tensor, first: int, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        scores_Lv = logits_Lv.float()
+        largest_L = scores_Lv.amax(dim=-1)
+        _all_reduce(largest_L, dist.ReduceOp.MAX, group)
+        local_L = targets_L - first
+        mine_L = (local_L >= 0) & (local_L < logits_Lv.shape[-1])
+        local_L = local_L.masked_fill(~mine_L, 0)
+        target_L = scores_Lv.gather(1, local_L[:, None]).squeeze(1) - largest_L
+        # [2, L] partial -> [2, L]: the sum of the exponentials, and the score of the target from the rank that has it.
+        sums = torch.stack([(scores_Lv - largest_L[:, None]).exp_().sum(dim=-1), target_L.masked_fill(~mine_L, 0)])
+        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        ctx.save_for_backward(logits_Lv, largest_L, sums[0], local_L, mine_L)
+        ctx.mark_non_differentiable(largest_L)
+        return (sums[0].log() - sums[1]).sum(), largest_L
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_Lv, largest_L, sum_L, local_L, mine_L = ctx.saved_tensors
+        grad_Lv = (logits_Lv.float() - largest_L[:, None]).exp_().div_(sum_L[:, None])
+        grad_Lv.scatter_add_(1, local_L[:, None], -mine_L[:, None].to(grad_Lv.dtype))
+        return grad_Lv.mul_(grad).to(logits_Lv.dtype), None, None, None
+
+
+def _first_of(scores_Lv: Tensor, largest_L: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+    """The lowest word with the largest score, [L]; word 0 for scores that are not numbers."""
+    index_L = scores_Lv.argmax(dim=-1)
+    has_L = scores_Lv.gather(1, index_L[:, None]).squeeze(1) == largest_L
+    none = torch.iinfo(torch.int64).max
+    index_L = (index_L + first).masked_fill(~has_L, none)
+    _all_reduce(index_L, dist.ReduceOp.MIN, group)
+    return index_L.masked_fill(index_L == none, 0)
+
+
+def _all_reduce(x: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    if x.numel():  # the number of positions is equal on all ranks
+        dist.all_reduce(x, op, group=group)

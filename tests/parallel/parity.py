@@ -1,0 +1,158 @@
+"""Runs one step of a small model on a layout and compares it with the one-process model."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from mmtrain.config import ModelConfig, TrainingConfig, uses_fsdp
+from mmtrain.models.spec_builders import model_spec
+from mmtrain.parallel.build import build_local_model, check_same_program
+from mmtrain.parallel.feed import StepFeed
+from mmtrain.parallel.grads import fill_missing_grads, sync_tied, total_norm
+from mmtrain.parallel.mesh import build_mesh
+from mmtrain.parallel.runtime import PipelineScheduleRuntime
+from mmtrain.parallel.tensor import finish_gradients
+from mmtrain.planner.iteration import IterationPlanner, reference_sizes
+from mmtrain.planner.layout import Plane
+from mmtrain.planner.partition import partition
+from mmtrain.topology import MeshShape
+from tests.reference import PLANNER, TRAINING, make_batch, reference_gradients
+
+MIXED = [[[2, 0, 1], [0, 0], [3], [1, 1]], [[0], [4, 1], [0, 0], [2]]]
+"""Pictures of each document, for two replicas: one of each has text-only microbatches."""
+TEXT_ON_ONE = [MIXED[0], [[0], [0], [0, 0], [0]]]
+NO_IMAGE = [[[0, 0], [0]], [[0], [0]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, its data, and how it is run."""
+
+    model: ModelConfig
+    images: list = dataclasses.field(default_factory=lambda: MIXED)
+    runs: tuple[tuple[str, int], ...] = (("interleave", 1),)
+    """(schedule, pictures in a vision work) of each step."""
+    split: str = "balanced"
+    share_patches: bool = False
+    data_encoder: bool = False
+    regathered: frozenset[str] = frozenset()
+    training: TrainingConfig = TRAINING
+
+    def plane(self, shape: MeshShape) -> Plane:
+        return Plane(
+            cp=shape.cp, tp=shape.tp, split=self.split, block_size=4,
+            share_patches=self.share_patches and shape.cp > 1,
+            data_encoder=self.data_encoder and shape.tp > 1,
+            attention_mask=self.model.language.attention_mask,
+        )  # fmt: skip
+
+
+def with_mask(model: ModelConfig, mask: str) -> ModelConfig:
+    """The model with another attention mask."""
+    return dataclasses.replace(model, language=dataclasses.replace(model.language, attention_mask=mask))
+
+
+@dataclass(frozen=True)
+class Found:
+    """Relative errors of one run on one rank, and the parameters compared."""
+
+    loss: float
+    gradient: float
+    worst: str
+    norm: float
+    compared: frozenset[str]
+    wanted: frozenset[str]
+
+
+def run_layout(rank, shape, cases) -> dict[tuple, Found]:
+    """(case, schedule, pictures a work) -> errors, on one rank of `run_ranks`."""
+    meshes = {}
+    found = {}
+    for name, case in cases.items():
+        plane = case.plane(shape)
+        if plane.data_encoder not in meshes:
+            meshes[plane.data_encoder] = build_mesh(shape, torch.device("cpu"), data_encoder=plane.data_encoder)
+        for run, errors in run_case(meshes[plane.data_encoder], case, plane).items():
+            found[name, *run] = errors
+    return found
+
+
+def run_case(mesh, case, plane):
+    model, spec = case.model, model_spec(case.model)
+    segments = {
+        "vision": model.encoder.num_segments if model.encoder else 0,
+        "language": model.language.num_segments,
+    }
+    parts = partition(spec, mesh.shape.pp, segments, reference_sizes(spec, case.training.seq_len))
+    local = build_local_model(model, spec, parts, mesh, case.training, seed=5, regathered=case.regathered)
+    runtime = PipelineScheduleRuntime(local.stages)
+    batches = [make_batch(model, case.images[replica % 2], seed=replica + 1) for replica in range(mesh.shape.dp)]
+    wanted_loss, wanted = reference_gradients(model, spec, batches, seed=5)
+    found = {}
+    for schedule, size in case.runs:
+        planner = IterationPlanner(
+            spec=spec, partition=parts, section=PLANNER, schedule=schedule, sub_microbatch_size=size,
+            sharded=uses_fsdp(mesh.shape, case.training, data_encoder=plane.data_encoder),
+            regathered=case.regathered, plane=plane, check_plans=True,
+        )  # fmt: skip
+        loss = run_step(mesh, parts, planner, local, runtime, batches)
+        found[schedule, size] = compare(mesh, parts, local, loss, wanted_loss, wanted)
+        for parameter in local.parameters:
+            parameter.grad = None
+    return found
+
+
+def run_step(mesh, parts, planner, local, runtime, batches):
+    batch, meta = batches[mesh.dp_rank]
+    plan = planner.plan(meta)
+    check_same_program(plan.program.hash, mesh)
+    num_targets = sum(m.num_targets for _, m in batches)
+    feed = StepFeed(
+        parts, plan.layout, meta, mesh, batch=batch if mesh.pp_rank == 0 else None,
+        labels=[m.labels for m in batch.microbatches],
+    )  # fmt: skip
+    place = mesh.place
+    runtime.load(plan.program, lambda stage, work: planner.output_shape(plan.layout, stage, work, place.cp, place.tp))
+    outcome = runtime.step(feed, loss_grad=1 / num_targets)
+    fill_missing_grads(local.parameters)
+    finish_gradients(local.parameters)
+    sync_tied(local.tied, mesh)
+    losses = outcome.losses.values() if place.tp == 0 else ()
+    loss = torch.tensor(sum(float(x) for x in losses) / num_targets, dtype=torch.float64)
+    torch.distributed.all_reduce(loss)
+    return float(loss)
+
+
+def compare(mesh, parts, local, loss, wanted_loss, wanted):
+    skip = local.tied[-1] if local.tied and parts.of_module("language")[-1].pp_rank == mesh.pp_rank else None
+    norm = total_norm(local.parameters, mesh, skip=skip)
+    largest = max(g.abs().max() for g in wanted.values())
+    worst, worst_name, compared = 0.0, "", set()
+    for chunk in local.chunks:
+        for name, parameter in chunk.named_parameters():
+            if not parameter.requires_grad:
+                assert parameter.grad is None, name
+                continue
+            grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            name = local.aliases.get(name, name)
+            assert grad.shape == wanted[name].shape, name
+            error = float((grad - wanted[name]).abs().max() / (wanted[name].abs().max() + 1e-3 * largest))
+            if not error <= worst:
+                worst, worst_name = error, name
+            compared.add(name)
+    wanted_norm = torch.stack([g.double().pow(2).sum() for g in wanted.values()]).sum().sqrt()
+    norm_error = abs(float(norm - wanted_norm)) / float(wanted_norm)
+    loss_error = abs(loss - wanted_loss) / abs(wanted_loss)
+    return Found(loss_error, worst, worst_name, norm_error, frozenset(compared), frozenset(wanted))
+
+
+def check(ranks: list[dict[tuple, Found]], tolerance: float) -> None:
+    """Refuses errors above the tolerance, and parameters that no rank compared."""
+    for case in ranks[0]:
+        for rank, found in enumerate(found[case] for found in ranks):
+            assert found.loss < 1e-6, (case, rank, found.loss)
+            assert found.gradient < tolerance, (case, rank, found.worst, found.gradient)
+            assert found.norm < 1e-6, (case, rank, found.norm)
+        compared = frozenset().union(*(found[case].compared for found in ranks))
+        assert compared == ranks[0][case].wanted, case
