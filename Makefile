@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check data venv clean
+.PHONY: train test nightly check data venv clean
 
 venv: $(VENV)/installed
 
@@ -22,6 +22,9 @@ train: venv data
 
 test: venv
 	$(BIN)/python -m pytest
+
+nightly: venv
+	$(BIN)/python -m pytest -m nightly
 
 check: venv
 	$(BIN)/ruff check .

@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"mmtrain {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_export(commands)
+    _add_check_parity(commands)
     _add_config(commands)
     _add_data(commands)
     _add_schedule(commands)
@@ -125,6 +127,33 @@ def _train_rank(args: argparse.Namespace) -> int:
     return 0
 
 
+# ----------------------------------------------------------------------------------------------- export
+
+
+def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a checkpoint as Hugging Face folders",
+        description="Writes a checkpoint as folders that Hugging Face classes and this trainer read: language, "
+        "vision, projector and adapters, with a README.md. Needs one process, and memory for one module at a time.",
+    )
+    parser.add_argument("source", type=Path, metavar="RUN", help="job.dump_folder of the job that trained")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to take (default: the newest)")
+    parser.add_argument(
+        "--merge-adapters", action="store_true", help="add low-rank adapters to the weights that they adapt"
+    )
+    parser.set_defaults(run=_export)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from mmtrain.export import export
+
+    made = export(args.source, args.out, step=args.step, merge_adapters=args.merge_adapters)
+    print(f"{args.out}: step {made.step} as {', '.join(made.folders)}, {made.num_bytes / 1e6:.1f} MB")
+    return 0
+
+
 # ----------------------------------------------------------------------------------------------- config
 
 
@@ -143,6 +172,58 @@ def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _config(args: argparse.Namespace) -> int:
     print(config.dump(config.load(args.config, args.overrides)), end="")
     return 0
+
+
+# ----------------------------------------------------------------------------------------- check-parity
+
+
+def _add_check_parity(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "check-parity",
+        help="compare a layout with one process",
+        usage="mmtrain check-parity [-h] --config CONFIG [options] [--section.key=value ...]",
+        description="Whether a job's layout computes what one process computes. Makes the model and the batch of a "
+        "config small, runs a step of the layout on processes of this machine (CPU), and compares loss, gradient norm "
+        "and every gradient with the one-process model. Exit status 0: they agree; 1: they do not; 2: bad config or "
+        "data. Any --section.key=value overrides the file.",
+    )
+    parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="batches to compare (default 1)")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="T", help="relative (default 1e-4; 0.03 of all gradients with bfloat16)"
+    )
+    parser.add_argument("--seq-len", type=int, metavar="T", help="tokens of a small microbatch (default 512)")
+    parser.add_argument("--synthetic", action="store_true", help="drawn charts (or text) instead of the config's data")
+    parser.set_defaults(run=_check_parity, takes_overrides=True, overrides=[])
+
+
+def _check_parity(args: argparse.Namespace) -> int:
+    import tempfile
+    from dataclasses import replace
+
+    from mmtrain.errors import ConfigError
+    from mmtrain.shrink import SEQ_LEN, shrink
+
+    seq_len = SEQ_LEN if args.seq_len is None else args.seq_len
+    for name, value, least in (("--steps", args.steps, 1), ("--seq-len", seq_len, 2)):
+        if value < least:
+            raise ConfigError(f"check-parity: {name} {value}; it is at least {least}")
+    if args.tolerance is not None and not args.tolerance > 0:
+        raise ConfigError(f"check-parity: --tolerance {args.tolerance}; it is above 0")
+    small = shrink(config.load(args.config, args.overrides), seq_len=seq_len)
+    from mmtrain.parity import check_parity, describe, report, synthetic_data
+
+    with tempfile.TemporaryDirectory(prefix="mmtrain-parity-") as folder:
+        job = small.config
+        if args.synthetic:
+            job = replace(job, data=synthetic_data(job, Path(folder)))
+        print(describe(job))
+        print(f"data    {'synthetic' if args.synthetic else job.data.source}", flush=True)
+        for note in small.notes:
+            print(f"changed {note}", flush=True)
+        found = check_parity(job, num_steps=args.steps, tolerance=args.tolerance)
+    print(report(found))
+    return 1 if found.problems else 0
 
 
 # ------------------------------------------------------------------------------------------------- data

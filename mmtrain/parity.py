@@ -1,0 +1,393 @@
+"""Whether a layout computes what one process computes: loss, gradient norm and every gradient, on the user's data.
+
+A small job of the layout runs a step of the Trainer's own path, loader to gradients, on processes of this machine
+(gloo, CPU). The one-process model then gets the same batch, in this process.
+"""
+
+import logging
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain import errors
+from mmtrain.config import Config, DataConfig
+from mmtrain.data.batch import Batch
+from mmtrain.data.metadata import IterationMeta
+from mmtrain.errors import MMTrainError
+from mmtrain.models.reference import ReferenceModel
+from mmtrain.models.shapes import language_shape, vision_shape
+from mmtrain.models.spec_builders import model_spec
+from mmtrain.trainer import Trainer
+
+FLOAT32_TOLERANCE = 1e-4
+"""Of the largest difference in a gradient, relative to its largest element."""
+
+LOW_PRECISION_TOLERANCE = 0.03
+"""Of the L2 norm of the difference of all gradients, relative to theirs, where bfloat16 takes part."""
+
+_FLOOR = 1e-3
+"""A gradient counts as at least this part of the largest one: what should be zero is rounding, not 100 % wrong."""
+
+_SYNTHETIC_SAMPLES = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterError:
+    """How far one gradient is from the one-process model's, at its worst over ranks and steps."""
+
+    name: str
+    error: float
+    norm: float
+    """2-norm of the one-process gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParity:
+    """Loss and gradient norm of one batch: of the layout, and of one process."""
+
+    loss: float
+    wanted_loss: float
+    grad_norm: float
+    wanted_norm: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """What was compared, and whether it agrees."""
+
+    low_precision: bool
+    tolerance: float
+    steps: tuple[StepParity, ...] = ()
+    parameters: tuple[ParameterError, ...] = ()
+    """Worst first."""
+    missing: tuple[str, ...] = ()
+    """Gradients of the one-process model that no rank has, and the other way round."""
+    total_error: float = 0.0
+    """L2 norm of the difference of all gradients relative to theirs, worst step and rank."""
+    crash: str = ""
+    """What stopped the layout's processes; empty if nothing did."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What does not agree, in words; empty if the layout is right."""
+        if self.crash:
+            return [self.crash]
+        found = [f"gradient of {name} is on one side alone" for name in self.missing]
+        for number, step in enumerate(self.steps, 1):
+            for what, ours, theirs in (
+                ("loss", step.loss, step.wanted_loss),
+                ("gradient norm", step.grad_norm, step.wanted_norm),
+            ):
+                if not relative(ours, theirs) <= self.tolerance:
+                    found.append(f"{what} of step {number} differs by {relative(ours, theirs):.2e}")
+        if self.low_precision:
+            if not self.total_error <= self.tolerance:
+                found.append(f"all gradients together differ by {self.total_error:.2e}")
+        else:
+            wrong = [p for p in self.parameters if not p.error <= self.tolerance]
+            if wrong:
+                found.append(
+                    f"{len(wrong)} of {len(self.parameters)} gradients differ, at most by {wrong[0].error:.2e}"
+                )
+        return found
+
+
+def relative(ours: float, theirs: float) -> float:
+    """The difference relative to the second; NaN and infinity where either is not finite."""
+    return abs(ours - theirs) / (abs(theirs) + 1e-30)
+
+
+def check_parity(config: Config, *, num_steps: int = 1, tolerance: float | None = None) -> Parity:
+    """How loss and gradients of a layout compare with one process, over the first batches of its data.
+
+    Starts `world_size` processes of this machine and waits for them.
+
+    Args:
+        config: a job as `shrink` makes it.
+        num_steps: batches; weights are not changed between them.
+        tolerance: None: by dtype.
+    Raises: MMTrainError: config or data cannot be used.
+    """
+    low = "bfloat16" in (config.training.mixed_precision_param, config.training.mixed_precision_reduce)
+    if tolerance is None:
+        tolerance = LOW_PRECISION_TOLERANCE if low else FLOAT32_TOLERANCE
+    with tempfile.TemporaryDirectory(prefix="mmtrain-parity-") as name:
+        folder = Path(name)
+        job = replace(config, job=replace(config.job, dump_folder=str(folder / "run")))
+        crash = _run_processes(job, num_steps, folder)
+        if crash:
+            return Parity(low_precision=low, tolerance=tolerance, crash=crash)
+        return _compare(job, folder, low, tolerance, num_steps)
+
+
+def synthetic_data(config: Config, folder: Path) -> DataConfig:
+    """A data section of documents drawn for the purpose, written to a folder: charts, or text without an encoder."""
+    section = replace(config.data, split="train", streaming=False, shuffle=True)
+    if config.model.encoder is not None:
+        from mmtrain.data.charts import make_charts
+
+        make_charts(folder / "charts", _SYNTHETIC_SAMPLES, config.debug.seed)
+        return replace(section, source=str(folder / "charts"))
+    import json
+
+    from mmtrain.data.charts import conversations
+
+    path = folder / "text.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for conversation in conversations("train", _SYNTHETIC_SAMPLES, config.debug.seed):
+            messages = [{**m, "content": m["content"].replace("<image>", "")} for m in conversation.messages]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return replace(section, source=str(path))
+
+
+# ------------------------------------------------------------------------------------- the layout's processes
+
+
+def _run_processes(config: Config, num_steps: int, folder: Path) -> str:
+    """Runs the layout; what stopped it, in words, or an empty text. Raises: MMTrainError: as a rank raised it."""
+    context = multiprocessing.get_context("spawn")
+    world = config.parallelism.mesh_shape.world_size
+    with _environment():
+        processes = [
+            context.Process(target=_run_rank, args=(rank, world, config, num_steps, folder)) for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+    running = dict(enumerate(processes))
+    try:
+        while running:
+            multiprocessing.connection.wait([process.sentinel for process in running.values()])
+            done = [rank for rank, process in running.items() if process.exitcode is not None]
+            for rank in done:
+                if running.pop(rank).exitcode:
+                    return _reason(rank, processes[rank].exitcode, folder)
+    finally:
+        for process in running.values():
+            process.kill()
+        for process in processes:
+            process.join()
+    return ""
+
+
+def _reason(rank: int, status: int | None, folder: Path) -> str:
+    """Why the layout stopped. Raises: MMTrainError: if that is why."""
+    time.sleep(1.0)  # ranks that fail for the same reason do so at about the same time
+    found = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+    if not found:
+        return f"rank {rank} died with exit status {status}"
+    kind, text = torch.load(found[0], weights_only=False)
+    error = getattr(errors, kind, None)
+    if error is not None:
+        raise error(text)
+    return f"rank {found[0].name.partition('-')[2]} stopped:\n{text}"
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Inside, new processes see no CUDA device, and end without a word on semaphores that a library left open."""
+    quiet = "ignore:resource_tracker:UserWarning"
+    given = os.environ.get("PYTHONWARNINGS")
+    wanted = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": f"{given},{quiet}" if given else quiet}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _run_rank(rank: int, world: int, config: Config, num_steps: int, folder: Path) -> None:
+    """The whole life of one process of the layout."""
+    status = 1
+    try:
+        warnings.simplefilter("ignore")  # the report is for the user of a layout, not for a developer of torch
+        logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=config.comm.timeout_seconds),
+        )
+        _save_gradients(Trainer(config), rank, num_steps, folder)
+        dist.barrier()
+        status = 0
+    except MMTrainError as error:
+        _save((type(error).__name__, str(error)), folder / f"error-{rank}")
+    except BaseException:
+        _save(("", traceback.format_exc()), folder / f"error-{rank}")
+    os._exit(status)  # as in `cli.leave`: finalisation has nothing left to do, and may abort
+
+
+def _save_gradients(trainer: Trainer, rank: int, num_steps: int, folder: Path) -> None:
+    for step, (item, result) in enumerate(trainer.gradients(torch.device("cpu"), num_steps)):
+        gradients: dict[str, Tensor] = {}
+        for chunk in trainer.model.chunks:
+            for name, parameter in chunk.named_parameters():
+                grad = parameter.grad
+                if grad is not None:
+                    full = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+                    gradients[name] = full.detach().clone()
+        batch = (item.batch, item.meta) if item.batch is not None else None
+        values = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "gradients": gradients,
+            "aliases": trainer.model.aliases,
+            "batch": batch,
+        }
+        _save(values, folder / f"step-{step}-rank-{rank}")
+
+
+def _save(value: Any, path: Path) -> None:
+    """Writes a file that is either absent or whole."""
+    torch.save(value, path.with_suffix(".part"))
+    os.replace(path.with_suffix(".part"), path)
+
+
+# ---------------------------------------------------------------------------------------------- comparison
+
+
+def _compare(config: Config, folder: Path, low_precision: bool, tolerance: float, num_steps: int) -> Parity:
+    model = ReferenceModel(config.model, model_spec(config.model), seed=config.debug.seed)
+    worst: dict[str, ParameterError] = {}
+    seen: set[str] = set()
+    steps, total_error = [], 0.0
+    wanted: Mapping[str, Tensor] = {}
+    for step in range(num_steps):
+        ranks = range(config.parallelism.mesh_shape.world_size)
+        paths = [folder / f"step-{step}-rank-{rank}" for rank in ranks]
+        batches = [batch for path in paths if (batch := _load(path)["batch"]) is not None]
+        wanted_loss, wanted = _reference(model, batches)
+        wanted_norm = _norm(wanted.values())
+        for path in paths:
+            found = _load(path)
+            gradients = {found["aliases"].get(name, name): grad for name, grad in found["gradients"].items()}
+            seen |= set(gradients)
+            known = {name: grad for name, grad in gradients.items() if name in wanted}
+            for one in _errors(known, wanted, low_precision):
+                # A NaN is the worst there is, and compares with nothing.
+                if one.name not in worst or not one.error <= worst[one.name].error:
+                    worst[one.name] = one
+            difference = _norm([grad - wanted[name] for name, grad in known.items()])
+            total_error = max(total_error, difference / (_norm(wanted[name] for name in known) + _FLOOR * wanted_norm))
+        steps.append(
+            StepParity(
+                loss=found["loss"], wanted_loss=wanted_loss, grad_norm=found["grad_norm"], wanted_norm=wanted_norm
+            )
+        )
+    ordered = sorted(worst.values(), key=lambda p: (p.error == p.error, -p.error, p.name))
+    return Parity(
+        low_precision=low_precision,
+        tolerance=tolerance,
+        steps=tuple(steps),
+        parameters=tuple(ordered),
+        missing=tuple(sorted(seen ^ set(wanted))),
+        total_error=total_error,
+    )
+
+
+def _load(path: Path) -> dict[str, Any]:
+    return dict(torch.load(path, weights_only=False))
+
+
+def _reference(
+    model: ReferenceModel, batches: Sequence[tuple[Batch, IterationMeta]]
+) -> tuple[float, Mapping[str, Tensor]]:
+    """(loss, name -> gradient) of the one-process model; the loss is over all targets of all batches."""
+    model.zero_grad()
+    num_targets = sum(meta.num_targets for _, meta in batches)
+    loss = torch.stack([model.loss_sum(batch, meta) for batch, meta in batches]).sum() / num_targets
+    loss.backward()
+    weights = {name: weight for name, weight in model.weights().items() if weight.requires_grad}
+    return loss.item(), {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}
+
+
+def _errors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], low_precision: bool) -> list[ParameterError]:
+    largest = max(float(grad.abs().max()) for grad in wanted.values())
+    total = _norm(wanted.values())
+    out = []
+    for name, grad in found.items():
+        theirs, norm = wanted[name], _norm([wanted[name]])
+        if low_precision:
+            error = _norm([grad - theirs]) / (norm + _FLOOR * total)
+        else:
+            error = float((grad - theirs).abs().max()) / (float(theirs.abs().max()) + _FLOOR * largest)
+        out.append(ParameterError(name=name, error=error, norm=norm))
+    return out
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    """The 2-norm of all tensors together."""
+    return math.sqrt(sum(float(tensor.double().pow(2).sum()) for tensor in tensors))
+
+
+# ------------------------------------------------------------------------------------------------- report
+
+
+def describe(config: Config) -> str:
+    """The layout and size of a job, in two lines."""
+    section, spec = config.parallelism, model_spec(config.model)
+    shape = section.mesh_shape
+    degrees = {"pp": shape.pp, "dp_replicate": shape.dp_replicate, "dp_shard": shape.dp_shard, "cp": shape.cp}
+    layout = " x ".join(f"{name} {degree}" for name, degree in (degrees | {"tp": shape.tp}).items() if degree > 1)
+    families = {"language": language_shape(config.model).model_type}
+    if config.model.encoder is not None:
+        families["vision"] = vision_shape(config.model).model_type
+    modules = "; ".join(
+        f"{m.name} {families[m.name]}, {m.num_params:,} parameters in {len(m.layers)} layers" for m in spec.modules
+    )
+    training = config.training
+    return (
+        f"layout  {layout or 'one rank'}: {shape.world_size} processes (gloo, CPU), "
+        f"schedule {section.pipeline_parallel_schedule}, {training.mixed_precision_param}\n"
+        f"job     made small: {modules}; {training.global_batch_size} microbatches of {training.seq_len} tokens"
+    )
+
+
+def report(parity: Parity, *, num_rows: int = 8) -> str:
+    """The comparison as text: losses, norms, the worst parameters and the verdict."""
+    if parity.crash:
+        return f"FAIL: {parity.crash}"
+    lines = []
+    for number, step in enumerate(parity.steps, 1):
+        for what, ours, theirs in (
+            ("loss", step.loss, step.wanted_loss),
+            ("gradient norm", step.grad_norm, step.wanted_norm),
+        ):
+            difference = relative(ours, theirs)
+            lines.append(
+                f"step {number}  {what:<14} {ours:.7g}   one process {theirs:.7g}   differ by {difference:.1e}"
+            )
+    measure = "|ours - theirs| / |theirs|, 2-norms" if parity.low_precision else "max|ours - theirs| / max|theirs|"
+    if parity.parameters:
+        lines += [f"worst of {len(parity.parameters)} gradients, by {measure}:", "     error       norm  parameter"]
+        lines += [f"  {one.error:8.1e}  {one.norm:9.3e}  {one.name}" for one in parity.parameters[:num_rows]]
+    if parity.low_precision and parity.parameters:
+        lines.append(f"all gradients together: {parity.total_error:.1e}")
+    judged = "each gradient's largest difference" if not parity.low_precision else "all gradients' 2-norm difference"
+    bound = f"relative tolerance {parity.tolerance:g} (loss, norm, {judged})"
+    problems = parity.problems
+    lines.append(f"FAIL: {'; '.join(problems)}; {bound}" if problems else f"PASS: {bound}")
+    return "\n".join(lines)

@@ -1,0 +1,247 @@
+"""A small job of the same kind as a user's: what a check of its layout can run in seconds. Pure.
+
+Kept: families, activation functions, biases, ratios of heads, tied and trainable flags, masks, how modules are cut
+and divided, dtypes, data and tokenizer. Made smaller: depth, widths, pictures, sequence, batch, degrees.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mmtrain import config as config_module
+from mmtrain.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LanguageConfig,
+    LoRAConfig,
+    MetricsConfig,
+    ModelConfig,
+    ParallelismConfig,
+    ValidationConfig,
+)
+from mmtrain.models.families import ENCODERS, LANGUAGES, Family, encoder_config, language_config
+from mmtrain.models.shapes import VisionShape, language_shape, vision_shape
+from mmtrain.planner.iteration import IterationPlanner
+
+MOST_RANKS = 8
+"""Processes above which degrees are lowered to 2."""
+
+SEQ_LEN = 512
+"""Tokens of a microbatch, unless two pictures need more."""
+
+_HEAD_DIM = 16
+_PICTURE_TOKENS = 16
+_LOWERED_FIRST = (
+    "data_parallel_shard_degree",
+    "data_parallel_replicate_degree",
+    "context_parallel_degree",
+    "pipeline_parallel_degree",
+    "tensor_parallel_degree",
+)
+
+_ENCODER_KEYS: Mapping[str, Mapping[str, str]] = {
+    "qwen2_vl_vision": {"width": "embed_dim", "depth": "depth", "heads": "num_heads", "out": "hidden_size"},
+    "qwen2_5_vl_vision": {
+        "width": "hidden_size",
+        "depth": "depth",
+        "heads": "num_heads",
+        "mlp": "intermediate_size",
+        "out": "out_hidden_size",
+    },
+    "siglip_vision_model": {
+        "width": "hidden_size",
+        "depth": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "mlp": "intermediate_size",
+    },
+    "vit": {
+        "width": "hidden_size",
+        "depth": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "mlp": "intermediate_size",
+    },
+    "whisper_encoder": {
+        "width": "d_model",
+        "depth": "encoder_layers",
+        "heads": "encoder_attention_heads",
+        "mlp": "encoder_ffn_dim",
+    },
+}
+"""What each encoder family calls its sizes; `out` is the width that its own merger makes."""
+
+_DEPTH_LISTS = ("layer_types", "max_window_layers", "sliding_window")
+"""Optional keys of language models that speak of single layers; what they say is refused or the default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shrunk:
+    """A small job, and what of the layout had to change."""
+
+    config: Config
+    notes: tuple[str, ...]
+
+
+def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
+    """A job with the layout of `config` and a tiny model with random weights, on the same data.
+
+    Args: seq_len: tokens of a microbatch, unless the config has fewer, or two pictures need more.
+    Raises: ConfigError: the model's configs cannot be read, or the real model cannot be cut or divided so.
+    """
+    parallelism, notes = _fewer_ranks(config.parallelism)
+    model = _model(config, parallelism)
+    dp = parallelism.mesh_shape.dp
+    per_replica = config.training.global_batch_size // config.parallelism.mesh_shape.dp
+    training = replace(
+        config.training,
+        seq_len=min(config.training.seq_len, max(seq_len, 2 * _picture_tokens(model) + seq_len // 2)),
+        global_batch_size=dp * min(per_replica, max(2, 2 * parallelism.pipeline_parallel_degree)),
+        attention_backend="auto",  # it runs on CPUs, which have one backend
+    )
+    small = replace(
+        config,
+        model=model,
+        data=_data(config.data, model),
+        training=training,
+        parallelism=replace(parallelism, context_parallel_block_size=min(parallelism.context_parallel_block_size, 32)),
+        # A limit in GiB of the real model says nothing about this one.
+        planner=replace(config.planner, activation_memory_gib=0.0),
+        validation=ValidationConfig(),
+        checkpoint=CheckpointConfig(),
+        metrics=MetricsConfig(enable_tensorboard=False, progress_bar=False, peak_flops=1.0),
+    )
+    config_module.check(small)
+    return Shrunk(config=small, notes=notes)
+
+
+def _fewer_ranks(section: ParallelismConfig) -> tuple[ParallelismConfig, tuple[str, ...]]:
+    notes = []
+    for name in _LOWERED_FIRST:
+        degree, world = getattr(section, name), section.mesh_shape.world_size
+        if world > MOST_RANKS and degree > 2:
+            lowered: dict[str, Any] = {name: 2}
+            section = replace(section, **lowered)
+            notes.append(f"parallelism.{name} {degree} -> 2: the job has {world} ranks, more than {MOST_RANKS}")
+    return section, tuple(notes)
+
+
+# ---------------------------------------------------------------------------------------------- model
+
+
+def _model(config: Config, parallelism: ParallelismConfig) -> ModelConfig:
+    model, tp = config.model, parallelism.tensor_parallel_degree
+    partition = IterationPlanner.of(config).partition  # which also refuses what the real model cannot be divided by
+    modules = ("language",) if model.encoder is None else ("vision", "language")
+    segments = {name: len(partition.of_module(name)) // partition.num_ranks for name in modules}
+    stages = {name: count * parallelism.pipeline_parallel_degree for name, count in segments.items()}
+    language = _language(model, tp, stages["language"])
+    width = language["hidden_size"]
+    projector = model.projector
+    if projector.hidden_size:
+        hidden = _scaled(projector.hidden_size, width, language_shape(model).width, tp)
+        projector = replace(projector, hidden_size=hidden)
+    encoder = model.encoder
+    if encoder is not None:
+        encoder_tp = 1 if parallelism.encoder_tensor_parallel == "data" else tp
+        values = _encoder(encoder, vision_shape(model), encoder_tp, stages["vision"], width)
+        size = encoder.sub_microbatch_size
+        encoder = replace(
+            encoder,
+            pretrained="",
+            config=values,
+            num_segments=segments["vision"],
+            sub_microbatch_size=min(size, 2),  # so that the few pictures of a small microbatch are still divided
+        )
+    return replace(
+        model,
+        encoder=encoder,
+        projector=replace(projector, pretrained=""),
+        language=replace(model.language, pretrained="", config=language, num_segments=segments["language"]),
+        lora=_lora(model.lora) if _has_adapters(model) else model.lora,
+    )
+
+
+def _has_adapters(model: ModelConfig) -> bool:
+    return "lora" in (model.language.trainable, model.encoder.trainable if model.encoder else False)
+
+
+def _lora(section: LoRAConfig) -> LoRAConfig:
+    rank = min(section.rank, 4)
+    return replace(section, rank=rank, alpha=section.alpha * rank / section.rank)
+
+
+def _language(model: ModelConfig, tp: int, num_stages: int) -> dict[str, Any]:
+    section: LanguageConfig = model.language
+    shape, values = language_shape(model), language_config(section)
+    kv_heads = min(shape.num_kv_heads, max(2, tp))
+    heads = kv_heads * min(shape.num_heads // shape.num_kv_heads, 4)
+    head_dim = min(shape.head_dim, _HEAD_DIM)
+    width = heads * head_dim
+    if values.get("head_dim"):  # the width is free of the heads
+        width = min(shape.width, _scaled(width, shape.width, shape.num_heads * shape.head_dim, 8))
+        values["head_dim"] = head_dim
+    values |= {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": _scaled(shape.mlp_width, width, shape.width, tp),
+        "num_hidden_layers": min(shape.depth, max(2, num_stages)),
+        "vocab_size": _scaled(shape.vocab_size, 1, 1, tp),  # the tokenizer is the user's
+    }
+    kept = {key: value for key, value in values.items() if key not in _DEPTH_LISTS}
+    return _inline(kept, LANGUAGES[shape.model_type])
+
+
+def _encoder(
+    section: EncoderConfig, shape: VisionShape, tp: int, num_stages: int, language_width: int
+) -> dict[str, Any]:
+    values, keys = encoder_config(section), _ENCODER_KEYS[shape.model_type]
+    heads = min(shape.num_heads, max(2, tp))
+    width = heads * min(shape.width // shape.num_heads, _HEAD_DIM)
+    depth = min(shape.depth, max(2, num_stages))
+    values |= {keys["width"]: width, keys["depth"]: depth, keys["heads"]: heads}
+    if "mlp" in keys:
+        values[keys["mlp"]] = _scaled(shape.mlp_width, width, shape.width, tp)
+    if "out" in keys:
+        values[keys["out"]] = language_width
+    if shape.window:
+        values["window_size"] = min(shape.window, 2) * shape.patch_size * shape.merge
+        full = [block for block in shape.full_blocks if block < shape.depth]
+        values["fullatt_block_indexes"] = list(range(depth)) if len(full) == shape.depth else [depth - 1][: len(full)]
+    return _inline(values, ENCODERS[shape.model_type])
+
+
+def _inline(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """A config as one writes it into a TOML file: known keys with a value."""
+    known = {"model_type", *family.defaults, *family.optional}
+    return {key: value for key, value in values.items() if key in known and value is not None}
+
+
+def _scaled(size: int, new: int, old: int, multiple: int) -> int:
+    """size * new / old, rounded up to a multiple."""
+    return -(-size * new // (old * multiple)) * multiple
+
+
+# ----------------------------------------------------------------------------------------------- data
+
+
+def _picture_tokens(model: ModelConfig) -> int:
+    """Tokens of one of the small job's pictures at most."""
+    if model.encoder is None:
+        return 0
+    shape = vision_shape(model)
+    if shape.fixed_grid is None:
+        return _PICTURE_TOKENS
+    t, h, w = shape.fixed_grid
+    return t * h * w // shape.patches_per_token
+
+
+def _data(section: DataConfig, model: ModelConfig) -> DataConfig:
+    section = replace(section, num_workers=0, too_long="truncate" if model.encoder is None else "skip")
+    if model.encoder is None or vision_shape(model).fixed_grid is not None:
+        return section
+    shape = vision_shape(model)
+    token = (shape.patch_size * shape.merge) ** 2
+    most = min(section.max_pixels or _PICTURE_TOKENS * token, _PICTURE_TOKENS * token)
+    return replace(section, max_pixels=most, min_pixels=min(token, most))

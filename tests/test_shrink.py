@@ -1,0 +1,167 @@
+"""A shrunk job keeps the kind of the model and how it is divided."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmtrain import config
+from mmtrain.config import (
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LanguageConfig,
+    LoRAConfig,
+    ModelConfig,
+    ParallelismConfig,
+    ProjectorConfig,
+    TrainingConfig,
+)
+from mmtrain.errors import ConfigError
+from mmtrain.models.shapes import language_shape, vision_shape
+from mmtrain.models.spec_builders import model_spec
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.shrink import MOST_RANKS, shrink
+
+ENCODERS: dict[str, dict[str, Any]] = {
+    "qwen2_vl_vision": {"hidden_size": 3584},
+    "qwen2_5_vl_vision": {"out_hidden_size": 3584, "hidden_size": 1280},
+    "siglip_vision_model": {"image_size": 384, "patch_size": 16},
+    "vit": {},
+    "whisper_encoder": {"max_source_positions": 1500},
+}
+LANGUAGES: dict[str, dict[str, Any]] = {
+    "qwen2": {
+        "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "vocab_size": 152064, "layer_types": ["full_attention"] * 28,
+    },
+    "llama": {
+        "hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8, "intermediate_size": 8192,
+        "num_hidden_layers": 28, "vocab_size": 128256, "head_dim": 128, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def job(encoder: str | None = "qwen2_vl_vision", language: str = "qwen2", **sections: Any) -> Config:
+    model = ModelConfig(
+        encoder=None if encoder is None else EncoderConfig(config={"model_type": encoder, **ENCODERS[encoder]}),
+        language=LanguageConfig(config={"model_type": language, **LANGUAGES[language]}),
+    )
+    made = Config(
+        model=sections.pop("model", model), data=DataConfig(source="somewhere", **sections.pop("data", {})),
+        training=TrainingConfig(steps=10, seq_len=8192, global_batch_size=64), **sections,
+    )  # fmt: skip
+    config.check(made)
+    return made
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("encoder", [None, *ENCODERS])
+def test_every_family_becomes_small_and_can_be_cut_and_divided(encoder: str | None, language: str) -> None:
+    parallelism = ParallelismConfig(pipeline_parallel_degree=2, tensor_parallel_degree=2)
+    small = shrink(job(encoder, language, parallelism=parallelism)).config
+    planner = IterationPlanner.of(small)
+    big = model_spec(job(encoder, language).model)
+    assert planner.spec.num_params < big.num_params / 10
+    assert [m.name for m in planner.spec.modules] == [m.name for m in big.modules]
+    shape = language_shape(small.model)
+    assert shape.num_heads % 2 == shape.num_kv_heads % 2 == shape.mlp_width % 2 == shape.vocab_size % 2 == 0
+    assert shape.vocab_size == LANGUAGES[language]["vocab_size"], "the user's tokenizer must fit"
+    assert shape.width <= 256
+    if encoder:
+        vision = vision_shape(small.model)
+        assert vision.num_heads % 2 == vision.mlp_width % 2 == 0
+        assert vision.width <= 64
+        assert vision.patch_size == vision_shape(job(encoder, language).model).patch_size
+
+
+def test_ratios_of_heads_ties_and_head_widths_stay() -> None:
+    small = language_shape(shrink(job(None, "llama")).config.model)
+    assert (small.num_heads, small.num_kv_heads, small.head_dim, small.width) == (6, 2, 16, 96)
+    assert small.tied
+
+
+def test_windows_and_whole_frames_both_stay() -> None:
+    small = vision_shape(shrink(job("qwen2_5_vl_vision")).config.model)
+    assert small.window == 2
+    assert small.full_blocks == (small.depth - 1,)
+
+
+def test_modules_are_cut_into_as_many_segments_as_before() -> None:
+    model = job().model
+    assert model.encoder is not None
+    model = dataclasses.replace(model, language=dataclasses.replace(model.language, num_segments=3))
+    big = job(model=model, parallelism=ParallelismConfig(pipeline_parallel_degree=2))
+    parts, small = IterationPlanner.of(big).partition, IterationPlanner.of(shrink(big).config).partition
+    assert len(small.stages) == len(parts.stages)
+    assert [stage.module for stage in small.stages] == [stage.module for stage in parts.stages]
+
+
+def test_what_trains_and_what_is_masked_stays() -> None:
+    model = dataclasses.replace(
+        job().model,
+        encoder=EncoderConfig(config={"model_type": "vit"}, trainable=False, sub_microbatch_size=16),
+        projector=ProjectorConfig(trainable=False, hidden_size=4096),
+        language=LanguageConfig(
+            config={"model_type": "qwen2", **LANGUAGES["qwen2"]}, trainable="lora", attention_mask="prefix"
+        ),
+        lora=LoRAConfig(rank=64, alpha=128.0, target_modules=["q_proj"]),
+    )
+    small = shrink(job(model=model)).config.model
+    assert small.encoder is not None
+    assert (small.encoder.trainable, small.projector.trainable, small.language.trainable) == (False, False, "lora")
+    assert small.language.attention_mask == "prefix"
+    assert small.lora == LoRAConfig(rank=4, alpha=8.0, target_modules=["q_proj"])
+    assert small.encoder.sub_microbatch_size == 2
+    assert 0 < small.projector.hidden_size < 256
+
+
+def test_degrees_are_lowered_only_where_there_would_be_too_many_processes() -> None:
+    few = ParallelismConfig(context_parallel_degree=4, tensor_parallel_degree=2)
+    assert shrink(job(parallelism=few)).notes == ()
+    many = ParallelismConfig(
+        data_parallel_shard_degree=8, tensor_parallel_degree=4, pipeline_parallel_degree=2
+    )  # fmt: skip
+    small = shrink(job(parallelism=many))
+    assert small.config.parallelism.data_parallel_shard_degree == 2
+    assert small.config.parallelism.tensor_parallel_degree == 2
+    assert small.config.parallelism.mesh_shape.world_size == MOST_RANKS
+    assert [note.split(":")[0] for note in small.notes] == [
+        "parallelism.data_parallel_shard_degree 8 -> 2", "parallelism.tensor_parallel_degree 4 -> 2",
+    ]  # fmt: skip
+    assert small.config.training.global_batch_size % 2 == 0
+
+
+def test_microbatches_hold_two_pictures() -> None:
+    fixed = shrink(job("siglip_vision_model")).config
+    assert fixed.training.seq_len >= 2 * 24 * 24 // 4 + 256
+    packed = shrink(job(data={"max_pixels": 10**6})).config
+    assert packed.data.max_pixels == 16 * 28 * 28
+    assert packed.data.too_long == "skip"
+    assert shrink(job(None)).config.data.too_long == "truncate"
+    assert shrink(job(), seq_len=64).config.training.seq_len == 64
+
+
+def test_a_job_that_is_small_already_stays_as_it_is(tmp_path: Path) -> None:
+    small = shrink(shrink(job()).config)
+    assert small == shrink(small.config)
+    path = tmp_path / "small.toml"
+    path.write_text(config.dump(small.config))
+    assert config.load(path) == small.config
+
+
+def test_pretrained_models_keep_their_shape_alone(tmp_path: Path) -> None:
+    import json
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LANGUAGES["llama"], "torch_dtype": "x"}))
+    model = ModelConfig(language=LanguageConfig(pretrained=str(tmp_path)))
+    small = shrink(job(model=model)).config.model.language
+    assert small.pretrained == ""
+    assert small.config["num_attention_heads"] == 6
+    assert "torch_dtype" not in small.config
+
+
+def test_what_the_real_model_cannot_be_divided_by_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_degree = 8 does not divide"):  # 28 heads
+        shrink(job(parallelism=ParallelismConfig(tensor_parallel_degree=8)))
