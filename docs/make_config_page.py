@@ -34,10 +34,14 @@ writes the same text to `config.toml` in its dump folder.
 Rules between sections:
 
 - `data_parallel_replicate_degree` x `data_parallel_shard_degree` must divide `training.global_batch_size`.
-- `tensor_parallel_degree` and `context_parallel_degree` must be 1: these axes are not built yet.
+- `tensor_parallel_degree` must divide the query heads, key heads, MLP width and vocabulary of the language model, and
+  the heads and widths of encoder and projector unless `encoder_tensor_parallel = "data"`.
+- `fsdp_reshard_after_forward = "always"` needs `data_parallel_shard_degree = 1`.
+- `encoder_context_parallel = "patches"` and `encoder_tensor_parallel = "data"` need a degree above 1 on their axis.
+- `[model.lora]` needs a module with `trainable = "lora"`.
 - The product of all degrees is the number of processes that the launcher must start.
 - `lr_scheduler.warmup_steps` is at most `training.steps`.
-- At least one of encoder, projector and language model is not frozen.
+- At least one of encoder, projector and language model is trainable.
 - `planner.activation_memory_gib` needs the schedule `interleave`.
 """
 
