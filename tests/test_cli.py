@@ -1,6 +1,7 @@
 """The command as a user types it: what works, and one line for everything that does not."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,33 @@ def test_bad_input_ends_with_one_line(job, capsys, monkeypatch, overrides, messa
     assert len(lines) == 1, captured.err
     assert lines[0].startswith("error [rank 0]: ")
     assert message in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--parallelism.tensor_parallel_degree=3"], "does not divide model.language: num_attention_heads = 4"),
+        (["--parallelism.tensor_parallel_degree=4"], "num_key_value_heads = 2; .* up to 4 that fits this model is 2"),
+        (["--parallelism.pipeline_parallel_degree=9"], "needs a layer"),
+        (
+            [
+                "--parallelism.context_parallel_degree=2", "--parallelism.encoder_context_parallel=patches",
+                "--model.encoder.config={model_type='siglip_vision_model'}",
+            ],
+            "stay together",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_degrees_are_refused_before_any_process_starts(job, capsys, monkeypatch, overrides, message):
+    from torch.distributed.launcher import api
+
+    def started(*_):
+        raise AssertionError("processes were started")
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(api, "elastic_launch", started)
+    assert main(["train", "--config", str(job), *overrides]) == 2
+    assert re.search(message, one_line(capsys))
 
 
 def test_a_missing_config_is_one_line(capsys):
