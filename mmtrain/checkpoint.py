@@ -229,13 +229,18 @@ class Checkpointer:
                 if source is not tensor and local_part(source).data_ptr() != local_part(tensor).data_ptr():
                     local_part(tensor).copy_(local_part(source))
         flat = {}
+        used: set[str] = set()
         for key in self._optimizers.state_dict():
             kind, _, rest = key.partition(".")
             stored = rest
             for alias, name in self._aliases.items():
                 if rest.startswith(alias + "."):
                     stored = name + rest[len(alias) :]
-            flat[key] = tensors[f"optimizer.{kind}.{stored}"]
+            name = f"optimizer.{kind}.{stored}"
+            value = tensors[name]
+            # Two copies of a tied matrix on one rank: each has moments of its own.
+            flat[key] = value.clone() if name in used and isinstance(value, Tensor) else value
+            used.add(name)
         settings = self._settings()
         self._optimizers.load_state_dict(flat)
         for group, values in zip(self._groups(), settings, strict=True):

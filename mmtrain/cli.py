@@ -12,6 +12,7 @@ from mmtrain import __version__, config
 from mmtrain.errors import MMTrainError
 
 if TYPE_CHECKING:
+    from mmtrain.planner.iteration import IterationPlanner
     from mmtrain.schedule.problem import PlanningProblem
     from mmtrain.schedule.timeline import Timeline
 
@@ -173,7 +174,11 @@ def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _config(args: argparse.Namespace) -> int:
-    print(config.dump(config.load(args.config, args.overrides)), end="")
+    from mmtrain.planner.iteration import IterationPlanner
+
+    job = config.load(args.config, args.overrides)
+    IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided
+    print(config.dump(job), end="")
     return 0
 
 
@@ -295,12 +300,11 @@ def _show(args: argparse.Namespace) -> int:
     from mmtrain.schedule.lower import lower
 
     _check_show(args)
-    name, sharded = args.name or "1F1B", False
+    name, planner = args.name or "1F1B", None
     if args.config:
         job = config.load(args.config, args.overrides)
         name = args.name or job.parallelism.pipeline_parallel_schedule
-        problem = _problem_of_batch(job, args.batch or 0)
-        sharded = config.uses_fsdp(job.parallelism.mesh_shape, job.training)
+        planner, problem = _problem_of_batch(job, args.batch or 0)
     elif args.problem:
         from mmtrain.schedule.problem import PlanningProblem
 
@@ -310,6 +314,7 @@ def _show(args: argparse.Namespace) -> int:
     result = make_plan(problem, name)
     if result.plan is None or result.timeline is None:
         raise MMTrainError(f"no plan: {result.message}")
+    plan = result.plan
     if args.format == "png":
         args.out.write_bytes(draw.png(result.timeline, title=name))
         return 0
@@ -318,7 +323,7 @@ def _show(args: argparse.Namespace) -> int:
         "svg": lambda: draw.svg(result.timeline, title=name),
         "trace": lambda: json.dumps(draw.trace_events({name: result.timeline})),
         "json": lambda: plan_to_json(problem, result),
-        "program": lambda: f"{lower(result.plan, problem, sharded=sharded)}\n",
+        "program": lambda: f"{planner.lower(plan, problem) if planner else lower(plan, problem, sharded=False)}\n",
     }[args.format]()
     if args.out:
         args.out.write_text(text)
@@ -354,7 +359,7 @@ def _summary(name: str, timeline: "Timeline") -> str:
     return f"{name}: makespan {timeline.makespan_s:.4g} s, bubble {100 * timeline.bubble:.1f} %, peak MiB {peaks}"
 
 
-def _problem_of_batch(job: config.Config, number: int) -> "PlanningProblem":
+def _problem_of_batch(job: config.Config, number: int) -> "tuple[IterationPlanner, PlanningProblem]":
     from mmtrain.data.loader import Loader
     from mmtrain.planner.iteration import IterationPlanner
 
@@ -362,7 +367,7 @@ def _problem_of_batch(job: config.Config, number: int) -> "PlanningProblem":
     dp = job.parallelism.mesh_shape.dp
     with Loader(job, dp_degree=dp, num_workers=0, num_steps=number + 1) as loader:
         *_, (_, meta, _) = loader
-    return planner.problem(meta)[1]
+    return planner, planner.problem(meta)[1]
 
 
 def _chain(num_ranks: int, num_microbatches: int) -> "PlanningProblem":

@@ -498,6 +498,11 @@ def check(config: Config) -> None:
             f"training.global_batch_size = {config.training.global_batch_size} microbatches cannot be shared "
             f"equally by {dp} data-parallel replicas; make it a multiple of {dp}"
         )
+    if config.training.seq_len < parallelism.context_parallel_degree:
+        raise ConfigError(
+            f"training.seq_len = {config.training.seq_len} tokens cannot be divided by "
+            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree} ranks; lower the degree"
+        )
     if config.training.steps < config.lr_scheduler.warmup_steps:
         raise ConfigError(
             f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} is more than "
@@ -532,6 +537,11 @@ def _check_encoder_parallelism(config: Config) -> None:
     """Refuses ways to divide the encoder that do not fit the degrees."""
     section = config.parallelism
     if config.model.encoder is None:
+        for key, default in (("encoder_context_parallel", "images"), ("encoder_tensor_parallel", "shard")):
+            if getattr(section, key) != default:
+                raise ConfigError(
+                    f'parallelism.{key} = "{getattr(section, key)}", but there is no [model.encoder]; remove the key'
+                )
         return
     patches = section.encoder_context_parallel == "patches"
     if patches and section.context_parallel_degree == 1:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from mmtrain.config import LRSchedulerConfig, OptimizerConfig
 from mmtrain.titan import FrozenAwareOptimizers, ParamGroupConfig
@@ -40,25 +41,24 @@ def build_optimizers(
 
     Matrices are decayed; vectors, embeddings and the tied head, which is an embedding, are not.
 
+    Plain and distributed tensors are in different groups, since one kernel call cannot take both.
+
     Args: tied: copies of the tied embedding among the parameters.
     """
-    plain = set()
+    kinds: dict[tuple[bool, bool], set[str]] = {}
     for chunk in chunks:
         embeddings = {id(m.weight) for m in chunk.modules() if isinstance(m, nn.Embedding)}
         for name, parameter in chunk.named_parameters():
-            if parameter.ndim < 2 or id(parameter) in embeddings or any(parameter is t for t in tied):
-                plain.add(name)
+            kept = parameter.ndim < 2 or id(parameter) in embeddings or any(parameter is t for t in tied)
+            kinds.setdefault((not kept, isinstance(parameter, DTensor)), set()).add(name)
     shared = {"lr": section.lr, "betas": (section.beta1, section.beta2), "eps": section.eps}
-    no_decay = "^(?:" + "|".join(re.escape(name) for name in sorted(plain)) + ")$"
     groups = [
         ParamGroupConfig(
-            pattern=no_decay, optimizer_name=section.name, optimizer_kwargs={**shared, "weight_decay": 0.0}
-        ),
-        ParamGroupConfig(
-            pattern=".*",
+            pattern="^(?:" + "|".join(re.escape(name) for name in sorted(names)) + ")$",
             optimizer_name=section.name,
-            optimizer_kwargs={**shared, "weight_decay": section.weight_decay},
-        ),
+            optimizer_kwargs={**shared, "weight_decay": section.weight_decay if decayed else 0.0},
+        )
+        for (decayed, _), names in sorted(kinds.items(), key=lambda item: item[0])
     ]
     config = FrozenAwareOptimizers.Config(param_groups=groups, implementation=section.implementation)
     return FrozenAwareOptimizers(config, model_parts=list(chunks))

@@ -27,7 +27,7 @@ from mmtrain.data.batch import Batch, check_batch
 from mmtrain.data.loader import Loader
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.packing import LoaderState
-from mmtrain.errors import DataError, MMTrainError, TrainingError
+from mmtrain.errors import ConfigError, DataError, MMTrainError, TrainingError
 from mmtrain.metrics import Reporter, StepMetrics, memory_gib, peak_flops, setup_logging
 from mmtrain.optim import build_optimizers, lr_factor, set_lr
 from mmtrain.parallel.activation_checkpoint import saved_ops
@@ -110,6 +110,10 @@ class Trainer:
         self.checkpointer: Checkpointer | None = None
         self.mesh: Mesh = build_mesh(config.parallelism.mesh_shape, device, data_encoder=config.data_encoder)
         self._log_start()
+        if config.training.attention_backend == "flex" and device.type != "cuda":
+            raise ConfigError(
+                f'training.attention_backend = "flex" trains on CUDA alone, but the device is {device.type}; set "auto"'
+            )
         self.model = build_local_model(
             config.model,
             self.spec,
@@ -465,7 +469,9 @@ class Trainer:
     ) -> None:
         mesh = self.mesh
         busy = sum(end - start for _, start, end in outcome.rows)
-        ranks = mesh.gather_pp((busy, outcome.span[1] - outcome.span[0], *memory_gib(mesh.device)))
+        ranks = mesh.gather_pp((busy, outcome.span[1] - outcome.span[0]))
+        memory = torch.tensor(memory_gib(mesh.device), dtype=torch.float64)
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         makespan = max(rank[1] for rank in ranks)
         bubble = 1 - sum(rank[0] for rank in ranks) / (makespan * len(ranks))
         flops = sum(f.total for f in self.planner.flops(plan.batching).values())
@@ -495,8 +501,8 @@ class Trainer:
                 bubble=bubble,
                 flops=float(totals[3]) / mesh.shape.world_size,
                 peak_flops=self.peak_flops,
-                memory_gib=max(rank[2] for rank in ranks),
-                memory_percent=max(rank[3] for rank in ranks),
+                memory_gib=float(memory[0]),
+                memory_percent=float(memory[1]),
                 world_size=mesh.shape.world_size,
             ),
             quiet=quiet,

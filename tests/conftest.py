@@ -1,9 +1,12 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks import start_server
 
+settings.register_profile("mmtrain", deadline=None)  # a shared machine is slow at times
+settings.load_profile("mmtrain")
 start_server()  # it imports torch while the tests are collected
 
 

@@ -81,8 +81,9 @@ def test_bad_degrees_are_refused_before_any_process_starts(job, capsys, monkeypa
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(api, "elastic_launch", started)
-    assert main(["train", "--config", str(job), *overrides]) == 2
-    assert re.search(message, one_line(capsys))
+    for command in ("train", "config"):
+        assert main([command, "--config", str(job), *overrides]) == 2
+        assert re.search(message, one_line(capsys))
 
 
 def test_a_missing_config_is_one_line(capsys):

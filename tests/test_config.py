@@ -74,6 +74,8 @@ def test_dump_reads_back_equal(load, tmp_path):
         ("--model.language.pretrained=x", "now both are given"),
         ("--model.language.config={}", "now neither is given"),
         ("--model.language.config={a=1}", "`model_type` is missing"),
+        ("--parallelism.context_parallel_degree=65", "training.seq_len = 64 tokens cannot be divided"),
+        ("--parallelism.encoder_tensor_parallel=data", r"there is no \[model.encoder\]; remove the key"),
         ("--model=3", "names no section"),
         ("--model.language=3", "it is a section"),
         ("--checkpoint.keep_latest_k=1", "at least 2"),

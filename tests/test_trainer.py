@@ -32,6 +32,8 @@ def test_twenty_steps_have_one_loss_curve_on_every_layout(tmp_path, charts):
         "pp 2": layout(pp=2),
         "pp 2 x shard 2": layout(pp=2, shard=2),
         "replicate 2 x shard 2": layout(replicate=2, shard=2),
+        "tensor 2": layout(tp=2),
+        "pp 2 x tensor 2": layout(pp=2, tp=2),
         "context 2 x tensor 2": layout(cp=2, tp=2),
     }.items():
         path = write_config(tmp_path / name.replace(" ", "-"), charts)
@@ -159,6 +161,18 @@ def test_a_checkpoint_goes_from_pipeline_to_tensor_ranks_to_one_process(tmp_path
     assert sorted(moved) == [1, 2, 3, 4, 5, 6]
     for step, loss in one.items():
         assert abs(moved[step] - loss) / loss < CURVE_TOLERANCE, step
+
+
+def test_two_copies_of_a_tied_embedding_on_one_rank_resume_exactly(tmp_path, charts):
+    """Each copy has its own moments again, which a step must not update twice."""
+    extra = ["model.language.num_segments=2", "checkpoint.enable=true", "checkpoint.interval=2"]
+    extra += ["lr_scheduler.decay_ratio=0"]  # one rate whatever the number of steps
+    whole = write_config(tmp_path / "whole", charts)
+    run_ranks(train, 1, whole, extra)
+    path = write_config(tmp_path / "resumed", charts)
+    run_ranks(train, 1, path, [*extra, "training.steps=2"])
+    run_ranks(train, 1, path, extra)
+    assert metrics(path.parent) == metrics(whole.parent)
 
 
 def test_an_asynchronous_checkpoint_equals_a_synchronous_one(tmp_path, charts):

@@ -21,14 +21,6 @@ ATTENTION = (
 )
 """The operations that attention becomes, by device and mask; the last stands for compiled FlexAttention."""
 
-COMMUNICATION = (
-    "_c10d_functional.all_gather_into_tensor",
-    "_c10d_functional.reduce_scatter_tensor",
-    "_c10d_functional.all_reduce",
-    "_c10d_functional.wait_tensor",
-)
-"""The collectives of tensor parallelism."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
@@ -42,7 +34,7 @@ class Recomputation:
     @classmethod
     def of(cls, section: ActivationCheckpointConfig) -> "Recomputation":
         """What a config section asks for."""
-        save = {"selective": (*PRODUCTS, *ATTENTION, *COMMUNICATION), "ops": tuple(section.save_ops)}
+        save = {"selective": (*PRODUCTS, *ATTENTION), "ops": tuple(section.save_ops)}
         return cls(enable=section.mode != "none", save_ops=save.get(section.mode, ()))
 
     def kept_bytes(self, layer: LayerSpec, size: WorkSize) -> float:
@@ -60,7 +52,7 @@ class Recomputation:
             kept += layer.product_bytes(size) * (1 if layer.adapters is None else 2)
         if self._saves(ATTENTION):
             kept += layer.attention_bytes(size)
-        known = (*PRODUCTS, *ATTENTION, *COMMUNICATION)
+        known = (*PRODUCTS, *ATTENTION)
         if not all(_is_one_of(name, known) for name in self.save_ops):
             kept += layer.activation_bytes(size)
         return kept

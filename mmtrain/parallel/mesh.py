@@ -67,8 +67,6 @@ class Mesh:
     """Ranks that differ in cp or tp alone, cp outermost: the plane of this pp_rank; None for one rank."""
     cp_group: dist.ProcessGroup | None
     """Ranks that differ in cp alone; None for one."""
-    data_encoder: bool
-    """Whether each tp rank holds the whole encoder."""
     encoder_mesh: DeviceMesh | None
     """(pp, dp_replicate, dp_shard x cp x tp), where tp ranks hold whole encoders."""
     batch_group: dist.ProcessGroup | None
@@ -91,6 +89,11 @@ class Mesh:
     def is_leader(self) -> bool:
         """Whether this rank reads the data of its replica."""
         return self.place.pp == 0 and self.place.cp == 0 and self.place.tp == 0
+
+    @property
+    def data_encoder(self) -> bool:
+        """Whether each tp rank holds the whole encoder."""
+        return self.encoder_mesh is not None
 
     @property
     def tp(self) -> DeviceMesh:
@@ -197,7 +200,6 @@ def build_mesh(shape: MeshShape, device: torch.device, *, data_encoder: bool = F
         replica_ranks=replica_ranks,
         plane_group=plane_group,
         cp_group=cp_group,
-        data_encoder=encoder_mesh is not None,
         encoder_mesh=encoder_mesh,
         batch_group=dims.get_mesh("batch").get_group() if shape.dp > 1 else None,
         channels=Channels(mine, pp_group, directed),

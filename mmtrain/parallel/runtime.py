@@ -224,8 +224,8 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             arriving.wait()
             edge, forward = transfer
             (stage.inbox if forward else stage.grad_inbox)[edge] = tensor
-            for sent in arrived:  # returns at once: the peer has these, or it would not have answered
-                self._sent.pop(sent)[0].wait()
+            for sent in arrived if tensor.numel() else ():  # what is empty was never sent, and proves nothing
+                self._sent.pop(sent)[0].wait()  # returns at once: the peer has these, or it would not have answered
 
     def _reduce(self, action: BoundAction, ctx: Any) -> None:
         stage = self._by_index[action.stage_index]

@@ -17,6 +17,7 @@ from mmtrain.planner.layout import IterationLayout, Plane
 from mmtrain.planner.partition import Partition, partition
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.schedule.lower import Program, lower
+from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.transport import check_transport
 
@@ -102,12 +103,19 @@ class IterationPlanner:
         result = make_plan(problem, self.schedule)
         if result.plan is None:
             raise PlanError(result.message)
-        regathered = [stage.index for stage in self.partition.stages if stage.module in self.regathered]
-        program = lower(result.plan, problem, sharded=self.sharded, regathered=regathered, reduce=not forward_only)
+        program = self.lower(result.plan, problem, forward_only=forward_only)
         if self.check_plans:
             check_transport(program)
         layout = self.layout(batching, meta)
+        if self.plane.cp > 1:  # now, on all ranks, and not in the middle of a step
+            for index in range(len(meta.microbatches)):
+                layout.tokens(index)
         return IterationPlan(batching=batching, layout=layout, problem=problem, result=result, program=program)
+
+    def lower(self, plan: Plan, problem: PlanningProblem, *, forward_only: bool = False) -> Program:
+        """The program of a plan, as the runtime executes it."""
+        regathered = {place.index for place in self.partition.stages if place.module in self.regathered}
+        return lower(plan, problem, sharded=self.sharded, regathered=regathered, reduce=not forward_only)
 
     def layout(self, batching: Batching, meta: IterationMeta) -> IterationLayout:
         """The division of an iteration's works over the ranks of a plane."""

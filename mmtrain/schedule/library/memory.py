@@ -17,7 +17,8 @@ class Memory:
 
     For each cluster c and rank r, need[c][r] = (what c and all younger ones hold on r) + (what c will
     still add to r). As long as need <= limit everywhere, the oldest unfinished cluster can run to its end.
-    Stages without a backward hold memory during their forward only.
+    Stages without a backward hold memory during their forward only; what c and all younger ones hold leaves room for
+    the largest of c's that is still to come.
     """
 
     def __init__(
@@ -56,31 +57,25 @@ class Memory:
         limit = self._limit[rank]
         if limit == math.inf:
             return lambda cluster, option: True
-        free: dict[int, float] = {}  # cluster -> what it may add, for the sake of the older ones
-        younger = 0.0
+        free: dict[int, float] = {}  # cluster -> what it may add, for the sake of the older ones and of its own passing
+        on_rank = 0.0
         for c in reversed(self._unfinished):
-            younger += self._held[c][rank]
-            free[c] = limit - younger - self._rest[c][rank]  # first: what those younger than c may add
-        on_rank, least = younger, math.inf
+            on_rank += self._held[c][rank]
+            free[c] = limit - on_rank
+        least = math.inf
         for c in self._unfinished:
-            free[c], least = least, min(least, free[c])
+            passing = self._passing[c][rank]
+            within = min(least, free[c] - passing[-1]) if passing else least
+            free[c], least = within, min(within, free[c] - self._rest[c][rank])
         slack = 1e-9 * limit
 
         def fits(cluster: int, option: Option) -> bool:
             amount = option.activation_bytes
             if on_rank + amount > limit + slack:
                 return False
-            if not option.has_backward:
-                return True
-            passing = self._passing[cluster][rank]
-            if passing and self._held_from(cluster, rank) + amount + passing[-1] > limit + slack:
-                return False
-            return amount <= free[cluster] + slack
+            return not option.has_backward or amount <= free[cluster] + slack
 
         return fits
-
-    def _held_from(self, cluster: int, rank: int) -> float:
-        return sum(self._held[c][rank] for c in self._unfinished if c >= cluster)
 
     def fits_now(self, rank: int, option: Option) -> bool:
         """Whether a forward fits into what is free on its rank, promise or not."""
