@@ -166,8 +166,9 @@ def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "config",
         help="print a config with all its defaults",
         usage="mmtrain config [-h] --config CONFIG [--section.key=value ...]",
-        description="Checks a TOML file and prints it resolved: bases, overrides and defaults included. Any "
-        "--section.key=value overrides the file.",
+        description="Prints a TOML file resolved: bases, overrides and defaults included. Then checks that its model, "
+        "whose config.json may come from the hub, can be built, cut and divided as it says. Any --section.key=value "
+        "overrides the file.",
     )
     parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
     parser.set_defaults(run=_config, takes_overrides=True, overrides=[])
@@ -177,8 +178,8 @@ def _config(args: argparse.Namespace) -> int:
     from mmtrain.planner.iteration import IterationPlanner
 
     job = config.load(args.config, args.overrides)
+    print(config.dump(job), end="", flush=True)
     IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided
-    print(config.dump(job), end="")
     return 0
 
 
