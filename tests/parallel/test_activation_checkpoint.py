@@ -135,7 +135,7 @@ def test_a_name_without_an_overload_means_all_of_them():
 
 def test_the_preset_has_the_operations_of_this_torch():
     found = saved_ops(SECTIONS["selective"])
-    assert {torch.ops.aten.mm.default, torch.ops._c10d_functional.all_gather_into_tensor.default} <= found
+    assert {torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default} <= found
     assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in found
 
 
