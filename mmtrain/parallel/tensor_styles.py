@@ -6,6 +6,7 @@ for the dispatch of DTensor.
 """
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -48,9 +49,9 @@ class DividedModule(ParallelStyle):
         module.forward = compute  # type: ignore[method-assign]
         return module
 
+    @abstractmethod
     def _forward(self, module: nn.Module) -> Callable[..., Tensor]:
         """What replaces the forward of a module whose parameters are still whole."""
-        raise NotImplementedError
 
     def _local(self, module: nn.Module, name: str) -> Tensor | None:
         """This rank's part of a parameter; its gradient becomes one of the DTensor."""
