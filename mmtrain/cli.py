@@ -279,7 +279,7 @@ def _add_schedule(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "data (--config, with any --section.key=value), a planning problem in a file (--problem), or a plain chain of "
         "stages (--pp, --microbatches).",
     )
-    show.add_argument("name", nargs="?", help="schedule: 1F1B or interleave (default: the config's, else 1F1B)")
+    show.add_argument("name", nargs="?", help="schedule, see docs/schedule.md (default: the config's, else 1F1B)")
     show.add_argument("--config", help="TOML file; its first batches are read, nothing is trained")
     show.add_argument("--batch", type=int, metavar="K", help="with --config: which batch (default 0)")
     show.add_argument("--problem", type=Path, metavar="FILE", help="planning problem, .json or .json.gz")
@@ -311,7 +311,7 @@ def _show(args: argparse.Namespace) -> int:
 
         problem = PlanningProblem.read(args.problem)
     else:
-        problem = _chain(4 if args.pp is None else args.pp, 8 if args.microbatches is None else args.microbatches)
+        problem = _chain(name, 4 if args.pp is None else args.pp, 8 if args.microbatches is None else args.microbatches)
     result = make_plan(problem, name)
     if result.plan is None or result.timeline is None:
         raise MMTrainError(f"no plan: {result.message}")
@@ -371,25 +371,17 @@ def _problem_of_batch(job: config.Config, number: int) -> "tuple[IterationPlanne
     return planner, planner.problem(meta)[1]
 
 
-def _chain(num_ranks: int, num_microbatches: int) -> "PlanningProblem":
-    """A plain chain: one stage a rank, forward 1 s, backward 2 s, transfers free, 1 MiB kept a stage."""
+def _chain(name: str, num_ranks: int, num_microbatches: int) -> "PlanningProblem":
+    """The plain chain of a schedule: forward 1 s and backward 2 s a rank, transfers free, 1 MiB kept a rank."""
     from mmtrain.errors import ConfigError
-    from mmtrain.schedule.graph import ModuleStages, Work
-    from mmtrain.schedule.problem import P2P, Option, PlanningProblem
+    from mmtrain.schedule.chain import plain_chain
+    from mmtrain.schedule.library.catalogue import CATALOGUE
 
     if num_ranks < 1 or num_microbatches < 1:
         raise ConfigError("schedule show: --pp and --microbatches are at least 1")
-    option = Option(name="keep", forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0, activation_bytes=2.0**20)
-    return PlanningProblem.build(
-        num_ranks=num_ranks,
-        modules=[ModuleStages(name="language", stages=tuple(range(num_ranks)))],
-        stage_rank=range(num_ranks),
-        works=[Work(module=0, microbatch=m, sub_microbatch=0) for m in range(num_microbatches)],
-        costs=[(option,)],
-        cost_index=[[0] * num_ranks] * num_microbatches,
-        output_bytes=[[0.0] * num_ranks] * num_microbatches,
-        p2p=P2P(latency_s=0.0, bytes_per_s=1.0),
-    )
+    if name not in CATALOGUE:
+        raise ConfigError(f"schedule show: schedule {name!r} does not exist; choose one of {', '.join(CATALOGUE)}")
+    return plain_chain(num_ranks, num_microbatches, CATALOGUE[name], activation_bytes=2.0**20)
 
 
 if __name__ == "__main__":

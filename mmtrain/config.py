@@ -259,6 +259,26 @@ class LRSchedulerConfig:
                 raise ConfigError(f"lr_scheduler.{name} = {getattr(self, name)}; it is a fraction, at most 1")
 
 
+Schedule = Literal[
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "ZB-H1",
+    "ZB-H2",
+    "ZB-AutoSchedule",
+    "InterleavedZeroBubble",
+    "ZBV",
+    "V-half",
+    "V-min",
+    "DualPipeV",
+    "Optimus",
+    "interleave",
+]
+MEMORY_BOUNDED_SCHEDULES = ("ZB-AutoSchedule", "interleave")
+"""Those that honour `planner.activation_memory_gib`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelismConfig:
     """[parallelism]: the degree of each mesh axis, and the schedule."""
@@ -287,8 +307,9 @@ class ParallelismConfig:
     agree on an order of gathers."""
     pipeline_parallel_degree: int = 1
     """P: pipeline ranks."""
-    pipeline_parallel_schedule: Literal["1F1B", "interleave"] = "interleave"
-    """1F1B: one forward, one backward, over the work graph. interleave: DIP's greedy dual queues."""
+    pipeline_parallel_schedule: Schedule = "interleave"
+    """Order of forwards and backwards, see docs/schedule.md. interleave: DIP's greedy dual queues over the work
+    graph. 1F1B: one forward, one backward. The zero-bubble and V-shaped schedules split backwards in two halves."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -338,7 +359,7 @@ class PlannerConfig:
     p2p_bytes_per_s: float = 2.5e10
     """Bandwidth between pipeline ranks."""
     activation_memory_gib: float = 0.0
-    """GiB that activations may take on one rank, for schedule `interleave`; 0: no limit."""
+    """GiB that activations may take on one rank, for schedules `interleave` and `ZB-AutoSchedule`; 0: no limit."""
 
     def __post_init__(self) -> None:
         _at_least("planner", self, p2p_latency_s=0.0, activation_memory_gib=0.0)
@@ -526,10 +547,12 @@ def check(config: Config) -> None:
             "1 (context parallelism still shards, and data_parallel_replicate_degree adds replicas)"
         )
     _check_encoder_parallelism(config)
-    if config.parallelism.pipeline_parallel_schedule == "1F1B" and config.planner.activation_memory_gib:
+    schedule = config.parallelism.pipeline_parallel_schedule
+    if config.planner.activation_memory_gib and schedule not in MEMORY_BOUNDED_SCHEDULES:
         raise ConfigError(
-            "planner.activation_memory_gib is honoured by parallelism.pipeline_parallel_schedule = "
-            '"interleave" alone; 1F1B bounds its memory by its own rule. Remove one of the two'
+            f"planner.activation_memory_gib = {config.planner.activation_memory_gib} is honoured by "
+            f"parallelism.pipeline_parallel_schedule = {' and '.join(map(repr, MEMORY_BOUNDED_SCHEDULES))} alone; "
+            f'"{schedule}" bounds its memory by its own rule. Remove one of the two'
         )
 
 

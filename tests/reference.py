@@ -2,9 +2,10 @@
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmtrain.config import (
     CommConfig,
@@ -146,10 +147,20 @@ def _picture(
 
 
 def reference_gradients(
-    model: ModelConfig, spec: ModelSpec, batches: list[tuple[Batch, IterationMeta]], *, seed: int
+    model: ModelConfig,
+    spec: ModelSpec,
+    batches: list[tuple[Batch, IterationMeta]],
+    *,
+    seed: int,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
-    """(loss, name -> gradient) of the one-process model; the loss is normalised by all targets of all batches."""
+    """(loss, name -> gradient) of the one-process model; the loss is normalised by all targets of all batches.
+
+    Args: prepare: changes the values of a chunk.
+    """
     reference = ReferenceModel(model, spec, seed=seed)
+    for chunk in reference.chunks.values() if prepare else ():
+        prepare(chunk)
     num_targets = sum(meta.num_targets for _, meta in batches)
     loss = torch.stack([reference.loss_sum(batch, meta) for batch, meta in batches]).sum() / num_targets
     if loss.requires_grad:

@@ -133,10 +133,11 @@ def test_schedule_show_of_a_batch(job, capsys, tmp_path):
 
 
 def test_schedule_show_of_a_problem_file(tmp_path, capsys):
-    from mmtrain.cli import _chain
+    from mmtrain.schedule.chain import plain_chain
+    from mmtrain.schedule.library.catalogue import CATALOGUE
 
     path = tmp_path / "problem.json.gz"
-    _chain(3, 4).write(path)
+    plain_chain(3, 4, CATALOGUE["1F1B"], activation_bytes=2.0**20).write(path)
     assert main(["schedule", "show", "interleave", "--problem", str(path)]) == 0
     assert "interleave: makespan 18 s" in capsys.readouterr().out
 

@@ -47,6 +47,15 @@ def block_linears(shape: VisionShape | LanguageShape) -> tuple[Linear, ...]:
     return (*_separate(query, key, value, out, D=D, C=D, K=D), *_mlp(prefix, D, I))
 
 
+def linear_width(linears: Sequence[Linear], rank: int = 0) -> int:
+    """Columns that linear layers read and give, each tensor once, so those of one place read once.
+
+    Args: rank: of an adapter of each, whose columns count instead: what its halves read and give.
+    """
+    read = {linear.place: linear.inputs for linear in linears}
+    return sum(read.values()) + sum(linear.outputs + 2 * rank for linear in linears)
+
+
 def adapted_linears(model: ModelConfig, module: str) -> tuple[Linear, ...]:
     """The linear layers of each block of a module that get an adapter; empty unless its trainable = "lora".
 
@@ -93,6 +102,7 @@ def with_adapters(
         ),
         # A frozen linear layer keeps nothing; its adapter keeps the same input, and the rows between A and B.
         activation_bytes=block.activation_bytes + Rates(row=rank * len(adapted) * dtype_bytes),
+        linear_bytes=Rates(row=linear_width(adapted, rank) * dtype_bytes),
     )
 
 

@@ -111,6 +111,9 @@ class LayerSpec:
     """Of a block: bytes of the results of its products with a weight, each once."""
     attention_bytes: Rates = Rates()
     """Of a block: bytes of the results of its attention (with the log-sum-exp)."""
+    linear_bytes: Rates = Rates()
+    """Bytes that its linear layers hold between the halves of a split backward: what they read, each tensor once, and
+    the gradients of what they give. Without any (a convolution), weight gradients are made in the first half."""
     output_bytes: Rates = Rates()
     """Bytes handed to the next layer."""
     output_width: int = 0
@@ -133,6 +136,11 @@ class LayerSpec:
     def is_block(self) -> bool:
         """Whether it is one of the module's equal blocks, as `layers.3`, and not its first or last layer."""
         return "." in self.name
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether its weight gradients are made in the second half of a split backward."""
+        return self.trainable and self.linear_bytes != Rates()
 
     @property
     def num_trainable_params(self) -> int:

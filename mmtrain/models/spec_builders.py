@@ -13,7 +13,7 @@ cosines and sines, which the layers of a chunk share, and not temporary tensors.
 from dataclasses import replace
 
 from mmtrain.config import ModelConfig
-from mmtrain.models.linears import adapted_linears, with_adapters
+from mmtrain.models.linears import adapted_linears, block_linears, linear_width, with_adapters
 from mmtrain.models.shapes import LanguageShape, VisionShape, language_shape, vision_shape
 from mmtrain.models.spec import LayerSpec, ModelSpec, ModuleSpec, Rates
 
@@ -83,6 +83,7 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
             matmul_flops=Rates(output=2 * patches * D * inner + 2 * inner * language_width),
             # With windows also the order in which the features were.
             activation_bytes=Rates(output=patches * norm + 2 * inner * e + (_INT64 if shape.window else 0)),
+            linear_bytes=Rates(output=(patches * D + 2 * inner + language_width) * e),
             output_bytes=Rates(output=language_width * e),
             output_width=language_width,
             output_rows="outputs",
@@ -159,6 +160,7 @@ def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: in
         activation_bytes=Rates(row=2 * _norm_bytes(shape, e) + attention + mlp),
         # Query, key, value, output; the MLP's inner and last width.
         product_bytes=Rates(row=(5 * D + (linears - 1) * I) * e),
+        linear_bytes=Rates(row=linear_width(block_linears(shape)) * e),
         attention_bytes=Rates(row=D * e + H * _FLOAT32),
         output_bytes=Rates(row=D * e),
         output_width=D,
@@ -202,6 +204,7 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
                 # the labels and the indices of their rows.
                 matmul_flops=Rates(output=2 * D * V),
                 activation_bytes=Rates(output=norm + _FLOAT32 * V + 2 * _INT64),
+                linear_bytes=Rates(output=(D + V) * e),
             ),
         ),
     )
@@ -226,6 +229,7 @@ def _decoder_layer(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpe
         attention_flops=Rates(pair=4 * C),
         activation_bytes=Rates(row=norms + attention + mlp),
         product_bytes=Rates(row=(C + 2 * K + 2 * D + 2 * I) * e),
+        linear_bytes=Rates(row=linear_width(block_linears(shape)) * e),
         attention_bytes=Rates(row=C * e + shape.num_heads * _FLOAT32),
         output_bytes=Rates(row=D * e),
         output_width=D,

@@ -32,6 +32,8 @@ from mmtrain.schedule.release import Transfer, releases, transfers
 TORCH_KINDS: dict[Kind, Any] = {
     Kind.F: TorchKind.FORWARD,
     Kind.B: TorchKind.FULL_BACKWARD,
+    Kind.I: TorchKind.BACKWARD_INPUT,
+    Kind.W: TorchKind.BACKWARD_WEIGHT,
     Kind.SEND_F: TorchKind.SEND_F,
     Kind.RECV_F: TorchKind.RECV_F,
     Kind.SEND_B: TorchKind.SEND_B,
@@ -40,8 +42,7 @@ TORCH_KINDS: dict[Kind, Any] = {
     Kind.RESHARD: TorchKind.RESHARD,
     Kind.REDUCE: TorchKind.REDUCE_GRAD,
 }
-"""Kinds that torch's loop dispatches. A wait is part of the compute action that it stands before. A program
-with another kind (a split backward's I and W) is refused."""
+"""Kinds that torch's loop dispatches. A wait is part of the compute action that it stands before."""
 
 
 class BoundAction(TorchAction):
@@ -91,6 +92,8 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         table: dict[Any, Callable[[Any, Any], None]] = {
             TorchKind.FORWARD: self._forward,
             TorchKind.FULL_BACKWARD: self._backward,
+            TorchKind.BACKWARD_INPUT: self._backward,
+            TorchKind.BACKWARD_WEIGHT: self._backward_weight,
             TorchKind.SEND_F: self._send,
             TorchKind.RECV_F: self._receive,
             TorchKind.SEND_B: self._send,
@@ -100,12 +103,13 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         }
         builtin = {TorchKind.UNSHARD}  # torch's own branch does what we want
         assert set(table) | builtin == set(TORCH_KINDS.values()), "the dispatch table is not complete"
+        assert set(TORCH_KINDS) | WAITS == set(Kind), "a kind of action has no handler"
         self._comp_type_to_function_map.update(table)
 
     def load(self, program: Program, shape_of: ShapeOf) -> None:
         """Makes `program` the one that `step` runs.
 
-        Raises: PlanError: it has a kind of action that this runtime does not run.
+        Raises: PlanError: a wait stands in the wrong place, or a backward is not B, or I and then W.
         """
         graph, actions = program.graph, program.actions[self.rank]
         bound = []
@@ -116,11 +120,6 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             if kind in WAITS:
                 waits.append((moved[index], arrivals.get(index, ())))
                 continue
-            if kind not in TORCH_KINDS:
-                raise PlanError(
-                    f"rank {self.rank}, step {index}, action {action}: this runtime has no handler for kind {kind}; "
-                    "plan with whole backwards (B)"
-                )
             if waits and kind not in COMPUTE:
                 raise PlanError(
                     f"rank {self.rank}, step {index}, action {action}: a wait must stand right before the compute "
@@ -134,10 +133,11 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             waits = []
         if waits:
             raise PlanError(f"rank {self.rank}: {actions[-1]} is the last action, but nothing needs what it waits for")
+        split = _split_works(program, self.rank)
         self._n_microbatches = max(1, len(graph.works))
         self.pipeline_order_with_comms = {self.rank: bound}
         for stage in self._by_index.values():
-            stage.start_step(graph, shape_of)
+            stage.start_step(graph, shape_of, split.get(stage.stage_index, ()))
 
     def step(self, feed: Feed, *, loss_grad: float = 1.0) -> StepOutcome:  # type: ignore[override]
         """Runs the loaded program once.
@@ -201,13 +201,19 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         stage, work = self._by_index[action.stage_index], action.microbatch_index
         self._assert_unsharded(stage)
         self._finish_waits(action)
+        backward = stage.backward_input if action.ours.kind is Kind.I else stage.backward_one_chunk
         with self._clock.measure(action.ours):
-            stage.backward_one_chunk(work, loss=self._loss_grad)
+            backward(work, loss=self._loss_grad)
         graph = stage.graph
         assert graph is not None
         for edge in graph.inputs(stage.stage_index, work):
             if edge.grad and graph.is_local(edge):
                 self._by_index[edge.source].grad_inbox[edge] = stage.grad_outbox.pop(edge)
+
+    def _backward_weight(self, action: BoundAction, ctx: Any) -> None:
+        assert action.microbatch_index is not None
+        with self._clock.measure(action.ours):
+            self._by_index[action.stage_index].backward_weight(action.microbatch_index)
 
     def _send(self, action: BoundAction, ctx: Any) -> None:
         assert action.transfer is not None
@@ -244,6 +250,22 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         if fsdp_modules(stage.submod) and stage.stage_index in self.unshard_ops:
             self._assert_unsharded(stage)
             wait_unsharded(stage.submod)
+
+
+def _split_works(program: Program, rank: int) -> dict[int, list[int]]:
+    """Stage of a rank -> its works whose backward is in two halves. Raises: PlanError: not one W after each I."""
+    found: dict[int, list[int]] = {}
+    open_halves: dict[tuple[int, int], Action] = {}
+    for index, action in enumerate(program.actions[rank]):
+        if action.kind is Kind.I:
+            node = action.stage, program.graph.work_of(action)
+            open_halves[node] = action
+            found.setdefault(node[0], []).append(node[1])
+        elif action.kind is Kind.W and not open_halves.pop((action.stage, program.graph.work_of(action)), None):
+            raise PlanError(f"rank {rank}, step {index}: no I comes before {action}; a backward is B, or I and then W")
+    for action in open_halves.values():
+        raise PlanError(f"rank {rank}: no W comes after {action}; a backward is B, or I and then W")
+    return found
 
 
 class _Clock:

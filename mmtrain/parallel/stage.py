@@ -1,6 +1,7 @@
 """One stage on its rank: a chunk, and the activations and gradients that wait around it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from mmtrain.errors import PlanError
 from mmtrain.parallel.mesh import Channels
-from mmtrain.parallel.torch_private import PipelineStage, gradient_edge
+from mmtrain.parallel.torch_private import PipelineStage, gradient_edge, settle_grads
+from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.schedule.graph import Edge, WorkGraph
 
 ShapeOf = Callable[[int, int], tuple[int, ...]]
@@ -47,11 +49,14 @@ class ModalityStage(PipelineStage):
         self.dtype = dtype
         self.graph: WorkGraph | None = None
         self.shape_of: ShapeOf | None = None
+        self.split: frozenset[int] = frozenset()
+        """The works whose backward is in two halves."""
+        self.weight_grads = WeightGrads(chunk)
         self.clear_runtime_states()
 
-    def start_step(self, graph: WorkGraph, shape_of: ShapeOf) -> None:
-        """Takes the works and activation shapes of the next program."""
-        self.graph, self.shape_of = graph, shape_of
+    def start_step(self, graph: WorkGraph, shape_of: ShapeOf, split: Collection[int] = ()) -> None:
+        """Takes the works and activation shapes of the next program. Args: split: works with I and W instead of B."""
+        self.graph, self.shape_of, self.split = graph, shape_of, frozenset(split)
         self.has_backward = True
         self.clear_runtime_states()
 
@@ -68,6 +73,7 @@ class ModalityStage(PipelineStage):
         """Gradients of inputs that wait to be sent."""
         self.saved: dict[int, tuple[Any, list[tuple[Edge, Tensor]]]] = {}
         """work -> (where its backward starts, the inputs that get a gradient)."""
+        self.weight_grads.clear()
 
     def leftovers(self) -> list[str]:
         """What should have been consumed by the end of a step, in words; empty if all was."""
@@ -77,6 +83,7 @@ class ModalityStage(PipelineStage):
             "gradient received": self.grad_inbox,
             "gradient not sent": self.grad_outbox,
             "forward without its backward, work": self.saved,
+            "weight gradients without their W, work": dict.fromkeys(self.weight_grads.works()),
         }
         return [f"stage {self.stage_index}: {what} {key}" for what, box in boxes.items() for key in box]
 
@@ -100,7 +107,7 @@ class ModalityStage(PipelineStage):
             activation = self.inbox.pop(edge)
             inputs.append((edge, activation.requires_grad_(edge.grad)))
         backward = graph.has_backward(stage, work)
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(backward), self._deferring(work):
             if inputs and args:  # the first stage of a module: features of other modules join its own input
                 tensors = [t for _, t in inputs]
                 features = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
@@ -128,18 +135,38 @@ class ModalityStage(PipelineStage):
     ) -> None:
         """Runs the backward of one work; gradients of its inputs go to the grad_outbox.
 
-        Args: loss: gradient to start from where the chunk's output is the loss; else the grad_inbox has it.
+        Args:
+            loss: gradient to start from where the chunk's output is the loss; else the grad_inbox has it.
+            full_backward: also the weight gradients of linear layers; they otherwise wait for `backward_weight`. It
+                must be as `split` was before the forward.
         """
+        assert full_backward is (bwd_chunk_id not in self.split)
         assert self.graph is not None
         start, leaves = self.saved.pop(bwd_chunk_id)
         edges = [e for e in self.graph.outputs(self.stage_index, bwd_chunk_id) if e.grad]
         grads = [self.grad_inbox.pop(edge) for edge in edges]
         grad = loss if not grads else grads[0] if len(grads) == 1 else torch.stack(grads).sum(0)
-        torch.autograd.backward(start, grad)
+        with self._deferring(bwd_chunk_id):
+            torch.autograd.backward(start, grad)
         for edge, leaf in leaves:
             # An input that the loss does not depend on still owes its producer a gradient: zero.
             self.grad_outbox[edge] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             leaf.grad = None
+
+    def backward_input(self, work: int, loss: Any = None) -> None:
+        """Runs the first half of the backward of one work: all but the weight gradients of linear layers.
+
+        A stage without an input that gets a gradient has this half too, for the gradients between its layers.
+        """
+        self.backward_one_chunk(work, loss=loss, full_backward=False)
+
+    def backward_weight(self, work: int) -> None:
+        """Runs the second half of the backward of one work."""
+        self.weight_grads.run(work)
+        settle_grads(self.submod)
+
+    def _deferring(self, work: int) -> AbstractContextManager[None]:
+        return self.weight_grads.deferred(work) if work in self.split else nullcontext()
 
     # ----------------------------------------------------------------------------------- transfers
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from mmtrain.parallel.row_shards import RowShards
 from mmtrain.parallel.tensor_plans import Style
 from mmtrain.parallel.vocabulary import VocabularyEmbedding
+from mmtrain.parallel.weight_grads import linear
 
 Divided = dict[nn.Parameter, nn.Parameter]
 """Whole parameter -> this rank's part of it, of all modules of a chunk: a shared parameter stays shared."""
@@ -82,11 +83,12 @@ class DividedLinear(DividedModule):
 
         def forward(x: Tensor) -> Tensor:
             weight, bias = self._local(module, "weight"), self._local(module, "bias")
+            assert weight is not None
             if self._before is not None:
                 x = self._before(x)
             if self._after is None:
-                return nn.functional.linear(x, weight, bias)
-            x = self._after(nn.functional.linear(x, weight))
+                return linear(module, x, weight, bias)
+            x = self._after(linear(module, x, weight))
             return x if bias is None else x + bias
 
         return forward

@@ -26,6 +26,7 @@ __all__ = [
     "is_decomposed",
     "prepare_fsdp",
     "reduce_grads",
+    "settle_grads",
     "wait_unsharded",
 ]
 
@@ -91,6 +92,17 @@ def wait_unsharded(module: nn.Module) -> None:
     for part in fsdp_modules(module):
         for group in _param_groups(part):
             group.wait_for_unshard()
+
+
+def settle_grads(module: nn.Module) -> None:
+    """Takes gradients that were added outside of a backward of the module over as FSDP2 keeps them: added up in the
+    dtype of the reduction. Without FSDP2 nothing is to be done."""
+    for part in fsdp_modules(module):
+        for group in _param_groups(part):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):  # else it was never gathered
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
 
 
 def reduce_grads(stage: PipelineStage) -> None:

@@ -29,6 +29,9 @@ def make_problem(
     A stage has a backward for a work if something trainable lies at or before it *in this iteration*:
     a frozen language model needs none for a text-only microbatch.
 
+    Of a split backward, the second half makes the weight gradients of linear layers; convolutions have theirs in the
+    first. Between the halves the inputs of the linear layers and the gradients of their outputs are held.
+
     The backward of a recomputed block repeats its forward. While it does, one block is there in full, which a
     rank's memory limit leaves room for, once.
 
@@ -100,22 +103,29 @@ def _option(
 ) -> tuple[Option, bool, float]:
     """The one option of a stage for a work, whether a gradient leaves the stage's end backwards, and the bytes
     that the backward needs on top of what was kept."""
-    flops, kept, passing, repeated, peak = Flops(), 0.0, 0.0, 0.0, 0.0
+    flops, kept, passing, repeated, peak, waiting, later = Flops(), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for layer in module.layers[slice(*stage.layers)]:
-        flops += layer.flops(size, input_grad=grad)
+        of_layer = layer.flops(size, input_grad=grad)
+        flops += of_layer
         grad = grad or (layer.trainable and not forward_only)
         if grad:
             kept += recomputation.kept_bytes(layer, size)
             repeated += recomputation.repeated_flops(layer, size)
             peak = max(peak, recomputation.peak_bytes(layer, size))
+            if layer.splits_backward:
+                waiting += layer.linear_bytes(size)
+                later += of_layer.backward_weight
         else:  # autograd keeps nothing: one layer's tensors at a time
             passing = max(passing, layer.activation_bytes(size))
     flops_per_s *= shares
     option = Option(
         name="keep",
         forward_s=flops.forward / flops_per_s,
-        backward_input_s=(flops.backward_input + repeated) / flops_per_s if grad else 0.0,
-        backward_weight_s=max(flops.backward_weight / flops_per_s, LEAST_BACKWARD_S) if grad else 0.0,
+        backward_input_s=(flops.backward_input + repeated + flops.backward_weight - later) / flops_per_s
+        if grad
+        else 0.0,
+        backward_weight_s=max(later / flops_per_s, LEAST_BACKWARD_S) if grad else 0.0,
         activation_bytes=max(kept, passing) / shares,
+        weight_bytes=waiting / shares if grad else None,
     )
     return option, grad, peak / shares

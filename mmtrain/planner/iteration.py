@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from mmtrain.config import Config, PlannerConfig, uses_fsdp
 from mmtrain.data.metadata import IterationMeta
-from mmtrain.errors import PlanError
+from mmtrain.errors import ConfigError, PlanError
 from mmtrain.models.degrees import check_tensor_degree
 from mmtrain.models.recomputation import KEEP_ALL, Recomputation
 from mmtrain.models.shapes import check_patches_split
@@ -16,6 +16,7 @@ from mmtrain.planner.costs import make_problem
 from mmtrain.planner.layout import IterationLayout, Plane
 from mmtrain.planner.partition import Partition, partition
 from mmtrain.planner.plan import PlanResult, make_plan
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.lower import Program, lower
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
@@ -152,12 +153,27 @@ def check_degrees(config: Config) -> None:
 
 
 def partition_of(config: Config, spec: ModelSpec) -> Partition:
-    """The partition that a job's config asks for. Raises: ConfigError: fewer layers than chunks."""
+    """The partition that a job's config asks for, placed as its schedule wants.
+
+    Raises: ConfigError: fewer layers than chunks, or fewer or more chunks than the schedule needs.
+    """
     segments = {"language": config.model.language.num_segments}
     if config.model.encoder:
         segments["vision"] = config.model.encoder.num_segments
     sizes = reference_sizes(spec, config.training.seq_len)
-    return partition(spec, config.parallelism.pipeline_parallel_degree, segments, sizes)
+    name, num_ranks = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
+    schedule = CATALOGUE[name]
+    found = partition(spec, num_ranks, segments, sizes, schedule.placement)
+    missing = schedule.least_passes - len(found.stages) // num_ranks
+    if missing > 0 and not segments["language"]:
+        found = partition(spec, num_ranks, {**segments, "language": 1 + missing}, sizes, schedule.placement)
+    elif missing > 0:
+        raise ConfigError(
+            f'parallelism.pipeline_parallel_schedule = "{name}" needs at least {schedule.least_passes} chunks on each '
+            f"pipeline rank, but model.language.num_segments = {segments['language']} makes "
+            f"{schedule.least_passes - missing}; raise it, set it to 0, or choose another schedule"
+        )
+    return found
 
 
 def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:

@@ -11,6 +11,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
 from mmtrain.planner.balance import split_evenly
 from mmtrain.schedule.graph import ModuleStages
+from mmtrain.schedule.library.catalogue import Placement
 
 CONFIG_SECTION = {"vision": "model.encoder", "language": "model.language"}
 """Where the user sets a module's number of segments."""
@@ -62,9 +63,13 @@ class Partition:
 
 
 def partition(
-    spec: ModelSpec, num_ranks: int, num_segments: Mapping[str, int], sizes: Mapping[str, WorkSize]
+    spec: ModelSpec,
+    num_ranks: int,
+    num_segments: Mapping[str, int],
+    sizes: Mapping[str, WorkSize],
+    placement: Placement = "loop",
 ) -> Partition:
-    """Each module cut into P x K chunks of consecutive layers over all P ranks, chunk j on rank j % P.
+    """Each module cut into P x K chunks of consecutive layers over all P ranks, K of them on each.
 
     The largest chunk of a module (FLOPs of forward and backward at the reference sizes, embedding and
     head counted) is as small as it can be; ties go to equal numbers of layers.
@@ -73,13 +78,18 @@ def partition(
         num_ranks: P.
         num_segments: K of each module; 0 or absent: floor(T_i / T_1) by DIP's rule, as far as layers suffice.
         sizes: a typical work of each module.
-    Raises: ConfigError: a module has fewer layers than chunks.
+        placement: loop: chunk j is on rank j % P. v: down the ranks and back up, so that each module begins and ends
+            on rank 0; K is 2 (or 0).
+    Raises: ConfigError: a module has fewer layers than chunks, or another K than the placement.
     """
     totals = {m.name: spec.flops(m.name, sizes[m.name]).total for m in spec.modules}
     fastest = min((t for t in totals.values() if t > 0), default=1.0)
     stages: list[StageSpec] = []
     for module in spec.modules:
         segments = num_segments.get(module.name, 0)
+        if placement == "v":
+            _check_v(module, segments)
+            segments = 2
         if segments == 0:
             by_rule = int(totals[module.name] // fastest)
             segments = max(1, min(by_rule, len(module.layers) // num_ranks))
@@ -91,13 +101,23 @@ def partition(
                     index=len(stages),
                     module=module.name,
                     layers=layers,
-                    pp_rank=j % num_ranks,
+                    pp_rank=num_ranks - 1 - j % num_ranks if placement == "v" and j >= num_ranks else j % num_ranks,
                     segment=j // num_ranks,
                     first=layers[0] == 0,
                     last=layers[1] == len(module.layers),
                 )
             )
     return Partition(num_ranks, tuple(stages))
+
+
+def _check_v(module: ModuleSpec, segments: int) -> None:
+    if segments not in (0, 2):
+        section = CONFIG_SECTION.get(module.name, module.name)
+        raise ConfigError(
+            f"{section}.num_segments = {segments}: a V-shaped schedule (parallelism.pipeline_parallel_schedule) goes "
+            "through the ranks twice, once down and once back up; set num_segments to 2 (or 0), or choose another "
+            "schedule"
+        )
 
 
 def _check_layers(module: ModuleSpec, num_ranks: int, segments: int) -> None:

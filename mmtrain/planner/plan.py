@@ -7,7 +7,7 @@ from typing import Any, Literal
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.schedule.action import Action, Kind
-from mmtrain.schedule.library.catalogue import SCHEDULES
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.library.forward_only import forward_only
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
@@ -51,9 +51,9 @@ def make_plan(problem: PlanningProblem, schedule: str) -> PlanResult:
 
     Raises: PlanError: there is no schedule of that name.
     """
-    if schedule not in SCHEDULES:
-        raise PlanError(f"schedule {schedule!r} does not exist; choose one of {', '.join(SCHEDULES)}")
-    make = SCHEDULES[schedule] if problem.graph.has_any_backward else forward_only
+    if schedule not in CATALOGUE:
+        raise PlanError(f"schedule {schedule!r} does not exist; choose one of {', '.join(CATALOGUE)}")
+    make = CATALOGUE[schedule].make if problem.graph.has_any_backward else forward_only
     try:
         plan = make(problem)
         check(plan, problem)

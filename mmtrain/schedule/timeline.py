@@ -70,6 +70,12 @@ class Timeline:
             busy[row.rank] += row.end_s - row.start_s
         return tuple(busy)
 
+    @cached_property
+    def span_s(self) -> tuple[float, ...]:
+        """Seconds from each rank's own first start to its own last end; 0 if it did nothing."""
+        rows = [self.of_rank(rank) for rank in range(self.num_ranks)]
+        return tuple(max(row.end_s for row in mine) - mine[0].start_s if mine else 0.0 for mine in rows)
+
     @property
     def bubble(self) -> float:
         """The fraction of rank-seconds without compute: 1 - busy / (ranks x makespan); 0 if nothing ran."""

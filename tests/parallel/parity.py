@@ -1,21 +1,28 @@
 """Runs one step of a small model on a layout and compares it with the one-process model."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from mmtrain.config import ModelConfig, TrainingConfig, uses_fsdp
+from mmtrain.config import ActivationCheckpointConfig, ModelConfig, TrainingConfig, uses_fsdp
+from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
-from mmtrain.parallel.grads import fill_missing_grads, sync_tied, total_norm
+from mmtrain.parallel.grads import fill_missing_grads, local_part, sync_tied, total_norm
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.planner.iteration import IterationPlanner, reference_sizes
 from mmtrain.planner.layout import Plane
 from mmtrain.planner.partition import partition
+from mmtrain.schedule.library.catalogue import Placement
+from mmtrain.schedule.lower import lower
+from mmtrain.schedule.plan import check as check_plan
+from mmtrain.schedule.split import split_backwards
+from mmtrain.schedule.transport import check_transport
 from mmtrain.topology import MeshShape
 from tests.reference import PLANNER, TRAINING, make_batch, reference_gradients
 
@@ -23,6 +30,7 @@ MIXED = [[[2, 0, 1], [0, 0], [3], [1, 1]], [[0], [4, 1], [0, 0], [2]]]
 """Pictures of each document, for two replicas: one of each has text-only microbatches."""
 TEXT_ON_ONE = [MIXED[0], [[0], [0], [0, 0], [0]]]
 NO_IMAGE = [[[0, 0], [0]], [[0], [0]]]
+KEEP_ALL = ActivationCheckpointConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +39,18 @@ class Case:
 
     model: ModelConfig
     images: list = dataclasses.field(default_factory=lambda: MIXED)
-    runs: tuple[tuple[str, int], ...] = (("interleave", 1),)
-    """(schedule, pictures in a vision work) of each step."""
+    runs: tuple[tuple, ...] = (("interleave", 1),)
+    """(schedule, pictures in a vision work) of each step; with a third entry, backwards are split, and W comes that
+    many actions after I; with a fourth, every so many backwards only."""
+    placement: Placement = "loop"
     split: str = "balanced"
     share_patches: bool = False
     data_encoder: bool = False
     regathered: frozenset[str] = frozenset()
     training: TrainingConfig = TRAINING
+    recompute: ActivationCheckpointConfig = KEEP_ALL
+    prepare: Callable[[torch.nn.Module], None] | None = None
+    """Changes the values of a chunk; what it does must depend on the names of parameters alone."""
 
     def plane(self, shape: MeshShape) -> Plane:
         return Plane(
@@ -63,6 +76,8 @@ class Found:
     norm: float
     compared: frozenset[str]
     wanted: frozenset[str]
+    unequal: tuple[str, ...] = ()
+    """Of split backwards: the parameters whose gradient is not bit for bit that of whole ones on the same layout."""
 
 
 def run_layout(rank, shape, cases) -> dict[tuple, Found]:
@@ -84,36 +99,60 @@ def run_case(mesh, case, plane):
         "vision": model.encoder.num_segments if model.encoder else 0,
         "language": model.language.num_segments,
     }
-    parts = partition(spec, mesh.shape.pp, segments, reference_sizes(spec, case.training.seq_len))
-    local = build_local_model(model, spec, parts, mesh, case.training, seed=5, regathered=case.regathered)
+    parts = partition(spec, mesh.shape.pp, segments, reference_sizes(spec, case.training.seq_len), case.placement)
+    local = build_local_model(
+        model, spec, parts, mesh, case.training, seed=5, regathered=case.regathered, recompute=case.recompute
+    )
+    for chunk in local.chunks if case.prepare else ():
+        case.prepare(chunk)
     runtime = PipelineScheduleRuntime(local.stages)
     batches = [make_batch(model, case.images[replica % 2], seed=replica + 1) for replica in range(mesh.shape.dp)]
-    wanted_loss, wanted = reference_gradients(model, spec, batches, seed=5)
+    wanted_loss, wanted = reference_gradients(model, spec, batches, seed=5, prepare=case.prepare)
     found = {}
-    for schedule, size in case.runs:
+    whole = {}
+    for run in case.runs:
+        schedule, size, *delay = run
         planner = IterationPlanner(
             spec=spec, partition=parts, section=PLANNER, schedule=schedule, sub_microbatch_size=size,
             sharded=uses_fsdp(mesh.shape, case.training, data_encoder=plane.data_encoder),
             regathered=case.regathered, plane=plane, check_plans=True,
+            recomputation=Recomputation.of(case.recompute),
         )  # fmt: skip
-        loss = run_step(mesh, parts, planner, local, runtime, batches)
-        found[schedule, size] = compare(mesh, parts, local, loss, wanted_loss, wanted)
-        for parameter in local.parameters:
+        if delay and (schedule, size) not in whole:
+            run_step(mesh, parts, planner, local, runtime, batches)
+            whole[schedule, size] = take_gradients(local)
+        loss = run_step(mesh, parts, planner, local, runtime, batches, *delay)
+        found[run] = compare(mesh, parts, local, loss, wanted_loss, wanted)
+        gradients = take_gradients(local)
+        if delay:
+            wrong = [n for n, g in whole[schedule, size].items() if not torch.equal(g, gradients[n])]
+            found[run] = dataclasses.replace(found[run], unequal=tuple(wrong))
+    return found
+
+
+def take_gradients(local):
+    """Name -> this rank's part of the gradient, of every parameter that trains; they are removed."""
+    found = {}
+    for chunk in local.chunks:
+        for name, parameter in chunk.named_parameters():
+            if parameter.grad is not None:
+                found[f"{chunk.lo}: {name}"] = local_part(parameter.grad)
             parameter.grad = None
     return found
 
 
-def run_step(mesh, parts, planner, local, runtime, batches):
+def run_step(mesh, parts, planner, local, runtime, batches, delay=None, every=1):
     batch, meta = batches[mesh.dp_rank]
     plan = planner.plan(meta)
-    check_same_program(plan.program.hash, mesh)
+    program = plan.program if delay is None else split_program(planner, plan, delay, every)
+    check_same_program(program.hash, mesh)
     num_targets = sum(m.num_targets for _, m in batches)
     feed = StepFeed(
         parts, plan.layout, meta, mesh, batch=batch if mesh.pp_rank == 0 else None,
         labels=[m.labels for m in batch.microbatches],
     )  # fmt: skip
     place = mesh.place
-    runtime.load(plan.program, lambda stage, work: planner.output_shape(plan.layout, stage, work, place.cp, place.tp))
+    runtime.load(program, lambda stage, work: planner.output_shape(plan.layout, stage, work, place.cp, place.tp))
     outcome = runtime.step(feed, loss_grad=1 / num_targets)
     fill_missing_grads(local.parameters)
     finish_gradients(local.parameters)
@@ -122,6 +161,19 @@ def run_step(mesh, parts, planner, local, runtime, batches):
     loss = torch.tensor(sum(float(x) for x in losses) / num_targets, dtype=torch.float64)
     torch.distributed.all_reduce(loss)
     return float(loss)
+
+
+def split_program(planner, plan, delay, every):
+    """The program of an iteration's plan with backwards split."""
+    graph = plan.problem.graph
+    nodes = {(stage, w) for stage, w in graph.nodes() if graph.has_backward(stage, w) and (stage + w) % every == 0}
+    split = split_backwards(plan.result.plan, plan.problem, delay, nodes=nodes)
+    check_plan(split, plan.problem)
+    assert split.split == nodes
+    regathered = [stage.index for stage in planner.partition.stages if stage.module in planner.regathered]
+    program = lower(split, plan.problem, sharded=planner.sharded, regathered=regathered, reduce=True)
+    check_transport(program)
+    return program
 
 
 def compare(mesh, parts, local, loss, wanted_loss, wanted):

@@ -15,7 +15,6 @@ from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.iteration import IterationPlanner, reference_sizes
 from mmtrain.planner.partition import partition
 from mmtrain.schedule.action import Action, Kind
-from mmtrain.schedule.lower import Program
 from mmtrain.schedule.release import releases
 from mmtrain.topology import MeshShape
 from tests.ranks import run_ranks
@@ -141,22 +140,6 @@ def test_a_plan_that_disagrees_with_the_batch_stops_the_step():
     assert "rows arrived, but 1 pictures have" in message
 
 
-def unknown_kind(rank):
-    job = Job(1)
-    _, meta = make_batch(job.model, [[0]], seed=1)
-    plan = job.planner.plan(meta)
-    split = tuple(dataclasses.replace(a, kind=Kind.I) if a.kind is Kind.B else a for a in plan.program.actions[0])
-    with pytest.raises(PlanError) as error:
-        job.runtime.load(Program(plan.program.graph, (split,)), lambda s, w: ())
-    return str(error.value)
-
-
-@pytest.mark.ranks
-def test_a_kind_without_handler_is_refused():
-    (message,) = run_ranks(unknown_kind, 1)
-    assert "this runtime has no handler for kind I; plan with whole backwards (B)" in message
-
-
 def wrong_shape(rank):
     job = Job(1)
     batch, meta = make_batch(job.model, IMAGES, seed=1)
@@ -196,11 +179,12 @@ def test_different_programs_are_found_before_the_step():
 
 def test_releases_follow_from_the_program():
     """Rank 0 sends an activation; the gradient that comes back proves that it arrived."""
-    from mmtrain.cli import _chain
     from mmtrain.planner.plan import make_plan
+    from mmtrain.schedule.chain import plain_chain
+    from mmtrain.schedule.library.catalogue import CATALOGUE
     from mmtrain.schedule.lower import lower
 
-    problem = _chain(2, 3)
+    problem = plain_chain(2, 3, CATALOGUE["1F1B"])
     program = lower(make_plan(problem, "1F1B").plan, problem, sharded=False)
     found = releases(program, 0)
     actions = program.actions[0]

@@ -25,7 +25,7 @@ def test_action_has_the_fields_that_the_loop_reads():
 
 def test_computation_types_that_we_map():
     names = {kind.value for kind in _ComputationType}
-    assert {"F", "B", "UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_F", "RECV_F", "SEND_B", "RECV_B"} <= names
+    assert {"F", "B", "I", "W", "UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_F", "RECV_F", "SEND_B", "RECV_B"} <= names
 
 
 def test_a_bound_action_prints_as_our_action():
@@ -66,6 +66,14 @@ def test_fsdp_switches_exist():
         "reshard",
     ):
         assert callable(getattr(FSDPModule, name)), name
+
+
+def test_fsdp_adds_up_gradients_in_another_dtype_by_methods_of_a_parameter():
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    for name in ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed"):
+        assert callable(getattr(FSDPParam, name)), name
+    assert "_unsharded_param" in inspect.getsource(FSDPParam.init_unsharded_param)
 
 
 def test_a_backward_starts_from_a_gradient_edge_without_the_output():

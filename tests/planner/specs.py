@@ -15,6 +15,7 @@ def layers(count: int, *, flops: float = 1.0, trainable: bool = True, name: str 
             trainable=trainable,
             matmul_flops=Rates(row=flops),
             activation_bytes=Rates(row=4.0),
+            linear_bytes=Rates(row=3.0),
             output_bytes=Rates(row=2.0),
         )
         for i in range(count)

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from mmtrain.config import PlannerConfig
 from mmtrain.data.metadata import IterationMeta
-from mmtrain.models.spec import ModelSpec
+from mmtrain.models.spec import ModelSpec, Rates
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.costs import LEAST_BACKWARD_S, make_problem
 from mmtrain.planner.partition import partition
@@ -28,6 +30,7 @@ def test_seconds_and_bytes_come_from_the_layers() -> None:
     assert vision.backward_weight_s == pytest.approx(2 * 52 / 1e3)
     assert vision.backward_input_s == pytest.approx(52 / 1e3)  # the first layer's input needs none
     assert vision.activation_bytes == 2 * 52 * 4
+    assert vision.weight_bytes == 2 * 52 * 3
     assert found.output_bytes[0] == (104.0, 104.0)
     assert found.output_bytes[1] == (46.0, 0.0)
     assert found.p2p.latency_s == 0.5
@@ -53,6 +56,7 @@ def test_frozen_language_model_has_a_backward_only_where_pictures_come_before_it
     (language,) = found.options(3, 1)
     assert language.backward_input_s > 0
     assert language.backward_weight_s == LEAST_BACKWARD_S
+    assert language.weight_bytes == 0
 
 
 def test_stage_without_flops_still_has_its_backward() -> None:
@@ -61,6 +65,17 @@ def test_stage_without_flops_still_has_its_backward() -> None:
     (embedding,) = found.options(2, 2)
     assert embedding.forward_s == 0
     assert embedding.has_backward
+
+
+def test_weight_gradients_of_a_layer_without_linear_layers_are_in_the_first_half() -> None:
+    spec = vlm()
+    vision, language = spec.modules
+    first = replace(vision.layers[0], linear_bytes=Rates())  # as a convolution of patches
+    found = problem(ModelSpec(modules=(replace(vision, layers=(first, *vision.layers[1:])), language)))
+    (stage,), (linear,) = found.options(0, 0), problem(spec).options(0, 0)
+    assert stage.backward_weight_s == pytest.approx(52 / 1e3)  # the second layer's
+    assert stage.backward_input_s == pytest.approx(linear.backward_input_s + 52 / 1e3)
+    assert stage.weight_bytes == 52 * 3
 
 
 def test_forward_only_has_no_backward_at_all() -> None:

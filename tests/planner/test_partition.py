@@ -26,6 +26,22 @@ def test_chunks_of_each_module_go_round_the_ranks() -> None:
     assert [s.index for s in found.of_rank(1)] == [1, 3, 5]
 
 
+def test_v_goes_down_the_ranks_and_back_up() -> None:
+    for segments in ({}, {"vision": 2, "language": 2}):
+        found = partition(vlm(6, 6), 3, segments, SIZES, placement="v")
+        assert found.stage_rank == (0, 1, 2, 2, 1, 0) * 2
+        assert [s.index for s in found.of_rank(0)] == [0, 5, 6, 11]
+        assert [s.segment for s in found.of_module("language")] == [0, 0, 0, 1, 1, 1]
+        assert found.of_module("language")[-1].last
+
+
+@pytest.mark.parametrize("segments", [{"vision": 1}, {"language": 3}])
+def test_v_needs_two_chunks_a_rank(segments: dict[str, int]) -> None:
+    (number,) = segments.values()
+    with pytest.raises(ConfigError, match=rf"num_segments = {number}: a V-shaped schedule .* set num_segments to 2"):
+        partition(vlm(12, 12), 2, segments, SIZES, placement="v")
+
+
 def test_heavy_last_layer_is_alone() -> None:
     module = ModuleSpec(name="language", layers=(*layers(4), *layers(1, flops=4.0)))
     found = partition(ModelSpec(modules=(module,)), 2, {"language": 1}, SIZES)

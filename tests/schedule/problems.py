@@ -12,12 +12,20 @@ NO_P2P = P2P(latency_s=0.0, bytes_per_s=1e9)
 
 def option(forward_s: float = 1.0, backward_s: float = 2.0, activation_bytes: float = 1.0) -> Option:
     """An option whose backward time is half input, half weight."""
+    return halves(forward_s, backward_s / 2, backward_s / 2, activation_bytes)
+
+
+def halves(
+    forward_s: float, input_s: float, weight_s: float, activation_bytes: float = 1.0, weight_bytes: float | None = None
+) -> Option:
+    """An option with its seconds for F, I and W."""
     return Option(
         name="keep",
         forward_s=forward_s,
-        backward_input_s=backward_s / 2,
-        backward_weight_s=backward_s / 2,
+        backward_input_s=input_s,
+        backward_weight_s=weight_s,
         activation_bytes=activation_bytes,
+        weight_bytes=weight_bytes,
     )
 
 
@@ -27,15 +35,17 @@ def chain(
     *,
     num_segments: int = 1,
     cost: Option | None = None,
+    v: bool = False,
     p2p: P2P = NO_P2P,
     memory_limit_bytes: Sequence[float | None] | None = None,
 ) -> PlanningProblem:
-    """One module on all ranks, every stage and microbatch with the same cost."""
-    num_stages = num_ranks * num_segments
+    """One module on all ranks, every stage and microbatch with the same cost; `v`: down the ranks and back up."""
+    num_stages = num_ranks * (2 if v else num_segments)
+    down = list(range(num_ranks))
     return PlanningProblem.build(
         num_ranks=num_ranks,
         modules=[ModuleStages(name="language", stages=tuple(range(num_stages)))],
-        stage_rank=[stage % num_ranks for stage in range(num_stages)],
+        stage_rank=down + down[::-1] if v else down * num_segments,
         works=[Work(module=0, microbatch=m, sub_microbatch=0) for m in range(num_microbatches)],
         costs=[[cost or option()]],
         cost_index=[[0] * num_stages] * num_microbatches,
@@ -76,23 +86,27 @@ def two_modules(
 
 
 @st.composite
-def problems(draw: st.DrawFn, *, limits: bool = False, forward_only: bool = False) -> PlanningProblem:
+def problems(draw: st.DrawFn, *, limits: bool = False, forward_only: bool = False, v: bool = False) -> PlanningProblem:
     """A random iteration: up to two modules that feed a last one, absent modalities, several
     sub-microbatches, frozen modules, uneven segments, unusual placements, random costs.
 
-    Args: limits: give each rank memory for one to two of the largest microbatches.
+    Args:
+        limits: give each rank memory for one to two of the largest microbatches.
+        v: place each module down the ranks and back up; with one module in half of the cases.
     """
     num_ranks = draw(st.integers(1, 4))
-    num_modules = draw(st.integers(1, 3))
-    segments = [draw(st.integers(1, 3)) for _ in range(num_modules)]
+    num_modules = 1 if v and draw(st.booleans()) else draw(st.integers(1, 3))
+    segments = [2 if v else draw(st.integers(1, 3)) for _ in range(num_modules)]
     frozen = [draw(st.booleans()) for _ in range(num_modules)]
-    anywhere = draw(st.integers(0, 3)) == 0
+    anywhere = not v and draw(st.integers(0, 3)) == 0
     modules: list[ModuleStages] = []
     stage_rank: list[int] = []
     for m, count in enumerate(segments):
         first = len(stage_rank)
-        round_robin = [s % num_ranks for s in range(count * num_ranks)]
-        stage_rank += draw(st.permutations(round_robin)) if anywhere else round_robin
+        turns = [s % num_ranks for s in range(count * num_ranks)]
+        if v:
+            turns[num_ranks:] = reversed(turns[num_ranks:])
+        stage_rank += draw(st.permutations(turns)) if anywhere else turns
         modules.append(ModuleStages(name=f"m{m}", stages=tuple(range(first, len(stage_rank)))))
     works: list[Work] = []
     for microbatch in range(draw(st.integers(1, 6))):

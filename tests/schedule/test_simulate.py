@@ -24,6 +24,7 @@ def test_gpipe_has_its_closed_form(p: int, m: int) -> None:
     assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
     assert timeline.peak_bytes == (7.0 * m,) * p
     assert timeline.busy_s == (3.0 * m,) * p
+    assert timeline.span_s == tuple((p - 1 + m) * 3.0 - 1.0 * r - 2.0 * r for r in range(p))
 
 
 def test_transfers_take_latency_and_bandwidth_but_no_rank() -> None:
@@ -104,3 +105,4 @@ def test_measured_rows_make_the_same_type() -> None:
 def test_empty_timeline_has_no_bubble() -> None:
     timeline = Timeline.from_rows(chain(2, 1).graph, [])
     assert (timeline.makespan_s, timeline.bubble) == (0.0, 0.0)
+    assert timeline.span_s == (0.0, 0.0)

@@ -1,11 +1,58 @@
-"""The named schedules: functions from a planning problem to a plan."""
+"""The named schedules: functions from a planning problem to a plan, and where they want the stages.
+
+Not here: Chimera (arXiv:2107.06925) and DualPipe, which send microbatches through a module in both directions at once.
+Each stage then has a copy of its weights on two ranks, while a stage of a plan lives on one. DualPipeV is the same
+idea with one copy.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
+from mmtrain.schedule.library.auto_schedule import auto_schedule
+from mmtrain.schedule.library.breadth_first import gpipe, looped_bfs
+from mmtrain.schedule.library.controllable_memory import v_half, v_min
+from mmtrain.schedule.library.dual_pipe_v import dual_pipe_v
 from mmtrain.schedule.library.interleave import interleave
 from mmtrain.schedule.library.one_f_one_b import one_f_one_b
+from mmtrain.schedule.library.optimus import optimus
+from mmtrain.schedule.library.zbv import zbv
+from mmtrain.schedule.library.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 
-SCHEDULES: dict[str, Callable[[PlanningProblem], Plan]] = {"1F1B": one_f_one_b, "interleave": interleave}
+Placement = Literal["loop", "v"]
+"""Where the chunks of a module go. loop: chunk j on rank j mod P. v: down the ranks and back up, 2 chunks a rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One named schedule. Any works for any problem; the other fields say what it is meant for."""
+
+    make: Callable[[PlanningProblem], Plan]
+    placement: Placement = "loop"
+    least_passes: int = 1
+    """Chunks of the whole model that each rank needs at least, over all modules; fewer make it another schedule."""
+    splits_backward: bool = False
+    """Whether plans have I and W where that is worth it."""
+    keeps_memory_limits: bool = False
+    """Whether plans stay within the problem's memory limits; the others bound their memory by their own rule."""
+
+
+CATALOGUE: dict[str, Schedule] = {
+    "GPipe": Schedule(make=gpipe),
+    "1F1B": Schedule(make=one_f_one_b),
+    "Interleaved1F1B": Schedule(make=one_f_one_b, least_passes=2),
+    "LoopedBFS": Schedule(make=looped_bfs, least_passes=2),
+    "ZB-H1": Schedule(make=zb_h1, splits_backward=True),
+    "ZB-H2": Schedule(make=zb_h2, splits_backward=True),
+    "ZB-AutoSchedule": Schedule(make=auto_schedule, splits_backward=True, keeps_memory_limits=True),
+    "InterleavedZeroBubble": Schedule(make=interleaved_zero_bubble, least_passes=2, splits_backward=True),
+    "ZBV": Schedule(make=zbv, placement="v", splits_backward=True),
+    "V-half": Schedule(make=v_half, placement="v", splits_backward=True),
+    "V-min": Schedule(make=v_min, placement="v", splits_backward=True),
+    "DualPipeV": Schedule(make=dual_pipe_v, placement="v", splits_backward=True),
+    "Optimus": Schedule(make=optimus),
+    "interleave": Schedule(make=interleave, keeps_memory_limits=True),
+}
 """Name in `parallelism.pipeline_parallel_schedule` -> schedule."""

@@ -5,13 +5,11 @@ deadlock: forwards of many microbatches may fill a rank, so that none of them ca
 Here `Memory` decides on admission, and always leaves a way to the end.
 """
 
-from collections.abc import Iterator
-
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.graph import WorkGraph
-from mmtrain.schedule.library.memory import Memory
-from mmtrain.schedule.plan import Plan, exceeds
+from mmtrain.schedule.library.memory import Memory, choose_options
+from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 
 Node = tuple[int, int]
@@ -60,7 +58,7 @@ class _Greedy:
         self.problem = problem
         self.graph = problem.graph
         self.cluster = clusters(self.graph)
-        self.chosen = self._choose_options()
+        self.chosen = choose_options(problem, self.cluster)
         self.options = {n: problem.options(*n)[i] for n, i in self.chosen.items()}
         self.memory = Memory(problem, self.cluster, self.options)
         ranks = range(self.graph.num_ranks)
@@ -85,39 +83,6 @@ class _Greedy:
 
     def _rank_queue(self, kind: Kind, node: Node) -> dict[Node, float]:
         return self.ready[kind][self.graph.stage_rank[node[0]]]
-
-    def _choose_options(self) -> dict[Node, int]:
-        """Option 0 (the fastest) for each cluster that fits alone, else its options of least memory."""
-        fastest = dict.fromkeys(self.graph.nodes(), 0)
-        problem, graph = self.problem, self.graph
-        if all(limit is None for limit in problem.memory_limit_bytes):
-            return fastest
-        smallest = {
-            node: min(range(len(options)), key=lambda i: (options[i].activation_bytes, i))
-            for node in graph.nodes()
-            for options in [problem.options(*node)]
-        }
-        oversize = {c for c, _ in self._oversize(fastest)}
-        chosen = {node: smallest[node] if self.cluster[node[1]] in oversize else 0 for node in fastest}
-        for cluster, rank in self._oversize(chosen):
-            memory = self._memory(chosen)
-            microbatch = min(w.microbatch for w, c in zip(graph.works, self.cluster, strict=True) if c == cluster)
-            raise PlanError(
-                f"rank {rank}: microbatch {microbatch} alone needs {memory.footprint(cluster, rank):.4g} "
-                f"bytes for its activations, over the memory limit of {memory.limit(rank):.4g} bytes; raise "
-                "the limit, shorten the microbatch or use more ranks"
-            )
-        return chosen
-
-    def _memory(self, chosen: dict[Node, int]) -> Memory:
-        return Memory(self.problem, self.cluster, {n: self.problem.options(*n)[i] for n, i in chosen.items()})
-
-    def _oversize(self, chosen: dict[Node, int]) -> Iterator[tuple[int, int]]:
-        memory = self._memory(chosen)
-        for cluster in range(max(self.cluster, default=-1) + 1):
-            for rank in range(self.graph.num_ranks):
-                if exceeds(memory.footprint(cluster, rank), memory.limit(rank)):
-                    yield cluster, rank
 
     def run(self) -> Plan:
         """The plan."""

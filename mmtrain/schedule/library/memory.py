@@ -6,10 +6,43 @@ The promise that is kept: the unfinished clusters can be finished one after the 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from mmtrain.errors import PlanError
 from mmtrain.schedule.plan import exceeds
 from mmtrain.schedule.problem import Option, PlanningProblem
+
+
+def choose_options(problem: PlanningProblem, cluster: Sequence[int]) -> dict[tuple[int, int], int]:
+    """(stage, work) -> option 0 (the fastest) in each cluster that fits alone, else its option of least memory.
+
+    Args: cluster: [work] -> number of its cluster, the oldest first.
+    Raises: PlanError: a cluster alone is over a rank's memory limit even so; with microbatch and bytes.
+    """
+    graph = problem.graph
+    fastest = dict.fromkeys(graph.nodes(), 0)
+    if all(limit is None for limit in problem.memory_limit_bytes):
+        return fastest
+    smallest = {
+        node: min(range(len(options)), key=lambda i: (options[i].activation_bytes, i))
+        for node in graph.nodes()
+        for options in [problem.options(*node)]
+    }
+    oversize = {c for c, _ in _memory(problem, cluster, fastest).oversize()}
+    chosen = {node: smallest[node] if cluster[node[1]] in oversize else 0 for node in fastest}
+    memory = _memory(problem, cluster, chosen)
+    for number, rank in memory.oversize():
+        microbatch = min(w.microbatch for w, c in zip(graph.works, cluster, strict=True) if c == number)
+        raise PlanError(
+            f"rank {rank}: microbatch {microbatch} alone needs {memory.footprint(number, rank):.4g} "
+            f"bytes for its activations, over the memory limit of {memory.limit(rank):.4g} bytes; raise "
+            "the limit, shorten the microbatch or use more ranks"
+        )
+    return chosen
+
+
+def _memory(problem: PlanningProblem, cluster: Sequence[int], chosen: Mapping[tuple[int, int], int]) -> "Memory":
+    return Memory(problem, cluster, {node: problem.options(*node)[i] for node, i in chosen.items()})
 
 
 class Memory:
@@ -22,19 +55,29 @@ class Memory:
     """
 
     def __init__(
-        self, problem: PlanningProblem, cluster: Sequence[int], options: Mapping[tuple[int, int], Option]
+        self,
+        problem: PlanningProblem,
+        cluster: Sequence[int],
+        options: Mapping[tuple[int, int], Option],
+        limits: Sequence[float | None] | None = None,
     ) -> None:
+        """Nothing held yet. Args: limits: bytes a rank; None: the problem's."""
         graph = problem.graph
         count, ranks = max(cluster, default=-1) + 1, range(graph.num_ranks)
-        self._limit = [math.inf if limit is None else limit for limit in problem.memory_limit_bytes]
+        self.num_clusters, self.num_ranks = count, graph.num_ranks
+        given = problem.memory_limit_bytes if limits is None else limits
+        self._limit = [math.inf if limit is None else limit for limit in given]
         self._held = [[0.0 for _ in ranks] for _ in range(count)]
+        self._total = [0.0 for _ in ranks]
         self._rest = [[0.0 for _ in ranks] for _ in range(count)]
         self._passing: list[list[list[float]]] = [[[] for _ in ranks] for _ in range(count)]
         self._unfinished = list(range(count))
+        self._to_come = [[0 for _ in ranks] for _ in range(count)]  # forwards
         self._left = [0] * count
         for (stage, work), option in options.items():
             c, r = cluster[work], graph.stage_rank[stage]
             self._left[c] += 1
+            self._to_come[c][r] += 1
             if option.has_backward:
                 self._rest[c][r] += option.activation_bytes
                 self._left[c] += 1
@@ -43,10 +86,18 @@ class Memory:
         for passing in self._passing:
             for amounts in passing:
                 amounts.sort()
+        self._owing = [[c for c in range(count) if self._to_come[c][r]] for r in ranks]
 
     def footprint(self, cluster: int, rank: int) -> float:
         """Bytes that a cluster needs on a rank at once if nothing else is there."""
         return max(self._rest[cluster][rank], *self._passing[cluster][rank][-1:], 0.0)
+
+    def oversize(self) -> Iterator[tuple[int, int]]:
+        """(cluster, rank) where a cluster alone is over the limit."""
+        for cluster in range(self.num_clusters):
+            for rank in range(self.num_ranks):
+                if exceeds(self.footprint(cluster, rank), self._limit[rank]):
+                    yield cluster, rank
 
     def limit(self, rank: int) -> float:
         """Bytes that the rank's activations may take."""
@@ -57,46 +108,58 @@ class Memory:
         limit = self._limit[rank]
         if limit == math.inf:
             return lambda cluster, option: True
-        free: dict[int, float] = {}  # cluster -> what it may add, for the sake of the older ones and of its own passing
-        on_rank = 0.0
-        for c in reversed(self._unfinished):
-            on_rank += self._held[c][rank]
-            free[c] = limit - on_rank
-        least = math.inf
-        for c in self._unfinished:
-            passing = self._passing[c][rank]
-            within = min(least, free[c] - passing[-1]) if passing else least
-            free[c], least = within, min(within, free[c] - self._rest[c][rank])
-        slack = 1e-9 * limit
+        on_rank, slack = self._total[rank], 1e-9 * limit
 
         def fits(cluster: int, option: Option) -> bool:
             amount = option.activation_bytes
             if on_rank + amount > limit + slack:
                 return False
-            return not option.has_backward or amount <= free[cluster] + slack
+            if not option.has_backward:
+                return True
+            # What this cluster and the older ones will still need keeps its room beside what they and all younger hold.
+            for c in self._owing[rank]:
+                if c > cluster:
+                    return True
+                passing = self._passing[c][rank]
+                to_come = max(passing[-1] if passing else 0.0, self._rest[c][rank] if c < cluster else 0.0)
+                free = limit + slack - amount - to_come
+                if on_rank > free and self._held_from(c, rank) > free:
+                    return False
+            return True
 
         return fits
 
     def fits_now(self, rank: int, option: Option) -> bool:
         """Whether a forward fits into what is free on its rank, promise or not."""
-        return not exceeds(self._on(rank) + option.activation_bytes, self._limit[rank])
-
-    def _on(self, rank: int) -> float:
-        return sum(self._held[c][rank] for c in self._unfinished)
+        return not exceeds(self._total[rank] + option.activation_bytes, self._limit[rank])
 
     def start_forward(self, cluster: int, rank: int, option: Option) -> bool:
         """Takes the memory of a forward; tells whether the cluster is finished."""
+        self._to_come[cluster][rank] -= 1
+        if not self._to_come[cluster][rank]:
+            self._owing[rank].remove(cluster)
         if option.has_backward:
             self._rest[cluster][rank] -= option.activation_bytes
-            self._held[cluster][rank] += option.activation_bytes
+            self._add(cluster, rank, option.activation_bytes)
         else:
             self._passing[cluster][rank].remove(option.activation_bytes)
         return self._end_one(cluster)
 
-    def end_backward(self, cluster: int, rank: int, option: Option) -> bool:
-        """Gives back what a backward frees; tells whether the cluster is finished."""
-        self._held[cluster][rank] -= option.activation_bytes
+    def end_input(self, cluster: int, rank: int, option: Option) -> None:
+        """Gives back what an input half frees."""
+        self._add(cluster, rank, option.held_for_weight_bytes - option.activation_bytes)
+
+    def end_backward(self, cluster: int, rank: int, option: Option, *, split: bool = False) -> bool:
+        """Gives back what a backward (or a weight half) frees; tells whether the cluster is finished."""
+        self._add(cluster, rank, -(option.held_for_weight_bytes if split else option.activation_bytes))
         return self._end_one(cluster)
+
+    def _held_from(self, cluster: int, rank: int) -> float:
+        return sum(self._held[c][rank] for c in self._unfinished if c >= cluster)
+
+    def _add(self, cluster: int, rank: int, amount: float) -> None:
+        self._held[cluster][rank] += amount
+        self._total[rank] += amount
 
     def _end_one(self, cluster: int) -> bool:
         self._left[cluster] -= 1

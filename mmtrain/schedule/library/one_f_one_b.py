@@ -32,7 +32,16 @@ Node = tuple[int, int]
 
 def one_f_one_b(problem: PlanningProblem) -> Plan:
     """The 1F1B plan of a problem, every (stage, work) with its option 0; memory limits are not looked at."""
-    return Plan(problem.graph, _Ranks(problem.graph).run())
+    return Plan(problem.graph, alternate(problem.graph))
+
+
+def alternate(graph: WorkGraph, ahead: int | None = None) -> tuple[tuple[Action, ...], ...]:
+    """One order of F and B a rank: one forward, one backward, under the limit of pairs in flight.
+
+    Args: ahead: pairs that a rank may start before its first backward for each rank behind it; 1 or 2. None: as in
+        1F1B, 1 on a rank with one segment and 2 on a rank with several.
+    """
+    return _Ranks(graph, ahead).run()
 
 
 def segments(graph: WorkGraph) -> dict[int, int]:
@@ -59,9 +68,9 @@ def module_order(graph: WorkGraph) -> list[int]:
     return order
 
 
-def forward_order(graph: WorkGraph) -> list[Node]:
-    """All (stage, work) by group of P microbatches, segment, microbatch and sub-microbatch."""
-    segment, group = segments(graph), _groups(graph)
+def forward_order(graph: WorkGraph, group_size: int = 0) -> list[Node]:
+    """All (stage, work) by group of microbatches (of P; or `group_size`), segment, microbatch and sub-microbatch."""
+    segment, group = segments(graph), _groups(graph, group_size)
 
     def key(node: Node) -> tuple[int, ...]:
         stage, work = node
@@ -76,12 +85,12 @@ def forward_order(graph: WorkGraph) -> list[Node]:
         )
 
     nodes = list(graph.nodes())
-    return _linear_extension(nodes, lambda n: [(e.source, e.work) for e in graph.inputs(*n)], key)
+    return linear_extension(nodes, lambda n: [(e.source, e.work) for e in graph.inputs(*n)], key)
 
 
-def backward_order(graph: WorkGraph) -> list[Node]:
-    """All (stage, work) with a backward by group of P microbatches, segment from the last, and microbatch."""
-    segment, group = segments(graph), _groups(graph)
+def backward_order(graph: WorkGraph, group_size: int = 0) -> list[Node]:
+    """All (stage, work) with a backward by group of microbatches, segment from the last, and microbatch."""
+    segment, group = segments(graph), _groups(graph, group_size)
 
     def key(node: Node) -> tuple[int, ...]:
         stage, work = node
@@ -96,15 +105,15 @@ def backward_order(graph: WorkGraph) -> list[Node]:
         )
 
     nodes = [node for node in graph.nodes() if graph.has_backward(*node)]
-    return _linear_extension(nodes, lambda n: [(e.target, e.target_work) for e in graph.outputs(*n) if e.grad], key)
+    return linear_extension(nodes, lambda n: [(e.target, e.target_work) for e in graph.outputs(*n) if e.grad], key)
 
 
-def _groups(graph: WorkGraph) -> dict[int, int]:
+def _groups(graph: WorkGraph, size: int) -> dict[int, int]:
     numbers = sorted({w.microbatch for w in graph.works})
-    return {number: place // graph.num_ranks for place, number in enumerate(numbers)}
+    return {number: place // (size or graph.num_ranks) for place, number in enumerate(numbers)}
 
 
-def _linear_extension(
+def linear_extension(
     nodes: list[Node], before: Callable[[Node], list[Node]], key: Callable[[Node], tuple[Any, ...]]
 ) -> list[Node]:
     """The nodes in the order of their keys, but each after what must come before it."""
@@ -129,13 +138,18 @@ def _linear_extension(
 class _Ranks:
     """Unit-time ranks that follow a forward and a backward order under a limit of pairs in flight."""
 
-    def __init__(self, graph: WorkGraph) -> None:
+    def __init__(self, graph: WorkGraph, ahead: int | None) -> None:
         ranks = range(graph.num_ranks)
         self.graph = graph
-        self.forward_order = forward_order(graph)
+        self.ahead = ahead
+        self.forward_order, backwards = forward_order(graph), backward_order(graph)
         self.queue = {
             Kind.F: [[n for n in self.forward_order if graph.stage_rank[n[0]] == r] for r in ranks],
-            Kind.B: [[n for n in backward_order(graph) if graph.stage_rank[n[0]] == r] for r in ranks],
+            Kind.B: [[n for n in backwards if graph.stage_rank[n[0]] == r] for r in ranks],
+        }
+        self.needs = {
+            kind: {node: [r for r, _ in graph.needs(kind, *node)] for queue in self.queue[kind] for node in queue}
+            for kind in (Kind.F, Kind.B)
         }
         self.next = {kind: [0 for _ in ranks] for kind in (Kind.F, Kind.B)}
         self.started: set[Result] = set()
@@ -155,7 +169,8 @@ class _Ranks:
     def _limit(self, rank: int) -> int:
         P = self.graph.num_ranks
         V = len({stage for stage, _ in self.owed if self.graph.stage_rank[stage] == rank})
-        return P - rank if V <= 1 else 2 * (P - rank - 1) + (V - 1) * P + 1
+        ahead = self.ahead or (1 if V <= 1 else 2)
+        return ahead * (P - rank - 1) + max(V - 1, 0) * P + 1
 
     def run(self) -> tuple[tuple[Action, ...], ...]:
         """The order of each rank."""
@@ -189,7 +204,7 @@ class _Ranks:
         if place == len(queue):
             return None
         node = queue[place]
-        if any(result not in results for result, _ in self.graph.needs(kind, *node)):
+        if not results.issuperset(self.needs[kind][node]):
             return None
         opens = kind is Kind.F and self.graph.has_backward(*node) and self._pair(node) not in self.open[rank]
         return None if opens and len(self.open[rank]) >= self.limit[rank] else node

@@ -1,11 +1,15 @@
 """What every schedule must do on every work graph."""
 
+import typing
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from mmtrain import config
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.library.catalogue import SCHEDULES
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.library.forward_only import forward_only
+from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.lower import lower
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
@@ -13,7 +17,9 @@ from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.transport import check_transport
 from tests.schedule.problems import problems
 
-RANDOM = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+RANDOM = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+MEMORY_BOUNDED = [name for name, schedule in CATALOGUE.items() if schedule.keeps_memory_limits]
+V_SHAPED = [name for name, schedule in CATALOGUE.items() if schedule.placement == "v"]
 
 
 def assert_runs(problem: PlanningProblem, plan: Plan) -> None:
@@ -24,28 +30,48 @@ def assert_runs(problem: PlanningProblem, plan: Plan) -> None:
     assert Plan.parse(problem.graph, str(plan), plan.options) == plan
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+def assert_sound(name: str, problem: PlanningProblem) -> None:
+    plan = CATALOGUE[name].make(problem)
+    check(plan)
+    assert_runs(problem, plan)
+    worth = {n for n in problem.graph.nodes() if worth_splitting(plan.option(problem, *n))}
+    assert plan.split <= (worth if CATALOGUE[name].splits_backward else set())
+    assert CATALOGUE[name].make(problem) == plan
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
 @RANDOM
 @given(problem=problems())
 def test_plans_of_random_work_graphs_are_sound(name: str, problem: PlanningProblem) -> None:
-    plan = SCHEDULES[name](problem)
-    check(plan)
-    assert_runs(problem, plan)
-    assert SCHEDULES[name](problem) == plan
+    assert_sound(name, problem)
 
 
+@pytest.mark.parametrize("name", V_SHAPED)
+@RANDOM
+@given(problem=problems(v=True))
+def test_plans_of_random_v_placements_are_sound(name: str, problem: PlanningProblem) -> None:
+    assert_sound(name, problem)
+
+
+@pytest.mark.parametrize("name", MEMORY_BOUNDED)
 @RANDOM
 @given(problem=problems(limits=True))
-def test_interleave_keeps_memory_limits_without_deadlock(problem: PlanningProblem) -> None:
-    plan = SCHEDULES["interleave"](problem)
+def test_memory_limits_are_kept_without_deadlock(name: str, problem: PlanningProblem) -> None:
+    plan = CATALOGUE[name].make(problem)
     check(plan, problem)
     assert_runs(problem, plan)
 
 
+@pytest.mark.parametrize("name", CATALOGUE)
 @RANDOM
 @given(problem=problems(forward_only=True))
-def test_forward_only_plans_have_forwards_alone(problem: PlanningProblem) -> None:
-    for plan in (forward_only(problem), SCHEDULES["1F1B"](problem)):
-        check(plan, problem)
+def test_plans_without_any_backward_have_forwards_alone(name: str, problem: PlanningProblem) -> None:
+    for plan in (forward_only(problem), CATALOGUE[name].make(problem)):
+        check(plan)
         assert {action.kind for order in plan.orders for action in order} == {Kind.F}
         assert_runs(problem, plan)
+
+
+def test_config_offers_the_catalogue() -> None:
+    assert typing.get_args(config.Schedule) == tuple(CATALOGUE)
+    assert list(config.MEMORY_BOUNDED_SCHEDULES) == MEMORY_BOUNDED

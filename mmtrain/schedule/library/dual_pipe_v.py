@@ -1,0 +1,60 @@
+"""DualPipeV: forwards and backwards of the two directions in pairs."""
+
+from mmtrain.schedule.library.v_shape import Slot, Writer, fill
+from mmtrain.schedule.plan import Plan
+from mmtrain.schedule.problem import PlanningProblem
+
+
+def dual_pipe_v(problem: PlanningProblem) -> Plan:
+    """The DualPipeV plan: in the steady state a forward of one leg stands next to a backward of the other.
+
+    DualPipe runs such a pair as one overlapped block F&B; a plan has F, then B. On one V with at least 2P microbatches
+    2P + 1 activations of a stage are held, and the bubble is (P - 1)(F + I - W), in seconds of one stage. (With
+    blocks, whose results leave at their end, it is the published (P - 1)(F&B + B - 3W).) See `v_shape.fill` for
+    several modules.
+
+    Source: DeepSeek-AI, DualPipe, arXiv:2412.19437, and the "cut in half" of Qi et al., 2025.
+    """
+    return fill(problem, template, problem.graph.num_ranks + 0.5)
+
+
+def template(num_ranks: int, num_microbatches: int) -> list[list[Slot]]:
+    """The slots of each rank."""
+    return [_slots(num_ranks, rank, num_microbatches) for rank in range(num_ranks)]
+
+
+def _slots(P: int, rank: int, num_microbatches: int) -> list[Slot]:
+    behind = P - 1 - rank
+    write = Writer(num_microbatches)
+    # The way down, until the first microbatch comes back up; then both ways by turns.
+    for _ in range(2 * behind):
+        write.forward(0)
+    for _ in range(rank + 1):
+        write.forward(0)
+        write.forward(1)
+    # The first gradients, split, so that they go on sooner.
+    for _ in range(behind):
+        write.backward(1, split=True)
+        write.weight()
+        write.forward(1)
+    # The pairs: down with the gradient of the way up, up with the gradient of the way down.
+    for _ in range(num_microbatches - 2 * P + rank + 1):
+        write.forward(0)
+        write.backward(1)
+        write.forward(1)
+        write.backward(0)
+    for _ in range(behind):
+        write.backward(1)
+        write.forward(1)
+        write.backward(0)
+    # Gradients alone, split in the second half, so that weight halves are left for the ranks' last waits.
+    for i in range(rank + 1):
+        late = 2 * i >= rank + 1
+        write.backward(1, split=late)
+        write.backward(0, split=late or 2 * i + 1 >= rank + 1)
+    for _ in range(behind):
+        write.weight()
+        write.backward(0, split=True)
+    while write.due:
+        write.weight()
+    return write.slots

@@ -1,0 +1,71 @@
+"""Whole backwards cut in two: the simplest way from a plan without I and W to one with them."""
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from mmtrain.errors import PlanError
+from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.plan import Plan, exceeds
+from mmtrain.schedule.problem import Option, PlanningProblem
+
+
+def split_backwards(
+    plan: Plan, problem: PlanningProblem, delay: int, *, nodes: Collection[tuple[int, int]] | None = None
+) -> Plan:
+    """The plan with I in the place of each B, and its W `delay` actions later on its rank.
+
+    The weight halves of a rank keep the order of its backwards, behind each other where several are due. One comes
+    earlier where activations and what weight halves need would not fit into the memory limit otherwise.
+
+    Where the halves of one backward do not fit even so, it stays whole.
+
+    Args:
+        delay: number of forwards and backwards of the rank between I and W; 0: W follows at once.
+        nodes: the (stage, work) whose backwards are split; None: all.
+    Raises: PlanError: delay is below 0.
+    """
+    if delay < 0:
+        raise PlanError(f"delay = {delay}; a weight half cannot come before its input half, use 0 or more")
+    chosen = set(plan.graph.nodes() if nodes is None else nodes)
+    ranks = range(len(plan.orders))
+    return replace(plan, orders=tuple(tuple(_split(plan, problem, rank, delay, chosen)) for rank in ranks))
+
+
+def _split(
+    plan: Plan, problem: PlanningProblem, rank: int, delay: int, chosen: Collection[tuple[int, int]]
+) -> Iterator[Action]:
+    limit, held = problem.memory_limit_bytes[rank], 0.0
+    waiting: deque[tuple[int, Action, float]] = deque()
+    """(step of I, W, bytes that it holds)."""
+    for step, (action, work) in enumerate(zip(plan.orders[rank], plan.works[rank], strict=True)):
+        option = plan.option(problem, action.stage, work)
+        splits = action.kind is Kind.B and (action.stage, work) in chosen
+        more = _growth(Kind.I if splits else action.kind, option)
+        # A forward without a backward takes its bytes for as long as it runs.
+        needed = option.activation_bytes if action.kind is Kind.F else more
+        while waiting and (waiting[0][0] + delay < step or _is_over(held + needed, limit)):
+            _, weight, freed = waiting.popleft()
+            held -= freed
+            yield weight
+        if splits and not _is_over(held + more, limit):
+            yield replace(action, kind=Kind.I)
+            waiting.append((step, replace(action, kind=Kind.W), option.held_for_weight_bytes))
+            held += more
+        else:
+            yield action
+            held += _growth(action.kind, option)
+    yield from (weight for _, weight, _ in waiting)
+
+
+def _is_over(amount: float, limit: float | None) -> bool:
+    return limit is not None and exceeds(amount, limit)
+
+
+def _growth(kind: Kind, option: Option) -> float:
+    """Bytes that an action leaves behind, less those that it frees."""
+    if kind is Kind.F:
+        return option.activation_bytes if option.has_backward else 0.0
+    if kind is Kind.B:
+        return -option.activation_bytes
+    return option.held_for_weight_bytes - option.activation_bytes if kind is Kind.I else -option.held_for_weight_bytes

@@ -1,0 +1,303 @@
+"""Split backwards: I and W give the gradients of B, hold what planning counts, and leave nothing."""
+
+import dataclasses
+import gc
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from mmtrain.config import ActivationCheckpointConfig
+from mmtrain.data.batch import IGNORE_INDEX
+from mmtrain.data.bitfield import language_bits
+from mmtrain.data.metadata import DocumentMeta, MicrobatchMeta
+from mmtrain.errors import PlanError
+from mmtrain.models.attention.context import attention_context
+from mmtrain.models.chunk import build_chunk
+from mmtrain.models.initialise import init_weights
+from mmtrain.models.shapes import vision_shape
+from mmtrain.models.spec import documents_work, images_work
+from mmtrain.models.spec_builders import model_spec
+from mmtrain.models.trainable import is_adapter
+from mmtrain.parallel.activation_checkpoint import apply_activation_checkpoint
+from mmtrain.parallel.build import build_local_model
+from mmtrain.parallel.feed import StepFeed
+from mmtrain.parallel.mesh import build_mesh
+from mmtrain.parallel.runtime import PipelineScheduleRuntime
+from mmtrain.parallel.weight_grads import WeightGrads
+from mmtrain.planner.iteration import IterationPlanner, reference_sizes
+from mmtrain.planner.partition import partition
+from mmtrain.schedule.lower import Program
+from mmtrain.topology import MeshShape
+from tests.lora import with_lora
+from tests.parallel.parity import KEEP_ALL, NO_IMAGE, TEXT_ON_ONE, Case, check, run_layout
+from tests.parallel.test_activation_checkpoint import Alive
+from tests.parallel.test_parity import TOLERANCE, identify
+from tests.ranks import run_ranks
+from tests.reference import ENCODERS, LANGUAGES, PLANNER, TRAINING, make_batch, model_config
+
+LENGTHS = (37, 27)
+
+DELAYS = (("1F1B", 1, 0), ("1F1B", 1, 3), ("interleave", 0, 10**6))
+"""W right after its I, a few actions later with several works in between, and all at the end."""
+BF16 = dataclasses.replace(TRAINING, mixed_precision_param="bfloat16")
+
+
+@torch.no_grad()
+def fill_adapters_by_name(chunk):
+    """Values for adapters that depend on their names alone; the second matrix of one starts as zero."""
+    for name, parameter in chunk.named_parameters():
+        if is_adapter(name):
+            generator = torch.Generator().manual_seed(sum(name.encode()))
+            values = 0.1 * torch.randn(parameter.shape, generator=generator)
+            if isinstance(parameter, DTensor):
+                values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(values)
+
+
+def split(model, **options):
+    return Case(model=model, runs=DELAYS, **options)
+
+
+CASES = {
+    "trainable": split(model_config()),
+    "tied": split(model_config(tied=True)),
+    "no image on one replica": split(model_config(), images=TEXT_ON_ONE),
+    "frozen encoder": split(model_config(frozen=("encoder",)), images=TEXT_ON_ONE),
+    "frozen encoder and projector": split(model_config(frozen=("encoder", "projector"))),
+    "frozen language": split(model_config("siglip_vision_model", "llama", frozen=("language",)), images=TEXT_ON_ONE),
+    "adapters": split(with_lora(model_config()), prepare=fill_adapters_by_name),
+    "native merger, recomputed": split(
+        model_config("qwen2_5_vl_vision", projector="native"), recompute=ActivationCheckpointConfig(mode="full")
+    ),
+    "recomputed in part": split(model_config("vit", "llama"), recompute=ActivationCheckpointConfig(mode="selective")),
+    "sound": split(model_config("whisper_encoder", "llama")),
+    "text model": split(model_config(None, "llama"), images=NO_IMAGE),
+}
+PLANE = {
+    name: dataclasses.replace(CASES[name], **options)
+    for name, options in {
+        "trainable": {},
+        "tied": {"split": "causal"},
+        "frozen encoder": {"share_patches": True},
+        "adapters": {},
+        "native merger, recomputed": {"share_patches": True},
+        "recomputed in part": {"data_encoder": True},
+    }.items()
+}
+REGATHERED = {
+    name: dataclasses.replace(CASES[name], regathered=frozenset({"vision", "language"}), share_patches=True)
+    for name in ("trainable", "native merger, recomputed")
+}
+SOME = {"every second": Case(model=model_config(), runs=(("1F1B", 1, 0, 2),))}
+
+
+def check_split(ranks):
+    check(ranks, TOLERANCE)
+    check_equal(ranks)
+
+
+def check_equal(ranks):
+    for rank, found in enumerate(ranks):
+        for case, errors in found.items():
+            assert errors.unequal == (), (case, rank)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shape", [MeshShape(pp=2), MeshShape(pp=4), MeshShape(pp=2, dp_shard=2)], ids=identify)
+def test_gradients_are_those_of_whole_backwards_and_of_one_process(shape):
+    check_split(run_ranks(run_layout, shape.world_size, shape, CASES | SOME))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shape", [MeshShape(pp=2, tp=2), MeshShape(pp=2, cp=2)], ids=identify)
+def test_gradients_where_ranks_divide_works(shape):
+    check_split(run_ranks(run_layout, shape.world_size, shape, PLANE))
+
+
+@pytest.mark.ranks
+def test_parameters_that_are_gathered_at_each_use():
+    check_split(run_ranks(run_layout, 2, MeshShape(cp=2), REGATHERED))
+
+
+@pytest.mark.ranks
+def test_bfloat16_gradients_are_added_up_in_float32_as_those_of_whole_backwards():
+    cases = {
+        "bfloat16": split(model_config(tied=True), training=BF16),
+        "offload": split(model_config(), training=dataclasses.replace(BF16, enable_cpu_offload=True)),
+    }
+    check_equal(run_ranks(run_layout, 2, MeshShape(pp=2), cases))
+    check_equal(run_ranks(run_layout, 2, MeshShape(dp_shard=2), {"offload": cases["offload"]}))
+
+
+@pytest.mark.ranks
+def test_a_matrix_tied_in_one_chunk_gets_both_gradients():
+    """The embedding's comes in I and the head's in W, so that sums over works have another order."""
+    found = run_ranks(run_layout, 1, MeshShape(), {"tied": CASES["tied"]})
+    check(found, TOLERANCE)
+    assert {errors.unequal for errors in found[0].values()} <= {(), ("0: language.model.embed_tokens.weight",)}
+
+
+# ---------------------------------------------------------------------------------------- one chunk
+
+
+def one_chunk(module, model, section=KEEP_ALL, layers=None, dtype=torch.float32):
+    """A chunk, what it is called with, and its WorkSize. Args: layers: default: the first two blocks."""
+    spec = model_spec(model, dtype_bytes=dtype.itemsize)
+    chunk = build_chunk(model, spec, module, layers or (1, 3), device="cpu", dtype=dtype)
+    init_weights(chunk, 0)
+    fill_adapters_by_name(chunk)
+    apply_activation_checkpoint(chunk, section)
+    if module == "language":
+        documents = [DocumentMeta(sample=i, num_tokens=n, num_targets=2, images=()) for i, n in enumerate(LENGTHS)]
+        bits = language_bits(MicrobatchMeta(documents=tuple(documents)), "causal")
+        labels = torch.full((sum(LENGTHS),), IGNORE_INDEX)
+        labels[::9] = 1
+        positions = torch.cat([torch.arange(n) for n in LENGTHS])
+        kwargs = {"attention": attention_context(bits), "position_ids": positions, "labels": labels}
+        size = documents_work(LENGTHS, int((labels != IGNORE_INDEX).sum()))
+    else:
+        fixed = vision_shape(model).fixed_grid
+        kwargs = {"grids": (fixed, fixed) if fixed else ((1, 4, 4), (1, 4, 6))}
+        size = images_work(spec.module(module), kwargs["grids"])
+    width = spec.module(module).layers[chunk.lo - 1].output_width
+    x = torch.randn(size.rows, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return chunk, x, kwargs, size
+
+
+def start(out):
+    """A scalar of a chunk's output, whose gradient is no constant."""
+    if not isinstance(out, torch.Tensor):
+        return out.loss_sum
+    return (out.float() * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum()
+
+
+def halves(chunk, x, kwargs):
+    """(bytes between I and W, bytes of all tensors that are left then but gradients, gradients)."""
+    grads = WeightGrads(chunk)
+    with Alive() as alive:
+        with grads.deferred(0):
+            loss = start(chunk(x, **kwargs))
+        with grads.deferred(0):
+            loss.backward()
+        del loss
+        own = {t.untyped_storage().data_ptr() for t in (*chunk.parameters(), *chunk.buffers(), x)}
+        own |= {t.grad.untyped_storage().data_ptr() for t in (*chunk.parameters(), x) if t.grad is not None}
+        own |= {t.untyped_storage().data_ptr() for t in kwargs.values() if isinstance(t, torch.Tensor)}
+        gc.collect()
+        left = alive.num_bytes(own)
+    held = grads.held_bytes()
+    grads.run(0)
+    return held, left, {n: p.grad for n, p in chunk.named_parameters()} | {"input": x.grad}
+
+
+FAMILIES = [("vision", name) for name in ENCODERS] + [("language", name) for name in LANGUAGES]
+
+
+def family_model(module, family, projector="mlp"):
+    return model_config(family, projector=projector) if module == "vision" else model_config(None, family)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("adapters", [False, True], ids=["all", "adapters"])
+@pytest.mark.parametrize(("module", "family"), FAMILIES)
+def test_blocks_hold_the_bytes_that_planning_counts_and_nothing_else(module, family, adapters, mode, dtype):
+    model = family_model(module, family)
+    model = with_lora(model) if adapters else model
+    section = ActivationCheckpointConfig(mode=mode)
+    chunk, x, kwargs, size = one_chunk(module, model, section, dtype=dtype)
+    held, left, gradients = halves(chunk, x.requires_grad_(), kwargs)
+    block = model_spec(model, dtype_bytes=dtype.itemsize).module(module).layers[1]
+    assert held == left == 2 * block.linear_bytes(size)
+
+    chunk, x, kwargs, _ = one_chunk(module, model, section, dtype=dtype)
+    start(chunk(x.requires_grad_(), **kwargs)).backward()
+    wanted = {n: p.grad for n, p in chunk.named_parameters()} | {"input": x.grad}
+    for name, grad in wanted.items():
+        assert (grad is None and gradients[name] is None) or torch.equal(gradients[name], grad), name
+
+
+@pytest.mark.parametrize(
+    ("module", "family", "projector"), [*((*f, "mlp") for f in FAMILIES), ("vision", "qwen2_vl_vision", "native")]
+)
+def test_the_last_layer_holds_the_bytes_that_planning_counts(module, family, projector):
+    model = family_model(module, family, projector)
+    layers = model_spec(model).module(module).layers
+    chunk, x, kwargs, size = one_chunk(module, model, layers=(len(layers) - 1, len(layers)))
+    held, _, _ = halves(chunk, x.requires_grad_(), kwargs)
+    assert held == layers[-1].linear_bytes(size)
+
+
+def test_weights_behind_an_input_without_a_gradient_get_theirs():
+    """The first chunk behind a frozen encoder: I runs for the gradients between its layers."""
+    model = model_config(None)
+    chunk, x, kwargs, _ = one_chunk("language", model)
+    _, _, gradients = halves(chunk, x, kwargs)
+    assert gradients.pop("input") is None
+    assert all(grad is not None and grad.abs().max() > 0 for grad in gradients.values())
+
+
+def test_a_whole_backward_leaves_nothing():
+    chunk, x, kwargs, _ = one_chunk("language", model_config(None))
+    grads = WeightGrads(chunk)
+    start(chunk(x.requires_grad_(), **kwargs)).backward()
+    assert grads.works() == () and grads.held_bytes() == 0
+
+
+def test_halves_of_two_works_may_cross():
+    chunk, x, kwargs, _ = one_chunk("language", model_config(None), ActivationCheckpointConfig(mode="full"))
+    grads = WeightGrads(chunk)
+    losses = []
+    for work in range(2):
+        with grads.deferred(work):
+            losses.append(start(chunk((work + 1) * x, **kwargs)))
+    for work in (1, 0):
+        with grads.deferred(work):
+            losses[work].backward()
+    for work in (0, 1):
+        grads.run(work)
+    found = [p.grad.clone() for p in chunk.parameters()]
+    chunk.zero_grad()
+    for work in range(2):
+        start(chunk((work + 1) * x, **kwargs)).backward()
+    for parameter, grad in zip(chunk.parameters(), found, strict=True):
+        assert torch.allclose(parameter.grad, grad, rtol=1e-4, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------- wrong programs
+
+
+def wrong_programs(rank):
+    """What the runtime says to programs of one rank whose halves do not fit together."""
+    model = model_config(None)
+    spec = model_spec(model)
+    parts = partition(spec, 1, {"language": 1}, reference_sizes(spec, TRAINING.seq_len))
+    mesh = build_mesh(MeshShape(), torch.device("cpu"))
+    local = build_local_model(model, spec, parts, mesh, TRAINING, seed=5)
+    planner = IterationPlanner(
+        spec=spec, partition=parts, section=PLANNER, schedule="1F1B", sub_microbatch_size=0, sharded=False
+    )
+    batch, meta = make_batch(model, [[0]], seed=1)
+    plan = planner.plan(meta)
+    runtime = PipelineScheduleRuntime(local.stages)
+    said = []
+    for text in ("0F0.0 0I0.0", "0F0.0 0W0.0 0I0.0", "0F0.0 0W0.0"):
+        with pytest.raises(PlanError) as error:
+            runtime.load(Program.parse(plan.program.graph, text), lambda stage, work: ())
+        said.append(str(error.value))
+    runtime.load(Program.parse(plan.program.graph, "0F0.0 0I0.0 0W0.0"), lambda stage, work: ())
+    feed = StepFeed(parts, plan.layout, meta, mesh, batch=batch, labels=[m.labels for m in batch.microbatches])
+    local.stages[0].backward_weight = lambda work: None  # a W that does nothing
+    with pytest.raises(PlanError) as error:
+        runtime.step(feed)
+    return [*said, str(error.value)]
+
+
+@pytest.mark.ranks
+def test_weight_gradients_are_never_lost_silently():
+    (said,) = run_ranks(wrong_programs, 1)
+    assert "no W comes after 0I0.0" in said[0]
+    assert "step 1: no I comes before 0W0.0" in said[1]
+    assert "step 1: no I comes before 0W0.0" in said[2]
+    assert "weight gradients without their W, work 0" in said[3]
