@@ -48,6 +48,9 @@ class EncoderConfig:
     has its own switch."""
     num_segments: int = 0
     """K: the module is cut into pipeline_parallel_degree x K chunks; 0 picks K by rule."""
+    pipeline_layout: str = ""
+    """Layers of each chunk in the manner of Megatron's layouts, "Et*3|t*4|t*4|t*3,L", see docs/models.md; P x K
+    chunks, which also sets K. Empty: chunks of equal work."""
     sub_microbatch_size: int = 0
     """Images in one sub-microbatch; a microbatch with N images runs as ceil(N / size); 0: all in one."""
 
@@ -96,6 +99,9 @@ class LanguageConfig:
     """Inside of each document: causal; or also both ways inside of each picture; or before the first answer."""
     num_segments: int = 0
     """K: the module is cut into pipeline_parallel_degree x K chunks; 0 picks K by rule."""
+    pipeline_layout: str = ""
+    """Layers of each chunk in the manner of Megatron's layouts, "Et*3|t*4|t*4|t*3,L", see docs/models.md; P x K
+    chunks, which also sets K. Empty: chunks of equal work."""
 
     def __post_init__(self) -> None:
         _check_source("model.language", self)

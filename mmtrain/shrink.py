@@ -151,13 +151,16 @@ def _model(config: Config, parallelism: ParallelismConfig) -> ModelConfig:
             pretrained="",
             config=values,
             num_segments=segments["vision"],
+            pipeline_layout="",
             sub_microbatch_size=min(size, 2),  # so that the few pictures of a small microbatch are still divided
         )
     return replace(
         model,
         encoder=encoder,
         projector=replace(projector, pretrained=""),
-        language=replace(model.language, pretrained="", config=language, num_segments=segments["language"]),
+        language=replace(
+            model.language, pretrained="", config=language, num_segments=segments["language"], pipeline_layout=""
+        ),
         lora=_lora(model.lora) if _has_adapters(model) else model.lora,
     )
 

@@ -38,6 +38,7 @@ from mmtrain.parallel.mesh import Mesh, build_mesh, init_process_group, pick_dev
 from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.planner.pipeline_layout import show_layout
 from mmtrain.report import count_answers, whole_predictions, write_trace
 from mmtrain.topology import AXES
 
@@ -189,7 +190,6 @@ class Trainer:
         logger.info("%s", config.job.description or "mmtrain")
         for module in self.spec.modules:
             stages = self.partition.of_module(module.name)
-            cuts = " | ".join(f"{stage.layers[0]}-{stage.layers[1] - 1}" for stage in stages)
             logger.info(
                 "%s: %s parameters%s, %d layers in %d chunks: %s",
                 module.name,
@@ -197,7 +197,7 @@ class Trainer:
                 "" if module.trainable else " (frozen)",
                 len(module.layers),
                 len(stages),
-                cuts,
+                show_layout(module, [stage.layers for stage in stages]),
             )
         logger.info(
             "mesh: %s on %s; schedule %s; %d steps of %d microbatches x %d tokens",

@@ -98,6 +98,17 @@ def test_modules_are_cut_into_as_many_segments_as_before() -> None:
     assert [stage.module for stage in small.stages] == [stage.module for stage in parts.stages]
 
 
+def test_layouts_become_balanced_chunks() -> None:
+    big = job()
+    blocks = language_shape(big.model).depth
+    language = dataclasses.replace(big.model.language, pipeline_layout=f"E|t*{blocks - 1}|t|L")
+    big = job(
+        model=dataclasses.replace(big.model, language=language),
+        parallelism=ParallelismConfig(pipeline_parallel_degree=2),
+    )
+    assert len(IterationPlanner.of(shrink(big).config).partition.of_module("language")) == 4
+
+
 def test_what_trains_and_what_is_masked_stays() -> None:
     model = dataclasses.replace(
         job().model,

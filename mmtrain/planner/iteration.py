@@ -158,20 +158,25 @@ def partition_of(config: Config, spec: ModelSpec) -> Partition:
     Raises: ConfigError: fewer layers than chunks, or fewer or more chunks than the schedule needs.
     """
     segments = {"language": config.model.language.num_segments}
+    layouts = {"language": config.model.language.pipeline_layout}
     if config.model.encoder:
         segments["vision"] = config.model.encoder.num_segments
+        layouts["vision"] = config.model.encoder.pipeline_layout
     sizes = reference_sizes(spec, config.training.seq_len)
     name, num_ranks = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
     schedule = CATALOGUE[name]
-    found = partition(spec, num_ranks, segments, sizes, schedule.placement)
+    found = partition(spec, num_ranks, segments, sizes, schedule.placement, layouts)
     missing = schedule.least_passes - len(found.stages) // num_ranks
-    if missing > 0 and not segments["language"]:
-        found = partition(spec, num_ranks, {**segments, "language": 1 + missing}, sizes, schedule.placement)
+    if missing > 0 and not segments["language"] and not layouts["language"]:
+        found = partition(spec, num_ranks, {**segments, "language": 1 + missing}, sizes, schedule.placement, layouts)
     elif missing > 0:
+        key = f"model.language.num_segments = {segments['language']}"
+        if layouts["language"]:
+            key = f"model.language.pipeline_layout = {layouts['language']!r}"
         raise ConfigError(
             f'parallelism.pipeline_parallel_schedule = "{name}" needs at least {schedule.least_passes} chunks on each '
-            f"pipeline rank, but model.language.num_segments = {segments['language']} makes "
-            f"{schedule.least_passes - missing}; raise it, set it to 0, or choose another schedule"
+            f"pipeline rank, but {key} makes {schedule.least_passes - missing}; raise it, leave it out, or choose "
+            "another schedule"
         )
     return found
 

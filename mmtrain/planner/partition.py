@@ -10,6 +10,7 @@ from functools import cached_property
 from mmtrain.errors import ConfigError
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
 from mmtrain.planner.balance import split_evenly
+from mmtrain.planner.pipeline_layout import chunk_bounds
 from mmtrain.schedule.graph import ModuleStages
 from mmtrain.schedule.library.catalogue import Placement
 
@@ -68,6 +69,7 @@ def partition(
     num_segments: Mapping[str, int],
     sizes: Mapping[str, WorkSize],
     placement: Placement = "loop",
+    layouts: Mapping[str, str] | None = None,
 ) -> Partition:
     """Each module cut into P x K chunks of consecutive layers over all P ranks, K of them on each.
 
@@ -80,13 +82,17 @@ def partition(
         sizes: a typical work of each module.
         placement: loop: chunk j is on rank j % P. v: down the ranks and back up, so that each module begins and ends
             on rank 0; K is 2 (or 0).
-    Raises: ConfigError: a module has fewer layers than chunks, or another K than the placement.
+        layouts: the chunks of a module as a layout string, see `pipeline_layout`; absent or empty: of equal work.
+    Raises: ConfigError: a module has fewer layers than chunks, another K than the placement, or a layout that is wrong.
     """
     totals = {m.name: spec.flops(m.name, sizes[m.name]).total for m in spec.modules}
     fastest = min((t for t in totals.values() if t > 0), default=1.0)
     stages: list[StageSpec] = []
     for module in spec.modules:
         segments = num_segments.get(module.name, 0)
+        layout = (layouts or {}).get(module.name, "")
+        bounds = _layout_bounds(layout, module, num_ranks, segments) if layout else []
+        segments = len(bounds) // num_ranks if bounds else segments
         if placement == "v":
             _check_v(module, segments)
             segments = 2
@@ -95,7 +101,7 @@ def partition(
             segments = max(1, min(by_rule, len(module.layers) // num_ranks))
         _check_layers(module, num_ranks, segments)
         costs = [spec.flops(module.name, sizes[module.name], [i]).total for i in range(len(module.layers))]
-        for j, layers in enumerate(split_evenly(costs, num_ranks * segments)):
+        for j, layers in enumerate(bounds or split_evenly(costs, num_ranks * segments)):
             stages.append(
                 StageSpec(
                     index=len(stages),
@@ -108,6 +114,19 @@ def partition(
                 )
             )
     return Partition(num_ranks, tuple(stages))
+
+
+def _layout_bounds(layout: str, module: ModuleSpec, num_ranks: int, segments: int) -> list[tuple[int, int]]:
+    """The chunks of a layout, as many as the ranks and K ask for."""
+    section = CONFIG_SECTION.get(module.name, module.name)
+    bounds = chunk_bounds(layout, module, f"{section}.pipeline_layout")
+    wanted = f"{num_ranks} x {segments}" if segments else f"a multiple of {num_ranks}"
+    if len(bounds) % num_ranks or (segments and len(bounds) != num_ranks * segments):
+        raise ConfigError(
+            f"{section}.pipeline_layout = {layout!r} has {len(bounds)} chunks; "
+            f"parallelism.pipeline_parallel_degree and {section}.num_segments ask for {wanted}"
+        )
+    return bounds
 
 
 def _check_v(module: ModuleSpec, segments: int) -> None:

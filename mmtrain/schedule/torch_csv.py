@@ -1,11 +1,11 @@
-"""The CSV form of schedules in torch.distributed.pipelining: one row a rank, one cell an action.
+"""The CSV form of schedules in torch: one row a rank, one cell an action.
 
-torch knows one chain of stages, each on one rank, with the same microbatches in every stage. A cell is
+Its pipelining knows one chain of stages, each on one rank, with the same microbatches in every stage. A cell is
 `<stage><kind><microbatch>`, as `2F0`, or empty where a rank waits. Files are *compute-only* (F, B, I, W) or *with
 communication* (also SEND_F, RECV_F, SEND_B, RECV_B between neighbours in the chain, and UNSHARD, RESHARD,
 REDUCE_GRAD). torch waits for what it received just before it is used; in a `Program` that is an action of its own.
 
-Source: the documented form of `_PipelineScheduleRuntime._load_csv` and `_dump_csv`, torch 2.13.
+Source: the form that `_load_csv` and `_dump_csv` of torch 2.13 read and write.
 """
 
 import csv
@@ -162,7 +162,9 @@ def _chain_of(rows: Sequence[Sequence[Cell]]) -> WorkGraph:
 def _check_numbers(what: str, found: set[int]) -> None:
     for expected, number in enumerate(sorted(found)):
         if number != expected:
-            raise PlanError(f"{what} {expected} has no action, but {what} {number} has; number them from 0 without gaps")
+            raise PlanError(
+                f"{what} {expected} has no action, but {what} {number} has; number them from 0 without gaps"
+            )
 
 
 def _with_waits(graph: WorkGraph, row: Sequence[Cell]) -> Iterable[Action]:

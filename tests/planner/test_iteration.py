@@ -70,6 +70,30 @@ def test_v_refuses_three_chunks_a_rank(cut) -> None:
         cut("ZBV", "model.language.num_segments=3")
 
 
+def test_layouts_decide_the_chunks_of_each_module(cut) -> None:
+    language, vision = "Et*4|t*3|t*2|tL", "Et*8|t*2,N,P"
+    keys = (f"model.language.pipeline_layout={language}", f"model.encoder.pipeline_layout={vision}")
+    found = cut("Interleaved1F1B", *keys, text=TEXT + VISION)
+    assert [stage.layers for stage in found.of_module("language")] == [(0, 5), (5, 8), (8, 10), (10, 12)]
+    assert [stage.layers for stage in found.of_module("vision")] == [(0, 9), (9, 13)]
+    assert found.stage_rank == (0, 1, 0, 1, 0, 1)
+    assert cut("ZBV", keys[0]).stage_rank == (0, 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["Et*9|t|L"], r"pipeline_layout = 'Et\*9\|t\|L' has 3 chunks; .* ask for a multiple of 2"),
+        (["Et*9|tL", "model.language.num_segments=2"], r"has 2 chunks; .*num_segments ask for 2 x 2"),
+        (["Et*9|tL", "parallelism.pipeline_parallel_schedule=ZBV"], r"num_segments = 1: a V-shaped"),
+        (["Et*9|tL", "parallelism.pipeline_parallel_schedule=LoopedBFS"], r"but .*pipeline_layout = .* makes 1; raise"),
+    ],
+)
+def test_layouts_must_fit_ranks_segments_and_schedule(cut, keys: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.language\." + message if message[0] == "p" else message):
+        cut("1F1B", f"model.language.pipeline_layout={keys[0]}", *keys[1:])
+
+
 def test_memory_limit_needs_a_schedule_that_keeps_it(cut) -> None:
     with pytest.raises(ConfigError, match=r'activation_memory_gib = 2\.0 is honoured by .*"ZB-H1" bounds'):
         cut("ZB-H1", "planner.activation_memory_gib=2.0")
