@@ -1,20 +1,15 @@
 """The `mmtrain` command. Bad input ends with one line on standard error and exit status 2."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from mmtrain import __version__, config
+from mmtrain.commands import check, schedule
 from mmtrain.errors import MMTrainError
-
-if TYPE_CHECKING:
-    from mmtrain.planner.iteration import IterationPlanner
-    from mmtrain.schedule.problem import PlanningProblem
-    from mmtrain.schedule.timeline import Timeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_check_parity(commands)
     _add_config(commands)
     _add_data(commands)
-    _add_schedule(commands)
+    schedule.add(commands)
+    check.add(commands)
     args, rest = parser.parse_known_args(argv)
     if rest:
         if not getattr(args, "takes_overrides", False):
@@ -264,124 +260,6 @@ def _charts(args: argparse.Namespace) -> int:
         f"{made.num_images} pictures, {made.num_bytes / 1e6:.1f} MB"
     )
     return 0
-
-
-# --------------------------------------------------------------------------------------------- schedule
-
-
-def _add_schedule(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    schedule = commands.add_parser("schedule", help="draw schedules")
-    verbs = schedule.add_subparsers(dest="verb", required=True, metavar="VERB")
-    show = verbs.add_parser(
-        "show",
-        help="plan one iteration and draw it",
-        description="Plans one iteration and draws the simulated timeline. The iteration is a batch of a config's "
-        "data (--config, with any --section.key=value), a planning problem in a file (--problem), or a plain chain of "
-        "stages (--pp, --microbatches).",
-    )
-    show.add_argument("name", nargs="?", help="schedule, see docs/schedule.md (default: the config's, else 1F1B)")
-    show.add_argument("--config", help="TOML file; its first batches are read, nothing is trained")
-    show.add_argument("--batch", type=int, metavar="K", help="with --config: which batch (default 0)")
-    show.add_argument("--problem", type=Path, metavar="FILE", help="planning problem, .json or .json.gz")
-    show.add_argument("--pp", type=int, metavar="P", help="pipeline ranks of a plain chain (default 4)")
-    show.add_argument("--microbatches", type=int, metavar="M", help="of a plain chain (default 8)")
-    show.add_argument(
-        "--format",
-        choices=["text", "svg", "png", "trace", "json", "program"],
-        default="text",
-        help="json: the plan; trace: for Perfetto; program: the lowered actions (default text)",
-    )
-    show.add_argument("--out", type=Path, help="file to write; needed for png")
-    show.set_defaults(run=_show, takes_overrides=True, overrides=[])
-
-
-def _show(args: argparse.Namespace) -> int:
-    from mmtrain.planner.plan import make_plan, plan_to_json
-    from mmtrain.schedule import draw
-    from mmtrain.schedule.lower import lower
-
-    _check_show(args)
-    name, planner = args.name or "1F1B", None
-    if args.config:
-        job = config.load(args.config, args.overrides)
-        name = args.name or job.parallelism.pipeline_parallel_schedule
-        planner, problem = _problem_of_batch(job, args.batch or 0)
-    elif args.problem:
-        from mmtrain.schedule.problem import PlanningProblem
-
-        problem = PlanningProblem.read(args.problem)
-    else:
-        problem = _chain(name, 4 if args.pp is None else args.pp, 8 if args.microbatches is None else args.microbatches)
-    result = make_plan(problem, name)
-    if result.plan is None or result.timeline is None:
-        raise MMTrainError(f"no plan: {result.message}")
-    plan = result.plan
-    if args.format == "png":
-        args.out.write_bytes(draw.png(result.timeline, title=name))
-        return 0
-    text = {
-        "text": lambda: draw.text(result.timeline) + f"\n{_summary(name, result.timeline)}\n",
-        "svg": lambda: draw.svg(result.timeline, title=name),
-        "trace": lambda: json.dumps(draw.trace_events({name: result.timeline})),
-        "json": lambda: plan_to_json(problem, result),
-        "program": lambda: f"{planner.lower(plan, problem) if planner else lower(plan, problem, sharded=False)}\n",
-    }[args.format]()
-    if args.out:
-        args.out.write_text(text)
-    else:
-        print(text, end="" if text.endswith("\n") else "\n")
-    return 0
-
-
-def _check_show(args: argparse.Namespace) -> None:
-    from mmtrain.errors import ConfigError
-
-    if args.config and args.problem:
-        raise ConfigError("schedule show: give --config or --problem, not both")
-    if args.overrides and not args.config:
-        raise ConfigError(f"schedule show: {args.overrides[0]} overrides a config, but there is no --config")
-    if args.batch is not None and not args.config:
-        raise ConfigError("schedule show: --batch picks a batch of a config's data; give --config")
-    if args.batch is not None and args.batch < 0:
-        raise ConfigError(f"schedule show: --batch {args.batch}; batches count from 0")
-    if (args.config or args.problem) and (args.pp is not None or args.microbatches is not None):
-        raise ConfigError(
-            "schedule show: --pp and --microbatches make a plain chain; leave them out, or --config and --problem "
-            "(a config's degree is --parallelism.pipeline_parallel_degree=P)"
-        )
-    if args.format == "png" and args.out is None:
-        raise ConfigError("schedule show: --format png needs --out FILE")
-    if args.out is not None and not args.out.parent.is_dir():
-        raise ConfigError(f"schedule show: --out {args.out}: the folder {args.out.parent} does not exist")
-
-
-def _summary(name: str, timeline: "Timeline") -> str:
-    peaks = ", ".join(f"{peak / 2**20:.1f}" for peak in timeline.peak_bytes)
-    return f"{name}: makespan {timeline.makespan_s:.4g} s, bubble {100 * timeline.bubble:.1f} %, peak MiB {peaks}"
-
-
-def _problem_of_batch(job: config.Config, number: int) -> "tuple[IterationPlanner, PlanningProblem]":
-    from mmtrain.data.loader import Loader
-    from mmtrain.planner.iteration import IterationPlanner
-
-    planner = IterationPlanner.of(job)
-    dp = job.parallelism.mesh_shape.dp
-    with Loader(job, dp_degree=dp, num_workers=0, num_steps=number + 1) as loader:
-        *_, (_, meta, _) = loader
-    return planner, planner.problem(meta)[1]
-
-
-def _chain(name: str, num_ranks: int, num_microbatches: int) -> "PlanningProblem":
-    """The plain chain of a schedule: forward 1 s and backward 2 s a rank, transfers free, 1 MiB kept a rank."""
-    from mmtrain.errors import ConfigError
-    from mmtrain.schedule.chain import plain_chain
-    from mmtrain.schedule.library.catalogue import CATALOGUE
-
-    if num_ranks < 1 or num_microbatches < 1:
-        raise ConfigError("schedule show: --pp and --microbatches are at least 1")
-    if name not in CATALOGUE:
-        raise ConfigError(f"schedule show: schedule {name!r} does not exist; choose one of {', '.join(CATALOGUE)}")
-    return plain_chain(num_ranks, num_microbatches, CATALOGUE[name], activation_bytes=2.0**20)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The command as a user types it: what works, and one line for everything that does not."""
 
-import json
 import re
 import subprocess
 import sys
@@ -107,59 +106,6 @@ def test_every_shipped_config_is_valid():
         assert path.read_text().startswith("# "), f"{path.name}: line 1 is its command"
         assert path.name in path.read_text().splitlines()[0]
         config.load(path)
-
-
-@pytest.mark.parametrize("form", ["text", "svg", "trace", "json", "program"])
-def test_schedule_show_of_a_chain(capsys, form):
-    assert main(["schedule", "show", "1F1B", "--pp", "2", "--microbatches", "3", "--format", form]) == 0
-    out = capsys.readouterr().out
-    if form == "text":
-        assert "makespan 12 s" in out  # (p - 1 + m)(f + b) = (1 + 3)(1 + 2)
-    elif form == "svg":
-        assert out.startswith("<svg")
-    elif form == "program":
-        assert out.splitlines()[0].startswith("0F0.0 0SEND_F0.0>1 ")
-    else:
-        json.loads(out)
-
-
-def test_schedule_show_of_a_batch(job, capsys, tmp_path):
-    overrides = [f"--{o}" for o in layout(pp=2)]
-    assert main(["schedule", "show", "--config", str(job), "--batch", "1", *overrides]) == 0
-    assert "interleave: makespan" in capsys.readouterr().out
-    picture = tmp_path / "plan.png"
-    assert main(["schedule", "show", "--config", str(job), *overrides, "--format", "png", "--out", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_schedule_show_of_a_problem_file(tmp_path, capsys):
-    from mmtrain.schedule.chain import plain_chain
-    from mmtrain.schedule.library.catalogue import CATALOGUE
-
-    path = tmp_path / "problem.json.gz"
-    plain_chain(3, 4, CATALOGUE["1F1B"], activation_bytes=2.0**20).write(path)
-    assert main(["schedule", "show", "interleave", "--problem", str(path)]) == 0
-    assert "interleave: makespan 18 s" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["GPipe9"], "schedule 'GPipe9' does not exist"),
-        (["--config", "a", "--problem", "b"], "not both"),
-        (["--format", "png"], "needs --out"),
-        (["--pp", "0"], "at least 1"),
-        (["--training.steps=1"], "there is no --config"),
-        (["--problem", "nothing.json"], "nothing.json"),
-        (["--problem", "nothing.json", "--pp", "3"], "make a plain chain"),
-        (["--batch", "1"], "give --config"),
-        (["--config", "debug_vlm.toml", "--batch", "-1"], "batches count from 0"),
-        (["--out", "/nowhere/at/all.txt"], "the folder /nowhere/at does not exist"),
-    ],
-)
-def test_schedule_show_refuses(capsys, words, message):
-    assert main(["schedule", "show", *words]) == 2
-    assert message in one_line(capsys)
 
 
 def test_data_charts(tmp_path, capsys):

@@ -38,6 +38,7 @@ LAYERS = [
     "export",
     "trainer",
     "parity",
+    "commands",
     "cli",
 ]
 """A unit imports only units above it (and its own). The longest matching name counts."""

@@ -1,7 +1,9 @@
 """The plain chain of the pipeline literature as a planning problem."""
 
+from collections import Counter
+
 from mmtrain.errors import PlanError
-from mmtrain.schedule.graph import ModuleStages, Work
+from mmtrain.schedule.graph import ModuleStages, Work, WorkGraph
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 
@@ -11,6 +13,7 @@ def plain_chain(
     num_microbatches: int,
     schedule: Schedule,
     *,
+    num_segments: int = 0,
     seconds: tuple[float, float, float] = (1.0, 1.0, 1.0),
     activation_bytes: float = 1.0,
     transfer_s: float = 0.0,
@@ -18,31 +21,67 @@ def plain_chain(
     """One module on all ranks, cut and placed as a schedule wants, all microbatches alike.
 
     Args:
+        num_segments: chunks a rank; 0: as many as the schedule needs.
         seconds: F, I and W of all that one rank holds, for one microbatch.
         activation_bytes: what one rank holds of one microbatch.
         transfer_s: from one rank to the next.
-    Raises: PlanError: no rank or no microbatch.
+    Raises: PlanError: no rank or no microbatch, or a number of chunks that the schedule cannot have.
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise PlanError(f"a chain of {num_ranks} ranks and {num_microbatches} microbatches; both are at least 1")
-    passes = 2 if schedule.placement == "v" else schedule.least_passes
+    v = schedule.placement == "v"
+    least = 2 if v else schedule.least_passes
+    passes = num_segments or least
+    if passes < least or (v and passes > 2):
+        raise PlanError(f"{passes} chunks on each rank; this schedule needs {'' if v else 'at least '}{least}")
     down = list(range(num_ranks))
-    num_stages = passes * num_ranks
-    forward_s, input_s, weight_s = (value / passes for value in seconds)
-    option = Option(
-        name="keep",
-        forward_s=forward_s,
-        backward_input_s=input_s,
-        backward_weight_s=weight_s,
-        activation_bytes=activation_bytes / passes,
-    )
-    return PlanningProblem.build(
+    stage_rank = down + down[::-1] if v else down * passes
+    graph = WorkGraph(
         num_ranks=num_ranks,
-        modules=[ModuleStages(name="language", stages=tuple(range(num_stages)))],
-        stage_rank=down + down[::-1] if schedule.placement == "v" else down * passes,
-        works=[Work(module=0, microbatch=m, sub_microbatch=0) for m in range(num_microbatches)],
-        costs=[(option,)],
-        cost_index=[[0] * num_stages] * num_microbatches,
-        output_bytes=[[0.0] * num_stages] * num_microbatches,
+        modules=(ModuleStages(name="language", stages=tuple(range(len(stage_rank)))),),
+        stage_rank=tuple(stage_rank),
+        works=tuple(Work(module=0, microbatch=m, sub_microbatch=0) for m in range(num_microbatches)),
+        backward=((True,) * len(stage_rank),) * num_microbatches,
+    )
+    return chain_problem(graph, seconds=seconds, activation_bytes=activation_bytes, transfer_s=transfer_s)
+
+
+def chain_problem(
+    graph: WorkGraph,
+    *,
+    seconds: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    activation_bytes: float = 1.0,
+    transfer_s: float = 0.0,
+) -> PlanningProblem:
+    """The problem of a chain, every rank with the same work for each microbatch; arguments as in `plain_chain`.
+
+    Raises: PlanError: negative or endless times, or a backward that takes none.
+    """
+    trains = graph.has_any_backward
+    if trains and not seconds[1] + seconds[2] > 0:
+        raise PlanError(
+            f"I = {seconds[1]} and W = {seconds[2]} seconds; a backward takes time, make one of them longer"
+        )
+    shares = Counter(graph.stage_rank)
+    counts = sorted(set(shares.values()))
+    option = {
+        count: Option(
+            name="keep",
+            forward_s=seconds[0] / count,
+            backward_input_s=seconds[1] / count if trains else 0.0,
+            backward_weight_s=seconds[2] / count if trains else 0.0,
+            activation_bytes=activation_bytes / count,
+        )
+        for count in counts
+    }
+    index = [counts.index(shares[rank]) for rank in graph.stage_rank]
+    return PlanningProblem.build(
+        num_ranks=graph.num_ranks,
+        modules=graph.modules,
+        stage_rank=graph.stage_rank,
+        works=graph.works,
+        costs=[(option[count],) for count in counts],
+        cost_index=[index] * len(graph.works),
+        output_bytes=[[0.0] * len(index)] * len(graph.works),
         p2p=P2P(latency_s=transfer_s, bytes_per_s=1.0),
     )

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.timeline import Row, Timeline
@@ -27,6 +27,9 @@ IDLE = "#f3f4f6"
 PAPER = "#ffffff"
 
 _LEFT, _RIGHT, _TOP, _ROW, _GAP, _AXIS = 64, 20, 62, 38, 8, 44
+_MOST_BANDS = 6
+_READABLE = 14
+"""Pixels of an action that hold a microbatch's number of two digits."""
 _CHAR = 0.6
 """Width of a digit over the font's size, a little on the safe side for the fonts in use."""
 
@@ -66,32 +69,64 @@ class Picture:
 
 
 def layout(timeline: Timeline, *, width: int = 1600, title: str = "") -> Picture:
-    """The picture of a timeline: one row a rank, a box an action, a legend above, a time axis below."""
-    height = _TOP + timeline.num_ranks * (_ROW + _GAP) + _AXIS
+    """The picture of a timeline: one row a rank, a box an action, a legend above, a time axis below.
+
+    Where half of the actions would be too narrow for their number, time is cut into several bands below each other.
+    """
     inner = width - _LEFT - _RIGHT
-    scale = inner / timeline.makespan_s if timeline.makespan_s > 0 else 0.0
+    count = _num_bands(timeline, inner)
+    band_s = timeline.makespan_s / count
+    scale = inner / band_s if band_s > 0 else 0.0
+    band_height = timeline.num_ranks * (_ROW + _GAP) + _AXIS
     shapes: list[Box | Label] = [Label(_LEFT, 18, title or headline(timeline), 14, "start")]
     shapes += _legend(timeline)
-    bottom = _TOP + timeline.num_ranks * (_ROW + _GAP)
-    shapes += _axis(timeline, scale, bottom)
     stages: dict[tuple[int, str], set[int]] = {}
     for row in timeline.rows:
         stages.setdefault((row.rank, timeline.stage_modules[row.action.stage]), set()).add(row.action.stage)
-    for rank in range(timeline.num_ranks):
-        y = _TOP + rank * (_ROW + _GAP)
-        shapes.append(Label(_LEFT - 8, y + _ROW / 2, f"rank {rank}", 12, "end"))
-        shapes.append(Box(_LEFT, y, inner, _ROW, IDLE))
-        for row in timeline.of_rank(rank):
-            module = timeline.stage_modules[row.action.stage]
-            x, w = _LEFT + (row.start_s - timeline.start_s) * scale, (row.end_s - row.start_s) * scale
-            tip = f"{name(timeline, row.action)}: {seconds(row.start_s)} to {seconds(row.end_s)}"
-            # A hair of paper between neighbours, but never an invisible action.
-            shapes.append(Box(x, y, max(w - 1.0, 0.6), _ROW, colour(timeline, module, row.action.kind), tip))
-            text, size = _longest_that_fits(row, w - 3, many=len(stages[rank, module]) > 1)
-            if text:
-                ink = PAPER if row.action.kind in _DARK else INK
-                shapes.append(Label(x + w / 2, y + _ROW / 2, text, size, "middle", ink))
-    return Picture(width, height, tuple(shapes))
+    for number in range(count):
+        band = _Band(number * band_s, (number + 1) * band_s, _TOP + number * band_height, scale)
+        shapes += _axis(timeline, band, last=number == count - 1)
+        for rank in range(timeline.num_ranks):
+            y = band.top + rank * (_ROW + _GAP)
+            shapes.append(Label(_LEFT - 8, y + _ROW / 2, f"rank {rank}", 12, "end"))
+            shapes.append(Box(_LEFT, y, inner, _ROW, IDLE))
+            for row in timeline.of_rank(rank):
+                many = len(stages[rank, timeline.stage_modules[row.action.stage]]) > 1
+                shapes += _action(timeline, row, band, y, many)
+    return Picture(width, _TOP + count * band_height, tuple(shapes))
+
+
+class _Band(NamedTuple):
+    """A stretch of time, in seconds from the first start, and where it is drawn."""
+
+    low_s: float
+    high_s: float
+    top: int
+    scale: float
+    """Pixels a second."""
+
+
+def _num_bands(timeline: Timeline, inner: int) -> int:
+    lengths = sorted(row.end_s - row.start_s for row in timeline.rows)
+    median = lengths[len(lengths) // 2] if lengths else 0.0
+    return min(_MOST_BANDS, math.ceil(_READABLE * timeline.makespan_s / median / inner)) if median > 0 else 1
+
+
+def _action(timeline: Timeline, row: Row, band: _Band, y: float, many: bool) -> Iterator[Box | Label]:
+    """The part of an action inside of a band; its label stands in the longer part of it."""
+    start, end = row.start_s - timeline.start_s, row.end_s - timeline.start_s
+    low, high = max(start, band.low_s), min(end, band.high_s)
+    if high < low or (high == low and (start < low or low == band.high_s < timeline.makespan_s)):
+        return
+    x, w = _LEFT + (low - band.low_s) * band.scale, (high - low) * band.scale
+    tip = f"{name(timeline, row.action)}: {seconds(row.start_s)} to {seconds(row.end_s)}"
+    # A hair of paper between neighbours, but never an invisible action.
+    module = timeline.stage_modules[row.action.stage]
+    yield Box(x, y, max(w - 1.0, 0.6), _ROW, colour(timeline, module, row.action.kind), tip)
+    text, size = _longest_that_fits(row, w - 3, many=many)
+    if text:
+        ink = PAPER if row.action.kind in _DARK else INK
+        yield Label(x + w / 2, y + _ROW / 2, text, size, "middle", ink)
 
 
 def headline(timeline: Timeline) -> str:
@@ -99,7 +134,7 @@ def headline(timeline: Timeline) -> str:
     text = f"{timeline.num_ranks} ranks, makespan {seconds(timeline.makespan_s)}"
     text += f", bubble {100 * timeline.bubble:.1f} %"
     if timeline.peak_bytes:
-        text += f", peak of activations {max(timeline.peak_bytes) / 2**30:.3g} GiB"
+        text += f", peak of activations {size(max(timeline.peak_bytes))}"
     return text
 
 
@@ -127,6 +162,14 @@ def seconds(value: float) -> str:
     raise AssertionError("the last unit always suits")
 
 
+def size(amount: float) -> str:
+    """Bytes with the unit that suits them."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if amount >= 2**power:
+            return f"{amount / 2**power:.4g} {unit}"
+    return f"{amount:.4g} B"
+
+
 def _longest_that_fits(row: Row, width: float, many: bool) -> tuple[str, int]:
     """The longest of `5.1 s3` (where the rank has many stages of the module), `5.1` and `5`, and its size."""
     microbatch = str(row.action.microbatch)
@@ -150,13 +193,16 @@ def _legend(timeline: Timeline) -> Iterator[Box | Label]:
                 x += 20 + len(text) * 12 * 0.56 + 22
 
 
-def _axis(timeline: Timeline, scale: float, bottom: float) -> Iterator[Box | Label]:
-    if not scale:
+def _axis(timeline: Timeline, band: _Band, *, last: bool) -> Iterator[Box | Label]:
+    """Ticks of one band; the tick at its end belongs to the next band, if there is one."""
+    if not band.scale:
         return
-    rough = timeline.makespan_s / 10
+    bottom = band.top + timeline.num_ranks * (_ROW + _GAP)
+    rough = (band.high_s - band.low_s) / 10
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    for tick in range(int(timeline.makespan_s / step + 1e-9) + 1):
-        x = _LEFT + tick * step * scale
-        yield Box(x, _TOP - 4, 1, bottom - _TOP + 4, GRID)
+    first = math.ceil(band.low_s / step - 1e-9)
+    for tick in range(first, math.floor(band.high_s / step + (1e-9 if last else -1e-9)) + 1):
+        x = _LEFT + (tick * step - band.low_s) * band.scale
+        yield Box(x, band.top - 4, 1, bottom - band.top + 4, GRID)
         yield Label(x, bottom + 12, seconds(tick * step), 11, "middle")

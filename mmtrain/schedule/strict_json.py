@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,14 @@ def number(value: Any, where: str) -> float:
         return float(value)
     except OverflowError as error:
         raise PlanError(f"{where} is too large for a float") from error
+
+
+def amount(value: Any, where: str) -> float:
+    """The value as a float, if it is a finite number of at least 0. Raises: PlanError: it is something else."""
+    found = number(value, where)
+    if not 0 <= found < math.inf:
+        raise PlanError(f"{where} = {value!r} must be a finite number, and not negative")
+    return found
 
 
 def string(value: Any, where: str) -> str:

@@ -20,7 +20,7 @@ TIMELINE = simulate(PROBLEM, PLAN)
 
 def test_text_shows_modules_directions_and_idle_time() -> None:
     assert text(TIMELINE, width=46).split("\n") == [
-        "2 ranks, makespan 23 s, bubble 34.8 %, peak of activations 2.79e-09 GiB",
+        "2 ranks, makespan 23 s, bubble 34.8 %, peak of activations 3 B",
         "rank 0 |v0l1--l0--........L1======....L0======....V0==|",
         "rank 1 |..v0..l1--L1======l0--L0======........V0==....|",
         "v = vision, l = language; small letter forward (-), capital backward (= whole, ~ input, : weight), . idle",

@@ -29,6 +29,8 @@ Placement = Literal["loop", "v"]
 class Schedule:
     """One named schedule. Any works for any problem; the other fields say what it is meant for."""
 
+    idea: str
+    """A few words for lists."""
     make: Callable[[PlanningProblem], Plan]
     placement: Placement = "loop"
     least_passes: int = 1
@@ -40,19 +42,41 @@ class Schedule:
 
 
 CATALOGUE: dict[str, Schedule] = {
-    "GPipe": Schedule(make=gpipe),
-    "1F1B": Schedule(make=one_f_one_b),
-    "Interleaved1F1B": Schedule(make=one_f_one_b, least_passes=2),
-    "LoopedBFS": Schedule(make=looped_bfs, least_passes=2),
-    "ZB-H1": Schedule(make=zb_h1, splits_backward=True),
-    "ZB-H2": Schedule(make=zb_h2, splits_backward=True),
-    "ZB-AutoSchedule": Schedule(make=auto_schedule, splits_backward=True, keeps_memory_limits=True),
-    "InterleavedZeroBubble": Schedule(make=interleaved_zero_bubble, least_passes=2, splits_backward=True),
-    "ZBV": Schedule(make=zbv, placement="v", splits_backward=True),
-    "V-half": Schedule(make=v_half, placement="v", splits_backward=True),
-    "V-min": Schedule(make=v_min, placement="v", splits_backward=True),
-    "DualPipeV": Schedule(make=dual_pipe_v, placement="v", splits_backward=True),
-    "Optimus": Schedule(make=optimus),
-    "interleave": Schedule(make=interleave, keeps_memory_limits=True),
+    "GPipe": Schedule(idea="all forwards, then all backwards", make=gpipe),
+    "1F1B": Schedule(
+        idea="one forward, one backward; with several chunks a rank, Megatron's interleaved order", make=one_f_one_b
+    ),
+    "Interleaved1F1B": Schedule(idea="1F1B with at least 2 chunks a rank", make=one_f_one_b, least_passes=2),
+    "LoopedBFS": Schedule(idea="all forwards, then all backwards, chunk by chunk", make=looped_bfs, least_passes=2),
+    "ZB-H1": Schedule(idea="1F1B, weight halves of rank r after r more pairs", make=zb_h1, splits_backward=True),
+    "ZB-H2": Schedule(
+        idea="twice the forwards in flight, weight halves after 2r pairs", make=zb_h2, splits_backward=True
+    ),
+    "ZB-AutoSchedule": Schedule(
+        idea="list scheduling by cost with split backwards, within memory limits",
+        make=auto_schedule,
+        splits_backward=True,
+        keeps_memory_limits=True,
+    ),
+    "InterleavedZeroBubble": Schedule(
+        idea="ZB-H1 with at least 2 chunks a rank", make=interleaved_zero_bubble, least_passes=2, splits_backward=True
+    ),
+    "ZBV": Schedule(idea="down the ranks and back up", make=zbv, placement="v", splits_backward=True),
+    "V-half": Schedule(
+        idea="down and back up, gradients back sooner", make=v_half, placement="v", splits_backward=True
+    ),
+    "V-min": Schedule(
+        idea="down and back up, gradients back as soon as can be", make=v_min, placement="v", splits_backward=True
+    ),
+    "DualPipeV": Schedule(
+        idea="down and back up, in pairs of a forward and a backward",
+        make=dual_pipe_v,
+        placement="v",
+        splits_backward=True,
+    ),
+    "Optimus": Schedule(idea="all encoder forwards, 1F1B of the rest, all encoder backwards", make=optimus),
+    "interleave": Schedule(
+        idea="greedy dual queues by cost, within memory limits (DIP)", make=interleave, keeps_memory_limits=True
+    ),
 }
 """Name in `parallelism.pipeline_parallel_schedule` -> schedule."""

@@ -1,0 +1,40 @@
+"""`mmtrain check`: whether a plan is one for a problem. Exit status 0 or 1, and one sentence."""
+
+import argparse
+from pathlib import Path
+
+from mmtrain.errors import PlanError
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "check",
+        help="judge a plan",
+        description="Judges a plan by its problem (docs/schedule.md): complete, without deadlock, within the memory "
+        "limits, with times, makespan and peaks that are true. Exit status 1 and one sentence if it is wrong.",
+    )
+    parser.add_argument("problem", type=Path, metavar="PROBLEM", help="planning problem, .json or .json.gz")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="plan, .json or .json.gz")
+    parser.set_defaults(run=_check)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from mmtrain.planner.judge import judge
+    from mmtrain.schedule.problem import PlanningProblem
+    from mmtrain.schedule.strict_json import read_text
+
+    problem, text = PlanningProblem.read(args.problem), read_text(args.plan)
+    try:
+        verdict = judge(problem, text)
+    except PlanError as error:
+        print(f"{args.plan}: wrong: {str(error).splitlines()[0]}")
+        return 1
+    if not verdict.feasible:
+        print(f"{args.plan}: right: the problem has no plan within its memory limits")
+        return 0
+    bound = verdict.lower_bound_s
+    gap = f", {100 * (verdict.makespan_s / bound - 1):.2f} % over the lower bound {bound:.6g} s" if bound > 0 else ""
+    peaks = ", ".join(f"{peak:.4g}" for peak in verdict.peak_bytes)
+    print(f"{args.plan}: right: makespan {verdict.makespan_s:.6g} s{gap}, peak bytes {peaks}")
+    return 0

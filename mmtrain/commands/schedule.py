@@ -1,0 +1,352 @@
+"""`mmtrain schedule`: named schedules listed, drawn and compared, for a chain, a problem or a batch of a job."""
+
+import argparse
+import csv
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmtrain.errors import ConfigError, MMTrainError, PlanError
+
+if TYPE_CHECKING:
+    from mmtrain.planner.plan import PlanResult
+    from mmtrain.schedule.lower import Program
+    from mmtrain.schedule.plan import Plan
+    from mmtrain.schedule.problem import PlanningProblem
+    from mmtrain.schedule.timeline import Timeline
+
+MIB = 2.0**20
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command to the parser."""
+    schedule = commands.add_parser("schedule", help="list, draw and compare schedules")
+    verbs = schedule.add_subparsers(dest="verb", required=True, metavar="VERB")
+    listing = verbs.add_parser("list", help="name the schedules", description="Names the schedules, a line each.")
+    listing.set_defaults(run=_list)
+    show = verbs.add_parser(
+        "show",
+        help="plan one iteration and draw it",
+        description="Plans one iteration and draws the simulated timeline, or draws a plan from a file.",
+    )
+    show.add_argument(
+        "name",
+        nargs="?",
+        help="schedule (see `mmtrain schedule list`; default: the config's, else 1F1B), or a file: torch's .csv, or "
+        "with --problem a plan's .json",
+    )
+    _add_iteration(show)
+    show.add_argument(
+        "--format",
+        choices=["text", "svg", "png", "trace", "csv", "csv-comms", "json", "program"],
+        default="text",
+        help="trace: for Perfetto; csv, csv-comms: as torch's pipelining reads it, compute alone or with transfers; "
+        "json: the plan; program: the lowered actions (default text)",
+    )
+    show.add_argument("--out", type=Path, metavar="FILE", help="file to write; needed for png")
+    show.set_defaults(run=_show, takes_overrides=True, overrides=[])
+    compare = verbs.add_parser(
+        "compare",
+        help="compare schedules on one iteration",
+        description="Plans one iteration by several schedules, each with the placement that it wants, and prints a "
+        "line each: makespan, bubble, the longest idle time of a rank between its first and last action, peak of "
+        "activations of the fullest and the emptiest rank.",
+    )
+    compare.add_argument("names", nargs="*", metavar="NAME", help="schedules (default: all)")
+    _add_iteration(compare)
+    compare.add_argument("--format", choices=["text", "csv", "json"], default="text", help="(default text)")
+    compare.add_argument("--out", type=Path, metavar="FILE", help="file to write")
+    compare.set_defaults(run=_compare, takes_overrides=True, overrides=[])
+
+
+def _add_iteration(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "the iteration",
+        "a batch of a config's data (with any --section.key=value), a planning problem in a file, or a plain chain",
+    )
+    group.add_argument("--config", help="TOML file; its first batches are read, nothing is trained")
+    group.add_argument("--batch", type=int, metavar="K", help="with --config: which batch (default 0)")
+    group.add_argument("--problem", type=Path, metavar="FILE", help="planning problem, .json or .json.gz")
+    group.add_argument("--pp", type=int, metavar="P", help="chain: pipeline ranks (default 4)")
+    group.add_argument("--microbatches", type=int, metavar="M", help="chain: microbatches (default 8)")
+    group.add_argument(
+        "--segments", type=int, metavar="K", help="chain: chunks a rank (default: what a schedule needs)"
+    )
+    group.add_argument(
+        "--costs",
+        metavar="F,I,W[,COMM]",
+        help="chain: seconds of forward, input and weight half of all that a rank holds, for one microbatch, and of a "
+        "transfer (default 1,1,1,0); 1 MiB is what a rank holds of one",
+    )
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """One schedule's plan for the iteration."""
+
+    name: str
+    problem: "PlanningProblem"
+    result: "PlanResult"
+    lower: "Callable[[Plan], Program]"
+
+    @property
+    def plan(self) -> "Plan":
+        """Raises: MMTrainError: there is none."""
+        if self.result.plan is None:
+            raise MMTrainError(f"no plan: {self.result.message}")
+        return self.result.plan
+
+    @property
+    def timeline(self) -> "Timeline":
+        """The simulated one. Raises: MMTrainError: there is none."""
+        assert self.plan is self.result.plan
+        assert self.result.timeline is not None
+        return self.result.timeline
+
+
+# ------------------------------------------------------------------------------------------- list
+
+
+def _list(args: argparse.Namespace) -> int:
+    from mmtrain.schedule.library.catalogue import CATALOGUE
+
+    for name, schedule in CATALOGUE.items():
+        print(f"{name:22s} {schedule.idea}")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------- show
+
+
+def _show(args: argparse.Namespace) -> int:
+    from mmtrain.planner.plan_json import plan_to_json
+    from mmtrain.schedule import draw, torch_csv
+
+    _check(args, "show")
+    if args.format == "png" and args.out is None:
+        raise ConfigError("schedule show: --format png needs --out FILE")
+    planned = _from_file(args) if _is_file(args.name) else _planner(args)(args.name)
+    plan, timeline, title = planned.plan, planned.timeline, planned.name
+    if args.format == "png":
+        args.out.write_bytes(draw.png(timeline, title=_summary(title, timeline)))
+        return 0
+    text = {
+        "text": lambda: draw.text(timeline) + f"\n{_summary(title, timeline)}\n",
+        "svg": lambda: draw.svg(timeline, title=_summary(title, timeline)),
+        "trace": lambda: json.dumps(draw.trace_events({title: timeline})),
+        "csv": lambda: torch_csv.write_plan(plan),
+        "csv-comms": lambda: torch_csv.write_program(planned.lower(plan)),
+        "json": lambda: plan_to_json(planned.problem, planned.result),
+        "program": lambda: f"{planned.lower(plan)}\n",
+    }[args.format]()
+    _write(text, args.out)
+    return 0
+
+
+def _summary(name: str, timeline: "Timeline") -> str:
+    peaks = ", ".join(f"{peak / MIB:.1f}" for peak in timeline.peak_bytes)
+    return f"{name}: makespan {timeline.makespan_s:.4g} s, bubble {100 * timeline.bubble:.1f} %, peak MiB {peaks}"
+
+
+def _is_file(name: str | None) -> bool:
+    return name is not None and name.endswith((".csv", ".json", ".json.gz"))
+
+
+def _from_file(args: argparse.Namespace) -> _Planned:
+    """A plan that somebody else made."""
+    from mmtrain.planner.plan import PlanResult
+    from mmtrain.planner.plan_json import plan_from_json
+    from mmtrain.schedule.chain import chain_problem
+    from mmtrain.schedule.lower import lower
+    from mmtrain.schedule.problem import PlanningProblem
+    from mmtrain.schedule.simulate import simulate
+    from mmtrain.schedule.strict_json import read_text
+    from mmtrain.schedule.torch_csv import read_plan
+
+    path = Path(args.name)
+    if path.suffix == ".csv":
+        if args.problem or args.config or args.pp or args.microbatches or args.segments:
+            raise ConfigError(f"schedule show: {path} brings its own chain; of the iteration only --costs goes with it")
+        if not path.is_file():
+            raise ConfigError(f"schedule show: {path}: there is no such file")
+        plan = _named(path, lambda: read_plan(path.read_text()))
+        problem = chain_problem(plan.graph, **_chain_costs(args.costs))
+    elif args.problem:
+        problem = PlanningProblem.read(args.problem)
+        plan = _named(path, lambda: plan_from_json(problem, read_text(path)))
+    else:
+        raise ConfigError(f"schedule show: {path} is a plan for some problem; name it with --problem FILE")
+    result = PlanResult(status="first", message=f"the order of {path}", plan=plan, timeline=simulate(problem, plan))
+    return _Planned(path.name, problem, result, lambda plan: lower(plan, problem, sharded=False))
+
+
+def _named(path: Path, read: "Callable[[], Plan]") -> "Plan":
+    try:
+        return read()
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------- compare
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from mmtrain.schedule.library.catalogue import CATALOGUE
+
+    _check(args, "compare")
+    for name in args.names:
+        _check_name(name)
+    plan = _planner(args)
+    rows = [_row(name, plan) for name in args.names or CATALOGUE]
+    if args.format == "json":
+        text = json.dumps(rows, indent=1) + "\n"
+    elif args.format == "csv":
+        file = io.StringIO()
+        table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+        text = file.getvalue()
+    else:
+        text = _table(rows)
+    _write(text, args.out)
+    return 0
+
+
+def _row(name: str, plan: Callable[[str], _Planned]) -> dict[str, Any]:
+    """One line of the comparison; a schedule that cannot plan this iteration has the reason alone."""
+    row: dict[str, Any] = {"schedule": name}
+    numbers = ("makespan_s", "bubble", "idle_s", "peak_bytes", "least_peak_bytes")
+    try:
+        timeline = plan(name).timeline
+    except MMTrainError as error:
+        return row | dict.fromkeys(numbers) | {"refused": str(error).splitlines()[0]}
+    idle = max(span - busy for span, busy in zip(timeline.span_s, timeline.busy_s, strict=True))
+    peaks = timeline.peak_bytes
+    values = (timeline.makespan_s, timeline.bubble, max(idle, 0.0), max(peaks), min(peaks))
+    return row | dict(zip(numbers, values, strict=True)) | {"refused": None}
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    best = min((row["makespan_s"] for row in rows if not row["refused"]), default=0.0)
+    lines = [f"{'schedule':22s} {'makespan s':>11s} {'x best':>7s} {'bubble %':>9s} {'idle s':>9s} {'peak MiB':>20s}"]
+    for row in rows:
+        if row["refused"]:
+            lines.append(f"{row['schedule']:22s} {row['refused']}")
+            continue
+        peak = f"{row['peak_bytes'] / MIB:.1f} ({row['least_peak_bytes'] / MIB:.1f})"
+        ratio = row["makespan_s"] / best if best else 1.0
+        lines.append(
+            f"{row['schedule']:22s} {row['makespan_s']:11.5g} {ratio:7.3f} {100 * row['bubble']:9.2f} "
+            f"{row['idle_s']:9.4g} {peak:>20s}"
+        )
+    lines.append(
+        "idle s: of the rank that idles longest between its first and last action; peak: fullest (emptiest) rank"
+    )
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------------------------- the iteration
+
+
+def _check(args: argparse.Namespace, verb: str) -> None:
+    """Refuses options that do not go together, before anything is read."""
+    where = f"schedule {verb}"
+    if args.config and args.problem:
+        raise ConfigError(f"{where}: give --config or --problem, not both")
+    if args.overrides and not args.config:
+        raise ConfigError(f"{where}: {args.overrides[0]} overrides a config, but there is no --config")
+    if args.batch is not None and not args.config:
+        raise ConfigError(f"{where}: --batch picks a batch of a config's data; give --config")
+    if args.batch is not None and args.batch < 0:
+        raise ConfigError(f"{where}: --batch {args.batch}; batches count from 0")
+    chain = {"--pp": args.pp, "--microbatches": args.microbatches, "--segments": args.segments, "--costs": args.costs}
+    given = [key for key, value in chain.items() if value is not None]
+    if (args.config or args.problem) and given:
+        raise ConfigError(
+            f"{where}: {given[0]} is for a plain chain; leave it out, or --config and --problem (a config's degree is "
+            "--parallelism.pipeline_parallel_degree=P)"
+        )
+    for key in ("--pp", "--microbatches", "--segments"):
+        if chain[key] is not None and chain[key] < 1:
+            raise ConfigError(f"{where}: {key} {chain[key]}; it is at least 1")
+    if args.out is not None and not args.out.parent.is_dir():
+        raise ConfigError(f"{where}: --out {args.out}: the folder {args.out.parent} does not exist")
+
+
+def _planner(args: argparse.Namespace) -> Callable[[str | None], _Planned]:
+    """Plans the iteration by a schedule's name; None: the config's, else 1F1B."""
+    if args.config:
+        return _of_config(args)
+    from mmtrain.schedule.chain import plain_chain
+    from mmtrain.schedule.library.catalogue import CATALOGUE
+    from mmtrain.schedule.problem import PlanningProblem
+
+    given = PlanningProblem.read(args.problem) if args.problem else None
+    costs = _chain_costs(args.costs)
+
+    def plan(name: str | None) -> _Planned:
+        name = name or "1F1B"
+        _check_name(name)
+        problem = given or plain_chain(
+            args.pp or 4, args.microbatches or 8, CATALOGUE[name], num_segments=args.segments or 0, **costs
+        )
+        return _plan(name, problem, None)
+
+    return plan
+
+
+def _of_config(args: argparse.Namespace) -> Callable[[str | None], _Planned]:
+    from mmtrain import config
+    from mmtrain.data.loader import Loader
+    from mmtrain.planner.iteration import IterationPlanner
+
+    job, number = config.load(args.config, args.overrides), args.batch or 0
+    with Loader(job, dp_degree=job.parallelism.mesh_shape.dp, num_workers=0, num_steps=number + 1) as loader:
+        *_, (_, meta, _) = loader
+
+    def plan(name: str | None) -> _Planned:
+        chosen = job
+        if name:
+            _check_name(name)
+            chosen = config.load(args.config, [*args.overrides, f"parallelism.pipeline_parallel_schedule={name}"])
+        planner = IterationPlanner.of(chosen)
+        problem = planner.problem(meta)[1]
+        return _plan(planner.schedule, problem, lambda plan: planner.lower(plan, problem))
+
+    return plan
+
+
+def _plan(name: str, problem: "PlanningProblem", lower: "Callable[[Plan], Program] | None") -> _Planned:
+    from mmtrain.planner.plan import make_plan
+    from mmtrain.schedule import lower as lowering
+
+    result = make_plan(problem, name)
+    return _Planned(name, problem, result, lower or (lambda plan: lowering.lower(plan, problem, sharded=False)))
+
+
+def _check_name(name: str) -> None:
+    from mmtrain.schedule.library.catalogue import CATALOGUE
+
+    if name not in CATALOGUE:
+        raise ConfigError(f"schedule {name!r} does not exist; choose one of {', '.join(CATALOGUE)}")
+
+
+def _chain_costs(text: str | None) -> dict[str, Any]:
+    """The arguments of a chain for `--costs`."""
+    try:
+        values = [float(word) for word in (text or "1,1,1").split(",")]
+    except ValueError:
+        values = []
+    if len(values) not in (3, 4) or not all(0 <= value < float("inf") for value in values):
+        raise ConfigError(f"--costs {text}: give three or four numbers of at least 0, as in 1,1.2,0.8,0.05")
+    return {"seconds": tuple(values[:3]), "transfer_s": values[3] if len(values) == 4 else 0.0, "activation_bytes": MIB}
+
+
+def _write(text: str, out: Path | None) -> None:
+    if out:
+        out.write_text(text)
+    else:
+        print(text, end="" if text.endswith("\n") else "\n")

@@ -1,0 +1,97 @@
+"""The judge of plans: whether a plan in JSON, whoever made it, is one for a problem, and what it claims is true."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmtrain.errors import PlanError
+from mmtrain.planner.bound import lower_bound_s
+from mmtrain.planner.plan import make_plan
+from mmtrain.planner.plan_json import PlanRow, PlanText, plan_of, read_plan_text
+from mmtrain.schedule.action import RESULT_OF, Kind
+from mmtrain.schedule.graph import Result
+from mmtrain.schedule.plan import Plan, held_bytes
+from mmtrain.schedule.problem import PlanningProblem
+
+TOLERANCE = 1e-6
+"""Of the makespan (of a peak): by how much times (bytes) may differ from what they must be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a valid plan comes to."""
+
+    feasible: bool
+    """False: the file says rightly that the problem has no plan; the other fields are then 0."""
+    makespan_s: float = 0.0
+    lower_bound_s: float = 0.0
+    """A time that no plan can beat."""
+    peak_bytes: tuple[float, ...] = ()
+
+
+def judge(problem: PlanningProblem, text: str) -> Verdict:
+    """The verdict on a plan: complete, no deadlock, within memory, and with times, makespan and peaks that are true.
+
+    Raises: PlanError: the first rule that is broken, in one sentence, with its place in the file.
+    """
+    claim = read_plan_text(text)
+    if claim.status == "infeasible":
+        found = make_plan(problem, "interleave")
+        if found.plan is not None or claim.orders:
+            why = f"but {found.message} is one" if found.plan is not None else "but it has orders"
+            raise PlanError(f'status = "infeasible": the file says that there is no plan, {why}')
+        return Verdict(feasible=False)
+    plan = plan_of(problem, claim)
+    _check_times(problem, plan, claim)
+    peaks = tuple(max((during for during, _ in held), default=0.0) for held in held_bytes(plan, problem))
+    if len(claim.peak_bytes) != len(peaks):
+        raise PlanError(f"peak_bytes has {len(claim.peak_bytes)} entries for {len(peaks)} ranks; give one a rank")
+    for rank, (claimed, peak) in enumerate(zip(claim.peak_bytes, peaks, strict=True)):
+        if not math.isclose(claimed, peak, rel_tol=TOLERANCE, abs_tol=1.0):
+            raise PlanError(f"peak_bytes[{rank}] = {claimed:.6g}, but the activations of that rank reach {peak:.6g}")
+    return Verdict(feasible=True, makespan_s=claim.makespan_s, lower_bound_s=lower_bound_s(problem), peak_bytes=peaks)
+
+
+def _check_times(problem: PlanningProblem, plan: Plan, claim: PlanText) -> None:
+    rows = [row for order in claim.orders for row in order]
+    first, last = min((row.start_s for row in rows), default=0.0), max((row.end_s for row in rows), default=0.0)
+    slack = TOLERANCE * (last - first)
+    if abs(claim.makespan_s - (last - first)) > slack:
+        raise PlanError(
+            f"makespan_s = {claim.makespan_s:.9g}, but from the first start to the last end are {last - first:.9g} s"
+        )
+    end: dict[Result, float] = {
+        (RESULT_OF[row.kind], row.stage, row.work): row.end_s for row in rows if row.kind is not Kind.W
+    }
+    for rank, order in enumerate(claim.orders):
+        for step, row in enumerate(order):
+            _check_row(problem, plan, (rank, step), row, order[:step][-1:], slack)
+    for rank, order in enumerate(claim.orders):
+        for step, row in enumerate(order):
+            for needed, edge in plan.graph.needs(row.kind, row.stage, row.work):
+                ready = end[needed] + (problem.transfer_s(edge) if edge else 0.0)
+                if row.start_s < ready - slack:
+                    raise PlanError(
+                        f"orders[{rank}][{step}].start_s = {row.start_s:.9g}: {plan.orders[rank][step]} starts before "
+                        f"{plan.graph.action(needed[0], needed[1], needed[2])} has arrived at {ready:.9g}"
+                    )
+
+
+def _check_row(
+    problem: PlanningProblem,
+    plan: Plan,
+    place: tuple[int, int],
+    row: PlanRow,
+    before: Sequence[PlanRow],
+    slack: float,
+) -> None:
+    rank, step = place
+    where, action = f"orders[{rank}][{step}]", plan.orders[rank][step]
+    seconds = plan.option(problem, row.stage, row.work).duration_s(row.kind)
+    if abs(row.end_s - row.start_s - seconds) > slack:
+        raise PlanError(f"{where}: {action} takes {row.end_s - row.start_s:.9g} s, but its option says {seconds:.9g}")
+    if before and row.start_s < before[0].end_s - slack:
+        raise PlanError(
+            f"{where}.start_s = {row.start_s:.9g}: {action} starts before the action ahead of it ends at "
+            f"{before[0].end_s:.9g}"
+        )

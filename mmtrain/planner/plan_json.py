@@ -1,0 +1,179 @@
+"""The JSON form of a planned iteration, version 1: written, and read without mercy."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmtrain.errors import PlanError
+from mmtrain.planner.bound import lower_bound_s
+from mmtrain.planner.plan import PlanResult
+from mmtrain.schedule.action import Kind
+from mmtrain.schedule.plan import Plan, check
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.strict_json import amount, fields, integer, items, loads, string
+from mmtrain.schedule.timeline import Row, Timeline
+
+VERSION = 1
+"""Version of the JSON form."""
+
+KEYS = (
+    "version",
+    "status",
+    "message",
+    "makespan_s",
+    "lower_bound_s",
+    "search_s",
+    "evaluations",
+    "seed",
+    "peak_bytes",
+    "orders",
+)
+STATUSES = ("optimal", "improved", "first", "infeasible")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """One action as a file names it."""
+
+    kind: Kind
+    stage: int
+    work: int
+    option: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanText:
+    """What a file says, of the right form; whether it is a plan for a problem is another question."""
+
+    status: str
+    message: str
+    makespan_s: float
+    lower_bound_s: float
+    peak_bytes: tuple[float, ...]
+    orders: tuple[tuple[PlanRow, ...], ...]
+
+
+def plan_to_json(
+    problem: PlanningProblem,
+    result: PlanResult,
+    *,
+    search_s: float = 0.0,
+    evaluations: int = 1,
+    seed: int = 0,
+) -> str:
+    """The result as JSON text of version 1, one line a rank.
+
+    Args: search_s: seconds that planning took, measured by the caller; planning itself reads no clock.
+    """
+    bound = lower_bound_s(problem)
+    orders: list[list[dict[str, Any]]] = []
+    if result.plan and result.timeline:
+        for rank in range(problem.graph.num_ranks):
+            orders.append(
+                [
+                    {
+                        "op": row.action.kind.value,
+                        "stage": row.action.stage,
+                        "work": result.plan.works[rank][step],
+                        "option": result.plan.options.get((row.action.stage, result.plan.works[rank][step]), 0),
+                        "start_s": row.start_s,
+                        "end_s": row.end_s,
+                    }
+                    for step, row in enumerate(_in_plan_order(result.plan, result.timeline, rank))
+                ]
+            )
+    head = {
+        "version": VERSION,
+        "status": result.status,
+        "message": result.message,
+        "makespan_s": result.timeline.makespan_s if result.timeline else 0.0,
+        "lower_bound_s": bound,
+        "search_s": search_s,
+        "evaluations": evaluations,
+        "seed": seed,
+        "peak_bytes": list(result.timeline.peak_bytes) if result.timeline else [],
+    }
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    body = ",\n".join("  " + json.dumps(order) for order in orders)
+    lines.append(f' "orders": [\n{body}\n ]' if orders else ' "orders": []')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _in_plan_order(plan: Plan, timeline: Timeline, rank: int) -> Sequence[Row]:
+    rows = {row.action: row for row in timeline.of_rank(rank)}
+    return [rows[action] for action in plan.orders[rank]]
+
+
+def plan_from_json(problem: PlanningProblem, text: str) -> Plan:
+    """The checked plan of a JSON text that `plan_to_json` (or another program) wrote for this problem.
+
+    Raises: PlanError: the text breaks a rule of the format, holds no plan, or its plan fails `check`.
+    """
+    return plan_of(problem, read_plan_text(text))
+
+
+def read_plan_text(text: str) -> PlanText:
+    """What a JSON text of version 1 says.
+
+    Raises: PlanError: the text breaks a rule of the format; with the dotted path of the fault.
+    """
+    table = loads(text)
+    fields(table, "", KEYS)
+    if integer(table["version"], "version") != VERSION:
+        raise PlanError(f"version = {table['version']}; this program reads version {VERSION}")
+    if table["status"] not in STATUSES:
+        raise PlanError(f"status = {table['status']!r}; it is one of {', '.join(STATUSES)}")
+    amount(table["search_s"], "search_s")
+    for key in ("evaluations", "seed"):
+        integer(table[key], key)
+    return PlanText(
+        status=table["status"],
+        message=string(table["message"], "message"),
+        makespan_s=amount(table["makespan_s"], "makespan_s"),
+        lower_bound_s=amount(table["lower_bound_s"], "lower_bound_s"),
+        peak_bytes=tuple(
+            amount(value, f"peak_bytes[{rank}]") for rank, value in enumerate(items(table["peak_bytes"], "peak_bytes"))
+        ),
+        orders=tuple(
+            tuple(_read_row(row, f"orders[{rank}][{step}]") for step, row in enumerate(items(rows, f"orders[{rank}]")))
+            for rank, rows in enumerate(items(table["orders"], "orders"))
+        ),
+    )
+
+
+def _read_row(row: Any, where: str) -> PlanRow:
+    fields(row, where, ("op", "stage", "work", "option", "start_s", "end_s"))
+    if row["op"] not in ("F", "B", "I", "W"):
+        raise PlanError(f"{where}.op = {row['op']!r}; it is F, B, I or W")
+    stage, work, option = (integer(row[key], f"{where}.{key}") for key in ("stage", "work", "option"))
+    start_s, end_s = (amount(row[key], f"{where}.{key}") for key in ("start_s", "end_s"))
+    return PlanRow(kind=Kind(row["op"]), stage=stage, work=work, option=option, start_s=start_s, end_s=end_s)
+
+
+def plan_of(problem: PlanningProblem, said: PlanText) -> Plan:
+    """The checked plan for a problem of what a file says.
+
+    Raises: PlanError: it says that there is none, or its actions or options are not the problem's or fail `check`.
+    """
+    if said.status == "infeasible":
+        raise PlanError(f"the file holds no plan: {said.message}")
+    graph = problem.graph
+    options: dict[tuple[int, int], int] = {}
+    for rank, rows in enumerate(said.orders):
+        for step, row in enumerate(rows):
+            where = f"orders[{rank}][{step}]"
+            if not 0 <= row.work < len(graph.works):
+                raise PlanError(f"{where}.work = {row.work} is outside of 0 .. {len(graph.works) - 1}")
+            if row.stage not in graph.stages(row.work):
+                raise PlanError(f"{where}.stage = {row.stage}: work {row.work} does not pass through it")
+            if options.setdefault((row.stage, row.work), row.option) != row.option:
+                raise PlanError(
+                    f"{where}.option = {row.option}, but another action of this stage and work has another one"
+                )
+    orders = tuple(tuple(graph.action(row.kind, row.stage, row.work) for row in rows) for rows in said.orders)
+    plan = Plan(graph, orders, {node: option for node, option in options.items() if option})
+    check(plan, problem)
+    return plan

@@ -1,0 +1,84 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mmtrain.errors import PlanError
+from mmtrain.planner.judge import judge
+from mmtrain.planner.plan import make_plan
+from mmtrain.planner.plan_json import plan_to_json
+from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.problem import P2P, PlanningProblem
+from tests.schedule.problems import chain, problems, two_modules
+
+CHAIN = chain(2, 2, p2p=P2P(latency_s=0.5, bytes_per_s=1.0), memory_limit_bytes=[2.0, 2.0])
+
+
+def table_of(problem: PlanningProblem, schedule: str) -> dict[str, Any]:
+    return json.loads(plan_to_json(problem, make_plan(problem, schedule)))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problem=problems(), schedule=st.sampled_from(list(CATALOGUE)))
+def test_plans_of_the_catalogue_are_valid(problem: PlanningProblem, schedule: str) -> None:
+    result = make_plan(problem, schedule)
+    assert result.timeline is not None
+    verdict = judge(problem, plan_to_json(problem, result))
+    assert verdict.feasible
+    assert verdict.makespan_s == result.timeline.makespan_s >= verdict.lower_bound_s * (1 - 1e-9)
+    assert verdict.peak_bytes == result.timeline.peak_bytes
+
+
+def test_idle_time_is_allowed() -> None:
+    table = table_of(CHAIN, "1F1B")
+    last = max((row for order in table["orders"] for row in order), key=lambda row: row["end_s"])
+    last["start_s"] += 3.0
+    last["end_s"] += 3.0
+    table["makespan_s"] += 3.0
+    assert judge(CHAIN, json.dumps(table)).makespan_s == table_of(CHAIN, "1F1B")["makespan_s"] + 3.0
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "change", "message"),
+    [
+        (0, 1, {"start_s": 0.75, "end_s": 1.75}, r"orders\[0\]\[1\]\.start_s = 0\.75: 0F1\.0 starts before the action"),
+        (0, 1, {"end_s": 2.5}, r"orders\[0\]\[1\]: 0F1\.0 takes 1\.5 s, but its option says 1"),
+        (1, 0, {"start_s": 1.25, "end_s": 2.25}, r"1F0\.0 starts before 0F0\.0 has arrived at 1\.5"),
+    ],
+)
+def test_times_that_cannot_be_are_refused(rank: int, step: int, change: dict[str, Any], message: str) -> None:
+    table = table_of(CHAIN, "1F1B")
+    table["orders"][rank][step] |= change
+    with pytest.raises(PlanError, match=message):
+        judge(CHAIN, json.dumps(table))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"makespan_s": 3.0}, r"makespan_s = 3, but from the first start to the last end are \d"),
+        ({"peak_bytes": [9.0, 1.0]}, r"peak_bytes\[0\] = 9, but the activations of that rank reach 2"),
+        ({"peak_bytes": [2.0]}, r"peak_bytes has 1 entries for 2 ranks; give one a rank"),
+        ({"status": "infeasible"}, r'status = "infeasible": .* but the order of schedule interleave is one'),
+    ],
+)
+def test_claims_that_are_false_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        judge(CHAIN, json.dumps(table_of(CHAIN, "1F1B") | change))
+
+
+def test_a_problem_without_a_plan_is_judged_too() -> None:
+    problem = two_modules(2, [1], memory_limit_bytes=[1.0, 9.0])
+    table = table_of(problem, "interleave")
+    assert not judge(problem, json.dumps(table)).feasible
+    table["orders"] = [[], []]
+    with pytest.raises(PlanError, match="but it has orders"):
+        judge(problem, json.dumps(table))
+
+
+def test_limits_are_part_of_the_judgement() -> None:
+    wide, tight = chain(2, 3), chain(2, 3, memory_limit_bytes=[1.5, 1.5])
+    with pytest.raises(PlanError, match=r"rank 0, step 1: 0F1\.0 brings activations to 2 bytes"):
+        judge(tight, json.dumps(table_of(wide, "1F1B")))
