@@ -314,7 +314,7 @@ class ParallelismConfig:
     pipeline_parallel_degree: int = 1
     """P: pipeline ranks."""
     pipeline_parallel_schedule: Schedule = "interleave"
-    """Order of forwards and backwards, see docs/schedule.md. interleave: DIP's greedy dual queues over the work
+    """Order of forwards and backwards, see docs/schedules.md. interleave: DIP's greedy dual queues over the work
     graph. 1F1B: one forward, one backward. The zero-bubble and V-shaped schedules split backwards in two halves."""
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,23 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_page_of_keys_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("make_config_page", DOCS / "make_config_page.py")
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
     spec.loader.exec_module(module)
-    made = module.page()
+    return module
+
+
+def test_the_page_of_keys_is_up_to_date():
+    made = script("make_config_page").page()
     assert (DOCS / "config.md").read_text() == made, "run python docs/make_config_page.py > docs/config.md"
+
+
+def test_the_page_of_schedules_and_its_pictures_are_up_to_date():
+    page, pictures = script("make_schedules_page").make_page()
+    assert (DOCS / "schedules.md").read_text() == page, "run python docs/make_schedules_page.py"
+    assert {path.stem: path.read_text() for path in (DOCS / "pictures").glob("*.svg")} == pictures
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -64,7 +76,7 @@ def test_drawn_examples_are_what_the_command_prints(tmp_path, monkeypatch, capsy
     (tmp_path / "two_modules.json").write_text(problem)
     monkeypatch.chdir(tmp_path)
     examples = blocks(page, "console")
-    assert len(examples) == 3
+    assert len(examples) == 4
     for example in examples:
         command, _, shown = example.partition("\n")
         prompt, program, *words = shlex.split(command)
