@@ -30,7 +30,11 @@ def test_two_ranks():
 
 @pytest.mark.ranks
 def test_four_ranks():
-    cases = {"one chunk": Case(model=model_config(tied=True), runs=LOOPS)}
+    cases = {
+        "one chunk": Case(model=model_config(tied=True), runs=LOOPS),
+        "two chunks": Case(model=model_config(segments=(1, 2)), runs=LOOPS),
+        "v": Case(model=model_config(segments=(2, 2)), runs=VS, placement="v"),
+    }
     check(run_ranks(run_layout, 4, MeshShape(pp=4), cases), TOLERANCE)
 
 
