@@ -70,6 +70,14 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if "WORLD_SIZE" in os.environ:  # of a running job, whose place in the code matters
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
 
 
 # ------------------------------------------------------------------------------------------------ train

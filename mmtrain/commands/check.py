@@ -12,7 +12,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "check",
         help="judge a plan",
         description="Judges a plan by its problem (docs/schedule.md): complete, without deadlock, within the memory "
-        "limits, with times, makespan and peaks that are true. Exit status 1 and one sentence if it is wrong.",
+        "limits, with times, makespan and peaks that are true. Exit status 1 and one sentence if it is wrong, 2 if a "
+        "file cannot be read.",
     )
     parser.add_argument("problem", type=Path, metavar="PROBLEM", help="planning problem, .json or .json.gz")
     parser.add_argument("plan", type=Path, metavar="PLAN", help="plan, .json or .json.gz")
@@ -31,7 +32,8 @@ def _check(args: argparse.Namespace) -> int:
         print(f"{args.plan}: wrong: {str(error).splitlines()[0]}")
         return 1
     if not verdict.feasible:
-        print(f"{args.plan}: right: the problem has no plan within its memory limits")
+        words = "right: the problem has" if verdict.proven else "not proven, but no schedule found another: there is"
+        print(f"{args.plan}: {words} no plan within the memory limits")
         return 0
     bound = verdict.lower_bound_s
     gap = f", {100 * (verdict.makespan_s / bound - 1):.2f} % over the lower bound {bound:.6g} s" if bound > 0 else ""

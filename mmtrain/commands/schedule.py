@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmtrain.errors import ConfigError, MMTrainError, PlanError
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from mmtrain.schedule.timeline import Timeline
 
 MIB = 2.0**20
+
+_T = TypeVar("_T")
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -51,9 +53,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     compare = verbs.add_parser(
         "compare",
         help="compare schedules on one iteration",
-        description="Plans one iteration by several schedules, each with the placement that it wants, and prints a "
-        "line each: makespan, bubble, the longest idle time of a rank between its first and last action, peak of "
-        "activations of the fullest and the emptiest rank.",
+        description="Plans one iteration by several schedules, and prints a line each: makespan, bubble, the longest "
+        "idle time of a rank between its first and last action, peak of activations of the fullest and the emptiest "
+        "rank. A chain or a config's model is cut as each schedule wants it; a problem's stages stay where they are.",
     )
     compare.add_argument("names", nargs="*", metavar="NAME", help="schedules (default: all)")
     _add_iteration(compare)
@@ -129,6 +131,9 @@ def _show(args: argparse.Namespace) -> int:
     if args.format == "png" and args.out is None:
         raise ConfigError("schedule show: --format png needs --out FILE")
     planned = _from_file(args) if _is_file(args.name) else _planner(args)(args.name)
+    if args.format == "json":  # also that there is no plan
+        _write(plan_to_json(planned.problem, planned.result), args.out)
+        return 0
     plan, timeline, title = planned.plan, planned.timeline, planned.name
     if args.format == "png":
         args.out.write_bytes(draw.png(timeline, title=_summary(title, timeline)))
@@ -139,7 +144,6 @@ def _show(args: argparse.Namespace) -> int:
         "trace": lambda: json.dumps(draw.trace_events({title: timeline})),
         "csv": lambda: torch_csv.write_plan(plan),
         "csv-comms": lambda: torch_csv.write_program(planned.lower(plan)),
-        "json": lambda: plan_to_json(planned.problem, planned.result),
         "program": lambda: f"{planned.lower(plan)}\n",
     }[args.format]()
     _write(text, args.out)
@@ -164,26 +168,31 @@ def _from_file(args: argparse.Namespace) -> _Planned:
     from mmtrain.schedule.problem import PlanningProblem
     from mmtrain.schedule.simulate import simulate
     from mmtrain.schedule.strict_json import read_text
-    from mmtrain.schedule.torch_csv import read_plan
+    from mmtrain.schedule.torch_csv import has_transfers, read_plan, read_program
 
     path = Path(args.name)
     if path.suffix == ".csv":
         if args.problem or args.config or args.pp or args.microbatches or args.segments:
             raise ConfigError(f"schedule show: {path} brings its own chain; of the iteration only --costs goes with it")
-        if not path.is_file():
-            raise ConfigError(f"schedule show: {path}: there is no such file")
-        plan = _named(path, lambda: read_plan(path.read_text()))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"schedule show: {path}: cannot be read: {error}") from error
+        if _named(path, lambda: has_transfers(text)):
+            _named(path, lambda: read_program(text))
+        plan = _named(path, lambda: read_plan(text))
         problem = chain_problem(plan.graph, **_chain_costs(args.costs))
     elif args.problem:
         problem = PlanningProblem.read(args.problem)
-        plan = _named(path, lambda: plan_from_json(problem, read_text(path)))
+        text = read_text(path)
+        plan = _named(path, lambda: plan_from_json(problem, text))
     else:
         raise ConfigError(f"schedule show: {path} is a plan for some problem; name it with --problem FILE")
     result = PlanResult(status="first", message=f"the order of {path}", plan=plan, timeline=simulate(problem, plan))
     return _Planned(path.name, problem, result, lambda plan: lower(plan, problem, sharded=False))
 
 
-def _named(path: Path, read: "Callable[[], Plan]") -> "Plan":
+def _named(path: Path, read: Callable[[], _T]) -> _T:
     try:
         return read()
     except PlanError as error:
@@ -337,11 +346,13 @@ def _check_name(name: str) -> None:
 def _chain_costs(text: str | None) -> dict[str, Any]:
     """The arguments of a chain for `--costs`."""
     try:
-        values = [float(word) for word in (text or "1,1,1").split(",")]
+        values = [float(word) for word in ("1,1,1" if text is None else text).split(",")]
     except ValueError:
         values = []
-    if len(values) not in (3, 4) or not all(0 <= value < float("inf") for value in values):
-        raise ConfigError(f"--costs {text}: give three or four numbers of at least 0, as in 1,1.2,0.8,0.05")
+    if len(values) not in (3, 4) or not all(value == 0 or 1e-9 <= value <= 1e9 for value in values):
+        raise ConfigError(
+            f"--costs {text}: give three or four numbers, each 0 or between 1e-9 and 1e9, as in 1,1.2,0.8,0.05"
+        )
     return {"seconds": tuple(values[:3]), "transfer_s": values[3] if len(values) == 4 else 0.0, "activation_bytes": MIB}
 
 

@@ -252,19 +252,33 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             wait_unsharded(stage.submod)
 
 
+_BEFORE = {Kind.F: None, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
+"""Compute kind -> the kind that the same stage runs before it for the same work."""
+
+
 def _split_works(program: Program, rank: int) -> dict[int, list[int]]:
-    """Stage of a rank -> its works whose backward is in two halves. Raises: PlanError: not one W after each I."""
+    """Stage of a rank -> its works whose backward is in two halves.
+
+    Raises: PlanError: compute actions of a stage and work that are not F, then perhaps B, or I and then W.
+    """
     found: dict[int, list[int]] = {}
-    open_halves: dict[tuple[int, int], Action] = {}
+    last: dict[tuple[int, int], Action] = {}
     for index, action in enumerate(program.actions[rank]):
+        if action.kind not in COMPUTE:
+            continue
+        node = action.stage, program.graph.work_of(action)
+        before = last[node].kind if node in last else None
+        if before is not _BEFORE[action.kind]:
+            raise PlanError(
+                f"rank {rank}, step {index}: {action} comes after {last.get(node, 'nothing')}; a stage runs F of a "
+                "work, then B, or I and then W"
+            )
+        last[node] = action
         if action.kind is Kind.I:
-            node = action.stage, program.graph.work_of(action)
-            open_halves[node] = action
             found.setdefault(node[0], []).append(node[1])
-        elif action.kind is Kind.W and not open_halves.pop((action.stage, program.graph.work_of(action)), None):
-            raise PlanError(f"rank {rank}, step {index}: no I comes before {action}; a backward is B, or I and then W")
-    for action in open_halves.values():
-        raise PlanError(f"rank {rank}: no W comes after {action}; a backward is B, or I and then W")
+    for action in last.values():
+        if action.kind is Kind.I:
+            raise PlanError(f"rank {rank}: no W comes after {action}; a backward is B, or I and then W")
     return found
 
 

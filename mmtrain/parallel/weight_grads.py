@@ -45,6 +45,8 @@ class _Waiting(NamedTuple):
     bias: Tensor | None
     x: Tensor
     """[R, D]."""
+    version: int
+    """Of x, which counts what changes it in place."""
     grad: Tensor
     """[R, E]: of what the call gave."""
 
@@ -75,17 +77,18 @@ class WeightGrads:
     def deferred(self, work: int) -> Iterator[None]:
         """Inside, linear layers leave the weight gradients of a work to `run`: around its forward, and around its
         backward, which may call them again."""
-        self._open = self._works.setdefault(work, deque())
+        outer, self._open = self._open, self._works.setdefault(work, deque())
         try:
             yield
         finally:
-            self._open = None
+            self._open = outer
 
     def run(self, work: int) -> None:
         """Adds the gradients that wait to those of the parameters, in the order of the backward; frees as it goes."""
         waiting = self._works.pop(work)
         while waiting:
-            weight, bias, x_RD, grad_RE = waiting.popleft()
+            weight, bias, x_RD, version, grad_RE = waiting.popleft()
+            assert x_RD._version == version, "the input of a linear layer was changed in place between I and W"
             # By autograd, not by hand: the gradient of a part then becomes one of the parameter.
             if bias is not None and bias.requires_grad:
                 torch.autograd.backward(bias, grad_RE.sum(0))
@@ -109,18 +112,18 @@ class WeightGrads:
 def linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`nn.functional.linear`, as the product of a layer whose chunk may leave weight gradients for W.
 
-    Shapes: x [..., D], weight [E, D], bias [E]; returns [..., E].
+    Shapes: x [..., D], weight [E, D], bias [E]; returns [..., E]. All of one dtype: not under torch.autocast.
     Args: module: the layer. weight, bias: its parameters, or this rank's parts of them.
     """
     switch: WeightGrads | None = vars(module).get(_SWITCH)
     waiting = None if switch is None else switch.open
     if waiting is None or not weight.requires_grad or not torch.is_grad_enabled():
         return nn.functional.linear(x, weight, bias)
-    x_RD = x if x.dim() == 2 else x.flatten(0, -2)
+    x_RD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     # Without a gradient to give to x, something else must bring the backward here.
     anchor = None if x_RD.requires_grad else x.new_empty(0).requires_grad_()
     y_RE: Tensor = _Linear.apply(x_RD, anchor, _Call(weight, bias, waiting))
-    return y_RE if x.dim() == 2 else y_RE.unflatten(0, x.shape[:-1])
+    return y_RE if x.dim() == 2 else y_RE.reshape(*x.shape[:-1], y_RE.shape[-1])
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
@@ -144,5 +147,5 @@ class _Linear(torch.autograd.Function):
             return None, None, None
         call: _Call = ctx.call
         (x_RD,) = ctx.saved_tensors
-        call.waiting.append(_Waiting(call.weight, call.bias, x_RD.detach(), grad_RE))
+        call.waiting.append(_Waiting(call.weight, call.bias, x_RD.detach(), x_RD._version, grad_RE))
         return grad_RE.mm(call.weight) if ctx.needs_input_grad[0] else None, None, None

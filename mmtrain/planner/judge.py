@@ -10,8 +10,9 @@ from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_json import PlanRow, PlanText, plan_of, read_plan_text
 from mmtrain.schedule.action import RESULT_OF, Kind
 from mmtrain.schedule.graph import Result
-from mmtrain.schedule.plan import Plan, held_bytes
+from mmtrain.schedule.plan import Plan, exceeds, held_bytes
 from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.simulate import simulate
 
 TOLERANCE = 1e-6
 """Of the makespan (of a peak): by how much times (bytes) may differ from what they must be."""
@@ -22,7 +23,9 @@ class Verdict:
     """What a valid plan comes to."""
 
     feasible: bool
-    """False: the file says rightly that the problem has no plan; the other fields are then 0."""
+    """False: the file says that the problem has no plan; the other fields are then 0."""
+    proven: bool = True
+    """False: the file says that there is no plan, and none was found, but there may be one."""
     makespan_s: float = 0.0
     lower_bound_s: float = 0.0
     """A time that no plan can beat."""
@@ -32,6 +35,8 @@ class Verdict:
 def judge(problem: PlanningProblem, text: str) -> Verdict:
     """The verdict on a plan: complete, no deadlock, within memory, and with times, makespan and peaks that are true.
 
+    That a problem has no plan is proven where a stage has no option that fits even alone.
+
     Raises: PlanError: the first rule that is broken, in one sentence, with its place in the file.
     """
     claim = read_plan_text(text)
@@ -40,9 +45,19 @@ def judge(problem: PlanningProblem, text: str) -> Verdict:
         if found.plan is not None or claim.orders:
             why = f"but {found.message} is one" if found.plan is not None else "but it has orders"
             raise PlanError(f'status = "infeasible": the file says that there is no plan, {why}')
-        return Verdict(feasible=False)
+        return Verdict(feasible=False, proven=_has_no_plan(problem))
     plan = plan_of(problem, claim)
     _check_times(problem, plan, claim)
+    if claim.lower_bound_s > claim.makespan_s * (1 + TOLERANCE):
+        raise PlanError(
+            f"lower_bound_s = {claim.lower_bound_s:.9g} is above makespan_s = {claim.makespan_s:.9g}, which the plan "
+            "itself reaches"
+        )
+    if claim.status == "optimal" and claim.makespan_s > claim.lower_bound_s * (1 + TOLERANCE):
+        raise PlanError(
+            f'status = "optimal", but makespan_s = {claim.makespan_s:.9g} does not reach lower_bound_s = '
+            f'{claim.lower_bound_s:.9g}; say "improved"'
+        )
     peaks = tuple(max((during for during, _ in held), default=0.0) for held in held_bytes(plan, problem))
     if len(claim.peak_bytes) != len(peaks):
         raise PlanError(f"peak_bytes has {len(claim.peak_bytes)} entries for {len(peaks)} ranks; give one a rank")
@@ -52,10 +67,23 @@ def judge(problem: PlanningProblem, text: str) -> Verdict:
     return Verdict(feasible=True, makespan_s=claim.makespan_s, lower_bound_s=lower_bound_s(problem), peak_bytes=peaks)
 
 
+def _has_no_plan(problem: PlanningProblem) -> bool:
+    """Whether some stage has no option that fits even alone."""
+    for stage, work in problem.graph.nodes():
+        limit = problem.memory_limit_bytes[problem.graph.stage_rank[stage]]
+        least = min(option.activation_bytes for option in problem.options(stage, work))
+        if limit is not None and exceeds(least, limit):
+            return True
+    return False
+
+
 def _check_times(problem: PlanningProblem, plan: Plan, claim: PlanText) -> None:
     rows = [row for order in claim.orders for row in order]
     first, last = min((row.start_s for row in rows), default=0.0), max((row.end_s for row in rows), default=0.0)
-    slack = TOLERANCE * (last - first)
+    # Of the least makespan of these orders, not of the claimed one; and no action may use it up before another one.
+    earliest = simulate(problem, plan)
+    slack = TOLERANCE * earliest.makespan_s
+    starts = {(row.rank, row.action): row.start_s for row in earliest.rows}
     if abs(claim.makespan_s - (last - first)) > slack:
         raise PlanError(
             f"makespan_s = {claim.makespan_s:.9g}, but from the first start to the last end are {last - first:.9g} s"
@@ -71,10 +99,18 @@ def _check_times(problem: PlanningProblem, plan: Plan, claim: PlanText) -> None:
             for needed, edge in plan.graph.needs(row.kind, row.stage, row.work):
                 ready = end[needed] + (problem.transfer_s(edge) if edge else 0.0)
                 if row.start_s < ready - slack:
+                    kind, stage, work = needed
+                    kind = Kind.I if kind is Kind.B and (stage, work) in plan.split else kind
                     raise PlanError(
                         f"orders[{rank}][{step}].start_s = {row.start_s:.9g}: {plan.orders[rank][step]} starts before "
-                        f"{plan.graph.action(needed[0], needed[1], needed[2])} has arrived at {ready:.9g}"
+                        f"{plan.graph.action(kind, stage, work)} has arrived at {ready:.9g}"
                     )
+            least = starts[rank, plan.orders[rank][step]]
+            if row.start_s - first < least - slack:
+                raise PlanError(
+                    f"orders[{rank}][{step}].start_s = {row.start_s:.9g}: {plan.orders[rank][step]} cannot start "
+                    f"before {first + least:.9g} in these orders"
+                )
 
 
 def _check_row(

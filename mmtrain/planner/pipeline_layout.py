@@ -17,7 +17,7 @@ from mmtrain.models.spec import LayerSpec, ModuleSpec
 
 _SYMBOLS = {"embed": "E", "norm": "N", "projector": "P", "head": "L"}
 _LAYERS = "Et" + "".join(symbol for symbol in _SYMBOLS.values() if symbol != "E")
-_REPEATED = re.compile(rf"(?:([{_LAYERS}|])(?=\*)|\(([{_LAYERS}|]*)\))(?:\*(\d+))?(?![*\d])")
+_REPEATED = re.compile(rf"(?:([{_LAYERS}|])(?=\*)|\(([{_LAYERS}|]*)\))(?:\*([0-9]{{1,9}}))?(?![*0-9])")
 """A symbol with its `*3`, or a group without groups inside, with or without one."""
 _MOST = 100_000
 """Symbols after repetition; more is a slip of the pen."""

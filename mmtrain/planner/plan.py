@@ -26,9 +26,10 @@ class PlanResult:
 def make_plan(problem: PlanningProblem, schedule: str) -> PlanResult:
     """The checked plan of a named schedule, simulated; an iteration without any backward gets forward_only.
 
-    An infeasible problem is a result with that status and a sentence, never an exception.
+    An infeasible problem is a result with that status and a sentence, never an exception, from schedules that keep
+    memory limits.
 
-    Raises: PlanError: there is no schedule of that name.
+    Raises: PlanError: there is no schedule of that name, or one that bounds memory by its own rule is over a limit.
     """
     if schedule not in CATALOGUE:
         raise PlanError(f"schedule {schedule!r} does not exist; choose one of {', '.join(CATALOGUE)}")
@@ -37,6 +38,9 @@ def make_plan(problem: PlanningProblem, schedule: str) -> PlanResult:
         plan = make(problem)
         check(plan, problem)
     except PlanError as error:
+        if make is CATALOGUE[schedule].make and not CATALOGUE[schedule].keeps_memory_limits:
+            bounded = " and ".join(name for name, other in CATALOGUE.items() if other.keeps_memory_limits)
+            raise PlanError(f"schedule {schedule} does not look at memory limits ({bounded} do): {error}") from error
         return PlanResult(status="infeasible", message=str(error))
     name = schedule if problem.graph.has_any_backward else "forward_only"
     return PlanResult(

@@ -128,7 +128,8 @@ def read_plan_text(text: str) -> PlanText:
         raise PlanError(f"status = {table['status']!r}; it is one of {', '.join(STATUSES)}")
     amount(table["search_s"], "search_s")
     for key in ("evaluations", "seed"):
-        integer(table[key], key)
+        if integer(table[key], key) < 0:
+            raise PlanError(f"{key} = {table[key]} must not be negative")
     return PlanText(
         status=table["status"],
         message=string(table["message"], "message"),

@@ -19,7 +19,8 @@ def text(timeline: Timeline, width: int = 120) -> str:
 
     An action starts with the first letter of its module, small for a forward and capital for a
     backward, and its microbatch; the rest of its time is `-` forward, `=` backward, `~` its input half,
-    `:` its weight half. `.` is idle. What is shorter than its label has the letter alone.
+    `:` its weight half. `.` is idle. What is shorter than its label has the letter alone, what
+    is shorter than half a column nothing.
     """
     lengths = sorted(row.end_s - row.start_s for row in timeline.rows)
     median = lengths[len(lengths) // 2] if lengths else 0.0

@@ -196,16 +196,9 @@ def held_bytes(plan: Plan, problem: PlanningProblem) -> tuple[tuple[tuple[float,
         held, steps = 0.0, []
         for action, work in zip(order, works, strict=True):
             option = plan.option(problem, action.stage, work)
-            during = held
-            if action.kind is Kind.F:
-                during = held + option.activation_bytes
-                held = during if option.has_backward else held
-            elif action.kind is Kind.B:
-                held -= option.activation_bytes
-            elif action.kind is Kind.I:
-                held += option.held_for_weight_bytes - option.activation_bytes
-            else:
-                held -= option.held_for_weight_bytes
+            # A forward without a backward takes its bytes for as long as it runs.
+            during = held + option.activation_bytes if action.kind is Kind.F else held
+            held += option.growth_bytes(action.kind)
             steps.append((max(during, held), held))
         ranks.append(tuple(steps))
     return tuple(ranks)

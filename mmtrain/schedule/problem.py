@@ -55,6 +55,14 @@ class Option:
         """Bytes between I and W."""
         return self.activation_bytes if self.weight_bytes is None else self.weight_bytes
 
+    def growth_bytes(self, kind: Kind) -> float:
+        """Bytes that a compute action of this kind leaves behind, less those that it frees."""
+        if kind is Kind.F:
+            return self.activation_bytes if self.has_backward else 0.0
+        if kind is Kind.I:
+            return self.held_for_weight_bytes - self.activation_bytes
+        return -(self.activation_bytes if kind is Kind.B else self.held_for_weight_bytes)
+
     def duration_s(self, kind: Kind) -> float:
         """Seconds that a compute action of this kind takes."""
         if kind is Kind.F:
@@ -215,8 +223,9 @@ class PlanningProblem:
 
         Raises: PlanError: no such file, another ending, or a fault in its content.
         """
+        text = read_text(path)
         try:
-            return cls.from_json(read_text(path))
+            return cls.from_json(text)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.plan import Plan, exceeds
-from mmtrain.schedule.problem import Option, PlanningProblem
+from mmtrain.schedule.problem import PlanningProblem
 
 
 def split_backwards(
@@ -41,7 +41,7 @@ def _split(
     for step, (action, work) in enumerate(zip(plan.orders[rank], plan.works[rank], strict=True)):
         option = plan.option(problem, action.stage, work)
         splits = action.kind is Kind.B and (action.stage, work) in chosen
-        more = _growth(Kind.I if splits else action.kind, option)
+        more = option.growth_bytes(Kind.I if splits else action.kind)
         # A forward without a backward takes its bytes for as long as it runs.
         needed = option.activation_bytes if action.kind is Kind.F else more
         while waiting and (waiting[0][0] + delay < step or _is_over(held + needed, limit)):
@@ -54,18 +54,9 @@ def _split(
             held += more
         else:
             yield action
-            held += _growth(action.kind, option)
+            held += option.growth_bytes(action.kind)
     yield from (weight for _, weight, _ in waiting)
 
 
 def _is_over(amount: float, limit: float | None) -> bool:
     return limit is not None and exceeds(amount, limit)
-
-
-def _growth(kind: Kind, option: Option) -> float:
-    """Bytes that an action leaves behind, less those that it frees."""
-    if kind is Kind.F:
-        return option.activation_bytes if option.has_backward else 0.0
-    if kind is Kind.B:
-        return -option.activation_bytes
-    return option.held_for_weight_bytes - option.activation_bytes if kind is Kind.I else -option.held_for_weight_bytes

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ def read_text(path: str | Path) -> str:
     """
     file = _json_path(path)
     if not file.is_file():
-        raise PlanError(f"{file}: there is no such file")
+        raise PlanError(f"{file}: {'is a folder' if file.is_dir() else 'there is no such file'}")
     try:
         data = file.read_bytes()
         return (gzip.decompress(data) if file.suffix == ".gz" else data).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise PlanError(f"{file}: cannot be read: {error}") from error
 
 
@@ -113,6 +114,10 @@ def string(value: Any, where: str) -> str:
     """The value, if it is a string. Raises: PlanError: it is something else."""
     if not isinstance(value, str):
         raise PlanError(f"{where} = {value!r} must be a string, not {_json_type(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise PlanError(f"{where} = {value!r} is no text: {error.reason}") from error
     return value
 
 

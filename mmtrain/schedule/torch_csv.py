@@ -14,17 +14,21 @@ import re
 from collections.abc import Iterable, Sequence
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import COMPUTE, RESULT_OF, STAGE_WIDE, WAITS, Action, Kind
+from mmtrain.schedule.action import COMPUTE, RESULT_OF, STAGE_WIDE, TRANSFERS, WAITS, Action, Kind
 from mmtrain.schedule.graph import ModuleStages, Result, Work, WorkGraph
 from mmtrain.schedule.lower import Program, waits_before
 from mmtrain.schedule.plan import Plan, check
+from mmtrain.schedule.transport import check_transport
 
 MODULE = "model"
 """Name of the one module of a schedule that was read."""
 
 _TO_TORCH = {Kind.REDUCE: "REDUCE_GRAD"}
 _FROM_TORCH = {_TO_TORCH.get(kind, kind.value): kind for kind in Kind if kind not in WAITS}
-_CELL = re.compile(rf"(\d+)({'|'.join(sorted(_FROM_TORCH, key=len, reverse=True))})(\d*)")
+_NUMBER = r"0|[1-9][0-9]{0,8}"
+_CELL = re.compile(rf"({_NUMBER})({'|'.join(sorted(_FROM_TORCH, key=len, reverse=True))})({_NUMBER}|)")
+_SHOWN = 40
+"""Characters of a faulty cell in its error."""
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 Cell = tuple[Kind, int, int]
@@ -72,11 +76,19 @@ def read_plan(text: str) -> Plan:
 def read_program(text: str) -> Program:
     """The program of a CSV text with communication; what is received is waited for just before it is used.
 
-    Raises: PlanError: a cell is no action, the compute actions are no plan, or a transfer goes to no neighbour.
+    Raises: PlanError: a cell is no action, the compute actions are no plan, or a transfer goes to no neighbour, is
+        missing, or deadlocks.
     """
     rows = _read(text)
     graph = read_plan(text).graph
-    return Program(graph, tuple(tuple(_with_waits(graph, row)) for row in rows))
+    program = Program(graph, tuple(tuple(_with_waits(graph, row)) for row in rows))
+    check_transport(program)
+    return program
+
+
+def has_transfers(text: str) -> bool:
+    """Whether a CSV text is of the form with communication. Raises: PlanError: a cell is no action."""
+    return any(kind in TRANSFERS for row in _read(text) for kind, _, _ in row)
 
 
 def _check_chain(graph: WorkGraph) -> None:
@@ -85,7 +97,8 @@ def _check_chain(graph: WorkGraph) -> None:
     if not chain or sorted(numbers) != list(range(len(numbers))) or any(w.after for w in graph.works):
         raise PlanError(
             "torch's CSV form has one chain of stages and the same microbatches in each, numbered from 0; this "
-            f"iteration has {len(graph.modules)} modules and {len(graph.works)} works; use JSON"
+            f"iteration has {len(graph.works)} works in {' and '.join(module.name for module in graph.modules)}; use "
+            "JSON"
         )
 
 
@@ -112,10 +125,18 @@ def _to_text(rows: Iterable[Sequence[str]]) -> str:
 
 
 def _read(text: str) -> list[list[Cell]]:
-    return [
+    try:
+        lines = list(csv.reader(text.rstrip().splitlines()))
+    except csv.Error as error:
+        raise PlanError(f"not a CSV text: {error}") from error
+    rows = [
         [cell for column, word in enumerate(row) for cell in _parse(word.strip(), rank, column)]
-        for rank, row in enumerate(csv.reader(io.StringIO(text)))
+        for rank, row in enumerate(lines)
     ]
+    for rank, row in enumerate(rows):
+        if not row:
+            raise PlanError(f"row {rank} has no action; every rank holds a stage")
+    return rows
 
 
 def _parse(word: str, rank: int, column: int) -> list[Cell]:
@@ -128,8 +149,9 @@ def _parse(word: str, rank: int, column: int) -> list[Cell]:
         kind = _FROM_TORCH[match[2]]
         if (match[3] == "") == (kind in STAGE_WIDE):
             return [(kind, int(match[1]), int(match[3] or -1))]
+    shown = word if len(word) <= _SHOWN else f"{word[:_SHOWN]}..."
     raise PlanError(
-        f"row {rank}, column {column}: {word!r} is not an action; write for example 2F0, 3SEND_F1 or 1UNSHARD"
+        f"row {rank}, column {column}: {shown!r} is not an action; write for example 2F0, 3SEND_F1 or 1UNSHARD"
     )
 
 

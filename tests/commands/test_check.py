@@ -45,6 +45,11 @@ def test_a_problem_without_a_plan(files, capsys, tmp_path) -> None:
     problem.write(files[0])
     files[1].write_text(plan_to_json(problem, make_plan(problem, "interleave")))
     assert main(["check", *map(str, files)]) == 0
+    assert "not proven, but no schedule found another: there is no plan" in capsys.readouterr().out
+    problem = two_modules(2, [1], memory_limit_bytes=[0.5, 9.0])  # not even one stage fits
+    problem.write(files[0])
+    files[1].write_text(plan_to_json(problem, make_plan(problem, "interleave")))
+    assert main(["check", *map(str, files)]) == 0
     assert "right: the problem has no plan" in capsys.readouterr().out
 
 

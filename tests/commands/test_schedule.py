@@ -104,7 +104,7 @@ def test_compare_says_why_a_schedule_has_no_plan(tmp_path, capsys) -> None:
     text = path.read_text().replace("[null, null]", "[1.5, 1.5]")
     path.write_text(text.replace("null", "1.5"))
     lines = shown(capsys, "compare", "GPipe", "interleave", "--problem", str(path)).splitlines()
-    assert "no plan: rank 0, step 1: 0F1.0 brings activations to 2 bytes" in lines[1]
+    assert "rank 0, step 1: 0F1.0 brings activations to 2 bytes" in lines[1]
     assert lines[2].split()[1] == "24"  # one microbatch after the other
 
 
@@ -126,7 +126,9 @@ def test_compare_cuts_a_config_s_model_as_each_schedule_wants(job, capsys) -> No
         (["--segments", "0"], "--segments 0; it is at least 1"),
         (["ZBV", "--segments", "3"], "3 chunks on each rank; this schedule needs 2"),
         (["LoopedBFS", "--segments", "1"], "1 chunks on each rank; this schedule needs at least 2"),
-        (["--costs", "1,2"], "--costs 1,2: give three or four numbers of at least 0"),
+        (["--costs", "1,2"], "--costs 1,2: give three or four numbers, each 0 or between"),
+        (["--costs", "1e308,1,1"], "--costs 1e308,1,1: give"),
+        (["--costs", ""], "--costs : give"),
         (["--costs", "1,2,x"], "--costs 1,2,x: give three or four numbers"),
         (["--costs", "1,0,0"], "a backward takes time"),
         (["--training.steps=1"], "there is no --config"),
@@ -137,7 +139,7 @@ def test_compare_cuts_a_config_s_model_as_each_schedule_wants(job, capsys) -> No
         (["--config", "debug_vlm.toml", "--batch", "-1"], "batches count from 0"),
         (["--out", "/nowhere/at/all.txt"], "the folder /nowhere/at does not exist"),
         (["plan.json"], "plan.json is a plan for some problem; name it with --problem FILE"),
-        (["nothing.csv"], "nothing.csv: there is no such file"),
+        (["nothing.csv"], "nothing.csv: cannot be read: [Errno 2] No such file"),
         (["plan.csv", "--pp", "2"], "brings its own chain"),
     ],
 )

@@ -2,7 +2,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
@@ -82,3 +82,78 @@ def test_limits_are_part_of_the_judgement() -> None:
     wide, tight = chain(2, 3), chain(2, 3, memory_limit_bytes=[1.5, 1.5])
     with pytest.raises(PlanError, match=r"rank 0, step 1: 0F1\.0 brings activations to 2 bytes"):
         judge(tight, json.dumps(table_of(wide, "1F1B")))
+
+
+def test_small_faults_do_not_add_up() -> None:
+    problem = chain(1, 400)
+    table = table_of(problem, "1F1B")
+    shift = 0.9e-6 * table["makespan_s"]
+    for step, row in enumerate(table["orders"][0]):
+        row["start_s"] = max(0.0, row["start_s"] - step * shift)
+        row["end_s"] = max(0.0, row["end_s"] - (step + 1) * shift)
+    table["makespan_s"] = table["orders"][0][-1]["end_s"] - table["orders"][0][0]["start_s"]
+    with pytest.raises(PlanError, match=r"cannot start before|takes"):
+        judge(problem, json.dumps(table))
+
+
+def test_a_late_end_does_not_widen_the_tolerance() -> None:
+    table = table_of(CHAIN, "1F1B")
+    for order in table["orders"]:
+        for row in order:
+            row["start_s"] = row["end_s"] = 0.0
+    last = table["orders"][0][-1]
+    last["start_s"], last["end_s"], table["makespan_s"] = 1e9 - 2.0, 1e9, 1e9
+    with pytest.raises(PlanError, match=r"orders\[0\]\[0\]: 0F0\.0 takes 0 s, but its option says 1"):
+        judge(CHAIN, json.dumps(table))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_times_that_are_moved_are_found(data: st.DataObject) -> None:
+    """One end of one action earlier or later: then it takes another time than its option says."""
+    problem = data.draw(problems())
+    table = table_of(problem, data.draw(st.sampled_from(list(CATALOGUE))))
+    rows = [row for order in table["orders"] for row in order]
+    row, key = data.draw(st.sampled_from(rows)), data.draw(st.sampled_from(["start_s", "end_s"]))
+    by = data.draw(st.sampled_from([-0.3, -0.01, 1e-4, 0.01, 0.3])) * max(table["makespan_s"], 1.0)
+    assume(row[key] + by >= 0)
+    row[key] += by
+    with pytest.raises(PlanError):
+        judge(problem, json.dumps(table))
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    problem=problems(), key=st.sampled_from(["makespan_s", "peak_bytes"]), factor=st.sampled_from([0.5, 0.999, 1.01])
+)
+def test_makespans_and_peaks_that_are_moved_are_found(problem: PlanningProblem, key: str, factor: float) -> None:
+    table = table_of(problem, "interleave")
+    if key == "makespan_s":
+        assume(table[key] > 0)
+        table[key] *= factor
+    else:
+        assume(max(table[key]) > 0)
+        table[key] = [peak * factor - 2.0 * (factor < 1) if peak else peak for peak in table[key]]
+        assume(min(table[key]) >= 0)
+        table[key] = [peak + 2.0 if factor > 1 else peak for peak in table[key]]
+    with pytest.raises(PlanError, match=key):
+        judge(problem, json.dumps(table))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lower_bound_s": 1e9}, r"lower_bound_s = 1e\+09 is above makespan_s"),
+        ({"status": "optimal", "lower_bound_s": 1.0}, r'status = "optimal", but makespan_s = .* does not reach'),
+    ],
+)
+def test_bounds_that_are_false_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        judge(CHAIN, json.dumps(table_of(CHAIN, "1F1B") | change))
+
+
+def test_no_plan_is_proven_only_where_an_option_does_not_fit_alone() -> None:
+    together = two_modules(2, [1], memory_limit_bytes=[1.0, 9.0])  # each fits alone, both do not
+    assert judge(together, json.dumps(table_of(together, "interleave"))).proven is False
+    alone = two_modules(2, [1], memory_limit_bytes=[0.5, 9.0])
+    assert judge(alone, json.dumps(table_of(alone, "interleave"))).proven is True

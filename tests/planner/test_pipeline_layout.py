@@ -48,7 +48,8 @@ def test_an_encoder_has_its_own_symbols() -> None:
         ("Et*6L)", r"'\)' is unknown or out of place"),
         ("Et*L", r"'\*' is unknown or out of place"),
         ("E(t*2)*3*2L", r"'.' is unknown or out of place"),
-        ("Et*99999999999L", r"more than 100000 layers"),
+        ("Et*999999999L", r"more than 100000 layers"),
+        ("Et*" + "9" * 5000 + "L", r"is unknown or out of place"),
         ("E((((t*99999)*99999)*99999)*9999)L", r"more than 100000 layers"),
     ],
 )

@@ -32,13 +32,21 @@ def test_unknown_schedule_is_refused() -> None:
         make_plan(PROBLEM, "gpipe")
 
 
-@pytest.mark.parametrize(("schedule", "words"), [("1F1B", "rank 0, step"), ("interleave", "rank 0: microbatch 0")])
-def test_infeasible_is_a_status_with_rank_and_bytes(schedule: str, words: str) -> None:
+@pytest.mark.parametrize("schedule", ["ZB-AutoSchedule", "interleave"])
+def test_infeasible_is_a_status_with_rank_and_bytes(schedule: str) -> None:
     problem = two_modules(2, [1], memory_limit_bytes=[1.0, 9.0])
     result = make_plan(problem, schedule)
     assert (result.status, result.plan, result.timeline) == ("infeasible", None, None)
-    assert result.message.startswith(words)
+    assert result.message.startswith("rank 0: microbatch 0")
     assert "bytes" in result.message
+
+
+def test_a_schedule_that_looks_at_no_limit_says_who_does() -> None:
+    problem = chain(2, 3, memory_limit_bytes=[2.0, 2.0])
+    message = r"schedule GPipe does not look at memory limits \(ZB-AutoSchedule and interleave do\): rank 0, step 2"
+    with pytest.raises(PlanError, match=message):
+        make_plan(problem, "GPipe")
+    assert make_plan(problem, "interleave").plan is not None
 
 
 def test_bound_is_exact_where_one_rank_does_everything() -> None:

@@ -49,6 +49,7 @@ def test_plans_read_back_and_never_beat_the_bound(problem: PlanningProblem) -> N
         ({"orders": [[], []]}, "0F0.0 is missing"),
         ({"makespan_s": "3"}, "makespan_s = '3' must be a number, not a string"),
         ({"seed": 0.5}, "seed = 0.5 must be an integer"),
+        ({"evaluations": -5}, "evaluations = -5 must not be negative"),
         ({"orders": [5, []]}, r"orders\[0\] must be an array"),
         ({"orders": [[{"op": "F"}], []]}, r"orders\[0\]\[0\]\.stage is missing"),
     ],
@@ -79,7 +80,7 @@ def test_faulty_rows_are_refused_with_their_path(key: str, value: Any, message: 
 
 def test_a_file_without_a_plan_is_no_plan() -> None:
     problem = two_modules(2, [1], memory_limit_bytes=[1.0, 9.0])
-    result = make_plan(problem, "1F1B")
+    result = make_plan(problem, "interleave")
     table = json.loads(plan_to_json(problem, result))
     assert (table["status"], table["orders"], table["peak_bytes"]) == ("infeasible", [], [])
     with pytest.raises(PlanError, match="the file holds no plan: rank 0"):

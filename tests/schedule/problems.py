@@ -88,7 +88,8 @@ def two_modules(
 @st.composite
 def problems(draw: st.DrawFn, *, limits: bool = False, forward_only: bool = False, v: bool = False) -> PlanningProblem:
     """A random iteration: up to two modules that feed a last one, absent modalities, several
-    sub-microbatches, frozen modules, uneven segments, unusual placements, random costs.
+    sub-microbatches, frozen modules and first layers, bytes between I and W, uneven segments, unusual
+    placements, random costs.
 
     Args:
         limits: give each rank memory for one to two of the largest microbatches.
@@ -120,10 +121,13 @@ def problems(draw: st.DrawFn, *, limits: bool = False, forward_only: bool = Fals
     cost_index: list[list[int]] = []
     grad_leaves: list[bool] = []
     for work in works:
-        grad = not forward_only and (not frozen[work.module] or any(grad_leaves[w] for w in work.after))
-        grad_leaves.append(grad)
+        # Where the module's own gradients begin: at its first stage, or after some frozen layers.
+        depth = len(modules[work.module].stages)
+        begin = depth if frozen[work.module] else draw(st.sampled_from([0, 0, 0, depth - 1]))
+        grad = not forward_only and any(grad_leaves[w] for w in work.after)
         row = []
-        for _ in modules[work.module].stages:
+        for k in range(depth):
+            grad = grad or (not forward_only and k >= begin)
             row.append(len(costs))
             weight = draw(seconds) if grad and not frozen[work.module] else 0.0
             costs.append(
@@ -134,10 +138,12 @@ def problems(draw: st.DrawFn, *, limits: bool = False, forward_only: bool = Fals
                         backward_input_s=draw(seconds) + 0.25 if grad else 0.0,
                         backward_weight_s=weight,
                         activation_bytes=draw(st.sampled_from([0.0, 1.0, 2.0, 5.0])) * share,
+                        weight_bytes=draw(st.sampled_from([None, None, 0.0, 0.5, 3.0])) if grad else None,
                     )
                     for name, share in (("keep", 1.0), ("recompute", 0.5))[: draw(st.integers(1, 2))]
                 ]
             )
+        grad_leaves.append(grad)
         cost_index.append(row)
     memory = None
     if limits:

@@ -39,6 +39,11 @@ def test_without_any_backward_there_is_none() -> None:
         ("0UNSHARD3\n", "row 0, column 0: '0UNSHARD3' is not an action"),
         ("0F0\n0B0\n", "row 1: stage 0 has an action here (B), but others in row 0; a stage lives on one rank"),
         ("0F0,2F0\n", "stage 1 has no action, but stage 2 has; number them from 0 without gaps"),
+        ("0F0,0B0\n\n1F0,1B0\n", "row 1 has no action; every rank holds a stage"),
+        ("00F0\n", "row 0, column 0: '00F0' is not an action"),
+        ("0F\u0660\n", "row 0, column 0: '0F\u0660' is not an action"),
+        (f"0F{'1' * 5000}\n", "row 0, column 0: '0F11111111111111111111111111111111111111...' is not an action"),
+        ("0F0" * 50000, "not a CSV text: field larger than field limit"),
         ("", "the CSV text has no action; it needs a row for each rank"),
         ("0F0,0B0,0F1\n", "rank 0: the backward of 0F1.0 must be B, or I and W, but the plan has none; make it one"),
         ("0F0,0F2\n", "microbatch 1 has no action, but microbatch 2 has; number them from 0 without gaps"),
@@ -53,6 +58,15 @@ def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
+def test_empty_lines_at_the_end_are_no_ranks() -> None:
+    assert read_plan("0F0,0B0\n\n\n").graph.num_ranks == 1
+
+
+def test_transfers_that_are_missing_are_found() -> None:
+    with pytest.raises(PlanError, match=r"0WAIT_B0\.0<1 waits for no receive"):
+        read_program("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0\n")
+
+
 def test_transfers_on_one_rank_are_refused() -> None:
     with pytest.raises(PlanError, match="0SEND_F0: stage 1 is not on another rank; remove the transfer"):
         read_program("0F0,0SEND_F0,1F0\n")
@@ -61,7 +75,7 @@ def test_transfers_on_one_rank_are_refused() -> None:
 def test_what_torch_cannot_say_is_refused() -> None:
     problem = two_modules(2, [1, 0])
     plan = one_f_one_b(problem)
-    message = "this iteration has 2 modules and 3 works; use JSON"
+    message = "this iteration has 3 works in vision and language; use JSON"
     with pytest.raises(PlanError, match=message):
         write_plan(plan)
     with pytest.raises(PlanError, match=message):

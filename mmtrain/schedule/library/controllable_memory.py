@@ -42,8 +42,8 @@ def v_min(problem: PlanningProblem) -> Plan:
 def v_half(problem: PlanningProblem) -> Plan:
     """The plan of half of 1F1B's activations, for less than half of its bubble.
 
-    On one V with F = I = W at most (P + 2) // 2 microbatches are held and no rank idles longer than 3P units of one
-    action (1F1B: P and 6P - 6). See `v_shape.fill` for several modules.
+    On one V with F = I = W at most (P + 2) // 2 microbatches are held, and with 2P of them or more no rank idles longer
+    than 3P units of one action (1F1B: P and 6P - 6). See `v_shape.fill` for several modules.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362 (V-Half).
     """

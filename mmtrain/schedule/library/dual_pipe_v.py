@@ -8,7 +8,8 @@ from mmtrain.schedule.problem import PlanningProblem
 def dual_pipe_v(problem: PlanningProblem) -> Plan:
     """The DualPipeV plan: in the steady state a forward of one leg stands next to a backward of the other.
 
-    DualPipe runs such a pair as one overlapped block F&B; a plan has F, then B. On one V with at least 2P microbatches
+    DualPipe runs such a pair as one overlapped block F&B; a plan has F, then B. On one V with at least 2P microbatches,
+    and W and I no longer than F,
     2P + 1 activations of a stage are held, and the bubble is (P - 1)(F + I - W), in seconds of one stage. (With
     blocks, whose results leave at their end, it is the published (P - 1)(F&B + B - 3W).) See `v_shape.fill` for
     several modules.

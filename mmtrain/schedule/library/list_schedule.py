@@ -235,18 +235,23 @@ class _Run:
         return [ready[stage] for stage in self.setting.stages[rank] if ready[stage]]
 
     def _forward(self, rank: int, now: float) -> Node | None:
-        """The oldest forward that the rules admit, of those that are next on a stage."""
+        """The oldest forward that the rules admit, those that are next on a stage before the others."""
         queues = self._queues(Kind.F, rank)
         if not queues:
             return None
         fits = self.memory.room(rank)
-        for _, node in sorted(queue[0] for queue in queues) if len(queues) > 1 else (queues[0][0],):
-            option = self.options[node]
-            cluster = self.cluster[node[1]]
+
+        def admits(node: Node) -> bool:
+            option, cluster = self.options[node], self.cluster[node[1]]
             opens = not self.eager and option.has_backward and (rank, cluster) not in self.begun
-            if not (opens and self._holds_up(rank, now, option.forward_s)) and fits(cluster, option):
+            return not (opens and self._holds_up(rank, now, option.forward_s)) and fits(cluster, option)
+
+        for _, node in sorted(queue[0] for queue in queues) if len(queues) > 1 else (queues[0][0],):
+            if admits(node):
                 return node
-        return None
+        # The next on a stage may keep room for what stands behind it: a forward that leaves nothing.
+        behind = sorted(entry for queue in queues for entry in queue[1:] if not self.options[entry[1]].has_backward)
+        return next((node for _, node in behind if admits(node)), None)
 
     def _holds_up(self, rank: int, now: float, seconds: float) -> bool:
         """Whether the first forward of a microbatch on a rank would break rule 1 or 2."""
@@ -262,7 +267,7 @@ class _Run:
 
     def _force(self, now: float) -> None:
         """Starts the oldest forward where rule 1 or 2 admits none; if none keeps the promise, one that fits at all."""
-        ready = sorted(queue[0] for queue in self.ready[Kind.F] if queue)
+        ready = sorted(entry for queue in self.ready[Kind.F] for entry in queue)
         for _, node in ready:
             rank, option = self.graph.stage_rank[node[0]], self.options[node]
             if self.memory.room(rank)(self.cluster[node[1]], option):
@@ -280,10 +285,15 @@ class _Run:
         )
 
     def _start(self, kind: Kind, node: Node, now: float) -> None:
-        """Starts F, I (or B in its place) or W of a node; the first two are the head of their stage's queue."""
+        """Starts F, I (or B in its place) or W of a node."""
         rank, option = self.graph.stage_rank[node[0]], self.options[node]
         if kind is not Kind.W:
-            heapq.heappop(self.ready[kind][node[0]])
+            queue = self.ready[kind][node[0]]
+            if queue[0][1] == node:
+                heapq.heappop(queue)
+            else:
+                queue.remove((self.setting.priority[kind, node], node))
+                heapq.heapify(queue)
             self.left -= 1
             self.previous[rank] = kind
         if kind is Kind.F:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mmtrain.errors import PlanError
+from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import exceeds
 from mmtrain.schedule.problem import Option, PlanningProblem
 
@@ -32,9 +33,10 @@ def choose_options(problem: PlanningProblem, cluster: Sequence[int]) -> dict[tup
     chosen = {node: smallest[node] if cluster[node[1]] in oversize else 0 for node in fastest}
     memory = _memory(problem, cluster, chosen)
     for number, rank in memory.oversize():
-        microbatch = min(w.microbatch for w, c in zip(graph.works, cluster, strict=True) if c == number)
+        together = sorted({w.microbatch for w, c in zip(graph.works, cluster, strict=True) if c == number})
+        what = f"microbatch {together[0]}" if len(together) == 1 else f"microbatches {together}, which hang together,"
         raise PlanError(
-            f"rank {rank}: microbatch {microbatch} alone needs {memory.footprint(number, rank):.4g} "
+            f"rank {rank}: {what} alone needs {memory.footprint(number, rank):.4g} "
             f"bytes for its activations, over the memory limit of {memory.limit(rank):.4g} bytes; raise "
             "the limit, shorten the microbatch or use more ranks"
         )
@@ -147,11 +149,11 @@ class Memory:
 
     def end_input(self, cluster: int, rank: int, option: Option) -> None:
         """Gives back what an input half frees."""
-        self._add(cluster, rank, option.held_for_weight_bytes - option.activation_bytes)
+        self._add(cluster, rank, option.growth_bytes(Kind.I))
 
     def end_backward(self, cluster: int, rank: int, option: Option, *, split: bool = False) -> bool:
         """Gives back what a backward (or a weight half) frees; tells whether the cluster is finished."""
-        self._add(cluster, rank, -(option.held_for_weight_bytes if split else option.activation_bytes))
+        self._add(cluster, rank, option.growth_bytes(Kind.W if split else Kind.B))
         return self._end_one(cluster)
 
     def _held_from(self, cluster: int, rank: int) -> float:

@@ -33,9 +33,10 @@ Node = tuple[int, int]
 def one_f_one_b(problem: PlanningProblem) -> Plan:
     """One forward, one backward; with several stages a rank, Megatron-LM's interleaved order.
 
-    The bubble on a chain of V stages a rank is (P - 1)(F + I + W) / V seconds of all that a rank holds; P microbatches
-    are held at most, with several stages P + (P - 1) / V. The order depends on the work graph alone, never on costs.
-    Every (stage, work) takes its option 0; memory limits are not looked at.
+    The bubble on a chain of V stages a rank is (P - 1)(F + I + W) / V, in seconds of all that a rank holds, with
+    several stages if P divides M; P microbatches are held at most, with several stages P + (P - 1) / V. The order
+    depends on the work graph alone, never on costs. Every (stage, work) takes its option 0; memory limits are not
+    looked at.
 
     Source: PipeDream-Flush, arXiv:2006.09503, and Megatron-LM's interleaved schedule, arXiv:2104.04473, section 2.2.
     """

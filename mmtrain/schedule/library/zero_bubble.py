@@ -13,8 +13,8 @@ from mmtrain.schedule.problem import PlanningProblem
 def zb_h1(problem: PlanningProblem) -> Plan:
     """1F1B with the weight halves of rank r delayed by r pairs: the bubble of 1F1B less 2(P - 1) weight halves.
 
-    On a chain the bubble is (P - 1)(F + I - W), and the activations are those of 1F1B's first rank on every rank.
-    Every (stage, work) takes its option 0; memory limits are not looked at.
+    On a chain with W at most F and I the bubble is (P - 1)(F + I - W), and the activations are those of 1F1B's first
+    rank on every rank. Every (stage, work) takes its option 0; memory limits are not looked at.
 
     Source: arXiv:2401.10241, section 2.2 (ZB-H1).
     """
