@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmtrain import __version__, config
-from mmtrain.commands import check, schedule
+from mmtrain.commands import check, profile, schedule, simulate
 from mmtrain.errors import MMTrainError
 
 
@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_data(commands)
     schedule.add(commands)
     check.add(commands)
+    profile.add(commands)
+    simulate.add(commands)
     args, rest = parser.parse_known_args(argv)
     if rest:
         if not getattr(args, "takes_overrides", False):

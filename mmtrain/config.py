@@ -366,6 +366,11 @@ class PlannerConfig:
     """Bandwidth between pipeline ranks."""
     activation_memory_gib: float = 0.0
     """GiB that activations may take on one rank, for schedules `interleave` and `ZB-AutoSchedule`; 0: no limit."""
+    hardware: str = ""
+    """Accelerator or cluster that costs are simulated on, as `h800` or `h800x16`, or a TOML file; empty: FLOPs over
+    flops_per_s."""
+    profile: str = ""
+    """File that `mmtrain profile` wrote: costs are what it measured, whatever `hardware` says; empty: none."""
 
     def __post_init__(self) -> None:
         _at_least("planner", self, p2p_latency_s=0.0, activation_memory_gib=0.0)

@@ -41,7 +41,7 @@ _LOWERED_FIRST = (
     "tensor_parallel_degree",
 )
 
-_ENCODER_KEYS: Mapping[str, Mapping[str, str]] = {
+ENCODER_KEYS: Mapping[str, Mapping[str, str]] = {
     "qwen2_vl_vision": {"width": "embed_dim", "depth": "depth", "heads": "num_heads", "out": "hidden_size"},
     "qwen2_5_vl_vision": {
         "width": "hidden_size",
@@ -193,13 +193,13 @@ def _language(model: ModelConfig, tp: int, num_stages: int) -> dict[str, Any]:
         "vocab_size": _scaled(shape.vocab_size, 1, 1, tp),  # the tokenizer is the user's
     }
     kept = {key: value for key, value in values.items() if key not in _DEPTH_LISTS}
-    return _inline(kept, LANGUAGES[shape.model_type])
+    return inline_config(kept, LANGUAGES[shape.model_type])
 
 
 def _encoder(
     section: EncoderConfig, shape: VisionShape, tp: int, num_stages: int, language_width: int
 ) -> dict[str, Any]:
-    values, keys = encoder_config(section), _ENCODER_KEYS[shape.model_type]
+    values, keys = encoder_config(section), ENCODER_KEYS[shape.model_type]
     heads = min(shape.num_heads, max(2, tp))
     width = heads * min(shape.width // shape.num_heads, _HEAD_DIM)
     depth = min(shape.depth, max(2, num_stages))
@@ -212,10 +212,10 @@ def _encoder(
         values["window_size"] = min(shape.window, 2) * shape.patch_size * shape.merge
         full = [block for block in shape.full_blocks if block < shape.depth]
         values["fullatt_block_indexes"] = list(range(depth)) if len(full) == shape.depth else [depth - 1][: len(full)]
-    return _inline(values, ENCODERS[shape.model_type])
+    return inline_config(values, ENCODERS[shape.model_type])
 
 
-def _inline(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def inline_config(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """A config as one writes it into a TOML file: known keys with a value."""
     known = {"model_type", *family.defaults, *family.optional}
     return {key: value for key, value in values.items() if key in known and value is not None}

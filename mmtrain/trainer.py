@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,18 @@ class StepResult:
     tokens: int
     stop: bool
     """Whether some rank was asked to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedStep:
+    """When one training step ran on one rank, seconds on a clock of the host."""
+
+    plan: IterationPlan
+    outcome: StepOutcome
+    start_s: float
+    """All ranks were there."""
+    end_s: float
+    """Weights are updated; on an accelerator all its work is done."""
 
 
 class Trainer:
@@ -322,6 +334,40 @@ class Trainer:
                 item = next(self._items)
                 yield item, self.backward(step, item, self._plan(item.meta))[0]
                 self.optimizers.zero_grad()
+        finally:
+            self._tear_down()
+
+    def timed_steps(
+        self,
+        device: torch.device,
+        batches: Iterable[tuple[Batch, IterationMeta]],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> Iterator[TimedStep]:
+        """Trains on given batches instead of the job's data, and says when each step ran.
+
+        The ranks start each step together; a step is planned before its clock starts. All ranks of a replica give
+        equal batches. Sets the job up and ends it; the process group must exist. Collective.
+
+        Args: clock: of steps and, on a CPU, actions. `time.thread_time` leaves out what else a machine does, and waits.
+        """
+        try:
+            self._set_up(device)
+            self.runtime.use_clock(clock)
+            for step, (batch, meta) in enumerate(batches, 1):
+                item = Item(
+                    meta=meta,
+                    labels=[microbatch.labels for microbatch in batch.microbatches],
+                    state=LoaderState(seed=self.config.debug.seed),
+                    batch=batch if self.mesh.pp_rank == 0 else None,
+                )
+                plan = self._plan(meta)
+                dist.barrier()
+                start = clock()
+                _, outcome = self.train_step(step, item, plan)
+                if device.type != "cpu":
+                    torch.accelerator.synchronize(device)
+                yield TimedStep(plan=plan, outcome=outcome, start_s=start, end_s=clock())
         finally:
             self._tear_down()
 

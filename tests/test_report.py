@@ -3,6 +3,7 @@ import torch
 from mmtrain.data.batch import IGNORE_INDEX
 from mmtrain.data.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.spec_builders import model_spec
+from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner, reference_sizes
 from mmtrain.planner.partition import partition
 from mmtrain.report import count_answers
@@ -24,7 +25,13 @@ def test_an_answer_is_right_if_all_of_its_tokens_are():
     spec = model_spec(model_config(None))
     parts = partition(spec, 1, {"language": 1}, reference_sizes(spec, 64))
     planner = IterationPlanner(
-        spec=spec, partition=parts, section=PLANNER, schedule="1F1B", sub_microbatch_size=0, sharded=False
+        spec=spec,
+        partition=parts,
+        section=PLANNER,
+        costs=FlopsCosts.of(PLANNER),
+        schedule="1F1B",
+        sub_microbatch_size=0,
+        sharded=False,
     )
     plan = planner.plan(meta, forward_only=True)
     labels = torch.full((12,), IGNORE_INDEX)

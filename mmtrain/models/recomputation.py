@@ -44,13 +44,13 @@ class Recomputation:
         not need included. Saved operations that are neither products nor attention count as much as a block
         without recomputation keeps: more than they take, as long as they are elementwise.
         """
-        if not self._recomputes(layer):
+        if not self.recomputes(layer):
             return layer.activation_bytes(size)
         kept = layer.output_bytes(size)  # a block's input has the shape of its output
-        if self._saves(PRODUCTS):
+        if self.saves(PRODUCTS):
             # An adapter has a product as wide as the one it stands beside, and one as narrow as its rank: not counted.
             kept += layer.product_bytes(size) * (1 if layer.adapters is None else 2)
-        if self._saves(ATTENTION):
+        if self.saves(ATTENTION):
             kept += layer.attention_bytes(size)
         known = (*PRODUCTS, *ATTENTION)
         if not all(_is_one_of(name, known) for name in self.save_ops):
@@ -59,7 +59,7 @@ class Recomputation:
 
     def peak_bytes(self, layer: LayerSpec, size: WorkSize) -> float:
         """Bytes that a layer's backward needs on top of `kept_bytes`, for as long as it runs."""
-        if not self._recomputes(layer):
+        if not self.recomputes(layer):
             return 0.0
         return max(0.0, layer.activation_bytes(size) - self.kept_bytes(layer, size))
 
@@ -68,18 +68,20 @@ class Recomputation:
 
         torch stops before a block's last product, whose result no backward needs; it is counted here.
         """
-        if not self._recomputes(layer):
+        if not self.recomputes(layer):
             return 0.0
         products = layer.matmul_flops(size)
         if layer.adapters is not None:
             products += layer.adapters.flops(size)
         attention = layer.attention_flops(size)
-        return products * (not self._saves(PRODUCTS)) + attention * (not self._saves(ATTENTION))
+        return products * (not self.saves(PRODUCTS)) + attention * (not self.saves(ATTENTION))
 
-    def _recomputes(self, layer: LayerSpec) -> bool:
+    def recomputes(self, layer: LayerSpec) -> bool:
+        """Whether a layer's backward repeats its forward."""
         return self.enable and layer.is_block
 
-    def _saves(self, ops: tuple[str, ...]) -> bool:
+    def saves(self, ops: tuple[str, ...]) -> bool:
+        """Whether the results of some of these operations are kept."""
         return any(_is_one_of(name, ops) for name in self.save_ops)
 
 

@@ -5,6 +5,7 @@ functions of a `WorkSize`: linear in rows, in attended pairs and in output rows,
 transformers whose attention is block-diagonal over images or documents.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -277,7 +278,7 @@ def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> Wo
     Raises: DataError: a side is not a multiple of the spatial merge.
     """
     total = ZERO_WORK
-    for t, h, w in grids:
+    for (t, h, w), count in Counter(grids).items():
         if w % module.merge or (h % module.merge and not module.one_row):
             down = 1 if module.one_row else module.merge
             raise DataError(
@@ -286,10 +287,10 @@ def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> Wo
             )
         rows = h * w + module.extra_rows
         total += WorkSize(
-            rows=t * rows,
-            pairs=t * rows * rows,
-            outputs=t * h * w // module.patches_per_token,
-            window_pairs=window_pairs((t, h, w), module.merge, module.window) if module.window else 0,
+            rows=count * t * rows,
+            pairs=count * t * rows * rows,
+            outputs=count * (t * h * w // module.patches_per_token),
+            window_pairs=count * window_pairs((t, h, w), module.merge, module.window) if module.window else 0,
         )
     return total
 

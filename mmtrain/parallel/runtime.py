@@ -71,7 +71,7 @@ class StepOutcome:
     predictions: dict[int, Tensor] = field(default_factory=dict)
     """work -> predicted token of each labelled position, if the feed asked for them."""
     rows: tuple[tuple[Action, float, float], ...] = ()
-    """(action, start, end) of every compute action, seconds on this host's monotonic clock."""
+    """(action, start, end) of every compute action, seconds on this host's monotonic clock (unless `use_clock`)."""
     span: tuple[float, float] = (0.0, 0.0)
     """Start and end of the program on this rank, same clock."""
 
@@ -164,6 +164,10 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         if left:
             raise PlanError(f"rank {self.rank}: a step ended with unused tensors: {'; '.join(left)}")
         return StepOutcome(losses=self._losses, predictions=self._predictions, rows=rows, span=span)
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Times the actions of coming steps on another clock of the host; on a device events are used all the same."""
+        self._clock.host = clock
 
     # torch's chain set-up (shape inference, adjacency checks) and loss bookkeeping have no place here.
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None: ...
@@ -286,6 +290,7 @@ class _Clock:
     """Start and end of each compute action: the host's clock on a CPU, device events elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
+        self.host: Callable[[], float] = time.perf_counter
         self._device = device
         self._rows: list[tuple[Action, Any, Any]] = []
         self._start = 0.0
@@ -293,7 +298,7 @@ class _Clock:
 
     def start(self) -> None:
         self._rows = []
-        self._start = time.perf_counter()
+        self._start = self.host()
         if self._device.type != "cpu":
             self._zero = self._event()
 
@@ -301,14 +306,14 @@ class _Clock:
         return _Measure(self, action)
 
     def now(self) -> Any:
-        return time.perf_counter() if self._device.type == "cpu" else self._event()
+        return self.host() if self._device.type == "cpu" else self._event()
 
     def record(self, action: Action, start: Any, end: Any) -> None:
         self._rows.append((action, start, end))
 
     def stop(self) -> tuple[tuple[tuple[Action, float, float], ...], tuple[float, float]]:
         if self._device.type == "cpu":
-            return tuple(self._rows), (self._start, time.perf_counter())
+            return tuple(self._rows), (self._start, self.host())
         last = self._event()
         last.synchronize()
 

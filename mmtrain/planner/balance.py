@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 
@@ -14,6 +15,11 @@ def split_evenly(costs: Sequence[float], num_parts: int) -> tuple[tuple[int, int
 
     Args: costs: at least 0 each; at least `num_parts` entries.
     """
+    return _split_evenly(tuple(costs), num_parts)
+
+
+@lru_cache(maxsize=4096)  # pictures of one size come in the same numbers again and again
+def _split_evenly(costs: tuple[float, ...], num_parts: int) -> tuple[tuple[int, int], ...]:
     count = len(costs)
     assert 1 <= num_parts <= count
     assert min(costs) >= 0

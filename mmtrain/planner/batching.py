@@ -4,7 +4,9 @@ Source: DIP, arXiv:2504.14145, section 4: N pictures of a microbatch become ceil
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from mmtrain.data.bitfield import LanguageMask, two_way_spans
 from mmtrain.data.metadata import ImageMeta, IterationMeta
@@ -79,26 +81,32 @@ def _split_images(images: tuple[ImageMeta, ...], size: int) -> list[tuple[ImageM
     return [images[low:high] for low, high in bounds]
 
 
+def _refuse_pictures(index: int, wanted: Sequence[ImageMeta], found: Sequence[ImageMeta]) -> NoReturn:
+    """Says what differs between the pictures of a microbatch and those of its works."""
+    wanted_times, found_times = Counter(wanted), Counter(found)
+    for image in (*wanted, *found):
+        if wanted_times[image] != found_times[image]:
+            raise DataError(
+                f"microbatch {index}: {image.name} stands {wanted_times[image]} times in the batch, but in "
+                f"{found_times[image]} places of its vision works; each picture must be used exactly once"
+            )
+    expected, image = next((a, b) for a, b in zip(wanted, found, strict=True) if a != b)
+    raise DataError(f"microbatch {index}: {image.name} stands where {expected.name} belongs; keep their order")
+
+
 def check_conservation(meta: IterationMeta, batching: Batching) -> None:
     """Refuses works that lose, double or reorder a picture, or change the number of tokens or targets.
 
     Raises: DataError: with the microbatch and the picture or the counts.
     """
+    of_microbatch: dict[int, list[int]] = {}
+    for w, work in enumerate(batching.works):
+        of_microbatch.setdefault(work.microbatch, []).append(w)
     for index, microbatch in enumerate(meta.microbatches):
-        numbers = [w for w, work in enumerate(batching.works) if work.microbatch == index]
+        numbers = of_microbatch.get(index, [])
         images = [image for w in numbers for image in batching.images_of[w]]
-        wanted, found = Counter(microbatch.images), Counter(images)
-        for image in (*microbatch.images, *images):
-            if wanted[image] != found[image]:
-                raise DataError(
-                    f"microbatch {index}: {image.name} stands {wanted[image]} times in the batch, but in "
-                    f"{found[image]} places of its vision works; each picture must be used exactly once"
-                )
-        for expected, image in zip(microbatch.images, images, strict=True):
-            if expected != image:
-                raise DataError(
-                    f"microbatch {index}: {image.name} stands where {expected.name} belongs; keep their order"
-                )
+        if list(microbatch.images) != images:
+            _refuse_pictures(index, microbatch.images, images)
         language = [w for w in numbers if batching.modules[batching.works[w].module] == LANGUAGE]
         vision = [w for w in numbers if batching.modules[batching.works[w].module] == VISION]
         counts = (

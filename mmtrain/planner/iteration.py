@@ -12,8 +12,11 @@ from mmtrain.models.shapes import check_patches_split
 from mmtrain.models.spec import Flops, ModelSpec, WorkSize
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import VISION, Batching, check_conservation, make_batching
+from mmtrain.planner.cost_model import CostModel, FlopsCosts
 from mmtrain.planner.costs import make_problem
 from mmtrain.planner.layout import IterationLayout, Plane
+from mmtrain.planner.measured_costs import MeasuredCosts
+from mmtrain.planner.operator_costs import OperatorCosts
 from mmtrain.planner.partition import Partition, partition
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.schedule.library.catalogue import CATALOGUE
@@ -41,6 +44,8 @@ class IterationPlanner:
     spec: ModelSpec
     partition: Partition
     section: PlannerConfig
+    costs: CostModel
+    """What layers and transfers take."""
     schedule: str
     """Name in the catalogue of schedules."""
     sub_microbatch_size: int
@@ -62,10 +67,12 @@ class IterationPlanner:
         check_degrees(config)
         dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
         spec = model_spec(config.model, dtype_bytes=dtype_bytes)
+        parts = partition_of(config, spec)
         return cls(
             spec=spec,
-            partition=partition_of(config, spec),
+            partition=parts,
             section=config.planner,
+            costs=cost_model(config, spec, parts),
             schedule=config.parallelism.pipeline_parallel_schedule,
             sub_microbatch_size=config.model.encoder.sub_microbatch_size if config.model.encoder else 0,
             sharded=uses_fsdp(config.parallelism.mesh_shape, config.training, data_encoder=config.data_encoder),
@@ -82,16 +89,18 @@ class IterationPlanner:
         """
         batching = make_batching(meta, self.spec, self.sub_microbatch_size, self.plane.attention_mask)
         check_conservation(meta, batching)
-        costs = make_problem(
+        problem = make_problem(
             self.spec,
             self.partition,
             batching,
+            self.costs,
             self.section,
             recomputation=self.recomputation,
             shares=self.plane.size,
+            splits_backward=CATALOGUE[self.schedule].splits_backward,
             forward_only=forward_only,
         )
-        return batching, costs
+        return batching, problem
 
     def plan(self, meta: IterationMeta, *, forward_only: bool = False) -> IterationPlan:
         """The checked plan and the program of one iteration.
@@ -150,6 +159,20 @@ def check_degrees(config: Config) -> None:
         check_tensor_degree(config.model, tp, encoder=not config.data_encoder)
     if config.model.encoder is not None and config.parallelism.encoder_context_parallel == "patches":
         check_patches_split(config.model)
+
+
+def cost_model(config: Config, spec: ModelSpec, parts: Partition) -> CostModel:
+    """What `[planner]` says that layers and transfers take: as measured, as simulated, or FLOPs over one rate.
+
+    Raises:
+        ConfigError: hardware that does not exist or does not fit, or a profile of another job.
+        PlanError: a profile that cannot be read.
+    """
+    if config.planner.profile:
+        return MeasuredCosts.of(config, spec, parts)
+    if config.planner.hardware:
+        return OperatorCosts.of(config, spec)
+    return FlopsCosts.of(config.planner, shares=Plane.of(config).size)
 
 
 def partition_of(config: Config, spec: ModelSpec) -> Partition:

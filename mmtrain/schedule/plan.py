@@ -192,10 +192,13 @@ def exceeds(amount: float, limit: float) -> bool:
 def held_bytes(plan: Plan, problem: PlanningProblem) -> tuple[tuple[tuple[float, float], ...], ...]:
     """[rank][step] -> activation bytes while the action runs, and after it has ended."""
     ranks = []
+    places = {stage: place for stage, (_, place) in plan.graph.place.items()}
+    costs, index, chosen = problem.costs, problem.cost_index, plan.options
     for order, works in zip(plan.orders, plan.works, strict=True):
         held, steps = 0.0, []
         for action, work in zip(order, works, strict=True):
-            option = plan.option(problem, action.stage, work)
+            stage = action.stage
+            option = costs[index[work][places[stage]]][chosen.get((stage, work), 0)]
             # A forward without a backward takes its bytes for as long as it runs.
             during = held + option.activation_bytes if action.kind is Kind.F else held
             held += option.growth_bytes(action.kind)

@@ -116,8 +116,10 @@ class PlanningProblem:
         _check_rows("output_bytes", self.output_bytes, graph.modules, graph.works)
         for work, row in enumerate(self.output_bytes):
             for k, amount in enumerate(row):
-                _amount(f"works[{work}].output_bytes[{k}]", amount)
-        if graph.backward != _backward_flags(self.costs, self.cost_index):
+                if not 0 <= amount < math.inf:
+                    _amount(f"works[{work}].output_bytes[{k}]", amount)
+        flags = [options[0].has_backward for options in self.costs]
+        if graph.backward != _backward_flags(flags, self.cost_index):
             raise PlanError("the graph's backward flags differ from those of the options; use PlanningProblem.build")
 
     @classmethod
@@ -149,7 +151,7 @@ class PlanningProblem:
             modules=chains,
             stage_rank=tuple(stage_rank),
             works=listed,
-            backward=_backward_flags(table, index),
+            backward=_backward_flags([options[0].has_backward for options in table], index),
         )
         limits = (None,) * num_ranks if memory_limit_bytes is None else tuple(memory_limit_bytes)
         outputs = tuple(tuple(row) for row in output_bytes)
@@ -249,7 +251,9 @@ def _check_options(costs: tuple[tuple[Option, ...], ...]) -> None:
             raise PlanError(f"costs[{i}] is empty; a stage needs at least one option")
         for j, option in enumerate(options):
             for name in amounts:
-                _amount(f"costs[{i}][{j}].{name}", getattr(option, name))
+                value = getattr(option, name)
+                if not 0 <= value < math.inf:
+                    _amount(f"costs[{i}][{j}].{name}", value)
             if option.weight_bytes is not None:
                 _amount(f"costs[{i}][{j}].weight_bytes", option.weight_bytes)
             if option.has_backward != options[0].has_backward:
@@ -276,13 +280,14 @@ def _check_rows(
 
 
 def _backward_flags(
-    costs: tuple[tuple[Option, ...], ...], cost_index: tuple[tuple[int, ...], ...]
+    has_backward: Sequence[bool], cost_index: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[bool, ...], ...]:
+    """[work][k] -> whether it has a backward. Args: has_backward: of each option list."""
     for work, row in enumerate(cost_index):
         for k, index in enumerate(row):
-            if not 0 <= index < len(costs):
-                raise PlanError(f"works[{work}].costs[{k}] = {index} is outside of 0 .. {len(costs) - 1}")
-    return tuple(tuple(costs[index][0].has_backward for index in row) for row in cost_index)
+            if not 0 <= index < len(has_backward):
+                raise PlanError(f"works[{work}].costs[{k}] = {index} is outside of 0 .. {len(has_backward) - 1}")
+    return tuple(tuple(has_backward[index] for index in row) for row in cost_index)
 
 
 # ---------------------------------------------------------------------------------------------- reading

@@ -15,6 +15,7 @@ from mmtrain.parallel.grads import fill_missing_grads, local_part, sync_tied, to
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.tensor import finish_gradients
+from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner, reference_sizes
 from mmtrain.planner.layout import Plane
 from mmtrain.planner.partition import partition
@@ -113,7 +114,8 @@ def run_case(mesh, case, plane):
     for run in case.runs:
         schedule, size, *delay = run
         planner = IterationPlanner(
-            spec=spec, partition=parts, section=PLANNER, schedule=schedule, sub_microbatch_size=size,
+            spec=spec, partition=parts, section=PLANNER,
+            costs=FlopsCosts.of(PLANNER, shares=plane.size), schedule=schedule, sub_microbatch_size=size,
             sharded=uses_fsdp(mesh.shape, case.training, data_encoder=plane.data_encoder),
             regathered=case.regathered, plane=plane, check_plans=True,
             recomputation=Recomputation.of(case.recompute),

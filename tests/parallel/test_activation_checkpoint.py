@@ -20,6 +20,7 @@ from mmtrain.models.shapes import vision_shape
 from mmtrain.models.spec import documents_work, images_work
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.activation_checkpoint import apply_activation_checkpoint, saved_ops
+from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner, reference_sizes
 from mmtrain.planner.partition import partition
 from tests.reference import ENCODERS, LANGUAGES, make_batch, model_config
@@ -142,9 +143,10 @@ def test_the_preset_has_the_operations_of_this_torch():
 def planner(mode, memory_gib=0.0):
     model = model_config()
     spec = model_spec(model)
+    section = PlannerConfig(activation_memory_gib=memory_gib)
     return model, IterationPlanner(
         spec=spec, partition=partition(spec, 2, {"vision": 1, "language": 1}, reference_sizes(spec, 64)),
-        section=PlannerConfig(activation_memory_gib=memory_gib), schedule="interleave", sub_microbatch_size=2,
+        section=section, costs=FlopsCosts.of(section), schedule="interleave", sub_microbatch_size=2,
         sharded=False, recomputation=Recomputation.of(SECTIONS[mode]),
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
+from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner, reference_sizes
 from mmtrain.planner.layout import Plane
 from mmtrain.planner.partition import partition
@@ -30,8 +31,9 @@ def gradients(rank, shape):
     local = build_local_model(model, spec, parts, mesh, training, seed=5)
     runtime = PipelineScheduleRuntime(local.stages)
     planner = IterationPlanner(
-        spec=spec, partition=parts, section=PLANNER, schedule="interleave", sub_microbatch_size=1, sharded=True,
-        plane=Plane(cp=shape.cp, tp=shape.tp, block_size=4),
+        spec=spec, partition=parts, section=PLANNER,
+        costs=FlopsCosts.of(PLANNER, shares=shape.cp * shape.tp), schedule="interleave",
+        sub_microbatch_size=1, sharded=True, plane=Plane(cp=shape.cp, tp=shape.tp, block_size=4),
     )  # fmt: skip
     batches = [make_batch(model, MIXED[replica], seed=replica + 1) for replica in range(shape.dp)]
     loss = run_step(mesh, parts, planner, local, runtime, batches)

@@ -12,6 +12,7 @@ from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
+from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner, reference_sizes
 from mmtrain.planner.partition import partition
 from mmtrain.schedule.action import Action, Kind
@@ -34,7 +35,8 @@ class Job:
             self.spec, pp, {"vision": 1, "language": 1}, reference_sizes(self.spec, TRAINING.seq_len)
         )
         self.planner = IterationPlanner(
-            spec=self.spec, partition=self.parts, section=PLANNER, schedule=schedule, sub_microbatch_size=size,
+            spec=self.spec, partition=self.parts, section=PLANNER,
+            costs=FlopsCosts.of(PLANNER), schedule=schedule, sub_microbatch_size=size,
             sharded=False, check_plans=True,
         )  # fmt: skip
         self.local = build_local_model(self.model, self.spec, self.parts, self.mesh, TRAINING, seed=5)

@@ -27,6 +27,7 @@ from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.weight_grads import WeightGrads
+from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner, reference_sizes
 from mmtrain.planner.partition import partition
 from mmtrain.schedule.lower import Program
@@ -291,7 +292,13 @@ def wrong_programs(rank):
     mesh = build_mesh(MeshShape(), torch.device("cpu"))
     local = build_local_model(model, spec, parts, mesh, TRAINING, seed=5)
     planner = IterationPlanner(
-        spec=spec, partition=parts, section=PLANNER, schedule="1F1B", sub_microbatch_size=0, sharded=False
+        spec=spec,
+        partition=parts,
+        section=PLANNER,
+        costs=FlopsCosts.of(PLANNER),
+        schedule="1F1B",
+        sub_microbatch_size=0,
+        sharded=False,
     )
     batch, meta = make_batch(model, [[0]], seed=1)
     plan = planner.plan(meta)

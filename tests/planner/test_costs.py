@@ -1,13 +1,15 @@
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from mmtrain.config import PlannerConfig
 from mmtrain.data.metadata import IterationMeta
-from mmtrain.models.spec import ModelSpec, Rates
+from mmtrain.models.spec import ModelSpec, ModuleSpec, Rates, WorkSize
 from mmtrain.planner.batching import make_batching
+from mmtrain.planner.cost_model import FlopsCosts, LayerTimes
 from mmtrain.planner.costs import LEAST_BACKWARD_S, make_problem
 from mmtrain.planner.partition import partition
+from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import PlanningProblem
 from tests.planner.specs import META, microbatch, vlm
 
@@ -20,7 +22,7 @@ def problem(
     batching = make_batching(meta, spec)
     sizes = dict(zip(("vision", "language"), batching.size_of, strict=False))
     parts = partition(spec, 2, {"vision": 1, "language": 1}, sizes)
-    return make_problem(spec, parts, batching, config, forward_only=forward_only)
+    return make_problem(spec, parts, batching, FlopsCosts.of(config), config, forward_only=forward_only)
 
 
 def test_seconds_and_bytes_come_from_the_layers() -> None:
@@ -88,3 +90,44 @@ def test_equal_works_share_an_option_list() -> None:
     twice = IterationMeta(microbatches=(microbatch(1, [(4, 4)]), microbatch(2, [(4, 4)])))
     found = problem(vlm(), meta=twice)
     assert found.cost_index == ((0, 1), (2, 3), (0, 1), (2, 3))
+
+
+@dataclass(frozen=True)
+class Fixed(FlopsCosts):
+    """Every action costs seconds of its own."""
+
+    def action_s(self, kind: Kind) -> float:
+        return {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 4.0, Kind.W: 8.0}[kind]
+
+
+@pytest.mark.parametrize(("splits", "inside", "later"), [(False, 2.0, 0.0), (True, 4.0, 8.0)])
+def test_actions_have_a_fixed_part(splits: bool, inside: float, later: float) -> None:
+    spec, batching = vlm(), make_batching(META, vlm())
+    sizes = dict(zip(("vision", "language"), batching.size_of, strict=False))
+    parts = partition(spec, 2, {"vision": 1, "language": 1}, sizes)
+    plain = FlopsCosts.of(CONFIG)
+    free = make_problem(spec, parts, batching, plain, CONFIG).options(0, 0)[0]
+    fixed_costs = Fixed(flops_per_s=plain.flops_per_s, p2p=plain.p2p)
+    paid = make_problem(spec, parts, batching, fixed_costs, CONFIG, splits_backward=splits).options(0, 0)[0]
+    assert paid.forward_s - free.forward_s == pytest.approx(1.0)
+    assert paid.backward_input_s - free.backward_input_s == pytest.approx(inside)
+    assert paid.backward_weight_s - free.backward_weight_s == pytest.approx(later)
+    assert paid.activation_bytes == free.activation_bytes
+
+
+def test_layers_are_asked_for_once_a_size() -> None:
+    asked: list[tuple[str, int, WorkSize, bool]] = []
+
+    class Counting(FlopsCosts):
+        def layer(self, module: ModuleSpec, index: int, size: WorkSize, *, input_grad: bool) -> LayerTimes:
+            asked.append((module.name, index, size, input_grad))
+            return super().layer(module, index, size, input_grad=input_grad)
+
+    spec = vlm()
+    twice = IterationMeta(microbatches=(microbatch(1, [(4, 4)]), microbatch(2, [(4, 4)])))
+    batching = make_batching(twice, spec)
+    parts = partition(
+        spec, 2, {"vision": 1, "language": 1}, dict(zip(batching.modules, batching.size_of, strict=False))
+    )
+    make_problem(spec, parts, batching, Counting.of(CONFIG), CONFIG)
+    assert len(asked) == len(set(asked)) == 4  # two kinds of vision layer by input_grad, embedding, language layer

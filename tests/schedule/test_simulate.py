@@ -1,12 +1,15 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import Action
+from mmtrain.schedule.action import RESULT_OF, Action
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan
-from mmtrain.schedule.problem import P2P, Option
+from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
-from tests.schedule.problems import chain, option
+from tests.schedule.problems import chain, option, problems
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> str:
@@ -106,3 +109,20 @@ def test_empty_timeline_has_no_bubble() -> None:
     timeline = Timeline.from_rows(chain(2, 1).graph, [])
     assert (timeline.makespan_s, timeline.bubble) == (0.0, 0.0)
     assert timeline.span_s == (0.0, 0.0)
+
+
+@given(problem=problems(), name=st.sampled_from(["1F1B", "GPipe", "interleave", "ZB-H1", "Optimus"]))
+def test_every_action_starts_when_its_rank_and_the_needs_of_the_graph_let_it(
+    problem: PlanningProblem, name: str
+) -> None:
+    plan = CATALOGUE[name].make(problem)
+    times = {row.action: (row.start_s, row.end_s) for row in simulate(problem, plan).rows}
+    end: dict[tuple[object, int, int], float] = {}
+    free = [0.0] * problem.graph.num_ranks
+    for rank, action, work, needs in plan.run_order():
+        arrivals = [end[result] + (problem.transfer_s(edge) if edge else 0.0) for result, edge in needs]
+        start = max(free[rank], *arrivals, 0.0)
+        stop = start + plan.option(problem, action.stage, work).duration_s(action.kind)
+        assert times.pop(action) == (start, stop)
+        end[RESULT_OF[action.kind], action.stage, work] = free[rank] = stop
+    assert not times

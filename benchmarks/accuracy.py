@@ -1,0 +1,282 @@
+"""python benchmarks/accuracy.py
+
+Simulated against measured iteration times of the debug VLM on this CPU. First `mmtrain profile` measures the layers,
+alone and with two processes side by side. Then each configuration below trains for real, with the trainer's own loop on
+batches of noise, one thread a rank, and is simulated with the profile: makespan of its plan and the end of the step.
+No number of a run goes into the profile or the simulation.
+
+A step is timed from the moment all ranks are there to the moment the last one has updated its weights. Runs of all
+configurations take turns. The median counts over the steps in which other processes took less than 4 % of the machine
+(by /proc/stat), or over the three quietest. Prints both, their relative error, its mean and the rank correlation, the
+seconds that the busiest rank spent in actions, and what other processes took.
+"""
+
+import argparse
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mmtrain import config as config_module
+from mmtrain.config import Config
+from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.data.noise import noise_batch
+from mmtrain.local_ranks import run_on_ranks
+from mmtrain.measurements import trainable_params
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.profile import Profile
+from mmtrain.profiler import profile_job
+from mmtrain.trainer import Trainer
+
+SEQ_LEN = 512
+QUIET = 0.04
+"""Of the machine may be taken by other processes in a step that counts."""
+LEAST_STEPS = 3
+"""Steps that count in any case."""
+
+
+@dataclass(frozen=True)
+class Case:
+    pp: int
+    schedule: str
+    microbatches: int
+    mix: str
+    segments: tuple[int, int] = (1, 1)
+    """Of vision and language."""
+    sub_microbatch: int = 8
+
+    @property
+    def name(self) -> str:
+        cut = "" if self.segments == (1, 1) else f" K={self.segments[0]},{self.segments[1]}"
+        return f"pp {self.pp} {self.schedule}{cut}, {self.microbatches} x {self.mix}, B={self.sub_microbatch}"
+
+
+MIXES = {
+    # pictures of each document: (least, most) and sides in patches; text tokens of a document; share of text-only
+    "charts": ((1, 2), (10, 16), (20, 60), 0.0),
+    "text": ((0, 0), (0, 0), (40, 160), 1.0),
+    "mixed": ((1, 3), (8, 16), (20, 80), 0.4),
+    "small": ((2, 4), (6, 8), (10, 30), 0.0),
+    "large": ((1, 1), (18, 22), (20, 100), 0.2),
+}
+
+CASES = (
+    Case(1, "1F1B", 4, "charts"),
+    Case(1, "1F1B", 8, "text"),
+    Case(1, "GPipe", 4, "mixed"),
+    Case(1, "interleave", 4, "small"),
+    Case(1, "ZB-H1", 3, "charts"),
+    Case(1, "1F1B", 3, "large", sub_microbatch=2),
+    Case(2, "1F1B", 4, "charts"),
+    Case(2, "1F1B", 8, "mixed"),
+    Case(2, "1F1B", 8, "text"),
+    Case(2, "1F1B", 2, "small"),
+    Case(2, "GPipe", 6, "charts"),
+    Case(2, "interleave", 8, "mixed"),
+    Case(2, "interleave", 4, "large", sub_microbatch=2),
+    Case(2, "interleave", 6, "charts", segments=(2, 2), sub_microbatch=4),
+    Case(2, "Interleaved1F1B", 4, "mixed", segments=(1, 2)),
+    Case(2, "ZB-H1", 6, "charts"),
+    Case(2, "ZB-H1", 4, "text"),
+    Case(2, "ZB-H1", 8, "mixed"),
+)
+
+
+def microbatch(rng: random.Random, mix: str, first: int) -> MicrobatchMeta:
+    """Documents of a mix, as many as fit."""
+    (least, most), (low, high), (short, long), text_only = MIXES[mix]
+    documents: list[DocumentMeta] = []
+    left = SEQ_LEN
+    plain = rng.random() < text_only
+    while True:
+        images, tokens = [], 0
+        for i in range(0 if plain else rng.randint(least, most)):
+            h, w = (2 * rng.randint(low // 2, high // 2) for _ in range(2))
+            images.append(
+                ImageMeta(sample=first + len(documents), index=i, grid=(1, h, w), num_tokens=h * w // 4, start=tokens)
+            )
+            tokens += h * w // 4
+        length = tokens + rng.randint(short, long)
+        if length > left and documents:
+            return MicrobatchMeta(documents=tuple(documents))
+        targets = max(1, (length - tokens) // 3)
+        documents.append(
+            DocumentMeta(
+                sample=first + len(documents), num_tokens=length, num_targets=targets, images=tuple(images),
+                answers=(targets,), prefix=length - targets,
+            )
+        )  # fmt: skip
+        left -= length
+
+
+def iteration(case: Case) -> IterationMeta:
+    rng = random.Random(str(case))
+    return IterationMeta(microbatches=tuple(microbatch(rng, case.mix, 100 * i) for i in range(case.microbatches)))
+
+
+def job(case: Case, profile: str = "", folder: str = "") -> Config:
+    return config_module.load(
+        "debug_vlm.toml",
+        [
+            f"--training.seq_len={SEQ_LEN}",
+            f"--training.global_batch_size={case.microbatches}",
+            f"--parallelism.pipeline_parallel_degree={case.pp}",
+            f'--parallelism.pipeline_parallel_schedule="{case.schedule}"',
+            f"--model.encoder.num_segments={case.segments[0]}",
+            f"--model.language.num_segments={case.segments[1]}",
+            f"--model.encoder.sub_microbatch_size={case.sub_microbatch}",
+            f'--planner.profile="{profile}"',
+            f'--job.dump_folder="{folder}"',
+            "--validation.enable=false",
+            "--checkpoint.enable=false",
+            "--metrics.enable_tensorboard=false",
+            "--metrics.progress_bar=false",
+        ],
+    )
+
+
+class Step(NamedTuple):
+    """One step on one rank."""
+
+    start_s: float
+    end_s: float
+    busy_s: float
+    """In actions."""
+    own_s: float
+    """Processor time of this process."""
+    machine_s: float
+    """Processor time of everything on the machine."""
+
+
+def machine_seconds() -> float:
+    """Processor time that the whole machine has used, what its host took away included."""
+    user, nice, system, _, _, irq, soft, steal, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def run_real(device: torch.device, cases: list[Case], profile: str, folder: str, steps: int) -> list[list[Step]]:
+    """For each case its steps on this rank, after one that warms up."""
+    found = []
+    for case in cases:
+        config, meta = job(case, profile, f"{folder}/{os.getpid()}"), iteration(case)
+        timed = Trainer(config).timed_steps(device, repeat((noise_batch(config.model, meta, 0), meta)))
+        next(timed)
+        taken = []
+        for _ in range(steps):
+            own, machine = time.process_time(), machine_seconds()
+            step = next(timed)
+            busy = sum(end - start for _, start, end in step.outcome.rows)
+            used = time.process_time() - own, machine_seconds() - machine
+            taken.append(Step(step.start_s, step.end_s, busy, *used))
+        timed.close()
+        found.append(taken)
+    return found
+
+
+class Measured(NamedTuple):
+    """One step on all ranks."""
+
+    seconds: float
+    busy_s: float
+    """Of the busiest rank, in actions."""
+    others: float
+    """The part of the machine that other processes took."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[Step]) -> "Measured":
+        seconds = max(step.end_s for step in ranks) - min(step.start_s for step in ranks)
+        foreign = max(step.machine_s for step in ranks) - sum(step.own_s for step in ranks)
+        others = max(0.0, foreign) / (seconds * (os.cpu_count() or 1))
+        return cls(seconds, max(step.busy_s for step in ranks), others)
+
+
+def quiet(steps: Sequence[Measured]) -> list[Measured]:
+    """The steps that other processes disturbed little; if there are few of them, those that were disturbed least."""
+    ordered = sorted(steps, key=lambda step: step.others)
+    return [step for i, step in enumerate(ordered) if i < LEAST_STEPS or step.others < QUIET]
+
+
+def simulated(case: Case, profile: str) -> tuple[float, float, float]:
+    """(iteration, makespan, busy seconds of the busiest rank)."""
+    planner = IterationPlanner.of(job(case, profile))
+    timeline = planner.plan(iteration(case)).result.timeline
+    assert timeline is not None
+    params = max(trainable_params(planner.spec, planner.partition, rank) for rank in range(case.pp))
+    return timeline.makespan_s + planner.costs.step_s(params), timeline.makespan_s, max(timeline.busy_s)
+
+
+def rank_correlation(a: list[float], b: list[float]) -> float:
+    """Spearman's."""
+    places = [np.argsort(np.argsort(values)) for values in (a, b)]
+    return float(np.corrcoef(*places)[0, 1])
+
+
+def wait_for_quiet(limit: float, seconds: float) -> None:
+    """Waits until the load is below a limit, but not for ever."""
+    end = time.monotonic() + seconds
+    while os.getloadavg()[0] > limit and time.monotonic() < end:
+        time.sleep(5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8, help="of each configuration in each round")
+    parser.add_argument("--rounds", type=int, default=3, help="over all configurations")
+    parser.add_argument("--profiles", type=Path, help="folder of pp1.json and pp2.json; absent ones are measured")
+    parser.add_argument("--wait", type=float, default=0, help="seconds to wait for a load below 0.5 before each part")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(prefix="mmtrain-accuracy-") as name:
+        folder = args.profiles or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiles = {pp: folder / f"pp{pp}.json" for pp in (1, 2)}
+        for pp, path in profiles.items():
+            if not path.is_file():
+                wait_for_quiet(0.5, args.wait)
+                profile_job(job(Case(pp, "1F1B", 4, "charts"))).write(path)
+        steps: dict[Case, list[Measured]] = {case: [] for case in CASES}
+        for _ in range(args.rounds):
+            for pp in (1, 2):
+                cases = [case for case in CASES if case.pp == pp]
+                wait_for_quiet(0.5, args.wait)
+                ranks = run_on_ranks(run_real, pp, cases, str(profiles[pp]), name, args.steps, comm=job(cases[0]).comm)
+                for i, case in enumerate(cases):
+                    steps[case] += map(Measured.of, zip(*(rank[i] for rank in ranks), strict=True))
+        report(steps, profiles)
+        for pp, path in profiles.items():
+            machine = Profile.read(path).machine
+            print(f"profile of pp {pp}: {', '.join(f'{key} {value}' for key, value in machine.items())}")
+
+
+def report(steps: dict[Case, list[Measured]], profiles: dict[int, Path]) -> None:
+    print(f"{'configuration':54s} {'measured':>11s} {'simulated':>11s} {'error':>8s} | busiest rank | steps, others")
+    ours, theirs = [], []
+    for case, times in steps.items():
+        counted = quiet(times)
+        found, _, load = simulated(case, str(profiles[case.pp]))
+        ours.append(found)
+        theirs.append(float(np.median([step.seconds for step in counted])))
+        busy = float(np.median([step.busy_s for step in counted]))
+        others = float(np.mean([step.others for step in counted]))
+        off = 100 * (found / theirs[-1] - 1)
+        print(
+            f"{case.name:54s} {1e3 * theirs[-1]:8.1f} ms {1e3 * found:8.1f} ms {off:+6.1f} % | "
+            f"{1e3 * busy:8.1f} {1e3 * load:8.1f} ms | {len(counted):2d} of {len(times)}, {100 * others:.0f} %"
+        )
+    errors = [abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)]
+    print(
+        f"{len(ours)} configurations: mean error {100 * float(np.mean(errors)):.1f} %, largest "
+        f"{100 * max(errors):.1f} %, rank correlation {rank_correlation(ours, theirs):.4f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""`mmtrain profile`: what a job's layers take on this machine, measured."""
+
+import argparse
+import os
+from pathlib import Path
+
+from mmtrain import config
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "profile",
+        help="measure a job's layers on this machine",
+        usage="mmtrain profile [-h] --config CONFIG [options] [--section.key=value ...]",
+        description="Measures what the layers of a job, its actions, transfers and ends of steps take on this machine, "
+        "with random weights and noise for data, and writes a file for planner.profile. Prints the fits with their "
+        "errors and the smallest efficient sub-microbatch. Any --section.key=value overrides the file.",
+    )
+    parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: profile.json in job.dump_folder")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="over all measurements (default 3)")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="of each trainer in a round (default 4)")
+    parser.add_argument(
+        "--hardware", metavar="NAME", help="hardware profile to compare with (default: planner.hardware, or cpu on one)"
+    )
+    parser.add_argument("--hardware-out", type=Path, metavar="FILE", help="write it with fitted efficiencies, as TOML")
+    parser.set_defaults(run=_profile, takes_overrides=True, overrides=[])
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from mmtrain.errors import ConfigError
+    from mmtrain.planner.iteration import IterationPlanner
+    from mmtrain.planner.simulator.hardware import load_hardware
+
+    for name, value in (("--rounds", args.rounds), ("--steps", args.steps)):
+        if value < 1:
+            raise ConfigError(f"profile: {name} {value}; it is at least 1")
+    job = config.load(args.config, args.overrides)
+    out: Path = args.out or Path(job.job.dump_folder) / "profile.json"
+    if not out.name.endswith((".json", ".json.gz")):
+        raise ConfigError(f"profile: --out {out}: the name must end in .json or .json.gz")
+    for path in (args.out, args.hardware_out):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"profile: {path}: the folder {path.parent} does not exist")
+    hardware = args.hardware or job.planner.hardware
+    job = replace(job, planner=replace(job.planner, hardware="", profile=""))
+    spec = IterationPlanner.of(job).spec  # refuses a model that cannot be built, cut or divided
+    if hardware:
+        load_hardware(hardware)  # refuses one that does not exist
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from mmtrain.planner.calibration import calibrate
+    from mmtrain.planner.profile_table import table
+    from mmtrain.profiler import profile_job
+
+    profile = profile_job(job, rounds=args.rounds, steps=args.steps, say=lambda text: print(text, flush=True))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    profile.write(out)
+    if not hardware and profile.machine["device"] == "cpu":
+        hardware = "cpu"
+    calibration = calibrate(profile, job, spec, hardware) if hardware else None
+    print(f"\n{table(profile, spec, calibration)}")
+    print(f'{out}: written; set planner.profile = "{out}" to plan with it')
+    if args.hardware_out is not None:
+        if calibration is None:
+            raise ConfigError("profile: --hardware-out needs --hardware NAME, the profile that it starts from")
+        args.hardware_out.write_text(calibration.to_toml())
+        print(f'{args.hardware_out}: written; set planner.hardware = "{args.hardware_out}" to simulate with it')
+    return 0

@@ -1,0 +1,73 @@
+"""`mmtrain simulate`: what a job would do on a cluster."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from mmtrain import config
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "simulate",
+        help="ask what a job would do on a cluster",
+        usage="mmtrain simulate [-h] --config CONFIG [--cluster NAME] [options] [--section.key=value ...]",
+        description="Simulates iterations of a job on hardware that need not be there: their time, model FLOPs "
+        "utilisation (MFU), bubble and memory, under one or several schedules, on batches drawn from a workload. "
+        "Trains nothing and reads no data. Any --section.key=value overrides the file.",
+    )
+    parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
+    parser.add_argument("--cluster", metavar="NAME", help="such as h800x16; sets planner.hardware")
+    parser.add_argument(
+        "--schedule", metavar="A,B,...", help="see docs/schedule.md (default: parallelism.pipeline_parallel_schedule)"
+    )
+    parser.add_argument("--workload", default="mix", metavar="NAME", help="see docs/workloads.md (default mix)")
+    parser.add_argument("--iterations", type=int, default=40, metavar="N", help="iterations to simulate (default 40)")
+    parser.add_argument("--replicas", type=int, default=2, metavar="R", help="data-parallel replicas (default 2)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the workload (default 0)")
+    parser.add_argument("--picture-side", type=int, default=728, metavar="PX", help="of every picture (default 728)")
+    parser.add_argument("--json", action="store_true", help="print every iteration as JSON instead of a table")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the first iteration for Perfetto")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw iteration time over iterations")
+    parser.set_defaults(run=_simulate, takes_overrides=True, overrides=[])
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from mmtrain import line_chart
+    from mmtrain.errors import ConfigError
+    from mmtrain.schedule.draw import trace_events
+    from mmtrain.simulate import Question, simulate_job, table, to_json
+
+    for option, path in (("--trace", args.trace), ("--png", args.png)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"simulate: {option} {path}: the folder {path.parent} does not exist")
+    if args.cluster and any("planner.hardware" in override for override in args.overrides):
+        raise ConfigError("simulate: --cluster sets planner.hardware; give one of the two")
+    overrides = [*args.overrides, *([f'planner.hardware="{args.cluster}"'] if args.cluster else [])]
+    job = config.load(args.config, overrides)
+    question = Question(
+        config=job,
+        schedules=tuple(args.schedule.split(",")) if args.schedule else (job.parallelism.pipeline_parallel_schedule,),
+        workload=args.workload,
+        num_iterations=args.iterations,
+        num_replicas=args.replicas,
+        seed=args.seed,
+        picture_side=args.picture_side,
+    )
+    total = args.iterations * len(question.schedules)
+    with tqdm(total=total, unit="iteration", disable=not sys.stderr.isatty(), leave=False) as bar:
+        report = simulate_job(question, progress=lambda schedule, done: bar.update())
+    print(json.dumps(to_json(report), indent=1) if args.json else table(report), end="\n" if args.json else "")
+    if args.trace:
+        firsts = {answer.schedule: answer.first for answer in report.answers if answer.first is not None}
+        args.trace.write_text(json.dumps(trace_events(firsts)))
+    if args.png:
+        curves = {a.schedule: [step.iteration_s for step in a.iterations] for a in report.answers if not a.problem}
+        images = ("pictures a microbatch", report.images) if any(report.images) else None
+        title = f"{job.job.description}: workload {args.workload} on {report.machine.name}"
+        args.png.write_bytes(line_chart.png(curves, title=title, unit="seconds an iteration", backdrop=images))
+    return 0 if all(not answer.problem for answer in report.answers) else 1

@@ -1,0 +1,47 @@
+"""Batches of noise: the tensors that some metadata describes, for measurements that need no data."""
+
+import torch
+from torch import Tensor
+
+from mmtrain.config import ModelConfig
+from mmtrain.data.batch import IGNORE_INDEX, Batch, Microbatch
+from mmtrain.data.metadata import ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.models.shapes import VisionShape, language_shape, vision_shape
+
+
+def noise_batch(model: ModelConfig, meta: IterationMeta, seed: int) -> Batch:
+    """Random pixels, tokens and labels in the shapes of the metadata; each document's last tokens are labelled."""
+    generator = torch.Generator().manual_seed(seed)
+    words = language_shape(model).vocab_size
+    shape = vision_shape(model) if model.encoder is not None else None
+    return Batch(microbatches=[_microbatch(microbatch, words, shape, generator) for microbatch in meta.microbatches])
+
+
+def _microbatch(meta: MicrobatchMeta, words: int, shape: VisionShape | None, generator: torch.Generator) -> Microbatch:
+    labels = torch.full((meta.num_tokens,), IGNORE_INDEX)
+    slots: list[int] = []
+    start = 0
+    for document in meta.documents:
+        end = start + document.num_tokens
+        labels[end - document.num_targets : end] = torch.randint(words, (document.num_targets,), generator=generator)
+        for image in document.images:
+            slots += range(start + image.start, start + image.start + image.num_tokens)
+        start = end
+    return Microbatch(
+        input_ids=torch.randint(words, (meta.num_tokens,), generator=generator),
+        position_ids=torch.cat([torch.arange(length) for length in meta.lengths]),
+        labels=labels,
+        image_slots=torch.tensor(slots, dtype=torch.int64),
+        pixel_values=[_pixels(image, shape, generator) for image in meta.images] if shape else [],
+        image_names=[(image.sample, image.index) for image in meta.images],
+    )
+
+
+def _pixels(image: ImageMeta, shape: VisionShape, generator: torch.Generator) -> Tensor:
+    if shape.packed:
+        return torch.randn(image.num_patches, shape.patch_dim, generator=generator)
+    if shape.one_row:  # a spectrogram, whose frames the encoder halves
+        return torch.randn(1, shape.patch_dim // 2, 2 * image.num_patches, generator=generator)
+    _, h, w = image.grid
+    side = shape.patch_size
+    return torch.randn(1, shape.patch_dim // side**2, h * side, w * side, generator=generator)

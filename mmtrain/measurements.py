@@ -1,0 +1,271 @@
+"""From what the processes of `mmtrain profile` measured to a profile. Pure."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from mmtrain.config import Config
+from mmtrain.data.metadata import IterationMeta
+from mmtrain.models.recomputation import Recomputation
+from mmtrain.models.spec import ModelSpec, WorkSize
+from mmtrain.models.spec_builders import model_spec
+from mmtrain.planner.attribution import Attribution, attribute
+from mmtrain.planner.batching import VISION, make_batching
+from mmtrain.planner.fits import fit_sizes
+from mmtrain.planner.iteration import partition_of
+from mmtrain.planner.partition import Partition, StageSpec
+from mmtrain.planner.profile import HELD, LayerProfile, Profile, StepProfile, TransferProfile, job_of, role
+from mmtrain.planner.sub_microbatch import Curve
+from mmtrain.probing import CUTS, Cut, picture_curve, probing_job, small_job
+from mmtrain.schedule.action import Kind
+
+NUM_BLOCKS = 2
+"""Blocks of each kind that are measured."""
+
+_TIMED: dict[str, tuple[bool, tuple[Kind, ...]]] = {
+    "forward": (False, (Kind.F,)),
+    "backward": (False, (Kind.B,)),
+    "split_forward": (True, (Kind.F,)),
+    # A backward that is not worth splitting is a B among the halves of others.
+    "backward_input": (True, (Kind.I, Kind.B)),
+    "backward_weight": (True, (Kind.W,)),
+}
+"""What is timed of a layer -> whether backwards are split, and the actions whose seconds count."""
+
+_ACTION = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.W: "backward_weight"}
+
+
+@dataclass(kw_only=True)
+class Samples:
+    """What one process measured: lists of seconds by what they belong to."""
+
+    rows: dict[tuple[Cut, int, int, Kind], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """(cut, stage, work, kind) -> an action's seconds."""
+    pauses: dict[tuple[Cut, int, int, Kind], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """The same -> from the end of the action before it."""
+    ends: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """`whole` or `small` -> seconds of a step outside of its program."""
+    held: dict[tuple[int, int], float] = field(default_factory=dict)
+    """(stage, work) -> bytes that autograd kept of the forward, a stage for each layer."""
+    trips: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Bytes -> seconds of one way of a message."""
+    posts: list[float] = field(default_factory=list)
+    """Seconds of one call that posts a message."""
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    """(end of the program, end of the step) on one of two pipeline ranks."""
+
+
+def typical(values: Sequence[float]) -> float:
+    """The first quartile: what disturbances, which only add, leave alone."""
+    return float(np.quantile(values, 0.25))
+
+
+def assemble(
+    config: Config,
+    meta: IterationMeta,
+    found: Sequence[Samples],
+    pairs: Sequence[Samples],
+    machine: Mapping[str, str | int | float],
+) -> Profile:
+    """The profile of a job.
+
+    Args:
+        meta: the batches that were run.
+        found: of each process that ran layers. pairs: of two pipeline ranks; empty if there was one.
+        machine: what is said of it in the profile.
+    """
+    probe = _Probe(config, meta, _merged(found))
+    step = _step(config, probe.samples)
+    transfer = None
+    if pairs:
+        transfer = _transfer(pairs)
+        step = replace(step, pipeline_s=_pipeline_end(config, pairs, step))
+    actions = {kind.value: probe.action_s(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+    return Profile(
+        machine=machine,
+        job=job_of(config),
+        recomputation=Recomputation.of(config.activation_checkpoint),
+        layers=tuple(probe.layers()),
+        actions=actions,
+        step=step,
+        transfer=transfer,
+        curve=_curve(config, probe, actions["F"] + actions["B"]),
+    )
+
+
+def _merged(found: Sequence[Samples]) -> Samples:
+    merged = Samples()
+    for samples in found:
+        for name in ("rows", "pauses", "ends"):
+            for key, values in getattr(samples, name).items():
+                getattr(merged, name)[key] += values
+        merged.held |= samples.held
+    return merged
+
+
+class _Probe:
+    """Samples of actions as amounts of layers and works."""
+
+    def __init__(self, config: Config, meta: IterationMeta, samples: Samples) -> None:
+        jobs = [probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="") for cut in CUTS]
+        dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
+        self.samples, self.meta = samples, meta
+        self.spec = model_spec(jobs[0].model, dtype_bytes=dtype_bytes)
+        self._parts: dict[str, Partition] = {
+            cut.stages: partition_of(job, self.spec) for cut, job in zip(CUTS, jobs, strict=True)
+        }
+        self.batching = make_batching(meta, self.spec, 0, config.model.language.attention_mask)
+        self._seconds = {key: typical(values) for key, values in samples.rows.items()}
+        self._pauses = {key: typical(values) for key, values in samples.pauses.items()}
+
+    def layers(self) -> Iterator[LayerProfile]:
+        """The profile of each kind of layer, in the order of their first."""
+        for module in self.spec.modules:
+            kinds = [role(layer) for layer in module.layers]
+            for kind in dict.fromkeys(kinds):
+                alike = [index for index, other in enumerate(kinds) if other == kind]
+                # What comes before the last of them trains if it does for most of them in a deep model.
+                grad = self.spec.grad_enters(module.name) or any(x.trainable for x in module.layers[: alike[-1]])
+                yield LayerProfile.fitted(module.name, module.layers[alike[0]], grad, self._points(module.name, alike))
+
+    def action_s(self, kind: Kind) -> float:
+        """Seconds of an action beside its layers: mean over modules of what is fixed in it, and the pause before it."""
+        fixed = [self.attributions[module.name, _ACTION[kind]].fixed_s for module in self.spec.modules]
+        cut = Cut(stages="modules", splits=kind in (Kind.I, Kind.W))
+        pauses = [value for (of, _, _, k), value in self._pauses.items() if of == cut and k is kind]
+        return float(np.mean(fixed)) + (float(np.mean(pauses)) if pauses else 0.0)
+
+    @cached_property
+    def attributions(self) -> dict[tuple[str, str], Attribution]:
+        """(module, what is timed) -> its seconds by layer."""
+        return {
+            (module.name, name): self._attribute(module.name, name) for module in self.spec.modules for name in _TIMED
+        }
+
+    @cached_property
+    def stages(self) -> dict[tuple[str, str], list[int]]:
+        """(module, what is timed) -> the layers that take part in such an action."""
+        found = {}
+        for module in self.spec.modules:
+            for name, (splits, kinds) in _TIMED.items():
+                cut = Cut(stages="layers", splits=splits)
+                seen = {stage for (of, stage, _, kind) in self._seconds if of == cut and kind in kinds}
+                mine = self._parts["layers"].of_module(module.name)
+                found[module.name, name] = [index for index, stage in enumerate(mine) if stage.index in seen]
+        return found
+
+    def _attribute(self, module: str, name: str) -> Attribution:
+        splits, kinds = _TIMED[name]
+        (whole,) = self._parts["modules"].of_module(module)
+        parts = self._parts["layers"].of_module(module)
+        taking_part = self.stages[module, name]
+        single: dict[int, list[float | None]] = {}
+        joined: dict[int, float] = {}
+        for work in range(len(self.batching.works)):
+            single[work] = [self._one(Cut(stages="layers", splits=splits), parts[i], work, kinds) for i in taking_part]
+            together = self._one(Cut(stages="modules", splits=splits), whole, work, kinds)
+            if together is not None:
+                joined[work] = together
+        return attribute(
+            dict(enumerate(self.batching.size_of)), single, joined, self._equal_blocks(module, taking_part)
+        )
+
+    def _one(self, cut: Cut, stage: StageSpec, work: int, kinds: Sequence[Kind]) -> float | None:
+        keys = [(cut, stage.index, work, kind) for kind in kinds]
+        return next((self._seconds[key] for key in keys if key in self._seconds), None)
+
+    def _equal_blocks(self, module: str, taking_part: Sequence[int]) -> tuple[int, int] | None:
+        """Places of the first two blocks, if they are of one kind."""
+        layers = self.spec.module(module).layers
+        blocks = [place for place, index in enumerate(taking_part) if layers[index].is_block][:2]
+        kinds = {role(layers[taking_part[place]]) for place in blocks}
+        return (blocks[0], blocks[1]) if len(blocks) == 2 and len(kinds) == 1 else None
+
+    def _points(self, module: str, alike: Sequence[int]) -> dict[str, tuple[tuple[WorkSize, float], ...]]:
+        sizes = self.batching.size_of
+        points = {
+            name: tuple(
+                (sizes[work], float(np.mean(found)))
+                for work, times in self.attributions[module, name].layers.items()
+                if (found := [seconds for place in places if (seconds := times[place]) is not None])
+            )
+            for name in _TIMED
+            if (places := [place for place, i in enumerate(self.stages[module, name]) if i in alike])
+        }
+        stages = {self._parts["layers"].of_module(module)[index].index for index in alike}
+        held = ((sizes[work], amount) for (stage, work), amount in self.samples.held.items() if stage in stages)
+        return {**points, HELD: tuple(held)}
+
+    def seconds(self, module: str, kind: str, work: int) -> float:
+        """Forward and whole backward of one layer of a kind for a work."""
+        layers = self.spec.module(module).layers
+        total = 0.0
+        for name in ("forward", "backward"):
+            taking_part = self.stages[module, name]
+            place = next((p for p, index in enumerate(taking_part) if role(layers[index]) == kind), None)
+            if place is not None and work in self.attributions[module, name].layers:
+                total += self.attributions[module, name].layers[work][place] or 0.0
+        return total
+
+
+def _step(config: Config, samples: Samples) -> StepProfile:
+    """Two jobs of different sizes tell what a parameter costs from what a step costs."""
+    whole = _trainable(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[0], folder=""))
+    small = _trainable(small_job(config, folder=""))
+    ends = [typical(samples.ends["whole"]), typical(samples.ends["small"])]
+    slope = max(0.0, (ends[0] - ends[1]) / (whole - small)) if whole != small else 0.0
+    slope = min(slope, ends[0] / max(1, whole))
+    return StepProfile(fixed_s=max(0.0, ends[0] - slope * whole), param_s=slope)
+
+
+def _trainable(job: Config) -> int:
+    return sum(module.num_trainable_params for module in model_spec(job.model).modules)
+
+
+def _transfer(pairs: Sequence[Samples]) -> TransferProfile:
+    points = [(size, typical(values)) for size, values in pairs[0].trips.items()]
+    fit = fit_sizes([WorkSize(rows=size, pairs=0, outputs=0) for size, _ in points], [s for _, s in points])
+    posts = typical([value for samples in pairs for value in samples.posts])
+    return TransferProfile(latency_s=fit.fixed, byte_s=max(fit.row, 1e-15), end_s=posts, error=fit.error)
+
+
+def _pipeline_end(config: Config, pairs: Sequence[Samples], step: StepProfile) -> float:
+    """What the end of a step takes longer with two ranks than their parameters explain."""
+    ends = [
+        max(end for _, end in both) - max(done for done, _ in both)
+        for both in zip(*(samples.spans for samples in pairs), strict=True)
+    ]
+    two = probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder="")
+    spec = model_spec(two.model)
+    parts = partition_of(two, spec)
+    largest = max(trainable_params(spec, parts, rank) for rank in range(2))
+    return max(0.0, typical(ends) - step.fixed_s - step.param_s * largest)
+
+
+def trainable_params(spec: ModelSpec, partition: Partition, rank: int) -> int:
+    """Trainable parameters of a pipeline rank."""
+    return sum(
+        spec.module(stage.module).layers[index].num_trainable_params
+        for stage in partition.of_rank(rank)
+        for index in range(*stage.layers)
+    )
+
+
+def _curve(config: Config, probe: _Probe, action_s: float) -> Curve | None:
+    """Seconds of one stage of the job's vision module, by the number of pictures."""
+    counted = picture_curve(config).microbatches
+    if not counted:
+        return None
+    spec = model_spec(config.model)
+    stages = partition_of(config, spec).of_module(VISION)
+    first = len(probe.meta.microbatches) - len(counted)
+    found = []
+    for number, work in enumerate(probe.batching.works):
+        if work.microbatch < first or probe.batching.modules[work.module] != VISION:
+            continue
+        total = sum(probe.seconds(VISION, role(layer), number) for layer in spec.module(VISION).layers)
+        found.append((len(probe.batching.images_of[number]), total / len(stages) + action_s))
+    return Curve(patches=counted[0].images[0].num_patches, seconds=tuple(found))

@@ -1,0 +1,121 @@
+"""A measured profile as text for people. Pure."""
+
+from collections.abc import Iterator
+
+from mmtrain.models.spec import LayerSpec, ModelSpec, WorkSize
+from mmtrain.planner.calibration import LAUNCH, Calibration
+from mmtrain.planner.fits import SizeFit
+from mmtrain.planner.profile import HELD, TIMES, LayerProfile, Profile, role
+from mmtrain.planner.sub_microbatch import SHARE, smallest_efficient
+
+_LABELS = {
+    "forward": "F",
+    "backward": "B",
+    "split_forward": "F, split",
+    "backward_input": "I",
+    "backward_weight": "W",
+}
+
+
+def table(profile: Profile, spec: ModelSpec, calibration: Calibration | None = None) -> str:
+    """What was measured: layers with their fits, actions, transfers, ends of steps, held bytes, sub-microbatches."""
+    machine = profile.machine
+    lines = [
+        f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads a process, "
+        f"{machine['copies']} copies side by side, torch {machine['torch']}, load {machine['load']}, {machine['date']}",
+        "",
+        "A layer takes  row x rows + pair x attended pairs + output x rows that leave + fixed  seconds.",
+        f"{'layer':22s} {'':9s}{'at the largest work':>32s} {'GFLOP/s':>8s} | {'row us':>8s} {'pair ns':>8s} "
+        f"{'output us':>9s} {'fixed us':>8s} | error of the fit: mean, worst",
+    ]
+    for layer in profile.layers:
+        lines += _layer_lines(layer, _spec_of(layer, spec))
+    lines += ["", *_rest(profile, spec)]
+    if calibration:
+        lines += ["", *_calibration_lines(calibration)]
+    return "\n".join(lines) + "\n"
+
+
+def _spec_of(layer: LayerProfile, spec: ModelSpec) -> LayerSpec:
+    return next(one for one in spec.module(layer.module).layers if role(one) == layer.role)
+
+
+def _layer_lines(layer: LayerProfile, spec: LayerSpec) -> Iterator[str]:
+    name = f"{layer.module} {layer.role}"
+    for key in TIMES:
+        if key not in layer.fits or not layer.points.get(key):
+            continue
+        fit = layer.fits[key]
+        size, seconds = max(layer.points[key], key=lambda point: point[1])
+        if not seconds:
+            continue
+        flops = spec.flops(size, input_grad=layer.input_grad)
+        counted = {
+            "backward": flops.backward_input + flops.backward_weight,
+            "backward_input": flops.backward_input if spec.splits_backward else flops.total - flops.forward,
+            "backward_weight": flops.backward_weight if spec.splits_backward else 0.0,
+        }.get(key, flops.forward)
+        where = f"{seconds * 1e3:.2f} ms, {size.rows:,} rows"
+        rate = f"{counted / seconds / 1e9:8.1f}" if counted else f"{'-':>8s}"
+        yield f"{name:22s} {_LABELS[key]:9s}{where:>32s} {rate} | {_weights(fit)}"
+        name = ""
+
+
+def _weights(fit: SizeFit) -> str:
+    pair = fit.pair or fit.window_pair
+    return (
+        f"{fit.row * 1e6:8.3f} {pair * 1e9:8.3f} {fit.output * 1e6:9.3f} {fit.fixed * 1e6:8.0f} | "
+        f"{100 * fit.error:5.1f} %, {100 * fit.worst:.1f} %"
+    )
+
+
+def _rest(profile: Profile, spec: ModelSpec) -> Iterator[str]:
+    actions = ", ".join(f"{kind} {1e3 * seconds:.2f} ms" for kind, seconds in profile.actions.items())
+    yield f"Each action beside its layers: {actions}."
+    step, transfer = profile.step, profile.transfer
+    yield (
+        f"End of a step: {1e3 * step.fixed_s:.2f} ms + {1e9 * step.param_s:.2f} ns a trainable parameter of the rank"
+        + (f" + {1e3 * step.pipeline_s:.2f} ms with several pipeline ranks." if step.pipeline_s else ".")
+    )
+    if transfer:
+        yield (
+            f"Transfer between pipeline ranks: {1e6 * transfer.latency_s:.0f} us + bytes / "
+            f"{1e-9 / transfer.byte_s:.2f} GB/s (mean error {100 * transfer.error:.0f} %); "
+            f"{1e6 * transfer.end_s:.0f} us of the rank at each end."
+        )
+    held = [(layer, *_held(layer, _spec_of(layer, spec))) for layer in profile.layers if HELD in layer.fits]
+    if held:
+        parts = ", ".join(
+            f"{layer.module} {layer.role} {real / planned:.2f}" for layer, real, planned in held if planned
+        )
+        yield f"Bytes held from F to B, measured over planned: {parts}."
+    if profile.curve:
+        yield from _curve_lines(profile)
+
+
+def _held(layer: LayerProfile, spec: LayerSpec) -> tuple[float, float]:
+    size: WorkSize = max(layer.points[HELD], key=lambda point: point[1])[0]
+    return layer.at(HELD, size), spec.activation_bytes(size)
+
+
+def _curve_lines(profile: Profile) -> Iterator[str]:
+    assert profile.curve is not None
+    found = smallest_efficient(profile.curve)
+    steps = ", ".join(f"{number}: {100 * of_best:.0f} %" for number, of_best in found.efficiency)
+    yield f"Pictures a second of a vision work, relative to the best, by its number of pictures: {steps}."
+    end = "; more than were measured may be better still" if found.still_rises else ""
+    yield (
+        f"model.encoder.sub_microbatch_size = {found.size} is the smallest with {100 * SHARE:.0f} % of the best, for "
+        f"pictures of {profile.curve.patches} patches{end}."
+    )
+
+
+def _calibration_lines(found: Calibration) -> Iterator[str]:
+    factors = ", ".join(
+        f"{'fixed part of a launch' if name == LAUNCH else name} {factor:.2f}" for name, factor in found.factors.items()
+    )
+    yield (
+        f"Hardware profile {found.hardware.name}: mean error of a layer {100 * found.error_before:.0f} %; with the "
+        f"factors a below {100 * found.error:.1f} %."
+    )
+    yield f"a, measured over simulated seconds: {factors}."

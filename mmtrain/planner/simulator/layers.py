@@ -1,0 +1,275 @@
+"""The operators of each layer that mmtrain hosts, on one rank of the plane that shares it. Pure.
+
+They follow what the layers run: Hugging Face's modules kernel by kernel, tensor parallelism with rows divided between
+the layers (`parallel/tensor_plans.py`), keys and values gathered over context-parallel ranks, adapters beside their
+linear layers. FLOPs, parameters and what has a backward are those of the layer's `LayerSpec` for one rank.
+
+Not here: the exchange of image features before the first language layer, FSDP2's gathers, and padding.
+
+Shape legend: D width; C columns of all query heads; K columns of all key heads; I width inside of an MLP.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mmtrain.models.linears import Linear as NamedLinear
+from mmtrain.models.linears import block_linears
+from mmtrain.models.shapes import LanguageShape, VisionShape
+from mmtrain.models.spec import LayerSpec
+from mmtrain.planner.simulator.amount import Amount
+from mmtrain.planner.simulator.cluster import sent_bytes
+from mmtrain.planner.simulator.exchanges import (
+    gather,
+    gather_for_parts,
+    shard,
+    sum_shard,
+    sum_whole,
+    use_for_parts,
+)
+from mmtrain.planner.simulator.functions import add, concat, replace_rows, reshape, select, split
+from mmtrain.planner.simulator.graph import DeviceKind, Graph, OpKind
+from mmtrain.planner.simulator.modules import (
+    AddRow,
+    Attention,
+    Convolution,
+    CrossEntropy,
+    Elementwise,
+    Embedding,
+    Linear,
+    Norm,
+    activation,
+    multiply,
+)
+from mmtrain.planner.simulator.tape import Tape, Var
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How the ranks of a plane share a module."""
+
+    tp: int = 1
+    """Ranks that divide the layers' columns, and rows between layers."""
+    groups: int = 1
+    """Groups of tp ranks that divide the rows."""
+    gathers_keys: bool = False
+    """Whether attention sees the rows of all groups, whose keys and values are gathered."""
+    tp_link: DeviceKind = DeviceKind.NVLINK
+    group_link: DeviceKind = DeviceKind.NVLINK
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the plane."""
+        return self.tp * self.groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDescriber:
+    """Makes the graphs of a module's layers."""
+
+    shape: VisionShape | LanguageShape
+    division: Division = field(default_factory=Division)
+    dtype_bytes: int = 2
+    compute: DeviceKind = DeviceKind.GPU
+    adapted: tuple[NamedLinear, ...] = ()
+    """Linear layers of a block with an adapter."""
+    rank: int = 0
+    """Of the adapters."""
+    projector_width: int = 0
+    """Of the projector of a vision module, between its linear layers."""
+    native_projector: bool = False
+    language_width: int = 0
+    """Columns that the projector makes."""
+    has_features: bool = False
+    """Whether image features replace rows of a language model's first activation."""
+
+    def graph(self, layer: LayerSpec, *, input_grad: bool) -> Graph:
+        """Forward and backward of one layer. Args: input_grad: whether a gradient has to leave it backwards."""
+        return self.tape(layer, input_grad=input_grad).graph()
+
+    def tape(self, layer: LayerSpec, *, input_grad: bool) -> Tape:
+        """The same, with the parameters."""
+        tape = Tape(dtype_bytes=self.dtype_bytes, compute=self.compute)
+        builder = _Layer(self, tape, layer, input_grad)
+        tape.backward(builder.build())
+        return tape
+
+
+class _Layer:
+    """One layer on one tape."""
+
+    def __init__(self, describer: LayerDescriber, tape: Tape, layer: LayerSpec, input_grad: bool) -> None:
+        self.of, self.tape, self.layer, self.input_grad = describer, tape, layer, input_grad
+        self.trainable = layer.trainable and layer.adapters is None
+        self.adapted: Mapping[str, NamedLinear] = {x.name: x for x in describer.adapted} if layer.adapters else {}
+        division = describer.division
+        self.tp, self.link = division.tp, division.tp_link
+        self.rows = Amount(row=1 / division.groups)
+        """All rows of a group; a rank holds 1 / tp of them between layers."""
+        self.outputs = Amount(output=1 / division.groups)
+
+    def build(self) -> Var:
+        shape, name = self.of.shape, self.layer.name
+        if self.layer.is_block:
+            return self._block()
+        if isinstance(shape, LanguageShape):
+            return self._words(shape) if name == "embed" else self._head(shape)
+        if name == "embed":
+            return self._sound(shape) if shape.one_row else self._patches(shape)
+        return self._norm("norm", shape.width)(self._between()) if name == "norm" else self._projector(shape)
+
+    # ------------------------------------------------------------------------------------------ parts
+
+    def _between(self) -> Var:
+        """What the layer before hands on: this rank's rows."""
+        rows, width = self.rows * (1 / self.tp), self.of.shape.width
+        return self.tape.input("x", rows=rows, columns=width, needs_grad=self.input_grad)
+
+    def _norm(self, name: str, columns: float) -> Norm:
+        shape = self.of.shape
+        rms = isinstance(shape, LanguageShape) or (shape.rms_norm and self.layer.is_block)
+        return Norm(name, columns, rms=rms, trainable=self.trainable)
+
+    def _columns(self, name: str, x: Var, inputs: float, outputs: float, *, bias: bool) -> Var:
+        """A linear layer whose outputs the tp ranks divide, with its adapter."""
+        out = self._linear(name, inputs, outputs / self.tp, bias=bias)(x)
+        return self._with_adapter(name, x, out, inputs, outputs / self.tp, sums=False)
+
+    def _rows(self, name: str, x: Var, inputs: float, outputs: float, *, bias: bool) -> Var:
+        """A linear layer whose inputs the tp ranks divide, with its adapter: this rank's rows of the sum."""
+        out = self._linear(name, inputs / self.tp, outputs, bias=bias and self.tp == 1)(x)
+        out = sum_shard(f"{name}.sum", self.tp, self.link)(out)
+        if bias and self.tp > 1:
+            out = AddRow(f"{name}.bias", outputs, trainable=self.trainable)(out)
+        return self._with_adapter(name, x, out, inputs / self.tp, outputs, sums=True)
+
+    def _linear(self, name: str, inputs: float, outputs: float, *, bias: bool) -> Linear:
+        return Linear(name, inputs, outputs, bias=bias, trainable=self.trainable)
+
+    def _with_adapter(self, name: str, x: Var, out: Var, inputs: float, outputs: float, *, sums: bool) -> Var:
+        if name not in self.adapted:
+            return out
+        narrow = Linear(f"{name}.lora_A", inputs, self.of.rank)(x)
+        if sums:
+            narrow = sum_shard(f"{name}.lora_A.sum", self.tp, self.link)(narrow)
+        wide = Linear(f"{name}.lora_B", self.of.rank, outputs)(narrow)
+        return add(f"{name}.adapted", out, Elementwise(f"{name}.scaling", 2.0, 2.0)(wide))
+
+    # ----------------------------------------------------------------------------------------- blocks
+
+    def _block(self) -> Var:
+        x, shape, D = self._between(), self.of.shape, self.of.shape.width
+        gathered = gather_for_parts("attention.gather", self.tp, self.link)(self._norm("norm1", D)(x))
+        attended = self._attention(shape, gathered)
+        x = add("attention.residual", x, attended)
+        gathered = gather_for_parts("mlp.gather", self.tp, self.link)(self._norm("norm2", D)(x))
+        return add("mlp.residual", x, self._mlp(shape, gathered))
+
+    def _attention(self, shape: VisionShape | LanguageShape, x: Var) -> Var:
+        D = shape.width
+        names = self._names(0)
+        if isinstance(shape, LanguageShape):
+            C, K, head = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.head_dim
+            biases, out_bias = (shape.qkv_bias,) * 3, shape.output_bias
+        else:
+            C, K, head = D, D, D // shape.num_heads
+            biases, out_bias = (shape.qkv_bias, shape.qkv_bias and shape.key_bias, shape.qkv_bias), True
+        if len(names) == 1:  # query, key and value in one
+            query, key, value = split("qkv", self._columns(names[0], x, D, 3 * D, bias=biases[0]), 3)
+        else:
+            widths = (C, K, K)
+            query, key, value = (
+                self._columns(name, x, D, width, bias=bias)
+                for name, width, bias in zip(names, widths, biases, strict=True)
+            )
+        if isinstance(shape, LanguageShape):  # in the model's dtype
+            query, key = (Elementwise(f"rotary.{i}", 9.0, 11.0, 5, 7)(v) for i, v in enumerate((query, key)))
+        elif shape.packed:  # through float32
+            query, key = (Elementwise(f"rotary.{i}", 24.0, 26.0, 7, 9)(v) for i, v in enumerate((query, key)))
+        keys: tuple[Var, ...] = (key, value)
+        division = self.of.division
+        if division.gathers_keys and division.groups > 1:
+            both = concat("key_value", key, value)
+            keys = (gather_for_parts("key_value.gather", division.groups, division.group_link)(both),)
+        per_pair = 1 / division.groups
+        windowed = bool(self.layer.attention_flops.window_pair)
+        pairs = Amount(window_pair=per_pair) if windowed else Amount(pair=per_pair)
+        out = Attention("attention", pairs, head)(query, *keys)
+        out = Elementwise("attention.join", 2.0, 2.0)(out)  # results of single pictures or documents
+        return self._rows(self._names(1)[0], out, C, D, bias=out_bias)
+
+    def _mlp(self, shape: VisionShape | LanguageShape, x: Var) -> Var:
+        D, I = shape.width, shape.mlp_width
+        bias = shape.mlp_bias if isinstance(shape, LanguageShape) else True
+        first = [self._columns(name, x, D, I, bias=bias) for name in self._names(2)]
+        inner = activation("mlp.activation", shape.hidden_act)(first[0])
+        if len(first) > 1:
+            inner = multiply("mlp.gated", inner, first[1])
+        return self._rows(self._names(3)[0], inner, I, D, bias=bias)
+
+    def _names(self, place: int) -> list[str]:
+        return [linear.name for linear in block_linears(self.of.shape) if linear.place == place]
+
+    # -------------------------------------------------------------------------------- first and last
+
+    def _patches(self, shape: VisionShape) -> Var:
+        patches = self.outputs * shape.patches_per_token
+        pixels = self.tape.input("pixels", rows=patches, columns=shape.patch_dim)
+        bias = not shape.packed
+        x = Convolution("patches", shape.patch_dim, shape.width, bias=bias, trainable=self.trainable)(pixels)
+        x = reshape(x, rows=self.rows, columns=shape.width)  # with a class token, of which no pixel is read
+        if shape.fixed_grid is not None:
+            count = (shape.fixed_grid[1] * shape.fixed_grid[2] + 2 * shape.class_token) * shape.width
+            x = AddRow("positions", count, trainable=self.trainable)(x)
+        return shard("rows", self.tp, self.link)(x)
+
+    def _sound(self, shape: VisionShape) -> Var:
+        assert shape.fixed_grid is not None
+        D, trainable = shape.width, self.trainable
+        x = self.tape.input("frames", rows=self.rows * 2, columns=shape.patch_dim / 2)
+        x = Convolution("conv1", shape.patch_dim / 2, D, taps=3, bias=True, trainable=trainable)(x)
+        x = activation("conv1.activation", "gelu")(x)
+        x = Convolution("conv2", D, D, taps=3, stride=2, bias=True, trainable=trainable)(x)
+        x = activation("conv2.activation", "gelu")(x)
+        x = AddRow("positions", shape.fixed_grid[2] * D, trainable=False)(x)
+        return shard("rows", self.tp, self.link)(x)
+
+    def _projector(self, shape: VisionShape) -> Var:
+        D, merged, inner = shape.width, shape.width * shape.patches_per_token, self.of.projector_width
+        x = gather("projector.rows", self.tp, self.link)(self._between())
+        x = reshape(x, rows=self.outputs * shape.patches_per_token, columns=D)  # without class tokens
+        rms = self.of.native_projector and shape.rms_norm
+        x = Norm("projector.norm", D, rms=rms, trainable=self.trainable)(x)
+        x = reshape(x, rows=self.outputs, columns=merged)
+        x = use_for_parts("projector.parts", self.tp, self.link)(x)
+        x = self._linear("projector.fc1", merged, inner / self.tp, bias=True)(x)
+        x = activation("projector.activation", "gelu")(x)
+        x = self._linear("projector.fc2", inner / self.tp, self.of.language_width, bias=True)(x)
+        x = sum_whole("projector.sum", self.tp, self.link)(x)
+        return shard("projector.shard", self.tp, self.link)(x)
+
+    def _words(self, shape: LanguageShape) -> Var:
+        ids = self.tape.input("ids", rows=self.rows, columns=0)
+        x = Embedding("embed", shape.vocab_size / self.tp, shape.width, trainable=self.trainable)(ids)
+        x = sum_shard("embed.sum", self.tp, self.link)(x)
+        if not self.of.has_features:
+            return x
+        features = self.tape.input("features", rows=Amount(), columns=shape.width, needs_grad=self.input_grad)
+        return replace_rows(x, features)
+
+    def _head(self, shape: LanguageShape) -> Var:
+        x = gather("head.rows", self.tp, self.link)(self._between())
+        x = self._norm("head.norm", shape.width)(select("labelled", x, self.outputs))
+        x = use_for_parts("head.parts", self.tp, self.link)(x)
+        logits = self._linear("lm_head", shape.width, shape.vocab_size / self.tp, bias=False)(x)
+        loss = CrossEntropy("loss", shape.vocab_size / self.tp)(logits)
+        if self.tp > 1:  # the largest logit; then the sum of exponentials and the target's logit
+            sent = sent_bytes(OpKind.ALL_REDUCE, 4.0, self.tp)
+            for numbers in (1, 2):
+                self.tape.op(
+                    f"loss.sum{numbers}",
+                    OpKind.ALL_REDUCE,
+                    device=self.link,
+                    inputs=(loss.tensor,),
+                    net_bytes=self.outputs * (numbers * sent),
+                )
+        return loss

@@ -1,0 +1,276 @@
+"""Measures what a job's layers, actions, transfers and step ends take on this machine, by its own trainer and runtime.
+
+A trainer runs batches of noise with each layer as a stage of its own, then with each module as one stage, with whole
+and with split backwards. The first gives a layer's seconds, what the second saves is what an action costs by itself,
+and the pauses between actions are the runtime's. With several pipeline ranks, as many copies as there are cores for
+run side by side, since ranks share caches and memory; two real ranks exchange messages and end steps.
+
+Everything is measured in rounds over all of this, and the first quartile counts: other work on a machine only ever
+adds time, mostly for seconds on end. On a CPU, what one thread computes is timed on that thread's own clock.
+"""
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain.config import Config
+from mmtrain.data.metadata import IterationMeta
+from mmtrain.data.noise import noise_batch
+from mmtrain.errors import ConfigError
+from mmtrain.local_ranks import run_on_ranks
+from mmtrain.measurements import NUM_BLOCKS, Samples, assemble
+from mmtrain.parallel.mesh import build_mesh
+from mmtrain.parallel.stage import ModalityStage
+from mmtrain.planner.profile import Profile
+from mmtrain.probing import CUTS, Cut, picture_curve, probing_iteration, probing_job, small_job
+from mmtrain.topology import MeshShape
+from mmtrain.trainer import TimedStep, Trainer
+
+MESSAGE_BYTES = tuple(4**k for k in range(5, 13))
+"""Sizes of the measured transfers: 1 KiB to 16 MiB."""
+
+_MESSAGES = 12
+"""Round trips of each size in one round."""
+
+Say = Callable[[str], None]
+
+
+def profile_job(config: Config, *, rounds: int = 3, steps: int = 4, say: Say = print) -> Profile:
+    """The profile of a job on this machine.
+
+    Args: rounds: over everything. steps: of each trainer in a round, after one that warms up.
+    Raises: ConfigError: fewer CUDA devices than ranks that share a work.
+    """
+    section = config.parallelism
+    plane = section.tensor_parallel_degree * section.context_parallel_degree
+    copies = _copies(section.pipeline_parallel_degree, plane)
+    meta = _everything(config)
+    say(
+        f"profile: {len(meta.microbatches)} batches of noise, {rounds} rounds of {steps} steps, {copies} x {plane} "
+        f"processes; load of this machine before {_load()}"
+    )
+    with tempfile.TemporaryDirectory(prefix="mmtrain-profile-") as folder:
+        found = run_on_ranks(_measure_layers, plane, config, rounds, steps, folder, comm=config.comm, copies=copies)
+        pairs: list[Samples] = []
+        if section.pipeline_parallel_degree > 1 and (not torch.cuda.is_available() or torch.cuda.device_count() > 1):
+            say("profile: transfers and ends of steps, 2 processes")
+            pairs = run_on_ranks(_measure_pair, 2, config, rounds, steps, folder, comm=config.comm)
+    say(f"profile: load of this machine after {_load()}")
+    return assemble(config, meta, found, pairs, _machine(copies))
+
+
+def _copies(pp: int, plane: int) -> int:
+    if not torch.cuda.is_available():
+        return max(1, min(pp, (os.cpu_count() or 1) // plane))
+    if torch.cuda.device_count() < plane:
+        raise ConfigError(
+            f"profile: {plane} tensor- and context-parallel ranks share a work, but there are "
+            f"{torch.cuda.device_count()} CUDA devices; lower the degrees, or measure on a machine with more"
+        )
+    return 1
+
+
+def _everything(job: Config) -> IterationMeta:
+    return IterationMeta(microbatches=(*probing_iteration(job).microbatches, *picture_curve(job).microbatches))
+
+
+def _load() -> str:
+    return f"{os.getloadavg()[0]:.2f} on {os.cpu_count()} cores"
+
+
+# ------------------------------------------------------------------------------------------- measurements
+
+
+def _measure_layers(device: torch.device, config: Config, rounds: int, steps: int, folder: str) -> Samples:
+    """Actions, pauses, ends of steps and held bytes of the job's layers, on one pipeline rank."""
+    samples = Samples()
+    for number in range(rounds):
+        for cut in CUTS:
+            job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder=_dump_folder(folder))
+            with _steps(job, _everything(job), device) as (trainer, timed):
+                for _ in range(steps):
+                    _take_actions(samples, cut, next(timed), ends=cut == Cut(stages="modules", splits=False))
+                if cut == Cut(stages="layers", splits=False) and number == 0:
+                    with _counting(trainer.model.stages, samples.held, device):
+                        next(timed)
+        small = small_job(config, folder=_dump_folder(folder))
+        with _steps(small, IterationMeta(microbatches=probing_iteration(small).microbatches[-1:]), device) as (
+            _,
+            timed,
+        ):
+            samples.ends["small"] += [_outside(next(timed)) for _ in range(steps)]
+    return samples
+
+
+def _computing(device: torch.device) -> Callable[[], float]:
+    """A clock that other processes do not disturb: on a CPU, where one thread computes, that thread's own time."""
+    return time.thread_time if device.type == "cpu" else time.perf_counter
+
+
+def _dump_folder(folder: str) -> str:
+    return f"{folder}/{os.getpid()}"
+
+
+@contextmanager
+def _steps(
+    job: Config, meta: IterationMeta, device: torch.device, clock: Callable[[], float] | None = None
+) -> Iterator[tuple[Trainer, Iterator[TimedStep]]]:
+    """A trainer of a job and its steps on noise, the first of them done. Args: clock: default: of computing alone."""
+    trainer = Trainer(job)
+    batches = repeat((noise_batch(job.model, meta, job.debug.seed), meta))
+    timed = trainer.timed_steps(device, batches, clock=clock or _computing(device))
+    try:
+        next(timed)
+        yield trainer, timed
+    finally:
+        timed.close()  # type: ignore[attr-defined]
+
+
+def _take_actions(samples: Samples, cut: Cut, step: TimedStep, *, ends: bool) -> None:
+    before, graph = step.outcome.span[0], step.plan.problem.graph
+    for action, start, end in step.outcome.rows:
+        key = (cut, action.stage, graph.work_of(action), action.kind)
+        samples.rows[key].append(end - start)
+        samples.pauses[key].append(start - before)
+        before = end
+    if ends:
+        samples.ends["whole"].append(_outside(step))
+
+
+def _outside(step: TimedStep) -> float:
+    start, end = step.outcome.span
+    return (step.end_s - step.start_s) - (end - start)
+
+
+@contextmanager
+def _counting(
+    stages: Sequence[ModalityStage], held: dict[tuple[int, int], float], device: torch.device
+) -> Iterator[None]:
+    """Inside, the bytes that each forward leaves for its backward are counted: each storage once, no parameter."""
+    for stage in stages:
+        stage.forward_one_chunk = _Counted(stage, held, device)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        for stage in stages:
+            del stage.forward_one_chunk
+
+
+class _Counted:
+    """A stage's forward that counts what autograd keeps of it."""
+
+    def __init__(self, stage: ModalityStage, held: dict[tuple[int, int], float], device: torch.device) -> None:
+        self._forward, self._held, self._device = stage.forward_one_chunk, held, device
+        self._stage = stage.stage_index
+        self._own = {p.untyped_storage().data_ptr() for p in stage.submod.parameters()}
+
+    def __call__(self, work: int, *args: Any, **kwargs: Any) -> Any:
+        if self._device.type == "cuda":  # what the allocator has more after than before, the output apart
+            before = torch.cuda.memory_allocated(self._device)
+            output = self._forward(work, *args, **kwargs)
+            root = output if isinstance(output, Tensor) else output.loss_sum
+            used = torch.cuda.memory_allocated(self._device) - before - root.untyped_storage().nbytes()
+            self._held[self._stage, work] = float(max(0, used))
+            return output
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = self._forward(work, *args, **kwargs)
+        self._held[self._stage, work] = float(sum(kept.values()))
+        return output
+
+
+def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int, folder: str) -> Samples:
+    """Transfers between two pipeline ranks, and how their steps end."""
+    samples = Samples()
+    plain = replace(
+        config, parallelism=replace(config.parallelism, tensor_parallel_degree=1, context_parallel_degree=1)
+    )
+    for _ in range(rounds):
+        _measure_messages(samples, device)
+        job = probing_job(plain, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder=_dump_folder(folder))
+        with _steps(job, probing_iteration(job), device, time.perf_counter) as (_, timed):
+            for _ in range(steps):
+                step = next(timed)
+                samples.spans.append((step.outcome.span[1], step.end_s))
+    return samples
+
+
+def _measure_messages(samples: Samples, device: torch.device) -> None:
+    """Messages to and fro, each received where its receive was posted before."""
+    mesh = build_mesh(MeshShape(pp=2), device)
+    me, other = mesh.pp_rank, 1 - mesh.pp_rank
+    to, fro = mesh.channels.group(me, other), mesh.channels.group(other, me)
+    peer = mesh.channels.global_rank(other)
+    clock = time.perf_counter
+    for num_bytes in MESSAGE_BYTES:
+        sent = torch.ones(num_bytes // 4, device=device)
+        dist.barrier()
+        for _ in range(_MESSAGES):
+            got = torch.empty_like(sent)
+            start = clock()
+            receiving = dist.irecv(got, peer, group=fro)
+            posted = clock()
+            assert receiving is not None
+            if me:
+                receiving.wait()
+                _settle(device)
+            sending = clock()
+            work = dist.isend(sent, peer, group=to)
+            handed = clock()
+            assert work is not None
+            if not me:
+                receiving.wait()
+                _settle(device)
+                samples.trips[num_bytes].append((clock() - sending) / 2)
+            work.wait()
+            samples.posts += [posted - start, handed - sending]
+
+
+def _settle(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+# -------------------------------------------------------------------------------------------- the machine
+
+
+def _machine(copies: int) -> dict[str, str | int | float]:
+    cuda = torch.cuda.is_available()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "processor": torch.cuda.get_device_name() if cuda else _processor(),
+        "device": "cuda" if cuda else "cpu",
+        "cores": os.cpu_count() or 1,
+        "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
+        "copies": copies,
+        "load": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

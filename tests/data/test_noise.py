@@ -1,0 +1,41 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmtrain import config as config_module
+from mmtrain.data.batch import IGNORE_INDEX, check_batch
+from mmtrain.data.noise import noise_batch
+from mmtrain.models.reference import ReferenceModel
+from mmtrain.models.spec_builders import model_spec
+from mmtrain.probing import picture_curve
+from tests.reference import ENCODERS
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_noise_is_what_its_metadata_says_and_a_model_takes_it(encoder):
+    config = config_module.load("debug_vlm.toml", ["--training.seq_len=64"])
+    model = replace(config.model, encoder=replace(config.model.encoder, config=ENCODERS[encoder]))
+    config = replace(config, model=model)
+    meta = picture_curve(config)
+    batch = noise_batch(model, meta, 1)
+    check_batch(batch, meta)
+    loss = ReferenceModel(model, model_spec(model), seed=0).loss_sum(batch, meta)
+    assert torch.isfinite(loss)
+
+
+def test_noise_follows_its_seed_and_labels_the_ends_of_documents():
+    config = config_module.load("debug_text.toml", [])
+    from mmtrain.probing import probing_iteration
+
+    meta = probing_iteration(config)
+    one, same, other = (noise_batch(config.model, meta, seed) for seed in (1, 1, 2))
+    assert torch.equal(one.microbatches[0].input_ids, same.microbatches[0].input_ids)
+    assert not torch.equal(one.microbatches[0].input_ids, other.microbatches[0].input_ids)
+    for tensors, counts in zip(one.microbatches, meta.microbatches, strict=True):
+        end = 0
+        for document in counts.documents:
+            end += document.num_tokens
+            labels = tensors.labels[end - document.num_tokens : end]
+            assert (labels[: -document.num_targets] == IGNORE_INDEX).all()
+            assert (labels[-document.num_targets :] >= 0).all()

@@ -1,0 +1,136 @@
+"""The operators of every layer against its `LayerSpec`."""
+
+import dataclasses
+
+import pytest
+
+from mmtrain.config import ModelConfig
+from mmtrain.models.linears import adapted_linears
+from mmtrain.models.shapes import language_shape, vision_shape
+from mmtrain.models.spec import LayerSpec, WorkSize
+from mmtrain.models.spec_builders import model_spec
+from mmtrain.planner.simulator.engine import simulate
+from mmtrain.planner.simulator.graph import Graph, OpKind, Phase
+from mmtrain.planner.simulator.layers import Division, LayerDescriber
+from tests.models.conftest import _model as tiny_model
+from tests.planner.simulator.graphs import LATENCIES
+
+FAMILIES = [
+    ("vision", {"encoder": "qwen2_vl"}),
+    ("vision", {"encoder": "qwen2_vl", "projector": {"kind": "native"}}),
+    ("vision", {"encoder": "qwen2_vl", "projector": {"hidden_size": 20, "spatial_merge": 1}}),
+    ("vision", {"encoder": "qwen2_5_vl"}),
+    ("vision", {"encoder": "qwen2_5_vl", "projector": {"kind": "native"}}),
+    ("vision", {"encoder": "siglip"}),
+    ("vision", {"encoder": "vit"}),
+    ("vision", {"encoder": "vit", "encoder_config": {"qkv_bias": False}}),
+    ("vision", {"encoder": "whisper", "projector": {"spatial_merge": 3}}),
+    ("language", {"language": "qwen2"}),
+    ("language", {"language": "llama"}),
+    ("language", {"language": "llama", "language_config": {"attention_bias": False, "mlp_bias": False}}),
+]
+SIZE = WorkSize(rows=48, pairs=700, outputs=12, window_pairs=300)
+PRODUCTS = (OpKind.MATMUL, OpKind.ATTENTION, OpKind.CONVOLUTION)
+
+
+def describer(model: ModelConfig, module: str, division: Division | None = None) -> LayerDescriber:
+    native = model.projector.kind == "native"
+    vision = vision_shape(model)
+    return LayerDescriber(
+        shape=vision if module == "vision" else language_shape(model),
+        division=division or Division(),
+        adapted=adapted_linears(model, module),
+        rank=model.lora.rank,
+        projector_width=vision.width * vision.patches_per_token
+        if native or not model.projector.hidden_size
+        else model.projector.hidden_size,
+        native_projector=native,
+        language_width=language_shape(model).width,
+    )
+
+
+def flops(graph: Graph, phase: Phase) -> float:
+    return sum(op.flops(SIZE) for op in graph.operators if op.phase is phase)
+
+
+def check(model: ModelConfig, module: str) -> None:
+    spec = model_spec(model, dtype_bytes=2)
+    made = describer(model, module)
+    for layer in spec.module(module).layers:
+        for input_grad in (False,) if (module, layer.name) == ("vision", "embed") else (True, False):
+            tape = made.tape(layer, input_grad=input_grad)
+            wanted = layer.flops(SIZE, input_grad=input_grad)
+            later = wanted.backward_weight if layer.splits_backward else 0.0
+            found = [flops(tape.graph(), phase) for phase in Phase]
+            inside = wanted.backward_input + wanted.backward_weight - later
+            assert found == pytest.approx([wanted.forward, inside, later]), (layer.name, input_grad)
+            assert sum(p.count for p in tape.parameters) == layer.num_params, layer.name
+            assert sum(p.count for p in tape.parameters if p.trainable) == layer.num_trainable_params, layer.name
+
+
+@pytest.mark.parametrize(("module", "choice"), FAMILIES)
+@pytest.mark.parametrize("frozen", [(), ("encoder",), ("encoder", "language")])
+def test_operators_have_the_flops_and_parameters_of_their_layer(module, choice, frozen) -> None:  # type: ignore[no-untyped-def]
+    check(tiny_model(**choice, frozen=frozen), module)
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj"], ["v_proj", "up_proj"], ["down_proj"]])
+def test_adapters_of_a_language_model(targets: list[str]) -> None:
+    base = tiny_model(frozen=("encoder",))
+    language = dataclasses.replace(base.language, trainable="lora")
+    lora = dataclasses.replace(base.lora, rank=3, target_modules=targets)
+    check(dataclasses.replace(base, language=language, lora=lora), "language")
+
+
+@pytest.mark.parametrize("encoder", ["qwen2_vl", "qwen2_5_vl", "siglip", "vit", "whisper"])
+def test_adapters_of_every_encoder(encoder: str) -> None:
+    base = tiny_model(encoder, projector={"spatial_merge": 3} if encoder == "whisper" else None)
+    assert base.encoder is not None
+    lora = dataclasses.replace(base.lora, rank=3)
+    model = dataclasses.replace(base, encoder=dataclasses.replace(base.encoder, trainable="lora"), lora=lora)
+    check(model, "vision")
+
+
+# ------------------------------------------------------------------------------------------- division
+
+
+def block(model: ModelConfig, module: str, division: Division) -> tuple[Graph, LayerSpec]:
+    layer = model_spec(model, dtype_bytes=2).module(module).layers[1]
+    return describer(model, module, division).graph(layer, input_grad=True), layer
+
+
+@pytest.mark.parametrize(("module", "choice"), FAMILIES)
+def test_tensor_parallel_ranks_share_a_block_and_exchange_rows_eight_times(module, choice) -> None:  # type: ignore[no-untyped-def]
+    graph, layer = block(tiny_model(**choice), module, Division(tp=2))
+    wanted = layer.flops(SIZE)
+    assert [2 * flops(graph, phase) for phase in Phase] == pytest.approx(
+        [wanted.forward, wanted.backward_input, wanted.backward_weight]
+    )
+    kinds = [op.kind for op in graph.operators if op.kind.is_collective]
+    assert sorted(kinds) == [OpKind.ALL_GATHER] * 4 + [OpKind.REDUCE_SCATTER] * 4
+    whole = SIZE.rows * layer.output_width * 2
+    assert {op.net_bytes(SIZE) for op in graph.operators if op.kind.is_collective} == {whole / 2}
+
+
+def test_context_parallel_ranks_gather_keys_and_values_once() -> None:
+    graph, layer = block(tiny_model(language="llama"), "language", Division(groups=4, gathers_keys=True))
+    assert 4 * flops(graph, Phase.FORWARD) == pytest.approx(layer.flops(SIZE).forward)
+    sends = [op for op in graph.operators if op.kind.is_collective]
+    assert [op.kind for op in sends] == [OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER]
+    assert sends[0].net_bytes(SIZE) == pytest.approx(0.75 * SIZE.rows * 2 * (2 * 8) * 2)
+
+
+def test_groups_that_share_pictures_exchange_nothing() -> None:
+    graph, _ = block(tiny_model(), "vision", Division(groups=4))
+    assert not any(op.kind.is_collective for op in graph.operators)
+
+
+@pytest.mark.parametrize("division", [Division(), Division(tp=2), Division(tp=2, groups=2, gathers_keys=True)])
+@pytest.mark.parametrize(("module", "choice"), FAMILIES)
+def test_every_layer_runs_on_every_division(module, choice, division) -> None:  # type: ignore[no-untyped-def]
+    model = tiny_model(**choice)
+    for layer in model_spec(model, dtype_bytes=2).module(module).layers:
+        found = simulate(describer(model, module, division).graph(layer, input_grad=True), LATENCIES, SIZE)
+        assert found.makespan_s > 0
+        held = found.peak_bytes()
+        assert held >= 2 * layer.num_params / division.tp - 1

@@ -1,0 +1,138 @@
+"""Samples of a machine whose seconds are known come to a profile that knows them."""
+
+from dataclasses import replace
+
+import pytest
+
+from mmtrain import config as config_module
+from mmtrain.data.metadata import IterationMeta
+from mmtrain.measurements import NUM_BLOCKS, Samples, assemble, trainable_params, typical
+from mmtrain.models.spec_builders import model_spec
+from mmtrain.planner.batching import make_batching
+from mmtrain.planner.cost_model import FlopsCosts
+from mmtrain.planner.iteration import IterationPlanner, partition_of
+from mmtrain.planner.measured_costs import MeasuredCosts
+from mmtrain.probing import CUTS, picture_curve, probing_iteration, probing_job, small_job
+from mmtrain.schedule.action import Kind
+from mmtrain.schedule.problem import P2P
+from tests.planner.profiles import MACHINE
+
+FLOPS = FlopsCosts(flops_per_s=1e8, p2p=P2P(latency_s=0.0, bytes_per_s=1.0))
+FIXED = {Kind.F: 3e-3, Kind.B: 2e-3, Kind.I: 4e-3, Kind.W: 1e-3}
+PAUSE = {Kind.F: 5e-4, Kind.B: 1e-4, Kind.I: 2e-4, Kind.W: 3e-4}
+PARAM_S, STEP_S, PIPELINE_S = 2e-8, 7e-3, 0.25
+
+
+def everything(config) -> IterationMeta:
+    return IterationMeta(microbatches=(*probing_iteration(config).microbatches, *picture_curve(config).microbatches))
+
+
+def samples_of(config) -> Samples:
+    """What would be measured if layers took their FLOPs, and actions FIXED and PAUSE."""
+    found = Samples()
+    meta = everything(config)
+    for cut in CUTS:
+        job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="")
+        planner = IterationPlanner.of(job)
+        batching = make_batching(meta, planner.spec)
+        graph = replace(planner, costs=FLOPS).problem(meta)[1].graph
+        for stage, work in graph.nodes():
+            place = planner.partition.stages[stage]
+            module, size = planner.spec.module(place.module), batching.size_of[work]
+            times = [FLOPS.layer(module, index, size, input_grad=index > 0) for index in range(*place.layers)]
+            inside, later = sum(t.backward_input_s for t in times), sum(t.backward_weight_s for t in times)
+            seconds = {Kind.F: sum(t.forward_s for t in times)}
+            if graph.has_backward(stage, work) and cut.splits and later:
+                seconds |= {Kind.I: inside, Kind.W: later}
+            elif graph.has_backward(stage, work):
+                seconds |= {Kind.B: inside + later}
+            for kind, amount in seconds.items():
+                as_if = Kind.I if kind is Kind.B and cut.splits else kind
+                found.rows[cut, stage, work, kind] += [amount + FIXED[as_if]] * 4
+                found.pauses[cut, stage, work, kind] += [PAUSE[kind]] * 4
+    whole = probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[0], folder="")
+    for name, job in (("whole", whole), ("small", small_job(config, folder=""))):
+        params = sum(module.num_trainable_params for module in model_spec(job.model).modules)
+        found.ends[name] = [STEP_S + PARAM_S * params] * 3
+    return found
+
+
+@pytest.fixture(scope="module")
+def config():
+    return config_module.load("debug_vlm.toml", [])
+
+
+@pytest.fixture(scope="module")
+def samples(config):
+    return samples_of(config)
+
+
+def test_layers_actions_and_ends_of_steps_are_found_again(config, samples):
+    profile = assemble(config, everything(config), [samples], [], MACHINE)
+    for kind in FIXED:
+        assert profile.actions[kind.value] == pytest.approx(FIXED[kind] + PAUSE[kind], rel=0.05), kind
+    assert profile.step.param_s == pytest.approx(PARAM_S)
+    assert profile.step.fixed_s == pytest.approx(STEP_S)
+    assert profile.transfer is None
+    spec = model_spec(config.model)
+    batching = make_batching(probing_iteration(config), spec)
+    for splits in (False, True):
+        costs = MeasuredCosts(profile=profile, p2p=FLOPS.p2p, splits_backward=splits)
+        for work, size in zip(batching.works, batching.size_of, strict=True):
+            module = spec.modules[work.module]
+            blocks = [index for index, layer in enumerate(module.layers) if layer.is_block]
+            ours = costs.layer(module, blocks[-1], size, input_grad=True)
+            theirs = FLOPS.layer(module, blocks[-1], size, input_grad=True)
+            assert ours.forward_s == pytest.approx(theirs.forward_s, rel=0.02)
+            assert ours.backward_input_s == pytest.approx(theirs.backward_input_s, rel=0.03)
+            assert ours.backward_weight_s == pytest.approx(theirs.backward_weight_s, rel=0.03)
+
+
+def test_disturbed_samples_do_not_count(config, samples):
+    disturbed = Samples(
+        rows={key: [*values, *(5 * value for value in values)] for key, values in samples.rows.items()},
+        pauses=samples.pauses,
+        ends=samples.ends,
+    )
+    calm, loud = (assemble(config, everything(config), [one], [], MACHINE) for one in (samples, disturbed))
+    assert loud.layers == calm.layers
+    assert typical([1.0, 1.0, 1.0, 9.0]) == 1.0
+
+
+def test_processes_are_taken_together(config, samples):
+    one = assemble(config, everything(config), [samples], [], MACHINE)
+    assert assemble(config, everything(config), [samples, samples], [], MACHINE) == one
+
+
+def test_the_curve_is_one_stage_of_the_job(config, samples):
+    profile = assemble(config, everything(config), [samples], [], MACHINE)
+    spec = model_spec(config.model)
+    stages = len(partition_of(config, spec).of_module("vision"))
+    assert stages == 2
+    batching = make_batching(picture_curve(config), spec)
+    vision = [size for w, size in zip(batching.works, batching.size_of, strict=True) if w.module == 0]
+    actions = profile.actions["F"] + profile.actions["B"]
+    assert [number for number, _ in profile.curve.seconds] == [
+        len(m.images) for m in picture_curve(config).microbatches
+    ]
+    for (_, seconds), size in zip(profile.curve.seconds, vision, strict=True):
+        module = spec.module("vision")
+        times = [FLOPS.layer(module, index, size, input_grad=index > 0) for index in range(len(module.layers))]
+        total = sum(t.forward_s + t.backward_input_s + t.backward_weight_s for t in times)
+        assert seconds == pytest.approx(total / stages + actions, rel=0.02)
+
+
+def test_transfers_and_the_pipelines_part_of_a_step_come_from_two_ranks(config, samples):
+    two = IterationPlanner.of(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder=""))
+    largest = max(trainable_params(two.spec, two.partition, rank) for rank in range(2))
+    end = STEP_S + PARAM_S * largest + PIPELINE_S
+    sizes = [2**k for k in range(10, 24, 2)]
+    pairs = [
+        Samples(trips={size: [1e-4 + size / 1e9] for size in sizes}, posts=[1e-5] * 8, spans=[(done, 10.0 + end)] * 4)
+        for done in (9.0, 10.0)  # one rank waits for the other
+    ]
+    profile = assemble(config, everything(config), [samples], pairs, MACHINE)
+    assert profile.transfer.latency_s == pytest.approx(1e-4)
+    assert profile.transfer.byte_s == pytest.approx(1e-9)
+    assert profile.transfer.end_s == pytest.approx(1e-5)
+    assert profile.step.pipeline_s == pytest.approx(PIPELINE_S)

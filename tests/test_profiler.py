@@ -1,0 +1,116 @@
+"""A small job measured for real: the profile is whole, and planning can use it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mmtrain import config as config_module
+from mmtrain.cli import main
+from mmtrain.models.spec_builders import model_spec
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.profile import HELD, TIMES, Profile, role
+from mmtrain.planner.sub_microbatch import smallest_efficient
+from mmtrain.probing import probing_iteration
+from tests.jobs import write_config
+
+pytestmark = pytest.mark.ranks
+
+PP2 = ["--parallelism.pipeline_parallel_degree=2", "--training.seq_len=64"]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """(config file, profile file, what was printed)."""
+    import contextlib
+    import io
+
+    folder = tmp_path_factory.mktemp("profile")
+    job, out, printed = write_config(folder, folder), folder / "p.json", io.StringIO()
+    words = ["profile", "--config", str(job), "--out", str(out), "--rounds", "1", "--steps", "2"]
+    words += ["--hardware-out", str(folder / "mine.toml")]
+    with contextlib.redirect_stdout(printed):
+        assert main([*words, *PP2]) == 0
+    return job, out, printed.getvalue()
+
+
+def test_every_kind_of_layer_has_times_and_bytes(measured):
+    job, out, _ = measured
+    profile = Profile.read(out)
+    spec = model_spec(config_module.load(job, PP2).model)
+    assert [(layer.module, layer.role) for layer in profile.layers] == list(
+        dict.fromkeys((module.name, role(layer)) for module in spec.modules for layer in module.layers)
+    )
+    for layer in profile.layers:
+        if layer.role in ("blocks", "layers", "projector", "head"):
+            assert set(layer.points) == {*TIMES, HELD}
+        for name in TIMES:
+            assert all(seconds >= 0 for _, seconds in layer.points.get(name, ()))
+    blocks = profile.layer("language", spec.module("language").layers[1])
+    for name in TIMES:
+        assert blocks.at(name, blocks.points[name][0][0]) > 0
+
+
+def test_held_bytes_are_what_planning_counts(measured):
+    job, out, _ = measured
+    spec = model_spec(config_module.load(job, PP2).model)
+    for layer in Profile.read(out).layers:
+        if layer.role in ("blocks", "layers", "projector"):
+            one = next(x for x in spec.module(layer.module).layers if role(x) == layer.role)
+            size, held = max(layer.points[HELD], key=lambda point: point[1])
+            assert held == pytest.approx(one.activation_bytes(size), rel=0.1)
+
+
+def test_two_ranks_exchanged_messages(measured):
+    transfer = Profile.read(measured[1]).transfer
+    assert transfer is not None
+    assert 0 < transfer.end_s < 0.1
+    assert 1e6 < 1 / transfer.byte_s < 1e12
+
+
+def test_the_rule_reads_the_measured_curve(measured):
+    _, out, text = measured
+    profile = Profile.read(out)
+    found = smallest_efficient(profile.curve)
+    assert found.size in [number for number, _ in profile.curve.seconds]
+    assert f"model.encoder.sub_microbatch_size = {found.size} is the smallest" in text
+
+
+def test_a_job_is_simulated_with_its_profile(measured):
+    job, out, _ = measured
+    config = config_module.load(job, [*PP2, f'--planner.profile="{out}"'])
+    planner = IterationPlanner.of(config)
+    timeline = planner.plan(probing_iteration(config)).result.timeline
+    assert 0 < timeline.makespan_s < 60
+    assert planner.costs.step_s(10_000) >= 0
+
+
+def test_fitted_efficiencies_are_a_hardware_profile(measured):
+    job, out, text = measured
+    mine = out.parent / "mine.toml"
+    config = config_module.load(job, [*PP2, f'--planner.hardware="{mine}"'])
+    planner = IterationPlanner.of(config)
+    assert planner.plan(probing_iteration(config)).result.timeline.makespan_s > 0
+    before, after = re.search(r"mean error of a layer (\d+) %; with the factors a below ([\d.]+) %", text).groups()
+    assert float(after) <= float(before) + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rounds", "0"], "--rounds 0; it is at least 1"),
+        (["--out", "profile.txt"], "must end in .json or .json.gz"),
+        (["--out", "/nowhere/p.json"], "the folder /nowhere does not exist"),
+        (["--hardware", "abacus"], "'abacus' does not exist"),
+        (["--model.language.num_segments=7"], "needs a layer"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(tmp_path: Path, capsys, monkeypatch, options, message):
+    from mmtrain import profiler
+
+    def started(*_, **__):
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr(profiler, "profile_job", started)
+    assert main(["profile", "--config", str(write_config(tmp_path, tmp_path)), *options]) == 2
+    assert message in capsys.readouterr().err

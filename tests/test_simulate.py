@@ -1,0 +1,169 @@
+"""`mmtrain simulate`, as a user types it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmtrain import config
+from mmtrain.cli import main
+from mmtrain.errors import ConfigError
+from mmtrain.simulate import Answer, Question, simulate_job, table, to_json, with_schedule
+
+ROOT = Path(__file__).resolve().parent.parent
+DEBUG = ["simulate", "--config", "debug_vlm.toml", "--picture-side", "112", "--iterations", "2"]
+
+
+def error(capsys, *words: str) -> str:
+    assert main(["simulate", "--config", "debug_vlm.toml", *words]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_a_table_has_a_line_a_schedule(capsys):
+    assert main([*DEBUG, "--schedule", "1F1B,interleave,ZB-H1", "--cluster", "a40x2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("2 ranks of a40x2 (pp 2, ")
+    assert "workload mix, seed 0: 2 iterations of 4 microbatches" in lines[2]
+    names = [line.split()[0] for line in lines[5:8]]
+    assert names == ["1F1B", "interleave", "ZB-H1"]
+    assert all("%" in line and "(pp_rank" in line for line in lines[5:8])
+
+
+def test_json_has_every_iteration(capsys):
+    words = [*DEBUG, "--schedule", "1F1B,interleave", "--json", "--seed", "3", "--workload", "interleaved"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    found = json.loads(first)
+    assert (found["ranks"], found["seed"], found["workload"], found["replicas"]) == (2, 3, "interleaved", 1)
+    for schedule in found["schedules"]:
+        times = [step["iteration_s"] for step in schedule["iterations"]]
+        assert len(times) == 2
+        assert schedule["iteration_s"] == pytest.approx(sum(times) / 2)
+        assert schedule["peak_bytes"] == max(max(step["peak_bytes"]) for step in schedule["iterations"])
+    assert main(words) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_pictures_and_traces_are_written(tmp_path, capsys):
+    words = ["--schedule", "1F1B,interleave", "--png", str(tmp_path / "a.png"), "--trace", str(tmp_path / "t.json")]
+    assert main([*DEBUG, *words]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"1F1B", "interleave"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--schedule", "2F2B"], "schedule '2F2B' does not exist"),
+        (["--schedule", "1F1B,1F1B"], "named twice"),
+        (["--workload", "mixx", "--picture-side", "112"], "did you mean 'mix'"),
+        (["--iterations", "0"], "num_iterations = 0"),
+        (["--replicas", "0"], "num_replicas = 0"),
+        (["--seed", "-1"], "seed = -1"),
+        (["--picture-side", "0"], "picture_side = 0"),
+        ([], "728 x 728 pixels makes 676 tokens"),
+        (["--cluster", "h800x64"], "64 accelerators"),
+        (["--cluster", "h900"], "h900"),
+        (["--cluster", "h800x2", "--planner.hardware=h100"], "give one of the two"),
+        (["--png", "/nowhere/at/all.png"], "/nowhere/at does not exist"),
+        (["--schedule", "ZBV", "--model.encoder.num_segments=3", "--picture-side", "112"], "num_segments = 3"),
+    ],
+)
+def test_bad_input_ends_with_one_line(capsys, words, message):
+    assert message in error(capsys, *words)
+
+
+def question(*overrides: str, **changes) -> Question:
+    settings = {"schedules": ("interleave",), "num_iterations": 2, "picture_side": 112}
+    return Question(config=config.load("debug_vlm.toml", overrides), **(settings | changes))
+
+
+def test_mfu_is_model_flops_over_what_the_ranks_of_a_replica_could_do():
+    report = simulate_job(question("planner.hardware=a40x2"))
+    (answer,) = report.answers
+    assert report.machine.peak_flops is not None
+    seconds = sum(step.iteration_s for step in answer.iterations)
+    flops = sum(step.flops for step in answer.iterations)
+    found = to_json(report)["schedules"][0]["mfu"]
+    assert found == pytest.approx(flops / (seconds * 2 * report.machine.peak_flops))
+
+
+def test_a_schedule_that_ignores_memory_limits_is_told_so():
+    report = simulate_job(question("planner.activation_memory_gib=2.0", schedules=("1F1B", "interleave")))
+    notes = [note for note in report.notes if "activation_memory_gib" in note]
+    assert notes == ["1F1B bounds activations by its own rule; planner.activation_memory_gib is left out"]
+    job, _ = with_schedule(report.question.config, "interleave")
+    assert job.planner.activation_memory_gib == 2.0
+
+
+def test_a_schedule_without_a_plan_is_an_answer(capsys):
+    words = ["--schedule", "interleave,1F1B", "--planner.activation_memory_gib=0.001"]
+    assert main([*DEBUG, *words]) == 1
+    out = capsys.readouterr().out
+    assert "interleave: NO PLAN: iteration 0: " in out
+    assert "\n1F1B " in out
+
+
+def test_too_much_memory_is_said():
+    report = simulate_job(question("planner.hardware=a40x2"))
+    assert "OUT OF MEMORY" not in table(report)
+    object.__setattr__(report.machine, "memory_bytes", 1e6)
+    rank, peak = report.answers[0].fullest
+    assert f"OUT OF MEMORY: pp_rank {rank} needs {peak / 2**30:.3g} GiB" in table(report)
+    assert to_json(report)["schedules"][0]["fits"] is False
+
+
+def test_replicas_that_are_left_out_are_said():
+    asked = question("parallelism.data_parallel_shard_degree=4", num_replicas=3)
+    assert asked.simulated_replicas == 3
+    assert any(note.startswith("3 of 4 data-parallel replicas") for note in simulate_job(asked).notes)
+    assert not any("replicas" in note for note in simulate_job(question()).notes)
+
+
+def test_all_schedules_read_the_same_batches():
+    report = simulate_job(question(schedules=("1F1B", "GPipe")))
+    one, other = report.answers
+    assert [step.num_images for step in one.iterations] == [step.num_images for step in other.iterations]
+    assert [step.flops for step in one.iterations] == [step.flops for step in other.iterations]
+
+
+def test_the_fullest_rank_is_that_of_any_iteration():
+    (answer,) = simulate_job(question()).answers
+    assert isinstance(answer, Answer)
+    rank, peak = answer.fullest
+    assert peak == max(value for step in answer.iterations for value in step.peak_bytes)
+    assert any(step.peak_bytes[rank] == peak for step in answer.iterations)
+
+
+def test_no_question_has_impossible_numbers():
+    with pytest.raises(ConfigError, match="num_iterations = 0; it is at least 1"):
+        question(num_iterations=0)
+
+
+@pytest.mark.parametrize("name", ["vlm_s", "vlm_m", "vlm_l", "vlm_xl_8k", "vlm_xl_16k"])
+def test_the_command_in_each_papers_config_works(name, capsys):
+    text = (ROOT / "configs" / f"{name}.toml").read_text()
+    program, *words = text.splitlines()[0].removeprefix("# ").split()
+    assert program == "mmtrain"
+    words[words.index("--iterations") + 1] = "1"
+    words += ["--training.global_batch_size=128" if "xl" in name else "--training.global_batch_size=2"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "OUT OF MEMORY" not in out
+    assert [line.split()[0] for line in out.splitlines()[5:8]] == ["1F1B", "Interleaved1F1B", "interleave"]
+
+
+def test_torch_is_never_loaded():
+    script = (
+        "import sys\n"
+        "from mmtrain.cli import main\n"
+        f"status = main({[*DEBUG, '--cluster', 'a40x2']!r})\n"
+        "print(status, [m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []"
