@@ -50,7 +50,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 2
     return [answers[rank][1] for rank in range(world)]
 
 
-def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
+def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 600) -> Any:
     """What `fn(*args)` returned in a process of its own, without a process group."""
     queue = _context.Queue()
     process = _context.Process(target=_alone, args=(fn, args, queue))
