@@ -1,9 +1,10 @@
 """From what the processes of `mmtrain profile` measured to a profile. Pure."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,6 +26,12 @@ from mmtrain.schedule.action import Kind
 NUM_BLOCKS = 2
 """Blocks of each kind that are measured."""
 
+SPEED_TOLERANCE = 0.08
+"""Of the machine's best speed that a step may miss and still count."""
+
+LEAST_STEPS = 2
+"""Steps of each trainer that count in any case."""
+
 _TIMED: dict[str, tuple[bool, tuple[Kind, ...]]] = {
     "forward": (False, (Kind.F,)),
     "backward": (False, (Kind.B,)),
@@ -38,16 +45,33 @@ _TIMED: dict[str, tuple[bool, tuple[Kind, ...]]] = {
 _ACTION = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.W: "backward_weight"}
 
 
+Key = TypeVar("Key")
+
+Place = tuple[int, int, Kind]
+"""(stage, work, kind) of an action."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """One step of one trainer."""
+
+    job: Cut | None
+    """How the layers were cut; None: the small job."""
+    speed_s: float
+    """Seconds of a fixed piece of work around the step: how fast the machine was; 0: not measured."""
+    rows: Mapping[Place, float]
+    """Seconds of each action."""
+    pauses: Mapping[Place, float]
+    """Seconds from the end of the action before it."""
+    outside_s: float
+    """Seconds of the step outside of its program."""
+
+
 @dataclass(kw_only=True)
 class Samples:
-    """What one process measured: lists of seconds by what they belong to."""
+    """What one process measured."""
 
-    rows: dict[tuple[Cut, int, int, Kind], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """(cut, stage, work, kind) -> an action's seconds."""
-    pauses: dict[tuple[Cut, int, int, Kind], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """The same -> from the end of the action before it."""
-    ends: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """`whole` or `small` -> seconds of a step outside of its program."""
+    steps: list[StepSample] = field(default_factory=list)
     held: dict[tuple[int, int], float] = field(default_factory=dict)
     """(stage, work) -> bytes that autograd kept of the forward, a stage for each layer."""
     trips: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -56,6 +80,40 @@ class Samples:
     """Seconds of one call that posts a message."""
     spans: list[tuple[float, float]] = field(default_factory=list)
     """(end of the program, end of the step) on one of two pipeline ranks."""
+
+
+def slowest(ranks: Sequence[Samples]) -> Samples:
+    """What ranks that share works measured: of each action and amount the largest, which the others wait for."""
+    steps = []
+    for same in zip(*(samples.steps for samples in ranks), strict=True):
+        steps.append(
+            StepSample(
+                job=same[0].job,
+                speed_s=max(step.speed_s for step in same),
+                rows=_largest([step.rows for step in same]),
+                pauses=_largest([step.pauses for step in same]),
+                outside_s=max(step.outside_s for step in same),
+            )
+        )
+    return Samples(steps=steps, held=_largest([samples.held for samples in ranks]))
+
+
+def _largest(tables: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
+    return {key: max(table[key] for table in tables) for key in tables[0]}
+
+
+def calm(steps: Sequence[StepSample]) -> list[StepSample]:
+    """The steps at whose time the machine was as fast as at its best; of each trainer at least the two best.
+
+    The speed of a shared machine changes by tens of per cent, for seconds to minutes. A profile is of its best state,
+    so that numbers of different trainers belong together.
+    """
+    best = min((step.speed_s for step in steps), default=0.0)
+    counted = []
+    for job in dict.fromkeys(step.job for step in steps):
+        ordered = sorted((step for step in steps if step.job == job), key=lambda step: step.speed_s)
+        counted += [s for i, s in enumerate(ordered) if i < LEAST_STEPS or s.speed_s <= (1 + SPEED_TOLERANCE) * best]
+    return counted
 
 
 def typical(values: Sequence[float]) -> float:
@@ -74,11 +132,12 @@ def assemble(
 
     Args:
         meta: the batches that were run.
-        found: of each process that ran layers. pairs: of two pipeline ranks; empty if there was one.
+        found: of each copy of the ranks that ran layers. pairs: of two pipeline ranks; empty if there was one.
         machine: what is said of it in the profile.
     """
-    probe = _Probe(config, meta, _merged(found))
-    step = _step(config, probe.samples)
+    steps = [step for samples in found for step in calm(samples.steps)]
+    probe = _Probe(config, meta, steps, {key: value for samples in found for key, value in samples.held.items()})
+    step = _step(config, steps)
     transfer = None
     if pairs:
         transfer = _transfer(pairs)
@@ -96,30 +155,26 @@ def assemble(
     )
 
 
-def _merged(found: Sequence[Samples]) -> Samples:
-    merged = Samples()
-    for samples in found:
-        for name in ("rows", "pauses", "ends"):
-            for key, values in getattr(samples, name).items():
-                getattr(merged, name)[key] += values
-        merged.held |= samples.held
-    return merged
-
-
 class _Probe:
     """Samples of actions as amounts of layers and works."""
 
-    def __init__(self, config: Config, meta: IterationMeta, samples: Samples) -> None:
+    def __init__(
+        self,
+        config: Config,
+        meta: IterationMeta,
+        steps: Sequence[StepSample],
+        held: Mapping[tuple[int, int], float],
+    ) -> None:
         jobs = [probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="") for cut in CUTS]
         dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
-        self.samples, self.meta = samples, meta
+        self.meta, self._held = meta, held
         self.spec = model_spec(jobs[0].model, dtype_bytes=dtype_bytes)
         self._parts: dict[str, Partition] = {
             cut.stages: partition_of(job, self.spec) for cut, job in zip(CUTS, jobs, strict=True)
         }
         self.batching = make_batching(meta, self.spec, 0, config.model.language.attention_mask)
-        self._seconds = {key: typical(values) for key, values in samples.rows.items()}
-        self._pauses = {key: typical(values) for key, values in samples.pauses.items()}
+        self._seconds = _medians((step.job, step.rows) for step in steps)
+        self._pauses = _medians((step.job, step.pauses) for step in steps)
 
     def layers(self) -> Iterator[LayerProfile]:
         """The profile of each kind of layer, in the order of their first."""
@@ -196,7 +251,7 @@ class _Probe:
             if (places := [place for place, i in enumerate(self.stages[module, name]) if i in alike])
         }
         stages = {self._parts["layers"].of_module(module)[index].index for index in alike}
-        held = ((sizes[work], amount) for (stage, work), amount in self.samples.held.items() if stage in stages)
+        held = ((sizes[work], amount) for (stage, work), amount in self._held.items() if stage in stages)
         return {**points, HELD: tuple(held)}
 
     def seconds(self, module: str, kind: str, work: int) -> float:
@@ -211,11 +266,23 @@ class _Probe:
         return total
 
 
-def _step(config: Config, samples: Samples) -> StepProfile:
+def _medians(
+    samples: Iterable[tuple[Cut | None, Mapping[Place, float]]],
+) -> dict[tuple[Cut, int, int, Kind], float]:
+    found: dict[tuple[Cut, int, int, Kind], list[float]] = defaultdict(list)
+    for cut, values in samples:
+        for place, value in values.items():
+            if cut is not None:
+                found[cut, *place].append(value)
+    return {key: float(np.median(values)) for key, values in found.items()}
+
+
+def _step(config: Config, steps: Sequence[StepSample]) -> StepProfile:
     """Two jobs of different sizes tell what a parameter costs from what a step costs."""
     whole = _trainable(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[0], folder=""))
     small = _trainable(small_job(config, folder=""))
-    ends = [typical(samples.ends["whole"]), typical(samples.ends["small"])]
+    joined = Cut(stages="modules", splits=False)
+    ends = [float(np.median([step.outside_s for step in steps if step.job == job])) for job in (joined, None)]
     slope = max(0.0, (ends[0] - ends[1]) / (whole - small)) if whole != small else 0.0
     slope = min(slope, ends[0] / max(1, whole))
     return StepProfile(fixed_s=max(0.0, ends[0] - slope * whole), param_s=slope)

@@ -5,10 +5,12 @@ and with split backwards. The first gives a layer's seconds, what the second sav
 and the pauses between actions are the runtime's. With several pipeline ranks, as many copies as there are cores for
 run side by side, since ranks share caches and memory; two real ranks exchange messages and end steps.
 
-Everything is measured in rounds over all of this, and the first quartile counts: other work on a machine only ever
-adds time, mostly for seconds on end. On a CPU, what one thread computes is timed on that thread's own clock.
+Everything is measured in rounds over all of this. On a CPU, what one thread computes is timed on that thread's own
+clock, which other processes do not move, and only steps count at whose time a fixed piece of work ran as fast as it
+ever did.
 """
 
+import itertools
 import os
 import platform
 import tempfile
@@ -17,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +32,8 @@ from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import ConfigError
 from mmtrain.local_ranks import run_on_ranks
-from mmtrain.measurements import NUM_BLOCKS, Samples, assemble
+from mmtrain.measurements import NUM_BLOCKS, Samples, StepSample, assemble, calm, slowest
+from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.planner.profile import Profile
@@ -61,6 +64,8 @@ def profile_job(config: Config, *, rounds: int = 3, steps: int = 4, say: Say = p
         f"profile: {len(meta.microbatches)} batches of noise, {rounds} rounds of {steps} steps, {copies} x {plane} "
         f"processes; load of this machine before {_load()}"
     )
+    if not torch.cuda.is_available() and plane > (os.cpu_count() or 1):
+        say(f"profile: {plane} ranks share {os.cpu_count()} cores, so they are slower than with a core each")
     with tempfile.TemporaryDirectory(prefix="mmtrain-profile-") as folder:
         found = run_on_ranks(_measure_layers, plane, config, rounds, steps, folder, comm=config.comm, copies=copies)
         pairs: list[Samples] = []
@@ -68,7 +73,9 @@ def profile_job(config: Config, *, rounds: int = 3, steps: int = 4, say: Say = p
             say("profile: transfers and ends of steps, 2 processes")
             pairs = run_on_ranks(_measure_pair, 2, config, rounds, steps, folder, comm=config.comm)
     say(f"profile: load of this machine after {_load()}")
-    return assemble(config, meta, found, pairs, _machine(copies))
+    together = [slowest(found[first : first + plane]) for first in range(0, len(found), plane)]
+    speeds = [step.speed_s for samples in together for step in calm(samples.steps)]
+    return assemble(config, meta, together, pairs, _machine(copies, float(np.median(speeds))))
 
 
 def _copies(pp: int, plane: int) -> int:
@@ -100,27 +107,53 @@ def _measure_layers(device: torch.device, config: Config, rounds: int, steps: in
         for cut in CUTS:
             job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder=_dump_folder(folder))
             with _steps(job, _everything(job), device) as (trainer, timed):
-                for _ in range(steps):
-                    _take_actions(samples, cut, next(timed), ends=cut == Cut(stages="modules", splits=False))
+                samples.steps += _samples(cut, timed, steps, device)
                 if cut == Cut(stages="layers", splits=False) and number == 0:
                     with _counting(trainer.model.stages, samples.held, device):
                         next(timed)
         small = small_job(config, folder=_dump_folder(folder))
-        with _steps(small, IterationMeta(microbatches=probing_iteration(small).microbatches[-1:]), device) as (
-            _,
-            timed,
-        ):
-            samples.ends["small"] += [_outside(next(timed)) for _ in range(steps)]
+        last = IterationMeta(microbatches=probing_iteration(small).microbatches[-1:])
+        with _steps(small, last, device) as (_, timed):
+            samples.steps += _samples(None, timed, steps, device)
     return samples
 
 
-def _computing(device: torch.device) -> Callable[[], float]:
-    """A clock that other processes do not disturb: on a CPU, where one thread computes, that thread's own time."""
-    return time.thread_time if device.type == "cpu" else time.perf_counter
+def _samples(job: Cut | None, timed: Iterator[TimedStep], steps: int, device: torch.device) -> Iterator[StepSample]:
+    before = machine_speed_s(device)
+    for step in itertools.islice(timed, steps):
+        after = machine_speed_s(device)
+        rows, pauses = {}, {}
+        last, graph = step.outcome.span[0], step.plan.problem.graph
+        for action, start, end in step.outcome.rows:
+            place = (action.stage, graph.work_of(action), action.kind)
+            rows[place], pauses[place] = end - start, start - last
+            last = end
+        start, end = step.outcome.span
+        yield StepSample(
+            job=job,
+            speed_s=max(before, after),
+            rows=rows,
+            pauses=pauses,
+            outside_s=(step.end_s - step.start_s) - (end - start),
+        )
+        before = after
 
 
-def _dump_folder(folder: str) -> str:
-    return f"{folder}/{os.getpid()}"
+def machine_speed_s(device: torch.device) -> float:
+    """Seconds that this CPU now takes for a fixed piece of work, about 10 ms of products and element-wise operations;
+    0 on an accelerator."""
+    if device.type != "cpu":
+        return 0.0
+    x = torch.ones(512, 128).requires_grad_()
+    weight = torch.ones(512, 128)
+    found = []
+    for _ in range(3):
+        start = time.thread_time()
+        for _ in range(2):
+            y = torch.nn.functional.gelu(x @ weight.t())
+            (y @ weight).sum().backward()  # type: ignore[no-untyped-call]
+        found.append(time.thread_time() - start)
+    return min(found)
 
 
 @contextmanager
@@ -129,7 +162,7 @@ def _steps(
 ) -> Iterator[tuple[Trainer, Iterator[TimedStep]]]:
     """A trainer of a job and its steps on noise, the first of them done. Args: clock: default: of computing alone."""
     trainer = Trainer(job)
-    batches = repeat((noise_batch(job.model, meta, job.debug.seed), meta))
+    batches = itertools.repeat((noise_batch(job.model, meta, job.debug.seed), meta))
     timed = trainer.timed_steps(device, batches, clock=clock or _computing(device))
     try:
         next(timed)
@@ -138,20 +171,14 @@ def _steps(
         timed.close()  # type: ignore[attr-defined]
 
 
-def _take_actions(samples: Samples, cut: Cut, step: TimedStep, *, ends: bool) -> None:
-    before, graph = step.outcome.span[0], step.plan.problem.graph
-    for action, start, end in step.outcome.rows:
-        key = (cut, action.stage, graph.work_of(action), action.kind)
-        samples.rows[key].append(end - start)
-        samples.pauses[key].append(start - before)
-        before = end
-    if ends:
-        samples.ends["whole"].append(_outside(step))
+def _computing(device: torch.device) -> Callable[[], float]:
+    """A clock that other processes do not move, if there is one: a thread's own time, on a CPU and without ranks to
+    wait for."""
+    return time.thread_time if device.type == "cpu" and dist.get_world_size() == 1 else time.perf_counter
 
 
-def _outside(step: TimedStep) -> float:
-    start, end = step.outcome.span
-    return (step.end_s - step.start_s) - (end - start)
+def _dump_folder(folder: str) -> str:
+    return f"{folder}/{os.getpid()}"
 
 
 @contextmanager
@@ -173,8 +200,7 @@ class _Counted:
 
     def __init__(self, stage: ModalityStage, held: dict[tuple[int, int], float], device: torch.device) -> None:
         self._forward, self._held, self._device = stage.forward_one_chunk, held, device
-        self._stage = stage.stage_index
-        self._own = {p.untyped_storage().data_ptr() for p in stage.submod.parameters()}
+        self._stage, self._chunk = stage.stage_index, stage.submod
 
     def __call__(self, work: int, *args: Any, **kwargs: Any) -> Any:
         if self._device.type == "cuda":  # what the allocator has more after than before, the output apart
@@ -188,13 +214,14 @@ class _Counted:
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._own:
-                kept[storage.data_ptr()] = storage.nbytes()
+            kept[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = self._forward(work, *args, **kwargs)
-        self._held[self._stage, work] = float(sum(kept.values()))
+        # Afterwards: FSDP2 gathers parameters in the forward.
+        own = {local_part(parameter).untyped_storage().data_ptr() for parameter in self._chunk.parameters()}
+        self._held[self._stage, work] = float(sum(size for place, size in kept.items() if place not in own))
         return output
 
 
@@ -253,7 +280,7 @@ def _settle(device: torch.device) -> None:
 # -------------------------------------------------------------------------------------------- the machine
 
 
-def _machine(copies: int) -> dict[str, str | int | float]:
+def _machine(copies: int, speed_s: float) -> dict[str, str | int | float]:
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -263,6 +290,7 @@ def _machine(copies: int) -> dict[str, str | int | float]:
         "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
         "copies": copies,
         "load": round(os.getloadavg()[0], 2),
+        "speed_ms": round(1e3 * speed_s, 3),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

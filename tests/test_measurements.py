@@ -6,7 +6,7 @@ import pytest
 
 from mmtrain import config as config_module
 from mmtrain.data.metadata import IterationMeta
-from mmtrain.measurements import NUM_BLOCKS, Samples, assemble, trainable_params, typical
+from mmtrain.measurements import NUM_BLOCKS, Samples, StepSample, assemble, calm, slowest, trainable_params
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.cost_model import FlopsCosts
@@ -36,6 +36,7 @@ def samples_of(config) -> Samples:
         planner = IterationPlanner.of(job)
         batching = make_batching(meta, planner.spec)
         graph = replace(planner, costs=FLOPS).problem(meta)[1].graph
+        rows, pauses = {}, {}
         for stage, work in graph.nodes():
             place = planner.partition.stages[stage]
             module, size = planner.spec.module(place.module), batching.size_of[work]
@@ -48,13 +49,27 @@ def samples_of(config) -> Samples:
                 seconds |= {Kind.B: inside + later}
             for kind, amount in seconds.items():
                 as_if = Kind.I if kind is Kind.B and cut.splits else kind
-                found.rows[cut, stage, work, kind] += [amount + FIXED[as_if]] * 4
-                found.pauses[cut, stage, work, kind] += [PAUSE[kind]] * 4
-    whole = probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[0], folder="")
-    for name, job in (("whole", whole), ("small", small_job(config, folder=""))):
-        params = sum(module.num_trainable_params for module in model_spec(job.model).modules)
-        found.ends[name] = [STEP_S + PARAM_S * params] * 3
-    return found
+                rows[stage, work, kind] = amount + FIXED[as_if]
+                pauses[stage, work, kind] = PAUSE[kind]
+        found.steps += [sample(cut, config, rows, pauses)] * 3
+    return replace(found, steps=[*found.steps, *[sample(None, config, {}, {})] * 3])
+
+
+def sample(cut, config, rows, pauses) -> StepSample:
+    job = (
+        small_job(config, folder="") if cut is None else probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="")
+    )
+    params = sum(module.num_trainable_params for module in model_spec(job.model).modules)
+    return StepSample(job=cut, speed_s=1.0, rows=rows, pauses=pauses, outside_s=STEP_S + PARAM_S * params)
+
+
+def slower(step: StepSample, factor: float) -> StepSample:
+    return replace(
+        step,
+        speed_s=factor * step.speed_s,
+        rows={place: factor * seconds for place, seconds in step.rows.items()},
+        outside_s=factor * step.outside_s,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +103,23 @@ def test_layers_actions_and_ends_of_steps_are_found_again(config, samples):
             assert ours.backward_weight_s == pytest.approx(theirs.backward_weight_s, rel=0.03)
 
 
-def test_disturbed_samples_do_not_count(config, samples):
-    disturbed = Samples(
-        rows={key: [*values, *(5 * value for value in values)] for key, values in samples.rows.items()},
-        pauses=samples.pauses,
-        ends=samples.ends,
-    )
+def test_steps_on_a_slower_machine_do_not_count(config, samples):
+    disturbed = replace(samples, steps=[*(slower(step, 1.4) for step in samples.steps), *samples.steps])
     calm, loud = (assemble(config, everything(config), [one], [], MACHINE) for one in (samples, disturbed))
     assert loud.layers == calm.layers
-    assert typical([1.0, 1.0, 1.0, 9.0]) == 1.0
+    assert loud.step == calm.step
+
+
+def test_ranks_that_share_works_wait_for_the_slowest(config, samples):
+    other = replace(samples, steps=[slower(step, 0.5) for step in samples.steps], held={(0, 0): 2.0})
+    first = replace(samples, held={(0, 0): 7.0})
+    assert slowest([other, first]) == first
+
+
+def test_where_no_step_was_fast_the_two_fastest_count():
+    steps = [StepSample(job=None, speed_s=s, rows={}, pauses={}, outside_s=s) for s in (9.0, 3.0, 5.0)]
+    fast = StepSample(job=CUTS[0], speed_s=1.0, rows={}, pauses={}, outside_s=1.0)
+    assert [step.speed_s for step in calm([*steps, fast])] == [3.0, 5.0, 1.0]
 
 
 def test_processes_are_taken_together(config, samples):

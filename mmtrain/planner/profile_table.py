@@ -83,12 +83,11 @@ def _rest(profile: Profile, spec: ModelSpec) -> Iterator[str]:
             f"{1e-9 / transfer.byte_s:.2f} GB/s (mean error {100 * transfer.error:.0f} %); "
             f"{1e6 * transfer.end_s:.0f} us of the rank at each end."
         )
+    plane = int(profile.job["tensor_parallel_degree"]) * int(profile.job["context_parallel_degree"])
     held = [(layer, *_held(layer, _spec_of(layer, spec))) for layer in profile.layers if HELD in layer.fits]
-    if held:
-        parts = ", ".join(
-            f"{layer.module} {layer.role} {real / planned:.2f}" for layer, real, planned in held if planned
-        )
-        yield f"Bytes held from F to B, measured over planned: {parts}."
+    parts = [f"{one.module} {one.role} {real * plane / planned:.2f}" for one, real, planned in held if real and planned]
+    if parts:
+        yield f"Bytes held from F to B, measured over planned: {', '.join(parts)}."
     if profile.curve:
         yield from _curve_lines(profile)
 
