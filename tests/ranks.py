@@ -81,6 +81,7 @@ def _collect(queue: Any, processes: list[Any], world: int, timeout: float) -> di
     import time
 
     answers: dict[int, tuple[bool, Any]] = {}
+    gone: list[int] = []  # processes that had ended at the last look: what they sent was in the queue by then
     deadline = time.monotonic() + timeout
     while len(answers) < world:
         try:
@@ -89,7 +90,8 @@ def _collect(queue: Any, processes: list[Any], world: int, timeout: float) -> di
             if not ok:  # the others wait for this rank in vain
                 break
         except queues.Empty:
-            dead = [r for r, p in enumerate(processes) if not p.is_alive() and r not in answers]
+            dead = [r for r in gone if r not in answers]
+            gone = [r for r, p in enumerate(processes) if not p.is_alive()]
             for rank in dead:
                 answers[rank] = (False, f"process died with exit code {processes[rank].exitcode}")
             if dead:
