@@ -356,8 +356,40 @@ class ActivationCheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerConfig:
-    """[planner]: the nominal device that costs are counted on."""
+    """[planner]: how the model is cut and each iteration planned, and the device that costs are counted on."""
 
+    enable: bool = False
+    """Search a better plan for every batch, beside the step before; else each iteration has the order of
+    parallelism.pipeline_parallel_schedule."""
+    partition: Literal["search", "dip", "mixed-parameters", "mixed-latency"] = "search"
+    """How modules are cut whose num_segments is 0 and that have no pipeline_layout. search: the numbers of segments
+    with the shortest simulated iterations; dip: as many passes as the module is slower than the fastest one; mixed-*:
+    one chain of all modules, cut into stages of equal parameters or equal time."""
+    sub_microbatch: bool = True
+    """Cut the pictures of a microbatch into works of their own size; else they are one work."""
+    interleave: bool = True
+    """Order the works of all modules on each rank by the planner; else the order is that of
+    parallelism.pipeline_parallel_schedule, and the planner chooses memory alone."""
+    reorder: bool = True
+    """Search the order of microbatches; else the first come first."""
+    split_backward: bool = True
+    """Let the planner split backwards into input and weight halves."""
+    memory: bool = True
+    """Choose a memory option for each stage and work; else all have the fastest one that fits."""
+    strategy: Literal["anneal", "mcts", "random", "dfs", "first"] = "anneal"
+    """How orders are searched; first: not at all."""
+    budget_evaluations: int = 1000
+    """Plans tried for an iteration; 0: no limit."""
+    budget_s: float = 0.0
+    """Seconds of search; 0: no limit. Plans then depend on the machine's speed."""
+    threads: int = 0
+    """Threads of the search on each rank that searches; 0: half of the cores, shared by the ranks of the machine.
+    Plans do not depend on it unless budget_s ends the search."""
+    distributed: bool = False
+    """Every rank of a replica searches with a seed of its own, and the best plan counts; else the first rank alone."""
+    patience_s: float = 60.0
+    """Seconds that a step waits for its plan, then it runs the first plan, in the order of
+    parallelism.pipeline_parallel_schedule."""
     flops_per_s: float = 4e14
     """Achieved floating-point operations a second of one rank; only ratios matter to an order."""
     p2p_latency_s: float = 2e-5
@@ -373,7 +405,12 @@ class PlannerConfig:
     """File that `mmtrain profile` wrote: costs are what it measured, whatever `hardware` says; empty: none."""
 
     def __post_init__(self) -> None:
-        _at_least("planner", self, p2p_latency_s=0.0, activation_memory_gib=0.0)
+        _at_least("planner", self, p2p_latency_s=0.0, activation_memory_gib=0.0, budget_evaluations=0, budget_s=0.0)
+        _at_least("planner", self, threads=0, patience_s=0.0)
+        if self.enable and self.strategy != "first" and not self.budget_evaluations and not self.budget_s:
+            raise ConfigError(
+                "planner.budget_evaluations = 0 and planner.budget_s = 0 let the search go on for ever; set one of them"
+            )
         for name in ("flops_per_s", "p2p_bytes_per_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"planner.{name} = {getattr(self, name)}; it must be above 0")

@@ -21,6 +21,10 @@ class PlanResult:
     """One sentence for the user."""
     plan: Plan | None = None
     timeline: Timeline | None = None
+    evaluations: int = 1
+    """Plans that were tried."""
+    seed: int = 0
+    """Of the search."""
 
 
 def make_plan(problem: PlanningProblem, schedule: str) -> PlanResult:
