@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmtrain import __version__, config
-from mmtrain.commands import check, profile, schedule, simulate
+from mmtrain.commands import check, plan, profile, schedule, simulate
 from mmtrain.errors import MMTrainError
 
 
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_config(commands)
     _add_data(commands)
     schedule.add(commands)
+    plan.add(commands)
     check.add(commands)
     profile.add(commands)
     simulate.add(commands)

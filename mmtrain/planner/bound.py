@@ -1,16 +1,21 @@
 """A time that no plan of a problem can beat."""
 
+import heapq
+from collections.abc import Iterable
+
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.graph import Edge, Result
 from mmtrain.schedule.problem import PlanningProblem
 
 
-def lower_bound_s(problem: PlanningProblem) -> float:
-    """Seconds that every plan takes, whole or split backwards, whatever the memory.
+def lower_bound_s(problem: PlanningProblem, *, split: bool = True) -> float:
+    """Seconds that every plan takes, whatever the memory.
 
-    The longest of: each chain of dependencies; and for each rank its load, after the earliest start
-    that any of its actions can have, and before the least that must follow any of them. Weight halves
-    count in the load alone, since nothing waits for them. Each action counts with its fastest option.
+    For each rank, Jackson's preemptive schedule of its actions: each has a head (the chain of dependencies before it)
+    and a tail (the chain after it), and could be interrupted. Each action counts with its fastest option.
+
+    Args: split: also of plans with split backwards, whose weight halves nothing waits for; False: of whole ones alone.
+    Source: one-machine bound with heads and tails, Carlier 1982.
     """
     graph = problem.graph
     nodes = list(graph.nodes())
@@ -19,7 +24,7 @@ def lower_bound_s(problem: PlanningProblem) -> float:
     needs = {result: graph.needs(*result) for result in order}
     seconds: dict[Result, float] = {}
     for kind, stage, work in order:
-        half = Kind.I if kind is Kind.B else Kind.F
+        half = kind if kind is Kind.F else Kind.I if split else Kind.B
         seconds[kind, stage, work] = min(o.duration_s(half) for o in problem.options(stage, work))
 
     def arrival(edge: Edge | None) -> float:
@@ -32,17 +37,38 @@ def lower_bound_s(problem: PlanningProblem) -> float:
     for result in reversed(order):
         for before, edge in needs[result]:
             tail[before] = max(tail[before], arrival(edge) + seconds[result] + tail[result])
-    bounds = [head[result] + seconds[result] + tail[result] for result in order]
-    for rank in range(graph.num_ranks):
-        mine = [result for result in order if graph.stage_rank[result[1]] == rank]
-        if not mine:
-            continue
-        start = min(head[result] for result in mine)
-        load = sum(seconds[result] for result in mine)
-        weights = sum(
-            min(o.backward_weight_s for o in problem.options(stage, work))
-            for kind, stage, work in mine
-            if kind is Kind.B
-        )
-        bounds += [start + load + min(tail[result] for result in mine), start + load + weights]
-    return max(bounds, default=0.0)
+    jobs: list[list[tuple[float, float, float]]] = [[] for _ in range(graph.num_ranks)]
+    for result in order:
+        kind, stage, work = result
+        mine = jobs[graph.stage_rank[stage]]
+        mine.append((head[result], seconds[result], tail[result]))
+        if split and kind is Kind.B:
+            weight = min(o.backward_weight_s for o in problem.options(stage, work))
+            mine.append((head[result] + seconds[result], weight, 0.0))
+    return max(map(one_machine_s, jobs), default=0.0)
+
+
+def one_machine_s(jobs: Iterable[tuple[float, float, float]]) -> float:
+    """The least makespan of jobs (head, seconds, tail) on one machine that may interrupt them: at any time the job
+    with the longest tail of those that have arrived (Jackson's preemptive schedule)."""
+    arriving = sorted(jobs)
+    ready: list[list[float]] = []  # [-tail, seconds left]
+    now = makespan = 0.0
+    place = 0
+    while ready or place < len(arriving):
+        if not ready:
+            now = max(now, arriving[place][0])
+        while place < len(arriving) and arriving[place][0] <= now:
+            _, seconds, tail = arriving[place]
+            heapq.heappush(ready, [-tail, seconds])
+            place += 1
+        until = arriving[place][0] if place < len(arriving) else float("inf")
+        tail, left = -ready[0][0], ready[0][1]
+        if now + left <= until:
+            heapq.heappop(ready)
+            now += left
+            makespan = max(makespan, now + tail)
+        else:
+            ready[0][1] = left - (until - now)
+            now = until
+    return makespan

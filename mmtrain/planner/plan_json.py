@@ -61,8 +61,6 @@ def plan_to_json(
     result: PlanResult,
     *,
     search_s: float = 0.0,
-    evaluations: int = 1,
-    seed: int = 0,
 ) -> str:
     """The result as JSON text of version 1, one line a rank.
 
@@ -92,8 +90,8 @@ def plan_to_json(
         "makespan_s": result.timeline.makespan_s if result.timeline else 0.0,
         "lower_bound_s": bound,
         "search_s": search_s,
-        "evaluations": evaluations,
-        "seed": seed,
+        "evaluations": result.evaluations,
+        "seed": result.seed,
         "peak_bytes": list(result.timeline.peak_bytes) if result.timeline else [],
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]

@@ -16,7 +16,7 @@ def read_text(path: str | Path) -> str:
 
     Raises: PlanError: no such file, another ending, or not UTF-8 text.
     """
-    file = _json_path(path)
+    file = json_path(path)
     if not file.is_file():
         raise PlanError(f"{file}: {'is a folder' if file.is_dir() else 'there is no such file'}")
     try:
@@ -28,12 +28,13 @@ def read_text(path: str | Path) -> str:
 
 def write_text(path: str | Path, text: str) -> None:
     """Writes a .json or .json.gz file (without a time stamp, so that equal texts give equal bytes)."""
-    file = _json_path(path)
+    file = json_path(path)
     data = text.encode()
     file.write_bytes(gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
 
 
-def _json_path(path: str | Path) -> Path:
+def json_path(path: str | Path) -> Path:
+    """The path of a .json or .json.gz file. Raises: PlanError: another ending."""
     file = Path(path)
     if not file.name.endswith((".json", ".json.gz")):
         raise PlanError(f"{file}: the name must end in .json or .json.gz")

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ PROBLEM = two_modules(2, [1, 0])
 
 def test_json_has_the_format_s_keys_and_reads_back() -> None:
     result = make_plan(PROBLEM, "1F1B")
-    table = json.loads(plan_to_json(PROBLEM, result, search_s=0.25, seed=7))
+    table = json.loads(plan_to_json(PROBLEM, replace(result, seed=7), search_s=0.25))
     assert tuple(table) == KEYS
     assert (table["search_s"], table["seed"], table["evaluations"]) == (0.25, 7, 1)
     assert table["orders"][0][0] == {

@@ -1,13 +1,60 @@
-"""The search: from a planning problem to the best plan that a budget finds."""
+"""The search: from a planning problem to the best plan that a budget finds.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+1. *Sweep*: decoders (how much memory is reserved, what durations are assumed, when weight halves run) on the order of
+   arrival, then the best decoders on all deterministic orders. This finds most of the gain in some hundred evaluations.
+2. A *strategy* goes on from the best of them: simulated annealing by default, on the orders of groups and the decoder
+   together. The number of chains follows from the budget, never from the threads, and chains do not see each other, so
+   that a plan depends on problem, budget and seed alone.
+3. The best plan gets its memory options once more with more iterations, is checked, and simulated by the module that
+   judges all plans. If it is no better than the first plan, that one counts.
+
+Each evaluation is a whole one: orders by interleaving, memory options of each rank, makespan (DIP, arXiv:2504.14145,
+section 5: its three phases).
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
+import numpy as np
+
+from mmtrain.errors import PlanError
+from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import PlanResult, make_plan
-from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.planner.search import kernels
+from mmtrain.planner.search.chains import AnnealChain, Chain, DepthFirstChain, RandomChain, Start, TreeChain
+from mmtrain.planner.search.evaluate import choose, evaluate
+from mmtrain.planner.search.instance import Searched
+from mmtrain.planner.search.kernels import Decoder, Workspace
+from mmtrain.planner.search.orders import Order, by_cluster, cluster_orders
+from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.library.memory import choose_options
+from mmtrain.schedule.plan import Plan, check
+from mmtrain.schedule.problem import P2P, Option, PlanningProblem
+from mmtrain.schedule.simulate import simulate
 
 Strategy = Literal["anneal", "mcts", "random", "dfs", "first"]
+CHAINS: Mapping[str, type[Chain]] = {
+    "anneal": AnnealChain,
+    "mcts": TreeChain,
+    "random": RandomChain,
+    "dfs": DepthFirstChain,
+}
+
+ITERATIONS = 20
+"""Of the memory choice in an evaluation."""
+LAST_ITERATIONS = 300
+"""Of the memory choice of the best plan."""
+EVALUATIONS_PER_CHAIN = 500
+MOST_CHAINS = 16
+SWEEP_SHARE = 0.4
+"""Of the budget that the sweep may take at most."""
+CHUNK = 24_000
+"""Stages of works evaluated by a chain between two looks at clock and cancellation: some ten milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +67,9 @@ class SearchOptions:
     """Seconds; 0: no limit. If it ends the search, the plan depends on the speed of the machine."""
     seed: int = 0
     threads: int = 1
-    """The plan does not depend on it."""
+    """The plan does not depend on it unless budget_s ends the search."""
     strategy: Strategy = "anneal"
+    """mcts is DIP's (section 5.1); dfs and random are there for comparison; first: no search at all."""
     reorder: bool = True
     """Search the order of microbatches."""
     split: bool = True
@@ -29,16 +77,229 @@ class SearchOptions:
     memory: bool = True
     """Choose a memory option for each stage and work; else the fastest that fits for all."""
 
+    def __post_init__(self) -> None:
+        for name in ("budget_evaluations", "budget_s", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PlanError(f"{name} = {getattr(self, name)}; it must be finite and at least 0")
+        if self.threads < 1:
+            raise PlanError(f"threads = {self.threads}; it must be at least 1")
+        if self.strategy not in (*CHAINS, "first"):
+            raise PlanError(f"strategy {self.strategy!r} does not exist; choose one of {', '.join(CHAINS)}, first")
+        if self.strategy != "first" and not self.budget_evaluations and not self.budget_s:
+            raise PlanError("the search has no budget and would never end; give it evaluations or seconds")
+
 
 def search(
     problem: PlanningProblem, options: SearchOptions, *, cancelled: Callable[[], bool] = lambda: False
 ) -> PlanResult:
     """The best checked plan that the search found, with its timeline.
 
+    An infeasible problem is a result with that status and a sentence, never an exception.
+
     Args: cancelled: asked now and then; the search ends early where it says True.
     """
-    return make_plan(problem, "interleave")
+    if options.strategy == "first" or not problem.graph.has_any_backward:
+        return replace(make_plan(problem, "interleave"), seed=options.seed)
+    run = _Search(problem, options, cancelled)
+    why = run.run()
+    plan = run.plan()
+    if plan is None:
+        return replace(make_plan(problem, "interleave"), evaluations=run.evaluations + 1, seed=options.seed)
+    timeline = simulate(problem, plan)
+    return PlanResult(
+        status="optimal" if timeline.makespan_s <= run.bound_s * (1 + 1e-9) else "improved",
+        message=f"best of {run.evaluations} plans tried, {why}",
+        plan=plan,
+        timeline=timeline,
+        evaluations=run.evaluations,
+        seed=options.seed,
+    )
+
+
+def fit_memory(problem: PlanningProblem, plan: Plan, *, iterations: int = LAST_ITERATIONS) -> Plan | None:
+    """The plan with the same orders and the memory options that take the least time within the limits.
+
+    None: even the options of least memory do not fit into these orders. Args: iterations: of the choice.
+    """
+    searched = Searched.of(problem)
+    w = searched.load(plan)
+    if choose(searched, w, iterations) == math.inf:
+        return None
+    return searched.plan(w, join=False)
 
 
 def warm() -> None:
-    """Compiles or loads the kernels, so that no search has to."""
+    """Compiles the kernels, or loads them from numba's cache, so that no search has to."""
+    kinds = [Option(name="a", forward_s=1, backward_input_s=1, backward_weight_s=1, activation_bytes=2)]
+    kinds.append(replace(kinds[0], name="b", backward_input_s=2, activation_bytes=1))
+    from mmtrain.schedule.graph import ModuleStages, Work
+
+    problem = PlanningProblem.build(
+        num_ranks=2,
+        modules=[ModuleStages(name="m", stages=(0, 1))],
+        stage_rank=(0, 1),
+        works=[Work(module=0, microbatch=i, sub_microbatch=0) for i in range(4)],
+        costs=[kinds],
+        cost_index=[(0, 0)] * 4,
+        output_bytes=[(1.0, 0.0)] * 4,
+        p2p=P2P(latency_s=0.1, bytes_per_s=1.0),
+        memory_limit_bytes=(4.0, None),
+    )
+    search(problem, SearchOptions(budget_evaluations=200))
+
+
+class _Search:
+    """One search."""
+
+    def __init__(self, problem: PlanningProblem, options: SearchOptions, cancelled: Callable[[], bool]) -> None:
+        self.problem, self.options, self._cancelled = problem, options, cancelled
+        self.bound_s = lower_bound_s(problem)
+        only = None if options.memory else choose_options(problem, clusters(problem.graph))
+        self.searched = Searched.of(problem, only)
+        self.evaluations = 0
+        self.makespan_s = math.inf
+        """Of the best plan."""
+        self._best: tuple[Order, Decoder] | None = None
+        self._start_s = time.perf_counter()
+        self._workspaces: list[Workspace] = []
+
+    def run(self) -> str:
+        """Searches until the budget is used up; says why it ended."""
+        with ThreadPoolExecutor(self.options.threads) as pool:
+            found = self._sweep(pool)
+            why = self._why_over()
+            return why or self._go_on(pool, found)
+
+    def plan(self) -> Plan | None:
+        """The checked best plan; None if none fits."""
+        if self._best is None:
+            return None
+        w = self._workspace(0)
+        makespan = [evaluate(self.searched, w, *self._best, n) for n in (LAST_ITERATIONS, ITERATIONS)]
+        if makespan[0] < makespan[1]:
+            evaluate(self.searched, w, *self._best, LAST_ITERATIONS)
+        self.makespan_s = min(makespan)
+        plan = self.searched.plan(w)
+        check(plan, self.problem)
+        return plan
+
+    # ------------------------------------------------------------------------------------ budget
+
+    def _why_over(self) -> str:
+        """Why the search is over; empty: it is not."""
+        if self.makespan_s <= self.bound_s * (1 + 1e-9):
+            return "no plan can be better"
+        if self.options.budget_evaluations and self.evaluations >= self.options.budget_evaluations:
+            return "budget of evaluations used up"
+        if self.options.budget_s and self._elapsed_s >= self.options.budget_s:
+            return "budget of time used up"
+        return "stopped from outside" if self._cancelled() else ""
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    @property
+    def _progress(self) -> float:
+        """The part of the budget that is used up."""
+        done = 0.0
+        if self.options.budget_evaluations:
+            done = self.evaluations / self.options.budget_evaluations
+        if self.options.budget_s:
+            done = max(done, self._elapsed_s / self.options.budget_s)
+        return min(1.0, done)
+
+    def _workspace(self, number: int) -> Workspace:
+        while len(self._workspaces) <= number:
+            self._workspaces.append(self.searched.workspace())
+        return self._workspaces[number]
+
+    # ------------------------------------------------------------------------------------ sweep
+
+    def _sweep(self, pool: ThreadPoolExecutor) -> list[Start]:
+        """The best starts, best first."""
+        decoders = _decoders(self.searched, split=self.options.split)
+        orders = [by_cluster(self.searched, order) for order in cluster_orders(self.searched)]
+        found = self._try(pool, [(orders[0], how) for how in decoders])
+        if self.options.reorder:
+            best = [start.how for start in sorted(found, key=lambda start: start.cost)[:4]]
+            found += self._try(pool, [(order, how) for order in orders[1:] for how in best])
+        found.sort(key=lambda start: start.cost)
+        return found
+
+    def _try(self, pool: ThreadPoolExecutor, candidates: Sequence[tuple[Order, Decoder]]) -> list[Start]:
+        """Evaluates candidates, those that the budget allows."""
+        threads = self.options.threads
+        if self.options.budget_evaluations:
+            most = max(1, int(SWEEP_SHARE * self.options.budget_evaluations)) - self.evaluations
+            candidates = candidates[: max(0, most)]
+        costs = np.full(len(candidates), math.nan)
+
+        def work(thread: int) -> None:
+            w = self._workspaces[thread]
+            for i in range(thread, len(candidates), threads):
+                if self.options.budget_s and self._elapsed_s > self.options.budget_s and i >= threads:
+                    return
+                if i and self._cancelled():
+                    return
+                costs[i] = evaluate(self.searched, w, *candidates[i], ITERATIONS)
+
+        self._workspace(threads - 1)
+        list(pool.map(work, range(threads)))
+        found = [Start(*c, float(cost)) for c, cost in zip(candidates, costs, strict=True) if cost == cost]
+        self.evaluations += len(found)
+        for start in found:
+            self._note(start)
+        return found
+
+    def _note(self, start: Start) -> None:
+        if start.cost < self.makespan_s:
+            self.makespan_s, self._best = start.cost, (start.order, start.how)
+
+    # ------------------------------------------------------------------------------------ chains
+
+    def _go_on(self, pool: ThreadPoolExecutor, found: Sequence[Start]) -> str:
+        """Runs the chains of the strategy in turns until the search is over; says why."""
+        options = self.options
+        count = options.threads
+        if options.budget_evaluations:
+            count = max(1, min(MOST_CHAINS, options.budget_evaluations // EVALUATIONS_PER_CHAIN))
+        chains = [
+            CHAINS[options.strategy](
+                self.searched, self._workspace(i), found[i % len(found)], (options.seed, i), options.reorder,
+                any(start.how.split for start in found), ITERATIONS,
+            )
+            for i in range(count)
+        ]  # fmt: skip
+        chunk = max(1, CHUNK // max(1, len(self.searched.nodes)))
+        why = ""
+        while not why:
+            each = chunk
+            if options.budget_evaluations:  # the last turn may be shorter, and leave out the last chains
+                left = options.budget_evaluations - self.evaluations
+                each = min(chunk, max(1, left // count))
+                chains = chains[:left]
+            # Progress at the start and at the end of the turn: of evaluations alone where time is no limit.
+            before = self._progress
+            self.evaluations += each * len(chains)
+            after = self._progress
+            list(pool.map(lambda chain: chain.run(each, before, after), chains))  # noqa: B023
+            for chain in chains:
+                self._note(chain.best)
+            why = self._why_over()
+        return why
+
+
+def _decoders(searched: Searched, *, split: bool) -> list[Decoder]:
+    """The decoders of the sweep; the first ones do well nearly everywhere."""
+    p = searched.arrays
+    limited = bool(np.isfinite(p.limit).any())
+    several = bool((np.diff(p.first) > 1).any())
+    memory = (0.0, 0.5, 1.0, 0.25, 0.75) if limited and several else (0.0,)
+    speed = (0.0, 0.5) if limited and several else (0.0,)
+    halves = [(True, 1.0), (True, 0.5), (True, 0.0)] if split and p.node[:, kernels.SPLITS].any() else []
+    halves.append((False, 0.0))
+    return [
+        Decoder(m, s, gap, backward_first, splits)
+        for s, (splits, gap), backward_first, m in product(speed, halves, (False, True), memory)
+    ]

@@ -1,0 +1,257 @@
+"""python benchmarks/planner.py [SECTION ...]
+
+What the planner's search does and how well, on VLM-S, M and L with memory options and limits (see
+planner_problems.py). Sections, all unless named:
+
+speed      evaluations a second on one thread and on two: interleaving alone, and the whole objective
+gap        how far plans are above the lower bound after 1 and 5 seconds on two threads, whole and split backwards
+memory     milliseconds of the memory choice of one rank, and how far it is above its bound
+start      seconds of import, of the first search in a process with and without numba's cache
+strategies gap of the strategies at equal evaluations, two seeds
+progress   the best plan by the number of evaluations, of each strategy (DIP, figure 11)
+ablation   iteration time of baselines and with each part of the planner switched on (DIP, table 5)
+scaling    seconds to within 1 % of the best plan found, by microbatches (DIP, figure 12)
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from planner_problems import problem
+
+from mmtrain.planner.bound import lower_bound_s
+from mmtrain.planner.plan import make_plan
+from mmtrain.planner.search.evaluate import anneal, choose, evaluate, start_chain
+from mmtrain.planner.search.instance import Searched
+from mmtrain.planner.search.kernels import Decoder
+from mmtrain.planner.search.orders import by_cluster, cluster_orders
+from mmtrain.planner.search.search import CHAINS, ITERATIONS, SearchOptions, fit_memory, search, warm
+from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.plan import Plan, check
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.simulate import simulate
+
+MODELS = ("vlm_s", "vlm_m", "vlm_l")
+
+
+def makespan(found: object) -> float:
+    timeline = found.timeline  # type: ignore[attr-defined]
+    return float(timeline.makespan_s) if timeline else float("nan")
+
+
+# ---------------------------------------------------------------------------------------------- speed
+
+
+def speed() -> None:
+    print(f"{'model':8s} {'actions':>8s} {'objective':>14s} {'1 thread':>9s} {'2 threads':>10s} {'ns an action':>13s}")
+    for name in MODELS:
+        given = problem(name)
+        searched = Searched.of(given)
+        actions = len(searched.nodes) + int((searched.arrays.needs_b > 0).sum())
+        for whole, split in ((False, False), (False, True), (True, False), (True, True)):
+            rates = [_rate(searched, whole=whole, split=split, threads=n) for n in (1, 2)]
+            words = ("whole" if whole else "interleave") + (", split" if split else "")
+            print(
+                f"{name:8s} {actions:8d} {words:>14s} {rates[0]:9.0f} {rates[1]:10.0f} {1e9 / rates[0] / actions:13.0f}"
+            )
+
+
+def _rate(searched: Searched, *, whole: bool, split: bool, threads: int, seconds: float = 1.5) -> float:
+    """Evaluations a second of an annealing chain on each thread."""
+    if not whole:  # nothing to choose
+        arrays = searched.arrays._replace(limit=np.full_like(searched.arrays.limit, np.inf))
+        searched = replace(searched, arrays=arrays)
+    how = Decoder(0.5, 0.25, 0.5, False, split)
+
+    def work(seed: int) -> int:
+        w = searched.workspace()
+        chain = start_chain(by_cluster(searched, cluster_orders(searched)[0]), how, 1e9, seed)
+        done, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            anneal(searched, w, chain, 20, (1e-3, 1e-3), ITERATIONS, can_split=split, reorder=True)
+            done += 20
+        return done
+
+    with ThreadPoolExecutor(threads) as pool:
+        start = time.perf_counter()
+        done = sum(pool.map(work, range(1, threads + 1)))
+        return done / (time.perf_counter() - start)
+
+
+# ---------------------------------------------------------------------------------------------- gap
+
+
+def gap() -> None:
+    print(f"{'model':8s} {'segments':>9s} {'backwards':>10s} {'1 s':>8s} {'5 s':>8s}   % above the lower bound")
+    for name, cuts in (("vlm_s", ((1, 1), (2, 1))), ("vlm_m", ((1, 1), (2, 2))), ("vlm_l", ((1, 1), (2, 2), (4, 3)))):
+        for segments in cuts:
+            given = problem(name, segments=segments)
+            for split in (False, True):
+                bound = lower_bound_s(given, split=split)
+                found = []
+                for seconds in (1.0, 5.0):
+                    options = SearchOptions(budget_evaluations=0, budget_s=seconds, threads=2, split=split)
+                    found.append(100 * (makespan(search(given, options)) / bound - 1))
+                words = "split" if split else "whole"
+                print(f"{name:8s} {segments!s:>9s} {words:>10s} {found[0]:8.2f} {found[1]:8.2f}")
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def memory() -> None:
+    print(f"{'model':8s} {'works a rank':>12s} {'iterations':>11s} {'ms a rank':>10s} {'% above its bound':>18s}")
+    for name in MODELS:
+        searched = Searched.of(problem(name, 32))
+        w, ranks = searched.workspace(), searched.arrays.limit.size
+        order = by_cluster(searched, cluster_orders(searched)[0])
+        evaluate(searched, w, order, Decoder(0.5, 0.25, 0.5, False, False), 1)
+        for iterations in (20, 50, 200):
+            start = time.perf_counter()
+            for _ in range(20):
+                gap = choose(searched, w, iterations)
+            taken, works = (time.perf_counter() - start) / 20 / ranks, len(searched.nodes) // ranks
+            print(f"{name:8s} {works:12d} {iterations:11d} {1e3 * taken:10.2f} {100 * gap:18.3f}")
+
+
+# ---------------------------------------------------------------------------------------------- start
+
+
+def start() -> None:
+    code = (
+        "import time; t = time.perf_counter()\nfrom mmtrain.planner.search.search import warm\n"
+        "a = time.perf_counter() - t\nwarm(); print(a, time.perf_counter() - t - a)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "NUMBA_CACHE_DIR": folder}
+        for words in ("without a cache", "with it"):
+            done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+            first, second = map(float, done.stdout.split())
+            print(f"{words:16s} import {first:.2f} s, first search {second:.2f} s")
+
+
+# ---------------------------------------------------------------------------------------------- strategies
+
+
+def strategies() -> None:
+    budgets = (100, 400, 1600)
+    print(f"% above the lower bound of whole backwards, mean of 2 seeds, by evaluations {budgets}")
+    for name in MODELS:
+        given = problem(name, 32)
+        for strategy in CHAINS:
+            row = []
+            for budget in budgets:
+                options = SearchOptions(budget_evaluations=budget, threads=2, strategy=strategy, split=False)
+                found = [makespan(search(given, replace(options, seed=seed))) for seed in (0, 1)]
+                row.append(100 * (float(np.mean(found)) / lower_bound_s(given, split=False) - 1))
+            print(f"{name:8s} {strategy:8s} " + " ".join(f"{value:7.2f}" for value in row))
+
+
+def progress() -> None:
+    given = problem("vlm_l")
+    bound = lower_bound_s(given)
+    budgets = (10, 30, 100, 300, 1000, 3000)
+    print(f"vlm_l, 64 microbatches: % above the lower bound by evaluations {budgets}")
+    for strategy in CHAINS:
+        found = [search(given, SearchOptions(budget_evaluations=b, threads=2, strategy=strategy)) for b in budgets]
+        print(f"{strategy:8s} " + " ".join(f"{100 * (makespan(result) / bound - 1):7.2f}" for result in found))
+
+
+# ---------------------------------------------------------------------------------------------- ablation
+
+
+def ablation() -> None:
+    print("seconds of the pipeline of one iteration, and relative to all of it; 64 microbatches")
+    budget = SearchOptions(budget_evaluations=2000, threads=2)
+    for name in MODELS:
+        modular, whole = problem(name), problem(name, segments=(1, 1))
+        rows: list[tuple[str, float]] = []
+        for label, given in (("1 segment", whole), ("segments", modular)):
+            for schedule in ("1F1B", "Interleaved1F1B", "ZB-AutoSchedule", "Optimus"):
+                rows.append((f"{schedule}, {label}", _static(given, schedule)))
+        base = replace(budget, split=False, memory=False, reorder=False)
+        rows += [
+            ("interleaving, one memory option", makespan(search(modular, base))),
+            ("+ order", makespan(search(modular, replace(base, reorder=True)))),
+            ("+ memory options", makespan(search(modular, replace(base, reorder=True, memory=True)))),
+            ("+ split backwards", makespan(search(modular, budget))),
+        ]
+        best = rows[-1][1]
+        for label, seconds in rows:
+            print(f"{name:8s} {label:34s} {seconds:8.3f} {seconds / best:7.3f}")
+
+
+def _static(given: PlanningProblem, schedule: str) -> float:
+    """The makespan of a named schedule with the best memory options for its orders; nan: none fits."""
+    free = PlanningProblem.build(
+        num_ranks=given.graph.num_ranks,
+        modules=given.graph.modules,
+        stage_rank=given.graph.stage_rank,
+        works=given.graph.works,
+        costs=given.costs,
+        cost_index=given.cost_index,
+        output_bytes=given.output_bytes,
+        p2p=given.p2p,
+    )
+    if CATALOGUE[schedule].least_passes > len(given.graph.stage_rank) // given.graph.num_ranks:
+        return float("nan")
+    made = make_plan(free, schedule).plan
+    assert made is not None
+    fitted = fit_memory(given, Plan(given.graph, made.orders))
+    if fitted is None:
+        return float("nan")
+    check(fitted, given)
+    return simulate(given, fitted).makespan_s
+
+
+# ---------------------------------------------------------------------------------------------- scaling
+
+
+def scaling() -> None:
+    print("vlm_s: evaluations and seconds after which a plan is within 1 % of the best one of 4000 evaluations")
+    for microbatches in (8, 16, 32, 64, 128, 256):
+        given = problem("vlm_s", microbatches)
+        budgets = (1, 30, 60, 120, 250, 500, 1000, 2000, 4000)
+        found, taken = [], []
+        for budget in budgets:
+            begin = time.perf_counter()
+            found.append(makespan(search(given, SearchOptions(budget_evaluations=budget, threads=2))))
+            taken.append(time.perf_counter() - begin)
+        near = next(i for i, value in enumerate(found) if value <= 1.01 * min(found))
+        assert all(later <= earlier * 1.02 for earlier, later in pairwise(found))
+        print(f"{microbatches:4d} microbatches: {budgets[near]:5d} evaluations, {taken[near]:6.2f} s")
+
+
+SECTIONS: dict[str, Callable[[], None]] = {
+    "speed": speed,
+    "gap": gap,
+    "memory": memory,
+    "start": start,
+    "strategies": strategies,
+    "progress": progress,
+    "ablation": ablation,
+    "scaling": scaling,
+}
+
+
+def main() -> None:
+    named = sys.argv[1:] or list(SECTIONS)
+    for name in named:
+        if name not in SECTIONS:
+            sys.exit(f"no section {name!r}; there are {', '.join(SECTIONS)}")
+    warm()
+    for name in named:
+        print(f"## {name}")
+        SECTIONS[name]()
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

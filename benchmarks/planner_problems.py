@@ -1,0 +1,87 @@
+"""Planning problems of the paper's models, for benchmarks of the planner.
+
+Costs, stages and works are those of the configs on simulated H800s (`mmtrain/planner/simulator`), batches those of the
+workload "mix". Memory options are not the trainer's own but assumed, a stage's layers one after the other: keep all;
+or repeat the attention and MLP inner products (12 % of the forward, 55 % of the bytes left); or repeat all (all of the
+forward, 5 % of the bytes left). In between some of the layers do, in eight steps. The limit is 92 % of the memory, less
+parameters, gradients, optimizer state and 3 GB.
+"""
+
+from dataclasses import replace
+
+from mmtrain import config as config_module
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.machine import Machine
+from mmtrain.planner.rank_state import Sharding
+from mmtrain.planner.workloads import Bins, draw
+from mmtrain.schedule.problem import Option, PlanningProblem
+
+CLUSTERS = {"vlm_s": "h800x16", "vlm_m": "h800x32", "vlm_l": "h800x64"}
+SEGMENTS = {"vlm_s": (2, 1), "vlm_m": (2, 2), "vlm_l": (2, 2)}
+"""Of vision and language, where nothing else is asked for."""
+STEPS = 8
+"""Between the fastest and the smallest option."""
+
+
+def problem(
+    name: str,
+    num_microbatches: int = 64,
+    *,
+    segments: tuple[int, int] | None = None,
+    seed: int = 0,
+    iteration: int = 0,
+    options: bool = True,
+    workload: str = "mix",
+) -> PlanningProblem:
+    """The planning problem of one iteration.
+
+    Args: segments: of vision and language. options: with memory options and limits; else activations are recomputed
+        as the config says, and there is no limit.
+    """
+    vision, language = segments or SEGMENTS[name]
+    words = [
+        f"training.global_batch_size={num_microbatches}",
+        f"model.encoder.num_segments={vision}",
+        f"model.language.num_segments={language}",
+        f'planner.hardware="{CLUSTERS[name]}"',
+        *(['activation_checkpoint.mode="none"'] if options else []),
+    ]
+    job = config_module.load(f"{name}.toml", words)
+    planner = replace(IterationPlanner.of(job), schedule="ZB-AutoSchedule")  # for the costs of I and W
+    found = planner.problem(draw(workload, Bins.of(job), seed=seed, iteration=iteration))[1]
+    if not options:
+        return found
+    memory = Machine.of(job).memory_bytes
+    assert memory is not None
+    sharding = Sharding.of(job)
+    ranks = range(planner.partition.num_ranks)
+    states = [sharding.rank_state(planner.spec, planner.partition, rank).peak_bytes(0.0) for rank in ranks]
+    return PlanningProblem.build(
+        num_ranks=found.graph.num_ranks,
+        modules=found.graph.modules,
+        stage_rank=found.graph.stage_rank,
+        works=found.graph.works,
+        costs=[_memory_options(listed[0]) for listed in found.costs],
+        cost_index=found.cost_index,
+        output_bytes=found.output_bytes,
+        p2p=found.p2p,
+        memory_limit_bytes=[0.92 * memory - state - 3e9 for state in states],
+    )
+
+
+def _memory_options(keep: Option) -> list[Option]:
+    found = [keep]
+    for step in range(1, STEPS + 1 if keep.has_backward else 1):
+        part = 2 * step / STEPS
+        selective, full = (part, 0.0) if part <= 1 else (2 - part, part - 1)
+        left = (1 - selective - full) + 0.55 * selective + 0.05 * full
+        found.append(
+            replace(
+                keep,
+                name=f"recompute {part:g}",
+                backward_input_s=keep.backward_input_s + keep.forward_s * (0.12 * selective + full),
+                activation_bytes=keep.activation_bytes * left,
+                # Between I and W a recomputed layer holds as much as any other one.
+            )
+        )
+    return found

@@ -1,0 +1,76 @@
+"""`mmtrain plan`: searches a plan for a planning problem and writes it."""
+
+import argparse
+from pathlib import Path
+
+from mmtrain.errors import ConfigError
+
+STRATEGIES = ("anneal", "mcts", "random", "dfs", "first")
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "plan",
+        help="search a plan",
+        description="Searches a plan for a planning problem (docs/schedule.md), as training does before each step, and "
+        "prints its makespan, a lower bound, the gap between them and the plans tried a second. The same problem, "
+        "evaluations and seed give the same plan, whatever the threads. Exit status 1 if no plan fits the memory "
+        "limits, 2 if a file cannot be read.",
+    )
+    parser.add_argument("problem", type=Path, metavar="PROBLEM", help="planning problem, .json or .json.gz")
+    parser.add_argument("--out", type=Path, metavar="PLAN", help="file to write, .json or .json.gz")
+    parser.add_argument("--budget-s", type=float, metavar="S", help="seconds to search (default 1, without another)")
+    parser.add_argument("--budget-evaluations", type=int, metavar="N", help="plans to try")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (default 0)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of the search (default 1)")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="anneal", help="of the search (default anneal)")
+    parser.add_argument("--no-reorder", action="store_true", help="first come, first served")
+    parser.add_argument("--no-split", action="store_true", help="backwards stay whole")
+    parser.add_argument("--no-memory", action="store_true", help="the fastest option that fits for all, none chosen")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    import time
+
+    from mmtrain.planner.bound import lower_bound_s
+    from mmtrain.planner.plan_json import plan_to_json
+    from mmtrain.planner.search.search import SearchOptions, search, warm
+    from mmtrain.schedule.problem import PlanningProblem
+    from mmtrain.schedule.strict_json import json_path, write_text
+
+    for name, value in (("--budget-s", args.budget_s), ("--budget-evaluations", args.budget_evaluations)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"plan: {name} {value}; it must be above 0")
+    if args.threads < 1 or args.seed < 0:
+        raise ConfigError(f"plan: --threads {args.threads} --seed {args.seed}; they are at least 1 and 0")
+    if args.out:
+        json_path(args.out)  # now, not after the search
+    seconds, evaluations = args.budget_s or 0.0, args.budget_evaluations or 0
+    options = SearchOptions(
+        budget_evaluations=evaluations,
+        budget_s=seconds or (0.0 if evaluations else 1.0),
+        seed=args.seed,
+        threads=args.threads,
+        strategy=args.strategy,
+        reorder=not args.no_reorder,
+        split=not args.no_split,
+        memory=not args.no_memory,
+    )
+    problem = PlanningProblem.read(args.problem)
+    warm()
+    start = time.perf_counter()
+    result = search(problem, options)
+    taken = time.perf_counter() - start
+    if args.out:
+        write_text(args.out, plan_to_json(problem, result, search_s=taken))
+    if result.timeline is None:
+        print(f"{args.problem}: no plan: {result.message}")
+        return 1
+    makespan, bound = result.timeline.makespan_s, lower_bound_s(problem)
+    gap = f", {100 * (makespan / bound - 1):.2f} % over the lower bound {bound:.6g} s" if bound > 0 else ""
+    print(f"{result.status}: {result.message}")
+    print(f"makespan {makespan:.6g} s{gap}; bubble {100 * result.timeline.bubble:.2f} %")
+    print(f"{result.evaluations} evaluations in {taken:.2f} s, {result.evaluations / taken:.0f} a second")
+    return 0

@@ -1,0 +1,204 @@
+"""Strategies: how a search goes on from a good start. Each chain has its own random numbers and memory."""
+
+import math
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from mmtrain.planner.search.evaluate import anneal, best_of, evaluate, start_chain
+from mmtrain.planner.search.instance import Searched
+from mmtrain.planner.search.kernels import Decoder, Workspace
+from mmtrain.planner.search.orders import Order, by_cluster, order_of
+
+HOT, COLD = 3e-3, 6e-5
+"""Temperature of annealing at the start and at the end, of the makespan."""
+ROLLOUTS = 10
+"""Of one new node of the tree (DIP, section 5.1)."""
+EXPLORATION = 0.05
+"""Weight of what was visited seldom, beside scores between 0 and 1."""
+
+
+class Start(NamedTuple):
+    """An order, how it is decoded, and the makespan of its plan."""
+
+    order: Order
+    how: Decoder
+    cost: float
+
+
+class Chain(ABC):
+    """One chain of a strategy."""
+
+    def __init__(
+        self,
+        searched: Searched,
+        workspace: Workspace,
+        start: Start,
+        seed: tuple[int, int],
+        reorder: bool,
+        can_split: bool,
+        iterations: int,
+    ) -> None:
+        """Args: seed: of the search, and the number of the chain."""
+        self.searched, self.workspace, self.best = searched, workspace, start
+        self.seed, self.reorder, self.can_split, self.iterations = seed, reorder, can_split, iterations
+        self.random = random.Random(f"{seed[0]} {seed[1]}")
+        self.begin()
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Prepares what the strategy needs."""
+
+    @abstractmethod
+    def run(self, evaluations: int, before: float, after: float) -> None:
+        """Tries so many plans. Args: before, after: the part of the budget used up at the start and at the end."""
+
+    def evaluate(self, order: Order) -> float:
+        """The makespan of an order with the start's decoder; `best` follows."""
+        how = self.best.how
+        cost = evaluate(self.searched, self.workspace, order, how, self.iterations)
+        if cost < self.best.cost:
+            self.best = Start(order, how, cost)
+        return cost
+
+
+class AnnealChain(Chain):
+    """Simulated annealing on orders and decoder."""
+
+    def begin(self) -> None:
+        self.state = start_chain(*self.best, self.random.getrandbits(62))
+
+    def run(self, evaluations: int, before: float, after: float) -> None:
+        anneal(
+            self.searched,
+            self.workspace,
+            self.state,
+            evaluations,
+            (_temperature(before), _temperature(after)),
+            self.iterations,
+            can_split=self.can_split,
+            reorder=self.reorder,
+        )
+        if self.state.cost[1] < self.best.cost:
+            self.best = Start(*best_of(self.state))
+
+
+def _temperature(progress: float) -> float:
+    return float(HOT * (COLD / HOT) ** progress)
+
+
+class RandomChain(Chain):
+    """Random orders of clusters."""
+
+    def begin(self) -> None:
+        self._clusters = list(range(int(self.searched.cluster_of.max(initial=-1)) + 1))
+
+    def run(self, evaluations: int, before: float, after: float) -> None:
+        for _ in range(evaluations):
+            self.random.shuffle(self._clusters)
+            self.evaluate(by_cluster(self.searched, self._clusters))
+
+
+class DepthFirstChain(Chain):
+    """Permutations of the clusters in lexicographic order, each chain from its own turn of the first one."""
+
+    def begin(self) -> None:
+        count = int(self.searched.cluster_of.max(initial=-1)) + 1
+        shift = self.seed[1] % max(1, count)
+        self._names = [*range(shift, count), *range(shift)]
+        self._current = list(range(count))
+
+    def run(self, evaluations: int, before: float, after: float) -> None:
+        for _ in range(evaluations):
+            self.evaluate(by_cluster(self.searched, [self._names[i] for i in self._current]))
+            self._advance()
+
+    def _advance(self) -> None:
+        """The next permutation; after the last the first one again."""
+        p = self._current
+        i = len(p) - 2
+        while i >= 0 and p[i] > p[i + 1]:
+            i -= 1
+        if i >= 0:
+            j = len(p) - 1
+            while p[j] < p[i]:
+                j -= 1
+            p[i], p[j] = p[j], p[i]
+        p[i + 1 :] = reversed(p[i + 1 :])
+
+
+@dataclass
+class _TreeNode:
+    """The choice of one group for one position."""
+
+    group: int
+    parent: "_TreeNode | None" = None
+    children: "list[_TreeNode]" = field(default_factory=list)
+    visits: int = 0
+    best: float = math.inf
+    """The least makespan of all plans below."""
+
+
+class TreeChain(Chain):
+    """Monte Carlo tree search over the sequence of groups (DIP, section 5.1).
+
+    A node may have as many children as the square root of its visits says: with hundreds of groups a node that tried
+    each of them first would never go below the first position.
+    """
+
+    def begin(self) -> None:
+        self.root = _TreeNode(-1)
+        self._rollouts_left = 0
+        self._leaf = self.root
+        self._leaf_best = math.inf
+        self._prefix: list[int] = []
+
+    def run(self, evaluations: int, before: float, after: float) -> None:
+        for _ in range(evaluations):
+            if not self._rollouts_left:
+                self._select()
+            self._leaf_best = min(self._leaf_best, self.evaluate(self._rollout()))
+            self._rollouts_left -= 1
+            if not self._rollouts_left:
+                self._propagate()
+
+    def _select(self) -> None:
+        """Goes down to a node that may have one more child, and gives it one."""
+        node, self._prefix = self.root, []
+        taken: set[int] = set()
+        while len(taken) < self.searched.num_groups:
+            widest = min(self.searched.num_groups - len(taken), 1 + math.isqrt(node.visits))
+            if len(node.children) < widest:
+                there = taken | {child.group for child in node.children}
+                group = self.random.choice([g for g in range(self.searched.num_groups) if g not in there])
+                child = _TreeNode(group, node)
+                node.children.append(child)
+                node = child
+                self._prefix.append(group)
+                break
+            node = max(node.children, key=self._bound)
+            self._prefix.append(node.group)
+            taken.add(node.group)
+        self._leaf, self._leaf_best, self._rollouts_left = node, math.inf, ROLLOUTS
+
+    def _bound(self, node: _TreeNode) -> float:
+        assert node.parent is not None
+        seldom = math.sqrt(math.log(node.parent.visits + 1) / max(1, node.visits))
+        return self.best.cost / node.best + EXPLORATION * seldom
+
+    def _rollout(self) -> Order:
+        there = set(self._prefix)
+        rest = [group for group in range(self.searched.num_groups) if group not in there]
+        self.random.shuffle(rest)
+        sequence = np.array([*self._prefix, *rest], np.int64)
+        return order_of(np.stack([sequence, sequence]))
+
+    def _propagate(self) -> None:
+        node: _TreeNode | None = self._leaf
+        while node is not None:
+            node.visits += 1
+            node.best = min(node.best, self._leaf_best)
+            node = node.parent

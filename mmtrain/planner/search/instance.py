@@ -1,0 +1,259 @@
+"""A planning problem as the arrays that the kernels read, and the memory that a thread of the search works in."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.planner.search import kernels
+from mmtrain.planner.search.kernels import Instance, Workspace
+from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.plan import Plan
+from mmtrain.schedule.problem import Option, PlanningProblem
+
+Node = tuple[int, int]
+"""(stage, work)."""
+
+Ints = npt.NDArray[np.int64]
+
+KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+"""By their number in the kernels."""
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A problem with its arrays."""
+
+    problem: PlanningProblem
+    nodes: tuple[Node, ...]
+    """By number: work by work along its chain."""
+    groups: tuple[tuple[int, int], ...]
+    """(work, pass over the ranks) of each group."""
+    arrays: Instance
+    option_index: tuple[int, ...]
+    """[option of the arrays] -> its place in its list."""
+
+    @classmethod
+    def of(cls, problem: PlanningProblem, only: Mapping[Node, int] | None = None) -> "Searched":
+        """Args: only: (stage, work) -> the one option that may be chosen; None: each may."""
+        graph = problem.graph
+        nodes = tuple((stage, work) for work in range(len(graph.works)) for stage in graph.stages(work))
+        number = {node: i for i, node in enumerate(nodes)}
+        kinds: dict[tuple[int, int], int] = {}
+        kind: Ints = np.empty(len(nodes), np.int64)
+        for i, (stage, work) in enumerate(nodes):
+            key = problem.cost_index[work][graph.place[stage][1]], -1 if only is None else only.get((stage, work), 0)
+            kind[i] = kinds.setdefault(key, len(kinds))
+        table = _Options()
+        for options, one in kinds:
+            table.add(problem.costs[options], one)
+        groups, group = _groups(problem, nodes)
+        rank = np.array([graph.stage_rank[stage] for stage, _ in nodes], np.int64)
+        cluster_of_work = clusters(graph)
+        cluster = np.array([cluster_of_work[work] for _, work in nodes], np.int64)
+        num_ranks, num_clusters = graph.num_ranks, max(cluster_of_work, default=-1) + 1
+        node_at = np.full((num_ranks, max(1, len(groups))), -1, np.int64)
+        node_at[rank, group] = np.arange(len(nodes), dtype=np.int64)
+        place: Ints = cluster * num_ranks + rank
+        ins = [graph.inputs(*node) for node in nodes]
+        outs = [graph.outputs(*node) for node in nodes]
+        has_b = np.array([graph.has_backward(*node) for node in nodes], bool)
+        needs_b = has_b * (1 + np.array([sum(e.grad for e in edges) for edges in outs], np.int64))
+        first = np.array(table.first, np.int64)
+        fastest = np.array([table.rows[option][:3] for option in first[kind]]).reshape(-1, 3)
+        limit = np.array([math.inf if limit is None else limit for limit in problem.memory_limit_bytes], np.float64)
+        room = limit.copy()
+        for i in map(int, np.flatnonzero(~has_b)):
+            alone = table.rows[first[kind[i] + 1] - 1][kernels.HELD]
+            room[rank[i]] = min(room[rank[i]], limit[rank[i]] - alone)
+        needs_f = np.array([len(edges) for edges in ins], np.int64)
+        splits = (fastest[:, 1] > 0) & (fastest[:, 2] > 0)
+        columns = (rank, group, cluster, needs_f, needs_b, kind, splits)
+        arrays = Instance(
+            node=np.stack([column.astype(np.int64) for column in columns], axis=1).copy(),
+            node_at=node_at,
+            of_cluster_start=np.searchsorted(np.sort(place), np.arange(num_clusters * num_ranks + 1)).astype(np.int64),
+            of_cluster=np.argsort(place, kind="stable").astype(np.int64),
+            ins_start=_starts(ins),
+            ins=_pairs((number[e.source, e.work], e.grad) for edges in ins for e in edges),
+            ins_lag=np.array([problem.transfer_s(e) for edges in ins for e in edges], np.float64),
+            outs_start=_starts(outs),
+            outs=_pairs((number[e.target, e.target_work], e.grad) for edges in outs for e in edges),
+            outs_lag=np.array([problem.transfer_s(e) for edges in outs for e in edges], np.float64),
+            first=first,
+            option=np.array(table.rows, np.float64).reshape(-1, 7),
+            hull=np.array(table.hull, np.int64).reshape(-1, 2),
+            same_w=np.array(table.same_w, np.bool_),
+            limit=limit,
+            room=np.maximum(0.0, room),
+        )
+        return cls(problem, nodes, groups, arrays, tuple(table.index))
+
+    @cached_property
+    def cluster_of(self) -> Ints:
+        """[G] cluster of each group."""
+        found = np.zeros(len(self.groups), np.int64)
+        found[self.arrays.node[:, kernels.GROUP]] = self.arrays.node[:, kernels.CLUSTER]
+        return found
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return len(self.groups)
+
+    def workspace(self) -> Workspace:
+        """Fresh memory for one thread."""
+        p = self.arrays
+        n, (ranks, groups) = len(self.nodes), p.node_at.shape
+        num_clusters = int(p.node[:, kernels.CLUSTER].max(initial=-1)) + 1
+        most = 3 * int(np.bincount(p.node[:, kernels.RANK], minlength=ranks).max(initial=0)) + 2
+
+        def ints(*shape: int) -> Ints:
+            return np.zeros(shape, np.int64)
+
+        return Workspace(
+            state=np.zeros((n, 8)),
+            footprint=np.zeros((num_clusters, ranks)),
+            left=ints(n, 2),
+            ready=np.zeros((3, ranks, (groups + 63) // 64), np.uint64),
+            count=ints(3, ranks),
+            admitted=np.zeros((num_clusters, ranks), np.bool_),
+            reserved=np.zeros(ranks),
+            time=np.zeros(ranks),
+            tau=np.zeros(ranks),
+            forward_next=np.zeros(ranks, np.bool_),
+            pending_at=np.zeros((ranks, most)),
+            pending=ints(ranks, most),
+            num_pending=ints(ranks),
+            weights=ints(ranks, most),
+            weights_span=ints(ranks, 2),
+            sequence=ints(3 * n),
+            order=ints(ranks, most),
+            length=ints(ranks),
+            ends=np.zeros((n, 2)),
+            option=ints(n),
+            trial=ints(n),
+            best=ints(n),
+            mine=ints(n),
+            active=ints(n),
+            rows=ints(n, 4),
+            price=np.zeros(most),
+            prefix=np.zeros(most),
+            usage=np.zeros(most),
+            swap=ints(4, groups),
+        )
+
+    def load(self, plan: Plan) -> Workspace:
+        """A workspace that holds the orders of a plan."""
+        number = {node: i for i, node in enumerate(self.nodes)}
+        w = self.workspace()
+        for rank, (order, works) in enumerate(zip(plan.orders, plan.works, strict=True)):
+            for step, (action, work) in enumerate(zip(order, works, strict=True)):
+                w.order[rank, step] = 4 * number[action.stage, work] + KINDS.index(action.kind)
+            w.length[rank] = len(order)
+        return w
+
+    def plan(self, w: Workspace, *, join: bool = True) -> Plan:
+        """The plan that a workspace holds after an evaluation.
+
+        Args: join: halves of a backward become one where W follows its I at once and no stage waits for the gradient.
+        """
+        p, graph = self.arrays, self.problem.graph
+        waited_for = np.zeros(len(self.nodes), bool)
+        for node in range(len(self.nodes)):
+            waited_for[node] = p.ins[p.ins_start[node] : p.ins_start[node + 1], 1].any()
+        orders: list[tuple[Action, ...]] = []
+        for rank in range(graph.num_ranks):
+            actions = [(int(a) >> 2, KINDS[int(a) & 3]) for a in w.order[rank, : w.length[rank]]]
+            order: list[Action] = []
+            for i, (node, kind) in enumerate(actions):
+                joins = join and not waited_for[node]
+                if kind is Kind.W and joins and actions[i - 1] == (node, Kind.I):
+                    continue
+                if kind is Kind.I and joins and actions[i + 1] == (node, Kind.W):
+                    kind = Kind.B
+                order.append(graph.action(kind, *self.nodes[node]))
+            orders.append(tuple(order))
+        chosen = {self.nodes[i]: self.option_index[option] for i, option in enumerate(w.option)}
+        return Plan(graph, tuple(orders), {node: option for node, option in chosen.items() if option})
+
+
+class _Options:
+    """The options of all lists, those that are worse than another one left out."""
+
+    def __init__(self) -> None:
+        self.first = [0]
+        self.index: list[int] = []
+        self.rows: list[list[float]] = []
+        """As in `Instance.option`."""
+        self.hull: list[list[int]] = []
+        self.same_w: list[bool] = []
+
+    def add(self, options: Sequence[Option], one: int) -> None:
+        """Adds a list. Args: one: the only option that counts; below 0: all do."""
+        kept = _useful(options) if one < 0 else [one]
+        begin = len(self.index)
+        for o in (options[i] for i in kept):
+            seconds = [o.forward_s, o.backward_input_s, o.backward_weight_s]
+            held_w = o.held_for_weight_bytes if o.has_backward else 0.0
+            self.rows.append([*seconds, sum(seconds), o.activation_bytes, held_w, math.inf])
+            self.hull.append([-1, -1])
+        self.index += kept
+        self.first.append(len(self.index))
+        rows = self.rows[begin:]
+        self.same_w.append(all(row[kernels.HELD] == row[kernels.HELD_W] for row in rows))
+        at = 0
+        while at + 1 < len(rows):  # the lower convex hull of (bytes, seconds), from the most bytes
+            smaller = [j for j in range(at + 1, len(rows)) if rows[j][kernels.HELD] < rows[at][kernels.HELD]]
+            if not smaller:
+                break
+            rows[at][kernels.SLOPE], j = min((_slope(rows[at], rows[j]), -j) for j in smaller)
+            self.hull[begin + at][kernels.DOWN], self.hull[begin - j][kernels.UP] = begin - j, begin + at
+            at = -j
+
+
+def _slope(large: Sequence[float], small: Sequence[float]) -> float:
+    """Seconds a byte from one option to a smaller one."""
+    return (small[kernels.TOTAL] - large[kernels.TOTAL]) / (large[kernels.HELD] - small[kernels.HELD])
+
+
+def _useful(options: Sequence[Option]) -> list[int]:
+    """The options for which no other one is at least as fast and as small in everything; the fastest first."""
+    amounts = [(o.forward_s + o.duration_s(Kind.B), o.activation_bytes, o.held_for_weight_bytes) for o in options]
+    kept: list[int] = []
+    for i in sorted(range(len(options)), key=lambda i: amounts[i]):
+        if not any(all(a <= b for a, b in zip(amounts[j], amounts[i], strict=True)) for j in kept):
+            kept.append(i)
+    return kept
+
+
+def _groups(problem: PlanningProblem, nodes: Sequence[Node]) -> tuple[tuple[tuple[int, int], ...], Any]:
+    """The groups, and the group of each node: a work's stages up to the first one on a rank that it has been on."""
+    found: list[tuple[int, int]] = []
+    group = np.empty(len(nodes), np.int64)
+    seen: set[int] = set()
+    for i, (stage, work) in enumerate(nodes):
+        rank = problem.graph.stage_rank[stage]
+        if not found or found[-1][0] != work:
+            found.append((work, 0))
+            seen = set()
+        elif rank in seen:
+            found.append((work, found[-1][1] + 1))
+            seen = set()
+        seen.add(rank)
+        group[i] = len(found) - 1
+    return tuple(found), group
+
+
+def _starts(lists: Sequence[Sequence[object]]) -> Ints:
+    return np.array([0, *accumulate(map(len, lists))], np.int64)
+
+
+def _pairs(rows: Iterable[tuple[int, bool]]) -> Ints:
+    return np.array(list(rows), np.int64).reshape(-1, 2)

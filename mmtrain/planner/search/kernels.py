@@ -1,0 +1,878 @@
+"""The inner loops of the search, compiled by numba: orders, memory options and makespans from priorities.
+
+All compiled functions are in this one file: numba keeps its cache by the file of the function that is called, and would
+not see that one in another file has changed. Nothing here allocates in a loop or needs the GIL, so that searches run on
+several threads, each with a `Workspace` of its own.
+
+Sources: dual queues and alternation are DIP's (arXiv:2504.14145, section 5.2). Admission is not: forwards of a
+microbatch start on a rank once all that it will hold there is reserved. Ranks are entered in one order, so that whoever
+holds the last one can finish, and what waits for memory waits for those further along: there is no deadlock. Where a
+problem has no such order, the decoder goes over the reservation, and the choice of options decides whether it fits.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+F, B, I, W = 0, 1, 2, 3
+"""Kinds of actions; an action is the number 4 x node + kind."""
+RANK, GROUP, CLUSTER, NEEDS_F, NEEDS_B, KIND, SPLITS = range(7)
+"""Columns of `Instance.node`."""
+TOTAL, HELD, HELD_W, SLOPE = 3, 4, 5, 6
+"""Columns of `Instance.option` behind the seconds of F, I and W; HELD and HELD_W also of `Workspace.state`."""
+FED = 6
+"""First of two columns of `Workspace.state`."""
+DOWN, UP = 0, 1
+"""Columns of `Instance.hull`."""
+ANNEAL, EVALUATE, CHOOSE = 0, 1, 2
+"""Modes of `run`."""
+
+
+class Instance(NamedTuple):
+    """A problem as arrays: n nodes, each one (stage, work); R ranks, G groups, C clusters, E edges, O options."""
+
+    node: Any
+    """[n, 7] i8: RANK, GROUP, CLUSTER, NEEDS_F, NEEDS_B, KIND, SPLITS.
+
+    A group has one priority; at most one node of it is on a rank. A cluster hangs together, mostly one microbatch; its
+    memory is reserved at once. NEEDS_F, NEEDS_B: results that forward and backward wait for; NEEDS_B is 0 where there
+    is no backward. KIND: list of options. SPLITS: whether both halves of the backward take time.
+    """
+    node_at: Any
+    """[R, G] i8: the node of a group on a rank, or -1."""
+    of_cluster_start: Any
+    """[C x R + 1] i8: slice of `of_cluster` with the nodes of a cluster on a rank."""
+    of_cluster: Any
+    """[n] i8"""
+    ins_start: Any
+    """[n + 1] i8: slice of the edges into a node."""
+    ins: Any
+    """[E, 2] i8: node that an edge comes from, and whether a gradient goes back over it."""
+    ins_lag: Any
+    """[E] f8: seconds of its transfer."""
+    outs_start: Any
+    outs: Any
+    outs_lag: Any
+    """The same for the edges out of a node."""
+    first: Any
+    """[lists + 1] i8: slice of the options of a list, the fastest first, none worse than another one in everything."""
+    option: Any
+    """[O, 7] f8: seconds of F, I and W; TOTAL of them; bytes HELD from F to the backward, HELD_W from I to W; SLOPE:
+    seconds a byte on the way to the next smaller option."""
+    hull: Any
+    """[O, 2] i8: DOWN, the next smaller option on the convex hull of (bytes, seconds), or -1; UP, the larger one."""
+    same_w: Any
+    """[lists] b1: whether each option holds as much for W as before."""
+    limit: Any
+    """[R] f8: bytes; inf: no limit."""
+    room: Any
+    """[R] f8: bytes that can be reserved: `limit` less what a forward without a backward takes for itself."""
+
+
+class Workspace(NamedTuple):
+    """Memory of one thread."""
+
+    state: Any
+    """[n, 8] f8: seconds that the decoder assumes of F, I and W, bytes that it reserves (HELD until I, HELD_W until W),
+    and when F and the backward have what they need so far (FED, FED + 1)."""
+    footprint: Any
+    """[C, R] f8"""
+    left: Any
+    """[n, 2] i8: results that F and the backward still wait for."""
+    ready: Any
+    """[3, R, words] u8: bits by priority: forwards with memory, forwards without, backwards."""
+    count: Any
+    """[3, R] i8: bits set."""
+    admitted: Any
+    """[C, R] b1"""
+    reserved: Any
+    """[R] f8"""
+    time: Any
+    """[R] f8: when the rank has done what it was given."""
+    tau: Any
+    """[R] f8: when it could start its next action."""
+    forward_next: Any
+    """[R] b1: whether a forward's turn comes next."""
+    pending_at: Any
+    """[R, n + 1] f8: arrival times to come, ascending."""
+    pending: Any
+    """[R, n + 1] i8: action of each."""
+    num_pending: Any
+    """[R] i8"""
+    weights: Any
+    """[R, n] i8: queue of nodes whose W is due."""
+    weights_span: Any
+    """[R, 2] i8: its ends."""
+    sequence: Any
+    """[3 n] i8: all actions, each after those that it needs."""
+    order: Any
+    """[R, m] i8: actions of each rank."""
+    length: Any
+    """[R] i8"""
+    ends: Any
+    """[n, 2] f8: of F and of the backward's gradient."""
+    option: Any
+    """[n] i8: the chosen one."""
+    trial: Any
+    """[n] i8"""
+    best: Any
+    """[n] i8"""
+    mine: Any
+    """[n] i8: nodes of the rank whose options are chosen, in the order of their forwards."""
+    active: Any
+    """[n] i8: those that may hold bytes in a row."""
+    rows: Any
+    """[n, 4] i8: first and last row in which a node holds bytes until I, until W."""
+    price: Any
+    """[m + 2] f8: of a byte in each row."""
+    prefix: Any
+    """[m + 2] f8: sums of prices."""
+    usage: Any
+    """[m + 2] f8"""
+    swap: Any
+    """[4, G] i8: permutations while they change."""
+
+
+class Decoder(NamedTuple):
+    """How priorities become orders."""
+
+    memory: float
+    """0 .. 1: memory is reserved for the fastest option .. the smallest one. So it decides how much is in flight."""
+    speed: float
+    """0 .. 1: actions are thought to take as long as with the fastest option .. with the smallest one."""
+    gap: float
+    """A weight half starts if the rank would wait for at least this part of its time."""
+    backward_first: bool
+    """Whether backwards always go before forwards; else they alternate."""
+    split: bool
+    """Whether backwards are two halves."""
+
+
+_compiled = njit(nogil=True, cache=True, no_cfunc_wrapper=True)
+_part = njit(inline="always")
+"""Of the one kernel that calls it."""
+_inner = njit(nogil=True, cache=True, no_cfunc_wrapper=True, no_cpython_wrapper=True)
+"""Called by kernels alone; wrappers for Python would take half of the time to compile."""
+
+
+@intrinsic
+def _trailing_zeros(typing: Any, bits: Any) -> Any:
+    """Zeros below the lowest set bit of a 64-bit word that is not 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), generate
+
+
+# ---------------------------------------------------------------------------------------------- orders
+
+
+@_inner
+def assume(p: Instance, w: Workspace, memory: float, speed: float) -> None:
+    """Sets what the decoder assumes of seconds and bytes."""
+    node, first, option, state, footprint = p.node, p.first, p.option, w.state, w.footprint
+    footprint[:] = 0.0
+    for i in range(node.shape[0]):
+        fast, small = first[node[i, KIND]], first[node[i, KIND] + 1] - 1
+        for half in range(3):
+            state[i, half] = (1 - speed) * option[fast, half] + speed * option[small, half]
+        state[i, HELD] = (1 - memory) * option[fast, HELD] + memory * option[small, HELD]
+        state[i, HELD_W] = (1 - memory) * option[fast, HELD_W] + memory * option[small, HELD_W]
+        if node[i, NEEDS_B]:
+            footprint[node[i, CLUSTER], node[i, RANK]] += max(state[i, HELD], state[i, HELD_W])
+
+
+@_inner
+def _set_bit(ready: Any, count: Any, queue: int, rank: int, position: int) -> None:
+    ready[queue, rank, position >> 6] |= np.uint64(1) << np.uint64(position & 63)
+    count[queue, rank] += 1
+
+
+@_inner
+def _clear_bit(ready: Any, count: Any, queue: int, rank: int, position: int) -> None:
+    ready[queue, rank, position >> 6] &= ~(np.uint64(1) << np.uint64(position & 63))
+    count[queue, rank] -= 1
+
+
+@_inner
+def _lowest(ready: Any, queue: int, rank: int) -> int:
+    """The first position of a queue that is not empty."""
+    word = 0
+    while ready[queue, rank, word] == 0:
+        word += 1
+    return 64 * word + int(_trailing_zeros(ready[queue, rank, word]))
+
+
+@_inner
+def _has_room(footprint: Any, reserved: Any, room: Any, cluster: int, rank: int) -> bool:
+    """Whether a cluster can reserve its memory on a rank; what is larger than all of it comes alone."""
+    amount = footprint[cluster, rank]
+    return bool(amount <= room[rank] * (1 + 1e-12) - reserved[rank] or reserved[rank] <= 1e-9 * amount)
+
+
+@_inner
+def _insert(pending_at: Any, pending: Any, num_pending: Any, rank: int, action: int, arrival: float) -> None:
+    """Puts an action into a rank's list of those that have not arrived yet."""
+    place = num_pending[rank]
+    while place and pending_at[rank, place - 1] > arrival:
+        pending_at[rank, place] = pending_at[rank, place - 1]
+        pending[rank, place] = pending[rank, place - 1]
+        place -= 1
+    pending_at[rank, place] = arrival
+    pending[rank, place] = action
+    num_pending[rank] += 1
+
+
+@_inner
+def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> float:
+    """The orders of all ranks from priorities; the makespan with the assumed seconds.
+
+    The rank that can start first is served: by the first backward or forward in the order of priority, in turns if both
+    are there. Weight halves fill what time is left.
+
+    Args: at: [2, G] i8 position of each group among forwards and among backwards, the first is served first.
+        group_at: [2, G] i8 its inverse.
+    """
+    # Names of their own for all arrays: what is read from a tuple in a loop is counted as a reference each time.
+    fixed, node_at, room = p.node, p.node_at, p.room
+    members_start, members = p.of_cluster_start, p.of_cluster
+    ins_start, ins, ins_lag = p.ins_start, p.ins, p.ins_lag
+    outs_start, outs, outs_lag = p.outs_start, p.outs, p.outs_lag
+    state, footprint, left = w.state, w.footprint, w.left
+    ready, count, admitted, reserved, time, tau = w.ready, w.count, w.admitted, w.reserved, w.time, w.tau
+    forward_next, pending_at, pending, num_pending = w.forward_next, w.pending_at, w.pending, w.num_pending
+    weights, weights_span, sequence, order, length = w.weights, w.weights_span, w.sequence, w.order, w.length
+    num_ranks, n = room.size, fixed.shape[0]
+    ready[:] = 0
+    count[:] = 0
+    admitted[:] = False
+    reserved[:] = 0.0
+    time[:] = 0.0
+    tau[:] = 0.0
+    forward_next[:] = True
+    num_pending[:] = 0
+    weights_span[:] = 0
+    length[:] = 0
+    remaining = 0
+    for node in range(n):
+        state[node, FED], state[node, FED + 1] = 0.0, 0.0
+        left[node, 0], left[node, 1] = fixed[node, NEEDS_F], fixed[node, NEEDS_B]
+        remaining += 1 + (fixed[node, NEEDS_B] > 0)
+        if left[node, 0] == 0:
+            _set_bit(ready, count, 1 if fixed[node, NEEDS_B] else 0, fixed[node, RANK], at[0, fixed[node, GROUP]])
+    done = 0
+    while True:
+        rank, now = -1, np.inf
+        for other in range(num_ranks):
+            if tau[other] < now:
+                rank, now = other, tau[other]
+        if rank < 0:
+            if remaining == 0:
+                break
+            position = 1 << 30  # of the first forward that waits for memory: it goes over the reservation
+            for other in range(num_ranks):
+                if count[1, other] and _lowest(ready, 1, other) < position:
+                    rank, position = other, _lowest(ready, 1, other)
+            if rank < 0:
+                return np.inf
+            reserved[rank] = 0.0
+            now = time[rank]
+        # What has arrived by now goes into its queue.
+        arrived = 0
+        while arrived < num_pending[rank] and pending_at[rank, arrived] <= now:
+            action = pending[rank, arrived]
+            node = action >> 2
+            if action & 3 != F:
+                _set_bit(ready, count, 2, rank, at[1, fixed[node, GROUP]])
+            else:
+                free = fixed[node, NEEDS_B] == 0 or admitted[fixed[node, CLUSTER], rank]
+                _set_bit(ready, count, 0 if free else 1, rank, at[0, fixed[node, GROUP]])
+            arrived += 1
+        if arrived:
+            num_pending[rank] -= arrived
+            for i in range(num_pending[rank]):
+                pending_at[rank, i] = pending_at[rank, i + arrived]
+                pending[rank, i] = pending[rank, i + arrived]
+        # The forward that is next.
+        position, admits = 1 << 30, False
+        if count[0, rank]:
+            position = _lowest(ready, 0, rank)
+        if count[1, rank]:
+            first = _lowest(ready, 1, rank)
+            if first < position:
+                cluster = fixed[node_at[rank, group_at[0, first]], CLUSTER]
+                if _has_room(footprint, reserved, room, cluster, rank):
+                    position, admits = first, True
+        end = time[rank]
+        low, high = 0, 0  # edges over which a result goes
+        half = 0
+        if count[2, rank] and (position == 1 << 30 or how.backward_first or not forward_next[rank]):
+            position = _lowest(ready, 2, rank)
+            node = node_at[rank, group_at[1, position]]
+            _clear_bit(ready, count, 2, rank, position)
+            end = max(end, state[node, FED + 1]) + state[node, 1]
+            reserved[rank] -= max(state[node, HELD], state[node, HELD_W])
+            if how.split and fixed[node, SPLITS]:
+                action = 4 * node + I
+                weights[rank, weights_span[rank, 1]] = node
+                weights_span[rank, 1] += 1
+                reserved[rank] += state[node, HELD_W]
+            else:
+                action = 4 * node + B
+                end += state[node, 2]
+            forward_next[rank] = True
+            remaining -= 1
+            low, high, half = ins_start[node], ins_start[node + 1], 1
+        elif position < 1 << 30:
+            node = node_at[rank, group_at[0, position]]
+            if admits:
+                cluster = fixed[node, CLUSTER]
+                admitted[cluster, rank] = True
+                reserved[rank] += footprint[cluster, rank]
+                key = cluster * num_ranks + rank
+                for i in range(members_start[key], members_start[key + 1]):
+                    first = at[0, fixed[members[i], GROUP]]
+                    if ready[1, rank, first >> 6] >> np.uint64(first & 63) & np.uint64(1):
+                        _clear_bit(ready, count, 1, rank, first)
+                        _set_bit(ready, count, 0, rank, first)
+            _clear_bit(ready, count, 0, rank, position)
+            action = 4 * node + F
+            end = max(end, state[node, FED]) + state[node, 0]
+            forward_next[rank] = False
+            remaining -= 1
+            low, high = outs_start[node], outs_start[node + 1]
+        elif weights_span[rank, 0] < weights_span[rank, 1]:
+            node = weights[rank, weights_span[rank, 0]]
+            weights_span[rank, 0] += 1
+            action = 4 * node + W
+            end += state[node, 2]
+            reserved[rank] -= state[node, HELD_W]
+        else:  # what arrived still waits for memory
+            tau[rank] = pending_at[rank, 0] if num_pending[rank] else np.inf
+            continue
+        time[rank] = end
+        sequence[done] = action
+        order[rank, length[rank]] = action
+        length[rank] += 1
+        done += 1
+        # Results arrive. The last turn is the node's own backward, which needs its forward.
+        own = 1 if action & 3 == F and fixed[node, NEEDS_B] else 0
+        for e in range(low, high + own):
+            if e == high:
+                target, when, what = node, end, 1
+            elif half:
+                if not ins[e, 1]:
+                    continue
+                target, when, what = ins[e, 0], end + ins_lag[e], 1
+            else:
+                target, when, what = outs[e, 0], end + outs_lag[e], 0
+            arrival = max(state[target, FED + what], when)
+            state[target, FED + what] = arrival
+            left[target, what] -= 1
+            if left[target, what]:
+                continue
+            there = fixed[target, RANK]
+            if arrival > time[there]:
+                _insert(pending_at, pending, num_pending, there, 4 * target + what, arrival)
+                # What is there already, the rank would have started before; weight halves may fill the time.
+                tau[there] = min(tau[there], arrival)
+            elif what:
+                _set_bit(ready, count, 2, there, at[1, fixed[target, GROUP]])
+                tau[there] = time[there]
+            else:
+                free = fixed[target, NEEDS_B] == 0 or admitted[fixed[target, CLUSTER], there]
+                _set_bit(ready, count, 0 if free else 1, there, at[0, fixed[target, GROUP]])
+                if free or _has_room(footprint, reserved, room, fixed[target, CLUSTER], there):
+                    tau[there] = time[there]
+        # When the rank could start its next action.
+        if count[2, rank] or count[0, rank]:
+            tau[rank] = end
+            continue
+        if count[1, rank]:
+            cluster = fixed[node_at[rank, group_at[0, _lowest(ready, 1, rank)]], CLUSTER]
+            if _has_room(footprint, reserved, room, cluster, rank):
+                tau[rank] = end
+                continue
+        arrival = pending_at[rank, 0] if num_pending[rank] else np.inf
+        tau[rank] = arrival
+        head = weights_span[rank, 0]
+        if head < weights_span[rank, 1] and arrival - end >= how.gap * state[weights[rank, head], 2]:
+            tau[rank] = end
+    makespan = 0.0
+    for rank in range(time.size):
+        makespan = max(makespan, time[rank])
+    return makespan
+
+
+@_inner
+def replay(p: Instance, w: Workspace) -> float:
+    """The makespan of the decoded orders with the chosen options."""
+    fixed, seconds, time, ends = p.node, p.option, w.time, w.ends
+    ins_start, ins, ins_lag = p.ins_start, p.ins, p.ins_lag
+    outs_start, outs, outs_lag = p.outs_start, p.outs, p.outs_lag
+    sequence, options, num_actions = w.sequence, w.option, 0
+    for rank in range(time.size):
+        num_actions += w.length[rank]
+        time[rank] = 0.0
+    for i in range(num_actions):
+        node, kind = sequence[i] >> 2, sequence[i] & 3
+        rank, option = fixed[node, RANK], options[node]
+        start = time[rank]
+        if kind == F:
+            for e in range(ins_start[node], ins_start[node + 1]):
+                start = max(start, ends[ins[e, 0], 0] + ins_lag[e])
+            start += seconds[option, 0]
+            ends[node, 0] = start
+        elif kind == W:
+            start += seconds[option, 2]
+        else:
+            for e in range(outs_start[node], outs_start[node + 1]):
+                if outs[e, 1]:
+                    start = max(start, ends[outs[e, 0], 1] + outs_lag[e])
+            start += seconds[option, 1]
+            if kind == B:
+                start += seconds[option, 2]
+            ends[node, 1] = start
+        time[rank] = start
+    makespan = 0.0
+    for rank in range(time.size):
+        makespan = max(makespan, time[rank])
+    return makespan
+
+
+# ---------------------------------------------------------------------------------------------- memory options
+
+
+@_inner
+def _lay_rows(order: Any, length: int, fixed: Any, same_w: Any, rows: Any, mine: Any) -> tuple[int, int]:
+    """Sets the rows in which each node of a rank holds bytes, and the list of its nodes; (rows, nodes).
+
+    A row is a moment at which something was added and something is freed next: no other moment holds more.
+    """
+    row, shrunk, count = 0, False, 0
+    for i in range(length):
+        node, kind = order[i] >> 2, order[i] & 3
+        if kind == F:
+            if shrunk:
+                row, shrunk = row + 1, False
+            rows[node, 0], rows[node, 1], rows[node, 2], rows[node, 3] = row, row, 1, 0
+            shrunk = fixed[node, NEEDS_B] == 0
+            mine[count] = node
+            count += 1
+        elif kind == B:
+            rows[node, 1] = row
+            shrunk = True
+        elif same_w[fixed[node, KIND]]:
+            if kind == W:
+                rows[node, 1] = row
+                shrunk = True
+        elif kind == I:
+            rows[node, 1] = row
+            row, shrunk = row + 1, False
+            rows[node, 2] = row
+        else:
+            rows[node, 3] = row
+            shrunk = True
+    return row + 1, count
+
+
+@_inner
+def _count_usage(rows: Any, mine: Any, count: int, num_rows: int, chosen: Any, options: Any, usage: Any) -> float:
+    """Sets the bytes held in each row; the largest."""
+    usage[: num_rows + 1] = 0.0
+    for i in range(count):
+        node = mine[i]
+        amount = options[chosen[node], HELD]
+        usage[rows[node, 0]] += amount
+        usage[rows[node, 1] + 1] -= amount
+        if rows[node, 2] <= rows[node, 3]:
+            amount = options[chosen[node], HELD_W]
+            usage[rows[node, 2]] += amount
+            usage[rows[node, 3] + 1] -= amount
+    most, running = 0.0, 0.0
+    for row in range(num_rows):
+        running += usage[row]
+        usage[row] = running
+        most = max(most, running)
+    return most
+
+
+@_inner
+def _move(rows: Any, usage: Any, options: Any, node: int, old: int, new: int) -> None:
+    """Changes the usage of all rows of a node for another option."""
+    more, more_w = options[new, HELD] - options[old, HELD], options[new, HELD_W] - options[old, HELD_W]
+    for row in range(rows[node, 0], rows[node, 1] + 1):
+        usage[row] += more
+    for row in range(rows[node, 2], rows[node, 3] + 1):
+        usage[row] += more_w
+
+
+@_inner
+def _repair(p: Instance, w: Workspace, count: int, num_rows: int, option: Any, limit: float) -> float:
+    """Makes options fit: smaller ones where rows are over the limit, then faster ones where there is room.
+
+    The seconds of all nodes together, or inf if the smallest do not fit.
+    """
+    first, fixed, options = p.first, p.node, p.option
+    rows, mine, usage, active = w.rows, w.mine, w.usage, w.active
+    _count_usage(rows, mine, count, num_rows, option, options, usage)
+    num_active, begun = 0, 0
+    for row in range(num_rows):
+        while begun < count and rows[mine[begun], 0] <= row:
+            active[num_active] = mine[begun]
+            begun, num_active = begun + 1, num_active + 1
+        if usage[row] <= limit:
+            continue
+        kept = 0
+        for i in range(num_active):
+            if max(rows[active[i], 1], rows[active[i], 3]) >= row:
+                active[kept] = active[i]
+                kept += 1
+        num_active = kept
+        while usage[row] > limit:
+            best, best_new, least = -1, -1, np.inf
+            for i in range(num_active):
+                node = active[i]
+                old = option[node]
+                column = HELD if rows[node, 1] >= row else HELD_W
+                for new in range(old + 1, first[fixed[node, KIND] + 1]):
+                    saved = options[old, column] - options[new, column]
+                    if saved > 0:
+                        cost = (options[new, TOTAL] - options[old, TOTAL]) / min(saved, usage[row] - limit)
+                        if cost < least:
+                            best, best_new, least = node, new, cost
+            if best < 0:
+                return np.inf
+            old = option[best]
+            _move(rows, usage, options, best, old, best_new)
+            option[best] = best_new
+    seconds = 0.0
+    for i in range(count):
+        node = mine[i]
+        old = option[node]
+        if old > first[fixed[node, KIND]]:
+            most, most_w = 0.0, 0.0
+            for row in range(rows[node, 0], rows[node, 1] + 1):
+                most = max(most, usage[row])
+            for row in range(rows[node, 2], rows[node, 3] + 1):
+                most_w = max(most_w, usage[row])
+            for new in range(first[fixed[node, KIND]], old):
+                if (
+                    most + options[new, HELD] - options[old, HELD] <= limit
+                    and most_w + options[new, HELD_W] - options[old, HELD_W] <= limit
+                ):
+                    _move(rows, usage, options, node, old, new)
+                    option[node] = new
+                    break
+        seconds += options[option[node], TOTAL]
+    return seconds
+
+
+@_inner
+def _cheapest(p: Instance, w: Workspace, count: int, uniform: float, option: Any) -> float:
+    """Sets each node's option with the least seconds + price x bytes; the sum of that. `option`: where to look first.
+
+    Args: uniform: the price of a byte of every node; below 0: that of its rows, by `Workspace.prefix`.
+    """
+    first, fixed, options, hull, same_w = p.first, p.node, p.option, p.hull, p.same_w
+    rows, mine, prefix = w.rows, w.mine, w.prefix
+    value = 0.0
+    for i in range(count):
+        node = mine[i]
+        price, price_w = uniform, uniform
+        if uniform < 0:
+            price, price_w = prefix[rows[node, 1] + 1] - prefix[rows[node, 0]], 0.0
+            if rows[node, 2] <= rows[node, 3]:
+                price_w = prefix[rows[node, 3] + 1] - prefix[rows[node, 2]]
+        kind, chosen = fixed[node, KIND], option[node]
+        if same_w[kind]:
+            while hull[chosen, DOWN] >= 0 and options[chosen, SLOPE] < price:
+                chosen = hull[chosen, DOWN]
+            while hull[chosen, UP] >= 0 and options[hull[chosen, UP], SLOPE] >= price:
+                chosen = hull[chosen, UP]
+            price_w = 0.0
+        else:
+            least = np.inf
+            for other in range(first[kind], first[kind + 1]):
+                cost = options[other, TOTAL] + price * options[other, HELD] + price_w * options[other, HELD_W]
+                if cost < least:
+                    chosen, least = other, cost
+        option[node] = chosen
+        value += options[chosen, TOTAL] + price * options[chosen, HELD] + price_w * options[chosen, HELD_W]
+    return value
+
+
+@_part
+def _uniform_price(p: Instance, w: Workspace, count: int, num_rows: int, limit: float) -> float:
+    """Sets `Workspace.option` to what one price for all bytes chooses, nearly the lowest that fits, and makes it fit.
+
+    The seconds of all nodes, or inf if the smallest options do not fit.
+    """
+    first, fixed, options, hull = p.first, p.node, p.option, p.hull
+    rows, mine, option, usage = w.rows, w.mine, w.option, w.usage
+    high = 0.0
+    for i in range(count):
+        for other in range(first[fixed[mine[i], KIND]], first[fixed[mine[i], KIND] + 1]):
+            if hull[other, DOWN] >= 0:
+                high = max(high, options[other, SLOPE])
+    low, high = 0.0, 1.01 * high
+    for _ in range(12):
+        middle = 0.5 * (low + high)
+        _cheapest(p, w, count, middle, option)
+        if _count_usage(rows, mine, count, num_rows, option, options, usage) <= limit:
+            high = middle
+        else:
+            low = middle
+    _cheapest(p, w, count, high, option)
+    return float(_repair(p, w, count, num_rows, option, limit))
+
+
+@_part
+def choose(p: Instance, w: Workspace, rank: int, iterations: int) -> tuple[float, float]:
+    """Chooses the options of a rank's nodes: least seconds together, every row within the limit.
+
+    Lagrangian relaxation of the rows' limits: with a price for a byte in each row, each node has its cheapest option
+    for itself; prices follow the subgradient. The prices' options, made to fit, are the answer; what the relaxation
+    costs is a bound.
+
+    Returns: (seconds of all nodes, a bound that no choice beats); (inf, inf) if the smallest options do not fit.
+    """
+    first, fixed, options = p.first, p.node, p.option
+    rows, mine, option, trial, best = w.rows, w.mine, w.option, w.trial, w.best
+    price, prefix, usage = w.price, w.prefix, w.usage
+    num_rows, count = _lay_rows(w.order[rank], w.length[rank], fixed, p.same_w, rows, mine)
+    fastest = 0.0
+    for i in range(count):
+        option[mine[i]] = trial[mine[i]] = best[mine[i]] = first[fixed[mine[i], KIND]]
+        fastest += options[option[mine[i]], TOTAL]
+    limit = p.limit[rank] * (1 + 1e-12)
+    if limit == np.inf or _count_usage(rows, mine, count, num_rows, option, options, usage) <= limit:
+        return fastest, fastest
+    seconds = _uniform_price(p, w, count, num_rows, limit)
+    if seconds == np.inf:
+        return seconds, seconds
+    bound, scale, stale = fastest, 1.0, 0
+    price[:num_rows] = 0.0
+    _count_usage(rows, mine, count, num_rows, trial, options, usage)
+    for _ in range(iterations):
+        # A step of Polyak's size along the subgradient of the last prices.
+        norm = 0.0
+        for row in range(num_rows):
+            over = usage[row] / limit - 1
+            if over > 0 or price[row] > 0:
+                norm += over * over
+        if norm <= 0 or seconds - bound <= 1e-9 * seconds:
+            break
+        step = scale * (seconds - bound) / norm / limit
+        prefix[0] = 0.0
+        for row in range(num_rows):
+            price[row] = max(0.0, price[row] + step * (usage[row] / limit - 1))
+            prefix[row + 1] = prefix[row] + price[row]
+        value = _cheapest(p, w, count, -1.0, trial) - prefix[num_rows] * limit
+        _count_usage(rows, mine, count, num_rows, trial, options, usage)
+        if value > bound:
+            bound, stale = value, 0
+            for i in range(count):
+                best[mine[i]] = trial[mine[i]]
+        else:
+            stale += 1
+            if stale == 3:
+                scale, stale = 0.5 * scale, 0
+    found = _repair(p, w, count, num_rows, best, limit)
+    if found < seconds:
+        seconds = found
+        for i in range(count):
+            option[mine[i]] = best[mine[i]]
+    return seconds, bound
+
+
+@_inner
+def choose_all(p: Instance, w: Workspace, iterations: int) -> float:
+    """Chooses the options of all ranks; how much more seconds they take than a bound on them, or inf: none fit."""
+    over = 0.0
+    for rank in range(p.limit.size):
+        seconds, bound = choose(p, w, rank, iterations)
+        if seconds == np.inf:
+            return np.inf
+        over = max(over, seconds / bound - 1 if bound > 0 else 0.0)
+    return over
+
+
+# ---------------------------------------------------------------------------------------------- annealing
+
+
+class Chain(NamedTuple):
+    """One chain of simulated annealing, as arrays that the kernel changes."""
+
+    at: Any
+    """[2, G] i8: position of each group among forwards and among backwards, where the chain stands."""
+    group_at: Any
+    """[2, G] i8: its inverse."""
+    how: Any
+    """[5] f8: a Decoder."""
+    best_at: Any
+    best_how: Any
+    """The same of the best plan so far."""
+    cost: Any
+    """[2] f8: where the chain stands, and the best."""
+    random: Any
+    """[1] u8: state of the generator; not 0."""
+
+
+@_inner
+def _uniform(state: Any) -> float:
+    """The next number in [0, 1) (xorshift64*)."""
+    x = state[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    state[0] = x
+    return float((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
+
+
+@_inner
+def _below(state: Any, count: int) -> int:
+    return min(count - 1, int(_uniform(state) * count))
+
+
+@_inner
+def _shift(at: Any, group_at: Any, source: int, target: int) -> None:
+    """Moves the group at one position to another one; those between move by one."""
+    group = group_at[source]
+    step = 1 if target > source else -1
+    for position in range(source, target, step):
+        group_at[position] = group_at[position + step]
+        at[group_at[position]] = position
+    group_at[target] = group
+    at[group] = target
+
+
+@_inner
+def _move_cluster(cluster_of: Any, at: Any, group_at: Any, swap: Any, cluster: int, target: int) -> None:
+    """Moves all groups of a cluster, in their order, to a position."""
+    num_groups, kept, moved = at.size, 0, 0
+    for position in range(num_groups):
+        group = group_at[position]
+        if cluster_of[group] == cluster:
+            swap[1, moved] = group
+            moved += 1
+        else:
+            swap[0, kept] = group
+            kept += 1
+    target = min(target, kept)
+    place = 0
+    for i in range(kept + 1):
+        if i == target:
+            for j in range(moved):
+                group_at[place] = swap[1, j]
+                at[swap[1, j]] = place
+                place += 1
+        if i < kept:
+            group_at[place] = swap[0, i]
+            at[swap[0, i]] = place
+            place += 1
+
+
+@_inner
+def _change_decoder(how: Any, state: Any, can_split: bool) -> None:
+    """One random step of one parameter."""
+    which = _below(state, 5 if can_split else 4)
+    if which < 2:
+        how[which] = min(1.0, max(0.0, how[which] + 0.3 * (_uniform(state) - 0.5)))
+    elif which == 2:
+        how[2] = 0.25 * _below(state, 5)
+    else:
+        how[which] = 1.0 - how[which]
+
+
+@_compiled
+def run(
+    p: Instance,
+    w: Workspace,
+    chain: Chain,
+    cluster_of: Any,
+    mode: int,
+    evaluations: int,
+    hot: float,
+    cold: float,
+    iterations: int,
+    can_split: bool,
+    reorder: bool,
+) -> float:
+    """The one entry of these kernels, so that each part is compiled once.
+
+    `ANNEAL`: some evaluations of simulated annealing. A move swaps two groups or shifts one, among forwards or among
+    backwards, half of them to a near place; or shifts a cluster among both; or changes the decoder.
+    `EVALUATE`: the makespan of the plan that the chain's priorities decode to; inf: it does not fit.
+    `CHOOSE`: options for the orders that the workspace holds; how far they are above a bound, or inf.
+
+    Args: cluster_of: [G] cluster of each group. hot, cold: temperature at the start and at the end, of the best
+        makespan. iterations: of the choice of options. can_split, reorder: whether backwards may be split and orders
+        change.
+    """
+    if mode == CHOOSE:
+        return float(choose_all(p, w, iterations))
+    num_groups = cluster_of.size
+    state, how = chain.random, chain.how
+    old_how = np.empty(5)
+    changed = True
+    cost = np.inf
+    for number in range(evaluations):
+        if mode == ANNEAL:
+            for i in range(how.size):
+                old_how[i] = how[i]
+            for half in range(2):
+                for group in range(num_groups):
+                    w.swap[2 + half, group] = chain.group_at[half, group]
+            dice = _uniform(state)
+            if num_groups < 2 or not reorder or dice < 0.06:
+                _change_decoder(how, state, can_split)
+                changed = True
+            elif dice < 0.2:
+                cluster, target = cluster_of[_below(state, num_groups)], _below(state, num_groups)
+                for half in range(2):
+                    _move_cluster(cluster_of, chain.at[half], chain.group_at[half], w.swap, cluster, target)
+            else:
+                half, source = _below(state, 2), _below(state, num_groups)
+                reach = num_groups if _uniform(state) < 0.5 else max(2, num_groups // 16)
+                far = 1 + _below(state, reach)
+                target = source + far if _uniform(state) < 0.5 else source - far
+                target = min(num_groups - 1, max(0, target))
+                at, group_at = chain.at[half], chain.group_at[half]
+                if _uniform(state) < 0.5:
+                    _shift(at, group_at, source, target)
+                else:
+                    first, second = group_at[source], group_at[target]
+                    group_at[source], group_at[target] = second, first
+                    at[first], at[second] = target, source
+        if changed:
+            assume(p, w, how[0], how[1])
+            changed = False
+        cost = decode(p, w, chain.at, chain.group_at, Decoder(how[0], how[1], how[2], how[3] > 0.5, how[4] > 0.5))
+        if cost < np.inf:
+            cost = np.inf if choose_all(p, w, iterations) == np.inf else replay(p, w)
+        if mode == EVALUATE:
+            break
+        temperature = (hot + (cold - hot) * number / evaluations) * chain.cost[1]
+        if cost <= chain.cost[0] - temperature * np.log(1.0 - _uniform(state)):
+            chain.cost[0] = cost
+            if cost < chain.cost[1]:
+                chain.cost[1] = cost
+                for i in range(how.size):
+                    chain.best_how[i] = how[i]
+                for group in range(num_groups):
+                    chain.best_at[0, group], chain.best_at[1, group] = chain.at[0, group], chain.at[1, group]
+            continue
+        for i in range(how.size):
+            changed = changed or how[i] != old_how[i]
+            how[i] = old_how[i]
+        for half in range(2):
+            for position in range(num_groups):
+                group = w.swap[2 + half, position]
+                chain.group_at[half, position] = group
+                chain.at[half, group] = position
+    return cost

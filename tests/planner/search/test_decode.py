@@ -1,0 +1,129 @@
+"""What the kernels say of random problems, against the modules that judge all plans."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mmtrain.planner.search import kernels
+from mmtrain.planner.search.evaluate import evaluate
+from mmtrain.planner.search.instance import Searched
+from mmtrain.planner.search.kernels import Decoder
+from mmtrain.planner.search.orders import SEEDS, Order, by_cluster, cluster_orders, order_of
+from mmtrain.schedule.action import Kind
+from mmtrain.schedule.plan import check
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.simulate import simulate
+from tests.schedule.problems import chain, problems, two_modules
+
+DECODERS = st.builds(
+    Decoder,
+    memory=st.sampled_from([0.0, 0.3, 1.0]),
+    speed=st.sampled_from([0.0, 0.5, 1.0]),
+    gap=st.sampled_from([0.0, 0.5, 1.0]),
+    backward_first=st.booleans(),
+    split=st.booleans(),
+)
+
+
+def random_order(searched: Searched, seed: int) -> Order:
+    rng = random.Random(seed)
+    halves = [rng.sample(range(searched.num_groups), searched.num_groups) for _ in range(2)]
+    return order_of(np.array(halves, np.int64))
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problem=problems(limits=True) | problems(), how=DECODERS, seed=st.integers(0, 9))
+def test_an_evaluation_is_what_its_plan_comes_to(problem: PlanningProblem, how: Decoder, seed: int) -> None:
+    searched = Searched.of(problem)
+    w = searched.workspace()
+    makespan = evaluate(searched, w, random_order(searched, seed), how, 20)
+    if makespan == math.inf:  # over the reservation, where no order of ranks keeps it, or too little memory
+        assert any(limit is not None for limit in problem.memory_limit_bytes)
+        return
+    plan = searched.plan(w, join=False)
+    check(plan, problem)
+    assert simulate(problem, plan).end_s == pytest.approx(makespan, rel=1e-12, abs=1e-12)
+    joined = searched.plan(w)
+    check(joined, problem)
+    assert simulate(problem, joined).end_s == pytest.approx(makespan, rel=1e-12, abs=1e-12)
+    if not how.split:
+        assert not plan.split
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problem=problems(), how=DECODERS, seed=st.integers(0, 9))
+def test_the_same_priorities_decode_to_the_same_plan(problem: PlanningProblem, how: Decoder, seed: int) -> None:
+    searched = Searched.of(problem)
+    plans = []
+    for before in (seed, seed + 1):  # a workspace that was used keeps nothing
+        w = searched.workspace()
+        for order in (random_order(searched, before), random_order(searched, seed)):
+            evaluate(searched, w, order, how, 5)
+        plans.append(searched.plan(w))
+    assert plans[0] == plans[1]
+
+
+def test_priorities_decide_what_is_served_first() -> None:
+    problem = chain(1, 3)
+    searched = Searched.of(problem)
+    w = searched.workspace()
+    order = order_of(np.array([[2, 0, 1], [0, 1, 2]], np.int64))
+    evaluate(searched, w, order, Decoder(0.0, 0.0, 0.0, True, False), 0)
+    assert str(searched.plan(w)) == "0F2.0 0B2.0 0F0.0 0B0.0 0F1.0 0B1.0"
+    evaluate(searched, w, order, Decoder(0.0, 0.0, 0.0, False, False), 0)
+    assert str(searched.plan(w)) == "0F2.0 0B2.0 0F0.0 0B0.0 0F1.0 0B1.0"
+
+
+def test_weight_halves_fill_the_time_before_a_gradient() -> None:
+    problem = chain(2, 2)
+    searched = Searched.of(problem)
+    w = searched.workspace()
+    order = by_cluster(searched, [0, 1])
+    makespan = evaluate(searched, w, order, Decoder(0.0, 0.0, 1.0, False, True), 0)
+    assert makespan == 7.0  # the bound: 1 + 2 x (F + I + W)
+    assert Kind.W in {action.kind for action in searched.plan(w, join=False).orders[1]}
+
+
+def test_memory_bounds_what_is_in_flight() -> None:
+    peaks = []
+    for limit in (None, 2.0):
+        problem = chain(2, 6, memory_limit_bytes=[limit, limit])
+        searched = Searched.of(problem)
+        w = searched.workspace()
+        evaluate(searched, w, by_cluster(searched, range(6)), Decoder(0.0, 0.0, 0.0, False, False), 0)
+        plan = searched.plan(w)
+        check(plan, problem)
+        peaks.append(max(simulate(problem, plan).peak_bytes))
+    assert peaks[0] > 2.0 == peaks[1]
+
+
+def test_groups_are_passes_over_the_ranks() -> None:
+    searched = Searched.of(chain(2, 2, num_segments=2))
+    assert searched.groups == ((0, 0), (0, 1), (1, 0), (1, 1))
+    assert searched.arrays.node[:, kernels.GROUP].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    down_and_up = Searched.of(chain(2, 1, v=True))
+    assert down_and_up.arrays.node[:, kernels.GROUP].tolist() == [
+        0,
+        0,
+        1,
+        1,
+    ]  # where the first ended
+
+
+def test_seed_orders_are_permutations() -> None:
+    searched = Searched.of(two_modules(2, [3, 0, 1, 2, 5]))
+    found = cluster_orders(searched)
+    assert len(found) == len(SEEDS)
+    assert all(sorted(order) == list(range(5)) for order in found)
+    rising, falling = found[1], found[2]
+    assert rising == (1, 2, 3, 0, 4)
+    assert falling == rising[::-1]
+    for order in found:
+        at, group_at = by_cluster(searched, order)
+        for half in range(2):
+            assert sorted(group_at[half]) == list(range(searched.num_groups))
+            assert (group_at[half][at[half]] == np.arange(searched.num_groups)).all()

@@ -1,0 +1,168 @@
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mmtrain.errors import PlanError
+from mmtrain.planner.bound import lower_bound_s
+from mmtrain.planner.judge import judge
+from mmtrain.planner.plan import make_plan
+from mmtrain.planner.plan_json import plan_to_json
+from mmtrain.planner.search.search import CHAINS, SearchOptions, search
+from mmtrain.schedule.action import Kind
+from mmtrain.schedule.problem import P2P, PlanningProblem
+from tests.planner.search.test_memory_choice import recomputed
+from tests.schedule.problems import chain, halves, option, problems, two_modules
+
+SMALL = SearchOptions(budget_evaluations=60)
+
+
+def mixed(num_ranks: int = 4, limit: float | None = 40.0) -> PlanningProblem:
+    """Twelve microbatches with none to five vision works each, several memory options, and little memory."""
+    base = two_modules(num_ranks, [3, 0, 5, 1, 2, 0, 4, 1, 3, 2, 0, 1])
+    return PlanningProblem.build(
+        num_ranks=num_ranks,
+        modules=base.graph.modules,
+        stage_rank=base.graph.stage_rank,
+        works=base.graph.works,
+        costs=[recomputed(5, 0.6), recomputed(5, 1.3)],
+        cost_index=base.cost_index,
+        output_bytes=[[1.0] * num_ranks for _ in base.graph.works],
+        p2p=P2P(latency_s=0.05, bytes_per_s=100.0),
+        memory_limit_bytes=[limit] * num_ranks,
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problem=problems(limits=True), strategy=st.sampled_from([*CHAINS, "first"]), switches=st.integers(0, 7))
+def test_plans_are_valid(problem: PlanningProblem, strategy: str, switches: int) -> None:
+    options = replace(
+        SMALL, strategy=strategy, split=bool(switches & 1), memory=bool(switches & 2), reorder=bool(switches & 4)
+    )
+    result = search(problem, options)
+    if result.plan is None:
+        assert result.status == "infeasible"
+        assert make_plan(problem, "interleave").plan is None
+        return
+    verdict = judge(problem, plan_to_json(problem, result))
+    assert verdict.makespan_s >= verdict.lower_bound_s * (1 - 1e-9)
+    if not options.split:
+        assert not result.plan.split
+
+
+@pytest.mark.parametrize("strategy", CHAINS)
+def test_the_plan_does_not_depend_on_threads(strategy: str) -> None:
+    problem = mixed()
+    options = SearchOptions(budget_evaluations=1600, strategy=strategy)
+    found = [plan_to_json(problem, search(problem, replace(options, threads=n))) for n in (1, 2, 5)]
+    assert found[0] == found[1] == found[2]
+
+
+def test_seeds_differ_and_repeat() -> None:
+    problem = mixed()
+    found = [search(problem, SearchOptions(budget_evaluations=1000, seed=seed)) for seed in (0, 1, 0)]
+    assert found[0].plan == found[2].plan
+    assert found[0].plan != found[1].plan
+    assert [result.seed for result in found] == [0, 1, 0]
+
+
+def test_more_evaluations_are_used_and_help() -> None:
+    problem = mixed()
+    makespans = []
+    for budget in (1, 100, 4000):
+        result = search(problem, SearchOptions(budget_evaluations=budget))
+        assert result.timeline is not None
+        assert result.evaluations == budget
+        assert "budget of evaluations used up" in result.message
+        makespans.append(result.timeline.makespan_s)
+    assert makespans[0] > makespans[1] > makespans[2] >= lower_bound_s(problem)
+
+
+def test_every_switch_costs_time() -> None:
+    problem = mixed(limit=26.0)
+    options = SearchOptions(budget_evaluations=2000)
+    best = search(problem, options).timeline
+    assert best is not None
+    for off in ({"split": False}, {"memory": False}, {"reorder": False}, {"strategy": "first"}):
+        worse = search(problem, replace(options, **off)).timeline
+        assert worse is not None
+        assert worse.makespan_s > best.makespan_s, off
+
+
+def test_split_backwards_are_optional() -> None:
+    result = search(mixed(), SMALL)
+    assert result.plan is not None
+    assert result.plan.split
+    kinds = {a.kind for order in search(mixed(), replace(SMALL, split=False)).plan.orders for a in order}  # type: ignore[union-attr]
+    assert kinds == {Kind.F, Kind.B}
+
+
+def test_an_optimal_plan_ends_the_search() -> None:
+    result = search(chain(1, 3), SearchOptions(budget_evaluations=10_000))
+    assert result.status == "optimal"
+    assert result.evaluations < 100
+    assert "no plan can be better" in result.message
+
+
+def test_time_ends_the_search() -> None:
+    problem = mixed()
+    search(problem, SMALL)
+    start = time.perf_counter()
+    result = search(problem, SearchOptions(budget_evaluations=0, budget_s=0.3, threads=2))
+    assert time.perf_counter() - start < 5
+    assert "budget of time used up" in result.message
+
+
+def test_a_cancelled_search_ends_with_what_it_has() -> None:
+    asked = iter(range(10**9))
+    result = search(mixed(), SearchOptions(budget_evaluations=10**9), cancelled=lambda: next(asked) > 120)
+    assert result.plan is not None
+    assert "stopped from outside" in result.message
+    assert result.evaluations < 10**5
+
+
+def test_forward_only_iterations_are_not_searched() -> None:
+    result = search(chain(2, 3, cost=option(backward_s=0.0)), SMALL)
+    assert "forward_only" in result.message
+
+
+def test_infeasible_is_a_status_with_rank_and_bytes() -> None:
+    result = search(two_modules(2, [1], memory_limit_bytes=[1.0, 9.0]), SMALL)
+    assert (result.status, result.plan) == ("infeasible", None)
+    assert result.message.startswith("rank 0: microbatch 0")
+
+
+def test_a_search_finds_plans_where_the_greedy_order_has_none() -> None:
+    """Reservation in an order of ranks that deadlocks: two works that enter two ranks from opposite ends."""
+    base = two_modules(2, [1, 0, 1, 0])
+    problem = PlanningProblem.build(
+        num_ranks=2,
+        modules=base.graph.modules,
+        stage_rank=[1, 0, 0, 1],  # vision from rank 1 on, language from rank 0 on
+        works=base.graph.works,
+        costs=[[halves(1.0, 1.0, 1.0)]],
+        cost_index=[[0, 0]] * len(base.graph.works),
+        output_bytes=base.output_bytes,
+        p2p=base.p2p,
+        memory_limit_bytes=[2.0, 2.0],
+    )
+    result = search(problem, SMALL)
+    assert result.plan is not None
+    assert judge(problem, plan_to_json(problem, result)).feasible
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"budget_evaluations": -1}, "budget_evaluations = -1; it must be finite and at least 0"),
+        ({"budget_s": float("inf")}, "budget_s = inf; it must be finite"),
+        ({"threads": 0}, "threads = 0; it must be at least 1"),
+        ({"strategy": "best"}, "strategy 'best' does not exist; choose one of anneal, mcts, random, dfs, first"),
+        ({"budget_evaluations": 0}, "no budget and would never end"),
+    ],
+)
+def test_bad_options_are_refused(keys: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        SearchOptions(**keys)  # type: ignore[arg-type]
