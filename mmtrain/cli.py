@@ -186,7 +186,9 @@ def _config(args: argparse.Namespace) -> int:
 
     job = config.load(args.config, args.overrides)
     print(config.dump(job), end="", flush=True)
-    IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided
+    planner = IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided
+    if planner.partition_words:
+        print(f"\n# {planner.partition_words}")
     return 0
 
 

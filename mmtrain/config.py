@@ -47,12 +47,14 @@ class EncoderConfig:
     """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]. The projector
     has its own switch."""
     num_segments: int = 0
-    """K: the module is cut into pipeline_parallel_degree x K chunks; 0 picks K by rule."""
+    """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says."""
     pipeline_layout: str = ""
     """Layers of each chunk in the manner of Megatron's layouts, "Et*3|t*4|t*4|t*3,L", see docs/models.md; P x K
     chunks, which also sets K. Empty: chunks of equal work."""
     sub_microbatch_size: int = 0
-    """Images in one sub-microbatch; a microbatch with N images runs as ceil(N / size); 0: all in one."""
+    """Images in one sub-microbatch; a microbatch with N images runs as ceil(N / size). 0: the smallest number with 95 %
+    of the best efficiency, by planner.profile or planner.hardware; without these, as many as take no longer than the
+    language model takes for a full microbatch."""
 
     def __post_init__(self) -> None:
         _check_source("model.encoder", self)
@@ -98,7 +100,8 @@ class LanguageConfig:
     attention_mask: Literal["causal", "image_bidirectional", "prefix"] = "causal"
     """Inside of each document: causal; or also both ways inside of each picture; or before the first answer."""
     num_segments: int = 0
-    """K: the module is cut into pipeline_parallel_degree x K chunks; 0 picks K by rule."""
+    """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says. In a mixed
+    partition, chunks of all modules on each rank; 0: as few as the schedule needs."""
     pipeline_layout: str = ""
     """Layers of each chunk in the manner of Megatron's layouts, "Et*3|t*4|t*4|t*3,L", see docs/models.md; P x K
     chunks, which also sets K. Empty: chunks of equal work."""
@@ -362,9 +365,9 @@ class PlannerConfig:
     """Search a better plan for every batch, beside the step before; else each iteration has the order of
     parallelism.pipeline_parallel_schedule."""
     partition: Literal["search", "dip", "mixed-parameters", "mixed-latency"] = "search"
-    """How modules are cut whose num_segments is 0 and that have no pipeline_layout. search: the numbers of segments
-    with the shortest simulated iterations; dip: as many passes as the module is slower than the fastest one; mixed-*:
-    one chain of all modules, cut into stages of equal parameters or equal time."""
+    """How modules are cut whose num_segments is 0 and that have no pipeline_layout, see docs/partition.md. search: the
+    numbers of segments with the shortest simulated iterations; dip: as many passes as the module is slower than the
+    fastest one; mixed-*: one chain of all modules, cut into stages of equal parameters or equal time."""
     sub_microbatch: bool = True
     """Cut the pictures of a microbatch into works of their own size; else they are one work."""
     interleave: bool = True
@@ -595,6 +598,7 @@ def check(config: Config) -> None:
             "1 (context parallelism still shards, and data_parallel_replicate_degree adds replicas)"
         )
     _check_encoder_parallelism(config)
+    _check_partition(config)
     schedule = config.parallelism.pipeline_parallel_schedule
     if config.planner.activation_memory_gib and schedule not in MEMORY_BOUNDED_SCHEDULES:
         raise ConfigError(
@@ -602,6 +606,26 @@ def check(config: Config) -> None:
             f"parallelism.pipeline_parallel_schedule = {' and '.join(map(repr, MEMORY_BOUNDED_SCHEDULES))} alone; "
             f'"{schedule}" bounds its memory by its own rule. Remove one of the two'
         )
+
+
+def _check_partition(config: Config) -> None:
+    """Refuses to cut modules by themselves where all are cut as one chain."""
+    how = config.planner.partition
+    if not how.startswith("mixed"):
+        return
+    encoder = config.model.encoder
+    keys: list[tuple[str, str | int]] = [("model.language.pipeline_layout", config.model.language.pipeline_layout)]
+    if encoder is not None:
+        keys += [
+            ("model.encoder.num_segments", encoder.num_segments),
+            ("model.encoder.pipeline_layout", encoder.pipeline_layout),
+        ]
+    for key, value in keys:
+        if value:
+            raise ConfigError(
+                f'planner.partition = "{how}" cuts all modules as one chain, but {key} = {value!r} cuts a module by '
+                'itself; remove it, or set planner.partition = "search"'
+            )
 
 
 def _check_encoder_parallelism(config: Config) -> None:

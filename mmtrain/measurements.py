@@ -16,8 +16,8 @@ from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.attribution import Attribution, attribute
 from mmtrain.planner.batching import VISION, make_batching
 from mmtrain.planner.fits import fit_sizes
-from mmtrain.planner.iteration import partition_of
 from mmtrain.planner.partition import Partition, StageSpec
+from mmtrain.planner.partition_choice import partition_of
 from mmtrain.planner.profile import HELD, LayerProfile, Profile, StepProfile, TransferProfile, job_of, role
 from mmtrain.planner.sub_microbatch import Curve
 from mmtrain.probing import CUTS, Cut, picture_curve, probing_job, small_job

@@ -50,7 +50,7 @@ def probing_job(config: Config, *, num_blocks: int, cut: Cut, num_ranks: int = 1
     model = _fewer_blocks(config.model, num_blocks)
     counts = {module.name: len(module.layers) for module in model_spec(model).modules}
     segments = counts if cut.stages == "layers" else dict.fromkeys(counts, 1)
-    encoder = model.encoder and replace(model.encoder, num_segments=segments["vision"], sub_microbatch_size=0)
+    encoder = model.encoder and replace(model.encoder, num_segments=segments["vision"])
     return replace(
         config,
         job=replace(config.job, dump_folder=folder),
@@ -64,7 +64,7 @@ def probing_job(config: Config, *, num_blocks: int, cut: Cut, num_ranks: int = 1
             data_parallel_replicate_degree=1,
             pipeline_parallel_schedule="ZB-H1" if cut.splits else "1F1B",
         ),
-        planner=PlannerConfig(),
+        planner=PlannerConfig(sub_microbatch=False),  # each microbatch is one work of a size of its own
         validation=ValidationConfig(),
         checkpoint=CheckpointConfig(),
         metrics=MetricsConfig(enable_tensorboard=False, progress_bar=False, peak_flops=1.0),

@@ -133,8 +133,14 @@ def _model(config: Config, parallelism: ParallelismConfig) -> ModelConfig:
     model, tp = config.model, parallelism.tensor_parallel_degree
     partition = IterationPlanner.of(config).partition  # which also refuses what the real model cannot be divided by
     modules = ("language",) if model.encoder is None else ("vision", "language")
-    segments = {name: len(partition.of_module(name)) // partition.num_ranks for name in modules}
-    stages = {name: count * parallelism.pipeline_parallel_degree for name, count in segments.items()}
+    if config.planner.partition.startswith("mixed"):  # of a chain of all modules the language model's K counts passes
+        passes = 1 + partition.stages[-1].segment
+        segments, stages = dict.fromkeys(modules, 0), {}
+        segments["language"] = passes
+        stages = dict.fromkeys(modules, passes * parallelism.pipeline_parallel_degree)
+    else:
+        segments = {name: len(partition.of_module(name)) // partition.num_ranks for name in modules}
+        stages = {name: count * parallelism.pipeline_parallel_degree for name, count in segments.items()}
     language = _language(model, tp, stages["language"])
     width = language["hidden_size"]
     projector = model.projector
@@ -152,7 +158,7 @@ def _model(config: Config, parallelism: ParallelismConfig) -> ModelConfig:
             config=values,
             num_segments=segments["vision"],
             pipeline_layout="",
-            sub_microbatch_size=min(size, 2),  # so that the few pictures of a small microbatch are still divided
+            sub_microbatch_size=min(size, 2) or 2,  # so that the few pictures of a small microbatch are still divided
         )
     return replace(
         model,

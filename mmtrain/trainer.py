@@ -23,7 +23,7 @@ from torch import Tensor
 from mmtrain import config as config_module
 from mmtrain.checkpoint import Checkpointer, TrainState
 from mmtrain.config import Config
-from mmtrain.data.batch import Batch, check_batch
+from mmtrain.data.batch import Batch, check_batch, without_pictures
 from mmtrain.data.loader import Loader
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.packing import LoaderState
@@ -55,7 +55,9 @@ class Item:
     state: LoaderState
     """Where the loader stands after this batch."""
     batch: Batch | None
-    """On the first pp_rank alone, where the modules begin."""
+    """On the first pp_rank alone, where the first module begins."""
+    text: Batch | None = None
+    """On the pp_rank where the language model begins, if that is another one: the batch without pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,9 @@ class Trainer:
         self.config = config
         self.folder = Path(config.job.dump_folder)
         saved_ops(config.activation_checkpoint)
+        start = time.perf_counter()
         self.planner = IterationPlanner.of(config)
+        self._cut_s = time.perf_counter() - start
         self.spec, self.partition = self.planner.spec, self.planner.partition
         self._stop_signal = 0
 
@@ -121,7 +125,12 @@ class Trainer:
         self.loader: Loader | None = None
         self.reporter: Reporter | None = None
         self.checkpointer: Checkpointer | None = None
-        self.mesh: Mesh = build_mesh(config.parallelism.mesh_shape, device, data_encoder=config.data_encoder)
+        self.mesh: Mesh = build_mesh(
+            config.parallelism.mesh_shape,
+            device,
+            data_encoder=config.data_encoder,
+            tie_ranks=self.partition.tie_ranks,
+        )
         self._log_start()
         if config.training.attention_backend == "flex" and device.type != "cuda":
             raise ConfigError(
@@ -211,6 +220,8 @@ class Trainer:
                 len(stages),
                 show_layout(module, [stage.layers for stage in stages]),
             )
+        if self.planner.partition_words:
+            logger.info("%s (%.2f s)", self.planner.partition_words, self._cut_s)
         logger.info(
             "mesh: %s on %s; schedule %s; %d steps of %d microbatches x %d tokens",
             ", ".join(f"{axis} {degree}" for axis, degree in zip(AXES, shape.degrees, strict=True)),
@@ -360,6 +371,7 @@ class Trainer:
                     labels=[microbatch.labels for microbatch in batch.microbatches],
                     state=LoaderState(seed=self.config.debug.seed),
                     batch=batch if self.mesh.pp_rank == 0 else None,
+                    text=batch if self.mesh.pp_rank == self.partition.text_rank else None,
                 )
                 plan = self._plan(meta)
                 dist.barrier()
@@ -412,7 +424,7 @@ class Trainer:
             plan.layout,
             item.meta,
             self.mesh,
-            batch=item.batch,
+            batch=item.batch or item.text,
             labels=item.labels,
             attention_backend=self.config.training.attention_backend,
             want_predictions=want_predictions,
@@ -436,13 +448,14 @@ class Trainer:
         source: Iterator[tuple[Batch, IterationMeta, LoaderState]] | None = None
         while True:
             batch: Batch | None = None
-            message: tuple[IterationMeta, list[Tensor], LoaderState] | MMTrainError | None = None
+            message: tuple[IterationMeta, list[Tensor], LoaderState, Batch | None] | MMTrainError | None = None
             if self.mesh.is_leader:
                 try:
                     if source is None:
                         source = iter(open_loader())
                     batch, meta, state = next(source)
-                    message = (meta, [m.labels for m in batch.microbatches], state)
+                    text = without_pictures(batch) if self.partition.text_rank else None
+                    message = (meta, [m.labels for m in batch.microbatches], state, text)
                 except StopIteration:
                     message = None
                 except MMTrainError as error:
@@ -454,10 +467,11 @@ class Trainer:
                 raise message
             if message is None:
                 return
-            meta, labels, state = message
-            if self.mesh.pp_rank == 0:  # where the modules begin
+            meta, labels, state, text = message
+            if self.mesh.pp_rank == 0:  # where the first module begins
                 batch = self.mesh.broadcast_over_plane(batch)
-            yield Item(meta=meta, labels=labels, state=state, batch=batch)
+            text = text if self.mesh.pp_rank == self.partition.text_rank else None
+            yield Item(meta=meta, labels=labels, state=state, batch=batch, text=text)
 
     def _sum_over_replicas(self, count: int) -> int:
         if self.mesh.batch_group is None:

@@ -10,8 +10,9 @@ from mmtrain.measurements import NUM_BLOCKS, Samples, StepSample, assemble, calm
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.cost_model import FlopsCosts
-from mmtrain.planner.iteration import IterationPlanner, partition_of
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.measured_costs import MeasuredCosts
+from mmtrain.planner.partition_choice import partition_of
 from mmtrain.probing import CUTS, picture_curve, probing_iteration, probing_job, small_job
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import P2P

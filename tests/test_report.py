@@ -4,8 +4,8 @@ from mmtrain.data.batch import IGNORE_INDEX
 from mmtrain.data.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.cost_model import FlopsCosts
-from mmtrain.planner.iteration import IterationPlanner, reference_sizes
-from mmtrain.planner.partition import partition
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.report import count_answers
 from tests.reference import PLANNER, model_config
 

@@ -1,7 +1,7 @@
 """The tensors of one step on one model replica."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -39,6 +39,11 @@ class Batch:
     """All microbatches of one step on one model replica, in the order of the metadata."""
 
     microbatches: list[Microbatch]
+
+
+def without_pictures(batch: Batch) -> Batch:
+    """The batch as a rank needs it that has tokens to embed, but no pictures to encode."""
+    return Batch(microbatches=[replace(m, pixel_values=[], image_names=[]) for m in batch.microbatches])
 
 
 def check_batch(batch: Batch, meta: IterationMeta) -> None:

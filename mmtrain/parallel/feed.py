@@ -23,8 +23,8 @@ Places = npt.NDArray[np.int64]
 class StepFeed:
     """(stage, work) -> (args, kwargs) for `PipelineScheduleRuntime.step`.
 
-    Only what a stage needs must be there: pixels and token ids for first stages (the first pp_rank),
-    labels for the last language stage; lengths and grids come from the metadata.
+    Only what a stage needs must be there: pixels and token ids for the modules' first stages, labels for the last
+    language stage; lengths and grids come from the metadata.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class StepFeed:
         return KeyValueGather(RowExchange(self._mesh.cp_group, padded, np.arange(total), self._device))
 
     def _microbatch(self, work: int) -> Microbatch:
-        assert self._batch is not None, "the first stage of a module is on the first pp_rank, which has the batch"
+        assert self._batch is not None, "a rank where a module begins has what the module reads of the batch"
         return self._batch.microbatches[self._batching.works[work].microbatch]
 
     def _take(self, values: Tensor, places: Places, padding: int) -> Tensor:

@@ -73,7 +73,8 @@ class Mesh:
     """Ranks that read different data and hold the same stages; None for one replica."""
     channels: "Channels"
     tie_group: dist.ProcessGroup | None
-    """First and last pp_rank of this replica, which may share the tied embedding; None for one pp_rank."""
+    """The pp_ranks of this replica that hold the language model's first and last stage, which may share the tied
+    embedding; None on others, and where they are one."""
 
     @property
     def pp_rank(self) -> int:
@@ -156,23 +157,30 @@ class Channels:
         return self._pp_ranks[pp_rank]
 
 
-def build_mesh(shape: MeshShape, device: torch.device, *, data_encoder: bool = False) -> Mesh:
+def build_mesh(
+    shape: MeshShape, device: torch.device, *, data_encoder: bool = False, tie_ranks: tuple[int, int] = (0, -1)
+) -> Mesh:
     """All process groups of this rank. Every rank of the job must call it.
 
-    Args: data_encoder: tensor-parallel ranks hold whole encoders (`parallelism.encoder_tensor_parallel = "data"`).
+    Args:
+        data_encoder: tensor-parallel ranks hold whole encoders (`parallelism.encoder_tensor_parallel = "data"`).
+        tie_ranks: pp_ranks of the language model's first and last stage; the last may be counted from the end.
     """
     rank = dist.get_rank()
     dims = parallel_dims(shape)
     place = shape.coordinates(rank)
     pipelines = _groups(shape, ("pp",))
+    first, last = (pp_rank % shape.pp for pp_rank in tie_ranks)
     pp_group: dist.ProcessGroup | None = None
     tie_group: dist.ProcessGroup | None = None
     directed: dict[tuple[int, int], dist.ProcessGroup] = {}
     for ranks in pipelines:  # every rank makes every group
         group = dist.new_group(list(ranks))
-        tie = dist.new_group([ranks[0], ranks[-1]]) if shape.pp > 1 else None
+        tie = dist.new_group([ranks[first], ranks[last]]) if first != last else None
         if rank in ranks:
-            pp_group, tie_group = group, tie
+            pp_group = group
+        if rank in (ranks[first], ranks[last]):
+            tie_group = tie
         if device.type != "cpu" and shape.pp > 1:
             hops = {(s, t % shape.pp) for s in range(shape.pp) for t in (s + 1, s - 1)}
             for source, target in sorted(hops):

@@ -4,16 +4,20 @@ Source: DIP, arXiv:2504.14145, section 4: N pictures of a microbatch become ceil
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NoReturn
 
 from mmtrain.data.bitfield import LanguageMask, two_way_spans
 from mmtrain.data.metadata import ImageMeta, IterationMeta
 from mmtrain.errors import DataError
-from mmtrain.models.spec import ModelSpec, WorkSize, documents_work, images_work
+from mmtrain.models.spec import ModelSpec, ModuleSpec, Rates, WorkSize, documents_work, images_work
 from mmtrain.planner.balance import split_evenly
 from mmtrain.schedule.graph import Work
+
+Grid = tuple[int, int, int]
+"""Patches (time, height, width) of a picture."""
 
 VISION = "vision"
 LANGUAGE = "language"
@@ -37,8 +41,8 @@ def make_batching(
 ) -> Batching:
     """The works of an iteration: for each microbatch its vision works, then the language work `after` them.
 
-    A microbatch with N pictures has ceil(N / sub_microbatch_size) vision works of consecutive pictures
-    with patches as equal as possible; a text-only microbatch has none.
+    A microbatch with N pictures has ceil(N / sub_microbatch_size) vision works of consecutive pictures, the largest
+    with as few FLOPs as possible; a text-only microbatch has none.
 
     Args:
         spec: the model; its modules are `vision` and `language`, or `language` alone.
@@ -48,6 +52,7 @@ def make_batching(
         that the model cannot merge or that lies outside of its document.
     """
     modules = tuple(module.name for module in spec.modules)
+    weigh = _picture_weight(spec.module(VISION)) if VISION in modules else None
     works: list[Work] = []
     images_of: list[tuple[ImageMeta, ...]] = []
     sizes: list[WorkSize] = []
@@ -60,7 +65,7 @@ def make_batching(
                 f"{microbatch.images[0].name}, but the model has no vision encoder; add [model.encoder]"
             )
         first = len(works)
-        for sub, images in enumerate(_split_images(microbatch.images, sub_microbatch_size)):
+        for sub, images in enumerate(_split_images(microbatch.images, sub_microbatch_size, weigh)):
             works.append(Work(module=modules.index(VISION), microbatch=index, sub_microbatch=sub))
             images_of.append(images)
             sizes.append(images_work(spec.module(VISION), [image.grid for image in images]))
@@ -73,12 +78,20 @@ def make_batching(
     return Batching(modules=modules, works=tuple(works), images_of=tuple(images_of), size_of=tuple(sizes))
 
 
-def _split_images(images: tuple[ImageMeta, ...], size: int) -> list[tuple[ImageMeta, ...]]:
-    if not images:
+def _split_images(
+    images: tuple[ImageMeta, ...], size: int, weigh: Callable[[Grid], float] | None
+) -> list[tuple[ImageMeta, ...]]:
+    if not images or weigh is None:
         return []
     parts = -(-len(images) // size) if size else 1
-    bounds = split_evenly([image.num_patches for image in images], parts)
+    bounds = split_evenly([weigh(image.grid) for image in images], parts)
     return [images[low:high] for low, high in bounds]
+
+
+def _picture_weight(module: ModuleSpec) -> Callable[[Grid], float]:
+    """What a picture of some grid asks of a vision module: FLOPs of the forward; those of the backward go with them."""
+    rates = sum((layer.matmul_flops + layer.attention_flops for layer in module.layers), Rates())
+    return cache(lambda grid: rates(images_work(module, [grid])))
 
 
 def _refuse_pictures(index: int, wanted: Sequence[ImageMeta], found: Sequence[ImageMeta]) -> NoReturn:

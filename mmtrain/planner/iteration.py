@@ -5,20 +5,21 @@ from dataclasses import dataclass, field
 
 from mmtrain.config import Config, PlannerConfig, uses_fsdp
 from mmtrain.data.metadata import IterationMeta
-from mmtrain.errors import ConfigError, PlanError
+from mmtrain.errors import PlanError
 from mmtrain.models.degrees import check_tensor_degree
 from mmtrain.models.recomputation import KEEP_ALL, Recomputation
 from mmtrain.models.shapes import check_patches_split
 from mmtrain.models.spec import Flops, ModelSpec, WorkSize
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import VISION, Batching, check_conservation, make_batching
-from mmtrain.planner.cost_model import CostModel, FlopsCosts
+from mmtrain.planner.cost_model import CostModel
 from mmtrain.planner.costs import make_problem
+from mmtrain.planner.job_costs import cost_model, on_partition
 from mmtrain.planner.layout import IterationLayout, Plane
-from mmtrain.planner.measured_costs import MeasuredCosts
-from mmtrain.planner.operator_costs import OperatorCosts
-from mmtrain.planner.partition import Partition, partition
+from mmtrain.planner.partition import Partition
+from mmtrain.planner.partition_choice import choose_partition
 from mmtrain.planner.plan import PlanResult, make_plan
+from mmtrain.planner.vision_works import sub_microbatch_size
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.lower import Program, lower
 from mmtrain.schedule.plan import Plan
@@ -60,6 +61,8 @@ class IterationPlanner:
     """How cp and tp ranks divide each work."""
     check_plans: bool = False
     """Also prove every program free of deadlock under each transport model."""
+    partition_words: str = ""
+    """How the partition was found, for the log; empty if the config left nothing open."""
 
     @classmethod
     def of(cls, config: Config) -> "IterationPlanner":
@@ -67,19 +70,22 @@ class IterationPlanner:
         check_degrees(config)
         dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
         spec = model_spec(config.model, dtype_bytes=dtype_bytes)
-        parts = partition_of(config, spec)
+        costs = cost_model(config, spec)
+        sub_microbatch = sub_microbatch_size(config, spec, costs)
+        choice = choose_partition(config, spec, costs, sub_microbatch)
         return cls(
             spec=spec,
-            partition=parts,
+            partition=choice.partition,
             section=config.planner,
-            costs=cost_model(config, spec, parts),
+            costs=on_partition(costs, choice.partition),
             schedule=config.parallelism.pipeline_parallel_schedule,
-            sub_microbatch_size=config.model.encoder.sub_microbatch_size if config.model.encoder else 0,
+            sub_microbatch_size=sub_microbatch,
             sharded=uses_fsdp(config.parallelism.mesh_shape, config.training, data_encoder=config.data_encoder),
             regathered=config.regathered,
             recomputation=Recomputation.of(config.activation_checkpoint),
             plane=Plane.of(config),
             check_plans=config.debug.check_plans,
+            partition_words=choice.words,
         )
 
     def problem(self, meta: IterationMeta, *, forward_only: bool = False) -> tuple[Batching, PlanningProblem]:
@@ -159,61 +165,3 @@ def check_degrees(config: Config) -> None:
         check_tensor_degree(config.model, tp, encoder=not config.data_encoder)
     if config.model.encoder is not None and config.parallelism.encoder_context_parallel == "patches":
         check_patches_split(config.model)
-
-
-def cost_model(config: Config, spec: ModelSpec, parts: Partition) -> CostModel:
-    """What `[planner]` says that layers and transfers take: as measured, as simulated, or FLOPs over one rate.
-
-    Raises:
-        ConfigError: hardware that does not exist or does not fit, or a profile of another job.
-        PlanError: a profile that cannot be read.
-    """
-    if config.planner.profile:
-        return MeasuredCosts.of(config, spec, parts)
-    if config.planner.hardware:
-        return OperatorCosts.of(config, spec)
-    return FlopsCosts.of(config.planner, shares=Plane.of(config).size)
-
-
-def partition_of(config: Config, spec: ModelSpec) -> Partition:
-    """The partition that a job's config asks for, placed as its schedule wants.
-
-    Raises: ConfigError: fewer layers than chunks, or fewer or more chunks than the schedule needs.
-    """
-    segments = {"language": config.model.language.num_segments}
-    layouts = {"language": config.model.language.pipeline_layout}
-    if config.model.encoder:
-        segments["vision"] = config.model.encoder.num_segments
-        layouts["vision"] = config.model.encoder.pipeline_layout
-    sizes = reference_sizes(spec, config.training.seq_len)
-    name, num_ranks = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
-    schedule = CATALOGUE[name]
-    found = partition(spec, num_ranks, segments, sizes, schedule.placement, layouts)
-    missing = schedule.least_passes - len(found.stages) // num_ranks
-    if missing > 0 and not segments["language"] and not layouts["language"]:
-        found = partition(spec, num_ranks, {**segments, "language": 1 + missing}, sizes, schedule.placement, layouts)
-    elif missing > 0:
-        key = f"model.language.num_segments = {segments['language']}"
-        if layouts["language"]:
-            key = f"model.language.pipeline_layout = {layouts['language']!r}"
-        raise ConfigError(
-            f'parallelism.pipeline_parallel_schedule = "{name}" needs at least {schedule.least_passes} chunks on each '
-            f"pipeline rank, but {key} makes {schedule.least_passes - missing}; raise it, leave it out, or choose "
-            "another schedule"
-        )
-    return found
-
-
-def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
-    """A typical work of each module, which the partition is balanced for: half of the tokens are pictures'.
-
-    Four documents a microbatch, a quarter of the tokens labelled, pictures of 16 x 16 patches.
-    """
-    sizes = {"language": WorkSize(rows=seq_len, pairs=max(1, seq_len * seq_len // 8), outputs=max(1, seq_len // 4))}
-    if any(module.name == "vision" for module in spec.modules):
-        vision = spec.module("vision")
-        outputs = max(1, seq_len // 2)
-        rows = outputs * vision.patches_per_token
-        window_pairs = rows * min(rows, 256, (vision.window * vision.merge) ** 2)
-        sizes["vision"] = WorkSize(rows=rows, pairs=rows * min(rows, 256), outputs=outputs, window_pairs=window_pairs)
-    return sizes

@@ -1,6 +1,6 @@
 """Costs from a measured profile. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mmtrain.config import Config
@@ -28,11 +28,12 @@ class MeasuredCosts:
     """Whether there are several pipeline ranks."""
 
     @classmethod
-    def of(cls, config: Config, spec: ModelSpec, partition: Partition) -> "MeasuredCosts":
+    def of(cls, config: Config, spec: ModelSpec, partition: Partition | None = None) -> "MeasuredCosts":
         """The costs of a job from the file that its planner.profile names.
 
         A profile of one pipeline rank has no transfers: those are then as `[planner]` says.
 
+        Args: partition: None: actions post no transfer; see `on`.
         Raises:
             ConfigError: the profile is of another model, dtype or plane of ranks.
             PlanError: the file cannot be read.
@@ -43,13 +44,17 @@ class MeasuredCosts:
         p2p = P2P(latency_s=section.p2p_latency_s, bytes_per_s=section.p2p_bytes_per_s)
         if profile.transfer:
             p2p = P2P(latency_s=profile.transfer.latency_s, bytes_per_s=1 / profile.transfer.byte_s)
-        return cls(
+        found = cls(
             profile=profile,
             p2p=p2p,
             splits_backward=CATALOGUE[config.parallelism.pipeline_parallel_schedule].splits_backward,
-            transfers_per_action=transfers_per_action(partition),
-            several_ranks=partition.num_ranks > 1,
+            several_ranks=config.parallelism.pipeline_parallel_degree > 1,
         )
+        return found if partition is None else found.on(partition)
+
+    def on(self, partition: Partition) -> "MeasuredCosts":
+        """The same costs, where actions post the transfers of a partition."""
+        return replace(self, transfers_per_action=transfers_per_action(partition))
 
     def layer(self, module: ModuleSpec, index: int, size: WorkSize, *, input_grad: bool) -> LayerTimes:
         """Seconds of a layer as fitted. Measured with the gradient of its input where that is not wanted, or the other

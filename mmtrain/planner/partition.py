@@ -1,9 +1,13 @@
 """The partition, made once: which layers form which stage, and which pipeline rank holds it.
 
+A *separated* partition cuts each module by itself, so that all pipeline ranks hold an equal part of it. A *mixed* one
+cuts the layers of all modules as one chain; a rank in the middle may then hold the end of one module and the beginning
+of the next, and a module need not reach every rank. Which one a job gets is decided in `partition_choice`.
+
 Source: DIP, arXiv:2504.14145, sections 3.1 and 4: separated partitioning, K_i = floor(T_i / T_1).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,7 +33,7 @@ class StageSpec:
     """Range of the module's layers, the end excluded."""
     pp_rank: int
     segment: int
-    """Which pass over the pipeline ranks, within the module."""
+    """Which pass over the pipeline ranks, within the module; of a mixed partition, within the chain of all modules."""
     first: bool
     """Holds the module's first layer."""
     last: bool
@@ -50,6 +54,17 @@ class Partition:
     def of_module(self, module: str) -> tuple[StageSpec, ...]:
         """The stages of a module, in forward order."""
         return tuple(stage for stage in self.stages if stage.module == module)
+
+    @property
+    def text_rank(self) -> int:
+        """The pipeline rank where the language model begins: 0, unless the partition is mixed."""
+        return next(stage.pp_rank for stage in self.stages if stage.module == "language")
+
+    @property
+    def tie_ranks(self) -> tuple[int, int]:
+        """The pipeline ranks of the language model's first and last stage, which hold the copies of a tied matrix."""
+        stages = self.of_module("language")
+        return stages[0].pp_rank, stages[-1].pp_rank
 
     @cached_property
     def modules(self) -> tuple[ModuleStages, ...]:
@@ -113,6 +128,60 @@ def partition(
                     last=layers[1] == len(module.layers),
                 )
             )
+    return Partition(num_ranks, tuple(stages))
+
+
+def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
+    """A typical work of each module, which a separated partition is balanced for: half of the tokens are pictures'.
+
+    Four documents a microbatch, a quarter of the tokens labelled, pictures of 16 x 16 patches.
+    """
+    sizes = {"language": WorkSize(rows=seq_len, pairs=max(1, seq_len * seq_len // 8), outputs=max(1, seq_len // 4))}
+    if any(module.name == "vision" for module in spec.modules):
+        vision = spec.module("vision")
+        outputs = max(1, seq_len // 2)
+        rows = outputs * vision.patches_per_token
+        window_pairs = rows * min(rows, 256, (vision.window * vision.merge) ** 2)
+        sizes["vision"] = WorkSize(rows=rows, pairs=rows * min(rows, 256), outputs=outputs, window_pairs=window_pairs)
+    return sizes
+
+
+def mixed_partition(spec: ModelSpec, num_ranks: int, passes: int, weights: Mapping[str, Sequence[float]]) -> Partition:
+    """The layers of all modules, in their order, cut as one chain into P x v parts; part j is on rank j % P.
+
+    The largest part is as small as it can be; ties go to equal numbers of layers. A part that has layers of several
+    modules is a stage of each, on the same rank.
+
+    Args:
+        num_ranks: P.
+        passes: v.
+        weights: [layer] of each module, in any unit.
+    Raises: ConfigError: fewer layers than parts.
+    """
+    places = [(module, index) for module in spec.modules for index in range(len(module.layers))]
+    if len(places) < num_ranks * passes:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {num_ranks} x {passes} passes (model.language.num_segments) = "
+            f"{num_ranks * passes} chunks, but all modules together have {len(places)} layers (cut points), and each "
+            "chunk needs a layer; lower one of them, or use a deeper model"
+        )
+    stages: list[StageSpec] = []
+    parts = split_evenly([weights[module.name][index] for module, index in places], num_ranks * passes)
+    for j, bounds in enumerate(parts):
+        for module in spec.modules:
+            mine = [index for other, index in places[slice(*bounds)] if other is module]
+            if mine:
+                stages.append(
+                    StageSpec(
+                        index=len(stages),
+                        module=module.name,
+                        layers=(mine[0], mine[-1] + 1),
+                        pp_rank=j % num_ranks,
+                        segment=j // num_ranks,
+                        first=mine[0] == 0,
+                        last=mine[-1] + 1 == len(module.layers),
+                    )
+                )
     return Partition(num_ranks, tuple(stages))
 
 

@@ -9,14 +9,14 @@ Sources: DIP, arXiv:2504.14145, sections 2.2, 7.1 and 7.2; OBELICS, arXiv:2306.1
 import difflib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.config import Config
-from mmtrain.data.geometry import image_geometry
+from mmtrain.config import Config, EncoderConfig
+from mmtrain.data.geometry import ImageGeometry, image_geometry
 from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.errors import ConfigError
 from mmtrain.models.families import encoder_config
@@ -55,12 +55,7 @@ class Bins:
         bins = cls(num_microbatches=training.global_batch_size // dp, seq_len=training.seq_len, grid=None)
         if config.model.encoder is None:
             return bins
-        geometry = image_geometry(
-            encoder_config(config.model.encoder),
-            spatial_merge=config.model.projector.spatial_merge,
-            min_pixels=config.data.min_pixels,
-            max_pixels=config.data.max_pixels,
-        )
+        geometry = _geometry(config, config.model.encoder)
         grid = geometry.grid(picture_side, picture_side)
         tokens = geometry.num_tokens(grid)
         if tokens >= training.seq_len:
@@ -71,10 +66,37 @@ class Bins:
             )
         return cls(num_microbatches=bins.num_microbatches, seq_len=bins.seq_len, grid=grid, picture_tokens=tokens)
 
+    @classmethod
+    def typical(cls, config: Config) -> "Bins":
+        """The bins of one replica of a job whose pictures nobody has seen: of `PICTURE_SIDE`, or half of it, and so on,
+        until four of them fit into a microbatch; no pictures where not even one fits with a token of text.
+
+        Raises: ConfigError: the encoder reads no pictures.
+        """
+        training, dp = config.training, config.parallelism.mesh_shape.dp
+        bins = cls(num_microbatches=training.global_batch_size // dp, seq_len=training.seq_len, grid=None)
+        if config.model.encoder is None:
+            return bins
+        geometry, side = _geometry(config, config.model.encoder), PICTURE_SIDE
+        while geometry.num_tokens(geometry.grid(side, side)) * 4 > training.seq_len and side > 1:
+            side //= 2
+        grid = geometry.grid(side, side)
+        tokens = geometry.num_tokens(grid)
+        return replace(bins, grid=grid, picture_tokens=tokens) if tokens < training.seq_len else bins
+
     @property
     def most_pictures(self) -> int:
         """Pictures that fit into one microbatch with a token of text."""
         return (self.seq_len - 1) // self.picture_tokens if self.grid else 0
+
+
+def _geometry(config: Config, encoder: EncoderConfig) -> ImageGeometry:
+    return image_geometry(
+        encoder_config(encoder),
+        spatial_merge=config.model.projector.spatial_merge,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+    )
 
 
 class Samples(NamedTuple):

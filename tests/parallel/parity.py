@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from mmtrain.config import ActivationCheckpointConfig, ModelConfig, TrainingConfig, uses_fsdp
+from mmtrain.config import (
+    ActivationCheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelismConfig,
+    PlannerConfig,
+    TrainingConfig,
+    uses_fsdp,
+)
+from mmtrain.data.batch import without_pictures
 from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model, check_same_program
@@ -16,9 +26,10 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.planner.cost_model import FlopsCosts
-from mmtrain.planner.iteration import IterationPlanner, reference_sizes
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.layout import Plane
-from mmtrain.planner.partition import partition
+from mmtrain.planner.partition import partition, reference_sizes
+from mmtrain.planner.partition_choice import partition_of
 from mmtrain.schedule.library.catalogue import Placement
 from mmtrain.schedule.lower import lower
 from mmtrain.schedule.plan import check as check_plan
@@ -44,6 +55,8 @@ class Case:
     """(schedule, pictures in a vision work) of each step; with a third entry, backwards are split, and W comes that
     many actions after I; with a fourth, every so many backwards only."""
     placement: Placement = "loop"
+    partition: str = ""
+    """How the config says that modules are cut; empty: by DIP's rule where the model leaves it open."""
     split: str = "balanced"
     share_patches: bool = False
     data_encoder: bool = False
@@ -86,21 +99,38 @@ def run_layout(rank, shape, cases) -> dict[tuple, Found]:
     meshes = {}
     found = {}
     for name, case in cases.items():
-        plane = case.plane(shape)
-        if plane.data_encoder not in meshes:
-            meshes[plane.data_encoder] = build_mesh(shape, torch.device("cpu"), data_encoder=plane.data_encoder)
-        for run, errors in run_case(meshes[plane.data_encoder], case, plane).items():
+        plane, parts = case.plane(shape), cut(case, shape)
+        key = plane.data_encoder, parts.tie_ranks
+        if key not in meshes:
+            meshes[key] = build_mesh(
+                shape, torch.device("cpu"), data_encoder=plane.data_encoder, tie_ranks=parts.tie_ranks
+            )
+        for run, errors in run_case(meshes[key], case, plane, parts).items():
             found[name, *run] = errors
     return found
 
 
-def run_case(mesh, case, plane):
+def cut(case, shape):
+    """The partition of a case."""
     model, spec = case.model, model_spec(case.model)
+    if case.partition:
+        job = Config(
+            model=model, data=DataConfig(source="nowhere"), training=case.training,
+            parallelism=ParallelismConfig(
+                pipeline_parallel_degree=shape.pp, pipeline_parallel_schedule=case.runs[0][0]
+            ),
+            planner=PlannerConfig(partition=case.partition),
+        )  # fmt: skip
+        return partition_of(job, spec)
     segments = {
         "vision": model.encoder.num_segments if model.encoder else 0,
         "language": model.language.num_segments,
     }
-    parts = partition(spec, mesh.shape.pp, segments, reference_sizes(spec, case.training.seq_len), case.placement)
+    return partition(spec, shape.pp, segments, reference_sizes(spec, case.training.seq_len), case.placement)
+
+
+def run_case(mesh, case, plane, parts):
+    model, spec = case.model, model_spec(case.model)
     local = build_local_model(
         model, spec, parts, mesh, case.training, seed=5, regathered=case.regathered, recompute=case.recompute
     )
@@ -145,12 +175,13 @@ def take_gradients(local):
 
 def run_step(mesh, parts, planner, local, runtime, batches, delay=None, every=1):
     batch, meta = batches[mesh.dp_rank]
+    held = {0: batch, parts.text_rank: batch if parts.text_rank == 0 else without_pictures(batch)}
     plan = planner.plan(meta)
     program = plan.program if delay is None else split_program(planner, plan, delay, every)
     check_same_program(program.hash, mesh)
     num_targets = sum(m.num_targets for _, m in batches)
     feed = StepFeed(
-        parts, plan.layout, meta, mesh, batch=batch if mesh.pp_rank == 0 else None,
+        parts, plan.layout, meta, mesh, batch=held.get(mesh.pp_rank),
         labels=[m.labels for m in batch.microbatches],
     )  # fmt: skip
     place = mesh.place

@@ -21,8 +21,8 @@ from mmtrain.models.spec import documents_work, images_work
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.activation_checkpoint import apply_activation_checkpoint, saved_ops
 from mmtrain.planner.cost_model import FlopsCosts
-from mmtrain.planner.iteration import IterationPlanner, reference_sizes
-from mmtrain.planner.partition import partition
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.partition import partition, reference_sizes
 from tests.reference import ENCODERS, LANGUAGES, make_batch, model_config
 
 SECTIONS = {

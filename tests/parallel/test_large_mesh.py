@@ -8,8 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
-from mmtrain.planner.iteration import reference_sizes
-from mmtrain.planner.partition import partition
+from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.topology import MeshShape
 from tests.ranks import run_alone
 from tests.reference import TRAINING, model_config

@@ -10,9 +10,9 @@ from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.cost_model import FlopsCosts
-from mmtrain.planner.iteration import IterationPlanner, reference_sizes
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.layout import Plane
-from mmtrain.planner.partition import partition
+from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.topology import MeshShape
 from tests.parallel.parity import MIXED, run_step
 from tests.ranks import run_ranks

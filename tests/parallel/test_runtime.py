@@ -13,8 +13,8 @@ from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.cost_model import FlopsCosts
-from mmtrain.planner.iteration import IterationPlanner, reference_sizes
-from mmtrain.planner.partition import partition
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.release import releases
 from mmtrain.topology import MeshShape

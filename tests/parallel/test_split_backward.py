@@ -28,8 +28,8 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.planner.cost_model import FlopsCosts
-from mmtrain.planner.iteration import IterationPlanner, reference_sizes
-from mmtrain.planner.partition import partition
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.schedule.lower import Program
 from mmtrain.topology import MeshShape
 from tests.lora import with_lora

@@ -6,7 +6,7 @@ from hypothesis import given
 from mmtrain.data.bitfield import LanguageMask, language_bits, num_pairs
 from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.errors import DataError
-from mmtrain.models.spec import ModelSpec, WorkSize
+from mmtrain.models.spec import ModelSpec, Rates, WorkSize
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.schedule.graph import Work
 from tests.data.masks import KINDS, microbatches
@@ -35,6 +35,19 @@ def test_number_of_sub_microbatches(size: int, counts: list[int]) -> None:
     batching = make_batching(META, vlm(), size)
     assert [sum(w.module == 0 and w.microbatch == m for w in batching.works) for m in range(3)] == counts
     check_conservation(META, batching)
+
+
+def test_works_of_a_microbatch_have_equal_flops() -> None:
+    plain = vlm()
+    vision = plain.module("vision")
+    attending = tuple(replace(layer, attention_flops=Rates(pair=1.0)) for layer in vision.layers)
+    spec = ModelSpec(modules=(replace(vision, layers=attending), plain.module("language")))
+    meta = IterationMeta(microbatches=(microbatch(1, [(4, 4), *[(2, 4)] * 4]),))
+    # Patches: 16 8 | 8 8 8. FLOPs of a layer, patches and their squares: 272 | 72 72 72 72.
+    for model, counts in ((plain, [2, 3]), (spec, [1, 4])):
+        batching = make_batching(meta, model, 3)
+        assert [len(images) for images in batching.images_of if images] == counts
+        check_conservation(meta, batching)
 
 
 def test_video_attends_within_a_time_step() -> None:

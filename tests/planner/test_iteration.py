@@ -3,8 +3,8 @@ import pytest
 from mmtrain import config
 from mmtrain.errors import ConfigError
 from mmtrain.models.spec_builders import model_spec
-from mmtrain.planner.iteration import partition_of
 from mmtrain.planner.partition import Partition
+from mmtrain.planner.partition_choice import partition_of
 from mmtrain.schedule.library.catalogue import CATALOGUE
 
 TEXT = """

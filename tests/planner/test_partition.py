@@ -1,8 +1,12 @@
+from itertools import combinations, pairwise
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mmtrain.errors import ConfigError
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
-from mmtrain.planner.partition import StageSpec, partition
+from mmtrain.planner.partition import StageSpec, mixed_partition, partition
 from tests.planner.specs import layers, vlm
 
 SIZES = {
@@ -80,3 +84,66 @@ def test_fewer_layers_than_chunks_is_refused(segments: dict[str, int]) -> None:
         partition(vlm(4, 4), 2, segments, SIZES)
     with pytest.raises(ConfigError, match="pipeline_parallel_degree = 5 x 1 segments = 5 chunks"):
         partition(vlm(4, 4), 5, {}, SIZES)
+
+
+def places(found):
+    return [(s.module, s.layers, s.pp_rank, s.segment) for s in found.stages]
+
+
+def test_a_mixed_boundary_may_fall_between_ranks() -> None:
+    found = mixed_partition(vlm(4, 4), 2, 1, {"vision": [1.0] * 4, "language": [1.0] * 4})
+    assert places(found) == [("vision", (0, 4), 0, 0), ("language", (0, 4), 1, 0)]
+    assert (found.text_rank, found.tie_ranks) == (1, (1, 1))
+    assert [(m.name, m.stages) for m in found.modules] == [("vision", (0,)), ("language", (1,))]
+
+
+def test_a_rank_may_hold_the_end_of_one_module_and_the_beginning_of_the_next() -> None:
+    # 1 1 1 1 2 | 2 2 2: six on each
+    found = mixed_partition(vlm(4, 4), 2, 1, {"vision": [1.0] * 4, "language": [2.0] * 4})
+    assert places(found) == [("vision", (0, 4), 0, 0), ("language", (0, 1), 0, 0), ("language", (1, 4), 1, 0)]
+    assert [(s.first, s.last) for s in found.stages] == [(True, True), (True, False), (False, True)]
+    assert (found.text_rank, found.tie_ranks) == (0, (0, 1))
+
+
+def test_a_mixed_chain_goes_round_the_ranks_as_often_as_asked() -> None:
+    # 3 3 | 3 1 1 | 1 1 1 | 1 1 1 1: the largest sum is 6, and lengths are as equal as that allows
+    found = mixed_partition(vlm(3, 9), 2, 2, {"vision": [3.0] * 3, "language": [1.0] * 9})
+    assert places(found) == [
+        ("vision", (0, 2), 0, 0),
+        ("vision", (2, 3), 1, 0),
+        ("language", (0, 2), 1, 0),
+        ("language", (2, 5), 0, 1),
+        ("language", (5, 9), 1, 1),
+    ]
+    assert found.stage_rank == (0, 1, 1, 0, 1)
+    assert (found.text_rank, found.tie_ranks) == (1, (1, 1))
+
+
+@given(weights=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.5, 7.0]), min_size=6, max_size=10), data=st.data())
+def test_no_other_mixed_cut_is_better(weights: list[float], data: st.DataObject) -> None:
+    num_vision = data.draw(st.integers(1, len(weights) - 2))
+    num_ranks, passes = data.draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1), (4, 1)]))
+    spec = vlm(num_vision, len(weights) - num_vision)
+    found = mixed_partition(spec, num_ranks, passes, {"vision": weights[:num_vision], "language": weights[num_vision:]})
+    loads: dict[tuple[int, int], float] = {}
+    at = 0
+    for stage in found.stages:
+        low, high = (place + (num_vision if stage.module == "language" else 0) for place in stage.layers)
+        assert low == at
+        at = high
+        part = stage.segment, stage.pp_rank
+        assert not loads or part >= max(loads)
+        loads[part] = loads.get(part, 0.0) + sum(weights[low:high])
+    assert at == len(weights)
+    count = num_ranks * passes
+    assert len(loads) == count
+    cuts = combinations(range(1, len(weights)), count - 1)
+    best = min(max(sum(weights[a:b]) for a, b in pairwise([0, *cut, len(weights)])) for cut in cuts)
+    assert max(loads.values()) == best
+
+
+def test_a_mixed_chain_needs_a_layer_for_each_chunk() -> None:
+    with pytest.raises(
+        ConfigError, match=r"degree = 3 x 2 passes .* = 6 chunks, but all modules together have 5 layers"
+    ):
+        mixed_partition(vlm(2, 3), 3, 2, {"vision": [1.0] * 2, "language": [1.0] * 3})

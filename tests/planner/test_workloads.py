@@ -28,6 +28,24 @@ def test_a_picture_of_the_paper_has_2704_patches_169_tokens_and_48_fit() -> None
     assert Bins.of(config.load("vlm_l.toml")).grid == (1, 52, 52)  # an encoder of any picture size
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "grid", "tokens"),
+    [
+        ("vlm_s.toml", [], (1, 52, 52), 169),
+        ("vlm_s.toml", ["training.seq_len=512"], (1, 52, 52), 169),  # its encoder has pictures of one size
+        ("vlm_s.toml", ["training.seq_len=169"], None, 0),  # no room for text
+        ("debug_vlm.toml", [], (1, 12, 12), 36),  # 728, 364, 182 pixels: 676, 169, 36 tokens in 256
+        ("debug_vlm.toml", ["training.seq_len=8"], (1, 4, 4), 4),  # the smallest that the encoder reads
+        ("debug_text.toml", [], None, 0),
+    ],
+)
+def test_typical_pictures_follow_from_the_config(name: str, overrides: list[str], grid, tokens: int) -> None:
+    job = config.load(name, overrides)
+    bins = Bins.typical(job)
+    assert (bins.grid, bins.picture_tokens) == (grid, tokens)
+    assert (bins.num_microbatches, bins.seq_len) == (job.training.global_batch_size, job.training.seq_len)
+
+
 @given(
     name=st.sampled_from(sorted(WORKLOADS)),
     bins=st.builds(

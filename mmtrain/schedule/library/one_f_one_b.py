@@ -8,7 +8,8 @@ sub-microbatches, absent modalities and frozen stages:
 - Microbatches go in groups of P. Inside of a group, forwards are segment by segment in forward order
   (all of the group's microbatches through one segment, then the next), backwards segment by segment
   in backward order.
-- A *pair* is one microbatch in one segment of a rank, however many sub-microbatches it has. Pipeline
+- A *pair* is one microbatch in one segment of a rank, however many sub-microbatches (and, where a mixed partition
+  has the end of one module and the beginning of the next on one rank, stages) it has. Pipeline
   rank r has at most P - r pairs between forward and backward if it has one segment with a backward, at
   most 2(P - r - 1) + (V - 1)P + 1 if it has V > 1 (Megatron's warm-up, plus one).
 - The orders are what unit-time ranks do that follow both orders, alternate where both are possible,
@@ -16,6 +17,7 @@ sub-microbatches, absent modalities and frozen stages:
 """
 
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -53,15 +55,42 @@ def alternate(graph: WorkGraph, ahead: int | None = None) -> tuple[tuple[Action,
 
 
 def segments(graph: WorkGraph) -> dict[int, int]:
-    """stage -> its place among its rank's stages in forward order: the rank's segments, counted from 0."""
+    """stage -> its place among its rank's stages in forward order: the rank's segments, counted from 0.
+
+    Stages that `joined` puts together are in one segment.
+    """
     count = [0] * graph.num_ranks
-    found = {}
+    found: dict[int, int] = {}
+    together = joined(graph)
     for module in module_order(graph):
         for stage in graph.modules[module].stages:
+            if stage in together:
+                found[stage] = found[together[stage]]
+                continue
             rank = graph.stage_rank[stage]
             found[stage] = count[rank]
             count[rank] += 1
     return found
+
+
+def joined(graph: WorkGraph) -> dict[int, int]:
+    """First stage of a module -> last stage of the one before it, where a mixed partition put both into one part.
+
+    That is where they are on one of several ranks, and both modules go round the ranks.
+    """
+    found: dict[int, int] = {}
+    order = module_order(graph)
+    for before, behind in itertools.pairwise(order):
+        last, first = graph.modules[before].stages[-1], graph.modules[behind].stages[0]
+        same = graph.num_ranks > 1 and graph.stage_rank[last] == graph.stage_rank[first]
+        if same and _goes_round(graph, before) and _goes_round(graph, behind):
+            found[first] = found.get(last, last)
+    return found
+
+
+def _goes_round(graph: WorkGraph, module: int) -> bool:
+    ranks = [graph.stage_rank[stage] for stage in graph.modules[module].stages]
+    return all(b == (a + 1) % graph.num_ranks for a, b in itertools.pairwise(ranks))
 
 
 def module_order(graph: WorkGraph) -> list[int]:
@@ -150,6 +179,7 @@ class _Ranks:
         ranks = range(graph.num_ranks)
         self.graph = graph
         self.ahead = ahead
+        self.together = joined(graph)
         self.forward_order, backwards = forward_order(graph), backward_order(graph)
         self.queue = {
             Kind.F: [[n for n in self.forward_order if graph.stage_rank[n[0]] == r] for r in ranks],
@@ -172,7 +202,7 @@ class _Ranks:
 
     def _pair(self, node: Node) -> tuple[int, int]:
         stage, work = node
-        return stage, self.graph.works[work].microbatch
+        return self.together.get(stage, stage), self.graph.works[work].microbatch
 
     def _limit(self, rank: int) -> int:
         P = self.graph.num_ranks

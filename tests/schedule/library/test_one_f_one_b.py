@@ -1,10 +1,12 @@
 import pytest
 
 from mmtrain.schedule.action import Action, Kind
-from mmtrain.schedule.library.one_f_one_b import one_f_one_b
+from mmtrain.schedule.graph import ModuleStages, Work
+from mmtrain.schedule.library.one_f_one_b import one_f_one_b, segments
 from mmtrain.schedule.plan import check
+from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
-from tests.schedule.problems import chain, option, two_modules
+from tests.schedule.problems import NO_P2P, chain, option, two_modules
 
 
 def megatron(num_ranks: int, rank: int, segments: int, microbatches: int) -> list[Action]:
@@ -88,3 +90,43 @@ def test_frozen_prefix_is_not_in_flight() -> None:
     language = [str(a) for a in plan.orders[1] if a.stage == 3]
     assert language == [f"3{kind}{m}.0" for m in range(4) for kind in "FB"]
     assert not [a for order in plan.orders for a in order if a.kind is Kind.B and a.stage < 2]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_mixed_chain_is_classic_1f1b_whatever_rank_two_modules_meet_on(where: int, microbatches: int) -> None:
+    """Ranks 0 .. where hold vision, ranks where .. 2 hold language: the two stages of one rank are one pair."""
+    ranks = [*range(where + 1), *range(where, 3)]
+    works = [
+        Work(module=w % 2, microbatch=w // 2, sub_microbatch=0, after=(w - 1,) * (w % 2))
+        for w in range(2 * microbatches)
+    ]
+    problem = PlanningProblem.build(
+        num_ranks=3,
+        modules=[
+            ModuleStages(name="vision", stages=tuple(range(where + 1))),
+            ModuleStages(name="language", stages=tuple(range(where + 1, 4))),
+        ],
+        stage_rank=ranks,
+        works=works,
+        costs=[[option(1.0, 2.0)], [option(0.5, 1.0)]],
+        cost_index=[[int(r == where) for r in (ranks[where + 1 :] if w.module else ranks[: where + 1])] for w in works],
+        output_bytes=[[0.0] * (where + 1 if w.module == 0 else 3 - where) for w in works],
+        p2p=NO_P2P,
+    )
+    plan = one_f_one_b(problem)
+    check(plan, problem)
+    for rank, order in enumerate(plan.orders):
+        mine = [stage for stage, holder in enumerate(ranks) if holder == rank]
+        wanted = [
+            Action(a.kind, stage, a.microbatch, 0)
+            for a in megatron(3, rank, 1, microbatches)
+            for stage in (mine if a.kind is Kind.F else mine[::-1])
+        ]
+        assert list(order) == wanted, rank
+    assert simulate(problem, plan).makespan_s == pytest.approx((2 + microbatches) * 3.0)
+
+
+def test_modules_that_all_ranks_hold_are_segments_of_their_own() -> None:
+    assert segments(two_modules(2, [1]).graph) == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert segments(two_modules(1, [1]).graph) == {0: 0, 1: 1}

@@ -1,0 +1,152 @@
+"""Iterations as a job might read them, drawn from its config alone, and what they take on a partition. Pure.
+
+Every rank, and a run that goes on from a checkpoint, draws the same ones, before any data are read.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mmtrain.config import Config, PlannerConfig
+from mmtrain.data.metadata import IterationMeta
+from mmtrain.errors import PlanError
+from mmtrain.models.recomputation import Recomputation
+from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.planner.batching import Batching, make_batching
+from mmtrain.planner.cost_model import CostModel, equal_layers
+from mmtrain.planner.costs import make_problem
+from mmtrain.planner.job_costs import on_partition
+from mmtrain.planner.layout import Plane
+from mmtrain.planner.partition import Partition
+from mmtrain.planner.plan import PlanResult, make_plan
+from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.workloads import Bins, draw
+from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.problem import PlanningProblem
+
+WORKLOAD = "mix"
+"""What is drawn, in `workloads.WORKLOADS`."""
+MOST_MICROBATCHES = 32
+"""Of one drawn iteration, and of all drawn iterations together, but for the first."""
+MOST_ITERATIONS = 4
+
+_EVALUATIONS = 16
+"""Plans that the planner's search tries for each drawn iteration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypicalIterations:
+    """Some iterations of a job, and what planning them needs."""
+
+    spec: ModelSpec
+    costs: CostModel
+    section: PlannerConfig
+    schedule: str
+    recomputation: Recomputation
+    shares: int
+    """Ranks of a stage's plane."""
+    batchings: tuple[Batching, ...]
+    """The works of each iteration."""
+
+    @classmethod
+    def draw(
+        cls,
+        config: Config,
+        spec: ModelSpec,
+        costs: CostModel,
+        sub_microbatch_size: int,
+        *,
+        most_microbatches: int = MOST_MICROBATCHES,
+        most_iterations: int = MOST_ITERATIONS,
+    ) -> "TypicalIterations":
+        """Iterations of one replica of a job with pictures of typical size, fewer of them the larger they are.
+
+        Args: most_microbatches: of each; a job may have more.
+        Raises: ConfigError: the encoder reads no pictures.
+        """
+        bins = Bins.typical(config)
+        bins = replace(bins, num_microbatches=min(bins.num_microbatches, most_microbatches))
+        plane = Plane.of(config)
+        number = max(1, min(most_iterations, MOST_MICROBATCHES // bins.num_microbatches))
+        metas: list[IterationMeta] = [draw(WORKLOAD, bins, seed=0, iteration=i) for i in range(number)]
+        return cls(
+            spec=spec,
+            costs=costs,
+            section=config.planner,
+            schedule=config.parallelism.pipeline_parallel_schedule,
+            recomputation=Recomputation.of(config.activation_checkpoint),
+            shares=plane.size,
+            batchings=tuple(make_batching(m, spec, sub_microbatch_size, plane.attention_mask) for m in metas),
+        )
+
+    def seconds(self, parts: Partition) -> float:
+        """The mean simulated makespan on a partition, planned as the job will; infinite if one has no plan."""
+        return sum(self._makespan_s(parts, batching) for batching in self.batchings) / len(self.batchings)
+
+    def layer_seconds(self) -> dict[str, list[float]]:
+        """[layer] of each module: seconds of forward and backward of all works of all iterations."""
+        totals = {module.name: [0.0] * len(module.layers) for module in self.spec.modules}
+        for batching in self.batchings:
+            for work, size in zip(batching.works, batching.size_of, strict=True):
+                name = batching.modules[work.module]
+                module = self.spec.module(name)
+                enters = bool(work.after) and self.spec.grad_enters(name)
+                found = layer_seconds(module, size, self.costs, self.recomputation, input_grad=enters)
+                totals[name] = [total + more for total, more in zip(totals[name], found, strict=True)]
+        return totals
+
+    @property
+    def _searches(self) -> bool:
+        return self.section.enable and self.section.interleave
+
+    def _makespan_s(self, parts: Partition, batching: Batching) -> float:
+        try:
+            problem = make_problem(
+                self.spec,
+                parts,
+                batching,
+                on_partition(self.costs, parts),
+                self.section,
+                recomputation=self.recomputation,
+                shares=self.shares,
+                splits_backward=CATALOGUE[self.schedule].splits_backward
+                or (self._searches and self.section.split_backward),
+            )
+            result = self._plan(problem)
+        except PlanError:  # over a memory limit
+            return math.inf
+        return math.inf if result.timeline is None else result.timeline.makespan_s
+
+    def _plan(self, problem: PlanningProblem) -> PlanResult:
+        section = self.section
+        if not self._searches:
+            return make_plan(problem, self.schedule)
+        options = SearchOptions(
+            budget_evaluations=_EVALUATIONS,
+            strategy=section.strategy,
+            reorder=section.reorder,
+            split=section.split_backward,
+            memory=section.memory,
+        )
+        return search(problem, options)
+
+
+def layer_seconds(
+    module: ModuleSpec, size: WorkSize, costs: CostModel, recomputation: Recomputation, *, input_grad: bool
+) -> Sequence[float]:
+    """[layer] -> seconds of forward and backward for one work, recomputation included.
+
+    Args: input_grad: whether a gradient has to leave the module's first layer.
+    """
+    found: list[float] = []
+    known: dict[tuple[int, bool], float] = {}
+    for index, kind in enumerate(equal_layers(module)):
+        if (kind, input_grad) not in known:
+            times = costs.layer(module, index, size, input_grad=input_grad)
+            total = times.forward_s + times.backward_input_s + times.backward_weight_s
+            if input_grad or module.layers[index].trainable:
+                total += costs.repeated_s(module, index, size, recomputation)
+            known[kind, input_grad] = total
+        found.append(known[kind, input_grad])
+        input_grad = input_grad or module.layers[index].trainable
+    return found

@@ -1,0 +1,277 @@
+import math
+import os
+import subprocess
+import sys
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+
+from mmtrain import config
+from mmtrain.config import Config
+from mmtrain.errors import ConfigError
+from mmtrain.models.spec_builders import model_spec
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.partition_choice import FINALISTS, WORTH, best_segments, choose_partition, partition_of
+from mmtrain.planner.typical_iterations import TypicalIterations
+
+TEXT = """
+[model.language]
+config = { model_type = "llama", hidden_size = 32, intermediate_size = 64, num_hidden_layers = 10, num_attention_heads = 4, num_key_value_heads = 4, vocab_size = 64 }
+[data]
+source = "somewhere"
+[training]
+steps = 1
+seq_len = 512
+global_batch_size = 4
+[parallelism]
+pipeline_parallel_degree = 2
+[planner]
+flops_per_s = 1e10
+"""  # noqa: E501
+VISION = """
+[model.encoder]
+config = { model_type = "qwen2_vl_vision", depth = 10, embed_dim = 32, hidden_size = 32, num_heads = 4, mlp_ratio = 2, patch_size = 14, spatial_merge_size = 2 }
+"""  # noqa: E501
+WHISPER = """
+[model.encoder]
+config = { model_type = "whisper_encoder", d_model = 32, encoder_ffn_dim = 64, encoder_layers = 6, encoder_attention_heads = 4, num_mel_bins = 10, max_source_positions = 12 }
+"""  # noqa: E501
+
+
+@pytest.fixture
+def job(tmp_path):
+    def build(*overrides: str, text: str = TEXT + VISION) -> Config:
+        path = tmp_path / "job.toml"
+        path.write_text(text)
+        return config.load(path, overrides)
+
+    return build
+
+
+def segments(job: Config) -> dict[str, int]:
+    parts = partition_of(job, model_spec(job.model, dtype_bytes=4))
+    return {m.name: len(m.stages) // parts.num_ranks for m in parts.modules}
+
+
+# ------------------------------------------------------------------------------------------- the rule
+
+
+def test_each_segment_more_has_to_pay_for_itself() -> None:
+    quick = {(1, 1): 10.0, (1, 2): 9.0, (2, 1): 9.5, (2, 2): 8.97}
+    found = best_segments(list(quick), quick.__getitem__, quick.__getitem__)
+    # 9.0 x 1.015 = 9.135 is less than 8.97 x 1.02 = 9.149
+    assert WORTH == 0.005
+    assert found is not None
+    assert found.best == (1, 2)
+    assert found.finalists == (((1, 2), 9.0), ((2, 1), 9.5), ((2, 2), 8.97))
+    assert found.num_tried == 4
+
+
+def test_finalists_are_decided_by_the_longer_look() -> None:
+    quick = {(1,): 4.0, (2,): 3.0, (3,): 2.0, (4,): 1.0}
+    found = best_segments(list(quick), quick.__getitem__, lambda c: 1.0)
+    assert found is not None
+    assert len(found.finalists) == FINALISTS
+    assert found.best == (2,)  # equal in full, and (1,) had not come so far
+
+
+def test_ties_go_to_fewer_segments_of_the_first_modules() -> None:
+    found = best_segments([(2, 1), (1, 2), (1, 1)], lambda c: 1.0 if c != (1, 1) else 9.0, lambda c: 1.0)
+    assert found is not None
+    assert found.best == (1, 1)
+    found = best_segments([(2, 1), (1, 2)], lambda c: 1.0, lambda c: 1.0)
+    assert found is not None
+    assert found.best == (1, 2)
+
+
+def test_candidates_without_a_plan_are_left_out() -> None:
+    found = best_segments([(1,), (2,)], lambda c: math.inf if c == (1,) else 1.0, lambda c: 2.0)
+    assert found is not None
+    assert found.best == (2,)
+    assert best_segments([(1,), (2,)], lambda c: 1.0, lambda c: math.inf) is None
+
+
+# ----------------------------------------------------------------------------------------- the search
+
+
+def test_search_finds_the_best_of_all_candidates(job) -> None:
+    chosen = job()  # four microbatches on two ranks: the first look is at whole iterations
+    planner = IterationPlanner.of(chosen)
+    typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+    scores = {}
+    for k in range(1, 5):
+        for other in range(1, 5):
+            keys = (f"model.encoder.num_segments={k}", f"model.language.num_segments={other}")
+            parts = partition_of(job(*keys), planner.spec)
+            scores[k, other] = typical.seconds(parts) * (1 + WORTH * (k + other))
+    found = segments(chosen)
+    assert scores[found["vision"], found["language"]] == min(scores.values())
+    assert "16 tried" in planner.partition_words
+    assert f"vision {found['vision']}, language {found['language']} segments" in planner.partition_words
+
+
+def test_search_beats_the_papers_rule_where_one_pass_leaves_a_bubble(job) -> None:
+    rule, searched = job("planner.partition=dip", text=TEXT), job(text=TEXT)
+    assert segments(rule) == {"language": 1}  # the fastest module has one segment, whatever the number of ranks
+    spec = model_spec(rule.model, dtype_bytes=4)
+    planner = IterationPlanner.of(searched)
+    typical = TypicalIterations.draw(searched, spec, planner.costs, 0)
+    assert segments(searched)["language"] > 1
+    # A bubble of (P - 1) / (V m) of the work becomes shorter with V: 1.25 with V = 1, at most 1.13 with V = 2.
+    assert typical.seconds(planner.partition) < 0.93 * typical.seconds(partition_of(rule, spec))
+
+
+def test_segments_that_are_shorter_than_their_messages_do_not_pay(job) -> None:
+    assert segments(job(text=TEXT))["language"] > 1
+    assert segments(job("planner.p2p_latency_s=1.0", text=TEXT)) == {"language": 1}
+
+
+def test_the_planners_search_can_judge_candidates(job) -> None:
+    found = segments(job("planner.enable=true", text=TEXT))
+    assert found == segments(job("planner.enable=true", text=TEXT))
+    assert found["language"] > 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "module", "count"),
+    [
+        (["model.language.num_segments=3"], "language", 3),
+        (["model.encoder.num_segments=2"], "vision", 2),
+        (["model.language.pipeline_layout=E|t*5|t*3|t*2L"], "language", 2),
+    ],
+)
+def test_what_the_config_gives_is_kept(job, keys: list[str], module: str, count: int) -> None:
+    assert segments(job(*keys))[module] == count
+
+
+def test_nothing_is_searched_where_nothing_is_open(job) -> None:
+    keys = ("model.language.num_segments=3", "model.encoder.num_segments=2")
+    assert IterationPlanner.of(job(*keys)).partition_words == ""
+    assert IterationPlanner.of(job("planner.partition=dip")).partition_words == ""
+    assert segments(job("parallelism.pipeline_parallel_degree=1")) == {"vision": 1, "language": 1}
+    assert segments(job("parallelism.pipeline_parallel_schedule=ZBV")) == {"vision": 2, "language": 2}
+
+
+def test_an_encoder_that_reads_no_pictures_is_cut_by_the_rule(job) -> None:
+    # No workload stands for sound.
+    text = TEXT + WHISPER
+    assert segments(job(text=text)) == segments(job("planner.partition=dip", text=text))
+
+
+def test_a_limit_that_no_plan_keeps_leaves_the_rule(job) -> None:
+    keys = ("planner.activation_memory_gib=1e-7",)
+    assert segments(job(*keys, text=TEXT)) == {"language": 1}
+
+
+def test_the_choice_follows_from_the_config_alone(job, tmp_path) -> None:
+    chosen = job()
+    words = IterationPlanner.of(chosen).partition_words
+    assert IterationPlanner.of(job("debug.seed=7", "data.source=elsewhere")).partition_words == words
+    script = "import sys; from mmtrain import config; from mmtrain.planner.iteration import IterationPlanner as I\n"
+    script += "print(I.of(config.load(sys.argv[1])).partition_words)"
+    for seed in ("1", "2"):  # as on other ranks
+        answer = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / "job.toml")],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).resolve().parents[2],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        assert answer.stdout.strip() == words
+
+
+# ---------------------------------------------------------------------------------------------- mixed
+
+
+def test_equal_parameters(job) -> None:
+    chosen = job("planner.partition=mixed-parameters")
+    spec = model_spec(chosen.model, dtype_bytes=4)
+    params = [layer.num_params for module in spec.modules for layer in module.layers]
+    parts = partition_of(chosen, spec)
+    loads = [
+        sum(layer.num_params for s in parts.of_rank(r) for layer in spec.module(s.module).layers[slice(*s.layers)])
+        for r in range(2)
+    ]
+    best = min(max(sum(params[:cut]), sum(params[cut:])) for cut in range(1, len(params)))
+    assert max(loads) == best
+    assert "mixed-parameters" in IterationPlanner.of(chosen).partition_words
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_equal_seconds(job, passes: int) -> None:
+    chosen = job("planner.partition=mixed-latency", f"model.language.num_segments={passes}")
+    planner = IterationPlanner.of(chosen)
+    typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+    of_module = typical.layer_seconds()
+    seconds = [value for module in planner.spec.modules for value in of_module[module.name]]
+    loads = [
+        sum(
+            sum(of_module[s.module][slice(*s.layers)])
+            for s in planner.partition.stages
+            if (s.pp_rank, s.segment) == (r, p)
+        )
+        for p in range(passes)
+        for r in range(2)
+    ]
+    cuts = combinations(range(1, len(seconds)), 2 * passes - 1)
+    best = min(max(sum(seconds[a:b]) for a, b in pairwise([0, *cut, len(seconds)])) for cut in cuts)
+    assert max(loads) == pytest.approx(best)
+
+
+def test_seconds_of_layers_are_those_that_planning_counts(job) -> None:
+    for frozen in ("false", "true"):
+        chosen = job(
+            f"model.encoder.trainable={frozen}", "planner.partition=dip", "activation_checkpoint.mode=full",
+        )  # fmt: skip
+        planner = IterationPlanner.of(chosen)
+        typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+        total = sum(map(sum, typical.layer_seconds().values()))
+        from mmtrain.planner.costs import make_problem
+
+        counted = 0.0
+        for batching in typical.batchings:
+            problem = make_problem(
+                planner.spec, planner.partition, batching, planner.costs, chosen.planner,
+                recomputation=planner.recomputation,
+            )  # fmt: skip
+            for stage, work in problem.graph.nodes():
+                option = problem.options(stage, work)[0]
+                counted += option.forward_s + option.backward_input_s + option.backward_weight_s
+        assert total == pytest.approx(counted, rel=1e-4)
+
+
+def test_passes_of_a_mixed_chain_follow_the_schedule(job) -> None:
+    keys = ("planner.partition=mixed-latency", "parallelism.pipeline_parallel_schedule=Interleaved1F1B")
+    parts = partition_of(job(*keys), model_spec(job(*keys).model, dtype_bytes=4))
+    assert {stage.segment for stage in parts.stages} == {0, 1}
+    with pytest.raises(ConfigError, match=r'"Interleaved1F1B" needs at least 2 chunks on .*num_segments = 1 makes 1'):
+        segments(job(*keys, "model.language.num_segments=1"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["model.encoder.num_segments=1"], r"one chain, but model\.encoder\.num_segments = 1 cuts a module by itself"),
+        (["model.language.pipeline_layout=Et*9|tL"], r"but model\.language\.pipeline_layout = 'Et\*9\|tL' cuts"),
+        (["model.encoder.pipeline_layout=Et*9|tNP"], r"but model\.encoder\.pipeline_layout"),
+        (["parallelism.pipeline_parallel_schedule=V-half"], r'"V-half" wants each module down the ranks'),
+        (["model.language.num_segments=40"], r"2 x 40 passes .* = 80 chunks, but all modules together have 24 layers"),
+    ],
+)
+def test_mixed_partitions_that_are_refused(job, keys: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        segments(job("planner.partition=mixed-latency", *keys))
+
+
+def test_equal_seconds_need_pictures(job) -> None:
+    with pytest.raises(ConfigError, match=r'"mixed-latency" needs the times of typical pictures'):
+        segments(job("planner.partition=mixed-latency", text=TEXT + WHISPER))
+
+
+def test_costs_are_those_of_the_chosen_partition(job) -> None:
+    chosen = job()
+    planner = IterationPlanner.of(chosen)
+    choice = choose_partition(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+    assert choice.partition == planner.partition
