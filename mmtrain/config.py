@@ -599,6 +599,12 @@ def check(config: Config) -> None:
         )
     _check_encoder_parallelism(config)
     _check_partition(config)
+    if config.planner.enable and config.planner.patience_s >= config.comm.timeout_seconds:
+        raise ConfigError(
+            f"planner.patience_s = {config.planner.patience_s} is not below comm.timeout_seconds = "
+            f"{config.comm.timeout_seconds}: while one replica waits for its plan, the others wait for that replica, "
+            "and would stop the job; lower the first or raise the second"
+        )
     schedule = config.parallelism.pipeline_parallel_schedule
     if config.planner.activation_memory_gib and schedule not in MEMORY_BOUNDED_SCHEDULES:
         raise ConfigError(

@@ -83,6 +83,48 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerMetrics:
+    """What the search came to: of one step on this replica; of the run over all replicas where it says so."""
+
+    evaluations: int
+    """Plans that were tried; 0 if that is not known, as of a late search."""
+    search_s: float
+    """Seconds that the search took, beside the step before."""
+    makespan_s: float
+    """Simulated, of the plan that ran."""
+    first_s: float
+    """Simulated, of the first plan; NaN if none fits."""
+    bound_s: float
+    """No plan is shorter; NaN if that is not known."""
+    late: int
+    """Steps of the run with the first plan since the searched one was not there in time, over all replicas."""
+    failed: int
+    """Since the search raised or found nothing."""
+    invalid: int
+    """Since the searched plan broke a rule."""
+
+    @property
+    def gap(self) -> float:
+        """How much longer the plan is than the bound, as a fraction of the bound."""
+        return self.makespan_s / self.bound_s - 1 if self.bound_s > 0 else math.nan
+
+    @property
+    def change(self) -> float:
+        """How much longer the plan is than the first one, as a fraction of that; negative if it is shorter."""
+        return self.makespan_s / self.first_s - 1 if self.first_s > 0 else math.nan
+
+    def __str__(self) -> str:
+        """A few words for the log line; what is not known is left out."""
+        parts = [f"{100 * self.change:+.1f}% vs first"] if math.isfinite(self.change) else []
+        parts += [f"gap {100 * self.gap:.1f}%"] if math.isfinite(self.gap) else []
+        parts += [f"{self.evaluations} tried in {self.search_s:.2f}s"] if self.evaluations else []
+        text = f"plan: {', '.join(parts) or 'first'}"
+        if self.late or self.failed or self.invalid:
+            text += f"; first plans: {self.late} late, {self.failed} failed, {self.invalid} invalid"
+        return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """Numbers of one step, over all replicas where not said otherwise."""
 
@@ -94,9 +136,9 @@ class StepMetrics:
     lr: float
     step_time_s: float
     data_time_s: float
-    """Waiting for the loader."""
+    """Waiting for the loader; with the planner on, for the batch of the next step."""
     plan_time_s: float
-    """Planning, lowering and checking."""
+    """Planning, lowering and checking; with the planner on, what the step waits for it."""
     tokens: int
     images: int
     image_tokens: int
@@ -114,6 +156,8 @@ class StepMetrics:
     """Largest peak of the pipeline ranks of this replica."""
     memory_percent: float
     world_size: int
+    planner: PlannerMetrics | None = None
+    """None if the planner is off."""
 
 
 class Reporter:
@@ -159,6 +203,7 @@ class Reporter:
                 "tps": tps,
                 "mfu": mfu / 100,
             }
+            | _planner_values(m.planner, "plan_{}")
         )
         if quiet:
             return
@@ -166,6 +211,7 @@ class Reporter:
             f"step: {m.step:4d}  loss: {m.loss:7.4f}  grad_norm: {m.grad_norm:7.4f}  "
             f"memory: {m.memory_gib:.2f}GiB({m.memory_percent:.1f}%)  tps: {tps:,.0f}  tflops: {tflops:.4f}  "
             f"mfu: {mfu:.1f}%  images/s: {images_s:.1f}  bubble: {100 * m.bubble:.0f}%"
+            + (f"  {m.planner}" if m.planner else "")
         )
         if self._bar is not None:
             self._bar.update(m.step - self._bar.n)
@@ -192,7 +238,8 @@ class Reporter:
                 "modality/image/patches": m.patches,
                 "modality/image/count": m.images,
                 "data/skipped_samples": m.skipped_samples,
-            },
+            }
+            | _planner_values(m.planner, "planner/{}"),
             m.step,
         )
 
@@ -230,6 +277,24 @@ class Reporter:
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
         self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
         self._file.flush()
+
+
+def _planner_values(m: PlannerMetrics | None, name: str) -> dict[str, float]:
+    """The planner's numbers under names of a form; NaN where one is not known. Empty if the planner is off."""
+    if m is None:
+        return {}
+    values = {
+        "evaluations": m.evaluations,
+        "search_s": m.search_s,
+        "makespan_s": m.makespan_s,
+        "first_makespan_s": m.first_s,
+        "lower_bound_s": m.bound_s,
+        "gap": m.gap,
+        "late": m.late,
+        "failed": m.failed,
+        "invalid": m.invalid,
+    }
+    return {name.format(key): value for key, value in values.items()}
 
 
 def _continue_jsonl(path: Path, start: int) -> TextIO:

@@ -1,7 +1,8 @@
 """Puts the parts together: set-up, the training loop, validation, checkpoints, what the user sees.
 
 The data of a replica is read by its leader (pp_rank 0), which shares the metadata and the labels with
-its pipeline; every rank then plans the iteration by itself and gets the same program.
+its pipeline; every rank then plans the iteration by itself and gets the same program. With the planner on, the data
+of a step are read before the step before runs, so that its plan is searched meanwhile.
 """
 
 import dataclasses
@@ -10,7 +11,9 @@ import os
 import random
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +31,20 @@ from mmtrain.data.loader import Loader
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import ConfigError, DataError, MMTrainError, TrainingError
-from mmtrain.metrics import Reporter, StepMetrics, memory_gib, peak_flops, setup_logging
+from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, memory_gib, peak_flops, setup_logging
 from mmtrain.optim import build_optimizers, lr_factor, set_lr
 from mmtrain.parallel.activation_checkpoint import saved_ops
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_norm
 from mmtrain.parallel.mesh import Mesh, build_mesh, init_process_group, pick_device
+from mmtrain.parallel.planning import Fate, PlanAhead, Planned, Ticket, num_cores, ranks_here
 from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.pipeline_layout import show_layout
+from mmtrain.planner.search import search as searching
+from mmtrain.planner.switches import Search, search_threads, show_switches
 from mmtrain.report import count_answers, whole_predictions, write_trace
 from mmtrain.topology import AXES
 
@@ -87,9 +93,14 @@ class TimedStep:
 class Trainer:
     """One rank of a training job."""
 
-    def __init__(self, config: Config) -> None:
-        """Checks and prepares what needs no process group. Raises: ConfigError."""
+    def __init__(self, config: Config, *, search: Search = searching.search) -> None:
+        """Checks and prepares what needs no process group.
+
+        Args: search: finds the plans of iterations (`planner.enable`).
+        Raises: ConfigError.
+        """
         self.config = config
+        self._search = search
         self.folder = Path(config.job.dump_folder)
         saved_ops(config.activation_checkpoint)
         start = time.perf_counter()
@@ -131,7 +142,12 @@ class Trainer:
             data_encoder=config.data_encoder,
             tie_ranks=self.partition.tie_ranks,
         )
+        self._ahead: PlanAhead | None = None
         self._log_start()
+        if config.planner.enable:
+            self._ahead = PlanAhead(
+                self.planner, self.mesh, seed=config.debug.seed, search=self._search, warm=searching.warm
+            )
         if config.training.attention_backend == "flex" and device.type != "cuda":
             raise ConfigError(
                 f'training.attention_backend = "flex" trains on CUDA alone, but the device is {device.type}; set "auto"'
@@ -231,11 +247,13 @@ class Trainer:
             config.training.global_batch_size,
             config.training.seq_len,
         )
+        threads = search_threads(config.planner.threads, num_cores(), ranks_here(shape.world_size))
+        logger.info("%s", show_switches(config.planner, threads))
 
     def _tear_down(self) -> None:
         if hasattr(self, "_old_handler"):
             signal.signal(signal.SIGTERM, self._old_handler)
-        for part in (getattr(self, "reporter", None), getattr(self, "loader", None)):
+        for part in (getattr(self, name, None) for name in ("_ahead", "reporter", "loader")):
             if part is not None:
                 part.close()
 
@@ -255,20 +273,23 @@ class Trainer:
             )
         if config.validation.enable and self.state.step == 0:
             self.validate(0)
+        batches = self._batches(self.state.step + 1, steps)
         while self.state.step < steps:
             start = time.perf_counter()
-            item = next(self._items)
+            item, ticket = next(batches)
             loaded = time.perf_counter()
-            plan = self._plan(item.meta)
-            planned = time.perf_counter()
             step = self.state.step + 1
+            planned = self._take(ticket) if ticket else None
+            plan = planned.plan if planned else self._plan(item.meta)
+            ready = time.perf_counter()
             result, outcome = self.train_step(step, item, plan)
             seconds = time.perf_counter() - start
             self.state = dataclasses.replace(
                 self.state, step=step, loader=item.state.to_dict(), tokens=self.state.tokens + result.tokens
             )
             quiet = step % config.metrics.log_freq != 0 and step not in (1, steps)
-            self._report(result, item, plan, outcome, seconds, loaded - start, planned - loaded, quiet=quiet)
+            waits = (loaded - start, ready - loaded)
+            self._report(result, item, plan, outcome, seconds, waits, planned, quiet=quiet)
             if config.metrics.trace_freq and step % config.metrics.trace_freq == 0:
                 self._write_trace(step, plan, outcome)
             if self.checkpointer:
@@ -343,7 +364,7 @@ class Trainer:
             self._set_up(device)
             for step in range(1, num_steps + 1):
                 item = next(self._items)
-                yield item, self.backward(step, item, self._plan(item.meta))[0]
+                yield item, self.backward(step, item, self._plan(item.meta, step=step))[0]
                 self.optimizers.zero_grad()
         finally:
             self._tear_down()
@@ -357,8 +378,8 @@ class Trainer:
     ) -> Iterator[TimedStep]:
         """Trains on given batches instead of the job's data, and says when each step ran.
 
-        The ranks start each step together; a step is planned before its clock starts. All ranks of a replica give
-        equal batches. Sets the job up and ends it; the process group must exist. Collective.
+        The ranks start each step together; a step is planned before its clock starts, however long that takes. All
+        ranks of a replica give equal batches. Sets the job up and ends it; the process group must exist. Collective.
 
         Args: clock: of steps and, on a CPU, actions. `time.thread_time` leaves out what else a machine does, and waits.
         """
@@ -373,7 +394,7 @@ class Trainer:
                     batch=batch if self.mesh.pp_rank == 0 else None,
                     text=batch if self.mesh.pp_rank == self.partition.text_rank else None,
                 )
-                plan = self._plan(meta)
+                plan = self._plan(meta, step=step)
                 dist.barrier()
                 start = clock()
                 _, outcome = self.train_step(step, item, plan)
@@ -408,10 +429,39 @@ class Trainer:
             'training.on_nonfinite = "skip"'
         )
 
-    def _plan(self, meta: IterationMeta, *, forward_only: bool = False) -> IterationPlan:
-        plan = self.planner.plan(meta, forward_only=forward_only)
-        check_same_program(plan.program.hash, self.mesh)
-        return plan
+    def _plan(self, meta: IterationMeta, *, step: int = 0, forward_only: bool = False) -> IterationPlan:
+        """The plan of an iteration, waited for. Collective over the job. Args: step: names the search's seed."""
+        with self._on_all_replicas():
+            if self._ahead and not forward_only:
+                return self._ahead.now(step, meta).plan
+            plan = self._ahead.forward(meta) if self._ahead else self.planner.plan(meta, forward_only=forward_only)
+            check_same_program(plan.program.hash, self.mesh)
+            return plan
+
+    def _take(self, ticket: Ticket) -> Planned:
+        """The plan that was made while the step before ran, or the first one. Collective over the job."""
+        assert self._ahead is not None
+        with self._on_all_replicas():
+            return self._ahead.take(ticket, self.config.planner.patience_s)
+
+    @contextmanager
+    def _on_all_replicas(self) -> Iterator[None]:
+        """What ends one replica ends all of them, instead of leaving them to wait for it. Collective over the job."""
+        error: MMTrainError | None = None
+        try:
+            yield
+        except MMTrainError as found:
+            error = found
+        group = self.mesh.batch_group
+        if group is not None:
+            failed = torch.tensor(int(error is not None))
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+            if failed:
+                errors: list[MMTrainError | None] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(errors, error, group=group)
+                error = error or next(other for other in errors if other)
+        if error:
+            raise error
 
     def _run(
         self, plan: IterationPlan, item: Item, *, loss_grad: float = 1.0, want_predictions: bool = False
@@ -442,6 +492,32 @@ class Trainer:
         return self.model.tied[-1]
 
     # --------------------------------------------------------------------------------- data of a step
+
+    def _batches(self, first: int, last: int) -> Iterator[tuple[Item, Ticket | None]]:
+        """The items of the steps first .. last; with the planner on, each after the next one is being planned.
+
+        An error in the data of a step is raised when that step comes, and not when it was read.
+        """
+        if self._ahead is None:
+            for _ in range(first, last + 1):
+                yield next(self._items), None
+            return
+        waiting: deque[tuple[Item, Ticket] | Exception] = deque()
+        for step in range(first, last + 1):
+            while len(waiting) < 2 and step + len(waiting) <= last:
+                waiting.append(self._fetch(step + len(waiting), self._ahead))
+            found = waiting.popleft()
+            if isinstance(found, Exception):
+                raise found
+            yield found
+
+    def _fetch(self, step: int, ahead: PlanAhead) -> tuple[Item, Ticket] | Exception:
+        """The item of a step, which is being planned from now on; or why there is none."""
+        try:
+            item = next(self._items)
+        except Exception as error:
+            return error
+        return item, ahead.submit(step, item.meta)
 
     def _share(self, open_loader: Callable[[], Loader]) -> Iterator[Item]:
         """The leader's items on every rank of its replica; an error of the loader is raised on all of them."""
@@ -522,11 +598,12 @@ class Trainer:
         plan: IterationPlan,
         outcome: StepOutcome,
         seconds: float,
-        data_s: float,
-        plan_s: float,
+        waits: tuple[float, float],
+        planned: Planned | None,
         *,
         quiet: bool,
     ) -> None:
+        """Args: waits: seconds for data and for the plan."""
         mesh = self.mesh
         busy = sum(end - start for _, start, end in outcome.rows)
         ranks = mesh.gather_pp((busy, outcome.span[1] - outcome.span[0]))
@@ -537,11 +614,26 @@ class Trainer:
         flops = sum(f.total for f in self.planner.flops(plan.batching).values())
         meta = item.meta
         image_tokens = sum(image.num_tokens for m in meta.microbatches for image in m.images)
+        fates = self._ahead.counts if self._ahead else {}
         counts = [meta.num_images, meta.num_patches, meta.num_skipped, flops, image_tokens]
+        counts += [fates.get(fate, 0) for fate in (Fate.LATE, Fate.FAILED, Fate.BROKEN, Fate.INVALID)]
         totals = torch.tensor(counts if mesh.is_leader else [0.0] * len(counts), dtype=torch.float64)
         dist.all_reduce(totals)
         self._skipped += int(totals[2])
         step = self.state.step
+        late, failed, broken, invalid = map(int, totals[5:])
+        planner = None
+        if planned:
+            planner = PlannerMetrics(
+                evaluations=planned.evaluations,
+                search_s=planned.search_s,
+                makespan_s=planned.makespan_s,
+                first_s=planned.first_s,
+                bound_s=planned.bound_s,
+                late=late,
+                failed=failed + broken,
+                invalid=invalid,
+            )
         assert self.reporter is not None
         self.reporter.step(
             StepMetrics(
@@ -551,8 +643,8 @@ class Trainer:
                 grad_norm=result.grad_norm,
                 lr=self.config.optimizer.lr * lr_factor(self.config.lr_scheduler, step, self.config.training.steps),
                 step_time_s=seconds,
-                data_time_s=data_s,
-                plan_time_s=plan_s,
+                data_time_s=waits[0],
+                plan_time_s=waits[1],
                 tokens=result.tokens,
                 images=int(totals[0]),
                 patches=int(totals[1]),
@@ -564,6 +656,7 @@ class Trainer:
                 memory_gib=float(memory[0]),
                 memory_percent=float(memory[1]),
                 world_size=mesh.shape.world_size,
+                planner=planner,
             ),
             quiet=quiet,
         )

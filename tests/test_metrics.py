@@ -1,11 +1,13 @@
+import dataclasses
 import json
 import logging
+import math
 
 import pytest
 import torch
 
 from mmtrain.config import MetricsConfig
-from mmtrain.metrics import Reporter, StepMetrics, memory_gib, peak_flops, setup_logging
+from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, memory_gib, peak_flops, setup_logging
 
 STEP = {
     "step": 1, "loss": 2.0, "max_loss": 2.5, "grad_norm": 1.5, "lr": 0.1, "step_time_s": 0.5, "data_time_s": 0.1,
@@ -37,6 +39,25 @@ def test_a_step_is_one_line_with_rates_per_device(tmp_path, capsys):
     required = {"step", "loss", "grad_norm", "lr", "step_time_s", "tokens", "images", "bubble"}
     assert required <= set(line)
     assert line["mfu"] == pytest.approx(0.2)
+
+
+def test_what_the_search_came_to_is_seen_everywhere(tmp_path, capsys):
+    setup_logging(0)
+    planner = PlannerMetrics(
+        evaluations=120, search_s=0.25, makespan_s=0.9, first_s=1.0, bound_s=0.75, late=0, failed=0, invalid=0
+    )
+    unknown = dataclasses.replace(planner, evaluations=0, first_s=math.nan, bound_s=math.nan, late=2, invalid=1)
+    report = reporter(tmp_path)
+    report.step(StepMetrics(**STEP, planner=planner))
+    report.step(StepMetrics(**STEP | {"step": 2}, planner=unknown))
+    report.close()
+    one, two = capsys.readouterr().out.splitlines()
+    assert one.endswith("bubble: 25%  plan: -10.0% vs first, gap 20.0%, 120 tried in 0.25s")
+    assert two.endswith("bubble: 25%  plan: first; first plans: 2 late, 0 failed, 1 invalid")
+    first, second = lines(tmp_path)
+    assert first["plan_gap"] == pytest.approx(0.2)
+    assert (first["plan_makespan_s"], first["plan_first_makespan_s"], first["plan_evaluations"]) == (0.9, 1.0, 120)
+    assert (second["plan_gap"], second["plan_late"], second["plan_failed"], second["plan_invalid"]) == (None, 2, 0, 1)
 
 
 def test_a_resumed_run_drops_lines_of_steps_that_it_repeats(tmp_path):

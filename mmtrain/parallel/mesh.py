@@ -215,6 +215,20 @@ def build_mesh(
     )
 
 
+def second_replica_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Another group of the ranks of this replica, on gloo whatever the device, for another thread: what two threads
+    do on one group would be paired by order. None for one rank. Every rank of the job must call it.
+
+    Args: timeout: of a collective on it.
+    """
+    found = None
+    for ranks in _groups(mesh.shape, ("pp", "cp", "tp")):
+        if len(ranks) > 1:
+            group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+            found = group if mesh.rank in ranks else found
+    return found
+
+
 def _groups(shape: MeshShape, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
     """The global ranks of each group of ranks that differ in these axes alone, in rank order."""
     groups: dict[tuple[int, ...], list[int]] = {}

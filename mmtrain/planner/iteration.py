@@ -1,7 +1,7 @@
 """One iteration planned: from metadata to the program that every pipeline rank runs. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mmtrain.config import Config, PlannerConfig, uses_fsdp
 from mmtrain.data.metadata import IterationMeta
@@ -19,12 +19,25 @@ from mmtrain.planner.layout import IterationLayout, Plane
 from mmtrain.planner.partition import Partition
 from mmtrain.planner.partition_choice import choose_partition
 from mmtrain.planner.plan import PlanResult, make_plan
+from mmtrain.planner.switches import may_split
 from mmtrain.planner.vision_works import sub_microbatch_size
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.lower import Program, lower
-from mmtrain.schedule.plan import Plan
+from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.simulate import simulate
+from mmtrain.schedule.timeline import Timeline
 from mmtrain.schedule.transport import check_transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """One iteration on one model replica, before its orders are chosen."""
+
+    batching: Batching
+    layout: IterationLayout
+    problem: PlanningProblem
+    forward_only: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +101,12 @@ class IterationPlanner:
             partition_words=choice.words,
         )
 
-    def problem(self, meta: IterationMeta, *, forward_only: bool = False) -> tuple[Batching, PlanningProblem]:
+    def problem(
+        self, meta: IterationMeta, *, forward_only: bool = False, searched: bool = False
+    ) -> tuple[Batching, PlanningProblem]:
         """The works of an iteration and what they cost.
 
+        Args: searched: the planner may make the orders, and split backwards whatever the schedule does.
         Raises: DataError: a picture or token of the batch would be lost or used twice.
         """
         batching = make_batching(meta, self.spec, self.sub_microbatch_size, self.plane.attention_mask)
@@ -103,35 +119,80 @@ class IterationPlanner:
             self.section,
             recomputation=self.recomputation,
             shares=self.plane.size,
-            splits_backward=CATALOGUE[self.schedule].splits_backward,
+            splits_backward=CATALOGUE[self.schedule].splits_backward or (searched and may_split(self.section)),
             forward_only=forward_only,
         )
         return batching, problem
 
+    def prepare(self, meta: IterationMeta, *, forward_only: bool = False, searched: bool = False) -> Iteration:
+        """All of an iteration that needs no order. Arguments and errors as of `problem`."""
+        batching, problem = self.problem(meta, forward_only=forward_only, searched=searched)
+        layout = self.layout(batching, meta)
+        if self.plane.cp > 1:  # now, on all ranks, and not in the middle of a step
+            for index in range(len(meta.microbatches)):
+                layout.tokens(index)
+        return Iteration(batching=batching, layout=layout, problem=problem, forward_only=forward_only)
+
+    def first(self, iteration: Iteration) -> PlanResult:
+        """The plan of the schedule, or why there is none; equal on every rank, and never an exception."""
+        try:
+            return make_plan(iteration.problem, self.schedule)
+        except PlanError as error:  # of schedules that bound memory by their own rule
+            return PlanResult(status="infeasible", message=str(error))
+
+    def finish(self, iteration: Iteration, result: PlanResult) -> IterationPlan:
+        """The iteration with a result of `first`, which is checked and simulated, lowered.
+
+        Raises: PlanError: the result has no plan; or a program could deadlock (`debug.check_plans`).
+        """
+        if result.plan is None:
+            raise PlanError(result.message)
+        program = self.lower(
+            result.plan, iteration.problem, forward_only=iteration.forward_only, timeline=result.timeline
+        )
+        if self.check_plans:
+            check_transport(program)
+        return IterationPlan(
+            batching=iteration.batching,
+            layout=iteration.layout,
+            problem=iteration.problem,
+            result=result,
+            program=program,
+        )
+
+    def adopt(self, iteration: Iteration, result: PlanResult) -> IterationPlan:
+        """The iteration with a plan that somebody else found: checked, simulated and lowered here.
+
+        Raises: PlanError: there is none, or the plan breaks a rule or belongs to another problem.
+        """
+        if result.plan is None:
+            raise PlanError(result.message)
+        check(result.plan, iteration.problem)
+        return self.finish(iteration, replace(result, timeline=simulate(iteration.problem, result.plan)))
+
     def plan(self, meta: IterationMeta, *, forward_only: bool = False) -> IterationPlan:
-        """The checked plan and the program of one iteration.
+        """The checked plan and the program of one iteration, in the order of the schedule.
 
         Raises:
             DataError: a picture or token of the batch would be lost or used twice.
             PlanError: no plan fits, with the rank and the bytes.
         """
-        batching, problem = self.problem(meta, forward_only=forward_only)
-        result = make_plan(problem, self.schedule)
-        if result.plan is None:
-            raise PlanError(result.message)
-        program = self.lower(result.plan, problem, forward_only=forward_only)
-        if self.check_plans:
-            check_transport(program)
-        layout = self.layout(batching, meta)
-        if self.plane.cp > 1:  # now, on all ranks, and not in the middle of a step
-            for index in range(len(meta.microbatches)):
-                layout.tokens(index)
-        return IterationPlan(batching=batching, layout=layout, problem=problem, result=result, program=program)
+        iteration = self.prepare(meta, forward_only=forward_only)
+        return self.finish(iteration, make_plan(iteration.problem, self.schedule))
 
-    def lower(self, plan: Plan, problem: PlanningProblem, *, forward_only: bool = False) -> Program:
-        """The program of a plan, as the runtime executes it."""
+    def lower(
+        self,
+        plan: Plan,
+        problem: PlanningProblem,
+        *,
+        forward_only: bool = False,
+        timeline: Timeline | None = None,
+    ) -> Program:
+        """The program of a plan, as the runtime executes it. Args: timeline: of this plan, if it is known."""
         regathered = {place.index for place in self.partition.stages if place.module in self.regathered}
-        return lower(plan, problem, sharded=self.sharded, regathered=regathered, reduce=not forward_only)
+        return lower(
+            plan, problem, sharded=self.sharded, regathered=regathered, reduce=not forward_only, timeline=timeline
+        )
 
     def layout(self, batching: Batching, meta: IterationMeta) -> IterationLayout:
         """The division of an iteration's works over the ranks of a plane."""

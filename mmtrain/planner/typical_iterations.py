@@ -20,6 +20,7 @@ from mmtrain.planner.layout import Plane
 from mmtrain.planner.partition import Partition
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.switches import may_split
 from mmtrain.planner.workloads import Bins, draw
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import PlanningProblem
@@ -109,8 +110,7 @@ class TypicalIterations:
                 self.section,
                 recomputation=self.recomputation,
                 shares=self.shares,
-                splits_backward=CATALOGUE[self.schedule].splits_backward
-                or (self._searches and self.section.split_backward),
+                splits_backward=CATALOGUE[self.schedule].splits_backward or may_split(self.section),
             )
             result = self._plan(problem)
         except PlanError:  # over a memory limit

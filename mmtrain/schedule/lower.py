@@ -17,7 +17,7 @@ from mmtrain.schedule.graph import Edge, WorkGraph
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
-from mmtrain.schedule.timeline import Row
+from mmtrain.schedule.timeline import Row, Timeline
 
 Step = tuple[int, Action]
 """A rank and an action of its list."""
@@ -59,6 +59,7 @@ def lower(
     sharded: bool,
     regathered: Collection[int] = (),
     reduce: bool | None = None,
+    timeline: Timeline | None = None,
 ) -> Program:
     """The program of a plan: what every rank executes, in an order that no transport can deadlock.
 
@@ -67,12 +68,13 @@ def lower(
         regathered: stages that have no UNSHARD and RESHARD: their parameters are gathered around each use.
         reduce: whether the step ends with REDUCE. None: if this plan has any backward; a training step of
             several replicas must say true, since another replica's plan may have one where this has none.
+        timeline: of this plan as `simulate` gives it; None: it is simulated here.
     Raises: PlanError: the plan breaks a rule of `check`, or one activation would go twice over the same
         pair of stages.
     """
     check(plan)
     check_edges(plan.graph)
-    steps = order_globally(plan, problem)
+    steps = order_globally(plan, problem, timeline)
     steps = add_waits(plan.graph, steps)
     lists = [tuple(action for holder, action in steps if holder == rank) for rank in range(plan.graph.num_ranks)]
     program = Program(plan.graph, tuple(lists))
@@ -98,7 +100,7 @@ def check_edges(graph: WorkGraph) -> None:
             seen[key] = work
 
 
-def order_globally(plan: Plan, problem: PlanningProblem) -> list[Step]:
+def order_globally(plan: Plan, problem: PlanningProblem, timeline: Timeline | None = None) -> list[Step]:
     """All compute and transfers in one order: by simulated start, a transfer when its producer ends.
 
     Both ends of a transfer stand next to each other, so every two ranks see their common transfers
@@ -106,7 +108,8 @@ def order_globally(plan: Plan, problem: PlanningProblem) -> list[Step]:
     """
     position = {action: i for i, (_, action, _, _) in enumerate(plan.run_order())}
     # Actions of no duration can start together; the run order then keeps causes before effects.
-    rows = sorted(simulate(problem, plan).rows, key=lambda row: (row.start_s, row.end_s, position[row.action]))
+    timeline = timeline or simulate(problem, plan)
+    rows = sorted(timeline.rows, key=lambda row: (row.start_s, row.end_s, position[row.action]))
     steps: list[Step] = []
     leaving: list[tuple[float, int, Row]] = []
     for i, row in enumerate(rows):
