@@ -21,8 +21,8 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.planning import Fate, PlanAhead
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.cost_model import FlopsCosts
-from mmtrain.planner.iteration import IterationPlan, IterationPlanner, reference_sizes
-from mmtrain.planner.partition import partition
+from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.planner.switches import search_options, search_seed

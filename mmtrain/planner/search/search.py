@@ -85,8 +85,6 @@ class SearchOptions:
             raise PlanError(f"threads = {self.threads}; it must be at least 1")
         if self.strategy not in (*CHAINS, "first"):
             raise PlanError(f"strategy {self.strategy!r} does not exist; choose one of {', '.join(CHAINS)}, first")
-        if self.strategy != "first" and not self.budget_evaluations and not self.budget_s:
-            raise PlanError("the search has no budget and would never end; give it evaluations or seconds")
 
 
 def search(
@@ -97,9 +95,12 @@ def search(
     An infeasible problem is a result with that status and a sentence, never an exception.
 
     Args: cancelled: asked now and then; the search ends early where it says True.
+    Raises: PlanError: no budget at all.
     """
     if options.strategy == "first" or not problem.graph.has_any_backward:
         return replace(make_plan(problem, "interleave"), seed=options.seed)
+    if not options.budget_evaluations and not options.budget_s:
+        raise PlanError("the search has no budget and would never end; give it evaluations or seconds")
     run = _Search(problem, options, cancelled)
     why = run.run()
     plan = run.plan()

@@ -160,9 +160,13 @@ def test_a_search_finds_plans_where_the_greedy_order_has_none() -> None:
         ({"budget_s": float("inf")}, "budget_s = inf; it must be finite"),
         ({"threads": 0}, "threads = 0; it must be at least 1"),
         ({"strategy": "best"}, "strategy 'best' does not exist; choose one of anneal, mcts, random, dfs, first"),
-        ({"budget_evaluations": 0}, "no budget and would never end"),
     ],
 )
 def test_bad_options_are_refused(keys: dict[str, object], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         SearchOptions(**keys)  # type: ignore[arg-type]
+
+
+def test_a_search_needs_a_budget() -> None:
+    with pytest.raises(PlanError, match="no budget and would never end; give it evaluations or seconds"):
+        search(mixed(), SearchOptions(budget_evaluations=0))
