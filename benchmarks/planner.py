@@ -28,6 +28,7 @@ from planner_problems import problem, reference
 
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import make_plan
+from mmtrain.planner.search import kernels
 from mmtrain.planner.search.evaluate import anneal, choose, evaluate, start_chain
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels import Decoder
@@ -53,7 +54,7 @@ def speed() -> None:
     print(f"{'model':8s} {'actions':>8s} {'objective':>14s} {'1 thread':>9s} {'2 threads':>10s} {'ns an action':>13s}")
     for name in MODELS:
         searched = Searched.of(reference(name))
-        actions = len(searched.nodes) + int((searched.arrays.needs_b > 0).sum())
+        actions = len(searched.nodes) + int((searched.arrays.node[:, kernels.NEEDS_B] > 0).sum())
         for whole, split in ((False, False), (False, True), (True, False), (True, True)):
             rates = [_rate(searched, whole=whole, split=split, threads=n) for n in (1, 2)]
             words = ("whole" if whole else "interleave") + (", split" if split else "")

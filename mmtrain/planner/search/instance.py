@@ -146,6 +146,7 @@ class Searched:
             price=np.zeros(most),
             prefix=np.zeros(most),
             usage=np.zeros(most),
+            how=np.zeros(5),
             swap=ints(4, groups),
         )
 

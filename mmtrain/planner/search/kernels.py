@@ -132,6 +132,8 @@ class Workspace(NamedTuple):
     """[m + 2] f8: sums of prices."""
     usage: Any
     """[m + 2] f8"""
+    how: Any
+    """[5] f8: a Decoder while it changes."""
     swap: Any
     """[4, G] i8: permutations while they change."""
 
@@ -151,10 +153,10 @@ class Decoder(NamedTuple):
     """Whether backwards are two halves."""
 
 
-_compiled = njit(nogil=True, cache=True, no_cfunc_wrapper=True)
+_compiled = njit(nogil=True, cache=True, no_cfunc_wrapper=True, _nrt=False)
 _part = njit(inline="always")
 """Of the one kernel that calls it."""
-_inner = njit(nogil=True, cache=True, no_cfunc_wrapper=True, no_cpython_wrapper=True)
+_inner = njit(nogil=True, cache=True, no_cfunc_wrapper=True, no_cpython_wrapper=True, _nrt=False)
 """Called by kernels alone; wrappers for Python would take half of the time to compile."""
 
 
@@ -818,7 +820,7 @@ def run(
         return float(choose_all(p, w, iterations))
     num_groups = cluster_of.size
     state, how = chain.random, chain.how
-    old_how = np.empty(5)
+    old_how = w.how
     changed = True
     cost = np.inf
     for number in range(evaluations):

@@ -146,7 +146,7 @@ def warm() -> None:
         p2p=P2P(latency_s=0.1, bytes_per_s=1.0),
         memory_limit_bytes=(4.0, None),
     )
-    search(problem, SearchOptions(budget_evaluations=200))
+    search(problem, SearchOptions(budget_evaluations=1))
 
 
 class _Search:
