@@ -27,6 +27,8 @@ FED = 6
 """First of two columns of `Workspace.state`."""
 DOWN, UP = 0, 1
 """Columns of `Instance.hull`."""
+BEGIN, END, BEGIN_W, END_W, FASTEST, SMALLEST, SAME_W = range(7)
+"""Columns of `Workspace.span`."""
 ANNEAL, EVALUATE, CHOOSE = 0, 1, 2
 """Modes of `run`."""
 
@@ -115,17 +117,20 @@ class Workspace(NamedTuple):
     ends: Any
     """[n, 2] f8: of F and of the backward's gradient."""
     option: Any
-    """[n] i8: the chosen one."""
-    trial: Any
-    """[n] i8"""
-    best: Any
-    """[n] i8"""
+    """[n] i8: the chosen one of each node."""
     mine: Any
     """[n] i8: nodes of the rank whose options are chosen, in the order of their forwards."""
+    place: Any
+    """[n] i8: the place of a node in `mine`."""
+    span: Any
+    """[n, 7] i8 by the place: the rows in which a node holds bytes until I (BEGIN .. END) and until W (BEGIN_W ..
+    END_W, none if that is below); FASTEST and SMALLEST of its options; SAME_W, of its list."""
+    chosen: Any
+    trial: Any
+    best: Any
+    """[n] i8 by the place: options."""
     active: Any
-    """[n] i8: those that may hold bytes in a row."""
-    rows: Any
-    """[n, 4] i8: first and last row in which a node holds bytes until I, until W."""
+    """[n] i8: places of those that may hold bytes in a row."""
     price: Any
     """[m + 2] f8: of a byte in each row."""
     prefix: Any
@@ -450,51 +455,47 @@ def replay(p: Instance, w: Workspace) -> float:
 
 
 @_inner
-def _lay_rows(order: Any, length: int, fixed: Any, same_w: Any, rows: Any, mine: Any) -> tuple[int, int]:
-    """Sets the rows in which each node of a rank holds bytes, and the list of its nodes; (rows, nodes).
+def _lay_rows(order: Any, length: int, p: Instance, place: Any, mine: Any, span: Any) -> tuple[int, int]:
+    """Lists the nodes of a rank with the rows in which each holds bytes; (rows, nodes).
 
     A row is a moment at which something was added and something is freed next: no other moment holds more.
     """
+    fixed, first, same_w = p.node, p.first, p.same_w
     row, shrunk, count = 0, False, 0
-    for i in range(length):
-        node, kind = order[i] >> 2, order[i] & 3
+    for step in range(length):
+        node, kind = order[step] >> 2, order[step] & 3
         if kind == F:
             if shrunk:
                 row, shrunk = row + 1, False
-            rows[node, 0], rows[node, 1], rows[node, 2], rows[node, 3] = row, row, 1, 0
+            options = fixed[node, KIND]
+            span[count, BEGIN], span[count, END], span[count, BEGIN_W], span[count, END_W] = row, row, 1, 0
+            span[count, FASTEST], span[count, SMALLEST] = first[options], first[options + 1] - 1
+            span[count, SAME_W] = same_w[options]
             shrunk = fixed[node, NEEDS_B] == 0
-            mine[count] = node
+            mine[count], place[node] = node, count
             count += 1
-        elif kind == B:
-            rows[node, 1] = row
+            continue
+        i = place[node]
+        if kind == B:
+            span[i, END] = row
             shrunk = True
-        elif same_w[fixed[node, KIND]]:
+        elif span[i, SAME_W]:
             if kind == W:
-                rows[node, 1] = row
+                span[i, END] = row
                 shrunk = True
         elif kind == I:
-            rows[node, 1] = row
+            span[i, END] = row
             row, shrunk = row + 1, False
-            rows[node, 2] = row
+            span[i, BEGIN_W] = row
         else:
-            rows[node, 3] = row
+            span[i, END_W] = row
             shrunk = True
     return row + 1, count
 
 
 @_inner
-def _count_usage(rows: Any, mine: Any, count: int, num_rows: int, chosen: Any, options: Any, usage: Any) -> float:
-    """Sets the bytes held in each row; the largest."""
-    usage[: num_rows + 1] = 0.0
-    for i in range(count):
-        node = mine[i]
-        amount = options[chosen[node], HELD]
-        usage[rows[node, 0]] += amount
-        usage[rows[node, 1] + 1] -= amount
-        if rows[node, 2] <= rows[node, 3]:
-            amount = options[chosen[node], HELD_W]
-            usage[rows[node, 2]] += amount
-            usage[rows[node, 3] + 1] -= amount
+def _sum_usage(usage: Any, num_rows: int) -> float:
+    """Makes bytes held in each row of what is added and freed there; the most in any."""
     most, running = 0.0, 0.0
     for row in range(num_rows):
         running += usage[row]
@@ -504,133 +505,139 @@ def _count_usage(rows: Any, mine: Any, count: int, num_rows: int, chosen: Any, o
 
 
 @_inner
-def _move(rows: Any, usage: Any, options: Any, node: int, old: int, new: int) -> None:
+def _count_usage(span: Any, count: int, num_rows: int, chosen: Any, options: Any, usage: Any) -> float:
+    """Sets the bytes held in each row; the most in any."""
+    for row in range(num_rows + 1):
+        usage[row] = 0.0
+    for i in range(count):
+        amount = options[chosen[i], HELD]
+        usage[span[i, BEGIN]] += amount
+        usage[span[i, END] + 1] -= amount
+        if span[i, BEGIN_W] <= span[i, END_W]:
+            amount = options[chosen[i], HELD_W]
+            usage[span[i, BEGIN_W]] += amount
+            usage[span[i, END_W] + 1] -= amount
+    return _sum_usage(usage, num_rows)
+
+
+@_inner
+def _respond(
+    p: Instance, span: Any, count: int, num_rows: int, chosen: Any, usage: Any, prefix: Any, uniform: float
+) -> tuple[float, float]:
+    """Sets each node's option with the least seconds + price x bytes, and the usage of the rows.
+
+    Args: chosen: where to look first. uniform: the price of a byte of every node; below 0: that of its rows, whose sums
+        are in `prefix`.
+    Returns: (sum of what the nodes pay, most bytes in a row).
+    """
+    options, hull = p.option, p.hull
+    for row in range(num_rows + 1):
+        usage[row] = 0.0
+    value = 0.0
+    for i in range(count):
+        begin, end, option = span[i, BEGIN], span[i, END], chosen[i]
+        price = prefix[end + 1] - prefix[begin] if uniform < 0 else uniform
+        if span[i, SAME_W]:
+            while hull[option, DOWN] >= 0 and options[option, SLOPE] < price:
+                option = hull[option, DOWN]
+            while hull[option, UP] >= 0 and options[hull[option, UP], SLOPE] >= price:
+                option = hull[option, UP]
+            value += options[option, TOTAL] + price * options[option, HELD]
+        else:
+            begin_w, end_w, price_w = span[i, BEGIN_W], span[i, END_W], 0.0
+            if begin_w <= end_w:
+                price_w = prefix[end_w + 1] - prefix[begin_w] if uniform < 0 else uniform
+            least = np.inf
+            for other in range(span[i, FASTEST], span[i, SMALLEST] + 1):
+                cost = options[other, TOTAL] + price * options[other, HELD] + price_w * options[other, HELD_W]
+                if cost < least:
+                    option, least = other, cost
+            value += least
+            if begin_w <= end_w:
+                usage[begin_w] += options[option, HELD_W]
+                usage[end_w + 1] -= options[option, HELD_W]
+        chosen[i] = option
+        amount = options[option, HELD]
+        usage[begin] += amount
+        usage[end + 1] -= amount
+    return value, _sum_usage(usage, num_rows)
+
+
+@_inner
+def _move(span: Any, usage: Any, options: Any, i: int, old: int, new: int) -> None:
     """Changes the usage of all rows of a node for another option."""
     more, more_w = options[new, HELD] - options[old, HELD], options[new, HELD_W] - options[old, HELD_W]
-    for row in range(rows[node, 0], rows[node, 1] + 1):
+    for row in range(span[i, BEGIN], span[i, END] + 1):
         usage[row] += more
-    for row in range(rows[node, 2], rows[node, 3] + 1):
+    for row in range(span[i, BEGIN_W], span[i, END_W] + 1):
         usage[row] += more_w
 
 
 @_inner
-def _repair(p: Instance, w: Workspace, count: int, num_rows: int, option: Any, limit: float) -> float:
+def _repair(
+    span: Any, count: int, num_rows: int, chosen: Any, options: Any, usage: Any, active: Any, limit: float
+) -> float:
     """Makes options fit: smaller ones where rows are over the limit, then faster ones where there is room.
 
     The seconds of all nodes together, or inf if the smallest do not fit.
     """
-    first, fixed, options = p.first, p.node, p.option
-    rows, mine, usage, active = w.rows, w.mine, w.usage, w.active
-    _count_usage(rows, mine, count, num_rows, option, options, usage)
+    _count_usage(span, count, num_rows, chosen, options, usage)
     num_active, begun = 0, 0
     for row in range(num_rows):
-        while begun < count and rows[mine[begun], 0] <= row:
-            active[num_active] = mine[begun]
+        while begun < count and span[begun, BEGIN] <= row:
+            active[num_active] = begun
             begun, num_active = begun + 1, num_active + 1
         if usage[row] <= limit:
             continue
         kept = 0
-        for i in range(num_active):
-            if max(rows[active[i], 1], rows[active[i], 3]) >= row:
-                active[kept] = active[i]
+        for k in range(num_active):
+            if max(span[active[k], END], span[active[k], END_W]) >= row:
+                active[kept] = active[k]
                 kept += 1
         num_active = kept
         while usage[row] > limit:
             best, best_new, least = -1, -1, np.inf
-            for i in range(num_active):
-                node = active[i]
-                old = option[node]
-                column = HELD if rows[node, 1] >= row else HELD_W
-                for new in range(old + 1, first[fixed[node, KIND] + 1]):
+            over = usage[row] - limit
+            for k in range(num_active):
+                i = active[k]
+                old = chosen[i]
+                column = HELD if span[i, END] >= row else HELD_W
+                for new in range(old + 1, span[i, SMALLEST] + 1):
                     saved = options[old, column] - options[new, column]
                     if saved > 0:
-                        cost = (options[new, TOTAL] - options[old, TOTAL]) / min(saved, usage[row] - limit)
+                        cost = (options[new, TOTAL] - options[old, TOTAL]) / min(saved, over)
                         if cost < least:
-                            best, best_new, least = node, new, cost
+                            best, best_new, least = i, new, cost
             if best < 0:
                 return np.inf
-            old = option[best]
-            _move(rows, usage, options, best, old, best_new)
-            option[best] = best_new
+            _move(span, usage, options, best, chosen[best], best_new)
+            chosen[best] = best_new
     seconds = 0.0
     for i in range(count):
-        node = mine[i]
-        old = option[node]
-        if old > first[fixed[node, KIND]]:
+        old = chosen[i]
+        if old > span[i, FASTEST]:
+            least = np.inf  # bytes more of the next larger option; where they do not fit, nothing does
+            for other in range(span[i, FASTEST], old):
+                least = min(least, options[other, HELD])
+            least = limit - (least - options[old, HELD])
             most, most_w = 0.0, 0.0
-            for row in range(rows[node, 0], rows[node, 1] + 1):
+            for row in range(span[i, BEGIN], span[i, END] + 1):
                 most = max(most, usage[row])
-            for row in range(rows[node, 2], rows[node, 3] + 1):
-                most_w = max(most_w, usage[row])
-            for new in range(first[fixed[node, KIND]], old):
-                if (
-                    most + options[new, HELD] - options[old, HELD] <= limit
-                    and most_w + options[new, HELD_W] - options[old, HELD_W] <= limit
-                ):
-                    _move(rows, usage, options, node, old, new)
-                    option[node] = new
+                if most > least:
                     break
-        seconds += options[option[node], TOTAL]
+            if most > least:
+                seconds += options[old, TOTAL]
+                continue
+            for row in range(span[i, BEGIN_W], span[i, END_W] + 1):
+                most_w = max(most_w, usage[row])
+            room, room_w = limit - most + options[old, HELD], limit - most_w + options[old, HELD_W]
+            for new in range(span[i, FASTEST], old):
+                if options[new, HELD] <= room and options[new, HELD_W] <= room_w:
+                    _move(span, usage, options, i, old, new)
+                    chosen[i] = new
+                    break
+        seconds += options[chosen[i], TOTAL]
     return seconds
-
-
-@_inner
-def _cheapest(p: Instance, w: Workspace, count: int, uniform: float, option: Any) -> float:
-    """Sets each node's option with the least seconds + price x bytes; the sum of that. `option`: where to look first.
-
-    Args: uniform: the price of a byte of every node; below 0: that of its rows, by `Workspace.prefix`.
-    """
-    first, fixed, options, hull, same_w = p.first, p.node, p.option, p.hull, p.same_w
-    rows, mine, prefix = w.rows, w.mine, w.prefix
-    value = 0.0
-    for i in range(count):
-        node = mine[i]
-        price, price_w = uniform, uniform
-        if uniform < 0:
-            price, price_w = prefix[rows[node, 1] + 1] - prefix[rows[node, 0]], 0.0
-            if rows[node, 2] <= rows[node, 3]:
-                price_w = prefix[rows[node, 3] + 1] - prefix[rows[node, 2]]
-        kind, chosen = fixed[node, KIND], option[node]
-        if same_w[kind]:
-            while hull[chosen, DOWN] >= 0 and options[chosen, SLOPE] < price:
-                chosen = hull[chosen, DOWN]
-            while hull[chosen, UP] >= 0 and options[hull[chosen, UP], SLOPE] >= price:
-                chosen = hull[chosen, UP]
-            price_w = 0.0
-        else:
-            least = np.inf
-            for other in range(first[kind], first[kind + 1]):
-                cost = options[other, TOTAL] + price * options[other, HELD] + price_w * options[other, HELD_W]
-                if cost < least:
-                    chosen, least = other, cost
-        option[node] = chosen
-        value += options[chosen, TOTAL] + price * options[chosen, HELD] + price_w * options[chosen, HELD_W]
-    return value
-
-
-@_part
-def _uniform_price(p: Instance, w: Workspace, count: int, num_rows: int, limit: float) -> float:
-    """Sets `Workspace.option` to what one price for all bytes chooses, nearly the lowest that fits, and makes it fit.
-
-    The seconds of all nodes, or inf if the smallest options do not fit.
-    """
-    first, fixed, options, hull = p.first, p.node, p.option, p.hull
-    rows, mine, option, usage = w.rows, w.mine, w.option, w.usage
-    high = 0.0
-    for i in range(count):
-        for other in range(first[fixed[mine[i], KIND]], first[fixed[mine[i], KIND] + 1]):
-            if hull[other, DOWN] >= 0:
-                high = max(high, options[other, SLOPE])
-    low, high = 0.0, 1.01 * high
-    for _ in range(12):
-        middle = 0.5 * (low + high)
-        _cheapest(p, w, count, middle, option)
-        if _count_usage(rows, mine, count, num_rows, option, options, usage) <= limit:
-            high = middle
-        else:
-            low = middle
-    _cheapest(p, w, count, high, option)
-    return float(_repair(p, w, count, num_rows, option, limit))
 
 
 @_part
@@ -643,23 +650,36 @@ def choose(p: Instance, w: Workspace, rank: int, iterations: int) -> tuple[float
 
     Returns: (seconds of all nodes, a bound that no choice beats); (inf, inf) if the smallest options do not fit.
     """
-    first, fixed, options = p.first, p.node, p.option
-    rows, mine, option, trial, best = w.rows, w.mine, w.option, w.trial, w.best
-    price, prefix, usage = w.price, w.prefix, w.usage
-    num_rows, count = _lay_rows(w.order[rank], w.length[rank], fixed, p.same_w, rows, mine)
-    fastest = 0.0
+    options, hull, span, mine, chosen, trial, best = p.option, p.hull, w.span, w.mine, w.chosen, w.trial, w.best
+    price, prefix, usage, active = w.price, w.prefix, w.usage, w.active
+    num_rows, count = _lay_rows(w.order[rank], w.length[rank], p, w.place, mine, span)
+    fastest, dearest = 0.0, 0.0
     for i in range(count):
-        option[mine[i]] = trial[mine[i]] = best[mine[i]] = first[fixed[mine[i], KIND]]
-        fastest += options[option[mine[i]], TOTAL]
+        chosen[i] = trial[i] = best[i] = span[i, FASTEST]
+        w.option[mine[i]] = span[i, FASTEST]
+        fastest += options[chosen[i], TOTAL]
+        for option in range(span[i, FASTEST], span[i, SMALLEST] + 1):
+            if hull[option, DOWN] >= 0:
+                dearest = max(dearest, options[option, SLOPE])
     limit = p.limit[rank] * (1 + 1e-12)
-    if limit == np.inf or _count_usage(rows, mine, count, num_rows, option, options, usage) <= limit:
+    if limit == np.inf or _count_usage(span, count, num_rows, chosen, options, usage) <= limit:
         return fastest, fastest
-    seconds = _uniform_price(p, w, count, num_rows, limit)
+    # One price for all bytes, nearly the lowest that fits, made to fit better.
+    low, high = 0.0, 1.01 * dearest
+    for _ in range(10):
+        middle = 0.5 * (low + high)
+        if _respond(p, span, count, num_rows, chosen, usage, prefix, middle)[1] <= limit:
+            high = middle
+        else:
+            low = middle
+    _respond(p, span, count, num_rows, chosen, usage, prefix, high)
+    seconds = _repair(span, count, num_rows, chosen, options, usage, active, limit)
     if seconds == np.inf:
         return seconds, seconds
     bound, scale, stale = fastest, 1.0, 0
-    price[:num_rows] = 0.0
-    _count_usage(rows, mine, count, num_rows, trial, options, usage)
+    for row in range(num_rows):
+        price[row] = 0.0
+    _count_usage(span, count, num_rows, trial, options, usage)
     for _ in range(iterations):
         # A step of Polyak's size along the subgradient of the last prices.
         norm = 0.0
@@ -674,22 +694,19 @@ def choose(p: Instance, w: Workspace, rank: int, iterations: int) -> tuple[float
         for row in range(num_rows):
             price[row] = max(0.0, price[row] + step * (usage[row] / limit - 1))
             prefix[row + 1] = prefix[row] + price[row]
-        value = _cheapest(p, w, count, -1.0, trial) - prefix[num_rows] * limit
-        _count_usage(rows, mine, count, num_rows, trial, options, usage)
+        value = _respond(p, span, count, num_rows, trial, usage, prefix, -1.0)[0] - prefix[num_rows] * limit
         if value > bound:
             bound, stale = value, 0
             for i in range(count):
-                best[mine[i]] = trial[mine[i]]
+                best[i] = trial[i]
         else:
             stale += 1
             if stale == 3:
                 scale, stale = 0.5 * scale, 0
-    found = _repair(p, w, count, num_rows, best, limit)
-    if found < seconds:
-        seconds = found
-        for i in range(count):
-            option[mine[i]] = best[mine[i]]
-    return seconds, bound
+    found = _repair(span, count, num_rows, best, options, usage, active, limit)
+    for i in range(count):
+        w.option[mine[i]] = best[i] if found < seconds else chosen[i]
+    return min(found, seconds), bound
 
 
 @_inner
