@@ -43,10 +43,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     _add_iteration(show)
     show.add_argument(
         "--format",
-        choices=["text", "svg", "png", "trace", "csv", "csv-comms", "json", "program"],
+        choices=["text", "svg", "png", "trace", "csv", "csv-comms", "json", "problem", "program"],
         default="text",
         help="trace: for Perfetto; csv, csv-comms: as torch's pipelining reads it, compute alone or with transfers; "
-        "json: the plan; program: the lowered actions (default text)",
+        "json: the plan; problem: what there is to plan, for `mmtrain plan`; program: the lowered actions (default "
+        "text)",
     )
     show.add_argument("--out", type=Path, metavar="FILE", help="file to write; needed for png")
     show.set_defaults(run=_show, takes_overrides=True, overrides=[])
@@ -133,6 +134,9 @@ def _show(args: argparse.Namespace) -> int:
     planned = _from_file(args) if _is_file(args.name) else _planner(args)(args.name)
     if args.format == "json":  # also that there is no plan
         _write(plan_to_json(planned.problem, planned.result), args.out)
+        return 0
+    if args.format == "problem":
+        _write(planned.problem.to_json(), args.out)
         return 0
     plan, timeline, title = planned.plan, planned.timeline, planned.name
     if args.format == "png":
@@ -322,7 +326,7 @@ def _of_config(args: argparse.Namespace) -> Callable[[str | None], _Planned]:
             _check_name(name)
             chosen = config.load(args.config, [*args.overrides, f"parallelism.pipeline_parallel_schedule={name}"])
         planner = IterationPlanner.of(chosen)
-        problem = planner.problem(meta)[1]
+        problem = planner.problem(meta, searched=args.verb == "show" and args.format == "problem")[1]
         return _plan(planner.schedule, problem, lambda plan: planner.lower(plan, problem))
 
     return plan

@@ -8,6 +8,7 @@ import pytest
 from mmtrain.cli import main
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.problem import PlanningProblem
 from tests.jobs import layout, write_config
 from tests.schedule.problems import two_modules
 
@@ -45,6 +46,7 @@ def test_show_draws_a_chain(capsys) -> None:
     assert "1F1B: makespan 12 s" in form("text")  # (p - 1 + m)(f + b) = (1 + 3)(1 + 2)
     assert form("svg").startswith("<svg")
     json.loads(form("trace"))
+    assert PlanningProblem.from_json(form("problem")).graph.num_ranks == 2
     assert json.loads(form("json"))["makespan_s"] == 12.0
     assert form("program").startswith("0F0.0 0SEND_F0.0>1 ")
     assert form("csv") == "0F0,0F1,,0B0,0F2,0B1,,0B2\n,1F0,1B0,1F1,1B1,1F2,1B2\n"

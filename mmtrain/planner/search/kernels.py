@@ -190,7 +190,7 @@ def assume(p: Instance, w: Workspace, memory: float, speed: float) -> None:
         state[i, HELD] = (1 - memory) * option[fast, HELD] + memory * option[small, HELD]
         state[i, HELD_W] = (1 - memory) * option[fast, HELD_W] + memory * option[small, HELD_W]
         if node[i, NEEDS_B]:
-            footprint[node[i, CLUSTER], node[i, RANK]] += max(state[i, HELD], state[i, HELD_W])
+            footprint[node[i, CLUSTER], node[i, RANK]] += state[i, HELD]
 
 
 @_inner
@@ -322,8 +322,10 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> f
             node = node_at[rank, group_at[1, position]]
             _clear_bit(ready, count, 2, rank, position)
             end = max(end, state[node, FED + 1]) + state[node, 1]
-            reserved[rank] -= max(state[node, HELD], state[node, HELD_W])
-            if how.split and fixed[node, SPLITS]:
+            reserved[rank] -= state[node, HELD]
+            # Halves only where what W needs has room: with recomputation it is more than was held until then.
+            splits = how.split and fixed[node, SPLITS] == 1
+            if splits and reserved[rank] + state[node, HELD_W] <= room[rank] * (1 + 1e-12):
                 action = 4 * node + I
                 weights[rank, weights_span[rank, 1]] = node
                 weights_span[rank, 1] += 1
@@ -517,7 +519,7 @@ def _count_usage(span: Any, count: int, num_rows: int, chosen: Any, options: Any
             amount = options[chosen[i], HELD_W]
             usage[span[i, BEGIN_W]] += amount
             usage[span[i, END_W] + 1] -= amount
-    return _sum_usage(usage, num_rows)
+    return float(_sum_usage(usage, num_rows))
 
 
 @_inner

@@ -10,16 +10,18 @@ from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.judge import judge
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_json import plan_to_json
-from mmtrain.planner.search.search import CHAINS, SearchOptions, search
+from mmtrain.planner.search.search import CHAINS, SearchOptions, fit_memory, search
 from mmtrain.schedule.action import Kind
+from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import P2P, PlanningProblem
+from mmtrain.schedule.simulate import simulate
 from tests.planner.search.test_memory_choice import recomputed
 from tests.schedule.problems import chain, halves, option, problems, two_modules
 
 SMALL = SearchOptions(budget_evaluations=60)
 
 
-def mixed(num_ranks: int = 4, limit: float | None = 40.0) -> PlanningProblem:
+def mixed(num_ranks: int = 4, limit: float | None = 40.0, weight_bytes: float | None = None) -> PlanningProblem:
     """Twelve microbatches with none to five vision works each, several memory options, and little memory."""
     base = two_modules(num_ranks, [3, 0, 5, 1, 2, 0, 4, 1, 3, 2, 0, 1])
     return PlanningProblem.build(
@@ -27,7 +29,7 @@ def mixed(num_ranks: int = 4, limit: float | None = 40.0) -> PlanningProblem:
         modules=base.graph.modules,
         stage_rank=base.graph.stage_rank,
         works=base.graph.works,
-        costs=[recomputed(5, 0.6), recomputed(5, 1.3)],
+        costs=[recomputed(5, 0.6, weight_bytes), recomputed(5, 1.3, weight_bytes)],
         cost_index=base.cost_index,
         output_bytes=[[1.0] * num_ranks for _ in base.graph.works],
         p2p=P2P(latency_s=0.05, bytes_per_s=100.0),
@@ -89,6 +91,23 @@ def test_every_switch_costs_time() -> None:
         worse = search(problem, replace(options, **off)).timeline
         assert worse is not None
         assert worse.makespan_s > best.makespan_s, off
+
+
+@pytest.mark.parametrize("weight_bytes", [None, 7.9])
+@pytest.mark.parametrize("limit", [26.0, 40.0])
+def test_no_named_schedule_is_better(limit: float, weight_bytes: float | None) -> None:
+    """Also where recomputation leaves more to hold for weight halves than until then."""
+    problem = mixed(limit=limit, weight_bytes=weight_bytes)
+    free = mixed(limit=None, weight_bytes=weight_bytes)
+    for split, names in ((False, ("GPipe", "1F1B", "interleave")), (True, ("ZB-H1", "ZB-AutoSchedule"))):
+        result = search(problem, SearchOptions(budget_evaluations=500, split=split))
+        assert result.timeline is not None
+        for name in names:
+            made = make_plan(free, name).plan
+            assert made is not None
+            fitted = fit_memory(problem, Plan(problem.graph, made.orders))
+            if fitted is not None:
+                assert result.timeline.makespan_s <= simulate(problem, fitted).makespan_s, name
 
 
 def test_split_backwards_are_optional() -> None:
