@@ -173,11 +173,15 @@ def ablation() -> None:
     print("seconds of the pipeline of one iteration, and relative to all of it; 64 microbatches")
     budget = SearchOptions(budget_evaluations=2000, threads=2)
     for name in MODELS:
-        modular, whole = problem(name), problem(name, segments=(1, 1))
+        modular = problem(name)
         rows: list[tuple[str, float]] = []
-        for label, given in (("1 segment", whole), ("segments", modular)):
-            for schedule in ("1F1B", "Interleaved1F1B", "ZB-AutoSchedule", "Optimus"):
-                rows.append((f"{schedule}, {label}", _static(given, schedule)))
+        for partition in ("mixed-parameters", "mixed-latency"):
+            for passes in (1, 2, 4):
+                given = problem(name, segments=(0, passes), partition=partition)
+                schedule = "1F1B" if passes == 1 else "Interleaved1F1B"
+                rows.append((f"{partition}, {schedule}, v = {passes}", _static(given, schedule)))
+        static = ("1F1B", "ZB-H1", "Optimus", "interleave")
+        rows += [(f"segments, {schedule}", _static(modular, schedule)) for schedule in static]
         base = replace(budget, split=False, memory=False, reorder=False)
         rows += [
             ("interleaving, one memory option", makespan(search(modular, base))),
@@ -187,11 +191,11 @@ def ablation() -> None:
         ]
         best = rows[-1][1]
         for label, seconds in rows:
-            print(f"{name:8s} {label:34s} {seconds:8.3f} {seconds / best:7.3f}")
+            print(f"{name:8s} {label:40s} {seconds:8.3f} {seconds / best:7.3f}", flush=True)
 
 
 def _static(given: PlanningProblem, schedule: str) -> float:
-    """The makespan of a named schedule with the best memory options for its orders; nan: none fits."""
+    """The makespan of a named schedule with the best memory options for its orders; nan: none fits, or no such one."""
     free = PlanningProblem.build(
         num_ranks=given.graph.num_ranks,
         modules=given.graph.modules,

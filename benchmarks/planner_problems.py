@@ -35,16 +35,19 @@ def problem(
     iteration: int = 0,
     options: bool = True,
     workload: str = "mix",
+    partition: str = "dip",
 ) -> PlanningProblem:
     """The planning problem of one iteration.
 
-    Args: segments: of vision and language. options: with memory options and limits; else activations are recomputed
-        as the config says, and there is no limit.
+    Args:
+        segments: of vision and language; of a mixed partition the second is its passes.
+        options: with memory options and limits; else activations are recomputed as the config says, without a limit.
     """
     vision, language = segments or SEGMENTS[name]
     words = [
         f"training.global_batch_size={num_microbatches}",
-        f"model.encoder.num_segments={vision}",
+        f"model.encoder.num_segments={0 if partition.startswith('mixed') else vision}",
+        f'planner.partition="{partition}"',
         f"model.language.num_segments={language}",
         f'planner.hardware="{CLUSTERS[name]}"',
         *(['activation_checkpoint.mode="none"'] if options else []),
@@ -68,7 +71,7 @@ def problem(
         cost_index=found.cost_index,
         output_bytes=found.output_bytes,
         p2p=found.p2p,
-        memory_limit_bytes=[0.92 * memory - state - 3e9 for state in states],
+        memory_limit_bytes=[max(0.0, 0.92 * memory - state - 3e9) for state in states],
     )
 
 
