@@ -378,7 +378,8 @@ class PlannerConfig:
     split_backward: bool = True
     """Let the planner split backwards into input and weight halves."""
     memory: bool = True
-    """Choose a memory option for each stage and work; else all have the fastest one that fits."""
+    """Choose a memory option for each stage and work; else all have the fastest one that fits. A job has only one so
+    far, that of [activation_checkpoint], so this changes nothing."""
     strategy: Literal["anneal", "mcts", "random", "dfs", "first"] = "anneal"
     """How orders are searched; first: not at all."""
     budget_evaluations: int = 1000

@@ -188,6 +188,8 @@ def _notes(question: Question, machine: Machine) -> list[str]:
             f"no --cluster and no planner.hardware: links take planner.p2p_latency_s and p2p_bytes_per_s = "
             f"{config.planner.p2p_bytes_per_s:.3g}; MFU and the device's memory are unknown"
         )
+    if config.planner.enable:
+        notes.append("planner.enable is left out: the orders are those of the schedules named here")
     if config.regathered:
         notes.append('the gathers of parallelism.fsdp_reshard_after_forward = "always" count as hidden behind compute')
     if config.training.enable_cpu_offload:

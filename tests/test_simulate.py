@@ -167,3 +167,9 @@ def test_torch_is_never_loaded():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+@pytest.mark.parametrize("enable", ["true", "false"])
+def test_a_planner_that_is_left_out_is_said(enable):
+    notes = simulate_job(question(f"planner.enable={enable}")).notes
+    assert any(note.startswith("planner.enable is left out") for note in notes) is (enable == "true")

@@ -46,7 +46,11 @@ def _plan(args: argparse.Namespace) -> int:
     if args.threads < 1 or args.seed < 0:
         raise ConfigError(f"plan: --threads {args.threads} --seed {args.seed}; they are at least 1 and 0")
     if args.out:
-        json_path(args.out)  # now, not after the search
+        folder = json_path(args.out).parent  # now, not after the search
+        if args.out.is_dir() or not folder.is_dir():
+            raise ConfigError(f"plan: --out {args.out} is a folder, or in none; name a file in a folder that exists")
+        if args.out.exists() and args.problem.exists() and args.out.samefile(args.problem):
+            raise ConfigError(f"plan: --out {args.out} is the problem itself and would be lost; name another file")
     seconds, evaluations = args.budget_s or 0.0, args.budget_evaluations or 0
     options = SearchOptions(
         budget_evaluations=evaluations,

@@ -183,8 +183,9 @@ class PlanAhead:
         """
         self._wait(ticket, patience_s)
         self._open.remove(ticket)
-        found = ticket.found
-        if not ticket.done.is_set():
+        if ticket.done.is_set():
+            found = ticket.found
+        else:
             found = _Found(fate=Fate.BROKEN) if self._broken else _Found(fate=Fate.LATE, text=_late(patience_s))
         fate, text = self._agree(found)
         self.counts[fate] += 1

@@ -73,16 +73,20 @@ def choose_plan(
     search: Search,
     cancelled: Callable[[], bool],
 ) -> PlanResult:
-    """The plan of an iteration by what is switched on.
+    """The plan of an iteration by what is switched on; the first plan if the search says that its own is longer.
 
     Args: first: in the order of parallelism.pipeline_parallel_schedule.
     """
     if section.interleave:
-        return search(problem, options, cancelled=cancelled)
+        found = search(problem, options, cancelled=cancelled)
+        if first.timeline is None or found.timeline is None or found.timeline.makespan_s <= first.timeline.makespan_s:
+            return found
+        return replace(first, evaluations=found.evaluations, seed=found.seed)
     if not section.memory or first.plan is None or all(len(listed) == 1 for listed in problem.costs):
         return first
     fitted = fit_memory(problem, first.plan)
-    assert fitted is not None  # the first plan's own options fit
+    if fitted is None:  # the choice is a heuristic, and may miss the options that the first plan itself has
+        return first
     timeline = simulate(problem, fitted)
     if first.timeline is not None and first.timeline.makespan_s <= timeline.makespan_s:
         return first

@@ -60,11 +60,19 @@ def test_no_plan_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--budget-evaluations", "-2"], "plan: --budget-evaluations -2; it must be above 0"),
         (["--threads", "0"], "plan: --threads 0 --seed 0; they are at least 1 and 0"),
         (["--out", "plan.txt"], "plan.txt: the name must end in .json or .json.gz"),
+        (["--out", "no/such/plan.json"], "plan: --out no/such/plan.json is a folder, or in none"),
     ],
 )
 def test_bad_words(problem: Path, words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(problem), *words]) == 2
     assert error in capsys.readouterr().err
+
+
+def test_a_plan_does_not_replace_its_problem(problem: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = problem.read_bytes()
+    assert main(["plan", str(problem), "--budget-evaluations", "5", "--out", str(problem)]) == 2
+    assert "is the problem itself" in capsys.readouterr().err
+    assert problem.read_bytes() == before
 
 
 def test_a_fault_in_the_file_is_named_with_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from mmtrain.config import PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import PlanResult, make_plan
+from mmtrain.planner.search.search import search
 from mmtrain.planner.switches import choose_plan, may_split, search_options, search_seed, search_threads, show_switches
 from mmtrain.planner.workloads import Bins, draw
 from mmtrain.schedule.plan import Plan
@@ -47,6 +48,19 @@ def test_nothing_is_searched_where_the_order_is_that_of_a_schedule():
         assert may_split(section) is interleave
     assert not may_split(PlannerConfig(enable=True, split_backward=False))
     assert not may_split(PlannerConfig())
+
+
+def test_a_searched_plan_that_is_longer_than_the_first_one_does_not_run():
+    """The search serves what can start first, and may here neither split nor change the order of microbatches."""
+    problem = two_modules(4, [3, 0, 5, 1])
+    section = PlannerConfig(enable=True, reorder=False, split_backward=False, budget_evaluations=30)
+    options = search_options(section, seed=7, threads=1)
+    first, searched = make_plan(problem, "1F1B"), search(problem, options)
+    assert first.timeline is not None and searched.timeline is not None
+    assert first.timeline.makespan_s < searched.timeline.makespan_s
+    found = choose_plan(problem, first, section, options, search, lambda: False)
+    assert (found.plan, found.timeline) == (first.plan, first.timeline)
+    assert (found.evaluations, found.seed) == (searched.evaluations, 7)
 
 
 def test_switches_are_one_line():

@@ -6,7 +6,7 @@
    together. The number of chains follows from the budget, never from the threads, and chains do not see each other, so
    that a plan depends on problem, budget and seed alone.
 3. The best plan gets its memory options once more with more iterations, is checked, and simulated by the module that
-   judges all plans. If it is no better than the first plan, that one counts.
+   judges all plans.
 
 Each evaluation is a whole one: orders by interleaving, memory options of each rank, makespan (DIP, arXiv:2504.14145,
 section 5: its three phases).
@@ -101,7 +101,11 @@ def search(
         return replace(make_plan(problem, "interleave"), seed=options.seed)
     if not options.budget_evaluations and not options.budget_s:
         raise PlanError("the search has no budget and would never end; give it evaluations or seconds")
-    run = _Search(problem, options, cancelled)
+    try:
+        only = None if options.memory else choose_options(problem, clusters(problem.graph))
+    except PlanError as error:
+        return PlanResult(status="infeasible", message=str(error), seed=options.seed)
+    run = _Search(problem, options, only, cancelled)
     why = run.run()
     plan = run.plan()
     if plan is None:
@@ -152,10 +156,16 @@ def warm() -> None:
 class _Search:
     """One search."""
 
-    def __init__(self, problem: PlanningProblem, options: SearchOptions, cancelled: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        options: SearchOptions,
+        only: Mapping[tuple[int, int], int] | None,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        """Args: only: (stage, work) -> its option; None: they are chosen."""
         self.problem, self.options, self._cancelled = problem, options, cancelled
         self.bound_s = lower_bound_s(problem)
-        only = None if options.memory else choose_options(problem, clusters(problem.graph))
         self.searched = Searched.of(problem, only)
         self.evaluations = 0
         self.makespan_s = math.inf

@@ -147,8 +147,9 @@ def test_forward_only_iterations_are_not_searched() -> None:
     assert "forward_only" in result.message
 
 
-def test_infeasible_is_a_status_with_rank_and_bytes() -> None:
-    result = search(two_modules(2, [1], memory_limit_bytes=[1.0, 9.0]), SMALL)
+@pytest.mark.parametrize("memory", [True, False])
+def test_infeasible_is_a_status_with_rank_and_bytes(memory: bool) -> None:
+    result = search(two_modules(2, [1], memory_limit_bytes=[1.0, 9.0]), replace(SMALL, memory=memory))
     assert (result.status, result.plan) == ("infeasible", None)
     assert result.message.startswith("rank 0: microbatch 0")
 
