@@ -10,6 +10,7 @@ holds the last one can finish, and what waits for memory waits for those further
 problem has no such order, the decoder goes over the reservation, and the choice of options decides whether it fits.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,11 +159,26 @@ class Decoder(NamedTuple):
     """Whether backwards are two halves."""
 
 
-_compiled = njit(nogil=True, cache=True, no_cfunc_wrapper=True, _nrt=False)
+def _kernel(*, inner: bool) -> Callable[[Any], Any]:
+    """Compiles a function without the GIL and without counting references, and keeps the result on disk if there is a
+    place for it.
+
+    Args: inner: called by kernels alone; wrappers for Python would take half of the time to compile.
+    """
+
+    def compiled(function: Any) -> Any:
+        flags = {"nogil": True, "no_cfunc_wrapper": True, "no_cpython_wrapper": inner, "_nrt": False}
+        try:
+            return njit(cache=True, **flags)(function)
+        except RuntimeError:  # neither beside this file nor at home can anything be written
+            return njit(**flags)(function)
+
+    return compiled
+
+
+_compiled, _inner = _kernel(inner=False), _kernel(inner=True)
 _part = njit(inline="always")
 """Of the one kernel that calls it."""
-_inner = njit(nogil=True, cache=True, no_cfunc_wrapper=True, no_cpython_wrapper=True, _nrt=False)
-"""Called by kernels alone; wrappers for Python would take half of the time to compile."""
 
 
 @intrinsic
@@ -606,7 +622,8 @@ def _repair(
                 column = HELD if span[i, END] >= row else HELD_W
                 for new in range(old + 1, span[i, SMALLEST] + 1):
                     saved = options[old, column] - options[new, column]
-                    if saved > 0:
+                    # Rows before this one fit already: what a node held in them may not grow.
+                    if saved > 0 and (column == HELD or options[new, HELD] <= options[old, HELD]):
                         cost = (options[new, TOTAL] - options[old, TOTAL]) / min(saved, over)
                         if cost < least:
                             best, best_new, least = i, new, cost
@@ -678,6 +695,10 @@ def choose(p: Instance, w: Workspace, rank: int, iterations: int) -> tuple[float
     seconds = _repair(span, count, num_rows, chosen, options, usage, active, limit)
     if seconds == np.inf:
         return seconds, seconds
+    if limit <= 0:  # nothing may be held, and no price says so
+        for i in range(count):
+            w.option[mine[i]] = chosen[i]
+        return seconds, fastest
     bound, scale, stale = fastest, 1.0, 0
     for row in range(num_rows):
         price[row] = 0.0

@@ -9,13 +9,13 @@ from scipy.optimize import LinearConstraint, milp
 
 from mmtrain.planner.search.evaluate import choose
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.search import fit_memory
+from mmtrain.planner.search.search import SearchOptions, fit_memory, search
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
-from tests.schedule.problems import chain
+from tests.schedule.problems import chain, halves
 
 
 def recomputed(shares: int, scale: float = 1.0, weight_bytes: float | None = None) -> list[Option]:
@@ -168,3 +168,39 @@ def test_fixed_orders_get_options_that_fit() -> None:
     assert not any(stage == 1 for stage, _ in fitted.options)  # rank 1 has one
     tight = PlanningProblem.from_json(problem.to_json().replace("12.0", "1.5"))
     assert fit_memory(tight, Plan(tight.graph, plan.orders)) is None
+
+
+def one_rank(options: list[Option], limit: float) -> PlanningProblem:
+    """Three works of one stage."""
+    base = chain(1, 3, memory_limit_bytes=[limit])
+    return PlanningProblem.build(
+        num_ranks=1,
+        modules=base.graph.modules,
+        stage_rank=base.graph.stage_rank,
+        works=base.graph.works,
+        costs=[options],
+        cost_index=base.cost_index,
+        output_bytes=base.output_bytes,
+        p2p=base.p2p,
+        memory_limit_bytes=base.memory_limit_bytes,
+    )
+
+
+def test_an_option_that_holds_less_for_the_weight_half_and_more_before() -> None:
+    few, many = halves(1.0, 1.0, 1.0, 10.0, 10.0), halves(1.0, 2.0, 1.0, 13.0, 2.0)
+    problem = one_rank([few, many], 22.5)
+    orders = "0F0.0 0F1.0 0I0.0 0F2.0 0W0.0 0I1.0 0W1.0 0I2.0 0W2.0"
+    fitted = fit_memory(problem, Plan.parse(problem.graph, orders))
+    if fitted is not None:
+        check(fitted, problem)
+    result = search(problem, SearchOptions(budget_evaluations=40))
+    assert result.plan is not None
+    check(result.plan, problem)
+
+
+def test_a_limit_of_no_byte() -> None:
+    problem = one_rank([halves(1.0, 1.0, 1.0, 2.0), halves(1.0, 2.0, 1.0, 0.0)], 0.0)
+    result = search(problem, SearchOptions(budget_evaluations=40))
+    assert result.plan is not None
+    assert set(result.plan.options.values()) == {1}
+    check(result.plan, problem)
