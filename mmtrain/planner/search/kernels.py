@@ -136,6 +136,12 @@ class Workspace(NamedTuple):
     """[m + 2] f8: of a byte in each row."""
     prefix: Any
     """[m + 2] f8: sums of prices."""
+    last_price: Any
+    """[R, m + 2] f8: the prices of each rank's last order."""
+    last_rows: Any
+    """[R] i8: its rows; 0: there was none."""
+    last_seconds: Any
+    """[R] f8: what the chosen options took."""
     usage: Any
     """[m + 2] f8"""
     how: Any
@@ -683,53 +689,67 @@ def choose(p: Instance, w: Workspace, rank: int, iterations: int) -> tuple[float
     limit = p.limit[rank] * (1 + 1e-12)
     if limit == np.inf or _count_usage(span, count, num_rows, chosen, options, usage) <= limit:
         return fastest, fastest
-    # One price for all bytes, nearly the lowest that fits, made to fit better.
-    low, high = 0.0, 1.01 * dearest
-    for _ in range(10):
-        middle = 0.5 * (low + high)
-        if _respond(p, span, count, num_rows, chosen, usage, prefix, middle)[1] <= limit:
-            high = middle
+    bound, scale, stale, seconds = fastest, 1.0, 0, np.inf
+    last_price, last_rows = w.last_price[rank], w.last_rows[rank]
+    if last_rows and limit > 0:
+        # The last order of this rank was much like this one: its prices nearly fit, and its seconds are to be expected.
+        expected, iterations = w.last_seconds[rank], (iterations + 2) // 3
+        for row in range(num_rows):
+            price[row] = last_price[row * last_rows // num_rows]
+    else:
+        low, high = 0.0, 1.01 * dearest  # one price for all bytes, nearly the lowest that fits
+        for _ in range(10):
+            middle = 0.5 * (low + high)
+            if _respond(p, span, count, num_rows, chosen, usage, prefix, middle)[1] <= limit:
+                high = middle
+            else:
+                low = middle
+        _respond(p, span, count, num_rows, chosen, usage, prefix, high)
+        seconds = _repair(span, count, num_rows, chosen, options, usage, active, limit)
+        if seconds == np.inf or limit <= 0:  # without a byte, no price says so
+            for i in range(count):
+                w.option[mine[i]] = chosen[i]
+            return seconds, fastest
+        expected = seconds
+        for row in range(num_rows):
+            price[row] = 0.0
+    for iteration in range(iterations + 1):
+        prefix[0] = 0.0
+        for row in range(num_rows):
+            prefix[row + 1] = prefix[row] + price[row]
+        value = _respond(p, span, count, num_rows, trial, usage, prefix, -1.0)[0] - prefix[num_rows] * limit
+        if value > bound or iteration == 0:
+            bound, stale = max(bound, value), 0
+            for i in range(count):
+                best[i] = trial[i]
+            for row in range(num_rows):
+                last_price[row] = price[row]
         else:
-            low = middle
-    _respond(p, span, count, num_rows, chosen, usage, prefix, high)
-    seconds = _repair(span, count, num_rows, chosen, options, usage, active, limit)
-    if seconds == np.inf:
-        return seconds, seconds
-    if limit <= 0:  # nothing may be held, and no price says so
-        for i in range(count):
-            w.option[mine[i]] = chosen[i]
-        return seconds, fastest
-    bound, scale, stale = fastest, 1.0, 0
-    for row in range(num_rows):
-        price[row] = 0.0
-    _count_usage(span, count, num_rows, trial, options, usage)
-    for _ in range(iterations):
-        # A step of Polyak's size along the subgradient of the last prices.
+            stale += 1
+            if stale == 3:
+                scale, stale = 0.5 * scale, 0
+        # A step of Polyak's size along the subgradient.
         norm = 0.0
         for row in range(num_rows):
             over = usage[row] / limit - 1
             if over > 0 or price[row] > 0:
                 norm += over * over
-        if norm <= 0 or seconds - bound <= 1e-9 * seconds:
+        if norm <= 0 or (seconds < np.inf and seconds - bound <= 1e-9 * seconds):
             break
-        step = scale * (seconds - bound) / norm / limit
-        prefix[0] = 0.0
+        step = scale * max(expected - bound, 1e-4 * expected) / norm / limit
         for row in range(num_rows):
             price[row] = max(0.0, price[row] + step * (usage[row] / limit - 1))
-            prefix[row + 1] = prefix[row] + price[row]
-        value = _respond(p, span, count, num_rows, trial, usage, prefix, -1.0)[0] - prefix[num_rows] * limit
-        if value > bound:
-            bound, stale = value, 0
-            for i in range(count):
-                best[i] = trial[i]
-        else:
-            stale += 1
-            if stale == 3:
-                scale, stale = 0.5 * scale, 0
     found = _repair(span, count, num_rows, best, options, usage, active, limit)
+    if min(found, seconds) == np.inf:  # by small steps from the prices' options nothing fits
+        for i in range(count):
+            chosen[i] = span[i, SMALLEST]
+        seconds = _repair(span, count, num_rows, chosen, options, usage, active, limit)
     for i in range(count):
         w.option[mine[i]] = best[i] if found < seconds else chosen[i]
-    return min(found, seconds), bound
+    seconds = min(found, seconds)
+    if seconds < np.inf:
+        w.last_rows[rank], w.last_seconds[rank] = num_rows, seconds
+    return seconds, bound
 
 
 @_inner
@@ -856,6 +876,8 @@ def run(
         makespan. iterations: of the choice of options. can_split, reorder: whether backwards may be split and orders
         change.
     """
+    for rank in range(p.limit.size):
+        w.last_rows[rank] = 0  # what an evaluation comes to depends on the others of this call alone
     if mode == CHOOSE:
         return float(choose_all(p, w, iterations))
     num_groups = cluster_of.size

@@ -83,14 +83,14 @@ def test_more_evaluations_are_used_and_help() -> None:
 
 
 def test_every_switch_costs_time() -> None:
-    problem = mixed(limit=26.0)
-    options = SearchOptions(budget_evaluations=2000)
-    best = search(problem, options).timeline
-    assert best is not None
-    for off in ({"split": False}, {"memory": False}, {"reorder": False}, {"strategy": "first"}):
-        worse = search(problem, replace(options, **off)).timeline
+    scarce, late = mixed(limit=26.0), two_modules(4, [0, 0, 4])  # pictures come last, and would better come first
+    options = SearchOptions(budget_evaluations=1000)
+    cases = ((scarce, {"split": False}), (scarce, {"memory": False}), (scarce, {"strategy": "first"}))
+    for problem, off in (*cases, (late, {"reorder": False})):
+        best, worse = search(problem, options).timeline, search(problem, replace(options, **off)).timeline
+        assert best is not None
         assert worse is not None
-        assert worse.makespan_s > best.makespan_s, off
+        assert worse.makespan_s > 1.02 * best.makespan_s, off
 
 
 @pytest.mark.parametrize("weight_bytes", [None, 7.9])
