@@ -196,16 +196,7 @@ def ablation() -> None:
 
 def _static(given: PlanningProblem, schedule: str) -> float:
     """The makespan of a named schedule with the best memory options for its orders; nan: none fits, or no such one."""
-    free = PlanningProblem.build(
-        num_ranks=given.graph.num_ranks,
-        modules=given.graph.modules,
-        stage_rank=given.graph.stage_rank,
-        works=given.graph.works,
-        costs=given.costs,
-        cost_index=given.cost_index,
-        output_bytes=given.output_bytes,
-        p2p=given.p2p,
-    )
+    free = replace(given, memory_limit_bytes=(None,) * given.graph.num_ranks)
     if CATALOGUE[schedule].least_passes > len(given.graph.stage_rank) // given.graph.num_ranks:
         return float("nan")
     made = make_plan(free, schedule).plan

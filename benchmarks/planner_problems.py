@@ -62,16 +62,10 @@ def problem(
     sharding = Sharding.of(job)
     ranks = range(planner.partition.num_ranks)
     states = [sharding.rank_state(planner.spec, planner.partition, rank).peak_bytes(0.0) for rank in ranks]
-    return PlanningProblem.build(
-        num_ranks=found.graph.num_ranks,
-        modules=found.graph.modules,
-        stage_rank=found.graph.stage_rank,
-        works=found.graph.works,
-        costs=[_memory_options(listed[0]) for listed in found.costs],
-        cost_index=found.cost_index,
-        output_bytes=found.output_bytes,
-        p2p=found.p2p,
-        memory_limit_bytes=[max(0.0, 0.92 * memory - state - 3e9) for state in states],
+    return replace(
+        found,
+        costs=tuple(tuple(_memory_options(listed[0])) for listed in found.costs),
+        memory_limit_bytes=tuple(max(0.0, 0.92 * memory - state - 3e9) for state in states),
     )
 
 

@@ -357,6 +357,10 @@ class ActivationCheckpointConfig:
             )
 
 
+Strategy = Literal["anneal", "mcts", "random", "dfs", "first"]
+"""How the planner searches orders."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerConfig:
     """[planner]: how the model is cut and each iteration planned, and the device that costs are counted on."""
@@ -380,7 +384,7 @@ class PlannerConfig:
     memory: bool = True
     """Choose a memory option for each stage and work; else all have the fastest one that fits. A job has only one so
     far, that of [activation_checkpoint], so this changes nothing."""
-    strategy: Literal["anneal", "mcts", "random", "dfs", "first"] = "anneal"
+    strategy: Strategy = "anneal"
     """How orders are searched; first: not at all."""
     budget_evaluations: int = 1000
     """Plans tried for an iteration; 0: no limit."""

@@ -115,13 +115,18 @@ class PlannerMetrics:
 
     def __str__(self) -> str:
         """A few words for the log line; what is not known is left out."""
-        parts = [f"{100 * self.change:+.1f}% vs first"] if math.isfinite(self.change) else []
-        parts += [f"gap {100 * self.gap:.1f}%"] if math.isfinite(self.gap) else []
+        parts = [f"{_percent(self.change):+.1f}% vs first"] if math.isfinite(self.change) else []
+        parts += [f"gap {_percent(self.gap):.1f}%"] if math.isfinite(self.gap) else []
         parts += [f"{self.evaluations} tried in {self.search_s:.2f}s"] if self.evaluations else []
         text = f"plan: {', '.join(parts) or 'first'}"
         if self.late or self.failed or self.invalid:
             text += f"; first plans: {self.late} late, {self.failed} failed, {self.invalid} invalid"
         return text
+
+
+def _percent(fraction: float) -> float:
+    """Of a fraction, with one digit; what rounds to nothing has no sign."""
+    return round(100 * fraction, 1) + 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
 """Small training jobs for tests: a config, data, and rank functions that run a real Trainer."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 from mmtrain import config
@@ -49,6 +51,20 @@ def train(rank: int, path: Path, overrides: list[str]) -> None:
     from mmtrain.trainer import Trainer
 
     Trainer(config.load(path, overrides)).run()
+
+
+def die_at(step: int) -> None:
+    """This rank is killed without warning in the middle of a step."""
+    from mmtrain.trainer import Trainer
+
+    original = Trainer._run
+
+    def run(self, *args, **kwargs):
+        if self.state.step + 1 == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *args, **kwargs)
+
+    Trainer._run = run
 
 
 def layout(pp: int = 1, shard: int = 1, replicate: int = 1, cp: int = 1, tp: int = 1) -> list[str]:

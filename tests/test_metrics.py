@@ -111,3 +111,10 @@ def test_peak_flops_is_configured_or_measured():
     used, percent = memory_gib(cpu)
     assert used > 0.01
     assert 0 < percent < 100
+
+
+def test_a_plan_at_the_bound_has_no_gap_with_a_sign():
+    tied = PlannerMetrics(
+        evaluations=36, search_s=0.01, makespan_s=1.0 - 1e-15, first_s=1.0, bound_s=1.0, late=0, failed=0, invalid=0
+    )
+    assert str(tied) == "plan: +0.0% vs first, gap 0.0%, 36 tried in 0.01s"

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import math
-import os
-import signal
 import threading
 import time
 
@@ -13,7 +11,7 @@ import pytest
 from mmtrain import config
 from mmtrain.checkpoint import complete_steps
 from mmtrain.errors import ConfigError, DataError, PlanError
-from tests.jobs import layout, metrics, write_config
+from tests.jobs import die_at, layout, metrics, write_config
 from tests.ranks import run_ranks
 from tests.searches import Faulty, random_search
 from tests.test_trainer import CURVE_TOLERANCE, terminated
@@ -107,16 +105,7 @@ def test_a_job_outlives_its_planner(tmp_path, charts):
 
 def killed_at(rank, path, overrides, step):
     """Every rank is killed without warning in the middle of a step, while the next one is planned."""
-    from mmtrain.trainer import Trainer
-
-    original = Trainer._run
-
-    def run(self, *args, **kwargs):
-        if self.state.step + 1 == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, *args, **kwargs)
-
-    Trainer._run = run
+    die_at(step)
     train(rank, path, overrides, random_search)
 
 

@@ -11,7 +11,7 @@ import torch
 from mmtrain import config
 from mmtrain.checkpoint import complete_steps
 from mmtrain.errors import ConfigError, DataError, MMTrainError, TrainingError
-from tests.jobs import layout, metrics, train, write_config
+from tests.jobs import die_at, layout, metrics, train, write_config
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -54,16 +54,7 @@ def test_twenty_steps_have_one_loss_curve_on_every_layout(tmp_path, charts):
 
 def killed_at(rank, path, overrides, step):
     """Every rank is killed without warning in the middle of a step."""
-    from mmtrain.trainer import Trainer
-
-    original = Trainer._run
-
-    def run(self, *args, **kwargs):
-        if self.state.step + 1 == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, *args, **kwargs)
-
-    Trainer._run = run
+    die_at(step)
     train(rank, path, overrides)
 
 

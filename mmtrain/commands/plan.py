@@ -2,10 +2,10 @@
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
+from mmtrain.config import Strategy
 from mmtrain.errors import ConfigError
-
-STRATEGIES = ("anneal", "mcts", "random", "dfs", "first")
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -24,7 +24,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--budget-evaluations", type=int, metavar="N", help="plans to try")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (default 0)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of the search (default 1)")
-    parser.add_argument("--strategy", choices=STRATEGIES, default="anneal", help="of the search (default anneal)")
+    parser.add_argument(
+        "--strategy", choices=get_args(Strategy), default="anneal", help="of the search (default anneal)"
+    )
     parser.add_argument("--no-reorder", action="store_true", help="first come, first served")
     parser.add_argument("--no-split", action="store_true", help="backwards stay whole")
     parser.add_argument("--no-memory", action="store_true", help="the fastest option that fits for all, none chosen")

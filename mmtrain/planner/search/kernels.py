@@ -100,13 +100,13 @@ class Workspace(NamedTuple):
     forward_next: Any
     """[R] b1: whether a forward's turn comes next."""
     pending_at: Any
-    """[R, n + 1] f8: arrival times to come, ascending."""
+    """[R, m] f8: arrival times to come, ascending; m: more than any rank has actions."""
     pending: Any
-    """[R, n + 1] i8: action of each."""
+    """[R, m] i8: action of each."""
     num_pending: Any
     """[R] i8"""
     weights: Any
-    """[R, n] i8: queue of nodes whose W is due."""
+    """[R, m] i8: queue of nodes whose W is due."""
     weights_span: Any
     """[R, 2] i8: its ends."""
     sequence: Any
@@ -133,17 +133,17 @@ class Workspace(NamedTuple):
     active: Any
     """[n] i8: places of those that may hold bytes in a row."""
     price: Any
-    """[m + 2] f8: of a byte in each row."""
+    """[m] f8: of a byte in each row."""
     prefix: Any
-    """[m + 2] f8: sums of prices."""
+    """[m] f8: sums of prices."""
     last_price: Any
-    """[R, m + 2] f8: the prices of each rank's last order."""
+    """[R, m] f8: the prices of each rank's last order."""
     last_rows: Any
     """[R] i8: its rows; 0: there was none."""
     last_seconds: Any
     """[R] f8: what the chosen options took."""
     usage: Any
-    """[m + 2] f8"""
+    """[m] f8"""
     how: Any
     """[5] f8: a Decoder while it changes."""
     swap: Any
@@ -266,7 +266,7 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> f
     Args: at: [2, G] i8 position of each group among forwards and among backwards, the first is served first.
         group_at: [2, G] i8 its inverse.
     """
-    # Names of their own for all arrays: what is read from a tuple in a loop is counted as a reference each time.
+    # Names of their own for all arrays, as reads from a tuple in a loop cost much where references are counted.
     fixed, node_at, room = p.node, p.node_at, p.room
     members_start, members = p.of_cluster_start, p.of_cluster
     ins_start, ins, ins_lag = p.ins_start, p.ins, p.ins_lag

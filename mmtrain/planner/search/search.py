@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
 
 import numpy as np
 
+from mmtrain.config import Strategy
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import PlanResult, make_plan
@@ -31,13 +31,13 @@ from mmtrain.planner.search.evaluate import choose, evaluate
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels import Decoder, Workspace
 from mmtrain.planner.search.orders import Order, by_cluster, cluster_orders
+from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.greedy import clusters
 from mmtrain.schedule.library.memory import choose_options
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
-Strategy = Literal["anneal", "mcts", "random", "dfs", "first"]
 CHAINS: Mapping[str, type[Chain]] = {
     "anneal": AnnealChain,
     "mcts": TreeChain,
@@ -137,8 +137,6 @@ def warm() -> None:
     """Compiles the kernels, or loads them from numba's cache, so that no search has to."""
     kinds = [Option(name="a", forward_s=1, backward_input_s=1, backward_weight_s=1, activation_bytes=2)]
     kinds.append(replace(kinds[0], name="b", backward_input_s=2, activation_bytes=1))
-    from mmtrain.schedule.graph import ModuleStages, Work
-
     problem = PlanningProblem.build(
         num_ranks=2,
         modules=[ModuleStages(name="m", stages=(0, 1))],

@@ -1,6 +1,7 @@
 """The choice of memory options against an integer program."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -76,27 +77,13 @@ def choices(draw: st.DrawFn) -> tuple[PlanningProblem, Plan]:
     base = chain(num_ranks, count)
     weight = draw(st.sampled_from([None, 0.5, 1.0]))
     limit = draw(st.sampled_from([4.0, 7.0, 11.0, 16.0]))
-    problem = PlanningProblem.build(
-        num_ranks=num_ranks,
-        modules=base.graph.modules,
-        stage_rank=base.graph.stage_rank,
-        works=base.graph.works,
-        costs=[recomputed(draw(st.integers(1, 6)), scale, weight) for scale in scales],
-        cost_index=[[i] * num_ranks for i in range(count)],
-        output_bytes=base.output_bytes,
-        p2p=base.p2p,
-        memory_limit_bytes=[limit] * num_ranks,
+    problem = replace(
+        base,
+        costs=tuple(tuple(recomputed(draw(st.integers(1, 6)), scale, weight)) for scale in scales),
+        cost_index=tuple((i,) * num_ranks for i in range(count)),
+        memory_limit_bytes=(limit,) * num_ranks,
     )
-    free = PlanningProblem.build(
-        num_ranks=num_ranks,
-        modules=base.graph.modules,
-        stage_rank=base.graph.stage_rank,
-        works=base.graph.works,
-        costs=problem.costs,
-        cost_index=problem.cost_index,
-        output_bytes=base.output_bytes,
-        p2p=base.p2p,
-    )
+    free = replace(problem, memory_limit_bytes=(None,) * num_ranks)
     return problem, CATALOGUE["ZB-H1" if split else "1F1B"].make(free)
 
 
@@ -124,16 +111,10 @@ def test_choices_fit_and_nearly_reach_the_optimum(drawn: tuple[PlanningProblem, 
 def test_many_works_come_close_to_the_bound() -> None:
     problem = chain(2, 60, memory_limit_bytes=[200.0, 200.0])
     scales = [0.5 + 0.37 * (i * 7 % 5) for i in range(60)]
-    many = PlanningProblem.build(
-        num_ranks=2,
-        modules=problem.graph.modules,
-        stage_rank=problem.graph.stage_rank,
-        works=problem.graph.works,
-        costs=[recomputed(9, scale) for scale in scales],
-        cost_index=[[i, i] for i in range(60)],
-        output_bytes=problem.output_bytes,
-        p2p=problem.p2p,
-        memory_limit_bytes=problem.memory_limit_bytes,
+    many = replace(
+        problem,
+        costs=tuple(tuple(recomputed(9, scale)) for scale in scales),
+        cost_index=tuple((i, i) for i in range(60)),
     )
     plan = CATALOGUE["GPipe"].make(chain(2, 60))
     plan = Plan(many.graph, plan.orders)
@@ -146,17 +127,7 @@ def test_many_works_come_close_to_the_bound() -> None:
 
 def test_fixed_orders_get_options_that_fit() -> None:
     base = chain(2, 4)
-    problem = PlanningProblem.build(
-        num_ranks=2,
-        modules=base.graph.modules,
-        stage_rank=base.graph.stage_rank,
-        works=base.graph.works,
-        costs=[recomputed(4)],
-        cost_index=base.cost_index,
-        output_bytes=base.output_bytes,
-        p2p=base.p2p,
-        memory_limit_bytes=[12.0, 9.0],
-    )
+    problem = replace(base, costs=(tuple(recomputed(4)),), memory_limit_bytes=(12.0, 9.0))
     plan = CATALOGUE["1F1B"].make(base)
     plan = Plan(problem.graph, plan.orders)
     fitted = fit_memory(problem, plan)
@@ -172,18 +143,7 @@ def test_fixed_orders_get_options_that_fit() -> None:
 
 def one_rank(options: list[Option], limit: float) -> PlanningProblem:
     """Three works of one stage."""
-    base = chain(1, 3, memory_limit_bytes=[limit])
-    return PlanningProblem.build(
-        num_ranks=1,
-        modules=base.graph.modules,
-        stage_rank=base.graph.stage_rank,
-        works=base.graph.works,
-        costs=[options],
-        cost_index=base.cost_index,
-        output_bytes=base.output_bytes,
-        p2p=base.p2p,
-        memory_limit_bytes=base.memory_limit_bytes,
-    )
+    return replace(chain(1, 3), costs=(tuple(options),), memory_limit_bytes=(limit,))
 
 
 def test_an_option_that_holds_less_for_the_weight_half_and_more_before() -> None:

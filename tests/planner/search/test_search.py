@@ -24,16 +24,12 @@ SMALL = SearchOptions(budget_evaluations=60)
 def mixed(num_ranks: int = 4, limit: float | None = 40.0, weight_bytes: float | None = None) -> PlanningProblem:
     """Twelve microbatches with none to five vision works each, several memory options, and little memory."""
     base = two_modules(num_ranks, [3, 0, 5, 1, 2, 0, 4, 1, 3, 2, 0, 1])
-    return PlanningProblem.build(
-        num_ranks=num_ranks,
-        modules=base.graph.modules,
-        stage_rank=base.graph.stage_rank,
-        works=base.graph.works,
-        costs=[recomputed(5, 0.6, weight_bytes), recomputed(5, 1.3, weight_bytes)],
-        cost_index=base.cost_index,
-        output_bytes=[[1.0] * num_ranks for _ in base.graph.works],
+    return replace(
+        base,
+        costs=(tuple(recomputed(5, 0.6, weight_bytes)), tuple(recomputed(5, 1.3, weight_bytes))),
+        output_bytes=((1.0,) * num_ranks,) * len(base.graph.works),
         p2p=P2P(latency_s=0.05, bytes_per_s=100.0),
-        memory_limit_bytes=[limit] * num_ranks,
+        memory_limit_bytes=(limit,) * num_ranks,
     )
 
 
