@@ -1,3 +1,6 @@
+import atexit
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,12 @@ from tests.ranks import start_server
 
 settings.register_profile("mmtrain", deadline=None)  # a shared machine is slow at times
 settings.load_profile("mmtrain")
+
+# `datasets` reads its cache's place when it is first imported, here or in a rank: a place of the tests' own.
+_cache = tempfile.TemporaryDirectory(prefix="mmtrain-datasets-")
+atexit.register(_cache.cleanup)
+os.environ.update(HF_DATASETS_CACHE=_cache.name, HF_HUB_OFFLINE="1")
+
 start_server()  # it imports torch while the tests are collected
 
 

@@ -11,6 +11,7 @@ import base64
 import binascii
 import bisect
 import difflib
+import hashlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -300,10 +301,13 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> Any:
         if path.is_file():
             if path.suffix != ".parquet":
                 raise ConfigError(f"data.source = {data.source!r}: a file must end in .parquet or .jsonl")
-            rows = datasets.load_dataset("parquet", data_files=str(path), split=split, streaming=data.streaming)
+            rows = datasets.load_dataset(
+                "parquet", data_files=str(path), split=split, streaming=data.streaming, cache_dir=_cache_of(path)
+            )
+        elif path.is_dir():
+            rows = datasets.load_dataset(str(path), split=split, streaming=data.streaming, cache_dir=_cache_of(path))
         else:
-            source = str(path) if path.is_dir() else data.source
-            rows = datasets.load_dataset(source, split=split, streaming=data.streaming)
+            rows = datasets.load_dataset(data.source, split=split, streaming=data.streaming)
         # Pictures are decoded by us, and only where they are used.
         for column, feature in (rows.features or {}).items():
             inner = getattr(feature, "feature", None)
@@ -315,6 +319,20 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> Any:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"data.source = {data.source!r}, split {split!r} cannot be opened: {reason}") from None
     return rows
+
+
+def _cache_of(path: Path) -> str:
+    """A cache folder of `datasets` for the local files as they are now.
+
+    Its own key for a folder with a README (4.7) is the folder's name and the README: another folder of that name,
+    or the same one written anew, would silently give the samples that were read first.
+    """
+    import datasets
+
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    stats = [(file, file.stat()) for file in files]
+    now = "\n".join(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}" for file, stat in stats)
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / "mmtrain" / hashlib.sha256(now.encode()).hexdigest()[:16])
 
 
 def _check_columns(name: str, columns: list[str]) -> None:

@@ -1,11 +1,13 @@
 import base64
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from mmtrain.config import DataConfig
+from mmtrain.data.charts import make_charts
 from mmtrain.data.sources import Record, Source, open_source
 from mmtrain.errors import ConfigError, DataError
 from tests.data.samples import png, write_jsonl
@@ -138,3 +140,15 @@ def test_a_bad_row_is_named(tmp_path: Path) -> None:
     (tmp_path / "5.png").unlink()
     with pytest.raises(DataError, match=r"5.png cannot be read: No such file"):
         read(source, 5).images[0].read()
+
+
+def test_folders_of_one_name_and_a_folder_written_anew_keep_their_own_samples(tmp_path: Path) -> None:
+    # The cache of `datasets` knows such a folder by its name and README alone.
+    for folder, seed, num_samples in ((tmp_path / "a" / "set", 1, 30), (tmp_path / "b" / "set", 2, 50)):
+        make_charts(folder, num_samples=num_samples, seed=seed)
+    first, second = (open_source(data(tmp_path / folder / "set"), "train") for folder in "ab")
+    assert (first.num_samples, second.num_samples) == (27, 45)
+    before = read(first, 0)
+    shutil.rmtree(tmp_path / "a" / "set")
+    make_charts(tmp_path / "a" / "set", num_samples=30, seed=3)
+    assert read(open_source(data(tmp_path / "a" / "set"), "train"), 0) != before
