@@ -341,11 +341,12 @@ class ParallelismConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointConfig:
-    """[activation_checkpoint]: what the backward recomputes instead of keeping."""
+    """[activation_checkpoint]: what all blocks do with their activations, whatever the batch."""
 
-    mode: Literal["none", "selective", "full", "ops"] = "none"
-    """none: keep all. full: recompute each block. selective: recompute every block but its matrix products and
-    attention. ops: recompute all of a block but the operations in save_ops."""
+    mode: Literal["none", "selective", "full", "ops", "offload"] = "none"
+    """none: keep all, unless the planner chooses (planner.memory under a memory limit). full: recompute each block.
+    selective: recompute every block but its matrix products and attention. ops: recompute all of a block but the
+    operations in save_ops. offload: activations wait in host memory."""
     save_ops: list[str] = field(default_factory=list)
     """With mode = "ops": names of torch operations whose results are kept, as in "aten.mm"."""
 
@@ -357,6 +358,8 @@ class ActivationCheckpointConfig:
             )
 
 
+MEMORY_STRATEGIES = ("keep", "selective", "recompute", "offload")
+"""What a block may do with its activations."""
 Strategy = Literal["anneal", "mcts", "random", "dfs", "first"]
 """How the planner searches orders."""
 
@@ -382,8 +385,16 @@ class PlannerConfig:
     split_backward: bool = True
     """Let the planner split backwards into input and weight halves."""
     memory: bool = True
-    """Choose a memory option for each stage and work; else all have the fastest one that fits. A job has only one so
-    far, that of [activation_checkpoint], so this changes nothing."""
+    """Under a memory limit, choose for each stage and work what its blocks do, among memory_strategies; else, and
+    without a limit, all do what [activation_checkpoint] says. It is left alone where that mode is not none."""
+    memory_strategies: list[str] = field(default_factory=lambda: ["keep", "selective", "recompute"])
+    """What a block may do with its activations: keep; selective and recompute, as in [activation_checkpoint]; offload
+    (to host memory; on a CPU that is a copy, and saves nothing)."""
+    memory_limit: str = ""
+    """What a rank may take of its device's memory in all: "72GiB", or a part as "90%"; empty: no limit. Parameters,
+    gradients, optimizer state and memory_margin are subtracted; activations get the rest."""
+    memory_margin: float = 0.05
+    """Part of memory_limit that is left for what the plan does not count: temporary tensors, fragments."""
     strategy: Strategy = "anneal"
     """How orders are searched; first: not at all."""
     budget_evaluations: int = 1000
@@ -419,6 +430,18 @@ class PlannerConfig:
             raise ConfigError(
                 "planner.budget_evaluations = 0 and planner.budget_s = 0 let the search go on for ever; set one of them"
             )
+        for how in self.memory_strategies:
+            if how not in MEMORY_STRATEGIES:
+                raise ConfigError(
+                    f"planner.memory_strategies names {how!r}, which does not exist; choose of "
+                    f"{', '.join(MEMORY_STRATEGIES)}"
+                )
+        if not self.memory_strategies:
+            raise ConfigError(
+                'planner.memory_strategies is empty; write ["keep"] to let all blocks keep their activations'
+            )
+        if not 0 <= self.memory_margin < 1:
+            raise ConfigError(f"planner.memory_margin = {self.memory_margin}; it must be at least 0 and below 1")
         for name in ("flops_per_s", "p2p_bytes_per_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"planner.{name} = {getattr(self, name)}; it must be above 0")

@@ -14,6 +14,7 @@ LAYERS = [
     "models.rows",
     "models.windows",
     "models.spec",
+    "models.memory_strategies",
     "models.recomputation",
     "models.families",
     "models.shapes",

@@ -1,4 +1,4 @@
-"""What activation checkpointing keeps of a block and what it computes again. Pure.
+"""What a block keeps, computes again or brings back under each memory strategy. Pure.
 
 The blocks of the modules are recomputed; first and last layers (embeddings, norms, projector, head) keep all.
 """
@@ -6,6 +6,7 @@ The blocks of the modules are recomputed; first and last layers (embeddings, nor
 from dataclasses import dataclass
 
 from mmtrain.config import ActivationCheckpointConfig
+from mmtrain.models.memory_strategies import BlockMemory
 from mmtrain.models.spec import LayerSpec, WorkSize
 
 PRODUCTS = ("aten.mm", "aten.addmm")
@@ -21,6 +22,15 @@ ATTENTION = (
 )
 """The operations that attention becomes, by device and mask; the last stands for compiled FlexAttention."""
 
+STATIC = {
+    "none": BlockMemory.KEEP,
+    "selective": BlockMemory.SELECTIVE,
+    "full": BlockMemory.RECOMPUTE,
+    "ops": BlockMemory.SELECTIVE,
+    "offload": BlockMemory.OFFLOAD,
+}
+"""activation_checkpoint.mode -> what all blocks do."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
@@ -30,12 +40,24 @@ class Recomputation:
     """Whether blocks are recomputed at all."""
     save_ops: tuple[str, ...] = ()
     """Operations whose results are kept."""
+    offload: bool = False
+    """Blocks keep everything, in host memory."""
 
     @classmethod
     def of(cls, section: ActivationCheckpointConfig) -> "Recomputation":
-        """What a config section asks for."""
-        save = {"selective": (*PRODUCTS, *ATTENTION), "ops": tuple(section.save_ops)}
-        return cls(enable=section.mode != "none", save_ops=save.get(section.mode, ()))
+        """What a config section asks of all blocks."""
+        return cls.by(STATIC[section.mode], section)
+
+    @classmethod
+    def by(cls, how: BlockMemory, section: ActivationCheckpointConfig) -> "Recomputation":
+        """What one strategy means. Args: section: says what `selective` saves."""
+        if how is BlockMemory.OFFLOAD:
+            return cls(offload=True)
+        saved = tuple(section.save_ops) or (*PRODUCTS, *ATTENTION)
+        return cls(
+            enable=how in (BlockMemory.SELECTIVE, BlockMemory.RECOMPUTE),
+            save_ops=saved if how is BlockMemory.SELECTIVE else (),
+        )
 
     def kept_bytes(self, layer: LayerSpec, size: WorkSize) -> float:
         """Bytes that a layer keeps from forward to backward of a work.
@@ -44,6 +66,8 @@ class Recomputation:
         not need included. Saved operations that are neither products nor attention count as much as a block
         without recomputation keeps: more than they take, as long as they are elementwise.
         """
+        if self.offloads(layer):
+            return 0.0
         if not self.recomputes(layer):
             return layer.activation_bytes(size)
         kept = layer.output_bytes(size)  # a block's input has the shape of its output
@@ -58,7 +82,12 @@ class Recomputation:
         return kept
 
     def peak_bytes(self, layer: LayerSpec, size: WorkSize) -> float:
-        """Bytes that a layer's backward needs on top of `kept_bytes`, for as long as it runs."""
+        """Bytes that a layer's backward needs on top of `kept_bytes`, for as long as it runs.
+
+        While an offloaded block has its backward, the one before it comes back.
+        """
+        if self.offloads(layer):
+            return 2 * layer.activation_bytes(size)
         if not self.recomputes(layer):
             return 0.0
         return max(0.0, layer.activation_bytes(size) - self.kept_bytes(layer, size))
@@ -79,6 +108,14 @@ class Recomputation:
     def recomputes(self, layer: LayerSpec) -> bool:
         """Whether a layer's backward repeats its forward."""
         return self.enable and layer.is_block
+
+    def offloads(self, layer: LayerSpec) -> bool:
+        """Whether what a layer keeps waits in host memory."""
+        return self.offload and layer.is_block
+
+    def offloaded_bytes(self, layer: LayerSpec, size: WorkSize) -> float:
+        """Bytes of a layer that go to host memory, and come back."""
+        return layer.activation_bytes(size) if self.offloads(layer) else 0.0
 
     def saves(self, ops: tuple[str, ...]) -> bool:
         """Whether the results of some of these operations are kept."""

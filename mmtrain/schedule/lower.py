@@ -7,8 +7,8 @@ their collectives come in one canonical order at the two ends of the step.
 
 import hashlib
 import heapq
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mmtrain.errors import PlanError
@@ -18,6 +18,9 @@ from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Row, Timeline
+
+KEEP = "keep"
+"""Name of the memory option that needs nothing from the runtime."""
 
 Step = tuple[int, Action]
 """A rank and an action of its list."""
@@ -30,9 +33,11 @@ class Program:
     graph: WorkGraph
     actions: tuple[tuple[Action, ...], ...]
     """[rank] -> its list."""
+    memory: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """(stage, work) -> name of its memory option, of those with a backward; what is absent keeps all."""
 
     def __str__(self) -> str:
-        """One line a rank: its actions separated by spaces; `parse` reads it back."""
+        """One line a rank: its actions separated by spaces; `parse` reads it back, without the memory options."""
         return "\n".join(" ".join(map(str, actions)) for actions in self.actions)
 
     @classmethod
@@ -49,7 +54,8 @@ class Program:
     @cached_property
     def hash(self) -> int:
         """A 64-bit number (a signed int64) that is equal on all ranks that hold equal programs."""
-        return int.from_bytes(hashlib.blake2b(str(self).encode(), digest_size=8).digest(), "big", signed=True)
+        text = f"{self}\n{sorted(self.memory.items())}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def lower(
@@ -77,7 +83,8 @@ def lower(
     steps = order_globally(plan, problem, timeline)
     steps = add_waits(plan.graph, steps)
     lists = [tuple(action for holder, action in steps if holder == rank) for rank in range(plan.graph.num_ranks)]
-    program = Program(plan.graph, tuple(lists))
+    names = {node: plan.option(problem, *node).name for node in plan.graph.nodes() if plan.graph.has_backward(*node)}
+    program = Program(plan.graph, tuple(lists), {node: name for node, name in names.items() if name != KEEP})
     if not sharded:
         return program
     return add_stage_wide(program, plan.graph.has_any_backward if reduce is None else reduce, regathered)
@@ -184,4 +191,4 @@ def add_stage_wide(program: Program, reduce: bool, regathered: Collection[int] =
         last = [Action(Kind.REDUCE, stage) for stage in stages] if reduce else []
         after = [Action(Kind.RESHARD, stage) for stage in gathered]
         lists.append((*before, *actions, *last, *after))
-    return Program(program.graph, tuple(lists))
+    return replace(program, actions=tuple(lists))
