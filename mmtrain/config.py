@@ -415,6 +415,8 @@ class PlannerConfig:
     """Fixed part of one transfer between pipeline ranks, seconds."""
     p2p_bytes_per_s: float = 2.5e10
     """Bandwidth between pipeline ranks."""
+    host_bytes_per_s: float = 2.5e10
+    """Bandwidth between device and host memory, for memory strategy offload."""
     activation_memory_gib: float = 0.0
     """GiB that activations may take on one rank, for schedules `interleave` and `ZB-AutoSchedule`; 0: no limit."""
     hardware: str = ""
@@ -442,7 +444,7 @@ class PlannerConfig:
             )
         if not 0 <= self.memory_margin < 1:
             raise ConfigError(f"planner.memory_margin = {self.memory_margin}; it must be at least 0 and below 1")
-        for name in ("flops_per_s", "p2p_bytes_per_s"):
+        for name in ("flops_per_s", "p2p_bytes_per_s", "host_bytes_per_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"planner.{name} = {getattr(self, name)}; it must be above 0")
 

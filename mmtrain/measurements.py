@@ -15,6 +15,7 @@ from mmtrain.models.spec import ModelSpec, WorkSize
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.attribution import Attribution, attribute
 from mmtrain.planner.batching import VISION, make_batching
+from mmtrain.planner.cost_model import HostCopy
 from mmtrain.planner.fits import fit_sizes
 from mmtrain.planner.partition import Partition, StageSpec
 from mmtrain.planner.partition_choice import partition_of
@@ -80,6 +81,8 @@ class Samples:
     """Seconds of one call that posts a message."""
     spans: list[tuple[float, float]] = field(default_factory=list)
     """(end of the program, end of the step) on one of two pipeline ranks."""
+    host_copy: HostCopy | None = None
+    """Between the device and host memory, while nothing else runs."""
 
 
 def slowest(ranks: Sequence[Samples]) -> Samples:
@@ -95,7 +98,12 @@ def slowest(ranks: Sequence[Samples]) -> Samples:
                 outside_s=max(step.outside_s for step in same),
             )
         )
-    return Samples(steps=steps, held=_largest([samples.held for samples in ranks]))
+    return Samples(steps=steps, held=_largest([samples.held for samples in ranks]), host_copy=_slowest_copy(ranks))
+
+
+def _slowest_copy(ranks: Sequence[Samples]) -> HostCopy | None:
+    copies = [samples.host_copy for samples in ranks if samples.host_copy is not None]
+    return min(copies, key=lambda copy: copy.bytes_per_s, default=None)
 
 
 def _largest(tables: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
@@ -151,6 +159,7 @@ def assemble(
         actions=actions,
         step=step,
         transfer=transfer,
+        host_copy=_slowest_copy(found),
         curve=_curve(config, probe, actions["F"] + actions["B"]),
     )
 

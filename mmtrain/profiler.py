@@ -36,6 +36,7 @@ from mmtrain.measurements import NUM_BLOCKS, Samples, StepSample, assemble, calm
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.stage import ModalityStage
+from mmtrain.planner.cost_model import HostCopy
 from mmtrain.planner.profile import Profile
 from mmtrain.probing import CUTS, Cut, picture_curve, probing_iteration, probing_job, small_job
 from mmtrain.topology import MeshShape
@@ -102,7 +103,7 @@ def _load() -> str:
 
 def _measure_layers(device: torch.device, config: Config, rounds: int, steps: int, folder: str) -> Samples:
     """Actions, pauses, ends of steps and held bytes of the job's layers, on one pipeline rank."""
-    samples = Samples()
+    samples = Samples(host_copy=measure_host_copy(device))
     for number in range(rounds):
         for cut in CUTS:
             job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder=_dump_folder(folder))
@@ -137,6 +138,26 @@ def _samples(job: Cut | None, timed: Iterator[TimedStep], steps: int, device: to
             outside_s=(step.end_s - step.start_s) - (end - start),
         )
         before = after
+
+
+def measure_host_copy(device: torch.device, num_bytes: int = 1 << 26) -> HostCopy:
+    """How fast memory of the device goes to host memory and back: the slower way, at its best of five."""
+    cuda = device.type == "cuda"
+    here = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    there = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=cuda)
+    rates = []
+    for target, source in ((there, here), (here, there)):
+        found = []
+        for _ in range(5):
+            if cuda:
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            if cuda:
+                torch.cuda.synchronize(device)
+            found.append(time.perf_counter() - start)
+        rates.append(num_bytes / min(found))
+    return HostCopy(bytes_per_s=min(rates), overlaps=cuda)
 
 
 def machine_speed_s(device: torch.device) -> float:

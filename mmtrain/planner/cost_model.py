@@ -21,6 +21,24 @@ class LayerTimes:
     """W: the weight gradients of linear layers; of a frozen layer 0."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopy:
+    """What it takes to move activations to host memory, or back."""
+
+    bytes_per_s: float
+    overlaps: bool = True
+    """Copies run beside compute (a GPU's copy engine), and cost time only where they take longer."""
+
+    def with_compute_s(self, compute_s: float, num_bytes: float) -> float:
+        """Seconds of compute and so many bytes of copies together."""
+        copies_s = num_bytes / self.bytes_per_s
+        return max(compute_s, copies_s) if self.overlaps else compute_s + copies_s
+
+
+PCIE = HostCopy(bytes_per_s=PlannerConfig().host_bytes_per_s)
+"""Where nothing else is known."""
+
+
 class CostModel(Protocol):
     """What layers, transfers and the end of a step take on some hardware.
 
@@ -50,6 +68,11 @@ class CostModel(Protocol):
         """What a transfer between two pipeline ranks takes."""
         ...
 
+    @property
+    def host_copy(self) -> HostCopy:
+        """What copies between a rank's device and host memory take."""
+        ...
+
     def step_s(self, num_params: int) -> float:
         """Seconds of the optimizer on a rank that updates so many parameters (those of its own shard)."""
         ...
@@ -71,6 +94,7 @@ class FlopsCosts:
     flops_per_s: float
     """Achieved floating-point operations a second of one rank."""
     p2p: P2P
+    host_copy: HostCopy = PCIE
     shares: int = 1
     """Ranks of a stage's plane (context x tensor parallel), which divide each work evenly."""
 
@@ -80,6 +104,7 @@ class FlopsCosts:
         return cls(
             flops_per_s=section.flops_per_s,
             p2p=P2P(latency_s=section.p2p_latency_s, bytes_per_s=section.p2p_bytes_per_s),
+            host_copy=HostCopy(bytes_per_s=section.host_bytes_per_s),
             shares=shares,
         )
 

@@ -1,15 +1,23 @@
 """Costs of an iteration, as a planning problem: seconds from a cost model, bytes from the layers."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from mmtrain.config import PlannerConfig
 from mmtrain.errors import PlanError
-from mmtrain.models.recomputation import KEEP_ALL, Recomputation
+from mmtrain.models.memory_strategies import BlockMemory
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
 from mmtrain.planner.batching import Batching
 from mmtrain.planner.cost_model import CostModel, equal_layers
+from mmtrain.planner.memory_options import (
+    BlockKind,
+    BlockPrice,
+    Counts,
+    MemoryChoices,
+    mixes,
+    shape_class,
+    stage_memory,
+)
 from mmtrain.planner.partition import Partition, StageSpec
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import Option, PlanningProblem
@@ -27,7 +35,8 @@ def make_problem(
     costs: CostModel,
     planner_config: PlannerConfig,
     *,
-    recomputation: Recomputation = KEEP_ALL,
+    memory: MemoryChoices = MemoryChoices(),  # noqa: B008
+    limits: Sequence[float | None] | None = None,
     shares: int = 1,
     splits_backward: bool = False,
     forward_only: bool = False,
@@ -40,23 +49,28 @@ def make_problem(
     Of a split backward, the second half makes the weight gradients of linear layers; convolutions have theirs in the
     first. Between the halves the inputs of the linear layers and the gradients of their outputs are held.
 
-    The backward of a recomputed block repeats its forward. While it does, one block is there in full, which a
-    rank's memory limit leaves room for, once.
+    The backward of a recomputed block repeats its forward; while it does, that block is there in full.
 
     Args:
         costs: what layers and transfers take.
+        memory: what blocks may do with their activations. Where they may choose, each stage and work has several
+            options, if any rank has a limit.
+        limits: [pp_rank] bytes that activations may take; None: those of planner_config.
         shares: ranks of a stage's plane (context x tensor parallel), which divide each work; bytes are those of an
             even share.
         splits_backward: whether the schedule splits backwards, so that the fixed seconds of an action are those of I
             and of W, and not those of one B.
         forward_only: no backward anywhere (validation); activations are then freed at once.
-    Raises: PlanError: what a block needs to be recomputed alone is over the memory limit.
+    Raises: PlanError: what the backward of one block brings back is over the memory limit alone.
     """
+    if limits is None and planner_config.activation_memory_gib:
+        limits = [planner_config.activation_memory_gib * _GIB] * partition.num_ranks
+    limited = limits is not None and any(limit is not None for limit in limits)
     prices = _Prices(
         spec=spec,
         chains={name: partition.of_module(name) for name in batching.modules},
         costs=costs,
-        recomputation=recomputation,
+        memory=memory if limited else memory.fixed,
         shares=shares,
         splits_backward=splits_backward,
         forward_only=forward_only,
@@ -65,80 +79,97 @@ def make_problem(
     for work, size in zip(batching.works, batching.size_of, strict=True):
         grad = not forward_only and any(prices_of[other][-1].grad for other in work.after)
         prices_of.append(prices.chain(batching.modules[work.module], size, grad))
-    peaks = [0.0] * partition.num_ranks
-    for rank, peak_bytes in prices.peaks():
-        peaks[rank] = max(peaks[rank], peak_bytes)
-    return PlanningProblem.build(
+    problem = PlanningProblem.build(
         num_ranks=partition.num_ranks,
         modules=partition.modules,
         stage_rank=partition.stage_rank,
         works=batching.works,
-        costs=[(option,) for option in prices.table],
-        cost_index=[[price.option for price in chain] for chain in prices_of],
+        costs=list(prices.table),
+        cost_index=[[price.options for price in chain] for chain in prices_of],
         output_bytes=[[price.output_bytes for price in chain] for chain in prices_of],
         p2p=costs.p2p,
-        memory_limit_bytes=_limits(planner_config, peaks),
+        memory_limit_bytes=limits,
     )
-
-
-def _limits(planner_config: PlannerConfig, peaks: list[float]) -> list[float] | None:
-    """What activations may take on each rank from forward to backward; None: no limit."""
-    if not planner_config.activation_memory_gib:
-        return None
-    limit = planner_config.activation_memory_gib * _GIB
-    for rank, peak in enumerate(peaks):
-        if peak >= limit:
+    for rank, (limit, held) in enumerate(zip(problem.memory_limit_bytes, problem.held_limit_bytes, strict=True)):
+        if limit is not None and held == 0.0:
             raise PlanError(
-                f"planner.activation_memory_gib = {planner_config.activation_memory_gib}, but on pp_rank {rank} the "
-                f"recomputation of one block takes {peak / _GIB:.3g} GiB; raise it, or lower training.seq_len or "
-                "model.encoder.sub_microbatch_size"
+                f"pp_rank {rank} has {limit / _GIB:.3g} GiB for activations, but what the backward of one block "
+                "computes again or brings back takes as much alone; raise the memory limit, or lower training.seq_len "
+                "or model.encoder.sub_microbatch_size"
             )
-    return [limit - peak for peak in peaks]
+    return problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LayerPrice:
     """What one layer takes for one work."""
 
-    forward_s: float
+    forward_s: float = 0.0
     backward_input_s: float = 0.0
     """What recomputation repeats included."""
     backward_weight_s: float = 0.0
     kept_bytes: float = 0.0
     passing_bytes: float = 0.0
     """Held during the forward alone, where autograd keeps nothing."""
-    peak_bytes: float = 0.0
+    restored_bytes: float = 0.0
+    """What the backward brings back."""
+    host_bytes: float = 0.0
     waiting_bytes: float = 0.0
+
+    @property
+    def of_block(self) -> BlockPrice:
+        """What depends on the memory strategy."""
+        return BlockPrice(
+            forward_s=self.forward_s,
+            backward_s=self.backward_input_s,
+            kept_bytes=self.kept_bytes,
+            host_bytes=self.host_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StagePrice:
     """What one stage takes for one work."""
 
-    option: int
-    """Its place in the table of options."""
+    options: int
+    """Its place in the table of option lists."""
     grad: bool
     """Whether a gradient leaves the stage's end backwards."""
-    peak_bytes: float
-    """What the backward needs on top of what was kept."""
     output_bytes: float
-    pp_rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Consecutive layers of a module that cost the same."""
+class _Kind:
+    """Layers of a stage that cost the same for a work."""
 
     index: int
     """The first of them."""
-    count: int
+    enters: bool
+    """Whether a gradient has to leave them."""
+    places: list[int]
+    """Of each: its place among the stage's blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StageShape:
+    """What a stage consists of, by whether a gradient has to leave its first layer."""
+
+    rest: list[_Kind]
+    """Layers without a memory strategy."""
+    blocks: list[_Kind]
+    """Blocks with a backward."""
+    num_blocks: int
+    grad: bool
+    """Whether a gradient leaves the stage's end backwards."""
+    held_input: int
+    """Layer whose output waits as the stage's input until the backward, whatever its first block does; -1: none."""
 
 
 class _Prices:
     """Layers and stages priced for works, each kind of layer once a size."""
 
-    table: dict[Option, int]
-    """All options that stages have, by their first use."""
+    table: dict[tuple[Option, ...], int]
+    """All option lists that stages have, by their first use."""
 
     def __init__(
         self,
@@ -146,7 +177,7 @@ class _Prices:
         spec: ModelSpec,
         chains: Mapping[str, Sequence[StageSpec]],
         costs: CostModel,
-        recomputation: Recomputation,
+        memory: MemoryChoices,
         shares: int,
         splits_backward: bool,
         forward_only: bool,
@@ -155,15 +186,16 @@ class _Prices:
         self._stages = chains
         self.table = {}
         self._costs = costs
-        self._recomputation = recomputation
+        self._memory = memory
         self._shares = shares
         self._forward_only = forward_only
         halves = (Kind.I, Kind.W) if splits_backward else (Kind.B,)
         self._forward_s = costs.action_s(Kind.F)
         self._backward_s = tuple(costs.action_s(kind) for kind in halves)
         self._class: dict[str, list[int]] = {module.name: equal_layers(module) for module in spec.modules}
-        self._runs: dict[int, list[_Run]] = {}
-        self._layers: dict[tuple[str, int, WorkSize, bool], _LayerPrice] = {}
+        self._shapes: dict[tuple[int, bool], _StageShape] = {}
+        self._layers: dict[tuple[str, int, WorkSize, bool, BlockMemory], _LayerPrice] = {}
+        self._mixes: dict[tuple[int, bool, WorkSize | None], list[tuple[Counts, str]]] = {}
         self._chains: dict[tuple[str, WorkSize, bool], list[_StagePrice]] = {}
 
     def chain(self, module: str, size: WorkSize, grad: bool) -> list[_StagePrice]:
@@ -176,71 +208,142 @@ class _Prices:
                 grad = found[-1].grad
         return self._chains[key]
 
-    def peaks(self) -> Iterator[tuple[int, float]]:
-        """(rank, bytes that a backward needs there on top of what was kept), of everything priced."""
-        return ((price.pp_rank, price.peak_bytes) for chain in self._chains.values() for price in chain)
-
     def _stage(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool) -> _StagePrice:
-        forward = backward = weight = kept = passing = peak = waiting = 0.0
-        for run in self._runs_of(module, stage):
-            trains = module.layers[run.index].trainable and not self._forward_only
-            # The first of the layers may be the one that a gradient first needs to pass.
-            for count, enters in ((run.count, True),) if grad else ((1, False), (run.count - 1, trains)):
-                if not count:
-                    continue
-                price = self._layer(module, run.index, size, enters)
-                forward += count * price.forward_s
-                backward += count * price.backward_input_s
-                weight += count * price.backward_weight_s
-                kept += count * price.kept_bytes
-                waiting += count * price.waiting_bytes
-                passing, peak = max(passing, price.passing_bytes), max(peak, price.peak_bytes)
-            grad = grad or trains
+        shape = self._shape(module, stage, grad)
+        rest = _total((len(kind.places), self._layer(module, kind, size)) for kind in shape.rest)
+        blocks = [[self._layer(module, kind, size, how) for how in self._memory.allowed] for kind in shape.blocks]
+        found: list[Option] = []
+        for counts, name in self._offered(module, stage, size, grad):
+            mix = _total(
+                (count, price)
+                for row, prices in zip(counts, blocks, strict=True)
+                for count, price in zip(row, prices, strict=True)
+            )
+            option = self._option(name, _total([(1, rest), (1, mix)]), shape.grad)
+            if mix.host_bytes and shape.held_input >= 0:
+                held = module.layers[shape.held_input].output_bytes(size) / self._shares
+                option = replace(option, activation_bytes=option.activation_bytes + held)
+            if not found or option.activation_bytes < found[-1].activation_bytes:
+                found.append(option)
+        feeds = not stage.last or any(module.name in other.after for other in self._spec.modules)
+        return _StagePrice(
+            options=self.table.setdefault(tuple(found), len(self.table)),
+            grad=shape.grad,
+            output_bytes=module.layers[stage.layers[1] - 1].output_bytes(size) / self._shares if feeds else 0.0,
+        )
+
+    def _option(self, name: str, price: _LayerPrice, grad: bool) -> Option:
+        forward, backward, weight = price.forward_s, price.backward_input_s, price.backward_weight_s
+        if price.host_bytes:
+            host = self._costs.host_copy
+            forward, backward = (host.with_compute_s(s, price.host_bytes) for s in (forward, backward))
         if grad:
             fixed_input, *fixed_weight = self._backward_s
             backward, weight = backward + fixed_input, max(weight + sum(fixed_weight), LEAST_BACKWARD_S)
-        option = Option(
-            name="keep",
+        return Option(
+            name=name,
             forward_s=forward + self._forward_s,
             backward_input_s=backward,
             backward_weight_s=weight,
-            activation_bytes=max(kept, passing) / self._shares,
-            weight_bytes=waiting / self._shares if grad else None,
+            activation_bytes=max(price.kept_bytes, price.passing_bytes) / self._shares,
+            weight_bytes=price.waiting_bytes / self._shares if grad else None,
+            restored_bytes=price.restored_bytes / self._shares,
         )
-        feeds = not stage.last or any(module.name in other.after for other in self._spec.modules)
-        output = module.layers[stage.layers[1] - 1].output_bytes(size) / self._shares if feeds else 0.0
-        return _StagePrice(
-            option=self.table.setdefault(option, len(self.table)),
+
+    def _offered(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool) -> list[tuple[Counts, str]]:
+        """The mixes that a stage offers for all sizes of a class, with their names."""
+        shape = self._shape(module, stage, grad)
+        strategies = self._memory.allowed
+        several = len(strategies) > 1
+        key = (stage.index, grad, shape_class(size) if several else None)
+        if key not in self._mixes:
+            found: list[Counts] = [tuple((len(kind.places),) for kind in shape.blocks)]
+            if several:
+                typical = shape_class(size)
+                rest = _total((len(kind.places), self._layer(module, kind, typical)) for kind in shape.rest)
+                kinds = tuple(
+                    BlockKind(
+                        count=len(kind.places),
+                        prices=tuple(self._layer(module, kind, typical, how).of_block for how in strategies),
+                    )
+                    for kind in shape.blocks
+                )
+                found = list(mixes(kinds, rest.of_block, self._costs.host_copy))
+            places = [kind.places for kind in shape.blocks]
+            self._mixes[key] = [
+                (counts, str(stage_memory(counts, strategies, places, shape.num_blocks))) for counts in found
+            ]
+        return self._mixes[key]
+
+    def _shape(self, module: ModuleSpec, stage: StageSpec, grad: bool) -> _StageShape:
+        if (stage.index, grad) not in self._shapes:
+            self._shapes[stage.index, grad] = self._make_shape(module, stage, grad)
+        return self._shapes[stage.index, grad]
+
+    def _make_shape(self, module: ModuleSpec, stage: StageSpec, grad: bool) -> _StageShape:
+        rest: dict[tuple[int, bool], _Kind] = {}
+        blocks: dict[tuple[int, bool], _Kind] = {}
+        held_input = stage.layers[0] - 1 if grad and module.layers[stage.layers[0]].is_block else -1
+        num_blocks = 0
+        for index in range(*stage.layers):
+            layer = module.layers[index]
+            key = self._class[module.name][index], grad
+            grad = grad or (layer.trainable and not self._forward_only)
+            kinds = blocks if layer.is_block and grad else rest
+            kinds.setdefault(key, _Kind(*key, [])).places.append(num_blocks)
+            num_blocks += layer.is_block
+        return _StageShape(
+            rest=list(rest.values()),
+            blocks=list(blocks.values()),
+            num_blocks=num_blocks,
             grad=grad,
-            peak_bytes=peak / self._shares,
-            output_bytes=output,
-            pp_rank=stage.pp_rank,
+            held_input=held_input,
         )
 
-    def _runs_of(self, module: ModuleSpec, stage: StageSpec) -> list[_Run]:
-        if stage.index not in self._runs:
-            kinds = self._class[module.name]
-            grouped = groupby(range(*stage.layers), key=lambda index: kinds[index])
-            self._runs[stage.index] = [_Run(mine[0], len(mine)) for mine in (list(run) for _, run in grouped)]
-        return self._runs[stage.index]
-
-    def _layer(self, module: ModuleSpec, index: int, size: WorkSize, input_grad: bool) -> _LayerPrice:
-        key = (module.name, self._class[module.name][index], size, input_grad)
+    def _layer(
+        self, module: ModuleSpec, kind: _Kind, size: WorkSize, how: BlockMemory = BlockMemory.KEEP
+    ) -> _LayerPrice:
+        key = (module.name, kind.index, size, kind.enters, how)
         if key not in self._layers:
-            self._layers[key] = self._price(module, index, size, input_grad)
+            self._layers[key] = self._price(module, kind, size, how)
         return self._layers[key]
 
-    def _price(self, module: ModuleSpec, index: int, size: WorkSize, input_grad: bool) -> _LayerPrice:
-        layer = module.layers[index]
-        times = self._costs.layer(module, index, size, input_grad=input_grad)
-        if self._forward_only or not (input_grad or layer.trainable):  # autograd keeps nothing: one layer at a time
+    def _price(self, module: ModuleSpec, kind: _Kind, size: WorkSize, how: BlockMemory) -> _LayerPrice:
+        index, layer = kind.index, module.layers[kind.index]
+        if how is not BlockMemory.KEEP:
+            recomputation = self._memory.recomputation(how)
+            repeated = self._costs.repeated_s(module, index, size, recomputation)
+            plain = self._layer(module, kind, size)
+            return replace(
+                plain,
+                backward_input_s=plain.backward_input_s + repeated,
+                kept_bytes=recomputation.kept_bytes(layer, size),
+                restored_bytes=recomputation.peak_bytes(layer, size),
+                host_bytes=recomputation.offloaded_bytes(layer, size) / self._shares,
+            )
+        times = self._costs.layer(module, index, size, input_grad=kind.enters)
+        if self._forward_only or not (kind.enters or layer.trainable):  # autograd keeps nothing: one layer at a time
             return _LayerPrice(forward_s=times.forward_s, passing_bytes=layer.activation_bytes(size))
-        repeated = self._costs.repeated_s(module, index, size, self._recomputation)
         return _LayerPrice(
             forward_s=times.forward_s,
-            backward_input_s=times.backward_input_s + repeated,
+            backward_input_s=times.backward_input_s,
             backward_weight_s=times.backward_weight_s,
-            kept_bytes=self._recomputation.kept_bytes(layer, size),
-            peak_bytes=self._recomputation.peak_bytes(layer, size),
+            kept_bytes=layer.activation_bytes(size),
             waiting_bytes=layer.linear_bytes(size) if layer.splits_backward else 0.0,
         )
+
+
+def _total(prices: Iterable[tuple[int, _LayerPrice]]) -> _LayerPrice:
+    """What layers take together. Args: prices: how many, and the price of one."""
+    sums = dict.fromkeys(_SUMMED, 0.0)
+    passing = restored = 0.0
+    for count, price in prices:
+        if count:
+            for name in _SUMMED:
+                sums[name] += count * getattr(price, name)
+            passing, restored = max(passing, price.passing_bytes), max(restored, price.restored_bytes)
+    return _LayerPrice(**sums, passing_bytes=passing, restored_bytes=restored)
+
+
+_SUMMED = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "host_bytes", "waiting_bytes")
+"""Amounts of a `_LayerPrice` that add up; of the others the largest counts."""

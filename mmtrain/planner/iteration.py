@@ -7,7 +7,6 @@ from mmtrain.config import Config, PlannerConfig, uses_fsdp
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import PlanError
 from mmtrain.models.degrees import check_tensor_degree
-from mmtrain.models.recomputation import KEEP_ALL, Recomputation
 from mmtrain.models.shapes import check_patches_split
 from mmtrain.models.spec import Flops, ModelSpec, WorkSize
 from mmtrain.models.spec_builders import model_spec
@@ -16,9 +15,11 @@ from mmtrain.planner.cost_model import CostModel
 from mmtrain.planner.costs import make_problem
 from mmtrain.planner.job_costs import cost_model, on_partition
 from mmtrain.planner.layout import IterationLayout, Plane
+from mmtrain.planner.memory_options import MemoryChoices
 from mmtrain.planner.partition import Partition
 from mmtrain.planner.partition_choice import choose_partition
 from mmtrain.planner.plan import PlanResult, make_plan
+from mmtrain.planner.search.search import fit_memory
 from mmtrain.planner.switches import may_split
 from mmtrain.planner.vision_works import sub_microbatch_size
 from mmtrain.schedule.library.catalogue import CATALOGUE
@@ -68,8 +69,8 @@ class IterationPlanner:
     """Whether programs reduce gradients (FSDP2)."""
     regathered: frozenset[str] = frozenset()
     """Modules that FSDP2 gathers at each use; programs unshard the others first and reshard them last."""
-    recomputation: Recomputation = KEEP_ALL
-    """What blocks keep from forward to backward."""
+    memory: MemoryChoices = field(default_factory=MemoryChoices)
+    """What blocks may do with their activations."""
     plane: Plane = field(default_factory=Plane)
     """How cp and tp ranks divide each work."""
     check_plans: bool = False
@@ -95,7 +96,7 @@ class IterationPlanner:
             sub_microbatch_size=sub_microbatch,
             sharded=uses_fsdp(config.parallelism.mesh_shape, config.training, data_encoder=config.data_encoder),
             regathered=config.regathered,
-            recomputation=Recomputation.of(config.activation_checkpoint),
+            memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
             plane=Plane.of(config),
             check_plans=config.debug.check_plans,
             partition_words=choice.words,
@@ -106,7 +107,7 @@ class IterationPlanner:
     ) -> tuple[Batching, PlanningProblem]:
         """The works of an iteration and what they cost.
 
-        Args: searched: the planner may make the orders, and split backwards whatever the schedule does.
+        Args: searched: the planner may make the orders, split backwards whatever the schedule does, and choose memory.
         Raises: DataError: a picture or token of the batch would be lost or used twice.
         """
         batching = make_batching(meta, self.spec, self.sub_microbatch_size, self.plane.attention_mask)
@@ -117,7 +118,7 @@ class IterationPlanner:
             batching,
             self.costs,
             self.section,
-            recomputation=self.recomputation,
+            memory=self.memory if searched else self.memory.fixed,
             shares=self.plane.size,
             splits_backward=CATALOGUE[self.schedule].splits_backward or (searched and may_split(self.section)),
             forward_only=forward_only,
@@ -134,11 +135,18 @@ class IterationPlanner:
         return Iteration(batching=batching, layout=layout, problem=problem, forward_only=forward_only)
 
     def first(self, iteration: Iteration) -> PlanResult:
-        """The plan of the schedule, or why there is none; equal on every rank, and never an exception."""
+        """The plan of the schedule, or why there is none; equal on every rank, and never an exception.
+
+        Where the schedule's own choice of memory options fits into no limit, they are chosen for its orders.
+        """
+        problem = iteration.problem
         try:
-            return make_plan(iteration.problem, self.schedule)
+            found = make_plan(problem, self.schedule)
         except PlanError as error:  # of schedules that bound memory by their own rule
-            return PlanResult(status="infeasible", message=str(error))
+            found = PlanResult(status="infeasible", message=str(error))
+        if found.plan is None and any(len(options) > 1 for options in problem.costs):
+            return _fitted(problem, self.schedule) or found
+        return found
 
     def finish(self, iteration: Iteration, result: PlanResult) -> IterationPlan:
         """The iteration with a result of `first`, which is checked and simulated, lowered.
@@ -214,6 +222,17 @@ class IterationPlanner:
             name = batching.modules[work.module]
             total[name] = total[name] + size if name in total else size
         return {name: self.spec.flops(name, size) for name, size in total.items()}
+
+
+def _fitted(problem: PlanningProblem, schedule: str) -> PlanResult | None:
+    """The orders of a schedule with memory options that fit; None: none do."""
+    free = make_plan(replace(problem, memory_limit_bytes=(None,) * problem.graph.num_ranks), schedule)
+    plan = fit_memory(problem, free.plan) if free.plan is not None else None
+    if plan is None:
+        return None
+    check(plan, problem)
+    message = f"{free.message}, with memory options chosen for it"
+    return replace(free, message=message, plan=plan, timeline=simulate(problem, plan))
 
 
 def check_degrees(config: Config) -> None:

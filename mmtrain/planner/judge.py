@@ -71,7 +71,7 @@ def _has_no_plan(problem: PlanningProblem) -> bool:
     """Whether some stage has no option that fits even alone."""
     for stage, work in problem.graph.nodes():
         limit = problem.memory_limit_bytes[problem.graph.stage_rank[stage]]
-        least = min(option.activation_bytes for option in problem.options(stage, work))
+        least = min(option.activation_bytes + option.restored_bytes for option in problem.options(stage, work))
         if limit is not None and exceeds(least, limit):
             return True
     return False

@@ -6,7 +6,7 @@ from itertools import pairwise
 from mmtrain.config import Config
 from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize
-from mmtrain.planner.cost_model import LayerTimes
+from mmtrain.planner.cost_model import PCIE, HostCopy, LayerTimes
 from mmtrain.planner.partition import Partition
 from mmtrain.planner.profile import Profile, check_fits
 from mmtrain.schedule.action import Kind
@@ -20,6 +20,7 @@ class MeasuredCosts:
 
     profile: Profile
     p2p: P2P
+    host_copy: HostCopy = PCIE
     splits_backward: bool = False
     """Whether the schedule splits backwards: layers that keep what W needs are a little slower."""
     transfers_per_action: float = 0.0
@@ -47,6 +48,7 @@ class MeasuredCosts:
         found = cls(
             profile=profile,
             p2p=p2p,
+            host_copy=profile.host_copy or HostCopy(bytes_per_s=section.host_bytes_per_s),
             splits_backward=CATALOGUE[config.parallelism.pipeline_parallel_schedule].splits_backward,
             several_ranks=config.parallelism.pipeline_parallel_degree > 1,
         )

@@ -11,7 +11,7 @@ from mmtrain.models.linears import adapted_linears
 from mmtrain.models.recomputation import ATTENTION, PRODUCTS, Recomputation
 from mmtrain.models.shapes import language_shape, vision_shape
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
-from mmtrain.planner.cost_model import LayerTimes, equal_layers
+from mmtrain.planner.cost_model import HostCopy, LayerTimes, equal_layers
 from mmtrain.planner.layout import Plane
 from mmtrain.planner.simulator.cluster import Cluster
 from mmtrain.planner.simulator.engine import makespan_s
@@ -41,13 +41,15 @@ class OperatorCosts:
         describers: Mapping[str, LayerDescriber],
         latencies: Mapping[str, Latencies],
         p2p: P2P,
+        host_copy: HostCopy,
     ) -> None:
         """Args:
         describers: of each module's layers.
         latencies: of each module's operators; they know the links that its division uses.
         p2p: between pipeline ranks.
+        host_copy: between an accelerator and its host.
         """
-        self._p2p = p2p
+        self._p2p, self._host_copy = p2p, host_copy
         self._describers, self._latencies = describers, latencies
         self._hardware = next(iter(latencies.values())).hardware
         self._kinds = {module.name: equal_layers(module) for module in spec.modules}
@@ -86,6 +88,7 @@ class OperatorCosts:
             },
             {name: Latencies(cluster.hardware, dtype_bytes=dtype_bytes, rule=rule) for name in divisions},
             p2p_between_stages(cluster, shape),
+            host_copy_of(cluster),
         )
 
     def layer(self, module: ModuleSpec, index: int, size: WorkSize, *, input_grad: bool) -> LayerTimes:
@@ -108,6 +111,11 @@ class OperatorCosts:
     def p2p(self) -> P2P:
         """Between two pipeline ranks that are as far apart as any."""
         return self._p2p
+
+    @property
+    def host_copy(self) -> HostCopy:
+        """Over PCIe, beside compute."""
+        return self._host_copy
 
     def step_s(self, num_params: int) -> float:
         """Seconds in which AdamW reads and writes its state once, at the memory rate of elementwise kernels."""
@@ -192,3 +200,11 @@ def p2p_between_stages(cluster: Cluster, shape: MeshShape) -> P2P:
     link = cluster.hardware.links[device]
     reached = cluster.hardware.efficiency_of(OpKind.P2P, Phase.FORWARD).network
     return P2P(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s * reached)
+
+
+def host_copy_of(cluster: Cluster) -> HostCopy:
+    """Copies between an accelerator and its host; a CPU has no engine that copies beside it."""
+    hardware = cluster.hardware
+    reached = hardware.efficiency_of(OpKind.HOST_COPY, Phase.FORWARD).network
+    rate = hardware.links[DeviceKind.PCIE].bytes_per_s * reached
+    return HostCopy(bytes_per_s=rate, overlaps=hardware.compute is not DeviceKind.CPU)

@@ -15,6 +15,7 @@ from mmtrain.errors import ConfigError, PlanError
 from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.shapes import language_shape, vision_shape
 from mmtrain.models.spec import LayerSpec, ModelSpec, WorkSize
+from mmtrain.planner.cost_model import HostCopy
 from mmtrain.planner.fits import SizeFit, fit_sizes
 from mmtrain.planner.sub_microbatch import Curve
 from mmtrain.schedule import strict_json
@@ -117,6 +118,8 @@ class Profile:
     step: StepProfile
     transfer: TransferProfile | None = None
     """None: it was measured on one pipeline rank."""
+    host_copy: HostCopy | None = None
+    """None: it was measured before this was."""
     curve: Curve | None = None
     """Seconds of a vision work by its number of pictures; None without an encoder."""
 
@@ -142,6 +145,7 @@ class Profile:
             "step": asdict(self.step),
             "transfer": asdict(self.transfer) if self.transfer else None,
             "curve": asdict(self.curve) if self.curve else None,
+            "host_copy": asdict(self.host_copy) if self.host_copy else None,
         }
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items()]
         body = ",\n".join(_layer_to_json(layer) for layer in self.layers)
@@ -227,7 +231,7 @@ def _layer_to_json(layer: LayerProfile) -> str:
 
 def _read(table: Any) -> Profile:
     keys = ("version", "machine", "job", "recomputation", "actions", "step", "transfer", "curve", "layers")
-    strict_json.fields(table, "", keys)
+    strict_json.fields(table, "", keys, optional=("host_copy",))
     if strict_json.integer(table["version"], "version") != VERSION:
         raise PlanError(f"version = {table['version']}; this program reads version {VERSION}")
     recomputation = table["recomputation"]
@@ -247,6 +251,7 @@ def _read(table: Any) -> Profile:
         actions={kind: _seconds(value, f"actions.{kind}") for kind, value in actions.items()},
         step=StepProfile(**_amounts(table["step"], "step", StepProfile)),
         transfer=_read_transfer(table["transfer"]),
+        host_copy=_read_host_copy(table.get("host_copy")),
         curve=_read_curve(table["curve"]),
         layers=tuple(
             _read_layer(value, f"layers[{i}]") for i, value in enumerate(strict_json.items(table["layers"], "layers"))
@@ -261,6 +266,16 @@ def _read_transfer(value: Any) -> TransferProfile | None:
     if not transfer.byte_s:
         raise PlanError("transfer.byte_s = 0; a transfer takes time, it must be above 0")
     return transfer
+
+
+def _read_host_copy(value: Any) -> HostCopy | None:
+    if value is None:
+        return None
+    strict_json.fields(value, "host_copy", ("bytes_per_s", "overlaps"))
+    rate = strict_json.number(value["bytes_per_s"], "host_copy.bytes_per_s")
+    if rate <= 0 or not isinstance(value["overlaps"], bool):
+        raise PlanError(f"host_copy = {value!r}; bytes_per_s must be above 0, and overlaps true or false")
+    return HostCopy(bytes_per_s=rate, overlaps=value["overlaps"])
 
 
 def _read_curve(value: Any) -> Curve | None:

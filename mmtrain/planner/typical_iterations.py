@@ -17,6 +17,7 @@ from mmtrain.planner.cost_model import CostModel, equal_layers
 from mmtrain.planner.costs import make_problem
 from mmtrain.planner.job_costs import on_partition
 from mmtrain.planner.layout import Plane
+from mmtrain.planner.memory_options import MemoryChoices
 from mmtrain.planner.partition import Partition
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.search.search import SearchOptions, search
@@ -43,7 +44,7 @@ class TypicalIterations:
     costs: CostModel
     section: PlannerConfig
     schedule: str
-    recomputation: Recomputation
+    memory: MemoryChoices
     shares: int
     """Ranks of a stage's plane."""
     batchings: tuple[Batching, ...]
@@ -75,7 +76,7 @@ class TypicalIterations:
             costs=costs,
             section=config.planner,
             schedule=config.parallelism.pipeline_parallel_schedule,
-            recomputation=Recomputation.of(config.activation_checkpoint),
+            memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
             shares=plane.size,
             batchings=tuple(make_batching(m, spec, sub_microbatch_size, plane.attention_mask) for m in metas),
         )
@@ -86,13 +87,14 @@ class TypicalIterations:
 
     def layer_seconds(self) -> dict[str, list[float]]:
         """[layer] of each module: seconds of forward and backward of all works of all iterations."""
+        static = Recomputation.of(self.memory.section)
         totals = {module.name: [0.0] * len(module.layers) for module in self.spec.modules}
         for batching in self.batchings:
             for work, size in zip(batching.works, batching.size_of, strict=True):
                 name = batching.modules[work.module]
                 module = self.spec.module(name)
                 enters = bool(work.after) and self.spec.grad_enters(name)
-                found = layer_seconds(module, size, self.costs, self.recomputation, input_grad=enters)
+                found = layer_seconds(module, size, self.costs, static, input_grad=enters)
                 totals[name] = [total + more for total, more in zip(totals[name], found, strict=True)]
         return totals
 
@@ -108,7 +110,7 @@ class TypicalIterations:
                 batching,
                 on_partition(self.costs, parts),
                 self.section,
-                recomputation=self.recomputation,
+                memory=self.memory,
                 shares=self.shares,
                 splits_backward=CATALOGUE[self.schedule].splits_backward or may_split(self.section),
             )

@@ -12,9 +12,6 @@ from itertools import accumulate
 from mmtrain.config import Config
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import PlanError
-from mmtrain.models.recomputation import Recomputation
-from mmtrain.models.spec import WorkSize
-from mmtrain.planner.batching import Batching
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.machine import Network
 from mmtrain.planner.plan import make_plan
@@ -90,9 +87,7 @@ class IterationSimulator:
                 raise PlanError(result.message)
             timelines.append(result.timeline)
             flops.append(sum(part.total for part in self.planner.flops(batching).values()))
-            extra = self._recomputed_bytes(batching)
-            for rank, kept in enumerate(result.timeline.peak_bytes):
-                activations[rank] = max(activations[rank], kept + extra[rank])
+            activations = [max(pair) for pair in zip(activations, result.timeline.peak_bytes, strict=True)]
         slowest = max(timelines, key=lambda timeline: timeline.makespan_s)
         gather = max(self._gather_delay_s(timeline) for timeline in timelines)
         ends = [max(of_replicas) for of_replicas in zip(*map(_ends_s, timelines), strict=True)]
@@ -129,26 +124,6 @@ class IterationSimulator:
                     delay = max(delay, arrived - firsts[stage.stage])
         return delay
 
-    def _recomputed_bytes(self, batching: Batching) -> list[float]:
-        """[pp_rank] -> bytes of the block that recomputation brings back, at most, beside what is kept.
-
-        An upper bound: a work that has the most of everything.
-        """
-        planner = self.planner
-        if planner.recomputation == Recomputation():
-            return [0.0] * len(self.states)
-        largest: dict[str, WorkSize] = {}
-        for work, size in zip(batching.works, batching.size_of, strict=True):
-            name = batching.modules[work.module]
-            largest[name] = _largest(largest[name], size) if name in largest else size
-        found = [0.0] * len(self.states)
-        for stage in planner.partition.stages:
-            if stage.module in largest:
-                layers = planner.spec.module(stage.module).layers[slice(*stage.layers)]
-                peak = max(planner.recomputation.peak_bytes(layer, largest[stage.module]) for layer in layers)
-                found[stage.pp_rank] = max(found[stage.pp_rank], peak / planner.plane.size)
-        return found
-
 
 def _ends_s(timeline: Timeline) -> list[float]:
     """[pp_rank] -> when it ends, from the start of the pipeline; 0 if it did nothing."""
@@ -156,12 +131,3 @@ def _ends_s(timeline: Timeline) -> list[float]:
     for row in timeline.rows:
         ends[row.rank] = max(ends[row.rank], row.end_s - timeline.start_s)
     return ends
-
-
-def _largest(one: WorkSize, other: WorkSize) -> WorkSize:
-    return WorkSize(
-        rows=max(one.rows, other.rows),
-        pairs=max(one.pairs, other.pairs),
-        outputs=max(one.outputs, other.outputs),
-        window_pairs=max(one.window_pairs, other.window_pairs),
-    )

@@ -54,7 +54,7 @@ class Program:
     @cached_property
     def hash(self) -> int:
         """A 64-bit number (a signed int64) that is equal on all ranks that hold equal programs."""
-        text = f"{self}\n{sorted(self.memory.items())}"
+        text = f"{self}\n{sorted(self.memory.items())}" if self.memory else str(self)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import COMPUTE, RESULT_OF, Action, Kind
+from mmtrain.schedule.action import BACKWARD, COMPUTE, RESULT_OF, Action, Kind
 from mmtrain.schedule.graph import Need, Result, WorkGraph
 from mmtrain.schedule.problem import Option, PlanningProblem
 
@@ -200,7 +200,8 @@ def held_bytes(plan: Plan, problem: PlanningProblem) -> tuple[tuple[tuple[float,
             stage = action.stage
             option = costs[index[work][places[stage]]][chosen.get((stage, work), 0)]
             # A forward without a backward takes its bytes for as long as it runs.
-            during = held + option.activation_bytes if action.kind is Kind.F else held
+            during = held + (option.activation_bytes if action.kind is Kind.F else 0.0)
+            during += option.restored_bytes if action.kind in BACKWARD else 0.0
             held += option.growth_bytes(action.kind)
             steps.append((max(during, held), held))
         ranks.append(tuple(steps))

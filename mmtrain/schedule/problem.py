@@ -44,6 +44,8 @@ class Option:
     """Held from the start of F to the end of B (or of I); without a backward, during F alone."""
     weight_bytes: float | None = None
     """Held from the end of I to the end of W; None: all of `activation_bytes`."""
+    restored_bytes: float = 0.0
+    """Held on top of that while B or I runs: what it computes again, or brings back from the host."""
 
     @property
     def has_backward(self) -> bool:
@@ -164,6 +166,21 @@ class PlanningProblem:
             output_bytes=outputs,
         )
 
+    @cached_property
+    def held_limit_bytes(self) -> tuple[float | None, ...]:
+        """What activations may take on each rank beside the largest `restored_bytes` there; None: no limit.
+
+        Who plans admissions by what actions hold keeps this, and the plan then keeps `memory_limit_bytes`.
+        """
+        most = [0.0] * self.graph.num_ranks
+        largest = [max(option.restored_bytes for option in options) for options in self.costs]
+        for work, row in enumerate(self.cost_index):
+            for stage, index in zip(self.graph.stages(work), row, strict=True):
+                rank = self.graph.stage_rank[stage]
+                most[rank] = max(most[rank], largest[index])
+        limits = zip(self.memory_limit_bytes, most, strict=True)
+        return tuple(None if limit is None else max(0.0, limit - more) for limit, more in limits)
+
     def options(self, stage: int, work: int) -> tuple[Option, ...]:
         """The option list of (stage, work)."""
         return self.costs[self.cost_index[work][self.graph.place[stage][1]]]
@@ -245,7 +262,7 @@ def _amount(where: str, value: float) -> None:
 
 
 def _check_options(costs: tuple[tuple[Option, ...], ...]) -> None:
-    amounts = ("forward_s", "backward_input_s", "backward_weight_s", "activation_bytes")
+    amounts = ("forward_s", "backward_input_s", "backward_weight_s", "activation_bytes", "restored_bytes")
     for i, options in enumerate(costs):
         if not options:
             raise PlanError(f"costs[{i}] is empty; a stage needs at least one option")
@@ -303,6 +320,8 @@ def _option_to_json(option: Option) -> dict[str, Any]:
     }
     if option.weight_bytes is not None:
         table["weight_bytes"] = option.weight_bytes
+    if option.restored_bytes:
+        table["restored_bytes"] = option.restored_bytes
     return table
 
 
@@ -355,10 +374,10 @@ def _read_module(table: Any, where: str) -> ModuleStages:
 
 def _read_option(table: Any, where: str) -> Option:
     amounts = ("forward_s", "backward_input_s", "backward_weight_s", "activation_bytes")
-    fields(table, where, ("name", *amounts), optional=("weight_bytes",))
-    values = {key: number(table[key], f"{where}.{key}") for key in amounts}
-    held = number(table["weight_bytes"], f"{where}.weight_bytes") if "weight_bytes" in table else None
-    return Option(name=string(table["name"], f"{where}.name"), **values, weight_bytes=held)
+    fields(table, where, ("name", *amounts), optional=("weight_bytes", "restored_bytes"))
+    more = ("weight_bytes", "restored_bytes")
+    values = {key: number(table[key], f"{where}.{key}") for key in (*amounts, *more) if key in table}
+    return Option(name=string(table["name"], f"{where}.name"), **values)
 
 
 def _read_work(table: Any, where: str, names: Mapping[str, int]) -> tuple[Work, list[int], list[float]]:

@@ -25,7 +25,7 @@ def simulate(problem: PlanningProblem, plan: Plan) -> Timeline:
         rows += zip([rank] * len(order), order, starts, ends, strict=True)
         profile = [(0.0, 0.0)]
         for action, start, end, (during, after) in zip(order, starts, ends, held, strict=True):
-            if action.kind is Kind.F:
+            if action.kind is Kind.F or during > max(profile[-1][1], after):
                 profile.append((start, during))
             profile.append((end, after))
         memory.append(tuple(profile))

@@ -35,7 +35,7 @@ def split_backwards(
 def _split(
     plan: Plan, problem: PlanningProblem, rank: int, delay: int, chosen: Collection[tuple[int, int]]
 ) -> Iterator[Action]:
-    limit, held = problem.memory_limit_bytes[rank], 0.0
+    limit, held = problem.held_limit_bytes[rank], 0.0
     waiting: deque[tuple[int, Action, float]] = deque()
     """(step of I, W, bytes that it holds)."""
     for step, (action, work) in enumerate(zip(plan.orders[rank], plan.works[rank], strict=True)):

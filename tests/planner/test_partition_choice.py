@@ -234,7 +234,7 @@ def test_seconds_of_layers_are_those_that_planning_counts(job) -> None:
         for batching in typical.batchings:
             problem = make_problem(
                 planner.spec, planner.partition, batching, planner.costs, chosen.planner,
-                recomputation=planner.recomputation,
+                memory=planner.memory,
             )  # fmt: skip
             for stage, work in problem.graph.nodes():
                 option = problem.options(stage, work)[0]

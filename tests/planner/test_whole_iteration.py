@@ -7,6 +7,7 @@ import pytest
 from mmtrain import config
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import PlanError
+from mmtrain.models.memory_strategies import BlockMemory
 from mmtrain.planner.machine import Network, NominalNetwork
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.whole_iteration import IterationSimulator
@@ -127,18 +128,16 @@ def test_memory_is_state_plus_activations_plus_the_block_that_is_recomputed() ->
     recomputed = simulator(full)
     more, less = kept.simulate([meta])[0], recomputed.simulate([meta])[0]
     assert all(a > b for a, b in zip(more.activation_bytes, less.activation_bytes, strict=True))
-    on_rank_0 = pipeline(recomputed, meta).peak_bytes[0]
+    problem = recomputed.planner.problem(meta)[1]
     spec, batching = recomputed.planner.spec, recomputed.planner.problem(meta)[0]
-    recomputation = recomputed.planner.recomputation
-    block = max(
-        recomputation.peak_bytes(layer, size)
-        for stage in recomputed.planner.partition.of_rank(0)
-        for layer in spec.module(stage.module).layers[slice(*stage.layers)]
-        for work, size in zip(batching.works, batching.size_of, strict=True)
-        if batching.modules[work.module] == stage.module
-    )
-    assert block > 0
-    assert less.activation_bytes[0] == pytest.approx(on_rank_0 + block)
+    recomputation = recomputed.planner.memory.recomputation(BlockMemory.RECOMPUTE)
+    for work, size in enumerate(batching.size_of):
+        for stage in recomputed.planner.partition.of_module(batching.modules[batching.works[work].module]):
+            layers = spec.module(stage.module).layers[slice(*stage.layers)]
+            (option,) = problem.options(stage.index, work)
+            assert option.restored_bytes == max(recomputation.peak_bytes(layer, size) for layer in layers) > 0
+            assert option.name == "recompute"
+    assert less.activation_bytes == pipeline(recomputed, meta).peak_bytes
     assert less.peak_bytes[0] == recomputed.states[0].peak_bytes(less.activation_bytes[0])
 
 

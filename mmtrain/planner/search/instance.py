@@ -67,7 +67,7 @@ class Searched:
         needs_b = has_b * (1 + np.array([sum(e.grad for e in edges) for edges in outs], np.int64))
         first = np.array(table.first, np.int64)
         fastest = np.array([table.rows[option][:3] for option in first[kind]]).reshape(-1, 3)
-        limit = np.array([math.inf if limit is None else limit for limit in problem.memory_limit_bytes], np.float64)
+        limit = np.array([math.inf if limit is None else limit for limit in problem.held_limit_bytes], np.float64)
         room = limit.copy()
         for i in map(int, np.flatnonzero(~has_b)):
             alone = table.rows[first[kind[i] + 1] - 1][kernels.HELD]

@@ -22,8 +22,8 @@ def auto_schedule(problem: PlanningProblem) -> Plan:
     """
     chosen = choose_options(problem, clusters(problem.graph))
     room = rank_footprints(problem, 2.0 * problem.graph.num_ranks)
-    limits = [own if given is None else given for own, given in zip(room, problem.memory_limit_bytes, strict=True)]
-    soft = [rank for rank, given in enumerate(problem.memory_limit_bytes) if given is None]
+    limits = [own if given is None else given for own, given in zip(room, problem.held_limit_bytes, strict=True)]
+    soft = [rank for rank, given in enumerate(problem.held_limit_bytes) if given is None]
     scheduler = ListScheduler(problem, limits, chosen, soft=soft)
     outcomes = [scheduler.run(eager=scheduler.several_stages)]
     if not scheduler.several_stages and not outcomes[0].perfect:

@@ -22,7 +22,7 @@ def choose_options(problem: PlanningProblem, cluster: Sequence[int]) -> dict[tup
     """
     graph = problem.graph
     fastest = dict.fromkeys(graph.nodes(), 0)
-    if all(limit is None for limit in problem.memory_limit_bytes):
+    if all(limit is None for limit in problem.held_limit_bytes):
         return fastest
     smallest = {
         node: min(range(len(options)), key=lambda i: (options[i].activation_bytes, i))
@@ -67,7 +67,7 @@ class Memory:
         graph = problem.graph
         count, ranks = max(cluster, default=-1) + 1, range(graph.num_ranks)
         self.num_clusters, self.num_ranks = count, graph.num_ranks
-        given = problem.memory_limit_bytes if limits is None else limits
+        given = problem.held_limit_bytes if limits is None else limits
         self._limit = [math.inf if limit is None else limit for limit in given]
         self._held = [[0.0 for _ in ranks] for _ in range(count)]
         self._total = [0.0 for _ in ranks]
