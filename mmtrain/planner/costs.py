@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
+
+import numpy as np
 
 from mmtrain.config import PlannerConfig
 from mmtrain.errors import PlanError
@@ -12,11 +15,10 @@ from mmtrain.planner.cost_model import CostModel, equal_layers
 from mmtrain.planner.memory_options import (
     BlockKind,
     BlockPrice,
-    Counts,
     MemoryChoices,
-    mixes,
+    Offer,
+    offer,
     shape_class,
-    stage_memory,
 )
 from mmtrain.planner.partition import Partition, StageSpec
 from mmtrain.schedule.action import Kind
@@ -100,31 +102,42 @@ def make_problem(
     return problem
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _LayerPrice:
-    """What one layer takes for one work."""
+    """What one layer takes for one work, or some layers together."""
 
     forward_s: float = 0.0
     backward_input_s: float = 0.0
     """What recomputation repeats included."""
     backward_weight_s: float = 0.0
     kept_bytes: float = 0.0
-    passing_bytes: float = 0.0
-    """Held during the forward alone, where autograd keeps nothing."""
-    restored_bytes: float = 0.0
-    """What the backward brings back."""
     host_bytes: float = 0.0
+    """Moved to host memory and back, by each rank of the plane."""
     waiting_bytes: float = 0.0
+    passing_bytes: float = 0.0
+    """Held during the forward alone, where autograd keeps nothing; of some layers the most."""
+    restored_bytes: float = 0.0
+    """What the backward brings back; of some layers the most."""
+
+    @property
+    def summed(self) -> tuple[float, ...]:
+        """What adds up over layers, in the order of `_SUMMED`."""
+        return _summed(self)
 
     @property
     def of_block(self) -> BlockPrice:
-        """What depends on the memory strategy."""
+        """What a mix of memory strategies is chosen by."""
         return BlockPrice(
             forward_s=self.forward_s,
             backward_s=self.backward_input_s,
             kept_bytes=self.kept_bytes,
             host_bytes=self.host_bytes,
         )
+
+
+_SUMMED = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "host_bytes", "waiting_bytes")
+"""The first fields of a `_LayerPrice`."""
+_summed = attrgetter(*_SUMMED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +208,7 @@ class _Prices:
         self._class: dict[str, list[int]] = {module.name: equal_layers(module) for module in spec.modules}
         self._shapes: dict[tuple[int, bool], _StageShape] = {}
         self._layers: dict[tuple[str, int, WorkSize, bool, BlockMemory], _LayerPrice] = {}
-        self._mixes: dict[tuple[int, bool, WorkSize | None], list[tuple[Counts, str]]] = {}
+        self._offers: dict[tuple[int, bool, WorkSize | None], Offer] = {}
         self._chains: dict[tuple[str, WorkSize, bool], list[_StagePrice]] = {}
 
     def chain(self, module: str, size: WorkSize, grad: bool) -> list[_StagePrice]:
@@ -211,18 +224,19 @@ class _Prices:
     def _stage(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool) -> _StagePrice:
         shape = self._shape(module, stage, grad)
         rest = _total((len(kind.places), self._layer(module, kind, size)) for kind in shape.rest)
-        blocks = [[self._layer(module, kind, size, how) for how in self._memory.allowed] for kind in shape.blocks]
+        blocks = [self._layer(module, kind, size, how) for kind in shape.blocks for how in self._memory.allowed]
+        offered = self._offered(module, stage, size, grad)
+        sums = np.array([rest.summed]) + offered.counts @ np.array([p.summed for p in blocks]).reshape(-1, len(_SUMMED))
+        restored = ((offered.counts > 0) * np.array([price.restored_bytes for price in blocks])).max(
+            axis=1, initial=0.0
+        )
+        held_input = 0.0
+        if shape.held_input >= 0:
+            held_input = module.layers[shape.held_input].output_bytes(size) / self._shares
         found: list[Option] = []
-        for counts, name in self._offered(module, stage, size, grad):
-            mix = _total(
-                (count, price)
-                for row, prices in zip(counts, blocks, strict=True)
-                for count, price in zip(row, prices, strict=True)
-            )
-            option = self._option(name, _total([(1, rest), (1, mix)]), shape.grad)
-            if mix.host_bytes and shape.held_input >= 0:
-                held = module.layers[shape.held_input].output_bytes(size) / self._shares
-                option = replace(option, activation_bytes=option.activation_bytes + held)
+        for name, row, more in zip(offered.names, sums.tolist(), restored.tolist(), strict=True):
+            mix = _LayerPrice(*row, passing_bytes=rest.passing_bytes, restored_bytes=more)
+            option = self._option(name, mix, shape.grad, held_input)
             if not found or option.activation_bytes < found[-1].activation_bytes:
                 found.append(option)
         feeds = not stage.last or any(module.name in other.after for other in self._spec.modules)
@@ -232,11 +246,13 @@ class _Prices:
             output_bytes=module.layers[stage.layers[1] - 1].output_bytes(size) / self._shares if feeds else 0.0,
         )
 
-    def _option(self, name: str, price: _LayerPrice, grad: bool) -> Option:
+    def _option(self, name: str, price: _LayerPrice, grad: bool, held_input: float) -> Option:
         forward, backward, weight = price.forward_s, price.backward_input_s, price.backward_weight_s
+        kept = max(price.kept_bytes, price.passing_bytes) / self._shares
         if price.host_bytes:
             host = self._costs.host_copy
             forward, backward = (host.with_compute_s(s, price.host_bytes) for s in (forward, backward))
+            kept += held_input
         if grad:
             fixed_input, *fixed_weight = self._backward_s
             backward, weight = backward + fixed_input, max(weight + sum(fixed_weight), LEAST_BACKWARD_S)
@@ -245,35 +261,30 @@ class _Prices:
             forward_s=forward + self._forward_s,
             backward_input_s=backward,
             backward_weight_s=weight,
-            activation_bytes=max(price.kept_bytes, price.passing_bytes) / self._shares,
+            activation_bytes=kept,
             weight_bytes=price.waiting_bytes / self._shares if grad else None,
             restored_bytes=price.restored_bytes / self._shares,
         )
 
-    def _offered(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool) -> list[tuple[Counts, str]]:
-        """The mixes that a stage offers for all sizes of a class, with their names."""
+    def _offered(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool) -> Offer:
+        """The mixes that a stage offers for all sizes of a class."""
         shape = self._shape(module, stage, grad)
         strategies = self._memory.allowed
-        several = len(strategies) > 1
-        key = (stage.index, grad, shape_class(size) if several else None)
-        if key not in self._mixes:
-            found: list[Counts] = [tuple((len(kind.places),) for kind in shape.blocks)]
-            if several:
-                typical = shape_class(size)
-                rest = _total((len(kind.places), self._layer(module, kind, typical)) for kind in shape.rest)
-                kinds = tuple(
-                    BlockKind(
-                        count=len(kind.places),
-                        prices=tuple(self._layer(module, kind, typical, how).of_block for how in strategies),
-                    )
-                    for kind in shape.blocks
+        # One strategy has one mix, whatever the size.
+        typical = shape_class(size) if len(strategies) > 1 else size
+        key = (stage.index, grad, typical if len(strategies) > 1 else None)
+        if key not in self._offers:
+            rest = _total((len(kind.places), self._layer(module, kind, typical)) for kind in shape.rest)
+            kinds = tuple(
+                BlockKind(
+                    count=len(kind.places),
+                    prices=tuple(self._layer(module, kind, typical, how).of_block for how in strategies),
                 )
-                found = list(mixes(kinds, rest.of_block, self._costs.host_copy))
-            places = [kind.places for kind in shape.blocks]
-            self._mixes[key] = [
-                (counts, str(stage_memory(counts, strategies, places, shape.num_blocks))) for counts in found
-            ]
-        return self._mixes[key]
+                for kind in shape.blocks
+            )
+            places = tuple(tuple(kind.places) for kind in shape.blocks)
+            self._offers[key] = offer(kinds, rest.of_block, self._costs.host_copy, strategies, places, shape.num_blocks)
+        return self._offers[key]
 
     def _shape(self, module: ModuleSpec, stage: StageSpec, grad: bool) -> _StageShape:
         if (stage.index, grad) not in self._shapes:
@@ -334,16 +345,9 @@ class _Prices:
 
 
 def _total(prices: Iterable[tuple[int, _LayerPrice]]) -> _LayerPrice:
-    """What layers take together. Args: prices: how many, and the price of one."""
-    sums = dict.fromkeys(_SUMMED, 0.0)
-    passing = restored = 0.0
+    """What layers without a memory strategy take together. Args: prices: how many, and the price of one."""
+    sums, passing = [0.0] * len(_SUMMED), 0.0
     for count, price in prices:
-        if count:
-            for name in _SUMMED:
-                sums[name] += count * getattr(price, name)
-            passing, restored = max(passing, price.passing_bytes), max(restored, price.restored_bytes)
-    return _LayerPrice(**sums, passing_bytes=passing, restored_bytes=restored)
-
-
-_SUMMED = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "host_bytes", "waiting_bytes")
-"""Amounts of a `_LayerPrice` that add up; of the others the largest counts."""
+        sums = [amount + count * more for amount, more in zip(sums, price.summed, strict=True)]
+        passing = max(passing, price.passing_bytes)
+    return _LayerPrice(*sums, passing_bytes=passing)

@@ -89,8 +89,34 @@ class BlockKind:
     """[strategy]"""
 
 
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """Named mixes of a stage."""
+
+    names: tuple[str, ...]
+    """What each block does, as `StageMemory` writes it."""
+    counts: npt.NDArray[np.int64]
+    """[M, kinds x strategies]: how many blocks."""
+
+
 @lru_cache(maxsize=1 << 12)
-def mixes(kinds: tuple[BlockKind, ...], rest: BlockPrice, host: HostCopy, most: int = CANDIDATES) -> tuple[Counts, ...]:
+def offer(
+    kinds: tuple[BlockKind, ...],
+    rest: BlockPrice,
+    host: HostCopy,
+    strategies: tuple[BlockMemory, ...],
+    places: tuple[tuple[int, ...], ...],
+    num_blocks: int,
+) -> Offer:
+    """The mixes of `mixes`, as those of a stage. Arguments as of `stage_memory`."""
+    found = mixes(kinds, rest, host)
+    return Offer(
+        names=tuple(str(stage_memory(counts, strategies, places, num_blocks)) for counts in found),
+        counts=np.array(found, np.int64).reshape(len(found), -1),
+    )
+
+
+def mixes(kinds: Sequence[BlockKind], rest: BlockPrice, host: HostCopy, most: int = CANDIDATES) -> list[Counts]:
     """The mixes that a stage offers, the fastest first, each leaner than the one before.
 
     Args: rest: what the stage's other layers take, whatever its blocks do.
@@ -108,7 +134,7 @@ def mixes(kinds: tuple[BlockKind, ...], rest: BlockPrice, host: HostCopy, most: 
         dealt = [tuple(map(int, row)) for row in counts]
         found = [(*before, row) for before in found for row in dealt]
         amounts = (amounts[:, None, :] + mine[None, :, :]).reshape(-1, 4)
-    return tuple(found[j] for j in _best(amounts, host, most))
+    return [found[j] for j in _best(amounts, host, most)]
 
 
 def stage_memory(
