@@ -19,6 +19,7 @@ from mmtrain.planner.memory_options import (
     Offer,
     offer,
     shape_class,
+    weighted,
 )
 from mmtrain.planner.partition import Partition, StageSpec
 from mmtrain.schedule.action import Kind
@@ -226,16 +227,15 @@ class _Prices:
         rest = _total((len(kind.places), self._layer(module, kind, size)) for kind in shape.rest)
         blocks = [self._layer(module, kind, size, how) for kind in shape.blocks for how in self._memory.allowed]
         offered = self._offered(module, stage, size, grad)
-        sums = np.array([rest.summed]) + offered.counts @ np.array([p.summed for p in blocks]).reshape(-1, len(_SUMMED))
-        restored = ((offered.counts > 0) * np.array([price.restored_bytes for price in blocks])).max(
-            axis=1, initial=0.0
-        )
+        sums = np.array(rest.summed) + weighted(offered.counts, [price.summed for price in blocks], len(_SUMMED))
+        most = np.array([price.restored_bytes for price in blocks])
+        restored = ((offered.counts > 0) * most).max(axis=1, initial=0.0)
         held_input = 0.0
         if shape.held_input >= 0:
             held_input = module.layers[shape.held_input].output_bytes(size) / self._shares
         found: list[Option] = []
         for name, row, more in zip(offered.names, sums.tolist(), restored.tolist(), strict=True):
-            mix = _LayerPrice(*row, passing_bytes=rest.passing_bytes, restored_bytes=more)
+            mix = _LayerPrice(*[*row, rest.passing_bytes, more])
             option = self._option(name, mix, shape.grad, held_input)
             if not found or option.activation_bytes < found[-1].activation_bytes:
                 found.append(option)
@@ -350,4 +350,4 @@ def _total(prices: Iterable[tuple[int, _LayerPrice]]) -> _LayerPrice:
     for count, price in prices:
         sums = [amount + count * more for amount, more in zip(sums, price.summed, strict=True)]
         passing = max(passing, price.passing_bytes)
-    return _LayerPrice(*sums, passing_bytes=passing)
+    return _LayerPrice(*[*sums, passing])

@@ -125,7 +125,7 @@ def mixes(kinds: Sequence[BlockKind], rest: BlockPrice, host: HostCopy, most: in
     amounts = np.array([rest.amounts])
     for i, kind in enumerate(kinds):
         counts = _deals(kind.count, len(kind.prices))
-        mine = counts @ np.array([price.amounts for price in kind.prices])
+        mine = weighted(counts, [price.amounts for price in kind.prices], 4)
         if i:  # the kinds before, each way of them with each way of this one
             keep = sorted(_best(amounts, host, _THINNED))
             found, amounts = [found[j] for j in keep], amounts[keep]
@@ -182,6 +182,17 @@ def _deals(count: int, num_strategies: int) -> npt.NDArray[np.int64]:
         ::-1
     ]
     return np.diff(edges[np.cumsum(parts, axis=1)], axis=1, prepend=0)
+
+
+def weighted(counts: npt.NDArray[np.int64], rows: Sequence[Sequence[float]], width: int) -> Floats:
+    """[M, width]: for each of [M, K] counts the sum of as many of each of K rows.
+
+    Added in one order, not by a library of products: ranks must get the same bits on any processor.
+    """
+    total = np.zeros((len(counts), width))
+    for column, row in zip(counts.T, rows, strict=True):
+        total += column[:, None] * np.array(row)
+    return total
 
 
 def seconds(amounts: Floats, host: HostCopy) -> Floats:
