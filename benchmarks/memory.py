@@ -1,0 +1,286 @@
+"""python benchmarks/memory.py [accuracy] [time]
+
+Memory strategies on this CPU, two pipeline ranks, the trainer's own loop on batches of noise.
+
+accuracy: for 20 plans (random limits, strategies and batches) the bytes that activations hold after each action, as the
+plan says and as counted: every storage that an operation made and that still lives, without parameters, gradients of
+parameters and messages. The error of a rank is that of its largest amount.
+
+time: seconds of an iteration where activations may take 100, 75, 50 and 35 % of what the plan without a limit takes:
+every block recomputed, every block selectively recomputed, and planned. Orders are searched in all of them. Costs are
+those of a profile that is measured first. The variants take turns; medians, as ratios to keeping all without a limit.
+"""
+
+import argparse
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mmtrain import config as config_module
+from mmtrain.config import Config
+from mmtrain.data.metadata import IterationMeta
+from mmtrain.data.noise import noise_batch
+from mmtrain.local_ranks import run_on_ranks
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.typical_iterations import WORKLOAD
+from mmtrain.planner.workloads import Bins, draw
+from mmtrain.profiler import profile_job
+from mmtrain.schedule.plan import held_bytes
+from mmtrain.trainer import Trainer
+
+GIB = 2.0**30
+NUM_PLANS = 20
+SHARES = (1.0, 0.75, 0.5, 0.35)
+STRATEGIES = (
+    ["keep", "recompute"],
+    ["keep", "selective", "recompute"],
+    ["keep", "selective", "recompute", "offload"],
+    ["selective", "recompute"],
+)
+
+
+def job(*more: str, folder: str = "", microbatches: int = 6) -> Config:
+    language = (
+        'model_type = "qwen2", hidden_size = 128, intermediate_size = 384, num_hidden_layers = 8, '
+        "num_attention_heads = 4, num_key_value_heads = 2, vocab_size = 448, max_position_embeddings = 1024, "
+        "tie_word_embeddings = true"
+    )
+    encoder = (
+        'model_type = "qwen2_vl_vision", depth = 6, embed_dim = 128, hidden_size = 128, num_heads = 4, mlp_ratio = 2, '
+        "patch_size = 14, temporal_patch_size = 1, in_channels = 3, spatial_merge_size = 2"
+    )
+    return config_module.load(
+        "debug_vlm.toml",
+        [
+            f"--model.language.config={{ {language} }}",
+            f"--model.encoder.config={{ {encoder} }}",
+            "--training.seq_len=512",
+            f"--training.global_batch_size={microbatches}",
+            "--planner.enable=true",
+            "--planner.budget_evaluations=400",
+            f'--job.dump_folder="{folder}"',
+            "--validation.enable=false",
+            "--checkpoint.enable=false",
+            "--metrics.enable_tensorboard=false",
+            "--metrics.progress_bar=false",
+            *more,
+        ],
+    )
+
+
+def batch_of(config: Config, number: int) -> IterationMeta:
+    """One iteration of pictures and text of many sizes."""
+    return draw(WORKLOAD, Bins.typical(config), seed=0, iteration=number)
+
+
+def peak_bytes(config: Config, meta: IterationMeta) -> float:
+    """What activations of the schedule's plan take on the fullest rank."""
+    timeline = IterationPlanner.of(config).plan(meta).result.timeline
+    assert timeline is not None
+    return max(timeline.peak_bytes)
+
+
+# ------------------------------------------------------------------------------------------------ accuracy
+
+
+class Live(TorchDispatchMode):
+    """The storages that operations made and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, list[tuple[StorageWeakRef, int]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._made.setdefault(storage.data_ptr(), []).append((StorageWeakRef(storage), storage.nbytes()))
+        return out
+
+    def num_bytes(self, without: set[int]) -> float:
+        """Bytes of those at other addresses."""
+        total = 0
+        for place, made in list(self._made.items()):
+            left = [(ref, size) for ref, size in made if not ref.expired()]
+            if left:
+                self._made[place] = left
+                total += max(size for _, size in left) if place not in without else 0
+            else:
+                del self._made[place]
+        return float(total)
+
+
+class Watch:
+    """A clock whose time is the number of samples so far: each start and end of an action takes one."""
+
+    def __init__(self) -> None:
+        self.samples: list[float] = []
+        self.take: Callable[[], float] = lambda: 0.0
+
+    def __call__(self) -> float:
+        self.samples.append(self.take())
+        return float(len(self.samples) - 1)
+
+
+def addresses(tensors: Iterator[torch.Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def not_activations(trainer: Trainer) -> Iterator[torch.Tensor]:
+    """Tensors that operations make and that are no activations: parameters, their gradients, messages, host copies."""
+    for parameter in trainer.model.parameters:
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    for stage in trainer.model.stages:
+        for box in (stage.inbox, stage.outbox, stage.grad_inbox, stage.grad_outbox):
+            yield from box.values()
+        yield from stage.memory.host_tensors()
+    for _, tensor in (*trainer.runtime._pending.values(), *trainer.runtime._sent.values()):
+        yield tensor
+
+
+def count(device: torch.device, cases: Sequence[tuple[Config, IterationMeta]]) -> list[tuple[float, float, str]]:
+    """For each case (planned, counted) bytes at the fullest moment between two actions, and the options in use."""
+    found = []
+    for config, meta in cases:
+        trainer, watch = Trainer(config), Watch()
+        timed = trainer.timed_steps(device, repeat((noise_batch(config.model, meta, 0), meta)), clock=watch)
+        next(timed)
+        live = Live()
+        watch.take = lambda: live.num_bytes(addresses(not_activations(trainer)))  # noqa: B023
+        with live:
+            step = next(timed)
+        plan, problem = step.plan.result.plan, step.plan.problem
+        assert plan is not None
+        planned = held_bytes(plan, problem)[trainer.mesh.pp_rank]
+        begun = watch.samples[round(step.outcome.span[0])]
+        counted = [watch.samples[round(end)] - begun for _, _, end in step.outcome.rows]
+        names = {step.plan.program.memory.get(node, "keep") for node in problem.graph.nodes()}
+        found.append((max(after for _, after in planned), max(counted), "; ".join(sorted(names))))
+        timed.close()
+    return found
+
+
+def accuracy(folder: str) -> None:
+    rng = random.Random(0)
+    cases = []
+    for number in range(NUM_PLANS):
+        free = job(folder=f"{folder}/a", microbatches=rng.choice((4, 6, 8)))
+        meta = batch_of(free, number)
+        limit = rng.uniform(0.35, 1.0) * peak_bytes(free, meta)
+        more = (
+            f"--planner.activation_memory_gib={limit / GIB}",
+            f"--planner.memory_strategies={rng.choice(STRATEGIES)!r}",
+            f"--training.global_batch_size={len(meta.microbatches)}",
+        )
+        cases.append((job(*more, folder=f"{folder}/a"), meta))
+    ranks = run_on_ranks(count, 2, cases, comm=cases[0][0].comm)
+    errors = []
+    print(f"{'plan':>4s} {'rank':>4s} {'planned':>10s} {'counted':>10s} {'error':>8s}  memory options")
+    for number in range(NUM_PLANS):
+        for rank in range(2):
+            planned, counted, names = ranks[rank][number]
+            errors.append(planned / counted - 1)
+            print(
+                f"{number:4d} {rank:4d} {planned / 2**20:6.1f} MiB {counted / 2**20:6.1f} MiB {100 * errors[-1]:+6.1f} %  "
+                f"{names[:100]}"
+            )
+    sizes = np.abs(errors)
+    print(f"{NUM_PLANS} plans, 2 ranks: mean error {100 * sizes.mean():.1f} %, largest {100 * sizes.max():.1f} %")
+
+
+# ---------------------------------------------------------------------------------------------------- time
+
+
+def run(
+    device: torch.device, cases: Mapping[str, Config], metas: Sequence[IterationMeta], rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """For each case (seconds, planned peak bytes) of its steps on this rank."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, config in cases.items():
+            batches = [(noise_batch(config.model, meta, 0), meta) for meta in (metas[0], *metas)]
+            with steps_of(Trainer(config), device, batches) as timed:
+                next(timed)
+                for step in timed:
+                    timeline = step.plan.result.timeline
+                    assert timeline is not None
+                    found[name].append((step.end_s - step.start_s, max(timeline.peak_bytes)))
+    return found
+
+
+@contextmanager
+def steps_of(trainer: Trainer, device: torch.device, batches: Sequence[Any]) -> Iterator[Iterator[Any]]:
+    timed = trainer.timed_steps(device, batches)
+    try:
+        yield timed
+    finally:
+        timed.close()
+
+
+def iteration_time(folder: str, rounds: int, profile: str) -> None:
+    if not profile:
+        profile = f"{folder}/profile.json"
+        profile_job(job("--planner.enable=false", folder=f"{folder}/p")).write(profile)
+    given = f'--planner.profile="{profile}"'
+    free = job(given, folder=f"{folder}/t")
+    metas = [batch_of(free, number) for number in range(4)]
+    peak = max(peak_bytes(free, meta) for meta in metas)
+    cases = {"keep, no limit": free}
+    for share in SHARES:
+        limit = f"--planner.activation_memory_gib={share * peak / GIB}"
+        for name, more in {
+            "full recompute": '--activation_checkpoint.mode="full"',
+            "static selective": '--activation_checkpoint.mode="selective"',
+            "planned": '--planner.memory_strategies=["keep", "selective", "recompute"]',
+        }.items():
+            config = job(given, limit, more, folder=f"{folder}/t")
+            planner = IterationPlanner.of(config)
+            if all(planner.first(planner.prepare(meta, searched=True)).plan for meta in metas):
+                cases[f"{round(100 * share):3d} %, {name}"] = config
+            else:
+                print(f"{round(100 * share):3d} %, {name}: no plan fits")
+    ranks = run_on_ranks(run, 2, cases, metas, rounds, comm=free.comm)
+    seconds = {
+        name: np.array([max(one) for one in zip(*([s for s, _ in rank[name]] for rank in ranks), strict=True)])
+        .reshape(rounds, len(metas))
+        for name in cases
+    }  # fmt: skip
+    base = np.median(seconds["keep, no limit"], axis=0)
+    print(f"{'memory limit':30s} {'time ratio':>10s} {'planned peak':>13s}")
+    for name in cases:
+        ratio = float(np.mean(np.median(seconds[name], axis=0) / base))
+        top = max(bytes_ for rank in ranks for _, bytes_ in rank[name])
+        print(f"{name:30s} {ratio:10.3f} {100 * top / peak:11.0f} %")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=("accuracy", "time", []), help="default: both")
+    parser.add_argument("--rounds", type=int, default=5, help="over the variants of `time`")
+    parser.add_argument("--profile", type=Path, help="for `time`; absent: it is measured")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    parts = args.parts or ["accuracy", "time"]
+    with tempfile.TemporaryDirectory(prefix="mmtrain-memory-") as folder:
+        if "accuracy" in parts:
+            accuracy(folder)
+        if "time" in parts:
+            iteration_time(folder, args.rounds, str(args.profile or ""))
+
+
+if __name__ == "__main__":
+    main()
