@@ -42,7 +42,8 @@ Rules between sections:
 - The product of all degrees is the number of processes that the launcher must start.
 - `lr_scheduler.warmup_steps` is at most `training.steps`.
 - At least one of encoder, projector and language model is trainable.
-- `planner.activation_memory_gib` needs the schedule `interleave` or `ZB-AutoSchedule`.
+- `planner.activation_memory_gib` needs the schedule `interleave` or `ZB-AutoSchedule`; so does `planner.memory_limit`,
+  unless `planner.enable` and `planner.memory` are on. Only one of the two limits may be set.
 """
 
 

@@ -49,10 +49,18 @@ class TrainState:
     """Tokens seen by all replicas."""
     data: dict[str, Any] = field(default_factory=dict)
     """Settings that give the loader's position its meaning: a run continues exactly only under equal ones."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What plans allow for beside tensors, and the margins that grew, as of `BudgetHistory.to_dict`."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
-        return {"step": self.step, "loader": dict(self.loader), "tokens": self.tokens, "data": dict(self.data)}
+        return {
+            "step": self.step,
+            "loader": dict(self.loader),
+            "tokens": self.tokens,
+            "data": dict(self.data),
+            "memory": dict(self.memory),
+        }
 
 
 class Checkpointer:
@@ -178,7 +186,13 @@ class Checkpointer:
         if rng_key in tensors:
             _set_rng(tensors[rng_key])
         _on_rank_zero(lambda: self._set_aside_later(chosen))
-        return TrainState(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"], data=raw.get("data", {}))
+        return TrainState(
+            step=raw["step"],
+            loader=raw["loader"],
+            tokens=raw["tokens"],
+            data=raw.get("data", {}),
+            memory=raw.get("memory", {}),
+        )
 
     def _check_fits(self, source: Path, tensors: dict[str, Any], stored: dict[str, Any]) -> None:
         """Refuses, on every rank, a checkpoint whose names or shapes are not this model's."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmtrain.errors import ConfigError
+from mmtrain.memory_amount import MemoryAmount
 from mmtrain.topology import MeshShape
 
 
@@ -285,7 +286,7 @@ Schedule = Literal[
     "interleave",
 ]
 MEMORY_BOUNDED_SCHEDULES = ("ZB-AutoSchedule", "interleave")
-"""Those that honour `planner.activation_memory_gib`."""
+"""Those that honour `planner.memory_limit` and `planner.activation_memory_gib` by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,10 +392,12 @@ class PlannerConfig:
     """What a block may do with its activations: keep; selective and recompute, as in [activation_checkpoint]; offload
     (to host memory; on a CPU that is a copy, and saves nothing)."""
     memory_limit: str = ""
-    """What a rank may take of its device's memory in all: "72GiB", or a part as "90%"; empty: no limit. Parameters,
-    gradients, optimizer state and memory_margin are subtracted; activations get the rest."""
+    """What a rank may take of its device's memory in all: "72GiB", "500MB", or a part as "90%" (of a CPU: of the
+    machine's memory, shared by its ranks); empty: no limit. Parameters, gradients, optimizer state, the process itself
+    and memory_margin are subtracted; activations get the rest, see docs/memory.md."""
     memory_margin: float = 0.05
-    """Part of memory_limit that is left for what the plan does not count: temporary tensors, fragments."""
+    """Part of memory_limit that is left for what the plan does not count: temporary tensors, fragments. It grows by
+    itself after a step that took more than memory_limit."""
     strategy: Strategy = "anneal"
     """How orders are searched; first: not at all."""
     budget_evaluations: int = 1000
@@ -418,7 +421,8 @@ class PlannerConfig:
     host_bytes_per_s: float = 2.5e10
     """Bandwidth between device and host memory, for memory strategy offload."""
     activation_memory_gib: float = 0.0
-    """GiB that activations may take on one rank, for schedules `interleave` and `ZB-AutoSchedule`; 0: no limit."""
+    """GiB that activations alone may take on one rank, for schedules `interleave` and `ZB-AutoSchedule`; 0: no limit.
+    Instead of memory_limit, not beside it."""
     hardware: str = ""
     """Accelerator or cluster that costs are simulated on, as `h800` or `h800x16`, or a TOML file; empty: FLOPs over
     flops_per_s."""
@@ -444,6 +448,13 @@ class PlannerConfig:
             )
         if not 0 <= self.memory_margin < 1:
             raise ConfigError(f"planner.memory_margin = {self.memory_margin}; it must be at least 0 and below 1")
+        if self.memory_limit:
+            MemoryAmount.parse("planner.memory_limit", self.memory_limit)
+            if self.activation_memory_gib:
+                raise ConfigError(
+                    f'planner.memory_limit = "{self.memory_limit}" and planner.activation_memory_gib = '
+                    f"{self.activation_memory_gib} are two limits of one memory; remove the second"
+                )
         for name in ("flops_per_s", "p2p_bytes_per_s", "host_bytes_per_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"planner.{name} = {getattr(self, name)}; it must be above 0")
@@ -635,11 +646,26 @@ def check(config: Config) -> None:
             f"{config.comm.timeout_seconds}: while one replica waits for its plan, the others wait for that replica, "
             "and would stop the job; lower the first or raise the second"
         )
-    schedule = config.parallelism.pipeline_parallel_schedule
-    if config.planner.activation_memory_gib and schedule not in MEMORY_BOUNDED_SCHEDULES:
+    _check_memory_limit(config)
+
+
+def _check_memory_limit(config: Config) -> None:
+    """Refuses a limit that nobody would keep: neither the planner, which chooses memory, nor the schedule."""
+    section, schedule = config.planner, config.parallelism.pipeline_parallel_schedule
+    if schedule in MEMORY_BOUNDED_SCHEDULES:
+        return
+    bounded = " and ".join(map(repr, MEMORY_BOUNDED_SCHEDULES))
+    if section.memory_limit and not (section.enable and section.memory):
+        switch = "enable" if not section.enable else "memory"
         raise ConfigError(
-            f"planner.activation_memory_gib = {config.planner.activation_memory_gib} is honoured by "
-            f"parallelism.pipeline_parallel_schedule = {' and '.join(map(repr, MEMORY_BOUNDED_SCHEDULES))} alone; "
+            f'planner.memory_limit = "{section.memory_limit}" with planner.{switch} = false is kept by '
+            f'parallelism.pipeline_parallel_schedule = {bounded} alone; "{schedule}" has its own rule of memory. '
+            f"Set planner.{switch} = true, or one of these schedules, or remove the limit"
+        )
+    if section.activation_memory_gib:
+        raise ConfigError(
+            f"planner.activation_memory_gib = {section.activation_memory_gib} is honoured by "
+            f"parallelism.pipeline_parallel_schedule = {bounded} alone; "
             f'"{schedule}" bounds its memory by its own rule. Remove one of the two'
         )
 

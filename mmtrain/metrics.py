@@ -70,7 +70,10 @@ def _measured_matmul_flops(device: torch.device, size: int = 512, repeats: int =
 
 
 def memory_gib(device: torch.device) -> tuple[float, float]:
-    """(peak memory of this rank in GiB, percent of the device): the allocator's on a GPU, else the process's."""
+    """(peak memory of this rank in GiB, percent of the device): the allocator's on a GPU, else the process's.
+
+    Since the peak was last reset, which each step of a job does.
+    """
     if device.type == "cuda":
         used, total = (
             torch.cuda.max_memory_reserved(device),
@@ -161,6 +164,12 @@ class StepMetrics:
     """Largest peak of the pipeline ranks of this replica."""
     memory_percent: float
     world_size: int
+    memory_predicted_gib: float = math.nan
+    """Of the fullest rank: what is there in any case, and the plan's peak of activations."""
+    memory_measured_gib: float = math.nan
+    """Peak of this step on the fullest rank; NaN where the system does not say."""
+    memory_limit_gib: float = math.nan
+    """What a rank may take; NaN: no limit."""
     planner: PlannerMetrics | None = None
     """None if the planner is off."""
 
@@ -205,6 +214,8 @@ class Reporter:
                 "patches": m.patches,
                 "skipped_samples": m.skipped_samples,
                 "bubble": m.bubble,
+                "memory_predicted_gib": m.memory_predicted_gib,
+                "memory_measured_gib": m.memory_measured_gib,
                 "tps": tps,
                 "mfu": mfu / 100,
             }
@@ -214,7 +225,8 @@ class Reporter:
             return
         self._say(
             f"step: {m.step:4d}  loss: {m.loss:7.4f}  grad_norm: {m.grad_norm:7.4f}  "
-            f"memory: {m.memory_gib:.2f}GiB({m.memory_percent:.1f}%)  tps: {tps:,.0f}  tflops: {tflops:.4f}  "
+            f"memory: {m.memory_gib:.2f}GiB({m.memory_percent:.1f}%)  {_memory_words(m)}"
+            f"tps: {tps:,.0f}  tflops: {tflops:.4f}  "
             f"mfu: {mfu:.1f}%  images/s: {images_s:.1f}  bubble: {100 * m.bubble:.0f}%"
             + (f"  {m.planner}" if m.planner else "")
         )
@@ -237,6 +249,9 @@ class Reporter:
                 "time_metrics/planning(s)": m.plan_time_s,
                 "memory/max_reserved(GiB)": m.memory_gib,
                 "memory/max_reserved(%)": m.memory_percent,
+            }
+            | _memory_values(m)
+            | {
                 "pipeline/bubble(%)": 100 * m.bubble,
                 "modality/text/tokens": m.tokens - m.image_tokens,
                 "modality/image/tokens": m.image_tokens,
@@ -282,6 +297,24 @@ class Reporter:
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
         self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
         self._file.flush()
+
+
+def _memory_words(m: StepMetrics) -> str:
+    """A step's memory beside its limit, for the log line; nothing without a limit."""
+    if not math.isfinite(m.memory_limit_gib):
+        return ""
+    measured = f"{m.memory_measured_gib:.2f}" if math.isfinite(m.memory_measured_gib) else "-"
+    return f"predicted: {m.memory_predicted_gib:.2f} measured: {measured} of {m.memory_limit_gib:.2f}GiB  "
+
+
+def _memory_values(m: StepMetrics) -> dict[str, float]:
+    """Those of a step's memory that are known, as scalars."""
+    values = {
+        "memory/predicted(GiB)": m.memory_predicted_gib,
+        "memory/measured(GiB)": m.memory_measured_gib,
+        "memory/limit(GiB)": m.memory_limit_gib,
+    }
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def _planner_values(m: PlannerMetrics | None, name: str) -> dict[str, float]:

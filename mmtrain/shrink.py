@@ -105,8 +105,8 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
         data=_data(config.data, model),
         training=training,
         parallelism=replace(parallelism, context_parallel_block_size=min(parallelism.context_parallel_block_size, 32)),
-        # A limit in GiB of the real model says nothing about this one.
-        planner=replace(config.planner, activation_memory_gib=0.0),
+        # A limit of the real model says nothing about this one.
+        planner=replace(config.planner, activation_memory_gib=0.0, memory_limit=""),
         validation=ValidationConfig(),
         checkpoint=CheckpointConfig(),
         metrics=MetricsConfig(enable_tensorboard=False, progress_bar=False, peak_flops=1.0),

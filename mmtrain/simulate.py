@@ -12,6 +12,7 @@ from mmtrain.config import MEMORY_BOUNDED_SCHEDULES, Config, Schedule, check
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.planner.machine import Machine
+from mmtrain.planner.memory_limit import MemoryBudget, MemoryRule
 from mmtrain.planner.whole_iteration import IterationSimulator, SimulatedIteration
 from mmtrain.planner.workloads import PICTURE_SIDE, Bins, draw
 from mmtrain.schedule.library.catalogue import CATALOGUE
@@ -65,6 +66,8 @@ class Answer:
     iterations: tuple[SimulatedIteration, ...] = ()
     first: Timeline | None = None
     """The pipeline of the first iteration's slowest replica."""
+    budget: MemoryBudget | None = None
+    """What the ranks' memory is for; None: there is no limit."""
     problem: str = ""
     """Why there is no answer; empty if there is one."""
     notes: tuple[str, ...] = ()
@@ -146,6 +149,9 @@ def with_schedule(config: Config, schedule: Schedule) -> tuple[Config, tuple[str
     if planner.activation_memory_gib and schedule not in MEMORY_BOUNDED_SCHEDULES:
         planner = replace(planner, activation_memory_gib=0.0)
         notes = (f"{schedule} bounds activations by its own rule; planner.activation_memory_gib is left out",)
+    if planner.memory_limit and schedule not in MEMORY_BOUNDED_SCHEDULES:
+        planner = replace(planner, memory_limit="")
+        notes = (f"{schedule} bounds memory by its own rule; planner.memory_limit is left out",)
     parallelism = replace(config.parallelism, pipeline_parallel_schedule=schedule)
     job = replace(config, parallelism=parallelism, planner=planner)
     check(job)
@@ -161,17 +167,20 @@ def _answer(
     progress: Callable[[str, int], None],
 ) -> Answer:
     simulator = IterationSimulator.of(job, machine.network)
+    budget = MemoryRule.of(job).budget(simulator.planner.spec, simulator.planner.partition)
+    limited = budget if budget.limited else None
     steps: list[SimulatedIteration] = []
     first: Timeline | None = None
     for metas in batches:
         try:
             step, timeline = simulator.simulate(metas)
         except PlanError as error:
-            return Answer(schedule=schedule, problem=f"iteration {len(steps)}: {error}", notes=notes)
+            fault = f"iteration {len(steps)}: {error}"
+            return Answer(schedule=schedule, problem=fault, budget=limited, notes=notes)
         first = first or timeline
         steps.append(step)
         progress(schedule, len(steps))
-    return Answer(schedule=schedule, iterations=tuple(steps), first=first, notes=notes)
+    return Answer(schedule=schedule, iterations=tuple(steps), first=first, budget=limited, notes=notes)
 
 
 def _notes(question: Question, machine: Machine) -> list[str]:
@@ -219,6 +228,7 @@ def table(report: Report) -> str:
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
+    lines += _budgets(report)
     lines += [""] * any((report.notes, _faults(report)))
     lines += _faults(report)
     lines += [f"note: {note}" for note in report.notes]
@@ -243,6 +253,15 @@ def _row(answer: Answer, machine: Machine, ranks: int) -> tuple[str, ...]:
     )
 
 
+def _budgets(report: Report) -> list[str]:
+    """What memory is for under a limit, once for all schedules that cut the model alike."""
+    schedules: dict[str, list[str]] = {}
+    for answer in report.answers:
+        if answer.budget:
+            schedules.setdefault(answer.budget.table(), []).append(answer.schedule)
+    return [line for text, names in schedules.items() for line in ("", f"{', '.join(names)}: {text}")]
+
+
 def _faults(report: Report) -> list[str]:
     """Schedules that have no plan or do not fit into the device's memory, each in a line."""
     faults = []
@@ -258,7 +277,7 @@ def _faults(report: Report) -> list[str]:
                 f"{answer.schedule}: OUT OF MEMORY: pp_rank {rank} needs {peak / _GIB:.3g} GiB ({fixed / _GIB:.3g} of "
                 "them parameters, gradients and optimizer state), but a device of "
                 f"{report.machine.name} has {limit / _GIB:.3g}; recompute more (activation_checkpoint.mode), raise a "
-                "degree, or set planner.activation_memory_gib"
+                "degree, or set planner.memory_limit"
             )
     return faults
 

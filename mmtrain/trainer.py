@@ -31,8 +31,9 @@ from mmtrain.data.loader import Loader
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import ConfigError, DataError, MMTrainError, TrainingError
-from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, memory_gib, peak_flops, setup_logging
+from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, peak_flops, setup_logging
 from mmtrain.optim import build_optimizers, lr_factor, set_lr
+from mmtrain.out_of_memory import Scene, explained, is_out_of_memory
 from mmtrain.parallel.activation_checkpoint import saved_ops
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
@@ -46,6 +47,7 @@ from mmtrain.planner.pipeline_layout import show_layout
 from mmtrain.planner.search import search as searching
 from mmtrain.planner.switches import Search, search_threads, show_switches
 from mmtrain.report import count_answers, whole_predictions, write_trace
+from mmtrain.step_memory import JobMemory, MemoryUse
 from mmtrain.topology import AXES
 
 logger = logging.getLogger("mmtrain")
@@ -144,6 +146,7 @@ class Trainer:
         )
         self._ahead: PlanAhead | None = None
         self._log_start()
+        self._memory = JobMemory.measured(config, self.spec, self.partition, self.mesh)
         if config.planner.enable:
             self._ahead = PlanAhead(
                 self.planner, self.mesh, seed=config.debug.seed, search=self._search, warm=searching.warm
@@ -189,6 +192,7 @@ class Trainer:
                         settings[name],
                     )
             self.state = dataclasses.replace(self.state, data=settings)
+            self._memory.resume(self.state.memory)
         self._is_reporter = self.mesh.rank == 0
         if self._is_reporter:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -280,16 +284,25 @@ class Trainer:
             loaded = time.perf_counter()
             step = self.state.step + 1
             planned = self._take(ticket) if ticket else None
-            plan = planned.plan if planned else self._plan(item.meta)
+            plan = planned.plan if planned else self._plan(item.meta, step=step)
             ready = time.perf_counter()
-            result, outcome = self.train_step(step, item, plan)
+            self._memory.start_step()
+            try:
+                result, outcome = self.train_step(step, item, plan)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise explained(error, self._scene(step, item, plan)) from error
             seconds = time.perf_counter() - start
             self.state = dataclasses.replace(
                 self.state, step=step, loader=item.state.to_dict(), tokens=self.state.tokens + result.tokens
             )
+            memory = self._memory.end_step(step, plan)
+            if saved := self._memory.to_dict():
+                self.state = dataclasses.replace(self.state, memory=saved)
             quiet = step % config.metrics.log_freq != 0 and step not in (1, steps)
             waits = (loaded - start, ready - loaded)
-            self._report(result, item, plan, outcome, seconds, waits, planned, quiet=quiet)
+            self._report(result, item, plan, outcome, seconds, waits, memory, planned, quiet=quiet)
             if config.metrics.trace_freq and step % config.metrics.trace_freq == 0:
                 self._write_trace(step, plan, outcome)
             if self.checkpointer:
@@ -354,6 +367,20 @@ class Trainer:
             stop=bool(totals[2]),
         )
         return result, outcome
+
+    def _scene(self, step: int, item: Item, plan: IterationPlan) -> Scene:
+        """Where this rank ran out of memory."""
+        return Scene(
+            config=self.config,
+            step=step,
+            rank=self.mesh.rank,
+            pp_rank=self.mesh.pp_rank,
+            device=self.mesh.device,
+            meta=item.meta,
+            plan=plan,
+            budget=self._memory.budget(step),
+            measured_bytes=self._memory.peak_bytes(),
+        )
 
     def gradients(self, device: torch.device, num_steps: int) -> Iterator[tuple[Item, StepResult]]:
         """The first batches with their loss; while one is held, its gradients are in `self.model`.
@@ -430,11 +457,15 @@ class Trainer:
         )
 
     def _plan(self, meta: IterationMeta, *, step: int = 0, forward_only: bool = False) -> IterationPlan:
-        """The plan of an iteration, waited for. Collective over the job. Args: step: names the search's seed."""
+        """The plan of an iteration, waited for. Collective over the job.
+
+        Args: step: names the search's seed and the memory limits.
+        """
+        planner = self._memory.limited(self.planner, step)
         with self._on_all_replicas():
             if self._ahead and not forward_only:
-                return self._ahead.now(step, meta).plan
-            plan = self._ahead.forward(meta) if self._ahead else self.planner.plan(meta, forward_only=forward_only)
+                return self._ahead.now(step, meta, planner).plan
+            plan = self._ahead.forward(meta, planner) if self._ahead else planner.plan(meta, forward_only=forward_only)
             check_same_program(plan.program.hash, self.mesh)
             return plan
 
@@ -517,7 +548,7 @@ class Trainer:
             item = next(self._items)
         except Exception as error:
             return error
-        return item, ahead.submit(step, item.meta)
+        return item, ahead.submit(step, item.meta, self._memory.limited(self.planner, step))
 
     def _share(self, open_loader: Callable[[], Loader]) -> Iterator[Item]:
         """The leader's items on every rank of its replica; an error of the loader is raised on all of them."""
@@ -570,7 +601,7 @@ class Trainer:
         loss_sum, num_targets = 0.0, 0
         accuracy: dict[str, tuple[int, int]] = {}
         for item in items:
-            plan = self._plan(item.meta, forward_only=True)
+            plan = self._plan(item.meta, step=step + 1, forward_only=True)
             outcome = self._run(plan, item, want_predictions=True)
             loss_sum += self._loss_sum(outcome)
             predictions = whole_predictions(plan, item.labels, outcome.predictions, mesh)
@@ -599,6 +630,7 @@ class Trainer:
         outcome: StepOutcome,
         seconds: float,
         waits: tuple[float, float],
+        memory: MemoryUse,
         planned: Planned | None,
         *,
         quiet: bool,
@@ -607,8 +639,6 @@ class Trainer:
         mesh = self.mesh
         busy = sum(end - start for _, start, end in outcome.rows)
         ranks = mesh.gather_pp((busy, outcome.span[1] - outcome.span[0]))
-        memory = torch.tensor(memory_gib(mesh.device), dtype=torch.float64)
-        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         makespan = max(rank[1] for rank in ranks)
         bubble = 1 - sum(rank[0] for rank in ranks) / (makespan * len(ranks))
         flops = sum(f.total for f in self.planner.flops(plan.batching).values())
@@ -653,8 +683,11 @@ class Trainer:
                 bubble=bubble,
                 flops=float(totals[3]) / mesh.shape.world_size,
                 peak_flops=self.peak_flops,
-                memory_gib=float(memory[0]),
-                memory_percent=float(memory[1]),
+                memory_gib=memory.reserved_gib,
+                memory_percent=memory.reserved_percent,
+                memory_predicted_gib=memory.predicted_gib,
+                memory_measured_gib=memory.measured_gib,
+                memory_limit_gib=memory.limit_gib,
                 world_size=mesh.shape.world_size,
                 planner=planner,
             ),

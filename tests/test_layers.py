@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     "errors",
     "topology",
+    "memory_amount",
     "config",
     "models.rows",
     "models.windows",
@@ -41,6 +42,8 @@ LAYERS = [
     "optim",
     "report",
     "export",
+    "step_memory",
+    "out_of_memory",
     "trainer",
     "parity",
     "local_ranks",

@@ -60,6 +60,22 @@ def test_what_the_search_came_to_is_seen_everywhere(tmp_path, capsys):
     assert (second["plan_gap"], second["plan_late"], second["plan_failed"], second["plan_invalid"]) == (None, 2, 0, 1)
 
 
+def test_memory_beside_its_limit_is_in_the_line(tmp_path, capsys):
+    setup_logging(0)
+    known = {"memory_predicted_gib": 1.2, "memory_measured_gib": 1.345}
+    report = reporter(tmp_path)
+    report.step(StepMetrics(**STEP, **known, memory_limit_gib=2.0))
+    report.step(StepMetrics(**STEP | {"step": 2}, memory_predicted_gib=1.2, memory_limit_gib=2.0))
+    report.step(StepMetrics(**STEP | {"step": 3}, **known))
+    report.close()
+    one, two, three = capsys.readouterr().out.splitlines()
+    assert "memory: 1.50GiB(10.0%)  predicted: 1.20 measured: 1.34 of 2.00GiB  tps: 500" in one
+    assert "predicted: 1.20 measured: - of 2.00GiB" in two
+    assert "memory: 1.50GiB(10.0%)  tps: 500" in three  # no limit, but in the file all the same
+    found = [(line["memory_predicted_gib"], line["memory_measured_gib"]) for line in lines(tmp_path)]
+    assert found == [(1.2, 1.345), (1.2, None), (1.2, 1.345)]
+
+
 def test_a_resumed_run_drops_lines_of_steps_that_it_repeats(tmp_path):
     report = reporter(tmp_path)
     for step in (1, 2, 3):

@@ -6,6 +6,7 @@ from typing import get_args
 
 from mmtrain.config import Strategy
 from mmtrain.errors import ConfigError
+from mmtrain.memory_amount import show_gib
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -78,5 +79,8 @@ def _plan(args: argparse.Namespace) -> int:
     gap = f", {100 * (makespan / bound - 1):.2f} % over the lower bound {bound:.6g} s" if bound > 0 else ""
     print(f"{result.status}: {result.message}")
     print(f"makespan {makespan:.6g} s{gap}; bubble {100 * result.timeline.bubble:.2f} %")
+    for rank, (limit, peak) in enumerate(zip(problem.memory_limit_bytes, result.timeline.peak_bytes, strict=True)):
+        if limit is not None:
+            print(f"pp_rank {rank}: activations take {show_gib(peak)} of {show_gib(limit)} GiB")
     print(f"{result.evaluations} evaluations in {taken:.2f} s, {result.evaluations / taken:.0f} a second")
     return 0

@@ -116,6 +116,8 @@ class Ticket:
 
     step: int
     meta: IterationMeta
+    planner: IterationPlanner
+    """Plans it; not the one of other iterations where memory limits have changed since."""
     done: threading.Event = field(default_factory=threading.Event)
     given_up: threading.Event = field(default_factory=threading.Event)
     """Nobody waits for its plan any more."""
@@ -166,9 +168,9 @@ class PlanAhead:
 
     # ------------------------------------------------------------------------- on the training thread
 
-    def submit(self, step: int, meta: IterationMeta) -> Ticket:
-        """Begins to plan a step; returns at once."""
-        ticket = Ticket(step, meta)
+    def submit(self, step: int, meta: IterationMeta, planner: IterationPlanner | None = None) -> Ticket:
+        """Begins to plan a step; returns at once. Args: planner: instead of the job's, with other memory limits."""
+        ticket = Ticket(step, meta, planner or self._planner)
         self._open.append(ticket)
         self._queue.put(ticket)
         return ticket
@@ -197,22 +199,23 @@ class PlanAhead:
             raise found.error or PlanError(f"step {ticket.step}: {text}")
         if fate is Fate.BROKEN:
             self._broken = True
-        iteration, first = ticket.prepared or self._prepare(ticket.meta)
-        plan = self._planner.finish(iteration, first)
+        iteration, first = ticket.prepared or self._prepare(ticket)
+        plan = ticket.planner.finish(iteration, first)
         check_same_program(plan.program.hash, self._mesh)
         if text:
             logger.warning("step %d runs its first plan, the search is %s: %s", ticket.step, fate.name.lower(), text)
         return _planned(ticket, plan, first, found, fate)
 
-    def now(self, step: int, meta: IterationMeta) -> Planned:
-        """The plan of a step, waited for. Errors as of `take`. Collective over the replica."""
-        return self.take(self.submit(step, meta), None)
+    def now(self, step: int, meta: IterationMeta, planner: IterationPlanner | None = None) -> Planned:
+        """The plan of a step, waited for. Collective over the replica. Arguments as of `submit`, errors of `take`."""
+        return self.take(self.submit(step, meta, planner), None)
 
-    def forward(self, meta: IterationMeta) -> IterationPlan:
+    def forward(self, meta: IterationMeta, planner: IterationPlanner | None = None) -> IterationPlan:
         """The plan of an iteration without backwards, in the order of the schedule. Errors as of `take`."""
+        planner = planner or self._planner
         with self._pricing:
-            iteration = self._planner.prepare(meta, forward_only=True)
-        return self._planner.finish(iteration, self._planner.first(iteration))
+            iteration = planner.prepare(meta, forward_only=True)
+        return planner.finish(iteration, planner.first(iteration))
 
     def close(self) -> None:
         """Ends the thread; searches that nobody waits for any more are told to end."""
@@ -279,7 +282,7 @@ class PlanAhead:
         message = _Message(step=ticket.step, fate=Fate.LATE, text="nobody waits for it any more")
         if not ticket.given_up.is_set():
             try:
-                ticket.prepared = iteration, first = self._prepare(ticket.meta)
+                ticket.prepared = iteration, first = self._prepare(ticket)
                 if self._mesh.is_leader:
                     ticket.bound_s = lower_bound_s(iteration.problem)
                 message = self._offer(ticket, iteration, first) if self._searches else message
@@ -291,11 +294,11 @@ class PlanAhead:
             return _Found(fate=Fate.ERROR, error=error)
         return self._adopt(ticket, message)
 
-    def _prepare(self, meta: IterationMeta) -> tuple[Iteration, PlanResult]:
+    def _prepare(self, ticket: Ticket) -> tuple[Iteration, PlanResult]:
         """An iteration with its first plan. For any thread."""
         with self._pricing:
-            iteration = self._planner.prepare(meta, searched=True)
-        return iteration, self._planner.first(iteration)
+            iteration = ticket.planner.prepare(ticket.meta, searched=True)
+        return iteration, ticket.planner.first(iteration)
 
     def _offer(self, ticket: Ticket, iteration: Iteration, first: PlanResult) -> _Message:
         """What this rank's search says. Never raises."""
@@ -369,7 +372,7 @@ class PlanAhead:
                 evaluations=message.evaluations,
                 seed=search_seed(self._seed, ticket.step),
             )
-            return replace(found, plan=self._planner.adopt(iteration, result))
+            return replace(found, plan=ticket.planner.adopt(iteration, result))
         except Exception as error:
             return replace(found, fate=Fate.INVALID, text=_text(error))
 

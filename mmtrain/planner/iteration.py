@@ -1,11 +1,11 @@
 """One iteration planned: from metadata to the program that every pipeline rank runs. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmtrain.config import Config, PlannerConfig, uses_fsdp
 from mmtrain.data.metadata import IterationMeta
-from mmtrain.errors import PlanError
+from mmtrain.errors import ConfigError, PlanError
 from mmtrain.models.degrees import check_tensor_degree
 from mmtrain.models.shapes import check_patches_split
 from mmtrain.models.spec import Flops, ModelSpec, WorkSize
@@ -15,6 +15,7 @@ from mmtrain.planner.cost_model import CostModel
 from mmtrain.planner.costs import make_problem
 from mmtrain.planner.job_costs import cost_model, on_partition
 from mmtrain.planner.layout import IterationLayout, Plane
+from mmtrain.planner.memory_limit import MemoryRule
 from mmtrain.planner.memory_options import MemoryChoices
 from mmtrain.planner.partition import Partition
 from mmtrain.planner.partition_choice import choose_partition
@@ -73,6 +74,8 @@ class IterationPlanner:
     """What blocks may do with their activations."""
     plane: Plane = field(default_factory=Plane)
     """How cp and tp ranks divide each work."""
+    activation_limits: tuple[float | None, ...] | None = None
+    """[pp_rank] -> bytes that activations may take; None: as planner.activation_memory_gib says."""
     check_plans: bool = False
     """Also prove every program free of deadlock under each transport model."""
     partition_words: str = ""
@@ -80,13 +83,19 @@ class IterationPlanner:
 
     @classmethod
     def of(cls, config: Config) -> "IterationPlanner":
-        """The planner of a job. Raises: ConfigError: a model that cannot be built or cut."""
+        """The planner of a job. Under planner.memory_limit, activations may take what that leaves them, if the device's
+        memory is known; what a process takes beside tensors is not known yet, and counts as nothing.
+
+        Raises: ConfigError: a model that cannot be built or cut, or a limit that leaves nothing for activations.
+        """
         check_degrees(config)
         dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
         spec = model_spec(config.model, dtype_bytes=dtype_bytes)
         costs = cost_model(config, spec)
         sub_microbatch = sub_microbatch_size(config, spec, costs)
         choice = choose_partition(config, spec, costs, sub_microbatch)
+        budget = MemoryRule.of(config).budget(spec, choice.partition)
+        budget.check()
         return cls(
             spec=spec,
             partition=choice.partition,
@@ -98,18 +107,33 @@ class IterationPlanner:
             regathered=config.regathered,
             memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
             plane=Plane.of(config),
+            activation_limits=budget.activation_limits,
             check_plans=config.debug.check_plans,
             partition_words=choice.words,
         )
+
+    def with_limits(self, activation_limits: Sequence[float | None] | None) -> "IterationPlanner":
+        """The planner with other memory limits. Args: activation_limits: [pp_rank], bytes; None: no limits."""
+        limits = None if activation_limits is None else tuple(activation_limits)
+        return replace(self, activation_limits=limits)
 
     def problem(
         self, meta: IterationMeta, *, forward_only: bool = False, searched: bool = False
     ) -> tuple[Batching, PlanningProblem]:
         """The works of an iteration and what they cost.
 
-        Args: searched: the planner may make the orders, split backwards whatever the schedule does, and choose memory.
-        Raises: DataError: a picture or token of the batch would be lost or used twice.
+        Args: searched: the planner may make the orders, split backwards whatever the schedule does, and choose
+            memory options.
+        Raises:
+            DataError: a picture or token of the batch would be lost or used twice.
+            ConfigError: planner.memory_limit is a part of a device whose memory is not known.
+            PlanError: what the backward of one block brings back is over the memory limit alone.
         """
+        if self.section.memory_limit and self.activation_limits is None:
+            raise ConfigError(
+                f'planner.memory_limit = "{self.section.memory_limit}" is a part of a device whose memory is not known '
+                'here; name the device in planner.hardware (--cluster), or write an amount, as in "72GiB"'
+            )
         batching = make_batching(meta, self.spec, self.sub_microbatch_size, self.plane.attention_mask)
         check_conservation(meta, batching)
         problem = make_problem(
@@ -122,6 +146,7 @@ class IterationPlanner:
             shares=self.plane.size,
             splits_backward=CATALOGUE[self.schedule].splits_backward or (searched and may_split(self.section)),
             forward_only=forward_only,
+            limits=self.activation_limits,
         )
         return batching, problem
 

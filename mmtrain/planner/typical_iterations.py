@@ -17,6 +17,7 @@ from mmtrain.planner.cost_model import CostModel, equal_layers
 from mmtrain.planner.costs import make_problem
 from mmtrain.planner.job_costs import on_partition
 from mmtrain.planner.layout import Plane
+from mmtrain.planner.memory_limit import MemoryRule
 from mmtrain.planner.memory_options import MemoryChoices
 from mmtrain.planner.partition import Partition
 from mmtrain.planner.plan import PlanResult, make_plan
@@ -49,6 +50,8 @@ class TypicalIterations:
     """Ranks of a stage's plane."""
     batchings: tuple[Batching, ...]
     """The works of each iteration."""
+    memory_rule: MemoryRule | None = None
+    """What activations may take on a partition; None: as planner.activation_memory_gib says."""
 
     @classmethod
     def draw(
@@ -78,6 +81,7 @@ class TypicalIterations:
             schedule=config.parallelism.pipeline_parallel_schedule,
             memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
             shares=plane.size,
+            memory_rule=MemoryRule.of(config),
             batchings=tuple(make_batching(m, spec, sub_microbatch_size, plane.attention_mask) for m in metas),
         )
 
@@ -103,6 +107,9 @@ class TypicalIterations:
         return self.section.enable and self.section.interleave
 
     def _makespan_s(self, parts: Partition, batching: Batching) -> float:
+        limits = self.memory_rule.budget(self.spec, parts).activation_limits if self.memory_rule else None
+        if limits and any(limit is not None and limit <= 0 for limit in limits):
+            return math.inf  # parameters alone do not fit
         try:
             problem = make_problem(
                 self.spec,
@@ -113,6 +120,7 @@ class TypicalIterations:
                 memory=self.memory,
                 shares=self.shares,
                 splits_backward=CATALOGUE[self.schedule].splits_backward or may_split(self.section),
+                limits=limits,
             )
             result = self._plan(problem)
         except PlanError:  # over a memory limit

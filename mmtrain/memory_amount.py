@@ -1,0 +1,61 @@
+"""Amounts of memory as a user writes them: bytes with a unit, or a part of a device. Pure."""
+
+import re
+from dataclasses import dataclass
+
+from mmtrain.errors import ConfigError
+
+GIB = 2.0**30
+"""Bytes."""
+
+_UNITS = {
+    "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": GIB, "TiB": 2.0**40,
+}  # fmt: skip
+_FORM = re.compile(rf"(?P<number>\d+(?:\.\d+)?)(?P<unit>%|{'|'.join(_UNITS)})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAmount:
+    """Some bytes, or a part of a device's memory: one of the two."""
+
+    text: str
+    """As it was written."""
+    num_bytes: float | None = None
+    fraction: float | None = None
+
+    @classmethod
+    def parse(cls, key: str, text: str) -> "MemoryAmount":
+        """The amount that a text such as "72GiB", "500MB" or "90%" stands for.
+
+        Args: key: how errors call it.
+        Raises: ConfigError: another form, nothing, or more than all of a device.
+        """
+        match = _FORM.fullmatch(text)
+        if not match:
+            raise ConfigError(
+                f"{key} = {text!r} is not an amount of memory; write a number and a unit without a space, as in "
+                f'"72GiB" or "500MB" (units: {", ".join(_UNITS)}), or a part of the device, as in "90%"'
+            )
+        number = float(match["number"])
+        if number <= 0:
+            raise ConfigError(f'{key} = "{text}"; it must be above 0, or empty for no limit')
+        if match["unit"] != "%":
+            return cls(text=text, num_bytes=number * _UNITS[match["unit"]])
+        if number > 100:
+            raise ConfigError(f'{key} = "{text}" is more than the device has; it is at most 100%')
+        return cls(text=text, fraction=number / 100)
+
+    def bytes_of(self, device_bytes: float | None) -> float | None:
+        """The amount in bytes. Args: device_bytes: memory of the device. None for either: not known."""
+        if self.fraction is None:
+            return self.num_bytes
+        return None if device_bytes is None else self.fraction * device_bytes
+
+
+def show_gib(num_bytes: float) -> str:
+    """Bytes in GiB with three significant digits, without an exponent and without the unit."""
+    gib = num_bytes / GIB
+    if abs(gib) < 5e-7:
+        return "0"
+    exponent = int(f"{gib:.2e}".split("e")[1])
+    return f"{gib:.{max(0, 2 - exponent)}f}"
