@@ -194,12 +194,10 @@ def accuracy(folder: str) -> None:
         for rank in range(2):
             planned, counted, names = ranks[rank][number]
             errors.append(planned / counted - 1)
-            print(
-                f"{number:4d} {rank:4d} {planned / 2**20:6.1f} MiB {counted / 2**20:6.1f} MiB {100 * errors[-1]:+6.1f} %  "
-                f"{names[:100]}"
-            )
-    sizes = np.abs(errors)
-    print(f"{NUM_PLANS} plans, 2 ranks: mean error {100 * sizes.mean():.1f} %, largest {100 * sizes.max():.1f} %")
+            sizes = f"{planned / 2**20:6.1f} MiB {counted / 2**20:6.1f} MiB"
+            print(f"{number:4d} {rank:4d} {sizes} {100 * errors[-1]:+6.1f} %  {names[:100]}")
+    off = np.abs(errors)
+    print(f"{NUM_PLANS} plans, 2 ranks: mean error {100 * off.mean():.1f} %, largest {100 * off.max():.1f} %")
 
 
 # ---------------------------------------------------------------------------------------------------- time
