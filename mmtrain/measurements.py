@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import TypeVar
 
 import numpy as np
@@ -21,7 +22,7 @@ from mmtrain.planner.partition import Partition, StageSpec
 from mmtrain.planner.partition_choice import partition_of
 from mmtrain.planner.profile import HELD, LayerProfile, Profile, StepProfile, TransferProfile, job_of, role
 from mmtrain.planner.sub_microbatch import Curve
-from mmtrain.probing import CUTS, Cut, picture_curve, probing_job, small_job
+from mmtrain.probing import CUTS, REPEATS, Cut, picture_curve, probing_job, small_job
 from mmtrain.schedule.action import Kind
 
 NUM_BLOCKS = 2
@@ -160,6 +161,7 @@ def assemble(
         step=step,
         transfer=transfer,
         host_copy=_slowest_copy(found),
+        repeats=probe.repeats(),
         curve=_curve(config, probe, actions["F"] + actions["B"]),
     )
 
@@ -201,6 +203,28 @@ class _Probe:
         cut = Cut(stages="modules", splits=kind in (Kind.I, Kind.W))
         pauses = [value for (of, _, _, k), value in self._pauses.items() if of == cut and k is kind]
         return float(np.mean(fixed)) + (float(np.mean(pauses)) if pauses else 0.0)
+
+    def repeats(self) -> dict[str, float]:
+        """Memory strategy -> what it adds to a block's forward and backward, as a part of its forward: the median over
+        blocks and works."""
+        found = {}
+        plain = Cut(stages="layers", splits=False)
+        blocks = [
+            stage.index
+            for module in self.spec.modules
+            for stage, layer in zip(self._parts["layers"].of_module(module.name), module.layers, strict=True)
+            if layer.is_block
+        ]
+        for how, cut in REPEATS.items():
+            parts = []
+            for stage, work in product(blocks, range(len(self.batching.works))):
+                keys = [(of, stage, work, kind) for of in (plain, cut) for kind in (Kind.F, Kind.B)]
+                if all(key in self._seconds for key in keys):
+                    forward, backward, *other = (self._seconds[key] for key in keys)
+                    parts.append((sum(other) - forward - backward) / forward)
+            if parts:
+                found[how] = max(0.0, float(np.median(parts)))
+        return found
 
     @cached_property
     def attributions(self) -> dict[tuple[str, str], Attribution]:

@@ -5,6 +5,7 @@ from math import isqrt
 from typing import Literal
 
 from mmtrain.config import (
+    ActivationCheckpointConfig,
     CheckpointConfig,
     Config,
     EncoderConfig,
@@ -33,7 +34,15 @@ class Cut:
     """A stage for each layer, or for each module."""
     splits: bool
     """Whether backwards run in two halves."""
+    mode: Literal["", "selective", "full"] = ""
+    """`activation_checkpoint.mode`; empty: that of the job."""
 
+
+REPEATS = {
+    "selective": Cut(stages="layers", splits=False, mode="selective"),
+    "recompute": Cut(stages="layers", splits=False, mode="full"),
+}
+"""Memory strategy -> the cut that shows what it adds to the plain one."""
 
 CUTS = tuple(Cut(stages=stages, splits=splits) for stages in ("layers", "modules") for splits in (False, True))  # type: ignore[arg-type]
 
@@ -57,6 +66,7 @@ def probing_job(config: Config, *, num_blocks: int, cut: Cut, num_ranks: int = 1
         model=replace(model, encoder=encoder, language=replace(model.language, num_segments=segments["language"])),
         training=replace(config.training, global_batch_size=1, on_nonfinite="skip"),
         lr_scheduler=LRSchedulerConfig(warmup_steps=0),
+        activation_checkpoint=(ActivationCheckpointConfig(mode=cut.mode) if cut.mode else config.activation_checkpoint),
         parallelism=replace(
             config.parallelism,
             pipeline_parallel_degree=num_ranks,

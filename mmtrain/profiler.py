@@ -38,7 +38,7 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.planner.cost_model import HostCopy
 from mmtrain.planner.profile import Profile
-from mmtrain.probing import CUTS, Cut, picture_curve, probing_iteration, probing_job, small_job
+from mmtrain.probing import CUTS, REPEATS, Cut, picture_curve, probing_iteration, probing_job, small_job
 from mmtrain.topology import MeshShape
 from mmtrain.trainer import TimedStep, Trainer
 
@@ -105,7 +105,9 @@ def _measure_layers(device: torch.device, config: Config, rounds: int, steps: in
     """Actions, pauses, ends of steps and held bytes of the job's layers, on one pipeline rank."""
     samples = Samples(host_copy=measure_host_copy(device))
     for number in range(rounds):
-        for cut in CUTS:
+        # Where the job recomputes all blocks alike, its layers are measured so, and it has no choice.
+        repeats = REPEATS.values() if config.activation_checkpoint.mode == "none" else ()
+        for cut in (*CUTS, *repeats):
             job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder=_dump_folder(folder))
             with _steps(job, _everything(job), device) as (trainer, timed):
                 samples.steps += _samples(cut, timed, steps, device)

@@ -7,13 +7,17 @@ import pytest
 from mmtrain import config as config_module
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.measurements import NUM_BLOCKS, Samples, StepSample, assemble, calm, slowest, trainable_params
+from mmtrain.models.memory_strategies import BlockMemory
+from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.measured_costs import MeasuredCosts
+from mmtrain.planner.partition import reference_sizes
 from mmtrain.planner.partition_choice import partition_of
-from mmtrain.probing import CUTS, picture_curve, probing_iteration, probing_job, small_job
+from mmtrain.planner.profile import Profile
+from mmtrain.probing import CUTS, REPEATS, picture_curve, probing_iteration, probing_job, small_job
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import P2P
 from tests.planner.profiles import MACHINE
@@ -28,12 +32,17 @@ def everything(config) -> IterationMeta:
     return IterationMeta(microbatches=(*probing_iteration(config).microbatches, *picture_curve(config).microbatches))
 
 
+ADDED = {"selective": (0.1, 0.4), "recompute": (0.0, 0.9)}
+"""What a strategy adds to F and to B, as parts of F."""
+
+
 def samples_of(config) -> Samples:
     """What would be measured if layers took their FLOPs, and actions FIXED and PAUSE."""
     found = Samples()
     meta = everything(config)
-    for cut in CUTS:
+    for cut in (*CUTS, *REPEATS.values()):
         job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="")
+        added = next((ADDED[how] for how, other in REPEATS.items() if other == cut), (0.0, 0.0))
         planner = IterationPlanner.of(job)
         batching = make_batching(meta, planner.spec)
         graph = replace(planner, costs=FLOPS).problem(meta)[1].graph
@@ -51,6 +60,8 @@ def samples_of(config) -> Samples:
             for kind, amount in seconds.items():
                 as_if = Kind.I if kind is Kind.B and cut.splits else kind
                 rows[stage, work, kind] = amount + FIXED[as_if]
+                if cut.mode:
+                    rows[stage, work, kind] += added[kind is Kind.B] * (seconds[Kind.F] + FIXED[Kind.F])
                 pauses[stage, work, kind] = PAUSE[kind]
         found.steps += [sample(cut, config, rows, pauses)] * 3
     return replace(found, steps=[*found.steps, *[sample(None, config, {}, {})] * 3])
@@ -102,6 +113,21 @@ def test_layers_actions_and_ends_of_steps_are_found_again(config, samples):
             assert ours.forward_s == pytest.approx(theirs.forward_s, rel=0.02)
             assert ours.backward_input_s == pytest.approx(theirs.backward_input_s, rel=0.03)
             assert ours.backward_weight_s == pytest.approx(theirs.backward_weight_s, rel=0.03)
+
+
+def test_what_strategies_add_is_measured_and_kept(config, samples, tmp_path):
+    profile = assemble(config, everything(config), [samples], [], MACHINE)
+    assert profile.repeats == {how: pytest.approx(sum(parts)) for how, parts in ADDED.items()}
+    profile.write(tmp_path / "p.json")
+    assert Profile.read(tmp_path / "p.json").repeats == profile.repeats
+    spec = model_spec(config.model)
+    costs, module = MeasuredCosts(profile=profile, p2p=FLOPS.p2p), spec.module("language")
+    size = reference_sizes(spec, 256)["language"]
+    forward = costs.layer(module, 1, size, input_grad=True).forward_s
+    for how, part in profile.repeats.items():
+        recomputation = Recomputation.by(BlockMemory(how), config.activation_checkpoint)
+        assert costs.repeated_s(module, 1, size, recomputation) == pytest.approx(part * forward)
+        assert costs.repeated_s(module, 0, size, recomputation) == 0.0, "an embedding keeps all"
 
 
 def test_steps_on_a_slower_machine_do_not_count(config, samples):

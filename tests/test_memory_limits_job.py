@@ -46,7 +46,8 @@ def test_a_limit_changes_no_loss_while_all_fits(tmp_path, charts, planner):
         path: run_ranks(train, 2, path, [*extra, *more])
         for path, more in ((free, []), (limited, ["planner.memory_limit=6GiB"]))
     }
-    assert metrics(free.parent) == metrics(limited.parent)
+    # With options to choose from, the search may try equally good orders in another turn.
+    assert metrics(limited.parent) == pytest.approx(metrics(free.parent), rel=1e-6 if planner else 0.0)
     for path in (free, limited):
         for key in ("memory_predicted_gib", "memory_measured_gib"):
             found = values(path.parent, key)

@@ -122,7 +122,9 @@ class FlopsCosts:
 
     def repeated_s(self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation) -> float:
         """Seconds of the forward that the layer's backward does again."""
-        return recomputation.repeated_flops(module.layers[index], size) / (self.flops_per_s * self.shares)
+        layer = module.layers[index]
+        share = recomputation.repeated_share(layer, size)
+        return share * layer.flops(size).forward / (self.flops_per_s * self.shares)
 
     def action_s(self, kind: Kind) -> float:
         """0: only FLOPs cost time."""

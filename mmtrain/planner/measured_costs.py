@@ -80,14 +80,16 @@ class MeasuredCosts:
         return LayerTimes(forward_s=forward, backward_input_s=inside, backward_weight_s=later)
 
     def repeated_s(self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation) -> float:
-        """The part of the layer's forward that recomputation repeats, by FLOPs."""
+        """The part of the layer's forward that recomputation repeats: as measured, or else by FLOPs."""
         layer = module.layers[index]
         name = "split_forward" if self.splits_backward else "forward"
         return self._repeated(layer, self.profile.layer(module.name, layer).at(name, size), size, recomputation)
 
     def _repeated(self, layer: LayerSpec, forward_s: float, size: WorkSize, recomputation: Recomputation) -> float:
-        flops = layer.flops(size).forward
-        return forward_s * recomputation.repeated_flops(layer, size) / flops if flops else 0.0
+        if not recomputation.recomputes(layer):
+            return 0.0
+        measured = self.profile.repeats.get(recomputation.name)
+        return forward_s * (recomputation.repeated_share(layer, size) if measured is None else measured)
 
     def action_s(self, kind: Kind) -> float:
         """Seconds of an action beside its layers, posting its transfers included; W has none."""

@@ -119,7 +119,9 @@ class Profile:
     transfer: TransferProfile | None = None
     """None: it was measured on one pipeline rank."""
     host_copy: HostCopy | None = None
-    """None: it was measured before this was."""
+    """None: not measured."""
+    repeats: Mapping[str, float] = field(default_factory=dict)
+    """`selective`, `recompute` -> what it adds to forward and backward of the blocks, as a part of their forward."""
     curve: Curve | None = None
     """Seconds of a vision work by its number of pictures; None without an encoder."""
 
@@ -146,6 +148,7 @@ class Profile:
             "transfer": asdict(self.transfer) if self.transfer else None,
             "curve": asdict(self.curve) if self.curve else None,
             "host_copy": asdict(self.host_copy) if self.host_copy else None,
+            "repeats": dict(self.repeats),
         }
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items()]
         body = ",\n".join(_layer_to_json(layer) for layer in self.layers)
@@ -231,7 +234,7 @@ def _layer_to_json(layer: LayerProfile) -> str:
 
 def _read(table: Any) -> Profile:
     keys = ("version", "machine", "job", "recomputation", "actions", "step", "transfer", "curve", "layers")
-    strict_json.fields(table, "", keys, optional=("host_copy",))
+    strict_json.fields(table, "", keys, optional=("host_copy", "repeats"))
     if strict_json.integer(table["version"], "version") != VERSION:
         raise PlanError(f"version = {table['version']}; this program reads version {VERSION}")
     recomputation = table["recomputation"]
@@ -252,6 +255,7 @@ def _read(table: Any) -> Profile:
         step=StepProfile(**_amounts(table["step"], "step", StepProfile)),
         transfer=_read_transfer(table["transfer"]),
         host_copy=_read_host_copy(table.get("host_copy")),
+        repeats=_read_repeats(table.get("repeats", {})),
         curve=_read_curve(table["curve"]),
         layers=tuple(
             _read_layer(value, f"layers[{i}]") for i, value in enumerate(strict_json.items(table["layers"], "layers"))
@@ -266,6 +270,11 @@ def _read_transfer(value: Any) -> TransferProfile | None:
     if not transfer.byte_s:
         raise PlanError("transfer.byte_s = 0; a transfer takes time, it must be above 0")
     return transfer
+
+
+def _read_repeats(value: Any) -> dict[str, float]:
+    strict_json.fields(value, "repeats", (), optional=("selective", "recompute"))
+    return {name: _seconds(part, f"repeats.{name}") for name, part in value.items()}
 
 
 def _read_host_copy(value: Any) -> HostCopy | None:
