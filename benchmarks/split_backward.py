@@ -24,7 +24,7 @@ from mmtrain.models.initialise import init_weights
 from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.spec import documents_work
 from mmtrain.models.spec_builders import model_spec
-from mmtrain.parallel.activation_checkpoint import apply_activation_checkpoint
+from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.weight_grads import WeightGrads
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     chunk = build_chunk(model, spec, "language", (1, 1 + args.layers), device=device, dtype=dtype)
     init_weights(chunk, 0)
     section = ActivationCheckpointConfig(mode=args.mode)
-    apply_activation_checkpoint(chunk, section)
+    ActivationMemory(chunk.blocks(), section)
     grads = WeightGrads(chunk)
     document = DocumentMeta(sample=0, num_tokens=args.tokens, num_targets=1, images=())
     attention = attention_context(language_bits(MicrobatchMeta(documents=(document,)), "causal"))

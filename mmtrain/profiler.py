@@ -223,12 +223,13 @@ class _Counted:
 
     def __init__(self, stage: ModalityStage, held: dict[tuple[int, int], float], device: torch.device) -> None:
         self._forward, self._held, self._device = stage.forward_one_chunk, held, device
-        self._stage, self._chunk = stage.stage_index, stage.submod
+        self._stage, self._chunk, self._offloader = stage.stage_index, stage.submod, stage.memory.offloader
 
     def __call__(self, work: int, *args: Any, **kwargs: Any) -> Any:
         if self._device.type == "cuda":  # what the allocator has more after than before, the output apart
             before = torch.cuda.memory_allocated(self._device)
             output = self._forward(work, *args, **kwargs)
+            self._offloader.settle()  # what was offloaded is gone, but for its copies
             root = output if isinstance(output, Tensor) else output.loss_sum
             used = torch.cuda.memory_allocated(self._device) - before - root.untyped_storage().nbytes()
             self._held[self._stage, work] = float(max(0, used))

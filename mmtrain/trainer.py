@@ -34,7 +34,7 @@ from mmtrain.errors import ConfigError, DataError, MMTrainError, TrainingError
 from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, peak_flops, setup_logging
 from mmtrain.optim import build_optimizers, lr_factor, set_lr
 from mmtrain.out_of_memory import Scene, explained, is_out_of_memory
-from mmtrain.parallel.activation_checkpoint import saved_ops
+from mmtrain.parallel.activation_memory import saved_ops
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_norm

@@ -95,10 +95,11 @@ class Recomputation:
     def peak_bytes(self, layer: LayerSpec, size: WorkSize) -> float:
         """Bytes that a layer's backward needs on top of `kept_bytes`, for as long as it runs.
 
-        While an offloaded block has its backward, the one before it comes back.
+        While an offloaded block has its backward, the one before it comes back, and perhaps the last one of the
+        backward that this rank runs next.
         """
         if self.offloads(layer):
-            return 2 * layer.activation_bytes(size)
+            return 3 * layer.activation_bytes(size)
         if not self.recomputes(layer):
             return 0.0
         return max(0.0, layer.activation_bytes(size) - self.kept_bytes(layer, size))

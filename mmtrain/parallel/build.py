@@ -13,9 +13,10 @@ from mmtrain.models.chunk import Chunk, build_chunk, fsdp_units
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.spec import ModelSpec
-from mmtrain.parallel.activation_checkpoint import apply_activation_checkpoint
+from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.fsdp import DTYPES, apply_fsdp
 from mmtrain.parallel.mesh import Mesh
+from mmtrain.parallel.offload import Offloader
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.planner.batching import VISION
@@ -51,26 +52,26 @@ def build_local_model(
     regathered: Collection[str] = (),
     recompute: ActivationCheckpointConfig | None = None,
 ) -> LocalModel:
-    """Builds this rank's chunks, in a fixed order: meta -> memory -> random or stored weights -> TP -> activation
-    checkpointing -> FSDP2.
+    """Builds this rank's chunks, in a fixed order: meta -> memory -> random or stored weights -> TP -> the switch
+    of what blocks do with activations -> FSDP2.
 
     Values depend on the seed and the parameter's name alone, never on the layout.
 
     Args:
         regathered: modules whose parameters are gathered at each use, not once a step.
-        recompute: what the backward computes again; None: nothing.
+        recompute: what blocks do with their activations where a program says nothing; None: they keep them.
     """
     chunks: list[Chunk] = []
     stages: list[ModalityStage] = []
     sharded = uses_fsdp(mesh.shape, training, data_encoder=mesh.data_encoder)
+    offloader = Offloader(mesh.device)
     for place in partition.of_rank(mesh.pp_rank):
         chunk = build_chunk(model, spec, place.module, place.layers, device=mesh.device)
         init_weights(chunk, seed)
         load_pretrained(chunk, model)
         if mesh.shape.tp > 1 and not (place.module == VISION and mesh.data_encoder):
             apply_tensor_parallel(chunk, mesh.tp)
-        if recompute is not None:
-            apply_activation_checkpoint(chunk, recompute)
+        memory = ActivationMemory(chunk.blocks(), recompute or ActivationCheckpointConfig(), offloader)
         if sharded:
             reshard = place.module in regathered
             apply_fsdp(chunk, fsdp_units(chunk), mesh.fsdp(place.module), training, reshard=reshard)
@@ -82,6 +83,7 @@ def build_local_model(
             mesh.pp_group,
             mesh.channels,
             dtype=DTYPES[training.mixed_precision_param],
+            memory=memory,
         )
         chunks.append(chunk)
         stages.append(stage)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.errors import PlanError
+from mmtrain.models.memory_strategies import StageMemory
 from mmtrain.parallel.stage import ModalityStage, ShapeOf
 from mmtrain.parallel.torch_private import (
     TorchAction,
@@ -25,7 +26,7 @@ from mmtrain.parallel.torch_private import (
     reduce_grads,
     wait_unsharded,
 )
-from mmtrain.schedule.action import COMPUTE, STAGE_WIDE, WAITS, Action, Kind
+from mmtrain.schedule.action import BACKWARD, COMPUTE, STAGE_WIDE, WAITS, Action, Kind
 from mmtrain.schedule.lower import Program
 from mmtrain.schedule.release import Transfer, releases, transfers
 
@@ -53,6 +54,9 @@ class BoundAction(TorchAction):
     """What a send or receive moves."""
     waits: tuple[tuple[Transfer, tuple[Transfer, ...]], ...]
     """What must have arrived before a compute action, each with the sends whose arrival follows from it."""
+    prefetched: tuple[int, int] | None
+    """(stage, work) of the next compute action, if that is a backward: what it needs of host memory comes back beside
+    this one."""
 
     def __repr__(self) -> str:
         return str(self.ours)
@@ -109,12 +113,15 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
     def load(self, program: Program, shape_of: ShapeOf) -> None:
         """Makes `program` the one that `step` runs.
 
-        Raises: PlanError: a wait stands in the wrong place, or a backward is not B, or I and then W.
+        Raises: PlanError: a wait stands in the wrong place, a backward is not B, or I and then W, or the name of a
+            memory option is not one for its stage.
         """
         graph, actions = program.graph, program.actions[self.rank]
         bound = []
         moved, arrivals = transfers(program, self.rank), releases(program, self.rank)
+        strategies = self._strategies(program)
         waits: list[tuple[Transfer, tuple[Transfer, ...]]] = []
+        before: BoundAction | None = None
         for index, action in enumerate(actions):
             kind = action.kind
             if kind in WAITS:
@@ -129,6 +136,11 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             work = transfer[0].work if transfer else None if kind in STAGE_WIDE else graph.work_of(action)
             item = BoundAction(action.stage, TORCH_KINDS[kind], work)
             item.ours, item.transfer, item.waits = action, transfer, tuple(waits)
+            item.prefetched = None
+            if kind in COMPUTE:
+                if before is not None and kind in BACKWARD:
+                    before.prefetched = action.stage, graph.work_of(action)
+                before = item
             bound.append(item)
             waits = []
         if waits:
@@ -137,7 +149,26 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._n_microbatches = max(1, len(graph.works))
         self.pipeline_order_with_comms = {self.rank: bound}
         for stage in self._by_index.values():
-            stage.start_step(graph, shape_of, split.get(stage.stage_index, ()))
+            index = stage.stage_index
+            stage.start_step(graph, shape_of, split.get(index, ()), strategies.get(index, {}))
+
+    def _strategies(self, program: Program) -> dict[int, dict[int, StageMemory]]:
+        """Stage of this rank -> work -> what its blocks do.
+
+        Raises: PlanError: a name that says nothing of the stage, or one for a work that the stage does not have.
+        """
+        found: dict[int, dict[int, StageMemory]] = {index: {} for index in self._by_index}
+        for (index, work), name in program.memory.items():
+            if index not in found:
+                continue  # of another rank
+            where = f"rank {self.rank}, stage {index}, work {work}"
+            if not (0 <= work < len(program.graph.works) and index in program.graph.stages(work)):
+                raise PlanError(f"{where}: a memory option {name!r}, but the stage does not have this work")
+            try:
+                found[index][work] = StageMemory.parse(name, self._by_index[index].memory.num_blocks)
+            except PlanError as error:
+                raise PlanError(f"{where}: {error}") from None
+        return found
 
     def step(self, feed: Feed, *, loss_grad: float = 1.0) -> StepOutcome:  # type: ignore[override]
         """Runs the loaded program once.
@@ -187,6 +218,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._assert_unsharded(stage)
         self._finish_waits(action)
         args, kwargs = self._feed(stage.stage_index, work)
+        self._prefetch(action)
         with self._clock.measure(action.ours):
             output = stage.forward_one_chunk(work, args, kwargs)
         graph = stage.graph
@@ -205,6 +237,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         stage, work = self._by_index[action.stage_index], action.microbatch_index
         self._assert_unsharded(stage)
         self._finish_waits(action)
+        self._prefetch(action)
         backward = stage.backward_input if action.ours.kind is Kind.I else stage.backward_one_chunk
         with self._clock.measure(action.ours):
             backward(work, loss=self._loss_grad)
@@ -216,8 +249,14 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
 
     def _backward_weight(self, action: BoundAction, ctx: Any) -> None:
         assert action.microbatch_index is not None
+        self._prefetch(action)
         with self._clock.measure(action.ours):
             self._by_index[action.stage_index].backward_weight(action.microbatch_index)
+
+    def _prefetch(self, action: BoundAction) -> None:
+        if action.prefetched is not None:
+            stage, work = action.prefetched
+            self._by_index[stage].prefetch(work)
 
     def _send(self, action: BoundAction, ctx: Any) -> None:
         assert action.transfer is not None

@@ -9,8 +9,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from mmtrain.config import ActivationCheckpointConfig
 from mmtrain.errors import PlanError
+from mmtrain.models.memory_strategies import StageMemory
+from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.mesh import Channels
+from mmtrain.parallel.offload import Offloader
 from mmtrain.parallel.torch_private import PipelineStage, gradient_edge, settle_grads
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.schedule.graph import Edge, WorkGraph
@@ -43,7 +47,9 @@ class ModalityStage(PipelineStage):
         group: dist.ProcessGroup,
         channels: Channels,
         dtype: torch.dtype,
+        memory: ActivationMemory | None = None,
     ) -> None:
+        """Args: memory: the switch of the chunk's blocks; None: it has none."""
         super().__init__(chunk, stage_index, num_stages, device, group=group)
         self.channels = channels
         self.dtype = dtype
@@ -51,12 +57,27 @@ class ModalityStage(PipelineStage):
         self.shape_of: ShapeOf | None = None
         self.split: frozenset[int] = frozenset()
         """The works whose backward is in two halves."""
+        self.memory = memory or ActivationMemory((), ActivationCheckpointConfig(), Offloader(device))
+        self.strategies: dict[int, StageMemory] = {}
+        """work -> what the blocks do; the switch's default for those that are absent."""
         self.weight_grads = WeightGrads(chunk)
         self.clear_runtime_states()
 
-    def start_step(self, graph: WorkGraph, shape_of: ShapeOf, split: Collection[int] = ()) -> None:
-        """Takes the works and activation shapes of the next program. Args: split: works with I and W instead of B."""
+    def start_step(
+        self,
+        graph: WorkGraph,
+        shape_of: ShapeOf,
+        split: Collection[int] = (),
+        strategies: Mapping[int, StageMemory] | None = None,
+    ) -> None:
+        """Takes the works and activation shapes of the next program.
+
+        Args:
+            split: works with I and W instead of B.
+            strategies: work -> what the blocks do with their activations.
+        """
         self.graph, self.shape_of, self.split = graph, shape_of, frozenset(split)
+        self.strategies = dict(strategies or {})
         self.has_backward = True
         self.clear_runtime_states()
 
@@ -74,6 +95,7 @@ class ModalityStage(PipelineStage):
         self.saved: dict[int, tuple[Any, list[tuple[Edge, Tensor]]]] = {}
         """work -> (where its backward starts, the inputs that get a gradient)."""
         self.weight_grads.clear()
+        self.memory.clear()
 
     def leftovers(self) -> list[str]:
         """What should have been consumed by the end of a step, in words; empty if all was."""
@@ -84,6 +106,7 @@ class ModalityStage(PipelineStage):
             "gradient not sent": self.grad_outbox,
             "forward without its backward, work": self.saved,
             "weight gradients without their W, work": dict.fromkeys(self.weight_grads.works()),
+            "offloaded activations without their backward, work": dict.fromkeys(self.memory.works()),
         }
         return [f"stage {self.stage_index}: {what} {key}" for what, box in boxes.items() for key in box]
 
@@ -107,7 +130,9 @@ class ModalityStage(PipelineStage):
             activation = self.inbox.pop(edge)
             inputs.append((edge, activation.requires_grad_(edge.grad)))
         backward = graph.has_backward(stage, work)
-        with torch.set_grad_enabled(backward), self._deferring(work):
+        self.memory.offloader.settle()
+        strategy = self.memory.of(self.strategies.get(work), work) if backward else nullcontext()
+        with torch.set_grad_enabled(backward), self._deferring(work), strategy:
             if inputs and args:  # the first stage of a module: features of other modules join its own input
                 tensors = [t for _, t in inputs]
                 features = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
@@ -146,12 +171,19 @@ class ModalityStage(PipelineStage):
         edges = [e for e in self.graph.outputs(self.stage_index, bwd_chunk_id) if e.grad]
         grads = [self.grad_inbox.pop(edge) for edge in edges]
         grad = loss if not grads else grads[0] if len(grads) == 1 else torch.stack(grads).sum(0)
+        self.memory.prefetch(bwd_chunk_id)  # before the others settle: its last block may not have left yet
+        self.memory.offloader.settle()
         with self._deferring(bwd_chunk_id):
             torch.autograd.backward(start, grad)
+        self.memory.finish(bwd_chunk_id)
         for edge, leaf in leaves:
             # An input that the loss does not depend on still owes its producer a gradient: zero.
             self.grad_outbox[edge] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             leaf.grad = None
+
+    def prefetch(self, work: int) -> None:
+        """Starts to bring back what the backward of a work needs first, if it was offloaded."""
+        self.memory.prefetch(work)
 
     def backward_input(self, work: int, loss: Any = None) -> None:
         """Runs the first half of the backward of one work: all but the weight gradients of linear layers.

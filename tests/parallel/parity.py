@@ -1,6 +1,7 @@
 """Runs one step of a small model on a layout and compares it with the one-process model."""
 
 import dataclasses
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from mmtrain.config import (
     uses_fsdp,
 )
 from mmtrain.data.batch import without_pictures
+from mmtrain.models.memory_strategies import BlockMemory, StageMemory
 from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model, check_same_program
@@ -63,6 +65,8 @@ class Case:
     regathered: frozenset[str] = frozenset()
     training: TrainingConfig = TRAINING
     recompute: ActivationCheckpointConfig = KEEP_ALL
+    memories: int = 0
+    """Draws of what blocks do with their activations, work by work, that are compared with keeping all."""
     prepare: Callable[[torch.nn.Module], None] | None = None
     """Changes the values of a chunk; what it does must depend on the names of parameters alone."""
 
@@ -91,7 +95,8 @@ class Found:
     compared: frozenset[str]
     wanted: frozenset[str]
     unequal: tuple[str, ...] = ()
-    """Of split backwards: the parameters whose gradient is not bit for bit that of whole ones on the same layout."""
+    """Of split backwards: the parameters whose gradient is not bit for bit that of whole ones on the same layout. Of
+    drawn memory options: those for which it is not that of keeping all, and what else went wrong."""
 
 
 def run_layout(rank, shape, cases) -> dict[tuple, Found]:
@@ -159,6 +164,13 @@ def run_case(mesh, case, plane, parts):
         if delay:
             wrong = [n for n, g in whole[schedule, size].items() if not torch.equal(g, gradients[n])]
             found[run] = dataclasses.replace(found[run], unequal=tuple(wrong))
+        for draw in range(case.memories):
+            seed = 100 * mesh.dp_rank + draw  # replicas have plans of their own
+            drawn = run_step(mesh, parts, planner, local, runtime, batches, *delay, memories=seed)
+            wrong = [n for n, g in take_gradients(local).items() if not torch.equal(g, gradients[n])]
+            wrong += ["the loss"] if drawn != loss else []
+            wrong += [f"held bytes of stage {s.stage_index}" for s in local.stages if s.memory.offloader.held_bytes()]
+            found[run] = dataclasses.replace(found[run], unequal=(*found[run].unequal, *wrong))
     return found
 
 
@@ -173,11 +185,13 @@ def take_gradients(local):
     return found
 
 
-def run_step(mesh, parts, planner, local, runtime, batches, delay=None, every=1):
+def run_step(mesh, parts, planner, local, runtime, batches, delay=None, every=1, memories=None):
     batch, meta = batches[mesh.dp_rank]
     held = {0: batch, parts.text_rank: batch if parts.text_rank == 0 else without_pictures(batch)}
     plan = planner.plan(meta)
     program = plan.program if delay is None else split_program(planner, plan, delay, every)
+    if memories is not None:
+        program = dataclasses.replace(program, memory=draw_memories(parts, planner.spec, program.graph, memories))
     check_same_program(program.hash, mesh)
     num_targets = sum(m.num_targets for _, m in batches)
     feed = StepFeed(
@@ -207,6 +221,18 @@ def split_program(planner, plan, delay, every):
     program = lower(split, plan.problem, sharded=planner.sharded, regathered=regathered, reduce=True)
     check_transport(program)
     return program
+
+
+def draw_memories(parts, spec, graph, seed):
+    """(stage, work) -> text of what its blocks do, of about three in four with a backward."""
+    rng = random.Random(seed)
+    found = {}
+    for stage, work in graph.nodes():
+        layers = parts.stages[stage].layers
+        num_blocks = sum(layer.is_block for layer in spec.module(parts.stages[stage].module).layers[slice(*layers)])
+        if graph.has_backward(stage, work) and rng.random() < 0.75:
+            found[stage, work] = str(StageMemory(tuple(rng.choices(list(BlockMemory), k=num_blocks))))
+    return found
 
 
 def compare(mesh, parts, local, loss, wanted_loss, wanted):

@@ -59,7 +59,7 @@ VARIANTS = [[], [FULL], [SELECTIVE], [OFFLOAD, FULL]]
         ({"replicate": 2}, [*VARIANTS, [ALWAYS], [ALWAYS, FULL]]),
         ({"cp": 2}, [*VARIANTS, [ALWAYS, FULL], [ALWAYS, "parallelism.encoder_context_parallel=patches"]]),
         ({"cp": 2, "tp": 2}, [*VARIANTS, [ALWAYS, SELECTIVE, OFFLOAD]]),
-        ({"replicate": 2, "cp": 2}, [[], [ALWAYS, FULL]]),
+        ({"replicate": 2, "cp": 2}, [[], [ALWAYS, FULL], [ALWAYS, "activation_checkpoint.mode=offload"]]),
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ from mmtrain.models.shapes import vision_shape
 from mmtrain.models.spec import documents_work, images_work
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.models.trainable import is_adapter
-from mmtrain.parallel.activation_checkpoint import apply_activation_checkpoint
+from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.mesh import build_mesh
@@ -34,7 +34,7 @@ from mmtrain.schedule.lower import Program
 from mmtrain.topology import MeshShape
 from tests.lora import with_lora
 from tests.parallel.parity import KEEP_ALL, NO_IMAGE, TEXT_ON_ONE, Case, check, run_layout
-from tests.parallel.test_activation_checkpoint import Alive
+from tests.parallel.test_activation_memory import Alive
 from tests.parallel.test_parity import TOLERANCE, identify
 from tests.ranks import run_ranks
 from tests.reference import ENCODERS, LANGUAGES, PLANNER, TRAINING, make_batch, model_config
@@ -150,7 +150,7 @@ def one_chunk(module, model, section=KEEP_ALL, layers=None, dtype=torch.float32)
     chunk = build_chunk(model, spec, module, layers or (1, 3), device="cpu", dtype=dtype)
     init_weights(chunk, 0)
     fill_adapters_by_name(chunk)
-    apply_activation_checkpoint(chunk, section)
+    ActivationMemory(chunk.blocks(), section)
     if module == "language":
         documents = [DocumentMeta(sample=i, num_tokens=n, num_targets=2, images=()) for i, n in enumerate(LENGTHS)]
         bits = language_bits(MicrobatchMeta(documents=tuple(documents)), "causal")
