@@ -147,7 +147,7 @@ def not_activations(trainer: Trainer) -> Iterator[torch.Tensor]:
     for stage in trainer.model.stages:
         for box in (stage.inbox, stage.outbox, stage.grad_inbox, stage.grad_outbox):
             yield from box.values()
-        yield from stage.memory.host_tensors()
+        yield from stage.memory.offloader.buffers.all()
     for _, tensor in (*trainer.runtime._pending.values(), *trainer.runtime._sent.values()):
         yield tensor
 

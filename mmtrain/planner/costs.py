@@ -95,10 +95,11 @@ def make_problem(
     )
     for rank, (limit, held) in enumerate(zip(problem.memory_limit_bytes, problem.held_limit_bytes, strict=True)):
         if limit is not None and held == 0.0:
+            most = max(option.restored_bytes for options in problem.costs for option in options)
             raise PlanError(
-                f"pp_rank {rank} has {limit / _GIB:.3g} GiB for activations, but what the backward of one block "
-                "computes again or brings back takes as much alone; raise the memory limit, or lower training.seq_len "
-                "or model.encoder.sub_microbatch_size"
+                f"pp_rank {rank}: what the backward of one block computes again or brings back takes up to "
+                f"{most / _GIB:.3g} GiB alone, over the memory limit of {limit / _GIB:.3g} GiB for activations; raise "
+                "the limit, or lower training.seq_len or model.encoder.sub_microbatch_size"
             )
     return problem
 

@@ -19,7 +19,6 @@ from mmtrain.config import (
 )
 from mmtrain.data.batch import without_pictures
 from mmtrain.models.memory_strategies import BlockMemory, StageMemory
-from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
@@ -30,6 +29,7 @@ from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.layout import Plane
+from mmtrain.planner.memory_options import MemoryChoices
 from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.planner.partition_choice import partition_of
 from mmtrain.schedule.library.catalogue import Placement
@@ -153,7 +153,7 @@ def run_case(mesh, case, plane, parts):
             costs=FlopsCosts.of(PLANNER, shares=plane.size), schedule=schedule, sub_microbatch_size=size,
             sharded=uses_fsdp(mesh.shape, case.training, data_encoder=plane.data_encoder),
             regathered=case.regathered, plane=plane, check_plans=True,
-            recomputation=Recomputation.of(case.recompute),
+            memory=MemoryChoices(section=case.recompute),
         )  # fmt: skip
         if delay and (schedule, size) not in whole:
             run_step(mesh, parts, planner, local, runtime, batches)

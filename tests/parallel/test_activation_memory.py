@@ -25,6 +25,7 @@ from mmtrain.parallel.activation_memory import ActivationMemory, saved_ops
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.memory_options import MemoryChoices
 from mmtrain.planner.partition import partition, reference_sizes
 from tests.lora import with_lora
 from tests.reference import ENCODERS, LANGUAGES, make_batch, model_config
@@ -356,7 +357,7 @@ def planner(mode, memory_gib=0.0):
     return model, IterationPlanner(
         spec=spec, partition=partition(spec, 2, {"vision": 1, "language": 1}, reference_sizes(spec, 64)),
         section=section, costs=FlopsCosts.of(section), schedule="interleave", sub_microbatch_size=2,
-        sharded=False, recomputation=Recomputation.of(SECTIONS[mode]),
+        sharded=False, memory=MemoryChoices(section=SECTIONS[mode]),
     )  # fmt: skip
 
 
@@ -382,11 +383,11 @@ def test_recomputation_fits_a_lower_memory_limit_and_takes_longer():
 def test_a_limit_below_the_recomputation_of_one_block_is_refused_with_the_numbers():
     model, _ = planner("full")
     _, meta = make_batch(model, [[2, 1]], seed=1)
-    with pytest.raises(PlanError, match=r"the recomputation of one block takes .* GiB"):
+    with pytest.raises(PlanError, match=r"what the backward of one block computes again .* takes up to .* GiB"):
         planner("full", 1e-9)[1].plan(meta)
 
 
 def test_flops_of_the_model_do_not_count_what_is_repeated():
     model, full = planner("full")
     batching, _ = full.problem(make_batch(model, [[1]], seed=1)[1])
-    assert full.flops(batching) == dataclasses.replace(full, recomputation=Recomputation()).flops(batching)
+    assert full.flops(batching) == dataclasses.replace(full, memory=MemoryChoices()).flops(batching)
