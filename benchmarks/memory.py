@@ -147,7 +147,9 @@ def not_activations(trainer: Trainer) -> Iterator[torch.Tensor]:
     for stage in trainer.model.stages:
         for box in (stage.inbox, stage.outbox, stage.grad_inbox, stage.grad_outbox):
             yield from box.values()
-        yield from stage.memory.offloader.buffers.all()
+        offloader = stage.memory.offloader
+        yield from offloader.buffers._free
+        yield from (block._buffer for block in offloader.waiting if block._buffer is not None)
     for _, tensor in (*trainer.runtime._pending.values(), *trainer.runtime._sent.values()):
         yield tensor
 
