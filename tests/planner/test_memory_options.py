@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -6,13 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmtrain import config
 from mmtrain.config import ActivationCheckpointConfig, PlannerConfig
+from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.errors import PlanError
 from mmtrain.models.memory_strategies import BlockMemory, StageMemory, strategies_of
 from mmtrain.models.spec import WorkSize
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.cost_model import FlopsCosts, HostCopy
 from mmtrain.planner.costs import make_problem
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory_options import (
     CANDIDATES,
     BlockKind,
@@ -24,8 +28,9 @@ from mmtrain.planner.memory_options import (
     stage_memory,
 )
 from mmtrain.planner.partition import partition
+from mmtrain.planner.workloads import Bins, draw
 from mmtrain.schedule.problem import Option, PlanningProblem
-from tests.planner.specs import META, vlm
+from tests.planner.specs import META, microbatch, vlm
 
 CONFIG = PlannerConfig(enable=True, flops_per_s=1e3, host_bytes_per_s=500.0)
 ALL = strategies_of(("keep", "selective", "recompute", "offload"))
@@ -212,3 +217,44 @@ def test_json_keeps_what_is_brought_back() -> None:
     assert again == found
     options: set[Option] = {option for options in again.costs for option in options}
     assert any(option.restored_bytes for option in options)
+
+
+def test_the_first_plan_of_any_schedule_fits_if_its_orders_can() -> None:
+    base = ["planner.enable=true", "parallelism.pipeline_parallel_schedule=1F1B", "training.global_batch_size=8"]
+    job = config.load("debug_vlm.toml", [f"--{key}" for key in base])
+    meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
+    planner = IterationPlanner.of(job)
+    free = planner.first(planner.prepare(meta, searched=True))
+    assert free.timeline is not None
+    limits = [0.8 * peak for peak in free.timeline.peak_bytes]
+    limited = planner.with_limits(limits)
+    iteration = limited.prepare(meta, searched=True)
+    found = limited.first(iteration)
+    assert found.plan is not None and found.timeline is not None and free.plan is not None
+    assert found.plan.orders == free.plan.orders
+    assert "memory options chosen" in found.message
+    assert all(peak <= limit for peak, limit in zip(found.timeline.peak_bytes, limits, strict=True))
+    program = limited.finish(iteration, found).program
+    assert program.memory and set(program.memory.values()) - {"keep"}
+    assert program.hash != planner.finish(planner.prepare(meta, searched=True), free).program.hash
+    # Without a choice the schedule's own plan is over the limit, and says so.
+    fixed = replace(limited, memory=limited.memory.fixed)
+    assert fixed.first(fixed.prepare(meta, searched=True)).status == "infeasible"
+
+
+def test_options_do_not_depend_on_which_size_of_a_class_came_first() -> None:
+    spec, names = vlm(8, 8), planned("keep", "selective", "recompute")
+    sizes = {"vision": WorkSize(rows=100, pairs=400, outputs=25), "language": WorkSize(rows=50, pairs=900, outputs=9)}
+    parts = partition(spec, 2, {"vision": 1, "language": 1}, sizes)
+
+    def options(metas: list[MicrobatchMeta]) -> dict[WorkSize, list[tuple[Option, ...]]]:
+        batching = make_batching(IterationMeta(microbatches=tuple(metas)), spec)
+        costs = FlopsCosts.of(CONFIG)
+        found = make_problem(spec, parts, batching, costs, CONFIG, memory=names, limits=[1e9, 1e9])
+        return {
+            size: [found.options(stage, work) for stage in found.graph.stages(work)]
+            for work, size in enumerate(batching.size_of)
+        }
+
+    one, other = microbatch(1, [(8, 8)]), microbatch(2, [(8, 8), (2, 2)], text_tokens=11)
+    assert options([one, other]) == options([other, one])
