@@ -213,7 +213,7 @@ class JobMemory:
         before, self._budgets = self._budgets, self._budgets.after(step, excess)
         for old, new in zip(before.newest.ranks, self._budgets.newest.ranks, strict=True):
             if new.margin_bytes > old.margin_bytes:
-                logger.warning(
+                logger.info(  # equal on all ranks: one of them says it
                     "step %d: pp_rank %d passed planner.memory_limit, with %s GiB more than predicted; its margin "
                     "grows from %s to %s GiB from step %d on",
                     step,
