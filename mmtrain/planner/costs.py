@@ -1,6 +1,6 @@
 """Costs of an iteration, as a planning problem: seconds from a cost model, bytes from the layers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -93,8 +93,8 @@ def make_problem(
         p2p=costs.p2p,
         memory_limit_bytes=limits,
     )
-    for rank, (limit, held) in enumerate(zip(problem.memory_limit_bytes, problem.held_limit_bytes, strict=True)):
-        if limit is not None and held == 0.0:
+    for rank, limit in enumerate(problem.memory_limit_bytes):
+        if limit is not None and problem.held_limit_bytes[rank] == 0.0:
             most = max(option.restored_bytes for options in problem.costs for option in options)
             raise PlanError(
                 f"pp_rank {rank}: what the backward of one block computes again or brings back takes up to "
@@ -228,16 +228,12 @@ class _Prices:
         rest = _total((len(kind.places), self._layer(module, kind, size)) for kind in shape.rest)
         blocks = [self._layer(module, kind, size, how) for kind in shape.blocks for how in self._memory.allowed]
         offered = self._offered(module, stage, size, grad)
-        sums = np.array(rest.summed) + weighted(offered.counts, [price.summed for price in blocks], len(_SUMMED))
-        most = np.array([price.restored_bytes for price in blocks])
-        restored = ((offered.counts > 0) * most).max(axis=1, initial=0.0)
         held_input = 0.0
         if shape.held_input >= 0:
             held_input = module.layers[shape.held_input].output_bytes(size) / self._shares
         found: list[Option] = []
-        for name, row, more in zip(offered.names, sums.tolist(), restored.tolist(), strict=True):
-            mix = _LayerPrice(*[*row, rest.passing_bytes, more])
-            option = self._option(name, mix, shape.grad, held_input)
+        for name, price in zip(offered.names, _mixed(offered, rest, blocks), strict=True):
+            option = self._option(name, price, shape.grad, held_input)
             if not found or option.activation_bytes < found[-1].activation_bytes:
                 found.append(option)
         feeds = not stage.last or any(module.name in other.after for other in self._spec.modules)
@@ -345,10 +341,28 @@ class _Prices:
         )
 
 
+def _mixed(offered: Offer, rest: _LayerPrice, blocks: Sequence[_LayerPrice]) -> Iterator[_LayerPrice]:
+    """What a stage takes under each mix that it offers."""
+    if len(offered.names) == 1:
+        yield _total([(1, rest), *zip(offered.counts[0].tolist(), blocks, strict=True)])
+        return
+    sums = np.array(rest.summed) + weighted(offered.counts, [price.summed for price in blocks], len(_SUMMED))
+    most = np.array([price.restored_bytes for price in blocks])
+    restored = ((offered.counts > 0) * most).max(axis=1, initial=0.0)
+    for row, more in zip(sums.tolist(), restored.tolist(), strict=True):
+        yield _LayerPrice(*[*row, rest.passing_bytes, more])
+
+
 def _total(prices: Iterable[tuple[int, _LayerPrice]]) -> _LayerPrice:
-    """What layers without a memory strategy take together. Args: prices: how many, and the price of one."""
-    sums, passing = [0.0] * len(_SUMMED), 0.0
+    """What layers take together. Args: prices: how many, and the price of one."""
+    forward = inside = later = kept = host = waiting = passing = restored = 0.0
     for count, price in prices:
-        sums = [amount + count * more for amount, more in zip(sums, price.summed, strict=True)]
+        forward += count * price.forward_s
+        inside += count * price.backward_input_s
+        later += count * price.backward_weight_s
+        kept += count * price.kept_bytes
+        host += count * price.host_bytes
+        waiting += count * price.waiting_bytes
         passing = max(passing, price.passing_bytes)
-    return _LayerPrice(*[*sums, passing])
+        restored = max(restored, price.restored_bytes) if count else restored
+    return _LayerPrice(forward, inside, later, kept, host, waiting, passing, restored)
