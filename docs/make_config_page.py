@@ -38,6 +38,9 @@ Rules between sections:
   the heads and widths of encoder and projector unless `encoder_tensor_parallel = "data"`.
 - `fsdp_reshard_after_forward = "always"` needs `data_parallel_shard_degree = 1`.
 - `encoder_context_parallel = "patches"` and `encoder_tensor_parallel = "data"` need a degree above 1 on their axis.
+- Keys of `[data]` for clips (`fps`, `source_fps`, `max_seconds`, `max_total_seconds`, `max_clips`, `video_*`) need
+  `[model.dit]`; those for pictures (`image_processor`, `min_pixels`, `max_pixels`, `blank_images`) exclude it.
+- `data.max_seconds` is at most `data.max_total_seconds`.
 - `[model.lora]` needs a module with `trainable = "lora"`.
 - The product of all degrees is the number of processes that the launcher must start.
 - `lr_scheduler.warmup_steps` is at most `training.steps`.
@@ -107,6 +110,9 @@ def _without_none(hint: Any) -> Any:
 def _type(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " or ".join(f"`{_toml(choice)}`" for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is list:
+        (inner,) = typing.get_args(hint)
+        return f"array of {_type(inner)}s"
     return {bool: "boolean", int: "integer", float: "float", str: "string"}.get(hint, "table")
 
 

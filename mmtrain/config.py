@@ -130,11 +130,20 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DitConfig:
+    """[model.dit]: the diffusion transformer of a text-to-video job; [model.language] is then its text encoder."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    """Inline config with the keys of its class in `diffusers`: in_channels, patch_size = [time, height, width], ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """[model]: the modality modules."""
 
     language: LanguageConfig
     encoder: EncoderConfig | None = None
+    dit: DitConfig | None = None
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 
@@ -144,7 +153,8 @@ class TokenizerConfig:
     """[tokenizer]"""
 
     path: str = ""
-    """Hugging Face id or local folder of a tokenizer; empty: the small one that ships with mmtrain."""
+    """Hugging Face id or local folder of a tokenizer; empty: the small one that ships with mmtrain, for charts or, with
+    [model.dit], for captions."""
     image_token: str = "<|image_pad|>"
     """The token that stands for one image feature; it must be in the vocabulary."""
 
@@ -154,7 +164,8 @@ class DataConfig:
     """[data]: where samples come from and what happens to bad ones."""
 
     source: str
-    """Hugging Face dataset id, a folder, or a .parquet / .jsonl file, with `messages` and `images` columns."""
+    """Hugging Face dataset id, a folder, or a .parquet / .jsonl file, with `messages` and `images` columns; with
+    [model.dit] `caption` and one of `frames`, `latents`, `video`."""
     split: str = "train"
     """Split to train on."""
     validation_split: str = "validation"
@@ -166,7 +177,8 @@ class DataConfig:
     on_error: Literal["raise", "skip"] = "raise"
     """A sample that cannot be read (corrupt image, images and tokens that disagree): stop, or drop it and count it."""
     too_long: Literal["raise", "skip", "truncate"] = "raise"
-    """A sample of more than training.seq_len tokens: stop, drop and count it, or cut its end (text-only samples)."""
+    """A sample (or caption) of more than training.seq_len tokens: stop, drop and count it, or cut its end (text-only
+    samples and captions)."""
     num_workers: int = 1
     """Background processes that prepare batches; 0: in the training process."""
     prefetch: int = 2
@@ -179,11 +191,47 @@ class DataConfig:
     """Largest image area after resizing (native-resolution encoders); 0: the processor's value."""
     blank_images: bool = False
     """Replace the content of every picture by grey: a control that shows what the pictures are worth."""
+    fps: float = 16.0
+    """Frames a second that clips are sampled to; of latents, frames a second that they are."""
+    source_fps: float = 0.0
+    """Frames a second of records without `fps`; 0: as data.fps says, so that their frames are taken as they are."""
+    max_seconds: float = 16.0
+    """Longest clip; what is longer is cut at its end."""
+    max_total_seconds: float = 16.0
+    """All clips of one microbatch together."""
+    max_clips: int = 8
+    """Clips of one microbatch."""
+    video_area: int = 65536
+    """Pixels of one frame, about: frames are resized to sizes of this area, multiples of the DiT's patch."""
+    video_aspects: list[str] = field(default_factory=lambda: ["1:1", "4:3", "3:4", "16:9", "9:16"])
+    """Width to height of these sizes; a clip goes to the nearest one, cropped at its middle."""
+    video_frames: list[int] = field(default_factory=list)
+    """Numbers of frames that clips are cut to, multiples of the DiT's patch; a clip goes to the longest one that it
+    fills. Empty: the longest clip, and 3/4, 1/2, 3/8, 1/4, 3/16, ... of it."""
 
     def __post_init__(self) -> None:
         if not self.source:
             raise ConfigError("data.source: is empty; name a dataset id, folder or file")
         _at_least("data", self, num_workers=0, prefetch=1, min_pixels=0, max_pixels=0)
+        _at_least("data", self, source_fps=0.0, max_clips=1, video_area=1)
+        for name in ("fps", "max_seconds", "max_total_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"data.{name} = {getattr(self, name)}; it must be above 0 and finite")
+        if self.max_seconds > self.max_total_seconds:
+            raise ConfigError(
+                f"data.max_seconds = {self.max_seconds} is above data.max_total_seconds = {self.max_total_seconds}: "
+                "such a clip fits into no microbatch; lower the first or raise the second"
+            )
+        if not self.video_aspects:
+            raise ConfigError('data.video_aspects is empty; write ["1:1"] for squares alone')
+        for aspect in self.video_aspects:
+            sides = aspect.split(":")
+            if len(sides) != 2 or not all(side.isdecimal() and int(side) for side in sides):
+                raise ConfigError(
+                    f'data.video_aspects names {aspect!r}; write width:height in whole numbers, as "16:9"'
+                )
+        if any(count < 1 for count in self.video_frames):
+            raise ConfigError(f"data.video_frames = {self.video_frames}; a number of frames is at least 1")
         if self.streaming and self.shuffle:
             raise ConfigError(
                 "data.streaming = true with data.shuffle = true: a streaming shuffle buffer is refilled on "
@@ -202,7 +250,7 @@ class TrainingConfig:
     steps: int
     """Optimizer steps of the whole job."""
     seq_len: int
-    """Tokens of one packed microbatch, image tokens included."""
+    """Tokens of one packed microbatch, image tokens included; with [model.dit], of the longest caption."""
     global_batch_size: int
     """Packed microbatches of one step over all data-parallel replicas."""
     max_norm: float = 1.0
@@ -639,6 +687,7 @@ def check(config: Config) -> None:
             "1 (context parallelism still shards, and data_parallel_replicate_degree adds replicas)"
         )
     _check_encoder_parallelism(config)
+    _check_data(config)
     _check_partition(config)
     if config.planner.enable and config.planner.patience_s >= config.comm.timeout_seconds:
         raise ConfigError(
@@ -668,6 +717,32 @@ def _check_memory_limit(config: Config) -> None:
             f"parallelism.pipeline_parallel_schedule = {bounded} alone; "
             f'"{schedule}" bounds its memory by its own rule. Remove one of the two'
         )
+
+
+VIDEO_KEYS = (
+    "fps",
+    "source_fps",
+    "max_seconds",
+    "max_total_seconds",
+    "max_clips",
+    "video_area",
+    "video_aspects",
+    "video_frames",
+)
+"""Keys of [data] that only clips follow."""
+PICTURE_KEYS = ("image_processor", "min_pixels", "max_pixels", "blank_images")
+"""Keys of [data] that only pictures of conversations follow."""
+
+
+def _check_data(config: Config) -> None:
+    """Refuses keys of the data that this kind of job would ignore."""
+    video = config.model.dit is not None
+    default = DataConfig(source=config.data.source)
+    for name in PICTURE_KEYS if video else VIDEO_KEYS:
+        value = getattr(config.data, name)
+        if value != getattr(default, name):
+            why = "a job with [model.dit] reads video clips" if video else "a job without [model.dit] reads no clips"
+            raise ConfigError(f"data.{name} = {_shown(value)} has no effect: {why}; remove it")
 
 
 def _check_partition(config: Config) -> None:
@@ -902,8 +977,10 @@ def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
             raise ConfigError(f"{where}: {path} = {value!r} is {_toml_type(value)}; it must be a table")
         return value
     if origin is list:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{where}: {path} = {value!r}; it must be an array of strings")
+        (inner,) = typing.get_args(hint)
+        if not isinstance(value, list) or not all(type(item) is inner for item in value):
+            kind = {str: "strings", int: "integers"}[inner]
+            raise ConfigError(f"{where}: {path} = {value!r}; it must be an array of {kind}")
         return value
     if hint is float and type(value) is int:
         return float(value)

@@ -73,7 +73,8 @@ def export(run: Path, out: Path, *, step: int | None = None, merge_adapters: boo
     try:
         for module in ("language", "vision") if job.model.encoder is not None else ("language",):
             _export_module(job, module, source, aside, merge_adapters)
-        load_tokenizer(job.tokenizer).save_pretrained(aside / "language")
+        tokenizer = load_tokenizer(job.tokenizer, captions=job.model.dit is not None)
+        tokenizer.save_pretrained(aside / "language")
         (aside / "README.md").write_text(_readme(job, chosen, aside, out), encoding="utf-8")
         os.replace(aside, out)
     finally:

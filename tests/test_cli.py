@@ -116,6 +116,19 @@ def test_data_charts(tmp_path, capsys):
     assert "exists already" in one_line(capsys)
 
 
+def test_data_shapes(tmp_path, capsys):
+    out, preview = tmp_path / "shapes", tmp_path / "p.gif"
+    assert main(["data", "shapes", str(out), "--num-samples", "30", "--seed", "1", "--preview", str(preview)]) == 0
+    shown = capsys.readouterr().out
+    assert "27 training and 3 validation clips" in shown
+    assert preview.read_bytes().startswith(b"GIF")
+    assert main(["data", "shapes", str(out)]) == 2
+    assert "exists already" in one_line(capsys)
+    assert main(["data", "shapes", str(tmp_path / "new"), "--preview", "p.mp4"]) == 2
+    assert "name a file that ends in .png" in one_line(capsys)
+    assert not (tmp_path / "new").exists()  # refused before anything is drawn
+
+
 def test_an_unknown_word_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["config", "show"])

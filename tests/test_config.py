@@ -67,6 +67,16 @@ def test_dump_reads_back_equal(load, tmp_path):
         ("--lr_scheduler.warmup_steps=11", "is more than training.steps = 10"),
         ("--lr_scheduler.decay_ratio=2.0", "at most 1"),
         ("--model.language.trainable=false", "nothing to train"),
+        ("--data.fps=0", r"data\.fps = 0.0; it must be above 0"),
+        ("--data.max_clips=0", r"data\.max_clips = 0; it must be at least 1"),
+        ("--data.max_seconds=17", r"data\.max_seconds = 17.0 is above data\.max_total_seconds = 16.0"),
+        ("--data.video_aspects=['16/9']", "names '16/9'; write width:height"),
+        ("--data.video_aspects=[]", "data.video_aspects is empty"),
+        ("--data.video_frames=[8, 0]", "a number of frames is at least 1"),
+        ("--data.video_frames=[8, 2.5]", "it must be an array of integers"),
+        ("--data.video_frames=[true]", "it must be an array of integers"),
+        ("--data.max_clips=4", r"data\.max_clips = 4 has no effect: a job without \[model.dit\] reads no clips; rem"),
+        ("--data.video_frames=[8]", r"data\.video_frames = \[8\] has no effect"),
         ("--model.lora.rank=4", r'no module has trainable = "lora"'),
         ("--model.lora.rank=0", r"model\.lora\.rank = 0; it must be at least 1"),
         ("--model.lora.alpha=0", r"model\.lora\.alpha = 0.0; it must be above 0"),
@@ -103,6 +113,15 @@ def test_ways_to_divide_that_cannot_work_are_refused(load, overrides, message):
     encoder = '[model.encoder]\nconfig = { model_type = "qwen2_vl_vision" }\n'
     with pytest.raises(ConfigError, match=message):
         load(encoder + BASE, *(f"--parallelism.{override}" for override in overrides), "--training.global_batch_size=4")
+
+
+def test_keys_of_clips_and_of_pictures_exclude_each_other(load):
+    dit = "--model.dit.config={in_channels=3, patch_size=[1, 2, 2]}"
+    made = load(BASE, dit, "--data.video_frames=[8, 4]", "--data.fps=8", "--data.video_aspects=['1:1']")
+    assert made.model.dit.config == {"in_channels": 3, "patch_size": [1, 2, 2]}
+    assert (made.data.video_frames, made.data.fps, made.data.video_aspects) == ([8, 4], 8.0, ["1:1"])
+    with pytest.raises(ConfigError, match=r"data.min_pixels = 9 has no effect: a job with \[model.dit\] reads"):
+        load(BASE, dit, "--data.min_pixels=9")
 
 
 def test_missing_key_and_section(load):

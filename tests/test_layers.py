@@ -25,6 +25,7 @@ LAYERS = [
     "data.metadata",
     "data.bitfield",
     "data.geometry",
+    "data.buckets",
     "schedule",
     "planner",
     "line_chart",

@@ -1,7 +1,8 @@
 """The tensors of one step on one model replica."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -35,28 +36,72 @@ class Microbatch:
 
 
 @dataclass(kw_only=True)
+class ClipMicrobatch:
+    """Video clips and their captions. Noise, timesteps and dropped captions are not part of it: the rank that needs
+    them draws them, see `mmtrain.data.buckets.clip_seed`.
+
+    Shapes: T tokens of all captions; C latent channels; F, H, W frames, rows and columns of one clip's latents.
+    """
+
+    text_ids: Tensor
+    """[T] int64: the captions one after another, in the order of the clips; their lengths are in the metadata."""
+    latents: list[Tensor]
+    """[C, F, H, W] float32 of each clip. Clips of one bucket have equal shapes."""
+    clip_names: list[tuple[int, int]]
+    """(sample, index) of each clip, which must be those of the metadata."""
+
+
+@dataclass(kw_only=True)
 class Batch:
     """All microbatches of one step on one model replica, in the order of the metadata."""
 
-    microbatches: list[Microbatch]
+    microbatches: list[Microbatch] = field(default_factory=list)
+    clips: list[ClipMicrobatch] = field(default_factory=list)
+    """The microbatches of a text-to-video job; one of the two lists is empty."""
 
 
 def without_pictures(batch: Batch) -> Batch:
-    """The batch as a rank needs it that has tokens to embed, but no pictures to encode."""
-    return Batch(microbatches=[replace(m, pixel_values=[], image_names=[]) for m in batch.microbatches])
+    """The batch as a rank needs it that has tokens to embed, but no pictures to encode and no latents to denoise."""
+    return Batch(
+        microbatches=[replace(m, pixel_values=[], image_names=[]) for m in batch.microbatches],
+        clips=[replace(m, latents=[], clip_names=[]) for m in batch.clips],
+    )
 
 
 def check_batch(batch: Batch, meta: IterationMeta) -> None:
-    """Refuses a batch that does not hold exactly what its metadata says: each picture once, in its place.
+    """Refuses a batch that does not hold exactly what its metadata says: each picture and clip once, in its place.
 
-    Raises: DataError: naming the microbatch and the picture that is lost, doubled, moved or of a wrong size.
+    Raises: DataError: naming the microbatch and the picture or clip that is lost, doubled, moved or of a wrong size.
     """
-    if len(batch.microbatches) != len(meta.microbatches):
+    number = len(batch.microbatches) + len(batch.clips)
+    if number != len(meta.microbatches):
+        raise DataError(f"batch: {number} microbatches, but the metadata names {len(meta.microbatches)}")
+    found: list[Microbatch | ClipMicrobatch] = [*batch.microbatches, *batch.clips]
+    for index, (tensors, counts) in enumerate(zip(found, meta.microbatches, strict=True)):
+        where = f"microbatch {index}"
+        if isinstance(tensors, ClipMicrobatch):
+            _check_clips(where, tensors, counts)
+        else:
+            _check_microbatch(where, tensors, counts)
+
+
+def _check_clips(where: str, tensors: ClipMicrobatch, meta: MicrobatchMeta) -> None:
+    expected = [(clip.sample, clip.index) for clip in meta.clips]
+    if tensors.clip_names != expected:
+        _name_difference(where, "clip", tensors.clip_names, expected)
+    if tensors.text_ids.shape != (meta.num_text_tokens,):
         raise DataError(
-            f"batch: {len(batch.microbatches)} microbatches, but the metadata names {len(meta.microbatches)}"
+            f"{where}: text_ids has shape {tuple(tensors.text_ids.shape)}, but its captions have "
+            f"{meta.num_text_tokens} tokens"
         )
-    for index, (tensors, counts) in enumerate(zip(batch.microbatches, meta.microbatches, strict=True)):
-        _check_microbatch(f"microbatch {index}", tensors, counts)
+    if len(tensors.latents) != len(expected):
+        raise DataError(f"{where}: {len(tensors.latents)} latent tensors for {len(expected)} clips")
+    for clip, latents in zip(meta.clips, tensors.latents, strict=True):
+        if tuple(latents.shape[1:]) != clip.bucket:
+            raise DataError(
+                f"{where}: {clip.name} has latents of shape {tuple(latents.shape)}; its bucket is {clip.bucket} "
+                "(frames, height, width)"
+            )
 
 
 def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> None:
@@ -69,11 +114,7 @@ def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> 
         raise DataError(f"{where}: {num_labels} labelled positions, but the metadata names {meta.num_targets}")
     expected = [(image.sample, image.index) for image in meta.images]
     if tensors.image_names != expected:
-        found, owed = Counter(tensors.image_names), Counter(expected)
-        for verb, names in (("lost", owed - found), ("there once too often", found - owed)):
-            for sample, index in names:
-                raise DataError(f"{where}: image {index} of sample {sample} is {verb}")
-        raise DataError(f"{where}: its images are in another order than their tokens: {tensors.image_names}")
+        _name_difference(where, "image", tensors.image_names, expected)
     if len(tensors.pixel_values) != len(expected):
         raise DataError(f"{where}: {len(tensors.pixel_values)} pixel tensors for {len(expected)} images")
     for image, pixels in zip(meta.images, tensors.pixel_values, strict=True):
@@ -81,6 +122,16 @@ def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> 
         if pixels.shape[0] != rows:
             raise DataError(f"{where}: {image.name} has {pixels.shape[0]} pixel rows; its grid {image.grid} has {rows}")
     _check_slots(where, tensors, meta)
+
+
+def _name_difference(where: str, what: str, names: list[tuple[int, int]], expected: list[tuple[int, int]]) -> NoReturn:
+    """Raises: DataError: the picture or clip by which the names differ from those of the metadata."""
+    found, owed = Counter(names), Counter(expected)
+    for verb, different in (("lost", owed - found), ("there once too often", found - owed)):
+        for sample, index in different:
+            raise DataError(f"{where}: {what} {index} of sample {sample} is {verb}")
+    order = "their tokens" if what == "image" else "their captions"
+    raise DataError(f"{where}: its {what}s are in another order than {order}: {names}")
 
 
 def _check_slots(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> None:

@@ -6,10 +6,8 @@ Made once by `mmtrain data charts OUT --num-samples N --seed S`: parquet files t
 
 import io
 import json
-import os
-import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,7 @@ from mmtrain.data.chart_questions import (
     Conversation,
     ConversationMaker,
 )
-from mmtrain.errors import ConfigError, DataError
-
-Progress = Callable[[int, int], None]
-"""Called with (samples made, samples in all)."""
+from mmtrain.data.made import Progress, new_folder, split_sizes, told
 
 _ROWS_OF_A_GROUP = 100
 _FEATURES = {
@@ -77,47 +72,25 @@ def make_charts(
     Raises: ConfigError: num_samples too small or the fraction outside of (0, 1). DataError: `out` exists.
     """
     out = Path(out)
-    if not 0 < validation_fraction < 1:
-        raise ConfigError(f"validation_fraction = {validation_fraction}; it lies between 0 and 1")
-    num_validation = max(1, round(num_samples * validation_fraction))
-    if num_samples - num_validation < 1 or seed < 0:
-        raise ConfigError(
-            f"charts: num_samples = {num_samples}, seed = {seed}; at least 2 samples and a seed of at least 0"
-        )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"charts: {out} exists already; remove it or name another folder")
-    aside = out.parent / f".{out.name}.part-{os.getpid()}"
-    shutil.rmtree(aside, ignore_errors=True)
-    (aside / "data").mkdir(parents=True)
-    try:
-        splits = {"train": num_samples - num_validation, "validation": num_validation}
+    splits = split_sizes("charts", num_samples, seed, validation_fraction)
+    with new_folder("charts", out) as aside:
         made = num_images = num_bytes = 0
         for split, count in splits.items():
-
-            def told(conversations: Iterable[Conversation], before: int = made) -> Iterator[Conversation]:
-                for index, conversation in enumerate(conversations, before + 1):
-                    yield conversation
-                    if progress:
-                        progress(index, num_samples)
-
             path = aside / "data" / f"{split}-00000-of-00001.parquet"
-            num_images += _write(path, told(conversations(split, count, seed)))
+            num_images += _write(path, told(conversations(split, count, seed), progress, made, num_samples))
             num_bytes += path.stat().st_size
             made += count
         summary = ChartsSummary(
             num_train=splits["train"],
-            num_validation=num_validation,
+            num_validation=splits["validation"],
             num_images=num_images,
             num_bytes=num_bytes,
             blind_accuracy=blind_accuracy(
                 conversations("train", splits["train"], seed),
-                conversations("validation", num_validation, seed),
+                conversations("validation", splits["validation"], seed),
             ),
         )
         (aside / "README.md").write_text(_card(summary, num_samples, seed), encoding="utf-8")
-        os.replace(aside, out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return summary
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mmtrain import errors
 from mmtrain.config import Config
-from mmtrain.data.batch import Batch, Microbatch
+from mmtrain.data.batch import Batch, ClipMicrobatch, Microbatch
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.steps import StepMaker
@@ -219,24 +219,34 @@ class _Wire:
     pixels: Tensor
     layout: list[tuple[int, int, list[tuple[int, ...]], list[tuple[int, int]]]]
     """For each microbatch: tokens, image tokens, shapes of its pictures, their names."""
+    clip_layout: list[tuple[int, list[tuple[int, ...]], list[tuple[int, int]]]]
+    """For each microbatch of clips: tokens of its captions, shapes of its latents, names of its clips."""
     meta: IterationMeta
     state: LoaderState
 
     @classmethod
     def pack(cls, batch: Batch, meta: IterationMeta, state: LoaderState) -> "_Wire":
-        integers, pixels, layout = [], [], []
+        integers, pixels, layout, clip_layout = [], [], [], []
         for m in batch.microbatches:
             integers += [m.input_ids, m.position_ids, m.labels, m.image_slots]
             pixels += [p.reshape(-1) for p in m.pixel_values]
             shapes = [tuple(p.shape) for p in m.pixel_values]
             layout.append((len(m.input_ids), len(m.image_slots), shapes, m.image_names))
-        return cls(torch.cat(integers), torch.cat(pixels) if pixels else torch.empty(0), layout, meta, state)
+        for clips in batch.clips:
+            integers.append(clips.text_ids)
+            pixels += [latents.reshape(-1) for latents in clips.latents]
+            shapes = [tuple(latents.shape) for latents in clips.latents]
+            clip_layout.append((len(clips.text_ids), shapes, clips.clip_names))
+        floats = torch.cat(pixels) if pixels else torch.empty(0)
+        return cls(torch.cat(integers), floats, layout, clip_layout, meta, state)
 
     def unpack(self) -> Step:
         microbatches = []
         sizes = [n for tokens, slots, _, _ in self.layout for n in (tokens, tokens, tokens, slots)]
+        sizes += [tokens for tokens, _, _ in self.clip_layout]
         integers = iter(self.integers.split(sizes))
         shapes = [shape for _, _, found, _ in self.layout for shape in found]
+        shapes += [shape for _, found, _ in self.clip_layout for shape in found]
         pixels = iter(self.pixels.split([torch.Size(s).numel() for s in shapes]))
         for _, _, own_shapes, names in self.layout:
             ids, positions, labels, slots = (next(integers) for _ in range(4))
@@ -251,4 +261,12 @@ class _Wire:
                     image_names=names,
                 )
             )
-        return Batch(microbatches=microbatches), self.meta, self.state
+        clips = [
+            ClipMicrobatch(
+                text_ids=next(integers),
+                latents=[next(pixels).reshape(shape) for shape in own_shapes],
+                clip_names=names,
+            )
+            for _, own_shapes, names in self.clip_layout
+        ]
+        return Batch(microbatches=microbatches, clips=clips), self.meta, self.state

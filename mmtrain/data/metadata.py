@@ -56,11 +56,50 @@ class DocumentMeta:
     """Tokens before the first token of the first answer; 0 without an answer."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipMeta:
+    """One video clip and its caption, as a text-to-video model will see them."""
+
+    sample: int
+    """Index of its record in the data source."""
+    index: int = 0
+    """How often that record stands before it in the step: 0 but behind the border of two epochs, which may repeat a
+    sample. (sample, index) names a clip of a step exactly once."""
+    frames: int
+    """Latent frames."""
+    height: int
+    """Rows of one latent frame."""
+    width: int
+    """Columns of one latent frame."""
+    num_tokens: int
+    """Tokens of the latents, after patching."""
+    num_text_tokens: int
+    """Tokens of the caption."""
+    blank: bool = False
+    """Zeros in place of content that could not be read: it is there for the shape of the step and has no loss."""
+
+    @property
+    def bucket(self) -> tuple[int, int, int]:
+        """Frames, height and width: clips of equal buckets can be stacked to one dense batch [N, C, F, H, W]."""
+        return self.frames, self.height, self.width
+
+    @property
+    def num_targets(self) -> int:
+        """Latent tokens that have a loss."""
+        return 0 if self.blank else self.num_tokens
+
+    @property
+    def name(self) -> str:
+        """How errors call it."""
+        return f"the clip of sample {self.sample}" + (f" (occurrence {self.index})" if self.index else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchMeta:
-    """One packed sequence: its documents, in order."""
+    """One packed sequence: its documents, in order. Or, of a text-to-video job, clips; then it has no document."""
 
-    documents: tuple[DocumentMeta, ...]
+    documents: tuple[DocumentMeta, ...] = ()
+    clips: tuple[ClipMeta, ...] = ()
 
     @cached_property
     def images(self) -> tuple[ImageMeta, ...]:
@@ -74,13 +113,42 @@ class MicrobatchMeta:
 
     @cached_property
     def num_targets(self) -> int:
-        """Positions that have a label."""
-        return sum(document.num_targets for document in self.documents)
+        """Positions that have a label; of clips, latent tokens that have a loss."""
+        return sum(document.num_targets for document in self.documents) + sum(clip.num_targets for clip in self.clips)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each document."""
         return tuple(document.num_tokens for document in self.documents)
+
+    @cached_property
+    def text_lengths(self) -> tuple[int, ...]:
+        """Tokens of each clip's caption."""
+        return tuple(clip.num_text_tokens for clip in self.clips)
+
+    @cached_property
+    def num_text_tokens(self) -> int:
+        """Tokens of all captions."""
+        return sum(self.text_lengths)
+
+    @cached_property
+    def num_video_tokens(self) -> int:
+        """Latent tokens of all clips."""
+        return sum(clip.num_tokens for clip in self.clips)
+
+    @cached_property
+    def num_frames(self) -> int:
+        """Latent frames of all clips."""
+        return sum(clip.frames for clip in self.clips)
+
+    @cached_property
+    def buckets(self) -> dict[tuple[int, int, int], tuple[int, ...]]:
+        """(frames, height, width) -> places in `clips` of those that can be one dense batch; buckets in the order of
+        their first clip."""
+        places: dict[tuple[int, int, int], list[int]] = {}
+        for place, clip in enumerate(self.clips):
+            places.setdefault(clip.bucket, []).append(place)
+        return {bucket: tuple(found) for bucket, found in places.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +167,7 @@ class IterationMeta:
 
     @cached_property
     def num_targets(self) -> int:
-        """Labelled positions of all microbatches."""
+        """Labelled positions of all microbatches; of clips, latent tokens that have a loss."""
         return sum(m.num_targets for m in self.microbatches)
 
     @cached_property
@@ -111,3 +179,23 @@ class IterationMeta:
     def num_patches(self) -> int:
         """Encoder rows of all pictures."""
         return sum(image.num_patches for m in self.microbatches for image in m.images)
+
+    @cached_property
+    def num_clips(self) -> int:
+        """Video clips of all microbatches."""
+        return sum(len(m.clips) for m in self.microbatches)
+
+    @cached_property
+    def num_frames(self) -> int:
+        """Latent frames of all clips."""
+        return sum(m.num_frames for m in self.microbatches)
+
+    @cached_property
+    def num_video_tokens(self) -> int:
+        """Latent tokens of all clips."""
+        return sum(m.num_video_tokens for m in self.microbatches)
+
+    @cached_property
+    def num_text_tokens(self) -> int:
+        """Tokens of all captions."""
+        return sum(m.num_text_tokens for m in self.microbatches)

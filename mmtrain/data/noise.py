@@ -4,15 +4,20 @@ import torch
 from torch import Tensor
 
 from mmtrain.config import ModelConfig
-from mmtrain.data.batch import IGNORE_INDEX, Batch, Microbatch
+from mmtrain.data.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
+from mmtrain.data.buckets import latent_channels
 from mmtrain.data.metadata import ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.shapes import VisionShape, language_shape, vision_shape
 
 
 def noise_batch(model: ModelConfig, meta: IterationMeta, seed: int) -> Batch:
-    """Random pixels, tokens and labels in the shapes of the metadata; each document's last tokens are labelled."""
+    """Random pixels or latents, tokens and labels in the shapes of the metadata; each document's last tokens are
+    labelled."""
     generator = torch.Generator().manual_seed(seed)
     words = language_shape(model).vocab_size
+    if model.dit is not None:
+        channels = latent_channels(model.dit)
+        return Batch(clips=[_clips(microbatch, words, channels, generator) for microbatch in meta.microbatches])
     shape = vision_shape(model) if model.encoder is not None else None
     return Batch(microbatches=[_microbatch(microbatch, words, shape, generator) for microbatch in meta.microbatches])
 
@@ -34,6 +39,14 @@ def _microbatch(meta: MicrobatchMeta, words: int, shape: VisionShape | None, gen
         image_slots=torch.tensor(slots, dtype=torch.int64),
         pixel_values=[_pixels(image, shape, generator) for image in meta.images] if shape else [],
         image_names=[(image.sample, image.index) for image in meta.images],
+    )
+
+
+def _clips(meta: MicrobatchMeta, words: int, channels: int, generator: torch.Generator) -> ClipMicrobatch:
+    return ClipMicrobatch(
+        text_ids=torch.randint(words, (meta.num_text_tokens,), generator=generator),
+        latents=[torch.randn(channels, *clip.bucket, generator=generator) for clip in meta.clips],
+        clip_names=[(clip.sample, clip.index) for clip in meta.clips],
     )
 
 

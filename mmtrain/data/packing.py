@@ -2,10 +2,11 @@
 
 The samples of all epochs form one endless sequence: each epoch is a permutation of the source drawn
 from (seed, epoch). A step takes samples from that sequence and first-fits them into the
-`training.global_batch_size` bins of `training.seq_len` tokens; it closes at the first sample that
-fits no bin, which then opens the next step. Nothing is carried over but the position, so the state
-is three integers, and since a step's bins are the same for every number of replicas (bin g belongs
-to replica g % dp), a job continues exactly with another number of replicas.
+`training.global_batch_size` bins, each of which holds so many tokens, or so many frames and clips;
+it closes at the first sample that fits no bin, which then opens the next step. Nothing is carried
+over but the position, so the state is three integers, and since a step's bins are the same for
+every number of replicas (bin g belongs to replica g % dp), a job continues exactly with another
+number of replicas.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +48,22 @@ class LoaderState:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"loader state {dict(values)!r} is not of the form seed, epoch, cursor: {error}") from None
         return cls(seed=seed, epoch=epoch, cursor=cursor)
+
+
+Size = tuple[int, ...]
+"""What a sample takes of each limit of a bin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """One of the things of which a bin holds only so many."""
+
+    most: int
+    """Of all samples of a bin together."""
+    unit: str
+    """What is counted, in the plural: tokens, frames, clips."""
+    key: str
+    """The setting behind it, with its value, for errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +121,10 @@ class EpochOrder:
 def plan_step(
     state: LoaderState,
     order: EpochOrder,
-    length: Callable[[int], int | Dropped | None],
+    size: Callable[[int], Size | Dropped | None],
     *,
     num_bins: int,
-    bin_tokens: int,
+    limits: tuple[Limit, ...],
 ) -> StepPlan:
     """The bins of the step that starts at `state`, and the state after it.
 
@@ -116,9 +133,9 @@ def plan_step(
     stand on both sides of a border.
 
     Args:
-        length: tokens of a sample (1 .. bin_tokens), or why it is left out, or None behind a stream's end.
+        size: of a sample, a number for each limit (1 .. most), or why it is left out, or None behind a stream's end.
         num_bins: microbatches of the step over all replicas.
-        bin_tokens: capacity of one microbatch.
+        limits: capacity of one microbatch; a sample goes to the first one that has room under all of them.
     Raises: DataError: the source has too few usable samples to put one into each bin.
     """
     if order.num_samples is not None and state.cursor > order.num_samples:
@@ -127,12 +144,13 @@ def plan_step(
             "source has changed since that state was saved: bring back the old one or start without the state"
         )
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    room = [bin_tokens] * num_bins
+    full = tuple(limit.most for limit in limits)
+    room = [full] * num_bins
     used: set[int] = set()
     dropped: dict[int, Dropped] = {}
     borders = looked_at = 0
     while True:
-        found = None if order.ends(state) else length(sample := order.sample(state))
+        found = None if order.ends(state) else size(sample := order.sample(state))
         if found is None:
             borders += 1
             if borders == 2:  # a stream that is smaller than one step
@@ -144,12 +162,12 @@ def plan_step(
         if isinstance(found, Dropped):
             dropped[sample] = found
         else:
-            assert 0 < found <= bin_tokens, (sample, found, bin_tokens)
-            place = next((b for b in range(num_bins) if found <= room[b]), None)
+            assert len(found) == len(full) and min(found) > 0 and _fits(found, full), (sample, found, limits)
+            place = next((b for b in range(num_bins) if _fits(found, room[b])), None)
             if place is None:
                 break
             bins[place].append(sample)
-            room[place] -= found
+            room[place] = tuple(left - taken for left, taken in zip(room[place], found, strict=True))
             used.add(sample)
         looked_at += 1
         state = replace(state, cursor=state.cursor + 1)
@@ -157,13 +175,18 @@ def plan_step(
         reason = next((f"; for example {d.reason}" for d in dropped.values()), "")
         raise DataError(f"the source has no usable sample: {len(dropped)} were left out{reason}")
     if not all(bins):
-        tokens = num_bins * bin_tokens - sum(room)
+        left = map(sum, zip(*room, strict=True))
+        has = " and ".join(f"{num_bins * limit.most - n} {limit.unit}" for limit, n in zip(limits, left, strict=True))
         raise DataError(
-            f"the source has too few samples: its {len(used)} usable ones have {tokens} tokens and fill "
+            f"the source has too few samples: its {len(used)} usable ones have {has} and fill "
             f"{sum(map(bool, bins))} of training.global_batch_size = {num_bins} microbatches of "
-            f"training.seq_len = {bin_tokens} tokens; lower one of the two or add samples"
+            f"{' and '.join(limit.key for limit in limits)}; lower one of these or add samples"
         )
     return StepPlan(bins=tuple(map(tuple, bins)), dropped=tuple(dropped.values()), state=state)
+
+
+def _fits(size: Size, room: Size) -> bool:
+    return all(taken <= left for taken, left in zip(size, room, strict=True))
 
 
 def bins_of_replica(num_bins: int, dp_rank: int, dp_degree: int) -> Iterator[int]:

@@ -1,7 +1,8 @@
 """Where records come from: Hugging Face `datasets` (hub id, folder, parquet) and jsonl files.
 
 A source is read by index, or as a stream: in order, from any position, without an index. A record
-has `messages` (a list of role and content), optionally `images` and `grade`. Pictures stay encoded.
+has `messages` (a list of role and content), optionally `images` and `grade`; what records of video
+clips have is in `video_records`. Pictures stay encoded.
 
 Pictures in parquet and hub data are the `Image` feature (bytes or a path). In jsonl they are paths,
 relative to the file's folder, or `data:image/...;base64,` URLs.
@@ -13,19 +14,24 @@ import bisect
 import difflib
 import hashlib
 import importlib.util
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Generic, Protocol, TypeVar
 
 from mmtrain.config import DataConfig
 from mmtrain.errors import ConfigError, DataError
 
+R_co = TypeVar("R_co", covariant=True)
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawImage:
-    """An encoded picture, in memory or in a file."""
+    """An encoded picture (or another file of a record), in memory or in a file."""
 
     data: bytes | None
     path: str = ""
@@ -36,15 +42,32 @@ class RawImage:
 
         Raises: DataError: the file cannot be read.
         """
-        if self.data is not None:
-            return self.data
-        try:
-            if "://" in self.path:  # hf://, zip://: what `datasets` names when it streams
-                import fsspec
+        with self.open() as file:
+            return self._guarded(file.read)
 
-                with fsspec.open(self.path, "rb") as file:
-                    return bytes(file.read())
-            return Path(self.path).read_bytes()
+    @contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """The encoded bytes as a file, for what reads a part of them.
+
+        Raises: DataError: the file cannot be opened.
+        """
+        if self.data is not None:
+            yield io.BytesIO(self.data)
+            return
+        with self._guarded(self._open_path) as file:
+            yield file
+
+    def _open_path(self) -> IO[bytes]:
+        if "://" in self.path:  # hf://, zip://: what `datasets` names when it streams
+            import fsspec
+
+            opened: IO[bytes] = fsspec.open(self.path, "rb").open()
+            return opened
+        return Path(self.path).open("rb")
+
+    def _guarded(self, action: Callable[[], T]) -> T:
+        try:
+            return action()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             raise DataError(f"its file {self.path} cannot be read: {reason}") from None
@@ -61,44 +84,56 @@ class Record:
     grade: str = ""
 
 
-class Source(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordForm(Generic[R_co]):
+    """What the rows of a source must be, and how a record is made of one."""
+
+    check: Callable[[str, list[str]], None]
+    """(how errors call the source, names of its columns); raises ConfigError where a record cannot be made of them."""
+    make: Callable[[Any, int, str, str], R_co]
+    """(row, its index, how errors call the source, folder of relative paths) -> record; raises DataError."""
+
+
+class Source(Protocol[R_co]):
     """Records by index."""
 
     num_samples: int | None
     """Records in all; None for a stream."""
 
-    def __getitem__(self, index: int) -> Record | None:
+    def __getitem__(self, index: int) -> R_co | None:
         """The record of that index, or None behind the end of a stream.
 
         Raises: DataError: the record has not the form of a sample.
         """
 
 
-class IndexedSource:
+class IndexedSource(Generic[R_co]):
     """Records of anything that has a length and rows by index."""
 
-    def __init__(self, rows: Any, name: str, folder: str = "") -> None:
+    def __init__(self, rows: Any, form: RecordForm[R_co], name: str, folder: str = "") -> None:
         self.num_samples: int | None = len(rows)
-        self._rows, self._name, self._folder = rows, name, folder
+        self._rows, self._form, self._name, self._folder = rows, form, name, folder
 
     def __len__(self) -> int:
         assert self.num_samples is not None
         return self.num_samples
 
-    def __getitem__(self, index: int) -> Record | None:
-        return make_record(self._rows[index], index, self._name, self._folder)
+    def __getitem__(self, index: int) -> R_co | None:
+        return self._form.make(self._rows[index], index, self._name, self._folder)
 
 
-class StreamSource:
+class StreamSource(Generic[R_co]):
     """Records of a stream, by rising index; reading again any but the last one opens the stream anew."""
 
-    def __init__(self, open_at: Callable[[int], Iterator[Any]], name: str, folder: str = "") -> None:
+    def __init__(
+        self, open_at: Callable[[int], Iterator[Any]], form: RecordForm[R_co], name: str, folder: str = ""
+    ) -> None:
         self.num_samples: int | None = None
-        self._open_at, self._name, self._folder = open_at, name, folder
+        self._open_at, self._form, self._name, self._folder = open_at, form, name, folder
         self._rows: Iterator[Any] | None = None
         self._last: tuple[int, Any] = (-1, None)
 
-    def __getitem__(self, index: int) -> Record | None:
+    def __getitem__(self, index: int) -> R_co | None:
         if index != self._last[0]:
             if self._rows is None or index != self._last[0] + 1:
                 self._rows = self._open_at(index)
@@ -107,37 +142,37 @@ class StreamSource:
                 self._rows = None
                 return None
             self._last = (index, row)
-        return make_record(self._last[1], index, self._name, self._folder)
+        return self._form.make(self._last[1], index, self._name, self._folder)
 
 
-def open_source(data: DataConfig, split: str) -> Source:
+def open_source(data: DataConfig, split: str, form: RecordForm[R_co]) -> Source[R_co]:
     """The records of one split of `data.source`, by index or as a stream.
 
-    Raises: ConfigError: the source or the split does not exist, or has no `messages`; names what exists.
+    Raises: ConfigError: the source or the split does not exist, or lacks a column of the form; names what exists.
     """
     path = Path(data.source).expanduser()
     name = f"{data.source} ({split})"
     jsonl = _jsonl_file(path, split)
     if jsonl:
         rows = JsonLines(jsonl)
-        _check_columns(name, rows.columns)
+        form.check(name, rows.columns)
         if data.streaming:
-            return StreamSource(rows.lines_from, name, str(jsonl.parent))
-        return IndexedSource(rows, name, str(jsonl.parent))
+            return StreamSource(rows.lines_from, form, name, str(jsonl.parent))
+        return IndexedSource(rows, form, name, str(jsonl.parent))
     if not path.exists() and (path.suffix in (".parquet", ".jsonl") or data.source.startswith((".", "/", "~"))):
         raise ConfigError(f"data.source = {data.source!r} does not exist; {_siblings(path)}")
     if not _has_datasets():
         table = ParquetRows(_parquet_files(path, split))
-        _check_columns(name, table.columns)
+        form.check(name, table.columns)
         if data.streaming:
-            return StreamSource(lambda i: (table[j] for j in range(i, len(table))), name)
-        return IndexedSource(table, name)
+            return StreamSource(lambda i: (table[j] for j in range(i, len(table))), form, name)
+        return IndexedSource(table, form, name)
     rows = _load_dataset(data, path, split)
     if rows.column_names is not None:
-        _check_columns(name, rows.column_names)
+        form.check(name, rows.column_names)
     if data.streaming:
-        return StreamSource(lambda i: iter(rows.skip(i)), name)
-    return IndexedSource(rows, name)
+        return StreamSource(lambda i: iter(rows.skip(i)), form, name)
+    return IndexedSource(rows, form, name)
 
 
 def make_record(row: Any, index: int, name: str, folder: str = "") -> Record:
@@ -159,11 +194,15 @@ def make_record(row: Any, index: int, name: str, folder: str = "") -> Record:
     images = [] if images is None else images
     if not isinstance(images, list):
         raise DataError(f"{where}: `images` is a {type(images).__name__}; it must be a list")
-    raw = tuple(_raw_image(image, f"image {i} of {where}", folder) for i, image in enumerate(images))
+    raw = tuple(raw_image(image, f"image {i} of {where}", folder) for i, image in enumerate(images))
     return Record(sample=index, messages=tuple(messages), images=raw, grade=row.get("grade") or "")
 
 
-def _raw_image(value: Any, where: str, folder: str) -> RawImage:
+def raw_image(value: Any, where: str, folder: str) -> RawImage:
+    """The picture (or other file) that a value of a row holds or names: bytes, a path, a `data:` URL, or a struct.
+
+    Raises: DataError: it is none of these.
+    """
     if isinstance(value, Mapping):
         data, path = value.get("bytes"), value.get("path")
         if data is None and not path:
@@ -308,11 +347,13 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> Any:
             rows = datasets.load_dataset(str(path), split=split, streaming=data.streaming, cache_dir=_cache_of(path))
         else:
             rows = datasets.load_dataset(data.source, split=split, streaming=data.streaming)
-        # Pictures are decoded by us, and only where they are used.
+        # Pictures and videos are decoded by us, and only where they are used.
         for column, feature in (rows.features or {}).items():
             inner = getattr(feature, "feature", None)
             if isinstance(inner, datasets.Image):
                 rows = rows.cast_column(column, type(feature)(datasets.Image(decode=False)))
+            elif isinstance(feature, datasets.Video):
+                rows = rows.cast_column(column, datasets.Video(decode=False))
     except (ConfigError, DataError):
         raise
     except Exception as error:  # builders, hub clients and file systems raise whatever they like
@@ -335,11 +376,23 @@ def _cache_of(path: Path) -> str:
     return str(Path(datasets.config.HF_DATASETS_CACHE) / "mmtrain" / hashlib.sha256(now.encode()).hexdigest()[:16])
 
 
-def _check_columns(name: str, columns: list[str]) -> None:
-    if "messages" not in columns:
-        near = difflib.get_close_matches("messages", columns, 1)
+def check_column(wanted: str, name: str, columns: list[str]) -> None:
+    """Refuses a source that lacks a column.
+
+    Raises: ConfigError: with the columns that it has, and one whose name is near.
+    """
+    if wanted not in columns:
+        near = difflib.get_close_matches(wanted, columns, 1)
         hint = f"; did you mean {near[0]!r}? rename it" if near else ""
-        raise ConfigError(f"data.source {name} has no column `messages`; it has {', '.join(columns)}{hint}")
+        raise ConfigError(f"data.source {name} has no column `{wanted}`; it has {', '.join(columns)}{hint}")
+
+
+def _check_conversations(name: str, columns: list[str]) -> None:
+    check_column("messages", name, columns)
+
+
+CONVERSATIONS = RecordForm(check=_check_conversations, make=make_record)
+"""Records with `messages`."""
 
 
 def _siblings(path: Path) -> str:

@@ -1,26 +1,67 @@
 """Makes steps: plans which samples they hold, and builds one replica's tensors and metadata of them.
 
-Every process that makes steps plans all of them (from token counts and image headers alone) and
-decodes only the pictures of its own microbatches.
+Every process that makes steps plans all of them (from token counts and headers alone) and decodes
+only the pictures and clips of its own microbatches.
 """
 
-from collections.abc import Iterable
-
-import numpy as np
-import torch
-from torch import Tensor
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
 
 from mmtrain.config import Config
-from mmtrain.data.batch import Batch, Microbatch, check_batch
-from mmtrain.data.geometry import ImageGeometry, image_geometry
+from mmtrain.data.batch import Batch, check_batch
+from mmtrain.data.clip_samples import Clips
+from mmtrain.data.conversations import Conversations
 from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
-from mmtrain.data.packing import Dropped, EpochOrder, LoaderState, StepPlan, bins_of_replica, plan_step
-from mmtrain.data.pixels import PixelRules, pixel_rules
-from mmtrain.data.processor import Document, Processor
-from mmtrain.data.sources import open_source
-from mmtrain.data.tokenizer import load_tokenizer
-from mmtrain.errors import ConfigError, DataError
-from mmtrain.models.families import encoder_config, language_config
+from mmtrain.data.packing import Dropped, EpochOrder, Limit, LoaderState, Size, StepPlan, bins_of_replica, plan_step
+from mmtrain.errors import DataError
+
+M = TypeVar("M")
+"""A sample whose size is known and whose pictures or frames are still encoded."""
+R = TypeVar("R")
+"""The same with its content decoded."""
+
+
+class Samples(Protocol[M, R]):
+    """What a job reads: how a sample is measured, decoded, and put into tensors."""
+
+    num_samples: int | None
+    """Of the split; None for a stream."""
+    limits: tuple[Limit, ...]
+    """Capacity of a microbatch."""
+    text: str
+    """What `training.seq_len` counts of one sample, for errors."""
+
+    def measured(self, sample: int) -> M | None:
+        """The sample of an index, read up to its headers; None behind the end of a stream.
+
+        Raises: DataError: it cannot be read, or a header is corrupt.
+        """
+
+    def num_text_tokens(self, measured: M) -> int:
+        """Tokens that `training.seq_len` bounds."""
+
+    def truncated(self, measured: M, num_tokens: int) -> M:
+        """The sample with its first num_tokens tokens.
+
+        Raises: DataError: it cannot be cut.
+        """
+
+    def size(self, measured: M) -> Size:
+        """What it takes of each limit."""
+
+    def read(self, measured: M, occurrence: int) -> R:
+        """The sample with its content.
+
+        Args: occurrence: how often it stands before this place in the step.
+        Raises: DataError: its content is corrupt.
+        """
+
+    def emptied(self, measured: M, occurrence: int) -> R:
+        """The sample without its content and without a loss, for a microbatch that has lost all of its samples."""
+
+    def batch(self, microbatches: Sequence[Sequence[R]]) -> tuple[Batch, tuple[MicrobatchMeta, ...]]:
+        """Tensors and metadata of microbatches."""
 
 
 class StepMaker:
@@ -35,134 +76,85 @@ class StepMaker:
     def __init__(self, config: Config, *, split: str, shuffle: bool, dp_rank: int, dp_degree: int) -> None:
         self._config = config
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
-        self._source = open_source(config.data, split)
-        self._order = EpochOrder(self._source.num_samples, shuffle=shuffle)
-        self._processor = make_processor(config)
-        self._documents: dict[int, Document] = {}
+        self._samples: Samples[Any, Any] = (Clips if config.model.dit else Conversations)(config, split)
+        self._order = EpochOrder(self._samples.num_samples, shuffle=shuffle)
+        self._measured: dict[int, Any] = {}
 
     def plan(self, state: LoaderState) -> StepPlan:
         """The bins of the step that starts at `state`.
 
         Raises: DataError: a sample that the policies do not let pass, or too few samples.
         """
-        self._documents.clear()
-        training = self._config.training
-        return plan_step(
-            state, self._order, self._length, num_bins=training.global_batch_size, bin_tokens=training.seq_len
-        )
+        self._measured.clear()
+        bins = self._config.training.global_batch_size
+        return plan_step(state, self._order, self._size, num_bins=bins, limits=self._samples.limits)
 
     def build(self, plan: StepPlan) -> tuple[Batch, IterationMeta]:
         """The tensors and the metadata of this replica's microbatches of the step that was planned last.
 
-        A sample with a corrupt picture leaves its microbatch and moves no other sample.
-        Raises: DataError: a corrupt picture, with `data.on_error = "raise"`.
+        A sample with corrupt content leaves its microbatch and moves no other sample.
+        Raises: DataError: corrupt content, with `data.on_error = "raise"`.
         """
         # Samples that planning passed over are dealt out like bins, so that each is counted once in all.
         num_skipped = len(plan.dropped[self._dp_rank :: self._dp_degree])
-        microbatches, metas = [], []
-        for index in bins_of_replica(len(plan.bins), self._dp_rank, self._dp_degree):
-            documents = [self._documents[sample] for sample in plan.bins[index]]
-            readable, pixels = self._read_pixels(documents)
-            num_skipped += len(documents) - len(readable)
-            # An emptied microbatch keeps text without a target, so that the step keeps its shape.
-            kept = readable or [self._processor.without_images(documents[0])]
-            microbatches.append(_microbatch(kept, pixels, self._processor.image_token_id))
-            metas.append(MicrobatchMeta(documents=tuple(document.meta for document in kept)))
-        batch, meta = (
-            Batch(microbatches=microbatches),
-            IterationMeta(microbatches=tuple(metas), num_skipped=num_skipped),
-        )
+        bins = _with_occurrences(plan)
+        microbatches = []
+        for index in bins_of_replica(len(bins), self._dp_rank, self._dp_degree):
+            readable = self._read(bins[index])
+            num_skipped += len(bins[index]) - len(readable)
+            if not readable:  # so that the step keeps its shape
+                sample, occurrence = bins[index][0]
+                readable = [self._samples.emptied(self._measured[sample], occurrence)]
+            microbatches.append(readable)
+        batch, metas = self._samples.batch(microbatches)
+        meta = IterationMeta(microbatches=metas, num_skipped=num_skipped)
         check_batch(batch, meta)
         return batch, meta
 
-    def _length(self, sample: int) -> int | Dropped | None:
-        """Tokens of a sample, why it is left out, or None behind a stream's end; keeps its document."""
-        data, limit = self._config.data, self._config.training.seq_len
-        if sample in self._documents:
-            return self._documents[sample].meta.num_tokens
+    def _size(self, sample: int) -> Size | Dropped | None:
+        """What a sample takes, why it is left out, or None behind a stream's end; keeps the measured sample."""
+        data, limit, samples = self._config.data, self._config.training.seq_len, self._samples
+        if sample in self._measured:
+            return samples.size(self._measured[sample])
         try:
-            record = self._source[sample]
-            if record is None:
+            measured = samples.measured(sample)
+            if measured is None:
                 return None
-            document = self._processor.document(record)
         except DataError as error:
             if data.on_error == "raise":
                 raise
             return Dropped(sample=sample, reason=str(error))
-        length = document.meta.num_tokens
+        length = samples.num_text_tokens(measured)
         if length > limit:
-            reason = f"sample {sample}: {length} tokens do not fit training.seq_len = {limit}"
+            reason = f"sample {sample}: {length} {samples.text} do not fit training.seq_len = {limit}"
             if data.too_long == "raise":
                 raise DataError(f'{reason}; set data.too_long = "skip" or "truncate", or a larger seq_len')
             if data.too_long == "skip":
                 return Dropped(sample=sample, reason=reason)
-            document = self._processor.truncated(document, limit)
-        self._documents[sample] = document
-        return document.meta.num_tokens
+            measured = samples.truncated(measured, limit)
+        self._measured[sample] = measured
+        return samples.size(measured)
 
-    def _read_pixels(self, documents: Iterable[Document]) -> tuple[list[Document], list[Tensor]]:
-        readable, pixels = [], []
-        for document in documents:
+    def _read(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+        """The samples of (index, occurrence) that can be decoded, with their content."""
+        readable = []
+        for sample, occurrence in places:
             try:
-                found = self._processor.pixels(document)
+                readable.append(self._samples.read(self._measured[sample], occurrence))
             except DataError:
                 if self._config.data.on_error == "raise":
                     raise
-                continue
-            readable.append(document)
-            pixels += found
-        return readable, pixels
+        return readable
 
 
-def make_processor(config: Config) -> Processor:
-    """The processor of a job: its tokenizer, chat template, picture geometry and pixel rules.
-
-    Raises: ConfigError: a part does not exist, or they do not fit together.
-    """
-    tokenizer = load_tokenizer(config.tokenizer)
-    vocab_size = language_config(config.model.language)["vocab_size"]
-    if len(tokenizer) > vocab_size:
-        raise ConfigError(
-            f"tokenizer.path = {config.tokenizer.path!r} has {len(tokenizer)} entries, but the language "
-            f"model's vocab_size is {vocab_size}; raise it or use the model's own tokenizer"
-        )
-    geometry, rules = picture_rules(config)
-    return Processor(tokenizer, config.tokenizer.image_token, geometry, rules, blank_images=config.data.blank_images)
-
-
-def picture_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None]:
-    """How pictures become encoder input; None, None for a model without an encoder.
-
-    Raises: ConfigError: encoder, projector, data.image_processor and area limits do not fit together.
-    """
-    if config.model.encoder is None:
-        return None, None
-    encoder = encoder_config(config.model.encoder)
-    rules = pixel_rules(encoder["model_type"], config.data.image_processor)
-    fixed = bool(encoder.get("image_size"))
-    geometry = image_geometry(
-        encoder,
-        spatial_merge=config.model.projector.spatial_merge,
-        min_pixels=config.data.min_pixels or (0 if fixed else rules.min_pixels),
-        max_pixels=config.data.max_pixels or (0 if fixed else rules.max_pixels),
-    )
-    if fixed and rules.image_size not in (0, geometry.image_size):
-        raise ConfigError(
-            f"data.image_processor = {config.data.image_processor!r} makes pictures of side "
-            f"{rules.image_size}, but the encoder's image_size is {geometry.image_size}; use its own one"
-        )
-    return geometry, rules
-
-
-def _microbatch(documents: list[Document], pixels: list[Tensor], image_token_id: int) -> Microbatch:
-    ids = np.concatenate([document.input_ids for document in documents])
-    positions = np.concatenate([np.arange(document.meta.num_tokens) for document in documents])
-    labels = np.concatenate([document.labels for document in documents])
-    return Microbatch(
-        input_ids=torch.from_numpy(ids),
-        position_ids=torch.from_numpy(positions),
-        labels=torch.from_numpy(labels),
-        image_slots=torch.from_numpy(np.flatnonzero(ids == image_token_id)),
-        pixel_values=pixels,
-        image_names=[(image.sample, image.index) for d in documents for image in d.meta.images],
-    )
+def _with_occurrences(plan: StepPlan) -> list[list[tuple[int, int]]]:
+    """(sample, how often it stands before in the step) for each bin: the same on all replicas."""
+    before: Counter[int] = Counter()
+    bins = []
+    for samples in plan.bins:
+        found = []
+        for sample in samples:
+            found.append((sample, before[sample]))
+            before[sample] += 1
+        bins.append(found)
+    return bins

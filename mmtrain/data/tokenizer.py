@@ -1,6 +1,7 @@
-"""Tokenizers: the small one that ships with mmtrain, how it was trained, and how any other is loaded.
+"""Tokenizers: the two small ones that ship with mmtrain, how they were trained, and how any other is loaded.
 
-`python -m mmtrain.data.tokenizer OUT` trains the shipped one again (the result is deterministic).
+`python -m mmtrain.data.tokenizer OUT` trains the one for charts again, and with `--captions` the one for the
+captions of moving shapes (the results are deterministic).
 """
 
 import argparse
@@ -9,14 +10,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mmtrain.config import TokenizerConfig
+from mmtrain.config import Config, TokenizerConfig
 from mmtrain.errors import ConfigError
+from mmtrain.models.families import language_config
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tokenizer"
 """Folder of the tokenizer that `tokenizer.path = ""` means."""
 
+SHIPPED_CAPTIONS = SHIPPED.parent / "caption_tokenizer"
+"""The same, for a text-to-video job."""
+
 VOCAB_SIZE = 448
 """Entries of the shipped tokenizer, special tokens included."""
+
+CAPTION_VOCAB_SIZE = 416
+"""Entries of the shipped tokenizer for captions, with which all but one of their words are one token each."""
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -36,14 +44,32 @@ CHATML = (
 """Chat template of the shipped tokenizer, and of any tokenizer that has none."""
 
 
-def load_tokenizer(section: TokenizerConfig) -> Any:
+def job_tokenizer(config: Config) -> Any:
+    """The tokenizer of a job, as `load_tokenizer` gives it.
+
+    Raises: ConfigError: as there, or it has more entries than the language model's vocabulary.
+    """
+    captions = config.model.dit is not None
+    tokenizer = load_tokenizer(config.tokenizer, captions=captions)
+    vocab_size = language_config(config.model.language)["vocab_size"]
+    if len(tokenizer) > vocab_size:
+        model = "text encoder" if captions else "language model"
+        raise ConfigError(
+            f"tokenizer.path = {config.tokenizer.path!r} has {len(tokenizer)} entries, but the {model}'s vocab_size is "
+            f"{vocab_size}; raise it or use the model's own tokenizer"
+        )
+    return tokenizer
+
+
+def load_tokenizer(section: TokenizerConfig, *, captions: bool = False) -> Any:
     """The tokenizer that a config names, as a fast Hugging Face tokenizer with a chat template.
 
+    Args: captions: it is for captions alone, so it needs no image token.
     Raises: ConfigError: it does not exist, is slow (no character offsets), or lacks the image token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    path = section.path or str(SHIPPED)
+    path = section.path or str(SHIPPED_CAPTIONS if captions else SHIPPED)
     try:
         loader = AutoTokenizer if section.path else PreTrainedTokenizerFast
         tokenizer = loader.from_pretrained(path)
@@ -56,7 +82,7 @@ def load_tokenizer(section: TokenizerConfig) -> Any:
             "name one with a tokenizer.json"
         )
     added = tokenizer.get_added_vocab()
-    if section.image_token not in added:
+    if section.image_token not in added and not captions:
         likely = ", ".join(token for token in added if "im" in token.lower()) or "none that looks like one"
         raise ConfigError(
             f"tokenizer.image_token = {section.image_token!r} is no special token of {path!r}; it has {likely}"
@@ -112,15 +138,19 @@ def save_tokenizer(tokenizer: Any, out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains the shipped tokenizer on the text of the charts data set."""
+    """Trains a shipped tokenizer on the text of the charts data set, or on the captions of the shapes data set."""
     from mmtrain.data.charts import chart_texts
+    from mmtrain.data.shapes import shape_captions
 
     parser = argparse.ArgumentParser(prog="python -m mmtrain.data.tokenizer", description=main.__doc__)
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--num-samples", type=int, default=4000, help="conversations to train on")
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
+    parser.add_argument("--captions", action="store_true", help="the one for text-to-video")
+    parser.add_argument("--num-samples", type=int, default=4000, help="conversations or captions to train on")
+    parser.add_argument("--vocab-size", type=int, help=f"default {VOCAB_SIZE}, {CAPTION_VOCAB_SIZE} for captions")
     options = parser.parse_args(arguments)
-    tokenizer = train_tokenizer(chart_texts(options.num_samples, seed=0), options.vocab_size)
+    vocab_size = options.vocab_size or (CAPTION_VOCAB_SIZE if options.captions else VOCAB_SIZE)
+    texts = shape_captions if options.captions else chart_texts
+    tokenizer = train_tokenizer(texts(options.num_samples, seed=0), vocab_size)
     save_tokenizer(tokenizer, options.out)
 
 

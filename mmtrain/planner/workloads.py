@@ -1,14 +1,16 @@
 """Metadata of iterations drawn from distributions: what a job would read, without any data. Pure and deterministic.
 
-A workload draws samples (pictures and text tokens), packs them greedily into microbatches, and gives the
-`IterationMeta` that the loader would give. Which moments are published and which are assumed is in docs/workloads.md.
+A workload draws samples (pictures and text tokens, or video clips and captions), packs them greedily into
+microbatches, and gives the `IterationMeta` that the loader would give. Which moments are published and which are
+assumed is in docs/workloads.md.
 
 Sources: DIP, arXiv:2504.14145, sections 2.2, 7.1 and 7.2; OBELICS, arXiv:2306.16527; ScienceQA, arXiv:2209.09513.
 """
 
 import difflib
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,9 +19,10 @@ import numpy.typing as npt
 
 from mmtrain.config import Config, EncoderConfig
 from mmtrain.data.geometry import ImageGeometry, image_geometry
-from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.data.metadata import ClipMeta, DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.errors import ConfigError
 from mmtrain.models.families import encoder_config
+from mmtrain.planner.clips import ClipBins, video_captions
 
 Counts = npt.NDArray[np.int64]
 
@@ -242,18 +245,28 @@ WORKLOADS: dict[str, Workload] = {
 }
 """Those that vision-language and language models read, by name."""
 
+VIDEO_WORKLOADS: dict[str, Callable[[np.random.Generator, ClipBins], Iterator[list[ClipMeta]]]] = {
+    "video_captions": video_captions,
+}
+"""Those that text-to-video models read, by name."""
 
-def draw(name: str, bins: Bins, *, seed: int, iteration: int, replica: int = 0) -> IterationMeta:
+
+def draw(name: str, bins: Bins | ClipBins, *, seed: int, iteration: int, replica: int = 0) -> IterationMeta:
     """The metadata of one iteration of a workload on one model replica: the same for the same arguments.
 
     Args: seed, iteration, replica: key the random stream, so that any iteration can be drawn without those before it.
-    Raises: ConfigError: there is no workload of that name.
+    Raises: ConfigError: there is no workload of that name for such bins.
     """
-    if name not in WORKLOADS:
-        near = difflib.get_close_matches(name, WORKLOADS, 1)
+    known: Collection[str] = VIDEO_WORKLOADS if isinstance(bins, ClipBins) else WORKLOADS
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"workload {name!r} does not exist{hint}; choose one of {', '.join(WORKLOADS)}")
+        model = " for a text-to-video model" if isinstance(bins, ClipBins) else ""
+        raise ConfigError(f"workload {name!r} does not exist{model}{hint}; choose one of {', '.join(known)}")
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, iteration, replica))))
+    if isinstance(bins, ClipBins):
+        groups = itertools.islice(VIDEO_WORKLOADS[name](rng, bins), bins.num_microbatches)
+        return IterationMeta(microbatches=tuple(MicrobatchMeta(clips=tuple(clips)) for clips in groups))
     endless = WORKLOADS[name](rng, bins, iteration)
     sample, microbatches = 0, []
     for _ in range(bins.num_microbatches):

@@ -4,11 +4,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmtrain.data.batch import Batch, check_batch
+from mmtrain.data.batch import Batch, check_batch, without_pictures
 from mmtrain.data.loader import Loader
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import DataError
 from tests.data.samples import make_config, write_jsonl
+from tests.data.videos import make_video_config, write_videos
 
 
 @pytest.fixture
@@ -90,3 +91,66 @@ def test_damage_is_named(step: tuple[Batch, IterationMeta], damage: Callable[[Ba
     damage(batch)
     with pytest.raises(DataError, match=message):
         check_batch(batch, meta)
+
+
+@pytest.fixture
+def clips(tmp_path: Path) -> tuple[Batch, IterationMeta]:
+    config = make_video_config(write_videos(tmp_path), global_batch_size=1, shuffle=False)
+    batch, meta, _ = next(iter(Loader(config)))
+    assert len(meta.microbatches[0].clips) == 4
+    return batch, meta
+
+
+def drop_clip(batch: Batch) -> None:
+    del batch.clips[0].latents[1], batch.clips[0].clip_names[1]
+
+
+def double_clip(batch: Batch) -> None:
+    batch.clips[0].latents.append(batch.clips[0].latents[0])
+    batch.clips[0].clip_names.append(batch.clips[0].clip_names[0])
+
+
+def swap_clips(batch: Batch) -> None:
+    batch.clips[0].clip_names.reverse()
+
+
+def drop_latents(batch: Batch) -> None:
+    batch.clips[0].latents.pop()
+
+
+def cut_latents(batch: Batch) -> None:
+    batch.clips[0].latents[2] = batch.clips[0].latents[2][:, :-1]
+
+
+def drop_word(batch: Batch) -> None:
+    batch.clips[0].text_ids = batch.clips[0].text_ids[1:]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop_clip, "microbatch 0: clip 0 of sample 1 is lost"),
+        (double_clip, "microbatch 0: clip 0 of sample 0 is there once too often"),
+        (swap_clips, "its clips are in another order than their captions"),
+        (drop_latents, "3 latent tensors for 4 clips"),
+        (cut_latents, r"the clip of sample 2 has latents of shape \(3, 7, 24, 24\); its bucket is \(8, 24, 24\)"),
+        (drop_word, r"text_ids has shape .* but its captions have"),
+        (lambda batch: batch.clips.clear(), "0 microbatches, but the metadata names 1"),
+    ],
+)
+def test_damage_of_clips_is_named(
+    clips: tuple[Batch, IterationMeta], damage: Callable[[Batch], None], message: str
+) -> None:
+    batch, meta = clips
+    check_batch(batch, meta)
+    damage(batch)
+    with pytest.raises(DataError, match=message):
+        check_batch(batch, meta)
+
+
+def test_a_rank_of_text_needs_no_latents(clips: tuple[Batch, IterationMeta]) -> None:
+    batch, meta = clips
+    (text,) = without_pictures(batch).clips
+    assert text.latents == text.clip_names == []
+    assert len(text.text_ids) == meta.num_text_tokens
+    assert len(batch.clips[0].latents) == 4

@@ -39,3 +39,20 @@ def test_noise_follows_its_seed_and_labels_the_ends_of_documents():
             labels = tensors.labels[end - document.num_tokens : end]
             assert (labels[: -document.num_targets] == IGNORE_INDEX).all()
             assert (labels[-document.num_targets :] >= 0).all()
+
+
+def test_noise_of_clips_is_what_its_metadata_says():
+    from mmtrain.planner.clips import ClipBins
+    from mmtrain.planner.workloads import draw
+    from tests.data.videos import make_video_config
+
+    config = make_video_config("x", dit={"in_channels": 5}, video_area=64)
+    meta = draw("video_captions", ClipBins.of(config), seed=0, iteration=0)
+    one, same, other = (noise_batch(config.model, meta, seed) for seed in (1, 1, 2))
+    check_batch(one, meta)
+    assert one.microbatches == []
+    for tensors, counts in zip(one.clips, meta.microbatches, strict=True):
+        assert [tuple(latents.shape) for latents in tensors.latents] == [(5, *clip.bucket) for clip in counts.clips]
+        assert 0 <= tensors.text_ids.min() <= tensors.text_ids.max() < 416
+    assert torch.equal(one.clips[0].latents[0], same.clips[0].latents[0])
+    assert not torch.equal(one.clips[0].latents[0], other.clips[0].latents[0])

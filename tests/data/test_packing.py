@@ -4,14 +4,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.data.packing import Dropped, EpochOrder, LoaderState, StepPlan, bins_of_replica, plan_step
+from mmtrain.data.packing import Dropped, EpochOrder, Limit, LoaderState, StepPlan, bins_of_replica, plan_step
 from mmtrain.errors import DataError
+
+
+def one_step(state: LoaderState, order: EpochOrder, length: Callable, bins: int, tokens: int) -> StepPlan:
+    """A step of bins that hold so many tokens. Args: length: tokens of a sample, or what `plan_step` takes instead."""
+
+    def size(sample: int) -> tuple[int, ...] | Dropped | None:
+        found = length(sample)
+        return (found,) if isinstance(found, int) else found
+
+    limit = Limit(most=tokens, unit="tokens", key=f"training.seq_len = {tokens} tokens")
+    return plan_step(state, order, size, num_bins=bins, limits=(limit,))
 
 
 def steps(num: int, order: EpochOrder, length: Callable, state: LoaderState, bins: int, tokens: int) -> list[StepPlan]:
     plans = []
     for _ in range(num):
-        plans.append(plan_step(state, order, length, num_bins=bins, bin_tokens=tokens))
+        plans.append(one_step(state, order, length, bins, tokens))
         state = plans[-1].state
     return plans
 
@@ -108,12 +119,25 @@ def test_a_stream_ends_where_its_length_says_so() -> None:
 def test_too_few_samples_are_refused_with_the_numbers() -> None:
     order = EpochOrder(3, shuffle=False)
     with pytest.raises(DataError, match=r"3 usable ones have 6 tokens and fill 1 of .*= 4 microbatches"):
-        plan_step(LoaderState(seed=0), order, lambda s: 2, num_bins=4, bin_tokens=100)
+        one_step(LoaderState(seed=0), order, lambda s: 2, bins=4, tokens=100)
     bad = [Dropped(sample=s, reason=f"broken {s}") for s in range(3)]
-    with pytest.raises(DataError, match="no usable sample: 3 were left out; for example broken 0"):
-        plan_step(LoaderState(seed=0), order, bad.__getitem__, num_bins=4, bin_tokens=100)
-    with pytest.raises(DataError, match="cursor 9 is behind the source's 3 samples"):
-        plan_step(LoaderState(seed=0, cursor=9), order, lambda s: 2, num_bins=1, bin_tokens=9)
+    with pytest.raises(DataError, match=r"no usable sample: 3 were left out; for example broken 0"):
+        one_step(LoaderState(seed=0), order, bad.__getitem__, bins=4, tokens=100)
+    with pytest.raises(DataError, match=r"cursor 9 is behind the source's 3 samples"):
+        one_step(LoaderState(seed=0, cursor=9), order, lambda s: 2, bins=1, tokens=9)
+
+
+def test_a_bin_is_full_when_any_of_its_limits_is_reached() -> None:
+    limits = (Limit(most=16, unit="frames", key="16 frames"), Limit(most=3, unit="clips", key="3 clips"))
+    frames = [4, 4, 4, 4, 12, 16, 8, 8]
+    order = EpochOrder(len(frames), shuffle=False)
+    first = plan_step(LoaderState(seed=0), order, lambda s: (frames[s], 1), num_bins=2, limits=limits)
+    # Three clips of 4 frames leave 4 frames of room, but no fourth clip; 12 fill up the second bin; 16 fits nowhere.
+    assert first.bins == ((0, 1, 2), (3, 4))
+    second = plan_step(first.state, order, lambda s: (frames[s], 1), num_bins=2, limits=limits)
+    assert second.bins == ((5,), (6, 7))
+    with pytest.raises(DataError, match=r"24 frames and 2 clips and fill 2 of .*= 3 microbatches of 16 frames and 3 c"):
+        plan_step(LoaderState(seed=0), EpochOrder(2, shuffle=False), lambda s: (12, 1), num_bins=3, limits=limits)
 
 
 @given(num_bins=st.integers(1, 24), degree=st.integers(1, 8))
@@ -130,5 +154,5 @@ def test_state_round_trip_and_refusals() -> None:
         {"seed": 1, "epoch": "x", "cursor": 0},
         {"seed": 1, "epoch": 0, "cursor": -1},
     ):
-        with pytest.raises(DataError, match="loader state"):
+        with pytest.raises(DataError, match=r"loader state"):
             LoaderState.from_dict(values)

@@ -8,7 +8,8 @@ import pytest
 
 from mmtrain.config import DataConfig
 from mmtrain.data.charts import make_charts
-from mmtrain.data.sources import Record, Source, open_source
+from mmtrain.data.sources import CONVERSATIONS, Record, Source
+from mmtrain.data.sources import open_source as open_any
 from mmtrain.errors import ConfigError, DataError
 from tests.data.samples import png, write_jsonl
 
@@ -17,7 +18,11 @@ def data(source: Path | str, *, streaming: bool = False) -> DataConfig:
     return DataConfig(source=str(source), streaming=streaming, shuffle=False)
 
 
-def read(source: Source, index: int) -> Record:
+def open_source(section: DataConfig, split: str) -> Source[Record]:
+    return open_any(section, split, CONVERSATIONS)
+
+
+def read(source: Source[Record], index: int) -> Record:
     record = source[index]
     assert record is not None
     return record

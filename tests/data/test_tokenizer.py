@@ -7,8 +7,11 @@ from hypothesis import strategies as st
 
 from mmtrain.config import TokenizerConfig
 from mmtrain.data.charts import chart_texts
+from mmtrain.data.shapes import shape_captions, shape_clips
 from mmtrain.data.tokenizer import (
+    CAPTION_VOCAB_SIZE,
     SHIPPED,
+    SHIPPED_CAPTIONS,
     SPECIAL_TOKENS,
     VOCAB_SIZE,
     load_tokenizer,
@@ -24,9 +27,10 @@ def shipped() -> Any:
     return load_tokenizer(TokenizerConfig())
 
 
-def test_training_again_gives_the_shipped_files(tmp_path: Path) -> None:
-    main([str(tmp_path / "out")])
-    for path in SHIPPED.iterdir():
+@pytest.mark.parametrize(("shipped", "options"), [(SHIPPED, []), (SHIPPED_CAPTIONS, ["--captions"])])
+def test_training_again_gives_the_shipped_files(tmp_path: Path, shipped: Path, options: list[str]) -> None:
+    main([str(tmp_path / "out"), *options])
+    for path in shipped.iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
@@ -45,6 +49,26 @@ def test_vocabulary_and_special_tokens(shipped: Any) -> None:
     assert shipped.eos_token == "<|im_end|>"
     for word in ("bar", "line", "pie", "purple", "yes", "first"):
         assert len(shipped.encode(word, add_special_tokens=False)) == 1, word
+
+
+def test_captions_have_about_a_token_a_word() -> None:
+    tokenizer = load_tokenizer(TokenizerConfig(), captions=True)
+    assert len(tokenizer) == CAPTION_VOCAB_SIZE
+    captions = list(shape_captions(500, 9)) + [clip.caption for clip in shape_clips("validation", 100, 9)]
+    num_words = sum(len(caption.split()) for caption in captions)
+    assert sum(len(tokenizer.encode(caption)) for caption in captions) < 1.1 * num_words
+    for caption in captions[:20]:
+        assert tokenizer.decode(tokenizer.encode(caption)) == caption
+
+
+def test_captions_need_no_image_token(tmp_path: Path) -> None:
+    save_tokenizer(train_tokenizer(shape_captions(300, 1), 300), tmp_path)
+    text = (tmp_path / "tokenizer_config.json").read_text().replace("<|image_pad|>", "<|vision_end|>")
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    section = TokenizerConfig(path=str(tmp_path), image_token="<none>")
+    assert len(load_tokenizer(section, captions=True)) == 300
+    with pytest.raises(ConfigError, match="image_token = '<none>' is no special token"):
+        load_tokenizer(section)
 
 
 def test_auto_tokenizer_loads_the_folder_with_its_template() -> None:

@@ -1,0 +1,180 @@
+"""Which frames of a clip are read, and to which size: its bucket. Pure arithmetic; no pixel.
+
+Clips of one bucket have equal shapes, so they can be one dense batch. As for pictures, the loader (which
+must know a clip's size before it decodes a frame) and the pixel code use this one place.
+
+The model reads latents [channels, frames, height, width]. Without a VAE these are the pixels, so all
+frames and sizes here are both. A frozen VAE would come in here, as the number of pixels that become one
+latent along each axis, and in `ClipProcessor.latents`, as the network that does it.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmtrain.config import DataConfig, DitConfig
+from mmtrain.errors import ConfigError, DataError
+
+_ALMOST = 1e-6
+"""Frames by which a rounding error of a frame rate may miss a whole number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoGeometry:
+    """The rule that turns a clip's frames, rate and size into a bucket and a number of tokens."""
+
+    channels: int
+    """Of the latents that the model reads."""
+    patch: tuple[int, int, int]
+    """Frames, rows and columns of latents that become one token."""
+    fps: float
+    """Frames a second that clips are sampled to."""
+    frames: tuple[int, ...]
+    """Numbers of frames of the buckets, longest first."""
+    sizes: tuple[tuple[int, int], ...]
+    """(height, width) of the buckets."""
+
+    def sampled(self, num_frames: int, source_fps: float) -> int:
+        """Frames that a clip has at `fps`: at least one."""
+        return max(1, math.floor(num_frames * self.fps / source_fps + _ALMOST))
+
+    def places(self, num_frames: int, source_fps: float, count: int) -> list[int]:
+        """The first `count` sampled frames as places among the source's frames: what it shows at each moment.
+
+        A source with fewer frames a second than `fps` shows some of them more than once.
+        """
+        step = source_fps / self.fps
+        return [min(num_frames - 1, math.floor(j * step + _ALMOST)) for j in range(count)]
+
+    def longest(self, num_frames: int) -> int:
+        """Frames of the longest bucket that a clip of so many frames, at `fps`, fills.
+
+        Raises: DataError: it fills none.
+        """
+        for count in self.frames:
+            if count <= num_frames:
+                return count
+        raise DataError(
+            f"it has {num_frames} frames at {self.fps:g} a second, but the shortest bucket has {self.frames[-1]}; "
+            "leave it out or add a shorter one to data.video_frames"
+        )
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) of the bucket whose aspect is nearest to that of a frame; of equals the first."""
+        aspect = width / height
+        return min(self.sizes, key=lambda size: round(abs(math.log(size[1] / size[0] / aspect)), 9))
+
+    def num_tokens(self, bucket: tuple[int, int, int]) -> int:
+        """Tokens of latents of that many frames, rows and columns.
+
+        Raises: DataError: one of these is no multiple of the patch.
+        """
+        for axis, length, side in zip(("frames", "rows", "columns"), bucket, self.patch, strict=True):
+            if length < 1 or length % side:
+                raise DataError(
+                    f"its latents have {length} {axis}, which is no multiple of the {side} of one patch (patch_size = "
+                    f"{list(self.patch)} of model.dit.config)"
+                )
+        return math.prod(length // side for length, side in zip(bucket, self.patch, strict=True))
+
+
+def crop(height: int, width: int, size: tuple[int, int]) -> tuple[float, float, float, float]:
+    """The largest part of a frame, around its middle, that has the aspect of `size` (height, width).
+
+    Returns: left, top, right, bottom in pixels of the frame.
+    """
+    scale = min(height / size[0], width / size[1])
+    rows, columns = scale * size[0], scale * size[1]
+    left, top = (width - columns) / 2, (height - rows) / 2
+    return left, top, left + columns, top + rows
+
+
+def video_geometry(dit: DitConfig, data: DataConfig) -> VideoGeometry:
+    """The geometry of a job's clips.
+
+    Raises: ConfigError: the DiT's patch is not of the form [time, height, width], or does not fit the buckets.
+    """
+    patch = _patch(dit.config)
+    return VideoGeometry(
+        channels=latent_channels(dit),
+        patch=patch,
+        fps=data.fps,
+        frames=_frames(data, patch[0]),
+        sizes=_sizes(data, patch[1:]),
+    )
+
+
+def latent_channels(dit: DitConfig) -> int:
+    """Channels of the latents that a DiT reads.
+
+    Raises: ConfigError: its in_channels is no number of channels.
+    """
+    channels = dit.config.get("in_channels", 16)
+    if type(channels) is not int or channels < 1:
+        raise ConfigError(f"model.dit.config: in_channels = {channels!r}; it is a whole number of at least 1")
+    return channels
+
+
+def most_frames(data: DataConfig) -> int:
+    """Frames of all clips of one microbatch."""
+    return math.floor(data.max_total_seconds * data.fps + _ALMOST)
+
+
+def clip_seed(job_seed: int, step: int, sample: int, index: int = 0) -> int:
+    """The seed of all random choices of one clip in one step: the same on every rank and for every layout.
+
+    The rank that needs one of a clip's choices makes a CPU generator of this seed and draws, in this order, the
+    timestep (one float32), whether the caption is dropped (one float32, uniform) and the noise ([C, F, H, W]
+    float32). So ranks that need the timestep alone draw no noise, and all agree.
+
+    Args:
+        job_seed: `debug.seed`.
+        step: of training, from 0. Batch b of a validation counts as step -1 - b, so that all validations of a job
+            meet equal noise.
+        sample, index: of its `ClipMeta`.
+    Returns: 0 .. 2**63 - 1.
+    """
+    key = f"{job_seed}/{step}/{sample}/{index}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+def _patch(dit: Mapping[str, Any]) -> tuple[int, int, int]:
+    patch = dit.get("patch_size", [1, 2, 2])
+    if not isinstance(patch, list | tuple) or len(patch) != 3 or not all(type(p) is int and p > 0 for p in patch):
+        raise ConfigError(f"model.dit.config: patch_size = {patch!r}; write [time, height, width], as [1, 2, 2]")
+    time, height, width = patch
+    return time, height, width
+
+
+def _frames(data: DataConfig, patch: int) -> tuple[int, ...]:
+    """The buckets' numbers of frames, longest first."""
+    longest = math.floor(data.max_seconds * data.fps + _ALMOST)
+    if longest < patch:
+        raise ConfigError(
+            f"data.max_seconds = {data.max_seconds} at data.fps = {data.fps} are {longest} frames, less than the "
+            f"{patch} of one patch of the DiT; raise one of them"
+        )
+    for count in data.video_frames:
+        if count % patch or count > longest:
+            raise ConfigError(
+                f"data.video_frames names {count}; it must be a multiple of the {patch} frames of one patch of the "
+                f"DiT, and at most data.max_seconds * data.fps = {longest}"
+            )
+    if data.video_frames:
+        return tuple(sorted(set(data.video_frames), reverse=True))
+    whole = longest // patch  # in patches
+    halved = [whole >> k for k in range(whole.bit_length())]
+    return tuple(sorted({patch * n for half in halved for n in (half, half * 3 // 4) if n}, reverse=True))
+
+
+def _sizes(data: DataConfig, patch: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    """The buckets' (height, width), in the order of data.video_aspects, each once."""
+    found: dict[tuple[int, int], None] = {}
+    for text in data.video_aspects:
+        columns, rows = (int(side) for side in text.split(":"))
+        height, width = math.sqrt(data.video_area * rows / columns), math.sqrt(data.video_area * columns / rows)
+        height, width = (max(1, round(side / p)) * p for side, p in zip((height, width), patch, strict=True))
+        found[height, width] = None
+    return tuple(found)

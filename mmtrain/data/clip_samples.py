@@ -1,0 +1,94 @@
+"""The samples of a text-to-video job: clips of any buckets, with their captions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmtrain.config import Config
+from mmtrain.data.batch import Batch, ClipMicrobatch
+from mmtrain.data.buckets import most_frames, video_geometry
+from mmtrain.data.clips import Clip, ClipProcessor
+from mmtrain.data.metadata import ClipMeta, MicrobatchMeta
+from mmtrain.data.packing import Limit
+from mmtrain.data.sources import open_source
+from mmtrain.data.tokenizer import job_tokenizer
+from mmtrain.data.video_records import CLIPS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReadClip:
+    """A clip with its content."""
+
+    meta: ClipMeta
+    text_ids: np.ndarray
+    """[T] int64."""
+    latents: Tensor
+    """[C, F, H, W] float32."""
+
+
+class Clips:
+    """`Samples` of clips; a microbatch holds `data.max_clips` clips of `data.max_total_seconds` together.
+
+    Raises: ConfigError: source, split or tokenizer do not exist, or the buckets do not fit the model.
+    """
+
+    text = "tokens of its caption"
+
+    def __init__(self, config: Config, split: str) -> None:
+        data, dit = config.data, config.model.dit
+        assert dit is not None
+        self._processor = ClipProcessor(job_tokenizer(config), video_geometry(dit, data), data.source_fps)
+        self._source = open_source(data, split, CLIPS)
+        self.num_samples = self._source.num_samples
+        frames = most_frames(data)
+        self.limits: tuple[Limit, ...] = (
+            Limit(
+                most=frames,
+                unit="frames",
+                key=f"data.max_total_seconds = {data.max_total_seconds} s ({frames} frames)",
+            ),
+            Limit(most=data.max_clips, unit="clips", key=f"data.max_clips = {data.max_clips} clips"),
+        )
+
+    def measured(self, sample: int) -> Clip | None:
+        """See `Samples`."""
+        record = self._source[sample]
+        return None if record is None else self._processor.clip(record)
+
+    def num_text_tokens(self, measured: Clip) -> int:
+        """Tokens of its caption."""
+        return measured.meta.num_text_tokens
+
+    def truncated(self, measured: Clip, num_tokens: int) -> Clip:
+        """See `Samples`."""
+        return self._processor.truncated(measured, num_tokens)
+
+    def size(self, measured: Clip) -> tuple[int, ...]:
+        """Its frames; and one clip."""
+        return measured.meta.frames, 1
+
+    def read(self, measured: Clip, occurrence: int) -> ReadClip:
+        """See `Samples`."""
+        meta = replace(measured.meta, index=occurrence)
+        return ReadClip(meta=meta, text_ids=measured.text_ids, latents=self._processor.latents(measured))
+
+    def emptied(self, measured: Clip, occurrence: int) -> ReadClip:
+        """Zeros in the clip's bucket, without a loss."""
+        meta = replace(measured.meta, index=occurrence, blank=True)
+        return ReadClip(meta=meta, text_ids=measured.text_ids, latents=self._processor.zeros(measured))
+
+    def batch(self, microbatches: Sequence[Sequence[ReadClip]]) -> tuple[Batch, tuple[MicrobatchMeta, ...]]:
+        """See `Samples`."""
+        metas = tuple(MicrobatchMeta(clips=tuple(clip.meta for clip in m)) for m in microbatches)
+        return Batch(clips=[_microbatch(m) for m in microbatches]), metas
+
+
+def _microbatch(clips: Sequence[ReadClip]) -> ClipMicrobatch:
+    return ClipMicrobatch(
+        text_ids=torch.from_numpy(np.concatenate([clip.text_ids for clip in clips])),
+        latents=[clip.latents for clip in clips],
+        clip_names=[(clip.meta.sample, clip.meta.index) for clip in clips],
+    )

@@ -1,0 +1,287 @@
+"""From a record of a video clip to its caption's tokens, its bucket, and the latents that the model reads."""
+
+import io
+import math
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import IO, Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmtrain.data.buckets import VideoGeometry, crop
+from mmtrain.data.metadata import ClipMeta
+from mmtrain.data.pixels import decode, header_size
+from mmtrain.data.sources import RawImage
+from mmtrain.data.video_records import VideoRecord
+from mmtrain.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Clip:
+    """One sample: its caption as tokens, its content still encoded."""
+
+    meta: ClipMeta
+    text_ids: np.ndarray
+    """[T] int64."""
+    places: tuple[int, ...]
+    """Which frames of the record are read; empty for latents, of which the first ones are."""
+    record: VideoRecord
+
+
+class ClipProcessor:
+    """Turns records into clips, and their content into latents.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer; its own special tokens are added to captions.
+        geometry: the buckets.
+        source_fps: frames a second of records that do not say; 0: those of the geometry.
+    """
+
+    def __init__(self, tokenizer: Any, geometry: VideoGeometry, source_fps: float = 0.0) -> None:
+        self.tokenizer = tokenizer
+        self.geometry = geometry
+        self._source_fps = source_fps or geometry.fps
+
+    def clip(self, record: VideoRecord) -> Clip:
+        """The tokens and the bucket of a record; content is read only up to its header.
+
+        Raises: DataError: naming the sample: a header is corrupt, or the content fits no bucket.
+        """
+        where = f"sample {record.sample}"
+        ids = np.array(self.tokenizer(record.caption, verbose=False)["input_ids"], np.int64)
+        if not len(ids):
+            raise DataError(f"{where}: its caption {record.caption!r} has no token in this tokenizer")
+        try:
+            bucket, places = self._latent_bucket(record) if record.latents else self._pixel_bucket(record)
+            num_tokens = self.geometry.num_tokens(bucket)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+        frames, height, width = bucket
+        meta = ClipMeta(
+            sample=record.sample,
+            frames=frames,
+            height=height,
+            width=width,
+            num_tokens=num_tokens,
+            num_text_tokens=len(ids),
+        )
+        return Clip(meta=meta, text_ids=ids, places=places, record=record)
+
+    def truncated(self, clip: Clip, num_tokens: int) -> Clip:
+        """The clip with the first num_tokens tokens of its caption."""
+        return replace(
+            clip, meta=replace(clip.meta, num_text_tokens=num_tokens), text_ids=clip.text_ids[:num_tokens].copy()
+        )
+
+    def latents(self, clip: Clip) -> Tensor:
+        """[C, F, H, W] float32 of a clip, in its bucket: its own latents, or pixels between -1 and 1.
+
+        Pixels stand for latents as long as no VAE encodes them; a frozen one would be applied to what `_pixels` gives,
+        by the rank that holds it.
+        Raises: DataError: naming the sample whose content is corrupt.
+        """
+        try:
+            return self._read_latents(clip) if clip.record.latents else self._pixels(clip)
+        except DataError as error:
+            raise DataError(f"sample {clip.meta.sample}: {error}") from None
+
+    def zeros(self, clip: Clip) -> Tensor:
+        """[C, F, H, W] float32 zeros in a clip's bucket."""
+        return torch.zeros(self.geometry.channels, *clip.meta.bucket)
+
+    # ------------------------------------------------------------------------------------ buckets
+
+    def _pixel_bucket(self, record: VideoRecord) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+        """The bucket of a record with frames or a video, and which of its frames it takes."""
+        if self.geometry.channels != 3:
+            raise DataError(
+                f"it has pixels, but the model reads latents of {self.geometry.channels} channels; give `latents`, or "
+                "set in_channels = 3 in model.dit.config, with which pixels are the latents"
+            )
+        fps = record.fps or self._source_fps
+        if record.video:
+            video = _open_video(record.video)
+            num_frames, (height, width) = video.num_frames, video.size
+            fps = record.fps or video.fps
+        else:
+            num_frames = len(record.frames)
+            try:
+                height, width = header_size(record.frames[0].read())
+            except DataError as error:
+                raise DataError(f"frame 0: {error}") from None
+        count = self.geometry.longest(self.geometry.sampled(num_frames, fps))
+        places = tuple(self.geometry.places(num_frames, fps, count))
+        return (count, *self.geometry.size(height, width)), places
+
+    def _latent_bucket(self, record: VideoRecord) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+        """The bucket of a record with latents, which are cut at their end, but neither sampled nor resized."""
+        assert record.latents
+        fps = record.fps or self._source_fps
+        if not math.isclose(fps, self.geometry.fps):
+            raise DataError(
+                f"its latents have {fps:g} frames a second, but data.fps = {self.geometry.fps:g}, and latents cannot "
+                "be sampled anew; make the two agree"
+            )
+        with _array_file(record.latents) as file:
+            shape, _, dtype = _header(file)
+        if len(shape) != 4 or dtype.kind != "f" or min(shape) < 1:
+            raise DataError(
+                f"its latents are {dtype} of shape {shape}; they must be floats of shape [channels, frames, height, "
+                "width]"
+            )
+        channels, frames, height, width = shape
+        if channels != self.geometry.channels:
+            raise DataError(
+                f"its latents have {channels} channels, but in_channels of model.dit.config is "
+                f"{self.geometry.channels}; make the two agree"
+            )
+        return (self.geometry.longest(frames), height, width), ()
+
+    # ------------------------------------------------------------------------------------ content
+
+    def _read_latents(self, clip: Clip) -> Tensor:
+        assert clip.record.latents
+        with _array_file(clip.record.latents) as file:
+            try:
+                found = np.lib.format.read_array(file, allow_pickle=False)
+            except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+                raise DataError(f"the content of its latents is corrupt: {_one_line(error)}") from None
+        values = np.ascontiguousarray(found[:, : clip.meta.frames], np.float32)
+        if not np.isfinite(values).all():
+            raise DataError("its latents hold values that are not finite")
+        if (values.shape[0], *clip.meta.bucket) != values.shape:
+            raise DataError(f"its latents have become {values.shape} since they were read first")
+        return torch.from_numpy(values)
+
+    def _pixels(self, clip: Clip) -> Tensor:
+        """[3, F, H, W] float32 between -1 and 1."""
+        size = (clip.meta.height, clip.meta.width)
+        if clip.record.video:
+            pictures: Iterator[Image.Image] = iter(_open_video(clip.record.video).read(clip.places))
+        else:
+            pictures = _read_frames(clip.record.frames, clip.places)
+        frames_FHWC = np.stack([_resized(picture, size) for picture in pictures])
+        values = frames_FHWC.astype(np.float32) / np.float32(127.5) - np.float32(1)
+        return torch.from_numpy(np.ascontiguousarray(values.transpose(3, 0, 1, 2)))
+
+
+def _read_frames(frames: Sequence[RawImage], places: Sequence[int]) -> Iterator[Image.Image]:
+    """The frames of some places; a place that follows itself is decoded once."""
+    first: tuple[int, int] | None = None
+    last, picture = -1, None
+    for place in places:
+        if place != last or picture is None:
+            try:
+                picture, last = decode(frames[place].read()), place
+            except DataError as error:
+                raise DataError(f"frame {place}: {error}") from None
+            first = first or picture.size
+            if picture.size != first:
+                raise DataError(f"frame {place} has {picture.size} pixels (width, height), but frame 0 has {first}")
+        yield picture
+
+
+def _resized(picture: Image.Image, size: tuple[int, int]) -> np.ndarray:
+    """[H, W, 3] uint8: the picture's middle, in the size (height, width)."""
+    if (picture.height, picture.width) != size:
+        height, width = size
+        box = crop(picture.height, picture.width, size)
+        picture = picture.resize((width, height), resample=Image.Resampling.BICUBIC, box=box)
+    return np.asarray(picture)
+
+
+# ---------------------------------------------------------------------------------------------- arrays
+
+
+@contextmanager
+def _array_file(raw: RawImage) -> Iterator[IO[bytes]]:
+    """The .npy content of a .npy file, or of the one array (or the one called `latents`) of a .npz file.
+
+    Raises: DataError: it is neither.
+    """
+    with raw.open() as file:
+        start = file.read(2)
+        file.seek(0)
+        if start != b"PK":
+            yield file
+            return
+        try:
+            archive = zipfile.ZipFile(file)
+        except (zipfile.BadZipFile, OSError) as error:
+            raise DataError(f"its latents are a damaged .npz file: {_one_line(error)}") from None
+        with archive:
+            names = [name for name in archive.namelist() if name.endswith(".npy")]
+            chosen = "latents.npy" if "latents.npy" in names else names[0] if len(names) == 1 else None
+            if chosen is None:
+                has = ", ".join(name.removesuffix(".npy") for name in names) or "none"
+                raise DataError(f"its .npz file has the arrays {has}; name one of them `latents`")
+            with archive.open(chosen) as member:
+                yield member
+
+
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, order and dtype of a .npy file, without its content."""
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        return read(file)
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"its latents are no .npy or .npz file: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+# ---------------------------------------------------------------------------------------------- videos
+
+
+class _Video:
+    """A video file, decoded by torchcodec."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+        found = decoder.metadata
+        if not all((found.num_frames, found.average_fps, found.height, found.width)):
+            raise DataError("it does not say how many frames, how many a second, or of which size it has")
+        self.num_frames: int = found.num_frames
+        self.fps: float = found.average_fps
+        self.size: tuple[int, int] = (found.height, found.width)
+
+    def read(self, places: Sequence[int]) -> list[Image.Image]:
+        """The frames of some places.
+
+        Raises: DataError: the content is corrupt.
+        """
+        try:
+            frames_FCHW = self._decoder.get_frames_at(indices=list(places)).data
+        except Exception as error:  # whatever the codec says
+            raise DataError(f"the content of its video is corrupt: {_one_line(error)}") from None
+        return [Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames_FCHW]
+
+
+def _open_video(raw: RawImage) -> _Video:
+    try:
+        from torchcodec.decoders import VideoDecoder
+    except Exception as error:  # not installed, or installed without the libraries of FFmpeg
+        reason = "" if isinstance(error, ModuleNotFoundError) else f" ({_one_line(error)[:200]})"
+        raise DataError(
+            f"it has a `video`, which needs the package torchcodec and FFmpeg{reason}; install them, or give the clip "
+            "as `frames` (a list of pictures) or `latents` (an array)"
+        ) from None
+    try:
+        return _Video(VideoDecoder(raw.data if raw.data is not None else raw.path))
+    except Exception as error:  # whatever the codec says
+        raise DataError(f"its video cannot be opened: {_one_line(error)}") from None
+
+
+def npy_bytes(values: np.ndarray) -> bytes:
+    """An array as the bytes of a .npy file, for a column `latents`."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, np.ascontiguousarray(values), allow_pickle=False)
+    return buffer.getvalue()

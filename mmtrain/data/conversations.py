@@ -1,0 +1,123 @@
+"""The samples of a job that reads conversations: packed documents of text, and pictures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmtrain.config import Config
+from mmtrain.data.batch import Batch, Microbatch
+from mmtrain.data.geometry import ImageGeometry, image_geometry
+from mmtrain.data.metadata import MicrobatchMeta
+from mmtrain.data.packing import Limit
+from mmtrain.data.pixels import PixelRules, pixel_rules
+from mmtrain.data.processor import Document, Processor
+from mmtrain.data.sources import CONVERSATIONS, open_source
+from mmtrain.data.tokenizer import job_tokenizer
+from mmtrain.errors import ConfigError
+from mmtrain.models.families import encoder_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReadDocument:
+    """A document with the content of its pictures."""
+
+    document: Document
+    pixels: Sequence[Tensor]
+
+
+class Conversations:
+    """`Samples` of documents; a microbatch holds `training.seq_len` tokens.
+
+    Raises: ConfigError: source, split, tokenizer or image processor do not exist or do not fit the model.
+    """
+
+    text = "tokens"
+
+    def __init__(self, config: Config, split: str) -> None:
+        self._source = open_source(config.data, split, CONVERSATIONS)
+        self._processor = make_processor(config)
+        most = config.training.seq_len
+        self.num_samples = self._source.num_samples
+        self.limits: tuple[Limit, ...] = (Limit(most=most, unit="tokens", key=f"training.seq_len = {most} tokens"),)
+
+    def measured(self, sample: int) -> Document | None:
+        """See `Samples`."""
+        record = self._source[sample]
+        return None if record is None else self._processor.document(record)
+
+    def num_text_tokens(self, measured: Document) -> int:
+        """All tokens of a document, those of pictures too."""
+        return measured.meta.num_tokens
+
+    def truncated(self, measured: Document, num_tokens: int) -> Document:
+        """See `Samples`."""
+        return self._processor.truncated(measured, num_tokens)
+
+    def size(self, measured: Document) -> tuple[int, ...]:
+        """Its tokens."""
+        return (measured.meta.num_tokens,)
+
+    def read(self, measured: Document, occurrence: int) -> ReadDocument:
+        """See `Samples`."""
+        return ReadDocument(document=measured, pixels=self._processor.pixels(measured))
+
+    def emptied(self, measured: Document, occurrence: int) -> ReadDocument:
+        """The text of the document, without pictures and targets."""
+        return ReadDocument(document=self._processor.without_images(measured), pixels=())
+
+    def batch(self, microbatches: Sequence[Sequence[ReadDocument]]) -> tuple[Batch, tuple[MicrobatchMeta, ...]]:
+        """See `Samples`."""
+        metas = tuple(MicrobatchMeta(documents=tuple(read.document.meta for read in m)) for m in microbatches)
+        return Batch(microbatches=[_microbatch(m, self._processor.image_token_id) for m in microbatches]), metas
+
+
+def make_processor(config: Config) -> Processor:
+    """The processor of a job: its tokenizer, chat template, picture geometry and pixel rules.
+
+    Raises: ConfigError: a part does not exist, or they do not fit together.
+    """
+    tokenizer = job_tokenizer(config)
+    geometry, rules = picture_rules(config)
+    return Processor(tokenizer, config.tokenizer.image_token, geometry, rules, blank_images=config.data.blank_images)
+
+
+def picture_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None]:
+    """How pictures become encoder input; None, None for a model without an encoder.
+
+    Raises: ConfigError: encoder, projector, data.image_processor and area limits do not fit together.
+    """
+    if config.model.encoder is None:
+        return None, None
+    encoder = encoder_config(config.model.encoder)
+    rules = pixel_rules(encoder["model_type"], config.data.image_processor)
+    fixed = bool(encoder.get("image_size"))
+    geometry = image_geometry(
+        encoder,
+        spatial_merge=config.model.projector.spatial_merge,
+        min_pixels=config.data.min_pixels or (0 if fixed else rules.min_pixels),
+        max_pixels=config.data.max_pixels or (0 if fixed else rules.max_pixels),
+    )
+    if fixed and rules.image_size not in (0, geometry.image_size):
+        raise ConfigError(
+            f"data.image_processor = {config.data.image_processor!r} makes pictures of side "
+            f"{rules.image_size}, but the encoder's image_size is {geometry.image_size}; use its own one"
+        )
+    return geometry, rules
+
+
+def _microbatch(read: Sequence[ReadDocument], image_token_id: int) -> Microbatch:
+    documents = [item.document for item in read]
+    ids = np.concatenate([document.input_ids for document in documents])
+    positions = np.concatenate([np.arange(document.meta.num_tokens) for document in documents])
+    labels = np.concatenate([document.labels for document in documents])
+    return Microbatch(
+        input_ids=torch.from_numpy(ids),
+        position_ids=torch.from_numpy(positions),
+        labels=torch.from_numpy(labels),
+        image_slots=torch.from_numpy(np.flatnonzero(ids == image_token_id)),
+        pixel_values=[pixels for item in read for pixels in item.pixels],
+        image_names=[(image.sample, image.index) for d in documents for image in d.meta.images],
+    )

@@ -1,0 +1,98 @@
+"""Records of video clips with captions: what a row of a source must hold to become one.
+
+A row has `caption`, and one of: `frames` (a list of pictures: the `Image` feature, or in jsonl paths relative
+to the file; or one folder, whose pictures in the order of their names are the frames), `latents` (a .npy or
+.npz file, as a path or its bytes) or `video` (the `Video` feature, or a path). `fps` may stand beside them.
+All content stays encoded.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mmtrain.data.sources import RawImage, RecordForm, check_column, raw_image
+from mmtrain.errors import ConfigError, DataError
+
+CONTENTS = ("frames", "latents", "video")
+"""The columns of which a record has one."""
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+"""Endings of the files of a folder that are its frames."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoRecord:
+    """One clip as the source holds it: frames, or latents, or a video file."""
+
+    sample: int
+    """Its index in the source."""
+    caption: str
+    frames: tuple[RawImage, ...] = ()
+    latents: RawImage | None = None
+    """A .npy or .npz file."""
+    video: RawImage | None = None
+    fps: float | None = None
+    """Frames (or latent frames) a second; None: the record does not say."""
+
+
+def make_video_record(row: Any, index: int, name: str, folder: str = "") -> VideoRecord:
+    """The clip of a row.
+
+    Raises: DataError: a column is missing or of another form, or it has not exactly one kind of content.
+    """
+    where = f"sample {index} of {name}"
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: a {type(row).__name__}; it must have a `caption` and frames, latents or a video")
+    caption = row.get("caption")
+    if not isinstance(caption, str) or not caption.strip():
+        shown = "no `caption`" if caption is None else f"`caption` = {caption!r}"
+        raise DataError(f"{where}: {shown}; it must be a text that is not empty")
+    held = [column for column in CONTENTS if row.get(column) is not None]
+    if len(held) != 1:
+        has = " and ".join(f"`{column}`" for column in held) or ", ".join(map(str, row))
+        raise DataError(f"{where}: it has {has}; it must have one of `frames`, `latents` and `video`")
+    fps = row.get("fps")
+    if fps is not None and (type(fps) not in (int, float) or not 0 < fps < math.inf):
+        raise DataError(f"{where}: `fps` = {fps!r}; it must be a number above 0")
+    made = VideoRecord(sample=index, caption=caption, fps=None if fps is None else float(fps))
+    return _with_content(made, held[0], row[held[0]], where, folder)
+
+
+def _with_content(record: VideoRecord, column: str, value: Any, where: str, folder: str) -> VideoRecord:
+    if column == "latents":
+        return replace(record, latents=raw_image(value, f"`latents` of {where}", folder))
+    if column == "video":
+        return replace(record, video=raw_image(value, f"`video` of {where}", folder))
+    return replace(record, frames=_frames(value, where, folder))
+
+
+def _frames(value: Any, where: str, folder: str) -> tuple[RawImage, ...]:
+    if isinstance(value, str):
+        return _folder_frames(Path(folder) / value, where)
+    if not isinstance(value, list) or not value:
+        shown = "an empty list" if isinstance(value, list) else f"a {type(value).__name__}"
+        raise DataError(f"{where}: `frames` is {shown}; it must be a list of pictures, or one folder of them")
+    return tuple(raw_image(frame, f"frame {i} of {where}", folder) for i, frame in enumerate(value))
+
+
+def _folder_frames(path: Path, where: str) -> tuple[RawImage, ...]:
+    if not path.is_dir():
+        raise DataError(f"{where}: `frames` names {path}, which is no folder; name a folder, or list the pictures")
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in PICTURES)
+    if not files:
+        raise DataError(f"{where}: its folder {path} has no picture; its endings are {', '.join(PICTURES)}")
+    return tuple(RawImage(data=None, path=str(file)) for file in files)
+
+
+def _check(name: str, columns: list[str]) -> None:
+    check_column("caption", name, columns)
+    if not set(CONTENTS) & set(columns):
+        raise ConfigError(
+            f"data.source {name} has none of the columns `frames`, `latents` and `video`; it has {', '.join(columns)}"
+        )
+
+
+CLIPS = RecordForm(check=_check, make=make_video_record)
+"""Records of video clips with captions."""
