@@ -23,6 +23,8 @@ from mmtrain.planner.memory_options import (
 )
 from mmtrain.planner.partition import Partition, StageSpec
 from mmtrain.schedule.action import Kind
+from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.library.memory import choose_options
 from mmtrain.schedule.problem import Option, PlanningProblem
 
 LEAST_BACKWARD_S = 1e-9
@@ -52,7 +54,8 @@ def make_problem(
     Of a split backward, the second half makes the weight gradients of linear layers; convolutions have theirs in the
     first. Between the halves the inputs of the linear layers and the gradients of their outputs are held.
 
-    The backward of a recomputed block repeats its forward; while it does, that block is there in full.
+    The backward of a recomputed block repeats its forward; while it does, that block is there in full. Offloaded blocks
+    come back three at a time: where the limits have no room for that, nothing is offloaded in this iteration.
 
     Args:
         costs: what layers and transfers take.
@@ -93,15 +96,44 @@ def make_problem(
         p2p=costs.p2p,
         memory_limit_bytes=limits,
     )
+    fewer = tuple(how for how in prices.strategies if how is not BlockMemory.OFFLOAD)
+    if 0 < len(fewer) < len(prices.strategies) and not _fits(problem):
+        return make_problem(
+            spec,
+            partition,
+            batching,
+            costs,
+            planner_config,
+            memory=replace(memory, strategies=fewer),
+            limits=limits,
+            shares=shares,
+            splits_backward=splits_backward,
+            forward_only=forward_only,
+        )
     for rank, limit in enumerate(problem.memory_limit_bytes):
         if limit is not None and problem.held_limit_bytes[rank] == 0.0:
-            most = max(option.restored_bytes for options in problem.costs for option in options)
+            most = max(
+                option.restored_bytes
+                for node in problem.graph.nodes()
+                if problem.graph.stage_rank[node[0]] == rank
+                for option in problem.options(*node)
+            )
             raise PlanError(
                 f"pp_rank {rank}: what the backward of one block computes again or brings back takes up to "
                 f"{most / _GIB:.3g} GiB alone, over the memory limit of {limit / _GIB:.3g} GiB for activations; raise "
-                "the limit, or lower training.seq_len or model.encoder.sub_microbatch_size"
+                "planner.memory_limit (or activation_memory_gib), or lower training.seq_len or "
+                "model.encoder.sub_microbatch_size"
             )
     return problem
+
+
+def _fits(problem: PlanningProblem) -> bool:
+    """Whether each microbatch fits alone, beside the room that the ranks leave for what backwards bring back."""
+    try:
+        choose_options(problem, clusters(problem.graph))
+    except PlanError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +244,11 @@ class _Prices:
         self._layers: dict[tuple[str, int, WorkSize, bool, BlockMemory], _LayerPrice] = {}
         self._offers: dict[tuple[int, bool, WorkSize | None], Offer] = {}
         self._chains: dict[tuple[str, WorkSize, bool], list[_StagePrice]] = {}
+
+    @property
+    def strategies(self) -> tuple[BlockMemory, ...]:
+        """Among which blocks may choose; empty: they may not."""
+        return self._memory.strategies
 
     def chain(self, module: str, size: WorkSize, grad: bool) -> list[_StagePrice]:
         """What each stage of a module takes for a work. Args: grad: whether a gradient has to leave its first layer."""

@@ -162,7 +162,9 @@ class IterationPlanner:
     def first(self, iteration: Iteration) -> PlanResult:
         """The plan of the schedule, or why there is none; equal on every rank, and never an exception.
 
-        Where the schedule's own choice of memory options fits into no limit, they are chosen for its orders.
+        Where the schedule's own choice of memory options fits into no limit, they are chosen for its orders; where no
+        choice fits into these, and the planner may make the orders, it is the plan of `interleave`, which keeps limits:
+        a search that is late must not end a job.
         """
         problem = iteration.problem
         try:
@@ -170,7 +172,10 @@ class IterationPlanner:
         except PlanError as error:  # of schedules that bound memory by their own rule
             found = PlanResult(status="infeasible", message=str(error))
         if found.plan is None and any(len(options) > 1 for options in problem.costs):
-            return _fitted(problem, self.schedule) or found
+            found = _fitted(problem, self.schedule) or found
+        if found.plan is None and self.section.enable and self.section.interleave:
+            bounded = make_plan(problem, "interleave")
+            found = bounded if bounded.plan is not None else found
         return found
 
     def finish(self, iteration: Iteration, result: PlanResult) -> IterationPlan:
@@ -251,7 +256,10 @@ class IterationPlanner:
 
 def _fitted(problem: PlanningProblem, schedule: str) -> PlanResult | None:
     """The orders of a schedule with memory options that fit; None: none do."""
-    free = make_plan(replace(problem, memory_limit_bytes=(None,) * problem.graph.num_ranks), schedule)
+    try:
+        free = make_plan(replace(problem, memory_limit_bytes=(None,) * problem.graph.num_ranks), schedule)
+    except PlanError:  # not a matter of memory
+        return None
     plan = fit_memory(problem, free.plan) if free.plan is not None else None
     if plan is None:
         return None

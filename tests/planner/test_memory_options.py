@@ -237,9 +237,36 @@ def test_the_first_plan_of_any_schedule_fits_if_its_orders_can() -> None:
     program = limited.finish(iteration, found).program
     assert program.memory and set(program.memory.values()) - {"keep"}
     assert program.hash != planner.finish(planner.prepare(meta, searched=True), free).program.hash
-    # Without a choice the schedule's own plan is over the limit, and says so.
+    # Without a choice the schedule's own plan is over the limit. Where the planner may not make the orders, it says so;
+    # else the first plan is of a schedule that keeps limits, since a search that is late must not end a job.
     fixed = replace(limited, memory=limited.memory.fixed)
-    assert fixed.first(fixed.prepare(meta, searched=True)).status == "infeasible"
+    iteration = fixed.prepare(meta, searched=True)
+    bounded = fixed.first(iteration)
+    assert bounded.timeline is not None and bounded.message == "the order of schedule interleave"
+    assert all(peak <= limit for peak, limit in zip(bounded.timeline.peak_bytes, limits, strict=True))
+    given = replace(fixed, section=replace(fixed.section, interleave=False))
+    assert given.first(iteration).status == "infeasible"
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5])
+def test_a_strategy_more_never_makes_a_limit_impossible(share: float) -> None:
+    """Three offloaded blocks come back at once: here that is more than the limit, and more than recomputing needs."""
+    job = config.load("debug_vlm.toml", ["--planner.enable=true"])
+    meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
+    planner = IterationPlanner.of(job)
+    free = planner.first(planner.prepare(meta, searched=True))
+    assert free.timeline is not None
+    limits = [share * max(free.timeline.peak_bytes)] * 2
+    found = {}
+    for more in ((), ("offload",)):
+        limited = replace(planner.with_limits(limits), memory=planned("keep", "selective", "recompute", *more))
+        iteration = limited.prepare(meta, searched=True)
+        found[more] = limited.first(iteration)
+        assert found[more].plan is not None
+    assert all("offload" not in option.name for options in iteration.problem.costs for option in options)
+    roomy = replace(planner.with_limits([1e9] * 2), memory=planned("keep", "selective", "recompute", "offload"))
+    problem = roomy.prepare(meta, searched=True).problem
+    assert any("offload" in option.name for options in problem.costs for option in options)
 
 
 def test_options_do_not_depend_on_which_size_of_a_class_came_first() -> None:
