@@ -108,8 +108,13 @@ def offer(
     places: tuple[tuple[int, ...], ...],
     num_blocks: int,
 ) -> Offer:
-    """The mixes of `mixes`, as those of a stage. Arguments as of `stage_memory`."""
+    """The mixes of `mixes`, as those of a stage, and in any case that which keeps all, if it may: nothing is faster,
+    and its backward brings nothing back, for which the planner would leave room. Arguments as of `stage_memory`."""
     found = mixes(kinds, rest, host)
+    if BlockMemory.KEEP in strategies:
+        at = strategies.index(BlockMemory.KEEP)
+        keep = tuple(tuple(kind.count * (i == at) for i in range(len(strategies))) for kind in kinds)
+        found = [keep, *(counts for counts in found if counts != keep)]
     return Offer(
         names=tuple(str(stage_memory(counts, strategies, places, num_blocks)) for counts in found),
         counts=np.array(found, np.int64).reshape(len(found), -1),

@@ -28,7 +28,9 @@ from mmtrain.planner.memory_options import (
     stage_memory,
 )
 from mmtrain.planner.partition import partition
+from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.planner.workloads import Bins, draw
+from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import Option, PlanningProblem
 from tests.planner.specs import META, microbatch, vlm
 
@@ -190,6 +192,33 @@ def test_amounts_of_a_mix_are_those_of_its_blocks() -> None:
     # The second stage's input waits for its gradient on the device.
     assert {o.name: o for o in found.options(1, 0)}["offload"].activation_bytes == 52 * 2
     assert all(option.weight_bytes == keep.weight_bytes for option in more)
+
+
+def test_keeping_all_is_offered_even_where_offloading_is_free() -> None:
+    free = replace(CONFIG, host_bytes_per_s=1e12)
+    spec, batching = vlm(), make_batching(META, vlm())
+    sizes = dict(zip(("vision", "language"), batching.size_of, strict=False))
+    parts = partition(spec, 2, {"vision": 1, "language": 1}, sizes)
+    names = planned("keep", "recompute", "offload")
+    found = make_problem(spec, parts, batching, FlopsCosts.of(free), free, memory=names, limits=[1e9, 1e9])
+    assert [option.name for option in found.options(0, 0)] == ["keep", "offload"]
+
+
+def test_where_all_can_be_kept_it_is() -> None:
+    """Room for what recomputation would bring back must not cost a plan that recomputes nothing."""
+    job = config.load("debug_vlm.toml", ["--training.global_batch_size=8"])
+    meta = draw("mix", Bins.typical(job), seed=0, iteration=0)
+    planner = replace(IterationPlanner.of(job), section=replace(job.planner, split_backward=False))
+    free = planner.first(planner.prepare(meta, searched=True))
+    assert free.timeline is not None
+    for names in (("keep",), ("keep", "selective", "recompute"), ("keep", "recompute", "offload")):
+        limited = replace(planner, memory=planned(*names)).with_limits(free.timeline.peak_bytes)
+        problem = limited.problem(meta, searched=True)[1]
+        result = search(problem, SearchOptions(budget_evaluations=200))
+        assert result.timeline is not None and result.plan is not None
+        assert result.timeline.makespan_s <= free.timeline.makespan_s * (1 + 1e-9), names
+        check(result.plan, problem)
+        assert result.evaluations <= 210
 
 
 def test_a_stage_without_a_backward_has_no_choice() -> None:

@@ -94,6 +94,9 @@ def search(
 
     An infeasible problem is a result with that status and a sentence, never an exception.
 
+    Room is left on each rank for the most that any option's backward brings back, chosen or not. Where options without
+    that exist for everything, half of the budget goes to plans of these alone, which have all of the limit.
+
     Args: cancelled: asked now and then; the search ends early where it says True.
     Raises: PlanError: no budget at all.
     """
@@ -101,6 +104,45 @@ def search(
         return replace(make_plan(problem, "interleave"), seed=options.seed)
     if not options.budget_evaluations and not options.budget_s:
         raise PlanError("the search has no budget and would never end; give it evaluations or seconds")
+    kept = _without_restoring(problem) if options.memory else None
+    if kept is None:
+        return _search(problem, options, cancelled)
+    half = replace(options, budget_evaluations=-(-options.budget_evaluations // 2), budget_s=options.budget_s / 2)
+    lean, original = kept
+    one = _search(lean, half, cancelled)
+    if one.plan is not None:
+        place = problem.graph.place
+        back = {
+            (stage, work): original[problem.cost_index[work][place[stage][1]]][option]
+            for (stage, work), option in one.plan.options.items()
+        }
+        plan = Plan(problem.graph, one.plan.orders, {node: option for node, option in back.items() if option})
+        check(plan, problem)
+        one = replace(one, plan=plan)
+        assert one.timeline is not None
+        if one.timeline.makespan_s <= lower_bound_s(problem) * (1 + 1e-9):
+            return one
+    two = _search(problem, half, cancelled)
+    best = min((one, two), key=lambda r: math.inf if r.timeline is None else r.timeline.makespan_s)
+    best = two if best.plan is None else best
+    evaluations = one.evaluations + two.evaluations
+    message = best.message.replace(f"best of {best.evaluations} ", f"best of {evaluations} ", 1)
+    return replace(best, evaluations=evaluations, message=message)
+
+
+def _without_restoring(problem: PlanningProblem) -> tuple[PlanningProblem, list[list[int]]] | None:
+    """The problem with those options alone whose backwards bring nothing back, and which they were; None: some have no
+    such option, all are such options, or there is no limit that this matters for."""
+    if all(limit is None for limit in problem.memory_limit_bytes):
+        return None
+    kept = [[i for i, option in enumerate(options) if not option.restored_bytes] for options in problem.costs]
+    if not all(kept) or all(len(mine) == len(options) for mine, options in zip(kept, problem.costs, strict=True)):
+        return None
+    costs = tuple(tuple(options[i] for i in mine) for mine, options in zip(kept, problem.costs, strict=True))
+    return replace(problem, costs=costs), kept
+
+
+def _search(problem: PlanningProblem, options: SearchOptions, cancelled: Callable[[], bool]) -> PlanResult:
     try:
         only = None if options.memory else choose_options(problem, clusters(problem.graph))
     except PlanError as error:
