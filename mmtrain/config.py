@@ -704,6 +704,15 @@ def _check_memory_limit(config: Config) -> None:
     if schedule in MEMORY_BOUNDED_SCHEDULES:
         return
     bounded = " and ".join(map(repr, MEMORY_BOUNDED_SCHEDULES))
+    chooses = config.activation_checkpoint.mode == "none" and len(section.memory_strategies) > 1
+    if section.memory_limit and section.enable and section.memory and not (section.interleave or chooses):
+        raise ConfigError(
+            f'planner.memory_limit = "{section.memory_limit}" with planner.interleave = false: the orders are those of '
+            f'"{schedule}", which has its own rule of memory, and activation_checkpoint.mode = '
+            f'"{config.activation_checkpoint.mode}" with planner.memory_strategies = {section.memory_strategies} leaves '
+            f"no choice of memory either. Set planner.interleave = true, mode none and more strategies, or one of the "
+            f"schedules {bounded}"
+        )
     if section.memory_limit and not (section.enable and section.memory):
         switch = "enable" if not section.enable else "memory"
         raise ConfigError(

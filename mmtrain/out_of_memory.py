@@ -115,7 +115,9 @@ def advice(scene: Scene, asked: float | None) -> str:
     section, config = scene.config.planner, scene.config
     mine, taken = scene.budget.ranks[scene.pp_rank], (scene.measured_bytes or 0.0) + (asked or 0.0)
     words = []
-    if mine.limit_bytes is None:
+    if mine.limit_bytes is None and section.activation_memory_gib:
+        words.append(f"lower planner.activation_memory_gib (it is {section.activation_memory_gib:g})")
+    elif mine.limit_bytes is None:
         words.append('set planner.memory_limit, such as "90%", so that plans keep within it')
     elif scene.measured_bytes is not None and taken <= mine.limit_bytes:
         words.append(
@@ -151,7 +153,9 @@ def _write(folder: Path, error: BaseException, scene: Scene) -> None:
     write_text(aside / "prediction.json", json.dumps(_prediction(error, scene), indent=1) + "\n")
     scene.plan.problem.write(aside / "problem.json.gz")
     write_text(aside / "plan.json", plan_to_json(scene.plan.problem, scene.plan.result))
-    (aside / "program.txt").write_text(f"{scene.plan.program}\n")
+    program = scene.plan.program
+    options = "".join(f"stage {stage}, work {work}: {name}\n" for (stage, work), name in sorted(program.memory.items()))
+    (aside / "program.txt").write_text(f"{program}\n\n{options}")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(aside, folder)
 

@@ -99,7 +99,8 @@ class PeakMeter:
     def peak_bytes(self) -> float | None:
         """The peak since `start`; None: this system does not say."""
         if self._device.type == "cuda":
-            return float(torch.cuda.max_memory_allocated(self._device)) + self._process_bytes
+            outside = max(self._process_bytes, _cuda_memory(self._device)[1])  # NCCL's buffers come later
+            return float(torch.cuda.max_memory_allocated(self._device)) + outside
         return _status_bytes("VmHWM") if self._resets else None
 
 

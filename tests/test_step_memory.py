@@ -63,6 +63,8 @@ def test_a_peak_on_a_gpu_is_the_allocators_beside_the_context():
     before = torch.cuda.memory_allocated()
     tensor = torch.ones(64 * MIB, device="cuda")
     del tensor
-    assert meter.peak_bytes() == before + (256 + 500) * MIB
+    free, total = torch.cuda.mem_get_info()
+    outside = max(500 * MIB, total - free - torch.cuda.memory_reserved())
+    assert meter.peak_bytes() == pytest.approx(before + 256 * MIB + outside, abs=64 * MIB)
     meter.start()
-    assert meter.peak_bytes() == before + 500 * MIB
+    assert meter.peak_bytes() == pytest.approx(before + outside, abs=64 * MIB)

@@ -276,3 +276,14 @@ def test_the_partition_search_knows_the_limit():
         job = config.load("debug_vlm.toml", [f"planner.memory_limit={text}"])
         typical = TypicalIterations.draw(job, planner.spec, planner.costs, 8, most_microbatches=2, most_iterations=1)
         assert math.isfinite(typical.seconds(planner.partition)) == finite
+
+
+def test_a_limit_that_neither_orders_nor_options_can_keep_is_refused() -> None:
+    base = [
+        "planner.enable=true", "planner.interleave=false", "planner.memory_limit=4GiB",
+        "parallelism.pipeline_parallel_schedule=1F1B",
+    ]  # fmt: skip
+    config.load("debug_vlm.toml", [f"--{key}" for key in base])
+    for more in ('activation_checkpoint.mode="full"', 'planner.memory_strategies=["keep"]'):
+        with pytest.raises(ConfigError, match="no choice of memory either"):
+            config.load("debug_vlm.toml", [f"--{key}" for key in (*base, more)])
