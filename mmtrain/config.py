@@ -709,9 +709,9 @@ def _check_memory_limit(config: Config) -> None:
         raise ConfigError(
             f'planner.memory_limit = "{section.memory_limit}" with planner.interleave = false: the orders are those of '
             f'"{schedule}", which has its own rule of memory, and activation_checkpoint.mode = '
-            f'"{config.activation_checkpoint.mode}" with planner.memory_strategies = {section.memory_strategies} leaves '
-            f"no choice of memory either. Set planner.interleave = true, mode none and more strategies, or one of the "
-            f"schedules {bounded}"
+            f'"{config.activation_checkpoint.mode}" with planner.memory_strategies = {section.memory_strategies} '
+            "leaves no choice of memory either. Set planner.interleave = true, mode none and more strategies, or one "
+            f"of the schedules {bounded}"
         )
     if section.memory_limit and not (section.enable and section.memory):
         switch = "enable" if not section.enable else "memory"
