@@ -131,10 +131,33 @@ class LoRAConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DitConfig:
-    """[model.dit]: the diffusion transformer of a text-to-video job; [model.language] is then its text encoder."""
+    """[model.dit]: the diffusion transformer of a text-to-video model, which [model.language] encodes the prompts for.
 
+    Such a model can be simulated and planned, but not trained yet."""
+
+    pretrained: str = ""
+    """Hugging Face id or local folder of the transformer alone; its config.json decides the shape. Or give `config`."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Inline config with the keys of its class in `diffusers`: in_channels, patch_size = [time, height, width], ..."""
+    """Inline config with `model_type = "wan"` and the keys of diffusers' WanTransformer3DModel; `text_dim` is the width
+    of the text encoder. The weights are then random."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """With `pretrained`: load its weights, or take only its shape."""
+    trainable: Trainable = True
+    """true: train it; false: keep it fixed; "lora" is refused for now."""
+    num_segments: int = 0
+    """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says."""
+    pipeline_layout: str = ""
+    """Layers of each chunk in the manner of Megatron's layouts, "Et*3|t*4|t*4|t*3,L", see docs/models.md; P x K
+    chunks, which also sets K. Empty: chunks of equal work."""
+    sub_microbatch_size: int = 0
+    """Clips in one sub-microbatch; a microbatch with N clips runs as ceil(N / size), each with a work of the text
+    encoder for its own prompts. 0: all clips of the microbatch."""
+
+    def __post_init__(self) -> None:
+        _check_source("model.dit", self, example="wan")
+        _at_least("model.dit", self, num_segments=0, sub_microbatch_size=0)
+        if self.trainable == "lora":
+            raise ConfigError('model.dit.trainable = "lora": the DiT has no adapters yet; set true or false')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -673,7 +696,8 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"checkpoint.load_step = {config.checkpoint.load_step}, but checkpoint.enable = false; set it to true"
         )
-    modules = [config.model.language] + ([config.model.encoder] if config.model.encoder else [])
+    modules: list[LanguageConfig | EncoderConfig | DitConfig] = [config.model.language]
+    modules += [module for module in (config.model.encoder, config.model.dit) if module is not None]
     projector = config.model.encoder is not None and config.model.projector.trainable
     if not projector and not any(module.trainable for module in modules):
         raise ConfigError("model: every module has trainable = false, so there is nothing to train; change one")
@@ -688,6 +712,7 @@ def check(config: Config) -> None:
         )
     _check_encoder_parallelism(config)
     _check_data(config)
+    _check_dit(config)
     _check_partition(config)
     if config.planner.enable and config.planner.patience_s >= config.comm.timeout_seconds:
         raise ConfigError(
@@ -766,12 +791,53 @@ def _check_partition(config: Config) -> None:
             ("model.encoder.num_segments", encoder.num_segments),
             ("model.encoder.pipeline_layout", encoder.pipeline_layout),
         ]
+    if config.model.dit is not None:
+        keys += [
+            ("model.dit.num_segments", config.model.dit.num_segments),
+            ("model.dit.pipeline_layout", config.model.dit.pipeline_layout),
+        ]
     for key, value in keys:
         if value:
             raise ConfigError(
                 f'planner.partition = "{how}" cuts all modules as one chain, but {key} = {value!r} cuts a module by '
                 'itself; remove it, or set planner.partition = "search"'
             )
+
+
+def _check_dit(config: Config) -> None:
+    """Refuses what does not go with a text-to-video model."""
+    model = config.model
+    if model.dit is None:
+        return
+    if model.encoder is not None:
+        raise ConfigError(
+            "[model.dit] and [model.encoder] are both set, but a text-to-video model reads prompts and latents alone; "
+            "remove one of the two"
+        )
+    if model.projector != ProjectorConfig():
+        raise ConfigError("[model.projector] has no effect with [model.dit], which projects the text itself; remove it")
+    if model.language.attention_mask != "causal":
+        raise ConfigError(
+            f'model.language.attention_mask = "{model.language.attention_mask}" has no effect with [model.dit]: the '
+            "text encoder reads prompts, without pictures or answers; remove it"
+        )
+    if config.parallelism.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            'parallelism.fsdp_reshard_after_forward = "always" with [model.dit]: a block of the DiT runs once for each '
+            'clip, and would gather its parameters as often; set "step"'
+        )
+
+
+def check_training(config: Config) -> None:
+    """Refuses jobs that can be simulated and planned alone.
+
+    Raises: ConfigError: a text-to-video model.
+    """
+    if config.model.dit is not None:
+        raise ConfigError(
+            "[model.dit]: a text-to-video model can be simulated and planned, but not trained or measured yet; use "
+            "`mmtrain simulate`, or remove the table to train the language model"
+        )
 
 
 def _check_encoder_parallelism(config: Config) -> None:
@@ -1017,14 +1083,14 @@ def _shown(value: Any) -> str:
     return _toml_value(value) if isinstance(value, bool | str | int | float) else repr(value)
 
 
-def _check_source(path: str, module: EncoderConfig | LanguageConfig) -> None:
+def _check_source(path: str, module: EncoderConfig | LanguageConfig | DitConfig, example: str = "qwen2") -> None:
     if bool(module.pretrained) == bool(module.config):
         raise ConfigError(
             f"{path}: give either `pretrained` (an id or a folder) or `config` (an inline table); "
             f"now {'both are' if module.pretrained else 'neither is'} given"
         )
     if module.config and not isinstance(module.config.get("model_type"), str):
-        raise ConfigError(f'{path}.config: `model_type` is missing; name it, as in model_type = "qwen2"')
+        raise ConfigError(f'{path}.config: `model_type` is missing; name it, as in model_type = "{example}"')
 
 
 def _at_least(section: str, values: Any, **bounds: float) -> None:

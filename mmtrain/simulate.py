@@ -13,8 +13,9 @@ from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.planner.machine import Machine
 from mmtrain.planner.memory_limit import MemoryBudget, MemoryRule
+from mmtrain.planner.typical_iterations import usual_workload
 from mmtrain.planner.whole_iteration import IterationSimulator, SimulatedIteration
-from mmtrain.planner.workloads import PICTURE_SIDE, Bins, draw
+from mmtrain.planner.workloads import Bins, draw
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.topology import AXES
@@ -30,20 +31,21 @@ class Question:
     config: Config
     """The job; its [planner] says on which hardware."""
     schedules: tuple[Schedule, ...]
-    workload: str = "mix"
-    """Name in `planner.workloads.WORKLOADS`."""
+    workload: str = ""
+    """Name of one in `planner.workloads`; empty: the usual one of such jobs."""
     num_iterations: int = 40
     num_replicas: int = 2
     """Data-parallel replicas to simulate, at most; each reads batches of its own."""
     seed: int = 0
     """Of the workload."""
-    picture_side: int = PICTURE_SIDE
-    """Pixels along a side of every picture."""
+    picture_side: int | None = None
+    """Pixels along a side of every picture or clip; None: as `planner.workloads` says."""
 
     def __post_init__(self) -> None:
         for name in ("num_iterations", "num_replicas", "picture_side"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"simulate: {name} = {getattr(self, name)}; it is at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"simulate: {name} = {value}; it is at least 1")
         if self.seed < 0:
             raise ConfigError(f"simulate: seed = {self.seed}; it is at least 0")
         for index, schedule in enumerate(self.schedules):
@@ -51,6 +53,16 @@ class Question:
                 raise ConfigError(f"simulate: schedule {schedule!r} does not exist; choose of {', '.join(CATALOGUE)}")
             if schedule in self.schedules[:index]:
                 raise ConfigError(f"simulate: schedule {schedule!r} is named twice; name it once")
+
+    @property
+    def drawn_workload(self) -> str:
+        """The workload that batches are drawn from."""
+        return self.workload or usual_workload(self.config)
+
+    @property
+    def counted(self) -> str:
+        """What a microbatch has some of."""
+        return "pictures" if self.config.model.dit is None else "clips"
 
     @property
     def simulated_replicas(self) -> int:
@@ -103,7 +115,7 @@ class Report:
     machine: Machine
     answers: tuple[Answer, ...]
     images: tuple[float, ...]
-    """[iteration] -> pictures of a microbatch, mean."""
+    """[iteration] -> pictures (of a text-to-video job clips) of a microbatch, mean."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -123,10 +135,10 @@ def simulate_job(question: Question, progress: Callable[[str, int], None] = lamb
     """
     config = question.config
     machine = Machine.of(config)
-    bins = Bins.of(config, question.picture_side)
+    bins = Bins.of(config, question.picture_side or 0)
     batches = [
         [
-            draw(question.workload, bins, seed=question.seed, iteration=iteration, replica=replica)
+            draw(question.drawn_workload, bins, seed=question.seed, iteration=iteration, replica=replica)
             for replica in range(question.simulated_replicas)
         ]
         for iteration in range(question.num_iterations)
@@ -135,8 +147,13 @@ def simulate_job(question: Question, progress: Callable[[str, int], None] = lamb
     for schedule in question.schedules:
         job, notes = with_schedule(config, schedule)
         answers.append(_answer(job, schedule, machine, batches, notes, progress))
-    images = tuple(sum(b.num_images for b in step) / sum(len(b.microbatches) for b in step) for step in batches)
+    images = tuple(_mean_images(step) for step in batches)
     return Report(question=question, machine=machine, answers=tuple(answers), images=images)
+
+
+def _mean_images(step: Sequence[IterationMeta]) -> float:
+    """Pictures or clips of a microbatch."""
+    return sum(b.num_images + b.num_clips for b in step) / sum(len(b.microbatches) for b in step)
 
 
 def with_schedule(config: Config, schedule: Schedule) -> tuple[Config, tuple[str, ...]]:
@@ -197,6 +214,8 @@ def _notes(question: Question, machine: Machine) -> list[str]:
             f"no --cluster and no planner.hardware: links take planner.p2p_latency_s and p2p_bytes_per_s = "
             f"{config.planner.p2p_bytes_per_s:.3g}; MFU and the device's memory are unknown"
         )
+    if config.model.dit is not None:
+        notes.append("latents count as given: no VAE runs here")
     if config.planner.enable:
         notes.append("planner.enable is left out: the orders are those of the schedules named here")
     if config.regathered:
@@ -217,9 +236,9 @@ def table(report: Report) -> str:
     lines = [
         config.job.description or "a job",
         f"{shape.world_size} ranks of {machine.name} ({degrees}); costs: {machine.costs}",
-        f"workload {question.workload}, seed {question.seed}: {question.num_iterations} iterations of "
-        f"{config.training.global_batch_size} microbatches of up to {config.training.seq_len} tokens, "
-        f"{_span(report.images)} pictures a microbatch",
+        f"workload {question.drawn_workload}, seed {question.seed}: {question.num_iterations} iterations of "
+        f"{config.training.global_batch_size} microbatches{_most_tokens(config)}, "
+        f"{_span(report.images)} {question.counted} a microbatch",
         "",
     ]
     rows: list[tuple[str, ...]] = [_COLUMNS]
@@ -233,6 +252,10 @@ def table(report: Report) -> str:
     lines += _faults(report)
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _most_tokens(config: Config) -> str:
+    return "" if config.model.dit is not None else f" of up to {config.training.seq_len} tokens"
 
 
 def _row(answer: Answer, machine: Machine, ranks: int) -> tuple[str, ...]:
@@ -299,11 +322,11 @@ def to_json(report: Report) -> dict[str, Any]:
         "ranks": shape.world_size,
         "hardware": machine.name,
         "costs": machine.costs,
-        "workload": question.workload,
+        "workload": question.drawn_workload,
         "seed": question.seed,
         "replicas": question.simulated_replicas,
         "notes": list(report.notes),
-        "images_per_microbatch": list(report.images),
+        f"{'images' if question.config.model.dit is None else 'clips'}_per_microbatch": list(report.images),
         "schedules": [_answer_json(answer, machine, shape.world_size // shape.dp) for answer in report.answers],
     }
 

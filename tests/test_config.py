@@ -116,12 +116,52 @@ def test_ways_to_divide_that_cannot_work_are_refused(load, overrides, message):
 
 
 def test_keys_of_clips_and_of_pictures_exclude_each_other(load):
-    dit = "--model.dit.config={in_channels=3, patch_size=[1, 2, 2]}"
+    dit = "--model.dit.config={model_type='wan', in_channels=3, patch_size=[1, 2, 2]}"
     made = load(BASE, dit, "--data.video_frames=[8, 4]", "--data.fps=8", "--data.video_aspects=['1:1']")
-    assert made.model.dit.config == {"in_channels": 3, "patch_size": [1, 2, 2]}
+    assert made.model.dit.config == {"model_type": "wan", "in_channels": 3, "patch_size": [1, 2, 2]}
     assert (made.data.video_frames, made.data.fps, made.data.video_aspects) == ([8, 4], 8.0, ["1:1"])
     with pytest.raises(ConfigError, match=r"data.min_pixels = 9 has no effect: a job with \[model.dit\] reads"):
         load(BASE, dit, "--data.min_pixels=9")
+
+
+DIT = '[model.dit]\nconfig = { model_type = "wan" }\n'
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.dit.trainable=lora", r'model\.dit\.trainable = "lora": the DiT has no adapters yet'),
+        ("model.dit.trainable=maybe", r'choose one of true, false, "lora"'),
+        ("model.dit.config={num_layers=3}", 'name it, as in model_type = "wan"'),
+        ("model.dit.pretrained=x", "model.dit: .* now both are given"),
+        ("model.dit.sub_microbatch_size=-1", r"model\.dit\.sub_microbatch_size = -1"),
+        ("model.encoder.config={model_type='vit'}", r"\[model.dit\] and \[model.encoder\] are both set"),
+        ("model.projector.spatial_merge=4", r"\[model.projector\] has no effect with \[model.dit\]"),
+        ("model.language.attention_mask=prefix", 'attention_mask = "prefix" has no effect with'),
+        ("parallelism.fsdp_reshard_after_forward=always", "a block of the DiT runs once for each clip"),
+        ("parallelism.encoder_tensor_parallel=data", r"there is no \[model.encoder\]; remove the key"),
+    ],
+)
+def test_what_does_not_go_with_a_dit_is_refused(load, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load(DIT + BASE, f"--{override}")
+
+
+def test_a_frozen_dit_needs_a_trainable_text_encoder(load):
+    assert load(DIT + BASE, "--model.dit.trainable=false").model.dit.trainable is False
+    with pytest.raises(ConfigError, match="nothing to train"):
+        load(DIT + BASE, "--model.dit.trainable=false", "--model.language.trainable=false")
+    mixed = ("--planner.partition=mixed-latency", "--model.dit.num_segments=2")
+    with pytest.raises(ConfigError, match=r"model\.dit\.num_segments = 2 cuts a module by itself"):
+        load(DIT + BASE, *mixed)
+
+
+def test_only_text_to_video_models_cannot_be_trained(load):
+    config.check_training(load(BASE))
+    with pytest.raises(ConfigError, match="can be simulated and planned, but not trained"):
+        config.check_training(load(DIT + BASE))
+    job = load(DIT + BASE)
+    assert config.dump(job).count("[model.dit]") == 1
 
 
 def test_missing_key_and_section(load):

@@ -83,6 +83,12 @@ def question(*overrides: str, **changes) -> Question:
     return Question(config=config.load("debug_vlm.toml", overrides), **(settings | changes))
 
 
+def t2v_question(*overrides: str, **changes) -> Question:
+    settings = {"schedules": ("interleave",), "num_iterations": 2}
+    overrides = ("training.global_batch_size=4", "planner.hardware=h800x16", *overrides)
+    return Question(config=config.load("t2v_s.toml", overrides), **(settings | changes))
+
+
 def test_mfu_is_model_flops_over_what_the_ranks_of_a_replica_could_do():
     report = simulate_job(question("planner.hardware=a40x2"))
     (answer,) = report.answers
@@ -145,13 +151,20 @@ def test_no_question_has_impossible_numbers():
         question(num_iterations=0)
 
 
-@pytest.mark.parametrize("name", ["vlm_s", "vlm_m", "vlm_l", "vlm_xl_8k", "vlm_xl_16k"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("vlm_s", "vlm_m", "vlm_l", "vlm_xl_8k", "vlm_xl_16k"),
+        *("t2v_s", "t2v_l", "t2v_xl_3k", "t2v_xl_6k"),
+    ],
+)
 def test_the_command_in_each_papers_config_works(name, capsys):
     text = (ROOT / "configs" / f"{name}.toml").read_text()
     program, *words = text.splitlines()[0].removeprefix("# ").split()
     assert program == "mmtrain"
     words[words.index("--iterations") + 1] = "1"
-    words += ["--training.global_batch_size=128" if "xl" in name else "--training.global_batch_size=2"]
+    dp = config.load(f"{name}.toml").parallelism.mesh_shape.dp
+    words += [f"--training.global_batch_size={max(2, dp)}"]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "OUT OF MEMORY" not in out
@@ -173,3 +186,97 @@ def test_torch_is_never_loaded():
 def test_a_planner_that_is_left_out_is_said(enable):
     notes = simulate_job(question(f"planner.enable={enable}")).notes
     assert any(note.startswith("planner.enable is left out") for note in notes) is (enable == "true")
+
+
+# ------------------------------------------------------------------------------------- text to video
+
+
+def test_a_text_to_video_job_reads_clips(capsys):
+    words = [
+        "simulate",
+        "--config",
+        "t2v_s.toml",
+        "--cluster",
+        "h800x16",
+        "--iterations",
+        "2",
+        "--schedule",
+        "interleave",
+    ]
+    words += ["--training.global_batch_size=4"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "workload video_captions, seed 0: 2 iterations of 4 microbatches, " in out
+    assert " clips a microbatch\n" in out
+    assert "note: latents count as given: no VAE runs here" in out
+    assert main([*words, "--json", "--workload", "video_captions"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["workload"] == "video_captions"
+    assert len(found["clips_per_microbatch"]) == 2
+    assert all(1 <= count <= 8 for count in found["clips_per_microbatch"])
+
+
+def test_larger_clips_take_longer_than_in_proportion():
+    small, large = (simulate_job(t2v_question(picture_side=side)).answers[0] for side in (128, 256))
+    assert large.mean("flops") > 4 * small.mean("flops")  # four times the tokens, and more pairs each
+    assert large.mean("iteration_s") > 3 * small.mean("iteration_s")
+
+
+def test_a_frozen_text_encoder_has_no_backward():
+    both, frozen = (simulate_job(t2v_question(*more)).answers[0] for more in ((), ("model.language.trainable=false",)))
+    assert frozen.mean("flops") < both.mean("flops")
+    assert frozen.mean("iteration_s") < both.mean("iteration_s")
+
+
+@pytest.mark.parametrize("partition", ["dip", "mixed-parameters", "mixed-latency"])
+def test_text_to_video_models_can_be_cut_in_every_way(partition):
+    ways = ("model.dit.num_segments=0", "model.language.num_segments=0", f"planner.partition={partition}")
+    (answer,) = simulate_job(t2v_question(*ways)).answers
+    assert not answer.problem
+    assert answer.mean("iteration_s") > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workload", "mix"], "workload 'mix' does not go with a model that reads prompts and video clips"),
+        (["--picture-side", "8"], "clips of 8 x 8 pixels and 16 s have [64, 0, 0] patches"),
+        (["--picture-side", "16400"], "the DiT takes 1 to 1024"),
+        (["--parallelism.tensor_parallel_degree=8", "--parallelism.pipeline_parallel_degree=2"], "model.dit: num_att"),
+    ],
+)
+def test_bad_input_of_a_text_to_video_job_ends_with_one_line(capsys, words, message):
+    assert main(["simulate", "--config", "t2v_s.toml", "--cluster", "h800x16", *words]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+
+
+def test_clips_are_not_for_other_models(capsys):
+    assert "'video_captions' does not go with a model that reads no video clips" in error(
+        capsys, "--workload", "video_captions", "--picture-side", "112"
+    )
+
+
+@pytest.mark.parametrize("command", [["train"], ["profile"], ["check-parity"]])
+def test_training_a_text_to_video_model_is_refused_in_one_sentence(capsys, command):
+    assert main([*command, "--config", "t2v_s.toml"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "a text-to-video model can be simulated and planned, but not trained or measured yet" in line
+
+
+def test_a_problem_of_a_text_to_video_job_is_planned(tmp_path, capsys):
+    from mmtrain.planner.iteration import IterationPlanner
+    from mmtrain.planner.workloads import Bins, draw
+
+    job = t2v_question("training.global_batch_size=6").config
+    planner = IterationPlanner.of(job)
+    batching, problem = planner.problem(draw("video_captions", Bins.of(job), seed=0, iteration=0), searched=True)
+    problem.write(tmp_path / "problem.json")
+    out = tmp_path / "plan.json"
+    assert main(["plan", str(tmp_path / "problem.json"), "--out", str(out), "--budget-evaluations", "50"]) == 0
+    assert main(["check", str(tmp_path / "problem.json"), str(out)]) == 0
+    actions = {(a["op"], a["stage"], a["work"]) for order in json.loads(out.read_text())["orders"] for a in order}
+    dit = [s.index for s in planner.partition.of_module("dit")]
+    works = [w for w, work in enumerate(batching.works) if batching.modules[work.module] == "dit"]
+    assert {("F", stage, work) for stage in dit for work in works} <= actions
+    assert "makespan" in capsys.readouterr().out

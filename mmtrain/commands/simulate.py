@@ -23,11 +23,15 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "--schedule", metavar="A,B,...", help="see docs/schedule.md (default: parallelism.pipeline_parallel_schedule)"
     )
-    parser.add_argument("--workload", default="mix", metavar="NAME", help="see docs/workloads.md (default mix)")
+    parser.add_argument(
+        "--workload", default="", metavar="NAME", help="see docs/workloads.md (default mix, or video_captions)"
+    )
     parser.add_argument("--iterations", type=int, default=40, metavar="N", help="iterations to simulate (default 40)")
     parser.add_argument("--replicas", type=int, default=2, metavar="R", help="data-parallel replicas (default 2)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the workload (default 0)")
-    parser.add_argument("--picture-side", type=int, default=728, metavar="PX", help="of every picture (default 728)")
+    parser.add_argument(
+        "--picture-side", type=int, metavar="PX", help="of every picture (default 728) or video clip (default 256)"
+    )
     parser.add_argument("--json", action="store_true", help="print every iteration as JSON instead of a table")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the first iteration for Perfetto")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw iteration time over iterations")
@@ -67,7 +71,7 @@ def _simulate(args: argparse.Namespace) -> int:
         args.trace.write_text(json.dumps(trace_events(firsts)))
     if args.png:
         curves = {a.schedule: [step.iteration_s for step in a.iterations] for a in report.answers if not a.problem}
-        images = ("pictures a microbatch", report.images) if any(report.images) else None
-        title = f"{job.job.description}: workload {args.workload} on {report.machine.name}"
+        images = (f"{question.counted} a microbatch", report.images) if any(report.images) else None
+        title = f"{job.job.description}: workload {question.drawn_workload} on {report.machine.name}"
         args.png.write_bytes(line_chart.png(curves, title=title, unit="seconds an iteration", backdrop=images))
     return 0 if all(not answer.problem for answer in report.answers) else 1

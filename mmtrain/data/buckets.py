@@ -16,6 +16,7 @@ from typing import Any
 
 from mmtrain.config import DataConfig, DitConfig
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.models.families import dit_config
 
 _ALMOST = 1e-6
 """Frames by which a rounding error of a frame rate may miss a whole number."""
@@ -96,7 +97,7 @@ def video_geometry(dit: DitConfig, data: DataConfig) -> VideoGeometry:
 
     Raises: ConfigError: the DiT's patch is not of the form [time, height, width], or does not fit the buckets.
     """
-    patch = _patch(dit.config)
+    patch = _patch(dit.config or dit_config(dit))
     return VideoGeometry(
         channels=latent_channels(dit),
         patch=patch,
@@ -111,7 +112,7 @@ def latent_channels(dit: DitConfig) -> int:
 
     Raises: ConfigError: its in_channels is no number of channels.
     """
-    channels = dit.config.get("in_channels", 16)
+    channels = (dit.config or dit_config(dit)).get("in_channels", 16)
     if type(channels) is not int or channels < 1:
         raise ConfigError(f"model.dit.config: in_channels = {channels!r}; it is a whole number of at least 1")
     return channels

@@ -1,9 +1,9 @@
 """A pipeline chunk: consecutive layers of one module, as the real Hugging Face class with fewer children.
 
 Parameter names do not depend on how the model is cut: `vision.<Hugging Face name>`, `projector.<name>`
-and `language.<Hugging Face name>`. Order of use: `build_chunk` (values undefined), then `init_weights`,
-then `load_pretrained` where weights exist, then sharding. The chunk itself must be called, so that hooks
-on it run.
+and `language.<Hugging Face name>`; for a DiT see `models/dit.py`. Order of use: `build_chunk` (values undefined),
+then `init_weights`, then `load_pretrained` where weights exist, then sharding. The chunk itself must be called, so that
+hooks on it run.
 
 Between two blocks a rank may hold a part of the rows: tensor-parallel ranks divide them (`RowSharding`), and
 context-parallel ranks hold different rows to begin with. The defaults are those of one rank.
@@ -32,7 +32,7 @@ from mmtrain.models.loss import LossFunction, cross_entropy_sum
 from mmtrain.models.projector import Grid, Projector
 from mmtrain.models.rows import RowSharding, WholeRows, padded
 from mmtrain.models.scatter import scatter_tokens
-from mmtrain.models.shapes import LanguageShape, VisionShape, language_shape, vision_shape
+from mmtrain.models.shapes import LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
 from mmtrain.models.trainable import set_trainable
 
@@ -214,7 +214,10 @@ class VisionChunk(Chunk):
 
 
 class LanguageChunk(Chunk):
-    """Layers of the language model; image features enter the first, the loss leaves the last."""
+    """Layers of the language model; image features enter the first, the loss leaves the last.
+
+    As a text encoder it has no head: its last layer is the norm, and its normed states leave.
+    """
 
     def __init__(
         self,
@@ -228,6 +231,9 @@ class LanguageChunk(Chunk):
         self.shape, self.host = shape, host
         self.language = host.build(language_config(model.language))
         host.keep(self.language, embed=self.has_embed, blocks=self.block_indices, norm=self.has_norm)
+        self.has_head = self.is_last and self.module_spec.layers[-1].name == "head"
+        if not self.has_head:
+            self.language.lm_head = None
         set_trainable(
             self.language,
             model.language.trainable,
@@ -258,7 +264,7 @@ class LanguageChunk(Chunk):
         labels: Tensor | None = None,
         want_predictions: bool = False,
     ) -> Any:
-        """The activation [t, D] after this chunk's layers, or the `LanguageOutput` of the last chunk.
+        """The activation [t, D] after this chunk's layers, or the `LanguageOutput` of the head.
 
         T is a multiple of the degree of `row_sharding`; rows at the end may be padding, which nothing sees and
         which has no label.
@@ -270,7 +276,7 @@ class LanguageChunk(Chunk):
             features: image features of this rank for the first chunk, [v, D]; None without pictures.
             exchange: this rank's features -> those that its rows need; None: it has just these.
             slots: int64 rows of the first activation [t, D] that these features fill, in their order.
-            labels: [T] int64 for the last chunk, already shifted; IGNORE_INDEX where there is no target.
+            labels: [T] int64 for the head, already shifted; IGNORE_INDEX where there is no target.
             want_predictions: also return the most likely token of each labelled position.
         Raises: DataError: rows, positions, features or labels that disagree.
         """
@@ -295,7 +301,9 @@ class LanguageChunk(Chunk):
             for block in self.blocks():
                 hidden = block(hidden, attention_mask=attention, position_embeddings=rotary)
             x = hidden[0]
-        if not self.has_norm:
+        if self.has_norm and not self.has_head:
+            x = self.language.model.norm(x)
+        if not self.has_head:
             return _owned(x)
         if labels is None or len(labels) != count:
             have = "no" if labels is None else len(labels)
@@ -321,7 +329,7 @@ def build_chunk(
     """Layers [lo, hi) of a module, with real buffers and parameters whose values are not yet set.
 
     Layers of other chunks are dropped while they are still on the meta device.
-    Args: module: `vision` or `language`. device: `meta` defers the parameters to `materialise`.
+    Args: module: `vision`, `language` or `dit`. device: `meta` defers the parameters to `materialise`.
     Raises: ConfigError: a config that cannot be built, or layers that do not exist.
     """
     lo, hi = layers
@@ -333,11 +341,15 @@ def build_chunk(
         if module == "vision":
             vision = vision_shape(model)
             chunk = VisionChunk(model, vision, VISION_HOSTS[vision.model_type], spec, layers)
+        elif module == "dit":
+            from mmtrain.models.dit import DitChunk  # it is a kind of chunk, and needs this module
+
+            chunk = DitChunk(model, dit_shape(model), spec, layers)
         else:
             language = language_shape(model)
             chunk = LanguageChunk(model, language, DECODERS[language.model_type], spec, layers)
     except ConfigError as error:
-        where = "model.encoder" if module == "vision" else "model.language"
+        where = {"vision": "model.encoder"}.get(module, f"model.{module}")
         text = str(error)
         raise ConfigError(text if text.startswith("model.") else f"{where}: {text}") from error
     materialise(chunk, device, dtype)

@@ -4,7 +4,7 @@ import math
 
 from mmtrain.config import ModelConfig
 from mmtrain.errors import ConfigError
-from mmtrain.models.shapes import VisionShape, language_shape, vision_shape
+from mmtrain.models.shapes import VisionShape, dit_shape, language_shape, vision_shape
 
 
 def check_tensor_degree(model: ModelConfig, tp: int, *, encoder: bool = True) -> None:
@@ -22,6 +22,9 @@ def check_tensor_degree(model: ModelConfig, tp: int, *, encoder: bool = True) ->
     }
     if encoder and model.encoder is not None:
         numbers |= _encoder_numbers(model, vision_shape(model))
+    if model.dit is not None:
+        dit = dit_shape(model)
+        numbers |= {"model.dit: num_attention_heads": dit.num_heads, "model.dit: ffn_dim": dit.mlp_width}
     largest = math.gcd(*numbers.values())
     for name, number in numbers.items():
         if number % tp:

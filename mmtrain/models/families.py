@@ -1,6 +1,6 @@
 """Which model families mmtrain knows, and the full config of the one that a section names. Pure; no weights.
 
-A section `[model.encoder]` or `[model.language]` names a family by an inline Hugging Face config or by
+A section `[model.encoder]`, `[model.language]` or `[model.dit]` names a family by an inline Hugging Face config or by
 the `config.json` of a folder or hub id.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmtrain.config import EncoderConfig, LanguageConfig
+from mmtrain.config import DitConfig, EncoderConfig, LanguageConfig
 from mmtrain.errors import ConfigError
 
 
@@ -177,6 +177,60 @@ LANGUAGES: dict[str, Family] = {
 }
 
 
+_IMAGE_KEYS = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
+"""Keys of the branch that reads a picture besides the text."""
+
+DITS: dict[str, Family] = {
+    "wan": Family(
+        defaults={
+            "patch_size": (1, 2, 2),
+            "num_attention_heads": 40,
+            "attention_head_dim": 128,
+            "in_channels": 16,
+            "out_channels": 16,
+            "text_dim": 4096,
+            "freq_dim": 256,
+            "ffn_dim": 13824,
+            "num_layers": 40,
+            "cross_attn_norm": True,
+            "qk_norm": "rms_norm_across_heads",
+            "eps": 1e-6,
+            "rope_max_seq_len": 1024,
+        },
+        optional=_IMAGE_KEYS,
+        parents=("WanTransformer3DModel",),
+    ),
+}
+
+
+def dit_config(section: DitConfig) -> dict[str, Any]:
+    """The diffusers config of a diffusion transformer, its `model_type` one of the known families.
+
+    Missing keys have the defaults of the diffusers class.
+    Raises: ConfigError: no such config, an unknown family or key, a wrong type, a model that also reads pictures.
+    """
+    values, inline = _read("model.dit", section)
+    model_type = values.get("model_type") or values.get("_class_name", "")
+    out = _complete("model.dit", values, model_type, DITS, strict=inline)
+    for key in _IMAGE_KEYS:
+        if out.pop(key, None) is not None:
+            raise ConfigError(
+                f"model.dit: {key} = {values[key]!r} is of a model that also reads pictures; only text-to-video models "
+                "are supported, remove it or choose another model"
+            )
+    patch = out["patch_size"] = tuple(out["patch_size"])
+    if len(patch) != 3 or 0 in patch:
+        raise ConfigError(
+            f"model.dit: patch_size = {list(patch)}; it is [frames, rows, columns] of latents, each at least 1"
+        )
+    if out["qk_norm"] != "rms_norm_across_heads":
+        raise ConfigError(
+            f"model.dit: qk_norm = {out['qk_norm']!r}, but the class always norms queries and keys across heads; "
+            'write "rms_norm_across_heads", or leave it out'
+        )
+    return out
+
+
 def encoder_config(section: EncoderConfig) -> dict[str, Any]:
     """The Hugging Face config of a vision encoder, its `model_type` one of the known encoder families.
 
@@ -241,7 +295,7 @@ def find_file(where: str, source: str, name: str, *, optional: bool = False) -> 
 # -------------------------------------------------------------------------------------------- reading
 
 
-def _read(where: str, section: EncoderConfig | LanguageConfig) -> tuple[dict[str, Any], bool]:
+def _read(where: str, section: EncoderConfig | LanguageConfig | DitConfig) -> tuple[dict[str, Any], bool]:
     """The raw config, and whether it was written inline (and so is checked key by key)."""
     if section.config:
         return dict(section.config), True
@@ -264,7 +318,7 @@ def _complete(
     if model_type not in names:
         near = difflib.get_close_matches(str(model_type), names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        kind = "encoder" if families is ENCODERS else "language model"
+        kind = {id(ENCODERS): "encoder", id(DITS): "diffusion transformer"}.get(id(families), "language model")
         raise ConfigError(
             f"{where}: model_type = {model_type!r} is not a known {kind}; known are {', '.join(names)}{hint}"
         )

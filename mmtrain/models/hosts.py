@@ -70,7 +70,7 @@ class Host(ABC):
 
     def keep(self, module: PreTrainedModel, *, embed: bool, blocks: list[int], norm: bool) -> None:
         """Drops every layer of the module but the wanted ones."""
-        _replace(module, self.blocks, _keep(module.get_submodule(self.blocks), blocks))
+        _replace(module, self.blocks, keep_blocks(module.get_submodule(self.blocks), blocks))
         if not embed:
             for name in self.embed:
                 _replace(module, name, None)
@@ -354,7 +354,8 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _keep(blocks: nn.Module, indices: list[int]) -> nn.ModuleDict:
+def keep_blocks(blocks: nn.Module, indices: list[int]) -> nn.ModuleDict:
+    """Some of a list of blocks, under the names that they have in the list."""
     children = dict(blocks.named_children())
     return nn.ModuleDict({str(i): children[str(i)] for i in indices})
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
+from mmtrain.models.dit import DitChunk, init_tables
 from mmtrain.models.trainable import is_adapter, plain_name
 
 _EMBEDDING = "language.model.embed_tokens"
@@ -57,6 +58,9 @@ def _plan(chunk: Chunk) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], 
             # The copy in the head starts as the embedding does: same rule, same stream.
             weight, padding = chunk.language.lm_head.weight, chunk.language.config.pad_token_id
             yield _EMBEDDING, nn.Embedding(*weight.shape, padding_idx=padding, _weight=weight), rule
+    elif isinstance(chunk, DitChunk):  # diffusers' classes have their rules in their constructors
+        for name, module in _children_first(chunk.dit, "dit"):
+            yield name, module, init_tables
 
 
 def _hugging_face(

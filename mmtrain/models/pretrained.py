@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from mmtrain.config import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
+from mmtrain.config import DitConfig, EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
+from mmtrain.models.dit import DitChunk
 from mmtrain.models.families import find_file
 from mmtrain.models.fused_qkv import is_fused, to_head_major
 from mmtrain.models.projector import Projector
@@ -26,6 +28,7 @@ _PREFIXES = {
     "whisper_encoder": ("model.encoder.", "encoder."),
     "qwen2": (),
     "llama": (),
+    "wan": (),
 }
 """What may stand before the names of a family's parameters where it is a part of a larger model."""
 
@@ -52,6 +55,9 @@ def load_pretrained(chunk: Chunk, model: ModelConfig) -> int:
             fused_heads=dict.fromkeys(chunk.host.fused_qkv, chunk.shape.num_heads),
         )
         return loaded + (_load_projector(chunk.projector, model.projector) if chunk.projector is not None else 0)
+    if isinstance(chunk, DitChunk):
+        assert model.dit is not None
+        return _load(chunk.dit, "model.dit", model.dit, chunk.shape.model_type, {})
     assert isinstance(chunk, LanguageChunk)
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if chunk.shape.tied else {}
     return _load(chunk.language, "model.language", model.language, chunk.shape.model_type, tied)
@@ -60,7 +66,7 @@ def load_pretrained(chunk: Chunk, model: ModelConfig) -> int:
 def _load(
     module: nn.Module,
     where: str,
-    section: EncoderConfig | LanguageConfig,
+    section: EncoderConfig | LanguageConfig | DitConfig,
     model_type: str,
     same_as: dict[str, str],
     fused_heads: Mapping[str, int] | None = None,
@@ -74,7 +80,7 @@ def _load(
     if not section.pretrained or section.weights == "random":
         return 0
     source = f"{where}.pretrained = {section.pretrained!r}"
-    files = _index(where, section.pretrained)
+    files = _index(where, section.pretrained, "diffusion_pytorch_model" if where == "model.dit" else "model")
     names = _module_names(module, files, _PREFIXES[model_type])
     # A tied head counts under both of its names.
     own = module.named_parameters(remove_duplicate=False)
@@ -148,15 +154,15 @@ def _fill(source: str, name: str, parameter: nn.Parameter, tensor: Tensor, fused
     parameter.copy_(to_head_major(tensor, fused_heads) if fused_heads else tensor)
 
 
-def _index(where: str, source: str) -> dict[str, str]:
-    """Name on disk -> file, without reading a weight."""
-    index = find_file(where, source, "model.safetensors.index.json", optional=True)
+def _index(where: str, source: str, stem: str) -> dict[str, str]:
+    """Name on disk -> file, without reading a weight. Args: stem: what the files are called."""
+    index = find_file(where, source, f"{stem}.safetensors.index.json", optional=True)
     if index is not None:
         return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    single = find_file(where, source, "model.safetensors", optional=True)
+    single = find_file(where, source, f"{stem}.safetensors", optional=True)
     if single is None:
         raise ConfigError(
-            f"{where}.pretrained = {source!r}: there is no model.safetensors (or its index); save the "
+            f"{where}.pretrained = {source!r}: there is no {stem}.safetensors (or its index); save the "
             'weights as safetensors, or set weights = "random"'
         )
     with safe_open(str(single), "pt") as tensors:
@@ -164,7 +170,9 @@ def _index(where: str, source: str) -> dict[str, str]:
 
 
 def _module_names(module: nn.Module, on_disk: Iterable[str], prefixes: tuple[str, ...]) -> dict[str, str]:
-    """Name in the module -> name on disk, by Hugging Face's own table of renamed parameters."""
+    """Name in the module -> name on disk, by transformers' own table of renamed parameters."""
+    if not isinstance(module, PreTrainedModel):  # diffusers' names on disk are those of its modules
+        return {name: name for name in on_disk}
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -187,6 +195,8 @@ def _belongs(module: nn.Module, name: str) -> bool:
     if name.endswith(_DERIVED):
         return False
     parts = name.split(".")
+    if len(parts) == 1 and module._parameters.get(name, module) is None:
+        return False  # a parameter of the whole itself, which another chunk holds
     for i, part in enumerate(parts[:-1]):
         child = module._modules.get(part)
         if child is None:

@@ -1,12 +1,13 @@
 """The numbers of a configured model that costs, geometry and adapters need. Pure; no weights."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmtrain.config import EncoderConfig, LanguageConfig, ModelConfig
+from mmtrain.config import DitConfig, EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.errors import ConfigError
-from mmtrain.models.families import encoder_config, language_config
+from mmtrain.models.families import dit_config, encoder_config, language_config
 from mmtrain.models.windows import Grid, Places, feature_order, row_order
 
 
@@ -88,7 +89,47 @@ class LanguageShape:
     """Whether the attention's output projection has a bias."""
     mlp_bias: bool
     tied: bool
-    """Whether the head and the token embedding are one matrix."""
+    """Whether the head and the token embedding are one matrix; a text encoder has no head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DitShape:
+    """The numbers of a diffusion transformer."""
+
+    model_type: str
+    width: int
+    depth: int
+    num_heads: int
+    mlp_width: int
+    patch: tuple[int, int, int]
+    """Frames, rows and columns of latents in one patch."""
+    in_channels: int
+    """Channels of the latents."""
+    out_channels: int
+    """Channels of what it predicts."""
+    text_width: int
+    """Columns of the text encoder's states."""
+    time_width: int
+    """Sines and cosines of a timestep."""
+    cross_norm: bool
+    """Whether a norm with parameters comes before cross-attention."""
+    max_positions: int
+    """Most patches along each axis of a clip."""
+
+    @property
+    def patch_size(self) -> int:
+        """Latent places of one patch."""
+        return math.prod(self.patch)
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of one patch."""
+        return self.in_channels * self.patch_size
+
+    @property
+    def output_dim(self) -> int:
+        """Numbers that are predicted for one patch."""
+        return self.out_channels * self.patch_size
 
 
 def vision_shape(model: ModelConfig) -> VisionShape:
@@ -251,7 +292,42 @@ def language_shape(model: ModelConfig) -> LanguageShape:
         qkv_bias=values["attention_bias"] if llama else True,
         output_bias=values["attention_bias"] if llama else False,
         mlp_bias=values["mlp_bias"] if llama else False,
-        tied=values["tie_word_embeddings"],
+        tied=values["tie_word_embeddings"] and model.dit is None,
+    )
+
+
+def dit_shape(model: ModelConfig) -> DitShape:
+    """The numbers of the diffusion transformer of a model that has one.
+
+    Raises: ConfigError: sizes that do not fit together, or a text encoder of another width.
+    """
+    assert model.dit is not None
+    values, where = dit_config(model.dit), _name("model.dit", model.dit)
+    head_dim, text = values["attention_head_dim"], language_shape(model).width
+    if head_dim % 2 or head_dim < 6:
+        raise ConfigError(
+            f"{where}: attention_head_dim = {head_dim}; rotary positions of three axes need an even one of at least 6"
+        )
+    if values["freq_dim"] % 2:
+        raise ConfigError(f"{where}: freq_dim = {values['freq_dim']}; sines and cosines of timesteps need an even one")
+    if values["text_dim"] != text:
+        raise ConfigError(
+            f"{where}: text_dim = {values['text_dim']}, but the text encoder (model.language) makes states of {text} "
+            "columns (hidden_size); set text_dim to that, or choose another text encoder"
+        )
+    return DitShape(
+        model_type=values["model_type"],
+        width=values["num_attention_heads"] * head_dim,
+        depth=values["num_layers"],
+        num_heads=values["num_attention_heads"],
+        mlp_width=values["ffn_dim"],
+        patch=values["patch_size"],
+        in_channels=values["in_channels"],
+        out_channels=values["out_channels"],
+        text_width=values["text_dim"],
+        time_width=values["freq_dim"],
+        cross_norm=values["cross_attn_norm"],
+        max_positions=values["rope_max_seq_len"],
     )
 
 
@@ -294,5 +370,5 @@ def _check_native(model: ModelConfig, shape: VisionShape, where: str) -> None:
         )
 
 
-def _name(where: str, section: EncoderConfig | LanguageConfig) -> str:
+def _name(where: str, section: EncoderConfig | LanguageConfig | DitConfig) -> str:
     return f"{where} ({section.pretrained})" if section.pretrained else f"{where}.config"

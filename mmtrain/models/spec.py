@@ -7,7 +7,7 @@ transformers whose attention is block-diagonal over images or documents.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mmtrain.errors import DataError
@@ -19,13 +19,21 @@ class WorkSize:
     """How much one sub-microbatch asks of a module."""
 
     rows: int
-    """Rows through the layers: patches of a vision encoder, packed tokens of a language model."""
+    """Rows through the layers: patches of a vision encoder, packed tokens of a language model, latent tokens of a
+    DiT."""
     pairs: int
     """(query, key) pairs that attention really visits, summed over images or documents."""
     outputs: int
-    """Rows that leave the module's last layers: merged image tokens; labelled positions of the loss."""
+    """Rows that leave the module's last layers: merged image tokens; labelled positions of the loss; states of a text
+    encoder; latent tokens with a loss."""
     window_pairs: int = 0
     """As `pairs`, in the blocks whose attention stays inside of windows."""
+    cross_pairs: int = 0
+    """(latent token, text token) pairs of cross-attention, summed over clips."""
+    texts: int = 0
+    """Text tokens that travel beside the rows."""
+    clips: int = 0
+    """Video clips, each with a timestep of its own."""
 
     def __add__(self, other: "WorkSize") -> "WorkSize":
         return WorkSize(
@@ -33,24 +41,34 @@ class WorkSize:
             pairs=self.pairs + other.pairs,
             outputs=self.outputs + other.outputs,
             window_pairs=self.window_pairs + other.window_pairs,
+            cross_pairs=self.cross_pairs + other.cross_pairs,
+            texts=self.texts + other.texts,
+            clips=self.clips + other.clips,
         )
 
+
+TIME_ROWS = 7
+"""Rows of a clip beside its tokens in a DiT's activations: six of the timestep's projection, one of its embedding."""
 
 ZERO_WORK = WorkSize(rows=0, pairs=0, outputs=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """An amount per row, per attended pair, per output row and per pair attended inside of windows."""
+    """An amount for each of what a `WorkSize` counts."""
 
     row: float = 0.0
     pair: float = 0.0
     output: float = 0.0
     window_pair: float = 0.0
+    cross_pair: float = 0.0
+    text: float = 0.0
+    clip: float = 0.0
 
     def __call__(self, size: WorkSize) -> float:
         pairs = self.pair * size.pairs + self.window_pair * size.window_pairs
-        return self.row * size.rows + pairs + self.output * size.outputs
+        total = self.row * size.rows + pairs + self.output * size.outputs
+        return total + self.cross_pair * size.cross_pairs + self.text * size.texts + self.clip * size.clips
 
     def __add__(self, other: "Rates") -> "Rates":
         return Rates(
@@ -58,6 +76,21 @@ class Rates:
             pair=self.pair + other.pair,
             output=self.output + other.output,
             window_pair=self.window_pair + other.window_pair,
+            cross_pair=self.cross_pair + other.cross_pair,
+            text=self.text + other.text,
+            clip=self.clip + other.clip,
+        )
+
+    def __or__(self, other: "Rates") -> "Rates":
+        """The larger of each rate: of two sets of products, where for each rate one set holds the other's."""
+        return Rates(
+            row=max(self.row, other.row),
+            pair=max(self.pair, other.pair),
+            output=max(self.output, other.output),
+            window_pair=max(self.window_pair, other.window_pair),
+            cross_pair=max(self.cross_pair, other.cross_pair),
+            text=max(self.text, other.text),
+            clip=max(self.clip, other.clip),
         )
 
 
@@ -119,8 +152,9 @@ class LayerSpec:
     """Bytes handed to the next layer."""
     output_width: int = 0
     """Columns of the activation handed to the next layer; 0: a scalar loss, which goes nowhere."""
-    output_rows: Literal["rows", "outputs"] = "rows"
-    """Which count of a `WorkSize` is the number of rows of that activation."""
+    output_rows: Literal["rows", "outputs", "conditioned"] = "rows"
+    """Which count of a `WorkSize` is the number of rows of that activation; conditioned: rows, then text tokens, then
+    `TIME_ROWS` a clip, which travel together."""
     weight_before_products: bool = False
     """A parameter (the input norm) comes before its products: their dX is needed whenever it trains."""
     num_shared_params: int = 0
@@ -130,6 +164,9 @@ class LayerSpec:
     inner_flops: Rates = Rates()
     """Of matmul_flops, those of products that read another product of this layer: without weight_before_products
     their dX alone is needed whenever it trains."""
+    passing_flops: Rates | None = None
+    """Of matmul_flops, those of products on the way of a gradient to the layer before; None: all. Not of products that
+    read data (latents, timesteps)."""
     adapters: AdapterSpec | None = None
     """What trains of a layer with low-rank adapters, in addition to the amounts above; None: all of it, or nothing."""
 
@@ -165,8 +202,10 @@ class LayerSpec:
                 backward_weight=adapters,
             )
         backward = input_grad or self.trainable
-        inside = matmul if input_grad or (self.trainable and self.weight_before_products) else 0.0
-        if self.trainable and not inside:
+        inside = 0.0
+        if input_grad or (self.trainable and self.weight_before_products):
+            inside = matmul if self.passing_flops is None else self._passing(size)
+        elif self.trainable:
             inside = self.inner_flops(size)
         return Flops(
             forward=matmul + attention,
@@ -175,13 +214,18 @@ class LayerSpec:
             backward_weight=matmul if self.trainable else 0.0,
         )
 
+    def _passing(self, size: WorkSize) -> float:
+        """FLOPs of dX where products read data: on the way out, and those that its own parameters need."""
+        assert self.passing_flops is not None
+        return (self.passing_flops | self.inner_flops if self.trainable else self.passing_flops)(size)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSpec:
     """One modality module: a chain of layers with its own stream of rows."""
 
     name: str
-    """`vision` or `language`: the key of works and stages."""
+    """`vision`, `language` or `dit`: the key of works and stages."""
     layers: tuple[LayerSpec, ...]
     after: tuple[str, ...] = ()
     """Modules whose output enters this module's first layer."""
@@ -219,7 +263,10 @@ class ModuleSpec:
         layer = self.layers[last_layer]
         if not layer.output_width:
             return ()
-        return (size.outputs if layer.output_rows == "outputs" else size.rows, layer.output_width)
+        rows = size.outputs if layer.output_rows == "outputs" else size.rows
+        if layer.output_rows == "conditioned":
+            rows += size.texts + TIME_ROWS * size.clips
+        return (rows, layer.output_width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,3 +353,14 @@ def documents_work(lengths: Iterable[int], num_targets: int, two_way: Iterable[i
         pairs += length * (length + 1) // 2
     pairs += sum(length * (length - 1) // 2 for length in two_way)
     return WorkSize(rows=rows, pairs=pairs, outputs=num_targets)
+
+
+def clips_work(num_tokens: Iterable[int], text_lengths: Iterable[int], num_targets: int) -> WorkSize:
+    """How much some clips ask of a DiT; attention stays inside of a clip and its own prompt.
+
+    Args: num_tokens, text_lengths: latent and text tokens of each clip. num_targets: latent tokens with a loss.
+    """
+    total = ZERO_WORK
+    for rows, texts in zip(num_tokens, text_lengths, strict=True):
+        total += WorkSize(rows=rows, pairs=rows * rows, outputs=0, cross_pairs=rows * texts, texts=texts, clips=1)
+    return replace(total, outputs=num_targets)

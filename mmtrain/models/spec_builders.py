@@ -14,8 +14,15 @@ from dataclasses import replace
 
 from mmtrain.config import ModelConfig
 from mmtrain.models.linears import adapted_linears, block_linears, linear_width, with_adapters
-from mmtrain.models.shapes import LanguageShape, VisionShape, language_shape, vision_shape
-from mmtrain.models.spec import LayerSpec, ModelSpec, ModuleSpec, Rates
+from mmtrain.models.shapes import (
+    DitShape,
+    LanguageShape,
+    VisionShape,
+    dit_shape,
+    language_shape,
+    vision_shape,
+)
+from mmtrain.models.spec import TIME_ROWS, LayerSpec, ModelSpec, ModuleSpec, Rates
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -42,6 +49,8 @@ def model_spec(model: ModelConfig, *, dtype_bytes: int = 4) -> ModelSpec:
     if model.encoder is not None:
         modules.append(_vision_module(model, vision_shape(model), language.width, dtype_bytes))
     modules.append(_language_module(model, language, dtype_bytes))
+    if model.dit is not None:
+        modules.append(_dit_module(model, dit_shape(model), dtype_bytes))
     return ModelSpec(modules=tuple(modules), tied_embeddings=language.tied)
 
 
@@ -180,6 +189,18 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
     block = _decoder_layer(shape, trainable=trainable, e=e)
     block = with_adapters(block, shape, adapted_linears(model, "language"), rank=model.lora.rank, dtype_bytes=e)
     norm = _FLOAT32 * (D + 1) + 2 * D * e
+    head = LayerSpec(
+        name="head",
+        num_params=D + V * D,
+        num_shared_params=V * D if shape.tied else 0,
+        trainable=trainable,
+        weight_before_products=True,
+        # Rows without a label are dropped before the norm; the loss keeps float32 log-probabilities,
+        # the labels and the indices of their rows.
+        matmul_flops=Rates(output=2 * D * V),
+        activation_bytes=Rates(output=norm + _FLOAT32 * V + 2 * _INT64),
+        linear_bytes=Rates(output=(D + V) * e),
+    )
     return ModuleSpec(
         name="language",
         after=("vision",) if model.encoder is not None else (),
@@ -194,19 +215,22 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
                 output_width=D,
             ),
             *(replace(block, name=f"layers.{i}") for i in range(shape.depth)),
-            LayerSpec(
-                name="head",
-                num_params=D + V * D,
-                num_shared_params=V * D if shape.tied else 0,
-                trainable=trainable,
-                weight_before_products=True,
-                # Rows without a label are dropped before the norm; the loss keeps float32 log-probabilities,
-                # the labels and the indices of their rows.
-                matmul_flops=Rates(output=2 * D * V),
-                activation_bytes=Rates(output=norm + _FLOAT32 * V + 2 * _INT64),
-                linear_bytes=Rates(output=(D + V) * e),
-            ),
+            _text_norm(shape, trainable=trainable, e=e) if model.dit is not None else head,
         ),
+    )
+
+
+def _text_norm(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpec:
+    """The last layer of a text encoder."""
+    D = shape.width
+    return LayerSpec(
+        name="norm",
+        num_params=D,
+        trainable=trainable,
+        matmul_flops=Rates(),
+        activation_bytes=Rates(row=_FLOAT32 * (D + 1) + D * e),  # its output leaves
+        output_bytes=Rates(row=D * e),
+        output_width=D,
     )
 
 
@@ -233,6 +257,92 @@ def _decoder_layer(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpe
         attention_bytes=Rates(row=C * e + shape.num_heads * _FLOAT32),
         output_bytes=Rates(row=D * e),
         output_width=D,
+    )
+
+
+def _dit_module(model: ModelConfig, shape: DitShape, e: int) -> ModuleSpec:
+    assert model.dit is not None
+    trainable = model.dit.trainable is True
+    block = _dit_block(shape, trainable=trainable, e=e)
+    return ModuleSpec(
+        name="dit",
+        after=("language",),
+        layers=(
+            _dit_embed(shape, trainable=trainable, e=e),
+            *(replace(block, name=f"blocks.{i}") for i in range(shape.depth)),
+            _dit_head(shape, trainable=trainable, e=e),
+        ),
+    )
+
+
+def _dit_output_bytes(shape: DitShape, e: int) -> Rates:
+    """Of what travels between two chunks: latent tokens, text tokens and the rows of each clip's timestep."""
+    return Rates(row=shape.width * e, text=shape.width * e, clip=TIME_ROWS * shape.width * e)
+
+
+def _dit_embed(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
+    """The first layer of a DiT: patches, and two linear layers each for text and timestep."""
+    D, P, Z, X = shape.width, shape.patch_dim, shape.time_width, shape.text_width
+    projected = (TIME_ROWS - 1) * D
+    time, text = 2 * Z * D + 2 * D * D + 2 * D * projected, 2 * X * D + 2 * D * D
+    return LayerSpec(
+        name="embed",
+        num_params=(P + 1) * D + (Z + 1) * D + (D + 1) * D + (D + 1) * projected + (X + 1) * D + (D + 1) * D,
+        trainable=trainable,
+        matmul_flops=Rates(row=2 * P * D, text=text, clip=time),
+        inner_flops=Rates(text=2 * D * D, clip=time - 2 * Z * D),
+        passing_flops=Rates(text=text),
+        activation_bytes=Rates(row=P * e, text=(X + 2 * D) * e, clip=(Z + 4 * D) * e),
+        # Not of the convolution. It makes its weight gradients in the first half, but is too small to be told apart.
+        # The gradients of all rows of a timestep are one tensor.
+        linear_bytes=Rates(text=(X + 3 * D) * e, clip=(Z + 4 * D + TIME_ROWS * D) * e),
+        output_bytes=_dit_output_bytes(shape, e),
+        output_width=D,
+        output_rows="conditioned",
+    )
+
+
+def _dit_block(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
+    """One block of a DiT: self-attention, cross-attention to the clip's own text, MLP."""
+    D, H, I = shape.width, shape.num_heads, shape.mlp_width
+    tokens, texts = 12 * D * D + 4 * D * I, 4 * D * D
+    # In float32: what the norms read, and of those without parameters also what they give; of the norms of queries and
+    # keys (three of tokens, one of texts) input and normed; the MLP's output. Scales of each row, log-sum-exp.
+    float32 = (5 + shape.cross_norm + 3 * 2) * D + 2 * (2 + shape.cross_norm) + 3 + 2 * H
+    # What the linear layers read (5), query, key and value of self-attention, cross-attention's query, and what
+    # self-attention's output layer gives.
+    activation = float32 * _FLOAT32 + 10 * D * e + 2 * I * e
+    # The table moved by the timestep and two scales, in float32; the parameters of a norm too, if they are not.
+    of_clip = 8 + 2 * (shape.cross_norm and e < _FLOAT32)
+    return LayerSpec(
+        name="blocks",
+        num_params=8 * (D + 1) * D + 2 * D * I + I + D + 4 * D + (2 * D if shape.cross_norm else 0) + 6 * D,
+        trainable=trainable,
+        matmul_flops=Rates(row=tokens, text=texts),
+        inner_flops=Rates(row=tokens),  # a table of shifts comes before all of them; nothing of the block before texts
+        attention_flops=Rates(pair=4 * D, cross_pair=4 * D),
+        # Texts themselves are shared by the blocks of a chunk.
+        activation_bytes=Rates(row=activation, text=2 * D * e + (2 * D + 1) * _FLOAT32, clip=of_clip * D * _FLOAT32),
+        product_bytes=Rates(row=(7 * D + I) * e, text=2 * D * e),
+        linear_bytes=Rates(row=(12 * D + 2 * I) * e, text=3 * D * e),
+        attention_bytes=Rates(row=2 * D * e + 2 * H * _FLOAT32),
+        output_bytes=_dit_output_bytes(shape, e),
+        output_width=D,
+        output_rows="conditioned",
+    )
+
+
+def _dit_head(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
+    """The last layer of a DiT: a norm moved and scaled by the timestep, a linear layer, the squared error."""
+    D, P = shape.width, shape.output_dim
+    return LayerSpec(
+        name="head",
+        num_params=2 * D + (D + 1) * P,
+        trainable=trainable,
+        weight_before_products=True,
+        matmul_flops=Rates(row=2 * D * P),
+        activation_bytes=Rates(row=_FLOAT32 * (2 * D + 2) + D * e + P * _FLOAT32, clip=D * e),
+        linear_bytes=Rates(row=(D + P) * e),
     )
 
 

@@ -1,4 +1,4 @@
-"""The works of one iteration: which pictures and tokens run together, from the metadata alone.
+"""The works of one iteration: which pictures, tokens and clips run together, from the metadata alone.
 
 Source: DIP, arXiv:2504.14145, section 4: N pictures of a microbatch become ceil(N / B) sub-microbatches.
 """
@@ -10,9 +10,18 @@ from functools import cache
 from typing import NoReturn
 
 from mmtrain.data.bitfield import LanguageMask, two_way_spans
-from mmtrain.data.metadata import ImageMeta, IterationMeta
+from mmtrain.data.metadata import ClipMeta, ImageMeta, IterationMeta
 from mmtrain.errors import DataError
-from mmtrain.models.spec import ModelSpec, ModuleSpec, Rates, WorkSize, documents_work, images_work
+from mmtrain.models.spec import (
+    ZERO_WORK,
+    ModelSpec,
+    ModuleSpec,
+    Rates,
+    WorkSize,
+    clips_work,
+    documents_work,
+    images_work,
+)
 from mmtrain.planner.balance import split_evenly
 from mmtrain.schedule.graph import Work
 
@@ -21,6 +30,7 @@ Grid = tuple[int, int, int]
 
 VISION = "vision"
 LANGUAGE = "language"
+DIT = "dit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +44,8 @@ class Batching:
     """[work] -> the pictures of a vision work, in the order of their tokens; empty for a language work."""
     size_of: tuple[WorkSize, ...]
     """[work] -> rows, attended pairs and output rows."""
+    clips_of: tuple[tuple[ClipMeta, ...], ...] = ()
+    """[work] -> the clips whose prompts or latents a work of a text-to-video job processes; empty for other jobs."""
 
 
 def make_batching(
@@ -44,19 +56,29 @@ def make_batching(
     A microbatch with N pictures has ceil(N / sub_microbatch_size) vision works of consecutive pictures, the largest
     with as few FLOPs as possible; a text-only microbatch has none.
 
+    Of a text-to-video model the works of a microbatch are those of the text encoder, then those of the DiT. A DiT work
+    has consecutive clips, and a text work of its own, with their prompts.
+
     Args:
-        spec: the model; its modules are `vision` and `language`, or `language` alone.
-        sub_microbatch_size: pictures in one vision work; 0: all pictures of the microbatch.
+        spec: the model; its modules are `vision` and `language`, `language` alone, or `language` and `dit`.
+        sub_microbatch_size: pictures in one vision work, or clips in one DiT work; 0: all of the microbatch.
         attention_mask: of the language model; it decides how many pairs are attended.
     Raises: DataError: a microbatch has no token, pictures for a model without a vision encoder, or a picture
-        that the model cannot merge or that lies outside of its document.
+        that the model cannot merge or that lies outside of its document; clips for another model, or none.
     """
     modules = tuple(module.name for module in spec.modules)
+    if DIT in modules:
+        return _clip_batching(meta, spec, sub_microbatch_size)
     weigh = _picture_weight(spec.module(VISION)) if VISION in modules else None
     works: list[Work] = []
     images_of: list[tuple[ImageMeta, ...]] = []
     sizes: list[WorkSize] = []
     for index, microbatch in enumerate(meta.microbatches):
+        if microbatch.clips:
+            raise DataError(
+                f"microbatch {index} has {len(microbatch.clips)} clips, the first {microbatch.clips[0].name}, but the "
+                "model has no diffusion transformer; add [model.dit]"
+            )
         if not microbatch.num_tokens:
             raise DataError(f"microbatch {index} has no token; every microbatch needs a document")
         if microbatch.images and VISION not in modules:
@@ -76,6 +98,55 @@ def make_batching(
         two_way = [high - low for low, high in spans]
         sizes.append(documents_work(microbatch.lengths, microbatch.num_targets, two_way))
     return Batching(modules=modules, works=tuple(works), images_of=tuple(images_of), size_of=tuple(sizes))
+
+
+def _clip_batching(meta: IterationMeta, spec: ModelSpec, sub_microbatch_size: int) -> Batching:
+    modules = tuple(module.name for module in spec.modules)
+    weigh = _clip_weight(spec.module(DIT))
+    works: list[Work] = []
+    clips_of: list[tuple[ClipMeta, ...]] = []
+    sizes: list[WorkSize] = []
+    for index, microbatch in enumerate(meta.microbatches):
+        clips = microbatch.clips
+        if not clips or microbatch.documents:
+            raise DataError(
+                f"microbatch {index} has {len(clips)} clips and {len(microbatch.documents)} documents; a microbatch of "
+                "a text-to-video model has at least one clip, and clips alone"
+            )
+        parts = -(-len(clips) // sub_microbatch_size) if sub_microbatch_size else 1
+        weights = [weigh(clip.num_tokens, clip.num_text_tokens) for clip in clips]
+        groups = [clips[low:high] for low, high in split_evenly(weights, parts)]
+        first = len(works)
+        for name in (LANGUAGE, DIT):
+            for sub, group in enumerate(groups):
+                after = (first + sub,) if name == DIT else ()
+                works.append(Work(module=modules.index(name), microbatch=index, sub_microbatch=sub, after=after))
+                sizes.append(_prompts_work(group) if name == LANGUAGE else _latents_work(group))
+                clips_of.append(group)
+    return Batching(
+        modules=modules,
+        works=tuple(works),
+        images_of=((),) * len(works),
+        size_of=tuple(sizes),
+        clips_of=tuple(clips_of),
+    )
+
+
+def _prompts_work(clips: Sequence[ClipMeta]) -> WorkSize:
+    """What the prompts of some clips ask of the text encoder, whose every row leaves."""
+    lengths = [clip.num_text_tokens for clip in clips]
+    return documents_work(lengths, sum(lengths))
+
+
+def _latents_work(clips: Sequence[ClipMeta]) -> WorkSize:
+    tokens, texts = [clip.num_tokens for clip in clips], [clip.num_text_tokens for clip in clips]
+    return clips_work(tokens, texts, sum(clip.num_targets for clip in clips))
+
+
+def _clip_weight(module: ModuleSpec) -> Callable[[int, int], float]:
+    """What a clip of so many latent and text tokens asks of a DiT: FLOPs of the forward."""
+    rates = sum((layer.matmul_flops + layer.attention_flops for layer in module.layers), Rates())
+    return cache(lambda tokens, texts: rates(clips_work([tokens], [texts], tokens)))
 
 
 def _split_images(
@@ -108,10 +179,13 @@ def _refuse_pictures(index: int, wanted: Sequence[ImageMeta], found: Sequence[Im
 
 
 def check_conservation(meta: IterationMeta, batching: Batching) -> None:
-    """Refuses works that lose, double or reorder a picture, or change the number of tokens or targets.
+    """Refuses works that lose, double or reorder a picture or clip, or change the number of tokens or targets.
 
     Raises: DataError: with the microbatch and the picture or the counts.
     """
+    if DIT in batching.modules:
+        _check_clips(meta, batching)
+        return
     of_microbatch: dict[int, list[int]] = {}
     for w, work in enumerate(batching.works):
         of_microbatch.setdefault(work.microbatch, []).append(w)
@@ -144,6 +218,56 @@ def check_conservation(meta: IterationMeta, batching: Batching) -> None:
                     f"microbatch {index}: the vision work of {batching.images_of[w][0].name} feeds no "
                     "language work; name it in `after`"
                 )
+    _check_microbatches(meta, batching)
+
+
+def _check_clips(meta: IterationMeta, batching: Batching) -> None:
+    """Every clip is in one DiT work, in order, whose `after` is one text work with just its prompts."""
+    _check_microbatches(meta, batching)
+    of_microbatch: dict[tuple[int, str], list[int]] = {}
+    for w, work in enumerate(batching.works):
+        of_microbatch.setdefault((work.microbatch, batching.modules[work.module]), []).append(w)
+    fed: Counter[int] = Counter(other for work in batching.works for other in work.after)
+    for index, microbatch in enumerate(meta.microbatches):
+        for module, what in ((LANGUAGE, "text"), (DIT, "DiT")):
+            numbers = of_microbatch.get((index, module), [])
+            found = [clip for w in numbers for clip in batching.clips_of[w]]
+            if list(microbatch.clips) != found:
+                _refuse_clips(index, what, microbatch.clips, found)
+            wanted = sum((_work_of(module, (clip,)) for clip in microbatch.clips), ZERO_WORK)
+            counted = sum((batching.size_of[w] for w in numbers), ZERO_WORK)
+            if wanted != counted:
+                raise DataError(
+                    f"microbatch {index}: its clips are {wanted} for the {what} works, but these process {counted}; "
+                    "each token must be processed exactly once"
+                )
+        for w in of_microbatch.get((index, DIT), []):
+            after = batching.works[w].after
+            if len(after) != 1 or fed[after[0]] != 1 or batching.clips_of[after[0]] != batching.clips_of[w]:
+                raise DataError(
+                    f"microbatch {index}: the DiT work of {batching.clips_of[w][0].name} comes after works {after}; it "
+                    "comes after one text work, of the same clips, that feeds no other"
+                )
+
+
+def _work_of(module: str, clips: Sequence[ClipMeta]) -> WorkSize:
+    return _prompts_work(clips) if module == LANGUAGE else _latents_work(clips)
+
+
+def _refuse_clips(index: int, what: str, wanted: Sequence[ClipMeta], found: Sequence[ClipMeta]) -> NoReturn:
+    """Says what differs between the clips of a microbatch and those of its works."""
+    wanted_times, found_times = Counter(wanted), Counter(found)
+    for clip in (*wanted, *found):
+        if wanted_times[clip] != found_times[clip]:
+            raise DataError(
+                f"microbatch {index}: {clip.name} stands {wanted_times[clip]} times in the batch, but in "
+                f"{found_times[clip]} places of its {what} works; each clip must be used exactly once"
+            )
+    expected, clip = next((a, b) for a, b in zip(wanted, found, strict=True) if a != b)
+    raise DataError(f"microbatch {index}: {clip.name} stands where {expected.name} belongs; keep their order")
+
+
+def _check_microbatches(meta: IterationMeta, batching: Batching) -> None:
     strangers = [work for work in batching.works if not 0 <= work.microbatch < len(meta.microbatches)]
     if strangers:
         raise DataError(

@@ -9,75 +9,59 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmtrain.config import Config
-from mmtrain.data.buckets import VideoGeometry, most_frames, video_geometry
-from mmtrain.data.metadata import ClipMeta
-from mmtrain.errors import ConfigError
+FRAMES_PER_S = 16
+"""Of every clip (DIP, section 7.1, after MovieGen)."""
+MOST_S = 16.0
+"""Seconds of the longest clip, and of all clips of one microbatch."""
+MOST_CLIPS = 8
+"""Clips of one microbatch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClipBins:
-    """What a workload of clips fills: the microbatches of one step on one model replica, and the buckets of clips."""
+class CaptionedClip:
+    """One video clip with its caption, before anything is made of them."""
 
-    num_microbatches: int
-    seq_len: int
-    """Tokens of the longest caption; longer ones are cut."""
-    geometry: VideoGeometry
-    """The buckets, of frames and sizes of latents."""
-    most_frames: int
-    """Frames of all clips of a microbatch."""
-    most_clips: int
-    """Clips of a microbatch."""
+    sample: int
+    """Its number in the iteration."""
+    num_frames: int
+    caption_tokens: int
 
-    @classmethod
-    def of(cls, config: Config) -> "ClipBins":
-        """The bins of one replica of a text-to-video job.
-
-        Raises: ConfigError: it is no such job, or its buckets do not fit the model.
-        """
-        if config.model.dit is None:
-            raise ConfigError("a workload of video clips needs a text-to-video job, and this one has no [model.dit]")
-        return cls(
-            num_microbatches=config.training.global_batch_size // config.parallelism.mesh_shape.dp,
-            seq_len=config.training.seq_len,
-            geometry=video_geometry(config.model.dit, config.data),
-            most_frames=most_frames(config.data),
-            most_clips=config.data.max_clips,
-        )
+    @property
+    def duration_s(self) -> float:
+        """Seconds that it plays."""
+        return self.num_frames / FRAMES_PER_S
 
 
-def video_captions(rng: np.random.Generator, bins: ClipBins) -> Iterator[list[ClipMeta]]:
-    """Microbatches without end: clips in the order in which they come; one that does not fit opens the next.
+def video_captions(
+    num_microbatches: int, *, seed: int, iteration: int, replica: int = 0
+) -> tuple[tuple[CaptionedClip, ...], ...]:
+    """The clips of each microbatch of one iteration on one model replica: the same for the same arguments.
 
-    Half of the clips are like InternVid's (11.7 s on average before they are cut, short captions), half like
-    MMTrail's (4.9 s, long captions). Each goes to the longest bucket that it fills; sizes are equally frequent.
+    Up to 8 clips whose durations add up to at most 16 s, in the order in which they come; a clip that does not fit
+    opens the next microbatch. Half of the clips are like InternVid's (11.7 s on average before they are cut to 16 s,
+    short captions), half like MMTrail's (4.9 s, long captions).
     """
-    taken: list[ClipMeta] = []
-    room = bins.most_frames
-    for clip in _clips(rng, bins):
-        if len(taken) == bins.most_clips or clip.frames > room:
-            yield taken
-            taken, room = [], bins.most_frames
+    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, iteration, replica))))
+    clips = _clips(rng)
+    groups: list[tuple[CaptionedClip, ...]] = []
+    taken = [next(clips)]
+    while len(groups) < num_microbatches:
+        clip = next(clips)
+        frames = clip.num_frames + sum(other.num_frames for other in taken)
+        if len(taken) == MOST_CLIPS or frames > MOST_S * FRAMES_PER_S:
+            groups.append(tuple(taken))
+            taken = []
         taken.append(clip)
-        room -= clip.frames
+    return tuple(groups)
 
 
-def _clips(rng: np.random.Generator, bins: ClipBins) -> Iterator[ClipMeta]:
-    geometry = bins.geometry
+def _clips(rng: np.random.Generator) -> Iterator[CaptionedClip]:
     sample = 0
     while True:
         if rng.random() < 0.5:  # InternVid: 760,000 h and 4.1e9 words in 234e6 clips
             duration, tokens = rng.lognormal(np.log(11.7) - 0.32, 0.8), rng.lognormal(np.log(23.3) - 0.08, 0.4)
         else:  # MMTrail: 27,100 h in 20e6 clips
             duration, tokens = rng.lognormal(np.log(4.9) - 0.125, 0.5), rng.lognormal(np.log(100) - 0.08, 0.4)
-        frames = geometry.longest(max(geometry.frames[-1], round(duration * geometry.fps)))
-        height, width = geometry.sizes[rng.integers(len(geometry.sizes))]
-        yield ClipMeta(
-            sample=sample,
-            frames=frames,
-            height=height,
-            width=width,
-            num_tokens=geometry.num_tokens((frames, height, width)),
-            num_text_tokens=min(max(1, round(tokens)), bins.seq_len),
-        )
+        frames = max(1, round(min(duration, MOST_S) * FRAMES_PER_S))
+        yield CaptionedClip(sample=sample, num_frames=frames, caption_tokens=max(1, round(tokens)))
         sample += 1

@@ -1,9 +1,10 @@
 """Least squares with weights that are never negative: how measured seconds become functions of a work's size. Pure.
 
-A layer's seconds are `row * rows + pair * pairs + window_pair * window_pairs + output * outputs + fixed`: products and
-element-wise work go with rows, attention with the pairs that it visits, last layers with what leaves them. For one
-picture or causal document of x rows, which attends to x^2 or (x^2 + x) / 2 pairs, that is a x^2 + b x + c with no
-weight below 0; for several of them in one work it stays exact where a polynomial of their total length is not.
+A layer's seconds are `row * rows + pair * pairs + window_pair * window_pairs + output * outputs + fixed`, of a DiT also
+`cross_pair * cross_pairs + text * texts + clip * clips`: products and element-wise work go with rows, attention with
+the pairs that it visits, last layers with what leaves them. For one picture or causal document of x rows, which attends
+to x^2 or (x^2 + x) / 2 pairs, that is a x^2 + b x + c with no weight below 0; for several of them in one work it stays
+exact where a polynomial of their total length is not.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from mmtrain.models.spec import WorkSize
 
-FEATURES = ("row", "pair", "window_pair", "output", "fixed")
+FEATURES = ("row", "pair", "window_pair", "output", "cross_pair", "text", "clip", "fixed")
 """What each weight of a `SizeFit` stands beside, in order; `fixed` is for one call."""
 
 Array = npt.NDArray[np.float64]
@@ -30,6 +31,9 @@ class SizeFit:
     window_pair: float = 0.0
     output: float = 0.0
     fixed: float = 0.0
+    cross_pair: float = 0.0
+    text: float = 0.0
+    clip: float = 0.0
     error: float = 0.0
     """Mean of |fit - measured| / measured over the points it was made from."""
     worst: float = 0.0
@@ -37,7 +41,8 @@ class SizeFit:
 
     def __call__(self, size: WorkSize) -> float:
         pairs = self.pair * size.pairs + self.window_pair * size.window_pairs
-        return self.row * size.rows + pairs + self.output * size.outputs + self.fixed
+        total = self.row * size.rows + pairs + self.output * size.outputs + self.fixed
+        return total + self.cross_pair * size.cross_pairs + self.text * size.texts + self.clip * size.clips
 
 
 def fit_sizes(sizes: Sequence[WorkSize], amounts: Sequence[float], *, floor: float = 0.0) -> SizeFit:
@@ -61,7 +66,8 @@ def fit_sizes(sizes: Sequence[WorkSize], amounts: Sequence[float], *, floor: flo
 
 
 def _features(size: WorkSize) -> tuple[float, ...]:
-    return (size.rows, size.pairs, size.window_pairs, size.outputs, 1.0)
+    of_clips = (size.cross_pairs, size.texts, size.clips)
+    return (size.rows, size.pairs, size.window_pairs, size.outputs, *of_clips, 1.0)
 
 
 def non_negative_least_squares(matrix: Array, target: Array) -> Array:

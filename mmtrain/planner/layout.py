@@ -17,6 +17,7 @@ import numpy.typing as npt
 from mmtrain.config import Config
 from mmtrain.data.bitfield import Bits, LanguageMask, language_bits
 from mmtrain.data.metadata import ImageMeta, IterationMeta
+from mmtrain.errors import PlanError
 from mmtrain.models.rows import padded, part_of
 from mmtrain.models.spec import ModuleSpec, WorkSize
 from mmtrain.models.windows import feature_order, row_order
@@ -150,8 +151,18 @@ class IterationLayout:
     # ------------------------------------------------------------------------------------------ shapes
 
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
-        """Rows and outputs that one rank holds between two stages, padding included."""
+        """Rows and outputs that one rank holds between two stages, padding included.
+
+        Raises: PlanError: clips, which several ranks do not divide yet.
+        """
         entry = self.batching.works[work]
+        if self.batching.clips_of:
+            if self.plane.size > 1:
+                raise PlanError(
+                    f"a stage's plane has {self.plane.size} ranks (context x tensor parallel), but the works of a "
+                    "text-to-video model are not divided yet; set both degrees to 1"
+                )
+            return self.batching.size_of[work]
         if self.batching.modules[entry.module] == VISION:
             size, degree = self.vision_part(work, cp_rank, tp_rank).size, self.plane.encoder_tp
             return WorkSize(

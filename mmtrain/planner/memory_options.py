@@ -7,7 +7,7 @@ many of each kind do what. Source: DIP, arXiv:2504.14145, section 5.3 (S = 10).
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import combinations, pairwise
 
@@ -164,8 +164,7 @@ def shape_class(size: WorkSize) -> WorkSize:
 
     It depends on the class alone, not on which of its sizes came first, so that plans do not either.
     """
-    amounts = {name: getattr(size, name) for name in ("rows", "pairs", "outputs", "window_pairs")}
-    return WorkSize(**{name: _rounded(amount) for name, amount in amounts.items()})
+    return WorkSize(**{f.name: _rounded(getattr(size, f.name)) for f in fields(WorkSize)})
 
 
 def _rounded(amount: float) -> int:

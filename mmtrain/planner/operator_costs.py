@@ -9,8 +9,9 @@ from mmtrain.config import Config
 from mmtrain.errors import ConfigError
 from mmtrain.models.linears import adapted_linears
 from mmtrain.models.recomputation import ATTENTION, PRODUCTS, Recomputation
-from mmtrain.models.shapes import language_shape, vision_shape
+from mmtrain.models.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.planner.batching import DIT, VISION
 from mmtrain.planner.cost_model import HostCopy, LayerTimes, equal_layers
 from mmtrain.planner.layout import Plane
 from mmtrain.planner.simulator.cluster import Cluster
@@ -77,9 +78,7 @@ class OperatorCosts:
                 f"{cluster.hardware.gpus_per_node} accelerators; tensor parallelism stays inside of a node, lower it"
             )
         dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
-        divisions = {
-            module.name: division(plane, cluster, encoder=module.name != "language") for module in spec.modules
-        }
+        divisions = {module.name: division(plane, cluster, encoder=module.name == VISION) for module in spec.modules}
         return cls(
             spec,
             {
@@ -178,8 +177,13 @@ def describer(config: Config, module: str, divided: Division, dtype_bytes: int, 
     vision = vision_shape(model) if model.encoder is not None else None
     native = model.projector.kind == "native"
     merged = vision.width * vision.patches_per_token if vision else 0
+    shape: VisionShape | LanguageShape | DitShape = language
+    if module == DIT:
+        shape = dit_shape(model)
+    elif module == VISION and vision is not None:
+        shape = vision
     return LayerDescriber(
-        shape=language if module == "language" or vision is None else vision,
+        shape=shape,
         division=divided,
         dtype_bytes=dtype_bytes,
         compute=compute,

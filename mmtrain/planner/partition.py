@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mmtrain.errors import ConfigError
-from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize, clips_work, documents_work
 from mmtrain.planner.balance import split_evenly
 from mmtrain.planner.pipeline_layout import chunk_bounds
 from mmtrain.schedule.graph import ModuleStages
 from mmtrain.schedule.library.catalogue import Placement
 
-CONFIG_SECTION = {"vision": "model.encoder", "language": "model.language"}
+CONFIG_SECTION = {"vision": "model.encoder", "language": "model.language", "dit": "model.dit"}
 """Where the user sets a module's number of segments."""
 
 
@@ -134,8 +134,15 @@ def partition(
 def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
     """A typical work of each module, which a separated partition is balanced for: half of the tokens are pictures'.
 
-    Four documents a microbatch, a quarter of the tokens labelled, pictures of 16 x 16 patches.
+    Four documents a microbatch, a quarter of the tokens labelled, pictures of 16 x 16 patches. Of a text-to-video
+    model, two clips of 8 s and 256 x 256 pixels with prompts of 64 tokens, see `workloads.CLIP_SIDE`.
     """
+    if any(module.name == "dit" for module in spec.modules):
+        prompts = [min(64, seq_len)] * 2
+        return {
+            "language": documents_work(prompts, sum(prompts)),
+            "dit": clips_work([8192] * 2, prompts, 2 * 8192),
+        }
     sizes = {"language": WorkSize(rows=seq_len, pairs=max(1, seq_len * seq_len // 8), outputs=max(1, seq_len // 4))}
     if any(module.name == "vision" for module in spec.modules):
         vision = spec.module("vision")

@@ -60,7 +60,7 @@ def partition_of(config: Config, spec: ModelSpec) -> Partition:
 def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice:
     """The partition that a job's config asks for, placed as its schedule wants, and how it was found.
 
-    Args: sub_microbatch: pictures in a vision work; 0: all of a microbatch.
+    Args: sub_microbatch: pictures in a vision work, or clips in a DiT work; 0: all of a microbatch.
     Raises: ConfigError: fewer layers than chunks, fewer or more chunks than the schedule needs, or a way to cut that
         does not go with the schedule.
     """
@@ -106,6 +106,8 @@ def _given_segments(config: Config) -> dict[str, int]:
     found = {"language": config.model.language.num_segments}
     if config.model.encoder:
         found["vision"] = config.model.encoder.num_segments
+    if config.model.dit:
+        found["dit"] = config.model.dit.num_segments
     return found
 
 
@@ -113,6 +115,8 @@ def _layouts(config: Config) -> dict[str, str]:
     found = {"language": config.model.language.pipeline_layout}
     if config.model.encoder:
         found["vision"] = config.model.encoder.pipeline_layout
+    if config.model.dit:
+        found["dit"] = config.model.dit.pipeline_layout
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from mmtrain.config import Config
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.models.recomputation import Recomputation
-from mmtrain.models.shapes import language_shape, vision_shape
+from mmtrain.models.shapes import dit_shape, language_shape, vision_shape
 from mmtrain.models.spec import LayerSpec, ModelSpec, WorkSize
 from mmtrain.planner.cost_model import HostCopy
 from mmtrain.planner.fits import SizeFit, fit_sizes
@@ -32,6 +32,10 @@ HELD = "held_bytes"
 
 _ACTIONS = (Kind.F, Kind.B, Kind.I, Kind.W)
 _SIZES = tuple(f.name for f in fields(WorkSize))
+_FIRST_SIZES = _SIZES[:4]
+"""Those that works without clips have; the others are written where a layer has some."""
+_CLIP_WEIGHTS = ("cross_pair", "text", "clip")
+"""Of a `SizeFit`, those that are written where they are not 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +182,8 @@ def job_of(config: Config) -> dict[str, str | int]:
     found: dict[str, str | int] = {"language": language_shape(config.model).model_type}
     if config.model.encoder is not None:
         found["vision"] = vision_shape(config.model).model_type
+    if config.model.dit is not None:
+        found["dit"] = dit_shape(config.model).model_type
     return found | {
         "dtype": training.mixed_precision_param,
         "attention_backend": training.attention_backend,
@@ -222,14 +228,21 @@ def check_fits(profile: Profile, config: Config, spec: ModelSpec, where: str) ->
 def _layer_to_json(layer: LayerProfile) -> str:
     head = {f.name: getattr(layer, f.name) for f in fields(layer) if f.name not in ("fits", "points")}
     lines = [f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    fits = ",\n".join(f"    {json.dumps(name)}: {json.dumps(asdict(fit))}" for name, fit in layer.fits.items())
+    fits = ",\n".join(f"    {json.dumps(name)}: {json.dumps(_fit_to_json(fit))}" for name, fit in layer.fits.items())
+    sizes = _FIRST_SIZES
+    if any(size.clips for of in layer.points.values() for size, _ in of):
+        sizes = _SIZES
     points = ",\n".join(
         f"    {json.dumps(name)}: "
-        + json.dumps([[*(getattr(size, key) for key in _SIZES), amount] for size, amount in of])
+        + json.dumps([[*(getattr(size, key) for key in sizes), amount] for size, amount in of])
         for name, of in layer.points.items()
     )
     lines += [f'   "fits": {{\n{fits}\n   }}', f'   "points": {{\n{points}\n   }}']
     return "  {\n" + ",\n".join(lines) + "\n  }"
+
+
+def _fit_to_json(fit: SizeFit) -> dict[str, float]:
+    return {name: weight for name, weight in asdict(fit).items() if weight or name not in _CLIP_WEIGHTS}
 
 
 def _read(table: Any) -> Profile:
@@ -314,7 +327,10 @@ def _read_layer(value: Any, where: str) -> LayerProfile:
         num_params=strict_json.integer(value["num_params"], f"{where}.num_params"),
         num_trainable_params=strict_json.integer(value["num_trainable_params"], f"{where}.num_trainable_params"),
         input_grad=value["input_grad"],
-        fits={n: SizeFit(**_amounts(fit, f"{where}.fits.{n}", SizeFit)) for n, fit in value["fits"].items()},
+        fits={
+            n: SizeFit(**_amounts(fit, f"{where}.fits.{n}", SizeFit, optional=_CLIP_WEIGHTS))
+            for n, fit in value["fits"].items()
+        },
         points={n: _read_points(of, f"{where}.points.{n}") for n, of in value["points"].items()},
     )
 
@@ -323,15 +339,16 @@ def _read_points(value: Any, where: str) -> tuple[tuple[WorkSize, float], ...]:
     found = []
     for i, row in enumerate(strict_json.items(value, where)):
         cells = strict_json.items(row, f"{where}[{i}]")
-        if len(cells) != len(_SIZES) + 1:
-            raise PlanError(f"{where}[{i}] has {len(cells)} entries; it is [{', '.join(_SIZES)}, amount]")
-        sizes = {n: strict_json.integer(c, f"{where}[{i}]") for n, c in zip(_SIZES, cells, strict=False)}
+        names = _SIZES if len(cells) > len(_FIRST_SIZES) + 1 else _FIRST_SIZES
+        if len(cells) != len(names) + 1:
+            raise PlanError(f"{where}[{i}] has {len(cells)} entries; it is [{', '.join(names)}, amount]")
+        sizes = {n: strict_json.integer(c, f"{where}[{i}]") for n, c in zip(names, cells, strict=False)}
         found.append((WorkSize(**sizes), _seconds(cells[-1], f"{where}[{i}]")))
     return tuple(found)
 
 
-def _amounts(value: Any, where: str, cls: Any) -> dict[str, float]:
-    strict_json.fields(value, where, [f.name for f in fields(cls)])
+def _amounts(value: Any, where: str, cls: Any, optional: tuple[str, ...] = ()) -> dict[str, float]:
+    strict_json.fields(value, where, [f.name for f in fields(cls) if f.name not in optional], optional)
     return {name: _seconds(amount, f"{where}.{name}") for name, amount in value.items()}
 
 

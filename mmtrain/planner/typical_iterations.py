@@ -23,18 +23,23 @@ from mmtrain.planner.partition import Partition
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.planner.switches import may_split
-from mmtrain.planner.workloads import Bins, draw
+from mmtrain.planner.workloads import VIDEO_CAPTIONS, Bins, draw
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import PlanningProblem
 
 WORKLOAD = "mix"
-"""What is drawn, in `workloads.WORKLOADS`."""
+"""What is drawn of a job with pictures or text alone, in `workloads.WORKLOADS`."""
 MOST_MICROBATCHES = 32
 """Of one drawn iteration, and of all drawn iterations together, but for the first."""
 MOST_ITERATIONS = 4
 
 _EVALUATIONS = 16
 """Plans that the planner's search tries for each drawn iteration."""
+
+
+def usual_workload(config: Config) -> str:
+    """What stands for a job's data where nothing is known of them."""
+    return WORKLOAD if config.model.dit is None else VIDEO_CAPTIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,7 @@ class TypicalIterations:
         most_microbatches: int = MOST_MICROBATCHES,
         most_iterations: int = MOST_ITERATIONS,
     ) -> "TypicalIterations":
-        """Iterations of one replica of a job with pictures of typical size, fewer of them the larger they are.
+        """Iterations of one replica of a job with pictures or clips of typical size, fewer of them the larger they are.
 
         Args: most_microbatches: of each; a job may have more.
         Raises: ConfigError: the encoder reads no pictures.
@@ -73,7 +78,8 @@ class TypicalIterations:
         bins = replace(bins, num_microbatches=min(bins.num_microbatches, most_microbatches))
         plane = Plane.of(config)
         number = max(1, min(most_iterations, MOST_MICROBATCHES // bins.num_microbatches))
-        metas: list[IterationMeta] = [draw(WORKLOAD, bins, seed=0, iteration=i) for i in range(number)]
+        name = usual_workload(config)
+        metas: list[IterationMeta] = [draw(name, bins, seed=0, iteration=i) for i in range(number)]
         return cls(
             spec=spec,
             costs=costs,

@@ -20,7 +20,9 @@ NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> int:
-    """Pictures in one vision work of a job; 0: all of a microbatch.
+    """Pictures in one vision work of a job, or clips in one DiT work; 0: all of a microbatch.
+
+    What `model.dit.sub_microbatch_size` says.
 
     What `model.encoder.sub_microbatch_size` says; where it says 0, the smallest number with 95 % of the best
     efficiency, on the measured curve of the job's profile or on one that the cost model gives for pictures of typical
@@ -28,6 +30,8 @@ def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> in
     a full microbatch.
     """
     encoder = config.model.encoder
+    if config.model.dit is not None:
+        return config.model.dit.sub_microbatch_size if config.planner.sub_microbatch else 0
     if encoder is None or not config.planner.sub_microbatch:
         return 0
     if encoder.sub_microbatch_size:

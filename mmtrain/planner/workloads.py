@@ -1,6 +1,6 @@
 """Metadata of iterations drawn from distributions: what a job would read, without any data. Pure and deterministic.
 
-A workload draws samples (pictures and text tokens, or video clips and captions), packs them greedily into
+A workload draws samples (pictures and text tokens, or video clips with captions), packs them greedily into
 microbatches, and gives the `IterationMeta` that the loader would give. Which moments are published and which are
 assumed is in docs/workloads.md.
 
@@ -8,9 +8,8 @@ Sources: DIP, arXiv:2504.14145, sections 2.2, 7.1 and 7.2; OBELICS, arXiv:2306.1
 """
 
 import difflib
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,20 +21,75 @@ from mmtrain.data.geometry import ImageGeometry, image_geometry
 from mmtrain.data.metadata import ClipMeta, DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.errors import ConfigError
 from mmtrain.models.families import encoder_config
-from mmtrain.planner.clips import ClipBins, video_captions
+from mmtrain.models.shapes import DitShape, dit_shape
+from mmtrain.planner.clips import FRAMES_PER_S, MOST_S, CaptionedClip, video_captions
 
 Counts = npt.NDArray[np.int64]
 
 PICTURE_SIDE = 728
 """Pixels along a side of every picture (DIP, section 7.1)."""
 
+CLIP_SIDE = 256
+"""Pixels along a side of every video clip, if nothing else is asked for (MovieGen's first stage, arXiv:2410.13720)."""
+FRAMES_PER_LATENT = 4
+"""Frames behind the first one that a VAE joins to one latent frame, as Wan's does (arXiv:2503.20314)."""
+PIXELS_PER_LATENT = 8
+"""Pixels along a side that a VAE joins to one latent place, as Wan's does."""
+VIDEO_CAPTIONS = "video_captions"
+"""Name of the workload of text-to-video models."""
+
 _AT_ONCE = 256
 """Samples drawn together; the values do not depend on how many of them are used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClipShape:
+    """What a DiT reads of square clips."""
+
+    side: int
+    """Latent places along a side."""
+    patch: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, shape: DitShape, pixels: int) -> "ClipShape":
+        """The latents of clips of so many pixels along a side, cut to whole patches.
+
+        Raises: ConfigError: not one patch, or more than the DiT has positions for.
+        """
+        most = max(shape.patch[1:])
+        side = pixels // PIXELS_PER_LATENT // most * most
+        found = cls(side=side, patch=shape.patch)
+        longest = found.latent_frames(round(MOST_S * FRAMES_PER_S))
+        sides = (longest // shape.patch[0], side // shape.patch[1], side // shape.patch[2])
+        if min(sides) < 1 or max(sides) > shape.max_positions:
+            raise ConfigError(
+                f"clips of {pixels} x {pixels} pixels and {MOST_S:g} s have {list(sides)} patches along their axes, "
+                f"but the DiT takes 1 to {shape.max_positions} (model.dit: rope_max_seq_len); choose another size "
+                "(--picture-side) or raise it"
+            )
+        return found
+
+    def latent_frames(self, frames: int) -> int:
+        """Latent frames of a clip, whole patches of them."""
+        made, patch = 1 + (frames - 1) // FRAMES_PER_LATENT, self.patch[0]
+        return -(-made // patch) * patch
+
+    def clip(self, drawn: CaptionedClip, most_text: int) -> ClipMeta:
+        """The metadata of a drawn clip. Args: most_text: tokens that its caption is cut to."""
+        frames = self.latent_frames(drawn.num_frames)
+        return ClipMeta(
+            sample=drawn.sample,
+            frames=frames,
+            height=self.side,
+            width=self.side,
+            num_tokens=frames * self.side * self.side // math.prod(self.patch),
+            num_text_tokens=min(drawn.caption_tokens, most_text),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bins:
-    """What a workload fills: the microbatches of one step on one model replica, and what a picture takes of them."""
+    """What a workload fills: the microbatches of one step on one model replica, and what a picture or clip takes."""
 
     num_microbatches: int
     seq_len: int
@@ -44,20 +98,27 @@ class Bins:
     """Patches (time, height, width) of every picture; None: the model reads no pictures; samples keep their text."""
     picture_tokens: int = 0
     """Tokens that a picture fills."""
+    clip: ClipShape | None = None
+    """Of every clip; None: the model makes no video. Microbatches of clips are not filled with tokens: seq_len bounds a
+    caption."""
 
     @classmethod
-    def of(cls, config: Config, picture_side: int = PICTURE_SIDE) -> "Bins":
-        """The bins of one replica of a job, for square pictures.
+    def of(cls, config: Config, picture_side: int = 0) -> "Bins":
+        """The bins of one replica of a job, for square pictures or clips.
 
-        Args: picture_side: pixels before the encoder's own resizing, for which `data.min_pixels` and
-            `data.max_pixels` (else Qwen2-VL's limits) hold; encoders of one size have their own.
+        Args: picture_side: pixels, 0: `PICTURE_SIDE`, of clips `CLIP_SIDE`. Of pictures before the encoder's own
+            resizing, for which `data.min_pixels` and `data.max_pixels` (else Qwen2-VL's limits) hold; encoders of one
+            size have their own.
         Raises: ConfigError: a picture with one token of text does not fit into training.seq_len, or the encoder reads
             no pictures.
         """
         training, dp = config.training, config.parallelism.mesh_shape.dp
         bins = cls(num_microbatches=training.global_batch_size // dp, seq_len=training.seq_len, grid=None)
+        if config.model.dit is not None:
+            return replace(bins, clip=ClipShape.of(dit_shape(config.model), picture_side or CLIP_SIDE))
         if config.model.encoder is None:
             return bins
+        picture_side = picture_side or PICTURE_SIDE
         geometry = _geometry(config, config.model.encoder)
         grid = geometry.grid(picture_side, picture_side)
         tokens = geometry.num_tokens(grid)
@@ -72,12 +133,15 @@ class Bins:
     @classmethod
     def typical(cls, config: Config) -> "Bins":
         """The bins of one replica of a job whose pictures nobody has seen: of `PICTURE_SIDE`, or half of it, and so on,
-        until four of them fit into a microbatch; no pictures where not even one fits with a token of text.
+        until four of them fit into a microbatch; no pictures where not even one fits with a token of text. Clips are of
+        `CLIP_SIDE`.
 
         Raises: ConfigError: the encoder reads no pictures.
         """
         training, dp = config.training, config.parallelism.mesh_shape.dp
         bins = cls(num_microbatches=training.global_batch_size // dp, seq_len=training.seq_len, grid=None)
+        if config.model.dit is not None:
+            return cls.of(config)
         if config.model.encoder is None:
             return bins
         geometry, side = _geometry(config, config.model.encoder), PICTURE_SIDE
@@ -245,28 +309,28 @@ WORKLOADS: dict[str, Workload] = {
 }
 """Those that vision-language and language models read, by name."""
 
-VIDEO_WORKLOADS: dict[str, Callable[[np.random.Generator, ClipBins], Iterator[list[ClipMeta]]]] = {
-    "video_captions": video_captions,
-}
-"""Those that text-to-video models read, by name."""
 
-
-def draw(name: str, bins: Bins | ClipBins, *, seed: int, iteration: int, replica: int = 0) -> IterationMeta:
+def draw(name: str, bins: Bins, *, seed: int, iteration: int, replica: int = 0) -> IterationMeta:
     """The metadata of one iteration of a workload on one model replica: the same for the same arguments.
 
     Args: seed, iteration, replica: key the random stream, so that any iteration can be drawn without those before it.
-    Raises: ConfigError: there is no workload of that name for such bins.
+    Raises: ConfigError: there is no workload of that name, or it is of another kind of model.
     """
-    known: Collection[str] = VIDEO_WORKLOADS if isinstance(bins, ClipBins) else WORKLOADS
+    known = (*WORKLOADS, VIDEO_CAPTIONS)
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        model = " for a text-to-video model" if isinstance(bins, ClipBins) else ""
-        raise ConfigError(f"workload {name!r} does not exist{model}{hint}; choose one of {', '.join(known)}")
+        raise ConfigError(f"workload {name!r} does not exist{hint}; choose one of {', '.join(known)}")
+    if (name == VIDEO_CAPTIONS) != (bins.clip is not None):
+        needs = f"choose {VIDEO_CAPTIONS!r}" if bins.clip else f"choose one of {', '.join(WORKLOADS)}"
+        reads = "reads prompts and video clips" if bins.clip else "reads no video clips"
+        raise ConfigError(f"workload {name!r} does not go with a model that {reads}; {needs}")
+    if bins.clip is not None:
+        groups = video_captions(bins.num_microbatches, seed=seed, iteration=iteration, replica=replica)
+        shape, most = bins.clip, bins.seq_len
+        clips = [tuple(shape.clip(drawn, most) for drawn in group) for group in groups]
+        return IterationMeta(microbatches=tuple(MicrobatchMeta(clips=group) for group in clips))
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, iteration, replica))))
-    if isinstance(bins, ClipBins):
-        groups = itertools.islice(VIDEO_WORKLOADS[name](rng, bins), bins.num_microbatches)
-        return IterationMeta(microbatches=tuple(MicrobatchMeta(clips=tuple(clips)) for clips in groups))
     endless = WORKLOADS[name](rng, bins, iteration)
     sample, microbatches = 0, []
     for _ in range(bins.num_microbatches):

@@ -11,7 +11,9 @@ from mmtrain.errors import ConfigError, DataError
 
 
 def geometry(patch=(1, 2, 2), **data):
-    return video_geometry(DitConfig(config={"patch_size": list(patch)}), DataConfig(source="x", **data))
+    return video_geometry(
+        DitConfig(config={"model_type": "wan", "patch_size": list(patch)}), DataConfig(source="x", **data)
+    )
 
 
 def test_frames_of_the_buckets():
@@ -113,7 +115,7 @@ def test_too_short_clips_are_refused():
 )
 def test_buckets_that_cannot_be(dit, data, message):
     with pytest.raises(ConfigError, match=message):
-        video_geometry(DitConfig(config=dit), DataConfig(source="x", **data))
+        video_geometry(DitConfig(config={"model_type": "wan", **dit}), DataConfig(source="x", **data))
 
 
 def test_capacity_of_a_microbatch():

@@ -28,7 +28,7 @@ def open_source(path: Path, split: str = "train", **data: Any) -> Source[VideoRe
 
 def processor(dit: dict[str, Any] | None = None, **data: Any) -> ClipProcessor:
     config = make_video_config("x", **data)
-    section = DitConfig(config={"in_channels": 3, "patch_size": [1, 2, 2], **(dit or {})})
+    section = DitConfig(config={"model_type": "wan", "in_channels": 3, "patch_size": [1, 2, 2], **(dit or {})})
     tokenizer = load_tokenizer(TokenizerConfig(), captions=True)
     return ClipProcessor(tokenizer, video_geometry(section, config.data), config.data.source_fps)
 

@@ -26,7 +26,9 @@ def make_video_config(
     return Config(
         model=ModelConfig(
             language=LanguageConfig(config=language),
-            dit=DitConfig(config={"in_channels": 3, "patch_size": [1, 2, 2], **(dit or {})}),
+            dit=DitConfig(
+                config={"model_type": "wan", "text_dim": 16, "in_channels": 3, "patch_size": [1, 2, 2], **(dit or {})}
+            ),
         ),
         data=DataConfig(source=str(source), **section),
         training=TrainingConfig(steps=1, seq_len=seq_len, global_batch_size=global_batch_size),

@@ -6,7 +6,7 @@ import transformers
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from mmtrain import config
-from mmtrain.models.families import encoder_config, language_config
+from mmtrain.models.families import dit_config, encoder_config, language_config
 from mmtrain.models.spec_builders import model_spec
 
 NAMES = ("vlm_s", "vlm_m", "vlm_l", "vlm_xl_8k", "vlm_xl_16k")
@@ -81,6 +81,10 @@ def test_sizes_are_those_of_the_papers_tables(name):
         ("vlm_l", (1, 8, 8)),
         ("vlm_xl_8k", (128, 8, 8)),
         ("vlm_xl_16k", (128, 8, 16)),
+        ("t2v_s", (1, 4, 4)),
+        ("t2v_l", (1, 8, 8)),
+        ("t2v_xl_3k", (96, 8, 4)),
+        ("t2v_xl_6k", (96, 8, 8)),
     ],
 )
 def test_degrees_are_those_of_the_papers_tables(name, degrees):
@@ -93,3 +97,31 @@ def test_the_gated_block_has_the_parameters_of_gpt_3s():
     plain = 4 * 12288**2 + 2 * 12288 * 49152  # GPT-3's matrices
     assert layer.matmul_flops.row == 2 * plain
     assert layer.num_params == pytest.approx(plain, rel=1e-4)  # the rest are biases and norms
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "billions"),
+    [
+        ("t2v_s", (28, 3584, 10240, 28), 5.05),
+        ("t2v_l", (48, 6144, 24576, 48), 29.33),
+        ("t2v_xl_3k", (48, 6144, 24576, 48), 29.38),
+        ("t2v_xl_6k", (48, 6144, 24576, 48), 29.38),
+    ],
+)
+def test_the_diffusion_transformers_are_those_of_the_papers_tables(name, sizes, billions):
+    from diffusers import WanTransformer3DModel
+
+    from mmtrain.models.shapes import dit_shape, language_shape
+
+    model = config.load(f"{name}.toml").model
+    shape, text = dit_shape(model), language_shape(model)
+    assert (shape.depth, shape.width, shape.mlp_width, shape.num_heads) == sizes
+    values = {key: value for key, value in dit_config(model.dit).items() if key != "model_type"}
+    with torch.device("meta"):
+        theirs = parameters(WanTransformer3DModel(**values))
+        whole = their_language(language_config(model.language))
+    spec = model_spec(model)
+    assert spec.module("dit").num_params == theirs
+    assert round(theirs / 1e9, 2) == pytest.approx(billions, abs=0.03)
+    # A text encoder has no head.
+    assert spec.module("language").num_params == parameters(whole) - text.vocab_size * text.width

@@ -12,6 +12,7 @@ from mmtrain.models.chunk import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.spec import WorkSize, images_work
 from mmtrain.models.spec_builders import model_spec
+from tests.models.dits import Clips, chunk, t2v
 
 FAMILIES = [
     ("vision", {"encoder": "qwen2_vl"}),
@@ -137,3 +138,101 @@ def test_every_layer_keeps_the_bytes_that_the_spec_says(tiny, module, choice, dt
         # Rotary cosines and sines are shared by the blocks of a chunk, so a block is the difference.
         measured = kept(2) - kept(1) if is_block else kept(1)
         assert measured == pytest.approx(layer.activation_bytes(size), rel=0.01), layer.name
+
+
+# ------------------------------------------------------------------------------------- text to video
+
+DITS = [{}, {"cross_attn_norm": False}, {"patch_size": [2, 1, 2], "ffn_dim": 24, "out_channels": 5}]
+
+
+def dit_inputs(model, clips, layer, last, dtype):
+    """Input of a layer of a DiT and its keyword arguments; both have a gradient where they are activations."""
+    generator = torch.Generator().manual_seed(1)
+    kwargs = dict(clips.common)
+    if layer == 0:
+        x = clips.latents
+        states = torch.randn(sum(clips.text_lengths), 24, generator=generator, dtype=dtype)
+        kwargs |= {"features": states.requires_grad_(), "timesteps": clips.timesteps}
+    else:
+        x = torch.randn(clips.size.rows + clips.size.texts + 7 * clips.size.clips, 32, generator=generator, dtype=dtype)
+        x.requires_grad_()
+    return x, kwargs | ({"targets": clips.targets} if last else {})
+
+
+@pytest.mark.parametrize("change", DITS, ids=str)
+def test_layers_of_a_text_to_video_model_have_their_parameters(change):
+    model = t2v(**change)
+    spec = model_spec(model)
+    for module in spec.modules:
+        for index, layer in enumerate(module.layers):
+            made = build_chunk(model, spec, module.name, (index, index + 1))
+            assert sum(p.numel() for p in made.parameters()) == layer.num_params, (module.name, layer.name)
+    assert [layer.name for layer in spec.module("language").layers] == [
+        "embed",
+        *(f"layers.{i}" for i in range(3)),
+        "norm",
+    ]
+    assert [layer.name for layer in spec.module("dit").layers] == ["embed", *(f"blocks.{i}" for i in range(3)), "head"]
+    tied = model_spec(t2v(text={"tie_word_embeddings": True}))
+    assert not tied.tied_embeddings  # there is no head
+    assert tied.num_params == model_spec(t2v()).num_params
+
+
+@pytest.mark.parametrize("frozen", [(), ("dit",)], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("leaving", [True, False], ids=["grad leaves", "first trainable"])
+@pytest.mark.parametrize("change", DITS, ids=str)
+def test_every_layer_of_a_dit_has_the_flops_that_torch_counts(change, leaving, frozen):
+    model = t2v(**change, frozen=frozen)
+    spec, clips = model_spec(model), Clips.draw(t2v(**change))
+    layers = spec.module("dit").layers
+    for index, layer in enumerate(layers):
+        made = chunk(model, "dit", (index, index + 1))
+        x, kwargs = dit_inputs(model, clips, index, index + 1 == len(layers), torch.float32)
+        if not leaving:
+            x, kwargs = (
+                (x if index == 0 else x.detach()),
+                kwargs | ({"features": kwargs["features"].detach()} if index == 0 else {}),
+            )
+        expected = layer.flops(clips.size, input_grad=leaving)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
+            out = made(x, **kwargs)
+        assert forward.get_total_flops() == expected.forward, layer.name
+        if not leaving and frozen:
+            assert not expected.backward_input and not expected.backward_weight
+            continue
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as backward:
+            (out.loss_sum if isinstance(out, tuple) else out.sum()).backward()
+        assert backward.get_total_flops() == expected.backward_input + expected.backward_weight, layer.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", DITS, ids=str)
+def test_every_layer_of_a_dit_keeps_the_bytes_that_the_spec_says(change, dtype):
+    model = t2v(**change)
+    spec, clips = model_spec(model, dtype_bytes=dtype.itemsize), Clips.draw(model)
+    layers = spec.module("dit").layers
+
+    def kept(low, high):
+        x, kwargs = dit_inputs(model, clips, low, high == len(layers), dtype)
+        return kept_bytes(chunk(model, "dit", (low, high), dtype=dtype), x, kwargs)
+
+    # What comes in is held as one tensor by the first layer of a chunk, so that the others are differences.
+    assert kept(0, 1) == layers[0].activation_bytes(clips.size)
+    assert kept(1, 3) - kept(1, 2) == layers[2].activation_bytes(clips.size)
+    # A sum of each clip's loss besides.
+    assert kept(3, 5) - kept(3, 4) == pytest.approx(layers[4].activation_bytes(clips.size), abs=8 * clips.size.clips)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_of_a_text_encoder_keeps_the_bytes_that_the_spec_says(dtype):
+    model = t2v()
+    spec, clips = model_spec(model, dtype_bytes=dtype.itemsize), Clips.draw(model)
+    rows = sum(clips.text_lengths)
+    documents = [
+        DocumentMeta(sample=i, num_tokens=n, num_targets=0, images=()) for i, n in enumerate(clips.text_lengths)
+    ]
+    attention = attention_context(language_bits(MicrobatchMeta(documents=tuple(documents))))
+    made = chunk(model, "language", (4, 5), dtype=dtype)
+    x = torch.randn(rows, 24, dtype=dtype).requires_grad_()
+    found = kept_bytes(made, x, {"attention": attention, "position_ids": torch.zeros(rows, dtype=torch.int64)})
+    assert found == spec.module("language").layers[-1].activation_bytes(WorkSize(rows=rows, pairs=0, outputs=rows))

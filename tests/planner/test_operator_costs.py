@@ -8,7 +8,7 @@ from mmtrain import config
 from mmtrain.config import ActivationCheckpointConfig, Config
 from mmtrain.errors import ConfigError
 from mmtrain.models.recomputation import KEEP_ALL, Recomputation
-from mmtrain.models.spec import ModuleSpec, WorkSize, documents_work, images_work
+from mmtrain.models.spec import ModuleSpec, WorkSize, clips_work, documents_work, images_work
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.cost_model import FlopsCosts, LayerTimes
 from mmtrain.planner.iteration import IterationPlanner
@@ -180,3 +180,43 @@ def test_layers_need_no_more_than_their_spec_says() -> None:
     )
     spec_bytes = language.layers[1].activation_bytes(TOKENS)
     assert held == pytest.approx(spec_bytes, rel=0.25)
+
+
+CLIPS = clips_work([8192, 8192], [64, 64], 16384)
+
+
+def dit_costs(*overrides: str) -> tuple[OperatorCosts, ModuleSpec]:
+    made = job("t2v_s", *overrides)
+    spec = model_spec(made.model, dtype_bytes=2)
+    return OperatorCosts.of(made, spec), spec.module("dit")
+
+
+def test_a_block_of_a_dit_takes_longer_than_its_flops_at_the_peak_and_less_than_ten_times_that() -> None:
+    found, dit = dit_costs()
+    least = dit.layers[1].flops(CLIPS).total / 4 / Cluster.of("h800").hardware.flops_per_s(2)
+    assert least < total(found.layer(dit, 1, CLIPS, input_grad=True)) < 10 * least
+
+
+def test_ranks_of_a_plane_share_the_work_of_a_dit() -> None:
+    seconds = {}
+    for tp in (1, 2, 4):
+        found, dit = dit_costs(f"parallelism.tensor_parallel_degree={tp}")
+        seconds[tp] = total(found.layer(dit, 1, CLIPS, input_grad=True))
+    assert seconds[1] > seconds[2] > seconds[4] > seconds[1] / 4
+    cut, dit = dit_costs("parallelism.tensor_parallel_degree=1", "parallelism.context_parallel_degree=2")
+    assert seconds[1] / 2 < total(cut.layer(dit, 1, CLIPS, input_grad=True)) < seconds[1]
+
+
+def test_attention_of_a_dit_costs_by_clip_and_prompt() -> None:
+    found, dit = dit_costs()
+    one = clips_work([16384], [128], 16384)
+    shorter = clips_work([8192, 8192], [8, 8], 16384)
+    took = [total(found.layer(dit, 1, size, input_grad=True)) for size in (one, CLIPS, shorter)]
+    assert took[0] > took[1] > took[2]
+
+
+def test_a_frozen_dit_makes_no_weight_gradients() -> None:
+    found, dit = dit_costs("model.dit.trainable=false")
+    times = found.layer(dit, 1, CLIPS, input_grad=True)
+    assert times.backward_weight_s == 0 < times.backward_input_s
+    assert found.layer(dit, 1, CLIPS, input_grad=False).backward_input_s == 0

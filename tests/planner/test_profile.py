@@ -12,6 +12,7 @@ from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.spec import WorkSize, documents_work
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.cost_model import FlopsCosts
+from mmtrain.planner.fits import SizeFit, fit_sizes
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.measured_costs import MeasuredCosts, transfers_per_action
 from mmtrain.planner.profile import Profile, TransferProfile, check_fits
@@ -228,3 +229,22 @@ def test_a_text_job_has_no_use_for_a_profile_without_its_layers():
     vlm, vlm_spec = job(*VLM)
     with pytest.raises(ConfigError, match="vision = none, but this job has qwen2_vl_vision"):
         check_fits(profile_of(config, spec, FLOPS), vlm, vlm_spec, "p.json")
+
+
+def test_a_profile_of_clips_is_read_back_and_others_are_written_as_before():
+    from mmtrain.models.spec import clips_work
+
+    config, spec = job(*VLM)
+    before = profile_of(config, spec, FLOPS)
+    assert "cross_pair" not in before.to_json()
+    layer = before.layers[0]
+    rows = [len(row) for row in json.loads(before.to_json())["layers"][0]["points"]["forward"]]
+    assert set(rows) == {5}
+    sizes = [clips_work([n] * 2, [t, 2 * t], 2 * n) for n, t in ((64, 3), (100, 9), (30, 30), (7, 50), (200, 1))]
+    true = SizeFit(row=1e-6, pair=1e-9, cross_pair=3e-9, text=2e-6)
+    points = {"forward": tuple((size, true(size)) for size in sizes)}
+    made = replace(layer, points=points, fits={"forward": true})
+    profile = replace(before, layers=(made,))
+    assert Profile.from_json(profile.to_json()) == profile
+    found = fit_sizes(sizes, [true(size) for size in sizes])
+    assert all(found(size) == pytest.approx(true(size), rel=1e-6) for size in sizes)

@@ -12,7 +12,8 @@ from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import ConfigError
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import check_conservation, make_batching
-from mmtrain.planner.workloads import WORKLOADS, Bins, draw, picture_bounds
+from mmtrain.planner.clips import video_captions
+from mmtrain.planner.workloads import VIDEO_CAPTIONS, WORKLOADS, Bins, draw, picture_bounds
 
 PAPER = Bins(num_microbatches=64, seq_len=8192, grid=(1, 52, 52), picture_tokens=169)
 
@@ -176,3 +177,41 @@ def test_pictures_that_do_not_fit_are_refused() -> None:
 def test_an_unknown_workload_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"workload 'mixed' does not exist; did you mean 'mix'"):
         draw("mixed", PAPER, seed=0, iteration=0)
+
+
+def test_clips_have_the_latents_of_their_videos() -> None:
+    """A VAE as Wan's: 1 + (frames - 1) / 4 latent frames, 1 / 8 of each side; patches of 1 x 2 x 2."""
+    job = config.load("t2v_s.toml", ["training.global_batch_size=200"])
+    bins = Bins.of(job)
+    assert (bins.num_microbatches, bins.grid) == (200, None)
+    meta = draw(VIDEO_CAPTIONS, bins, seed=0, iteration=0)
+    clips = [clip for m in meta.microbatches for clip in m.clips]
+    drawn = [clip for group in video_captions(200, seed=0, iteration=0) for clip in group]
+    assert [clip.frames for clip in clips] == [1 + (clip.num_frames - 1) // 4 for clip in drawn]
+    assert max(clip.frames for clip in clips) == 64
+    assert {(clip.height, clip.width) for clip in clips} == {(32, 32)}
+    assert all(clip.num_tokens == clip.frames * 16 * 16 for clip in clips)
+    assert [clip.num_text_tokens for clip in clips] == [clip.caption_tokens for clip in drawn]
+    assert meta.num_clips == len(clips) > 200
+    assert (meta.num_tokens, meta.num_images) == (0, 0)
+    assert draw(VIDEO_CAPTIONS, bins, seed=0, iteration=0) == meta
+    assert Bins.typical(job) == bins
+
+
+def test_larger_clips_and_other_patches() -> None:
+    patch = "model.dit.config={model_type='wan', text_dim=4096, patch_size=[2, 4, 4]}"
+    bins = Bins.of(config.load("t2v_s.toml", [patch, "training.seq_len=20"]), 768)
+    clips = [clip for m in draw(VIDEO_CAPTIONS, bins, seed=1, iteration=0).microbatches for clip in m.clips]
+    assert {(clip.height, clip.width) for clip in clips} == {(96, 96)}
+    assert all(clip.frames % 2 == 0 and clip.num_tokens == clip.frames // 2 * 24 * 24 for clip in clips)
+    assert max(clip.num_text_tokens for clip in clips) == 20
+
+
+def test_clips_go_with_text_to_video_models_alone() -> None:
+    bins = Bins.of(config.load("t2v_s.toml"))
+    with pytest.raises(ConfigError, match="does not go with a model that reads prompts and video clips; choose 'video"):
+        draw("mix", bins, seed=0, iteration=0)
+    with pytest.raises(ConfigError, match="does not go with a model that reads no video clips; choose one of image"):
+        draw(VIDEO_CAPTIONS, PAPER, seed=0, iteration=0)
+    with pytest.raises(ConfigError, match=r"have \[64, 2050, 2050\] patches .*, but the DiT takes 1 to 1024"):
+        Bins.of(config.load("t2v_s.toml"), 32800)

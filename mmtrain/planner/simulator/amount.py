@@ -13,17 +13,21 @@ Coefficients = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """A constant plus so much per row, attended pair, output row and pair attended inside of windows."""
+    """A constant plus so much for each of what a `WorkSize` counts."""
 
     fixed: float = 0.0
     row: float = 0.0
     pair: float = 0.0
     output: float = 0.0
     window_pair: float = 0.0
+    cross_pair: float = 0.0
+    text: float = 0.0
+    clip: float = 0.0
 
     def __call__(self, size: WorkSize = ZERO_WORK) -> float:
         pairs = self.pair * size.pairs + self.window_pair * size.window_pairs
-        return self.fixed + self.row * size.rows + pairs + self.output * size.outputs
+        total = self.fixed + self.row * size.rows + pairs + self.output * size.outputs
+        return total + self.cross_pair * size.cross_pairs + self.text * size.texts + self.clip * size.clips
 
     def __add__(self, other: "Amount") -> "Amount":
         return Amount(
@@ -32,6 +36,9 @@ class Amount:
             pair=self.pair + other.pair,
             output=self.output + other.output,
             window_pair=self.window_pair + other.window_pair,
+            cross_pair=self.cross_pair + other.cross_pair,
+            text=self.text + other.text,
+            clip=self.clip + other.clip,
         )
 
     def __mul__(self, factor: float) -> "Amount":
@@ -41,6 +48,9 @@ class Amount:
             pair=self.pair * factor,
             output=self.output * factor,
             window_pair=self.window_pair * factor,
+            cross_pair=self.cross_pair * factor,
+            text=self.text * factor,
+            clip=self.clip * factor,
         )
 
     __rmul__ = __mul__
@@ -48,18 +58,27 @@ class Amount:
     @property
     def rates(self) -> Rates:
         """The same without the constant."""
-        return Rates(row=self.row, pair=self.pair, output=self.output, window_pair=self.window_pair)
+        return Rates(
+            row=self.row,
+            pair=self.pair,
+            output=self.output,
+            window_pair=self.window_pair,
+            cross_pair=self.cross_pair,
+            text=self.text,
+            clip=self.clip,
+        )
 
 
 NOTHING = Amount()
 
 
 def coefficients(amounts: Iterable[Amount]) -> Coefficients:
-    """[amounts, 5]: times `values(size)` it gives all of them at once."""
-    rows = [(a.fixed, a.row, a.pair, a.output, a.window_pair) for a in amounts]
-    return np.array(rows, dtype=np.float64).reshape(-1, 5)
+    """[amounts, 8]: times `values(size)` it gives all of them at once."""
+    rows = [(a.fixed, a.row, a.pair, a.output, a.window_pair, a.cross_pair, a.text, a.clip) for a in amounts]
+    return np.array(rows, dtype=np.float64).reshape(-1, 8)
 
 
 def values(size: WorkSize) -> Coefficients:
-    """[5]: what `coefficients` are multiplied with."""
-    return np.array((1.0, size.rows, size.pairs, size.outputs, size.window_pairs), dtype=np.float64)
+    """[8]: what `coefficients` are multiplied with."""
+    counts = (size.rows, size.pairs, size.outputs, size.window_pairs, size.cross_pairs, size.texts, size.clips)
+    return np.array((1.0, *counts), dtype=np.float64)

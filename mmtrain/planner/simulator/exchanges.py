@@ -87,3 +87,33 @@ def use_for_parts(name: str, ranks: int, link: DeviceKind) -> Exchange:
 def sum_whole(name: str, ranks: int, link: DeviceKind) -> Exchange:
     """Summands of all rows -> their sum on all ranks; backward: nothing."""
     return Exchange(name, OpKind.ALL_REDUCE, None, ranks, link)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSums:
+    """x, whose columns the ranks divide, after a sum over all columns was exchanged; and again for its gradient."""
+
+    name: str
+    ranks: int
+    link: DeviceKind
+
+    def __call__(self, x: Var) -> Var:
+        if self.ranks == 1:
+            return x
+        # The operators between wait for the sum, which is a number a row; x itself stays where it is.
+        out = Var(x.tape, self._add(x, x.tensor, Phase.FORWARD), x.rows, x.columns, x.needs_grad)
+        return x.tape.record(out, lambda grad: {x: self._add(x, grad, Phase.BACKWARD_INPUT)})
+
+    def _add(self, x: Var, source: int, phase: Phase) -> int:
+        name = self.name if phase is Phase.FORWARD else f"{self.name}.backward"
+        made = x.tape.tensor(name)
+        x.tape.op(
+            name,
+            OpKind.ALL_REDUCE,
+            phase=phase,
+            device=self.link,
+            inputs=(source,),
+            outputs=(made,),
+            net_bytes=x.rows * sent_bytes(OpKind.ALL_REDUCE, 4.0, self.ranks),
+        )
+        return made

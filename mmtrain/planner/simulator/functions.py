@@ -1,6 +1,6 @@
 """What is done with activations between modules: sums, joins, views and choices of rows. Pure."""
 
-from mmtrain.planner.simulator.amount import Amount
+from mmtrain.planner.simulator.amount import NOTHING, Amount
 from mmtrain.planner.simulator.graph import Phase
 from mmtrain.planner.simulator.tape import Var
 
@@ -95,3 +95,11 @@ def replace_rows(x: Var, features: Var) -> Var:
         return {x: into, features: into}
 
     return tape.record(out, gradients)
+
+
+def bundle(*parts: Var) -> Var:
+    """Activations of one width that leave a layer together, without a copy; each gets its part of the gradient."""
+    first, tape = parts[0], parts[0].tape
+    rows = sum((x.rows for x in parts), NOTHING)
+    out = Var(tape, first.tensor, rows, first.columns, any(x.needs_grad for x in parts))
+    return tape.record(out, lambda grad: dict.fromkeys(parts, grad))

@@ -4,9 +4,13 @@ They follow what the layers run: Hugging Face's modules kernel by kernel, tensor
 the layers (`parallel/tensor_plans.py`), keys and values gathered over context-parallel ranks, adapters beside their
 linear layers. FLOPs, parameters and what has a backward are those of the layer's `LayerSpec` for one rank.
 
-Not here: the exchange of image features before the first language layer, FSDP2's gathers, and padding.
+A DiT's blocks are counted as if all clips of a work ran in one call. Text and timestep rows are whole on each tp rank.
 
-Shape legend: D width; C columns of all query heads; K columns of all key heads; I width inside of an MLP.
+Not here: the exchange of image features before the first language layer, FSDP2's gathers, padding, and the copies that
+join a DiT's rows at the end of a chunk.
+
+Shape legend: D width; C columns of all query heads; K columns of all key heads; I width inside of an MLP; X columns of
+the text encoder.
 """
 
 from collections.abc import Mapping
@@ -14,11 +18,12 @@ from dataclasses import dataclass, field
 
 from mmtrain.models.linears import Linear as NamedLinear
 from mmtrain.models.linears import block_linears
-from mmtrain.models.shapes import LanguageShape, VisionShape
-from mmtrain.models.spec import LayerSpec
+from mmtrain.models.shapes import DitShape, LanguageShape, VisionShape
+from mmtrain.models.spec import TIME_ROWS, LayerSpec
 from mmtrain.planner.simulator.amount import Amount
 from mmtrain.planner.simulator.cluster import sent_bytes
 from mmtrain.planner.simulator.exchanges import (
+    RowSums,
     gather,
     gather_for_parts,
     shard,
@@ -26,7 +31,7 @@ from mmtrain.planner.simulator.exchanges import (
     sum_whole,
     use_for_parts,
 )
-from mmtrain.planner.simulator.functions import add, concat, replace_rows, reshape, select, split
+from mmtrain.planner.simulator.functions import add, bundle, concat, replace_rows, reshape, select, split
 from mmtrain.planner.simulator.graph import DeviceKind, Graph, OpKind
 from mmtrain.planner.simulator.modules import (
     AddRow,
@@ -37,6 +42,7 @@ from mmtrain.planner.simulator.modules import (
     Embedding,
     Linear,
     Norm,
+    SquaredError,
     activation,
     multiply,
 )
@@ -66,7 +72,7 @@ class Division:
 class LayerDescriber:
     """Makes the graphs of a module's layers."""
 
-    shape: VisionShape | LanguageShape
+    shape: VisionShape | LanguageShape | DitShape
     division: Division = field(default_factory=Division)
     dtype_bytes: int = 2
     compute: DeviceKind = DeviceKind.GPU
@@ -89,13 +95,15 @@ class LayerDescriber:
     def tape(self, layer: LayerSpec, *, input_grad: bool) -> Tape:
         """The same, with the parameters."""
         tape = Tape(dtype_bytes=self.dtype_bytes, compute=self.compute)
-        builder = _Layer(self, tape, layer, input_grad)
-        tape.backward(builder.build())
+        if isinstance(self.shape, DitShape):
+            tape.backward(_DitLayer(self, self.shape, tape, layer, input_grad).build())
+        else:
+            tape.backward(_Layer(self, self.shape, tape, layer, input_grad).build())
         return tape
 
 
-class _Layer:
-    """One layer on one tape."""
+class _Builder:
+    """One layer on one tape, and the parts that all modules have."""
 
     def __init__(self, describer: LayerDescriber, tape: Tape, layer: LayerSpec, input_grad: bool) -> None:
         self.of, self.tape, self.layer, self.input_grad = describer, tape, layer, input_grad
@@ -107,27 +115,10 @@ class _Layer:
         """All rows of a group; a rank holds 1 / tp of them between layers."""
         self.outputs = Amount(output=1 / division.groups)
 
-    def build(self) -> Var:
-        shape, name = self.of.shape, self.layer.name
-        if self.layer.is_block:
-            return self._block()
-        if isinstance(shape, LanguageShape):
-            return self._words(shape) if name == "embed" else self._head(shape)
-        if name == "embed":
-            return self._sound(shape) if shape.one_row else self._patches(shape)
-        return self._norm("norm", shape.width)(self._between()) if name == "norm" else self._projector(shape)
-
-    # ------------------------------------------------------------------------------------------ parts
-
     def _between(self) -> Var:
         """What the layer before hands on: this rank's rows."""
         rows, width = self.rows * (1 / self.tp), self.of.shape.width
         return self.tape.input("x", rows=rows, columns=width, needs_grad=self.input_grad)
-
-    def _norm(self, name: str, columns: float) -> Norm:
-        shape = self.of.shape
-        rms = isinstance(shape, LanguageShape) or (shape.rms_norm and self.layer.is_block)
-        return Norm(name, columns, rms=rms, trainable=self.trainable)
 
     def _columns(self, name: str, x: Var, inputs: float, outputs: float, *, bias: bool) -> Var:
         """A linear layer whose outputs the tp ranks divide, with its adapter."""
@@ -154,10 +145,50 @@ class _Layer:
         wide = Linear(f"{name}.lora_B", self.of.rank, outputs)(narrow)
         return add(f"{name}.adapted", out, Elementwise(f"{name}.scaling", 2.0, 2.0)(wide))
 
+    def _seen(self, key: Var, value: Var) -> tuple[Var, ...]:
+        """The keys and values of all rows that attention sees."""
+        division = self.of.division
+        if not division.gathers_keys or division.groups == 1:
+            return key, value
+        both = concat("key_value", key, value)
+        return (gather_for_parts("key_value.gather", division.groups, division.group_link)(both),)
+
+
+class _Layer(_Builder):
+    """A layer of a vision or language module."""
+
+    def __init__(
+        self,
+        describer: LayerDescriber,
+        shape: VisionShape | LanguageShape,
+        tape: Tape,
+        layer: LayerSpec,
+        input_grad: bool,
+    ) -> None:
+        super().__init__(describer, tape, layer, input_grad)
+        self.shape = shape
+
+    def build(self) -> Var:
+        shape, name = self.shape, self.layer.name
+        if self.layer.is_block:
+            return self._block()
+        if name == "norm":
+            return self._norm("norm", shape.width)(self._between())
+        if isinstance(shape, LanguageShape):
+            return self._words(shape) if name == "embed" else self._head(shape)
+        if name == "embed":
+            return self._sound(shape) if shape.one_row else self._patches(shape)
+        return self._projector(shape)
+
+    def _norm(self, name: str, columns: float) -> Norm:
+        shape = self.shape
+        rms = isinstance(shape, LanguageShape) or (shape.rms_norm and self.layer.is_block)
+        return Norm(name, columns, rms=rms, trainable=self.trainable)
+
     # ----------------------------------------------------------------------------------------- blocks
 
     def _block(self) -> Var:
-        x, shape, D = self._between(), self.of.shape, self.of.shape.width
+        x, shape, D = self._between(), self.shape, self.shape.width
         gathered = gather_for_parts("attention.gather", self.tp, self.link)(self._norm("norm1", D)(x))
         attended = self._attention(shape, gathered)
         x = add("attention.residual", x, attended)
@@ -185,15 +216,10 @@ class _Layer:
             query, key = (Elementwise(f"rotary.{i}", 9.0, 11.0, 5, 7)(v) for i, v in enumerate((query, key)))
         elif shape.packed:  # through float32
             query, key = (Elementwise(f"rotary.{i}", 24.0, 26.0, 7, 9)(v) for i, v in enumerate((query, key)))
-        keys: tuple[Var, ...] = (key, value)
-        division = self.of.division
-        if division.gathers_keys and division.groups > 1:
-            both = concat("key_value", key, value)
-            keys = (gather_for_parts("key_value.gather", division.groups, division.group_link)(both),)
-        per_pair = 1 / division.groups
+        per_pair = 1 / self.of.division.groups
         windowed = bool(self.layer.attention_flops.window_pair)
         pairs = Amount(window_pair=per_pair) if windowed else Amount(pair=per_pair)
-        out = Attention("attention", pairs, head)(query, *keys)
+        out = Attention("attention", pairs, head)(query, *self._seen(key, value))
         out = Elementwise("attention.join", 2.0, 2.0)(out)  # results of single pictures or documents
         return self._rows(self._names(1)[0], out, C, D, bias=out_bias)
 
@@ -207,7 +233,7 @@ class _Layer:
         return self._rows(self._names(3)[0], inner, I, D, bias=bias)
 
     def _names(self, place: int) -> list[str]:
-        return [linear.name for linear in block_linears(self.of.shape) if linear.place == place]
+        return [linear.name for linear in block_linears(self.shape) if linear.place == place]
 
     # -------------------------------------------------------------------------------- first and last
 
@@ -273,3 +299,112 @@ class _Layer:
                     net_bytes=self.outputs * (numbers * sent),
                 )
         return loss
+
+
+class _DitLayer(_Builder):
+    """A layer of a diffusion transformer: latent tokens, with the text and timestep rows that travel beside them."""
+
+    def __init__(
+        self, describer: LayerDescriber, shape: DitShape, tape: Tape, layer: LayerSpec, input_grad: bool
+    ) -> None:
+        super().__init__(describer, tape, layer, input_grad)
+        self.shape = shape
+        self.texts, self.clips = (Amount(**{name: 1 / describer.division.groups}) for name in ("text", "clip"))
+        self.narrow = tape.dtype_bytes < 4
+        """Whether norms and gates go through float32 and back."""
+
+    def build(self) -> Var:
+        if self.layer.is_block:
+            return self._block()
+        return self._embed() if self.layer.name == "embed" else self._head()
+
+    def _input(self, name: str, rows: Amount) -> Var:
+        return self.tape.input(name, rows=rows, columns=self.shape.width, needs_grad=self.input_grad)
+
+    def _embed(self) -> Var:
+        D, tape = self.shape.width, self.tape
+        patches = tape.input("latents", rows=self.rows * (1 / self.tp), columns=self.shape.patch_dim)
+        # A convolution whose windows do not overlap is a product.
+        x = self._linear("patch_embedding", self.shape.patch_dim, D, bias=True)(patches)
+        states = tape.input("states", rows=self.texts, columns=self.shape.text_width, needs_grad=self.input_grad)
+        text = self._two_linears("text_embedder", states, self.shape.text_width, "gelu_pytorch_tanh")
+        waves = tape.input("waves", rows=self.clips, columns=self.shape.time_width)
+        time = self._two_linears("time_embedder", waves, self.shape.time_width, "silu")
+        parts = use_for_parts("time_proj.parts", self.tp, self.link)(activation("time_proj.activation", "silu")(time))
+        made = self._linear("time_proj", D, (TIME_ROWS - 1) * D / self.tp, bias=True)(parts)
+        made = reshape(made, rows=self.clips * ((TIME_ROWS - 1) / self.tp), columns=D)
+        return bundle(x, text, gather("time_proj.columns", self.tp, self.link)(made), time)
+
+    def _two_linears(self, name: str, x: Var, inputs: float, function: str) -> Var:
+        """Two linear layers, the columns between them divided; whole rows come out."""
+        D = self.shape.width
+        x = use_for_parts(f"{name}.parts", self.tp, self.link)(x)
+        x = self._linear(f"{name}.linear_1", inputs, D / self.tp, bias=True)(x)
+        x = activation(f"{name}.activation", function)(x)
+        x = self._linear(f"{name}.linear_2", D / self.tp, D, bias=True)(x)
+        return sum_whole(f"{name}.sum", self.tp, self.link)(x)
+
+    def _block(self) -> Var:
+        D, I = self.shape.width, self.shape.mlp_width
+        x, text = self._between(), self._input("text", self.texts)
+        time = self._input("time", self.clips * (TIME_ROWS - 1))
+        moved = AddRow("modulation", (TIME_ROWS - 1) * D, trainable=self.trainable)(time)
+        per_pair = 1 / self.of.division.groups
+
+        gathered = gather_for_parts("attn1.gather", self.tp, self.link)(self._modulated("norm1", x, moved))
+        query, key, value = (self._columns(f"attn1.to_{n}", gathered, D, D, bias=True) for n in "qkv")
+        query, key = (self._head_norm(f"attn1.norm_{n}", v) for n, v in (("q", query), ("k", key)))
+        query, key = (self._rotary(f"attn1.rotary_{n}", v) for n, v in (("q", query), ("k", key)))
+        out = self._attend("attn1", Amount(pair=per_pair), query, self._seen(key, value))
+        x = self._gated("attn1.gated", x, out, moved)
+
+        gathered = gather_for_parts("attn2.gather", self.tp, self.link)(self._cross_norm(x))
+        query = self._head_norm("attn2.norm_q", self._columns("attn2.to_q", gathered, D, D, bias=True))
+        shared = use_for_parts("attn2.texts", self.tp, self.link)(text)
+        key, value = (self._columns(f"attn2.to_{n}", shared, D, D, bias=True) for n in "kv")
+        keys = (self._head_norm("attn2.norm_k", key), value)
+        x = add("attn2.residual", x, self._attend("attn2", Amount(cross_pair=per_pair), query, keys))
+
+        gathered = gather_for_parts("ffn.gather", self.tp, self.link)(self._modulated("norm3", x, moved))
+        inner = activation("ffn.activation", "gelu_pytorch_tanh")(self._columns("ffn.0", gathered, D, I, bias=True))
+        x = self._gated("ffn.gated", x, self._rows("ffn.2", inner, I, D, bias=True), moved)
+        return bundle(x, text, time)
+
+    def _head(self) -> Var:
+        x, time = self._between(), self._input("time", self.clips)
+        moved = AddRow("modulation", 2 * self.shape.width, trainable=self.trainable)(time)
+        x = self._modulated("norm_out", x, moved)
+        x = self._linear("proj_out", self.shape.width, self.shape.output_dim, bias=True)(x)
+        return SquaredError("loss")(x)
+
+    # Reads and writes below are in numbers of the model's dtype; through float32 each number counts twice.
+
+    def _modulated(self, name: str, x: Var, moved: Var) -> Var:
+        """A norm without parameters, times one plus a scale, plus a shift, of each clip."""
+        normed = Norm(name, self.shape.width, affine=False)(x)
+        cost = (16.0, 19.0, 4, 7) if self.narrow else (4.0, 5.0, 2, 4)
+        return Elementwise(f"{name}.moved", *cost).of((normed, moved))
+
+    def _cross_norm(self, x: Var) -> Var:
+        if self.shape.cross_norm:
+            x = Norm("norm2", self.shape.width, trainable=self.trainable)(x)
+        return Elementwise("norm2.casts", 8.0, 8.0, 2, 2)(x) if self.narrow else x
+
+    def _gated(self, name: str, x: Var, branch: Var, moved: Var) -> Var:
+        """x plus a branch times a gate of each clip."""
+        cost = (15.0, 16.0, 4, 7) if self.narrow else (5.0, 5.0, 2, 3)
+        return Elementwise(name, *cost).of((x, branch, moved))
+
+    def _head_norm(self, name: str, x: Var) -> Var:
+        """The norm of queries or keys over the columns of all heads."""
+        x = Norm(name, self.shape.width / self.tp, rms=True, fused=True, trainable=self.trainable)(x)
+        return RowSums(f"{name}.sum", self.tp, self.link)(x)
+
+    def _rotary(self, name: str, x: Var) -> Var:
+        cost = (15.0, 24.0, 8, 14) if self.narrow else (9.0, 14.0, 8, 14)
+        return Elementwise(name, *cost)(x)
+
+    def _attend(self, name: str, pairs: Amount, query: Var, keys: tuple[Var, ...]) -> Var:
+        D = self.shape.width
+        out = Attention(name, pairs, D / self.shape.num_heads)(query, *keys)
+        return self._rows(f"{name}.to_out", out, D, D, bias=True)

@@ -166,30 +166,37 @@ class Convolution:
 class Norm:
     """A norm of each row; its weight gradients are made in the first half of the backward.
 
-    `rms` as Hugging Face writes it: six kernels through float32, where LayerNorm is one.
+    `rms` as transformers writes it: six kernels through float32, where LayerNorm is one; `fused`: as torch has it, one.
     """
 
     name: str
     columns: float
     rms: bool = False
     trainable: bool = True
+    affine: bool = True
+    """Whether it has parameters."""
+    fused: bool = False
 
     def __call__(self, x: Var) -> Var:
         tape, e = x.tape, x.tape.dtype_bytes
-        count = self.columns * (1 if self.rms else 2)
-        weight = tape.parameter(f"{self.name}.weight", count, trainable=self.trainable)
-        out = tape.var(self.name, rows=x.rows, columns=self.columns, needs_grad=x.needs_grad or self.trainable)
+        weights: tuple[int, ...] = ()
+        if self.affine:
+            count = self.columns * (1 if self.rms else 2)
+            weights = (tape.parameter(f"{self.name}.weight", count, trainable=self.trainable).tensor,)
+        needs = x.needs_grad or (self.trainable and self.affine)
+        out = tape.var(self.name, rows=x.rows, columns=self.columns, needs_grad=needs)
         number = x.rows * self.columns
+        by_parts = self.rms and not self.fused
         # Root mean square: to float32, square's mean, times the scale, back, times the weight.
-        forward = (e + 4 + 4 + 4 + 4 + 4 + e + e + e) if self.rms else 2 * e
-        backward = (4 * e + 8 * 4) if self.rms else 3 * e
+        forward = (e + 4 + 4 + 4 + 4 + 4 + e + e + e) if by_parts else 2 * e
+        backward = (4 * e + 8 * 4) if by_parts else 3 * e
         tape.stream(
             self.name,
             kind=OpKind.NORM,
             num_bytes=number * forward,
-            inputs=(x.tensor, weight.tensor),
+            inputs=(x.tensor, *weights),
             outputs=(out.tensor,),
-            launches=6 if self.rms else 1,
+            launches=6 if by_parts else 1,
         )
 
         def gradients(grad: int) -> dict[Var, int]:
@@ -199,9 +206,9 @@ class Norm:
                 kind=OpKind.NORM,
                 phase=Phase.BACKWARD_INPUT,
                 num_bytes=number * backward,
-                inputs=(grad, x.tensor, weight.tensor),
+                inputs=(grad, x.tensor, *weights),
                 outputs=(into,),
-                launches=8 if self.rms else 2,
+                launches=8 if by_parts else 2,
             )
             return {x: into}
 
@@ -431,5 +438,40 @@ class CrossEntropy:
                 launches=4,
             )
             return {logits: into}
+
+        return tape.record(out, gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class SquaredError:
+    """Predictions [R, columns] -> a scalar: through float32, in which the difference to the targets is kept."""
+
+    name: str
+
+    def __call__(self, x: Var) -> Var:
+        tape, e = x.tape, x.tape.dtype_bytes
+        number = x.rows * x.columns
+        kept = tape.tensor(f"{self.name}.difference", number * 4)
+        out = tape.var(self.name, rows=NOTHING, columns=0, needs_grad=x.needs_grad)
+        # To float32; minus the targets; squares; their sum.
+        tape.stream(
+            self.name,
+            num_bytes=number * (e + 7 * 4),
+            inputs=(x.tensor,),
+            outputs=(out.tensor, kept),
+            launches=4,
+        )
+
+        def gradients(grad: int) -> dict[Var, int]:
+            into = tape.tensor(f"{self.name}.dx", x.num_bytes)
+            tape.stream(
+                f"{self.name}.backward",
+                phase=Phase.BACKWARD_INPUT,
+                num_bytes=number * (e + 4 * 4),
+                inputs=(grad, kept),
+                outputs=(into,),
+                launches=3,
+            )
+            return {x: into}
 
         return tape.record(out, gradients)

@@ -6,13 +6,14 @@ import pytest
 
 from mmtrain.config import ModelConfig
 from mmtrain.models.linears import adapted_linears
-from mmtrain.models.shapes import language_shape, vision_shape
+from mmtrain.models.shapes import dit_shape, language_shape, vision_shape
 from mmtrain.models.spec import LayerSpec, WorkSize
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.simulator.engine import simulate
 from mmtrain.planner.simulator.graph import Graph, OpKind, Phase
 from mmtrain.planner.simulator.layers import Division, LayerDescriber
 from tests.models.conftest import _model as tiny_model
+from tests.models.dits import t2v
 from tests.planner.simulator.graphs import LATENCIES
 
 FAMILIES = [
@@ -29,11 +30,14 @@ FAMILIES = [
     ("language", {"language": "llama"}),
     ("language", {"language": "llama", "language_config": {"attention_bias": False, "mlp_bias": False}}),
 ]
-SIZE = WorkSize(rows=48, pairs=700, outputs=12, window_pairs=300)
+SIZE = WorkSize(rows=48, pairs=700, outputs=12, window_pairs=300, cross_pairs=250, texts=14, clips=3)
 PRODUCTS = (OpKind.MATMUL, OpKind.ATTENTION, OpKind.CONVOLUTION)
 
 
 def describer(model: ModelConfig, module: str, division: Division | None = None) -> LayerDescriber:
+    if model.dit is not None:
+        shape = dit_shape(model) if module == "dit" else language_shape(model)
+        return LayerDescriber(shape=shape, division=division or Division())
     native = model.projector.kind == "native"
     vision = vision_shape(model)
     return LayerDescriber(
@@ -91,6 +95,16 @@ def test_adapters_of_every_encoder(encoder: str) -> None:
     check(model, "vision")
 
 
+DITS = [{}, {"cross_attn_norm": False}, {"patch_size": [2, 1, 2], "out_channels": 5}]
+
+
+@pytest.mark.parametrize("change", DITS, ids=str)
+@pytest.mark.parametrize("frozen", [(), ("language",), ("dit",)], ids=str)
+@pytest.mark.parametrize("module", ["language", "dit"])
+def test_layers_of_a_text_to_video_model(module, frozen, change) -> None:  # type: ignore[no-untyped-def]
+    check(t2v(frozen=frozen, **change), module)
+
+
 # ------------------------------------------------------------------------------------------- division
 
 
@@ -134,3 +148,45 @@ def test_every_layer_runs_on_every_division(module, choice, division) -> None:  
         assert found.makespan_s > 0
         held = found.peak_bytes()
         assert held >= 2 * layer.num_params / division.tp - 1
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_tensor_parallel_ranks_share_a_block_of_a_dit(groups: int) -> None:
+    graph, layer = block(t2v(), "dit", Division(tp=2, groups=groups, gathers_keys=groups > 1))
+    wanted = layer.flops(SIZE)
+    assert [2 * groups * flops(graph, phase) for phase in Phase] == pytest.approx(
+        [wanted.forward, wanted.backward_input, wanted.backward_weight]
+    )
+    found = [op for op in graph.operators if op.kind.is_collective]
+    rows = [op for op in found if op.kind is not OpKind.ALL_REDUCE and "key_value" not in op.name]
+    assert len(rows) == 12  # into and out of each part, forward and backward
+    assert {op.net_bytes(SIZE) for op in rows} == {SIZE.rows / groups * 32 * 2 / 2}
+    sums = [op for op in found if op.kind is OpKind.ALL_REDUCE]
+    # Four norms over all heads, forward and backward, and the gradient of the texts.
+    assert sorted(op.net_bytes(SIZE) * groups for op in sums) == sorted(
+        [SIZE.rows * 4.0] * 6 + [SIZE.texts * 4.0] * 2 + [SIZE.texts * 32 * 2.0]
+    )
+
+
+@pytest.mark.parametrize("division", [Division(), Division(tp=2), Division(tp=2, groups=2, gathers_keys=True)])
+def test_every_layer_of_a_text_to_video_model_runs_on_every_division(division) -> None:  # type: ignore[no-untyped-def]
+    model = t2v()
+    for module in model_spec(model, dtype_bytes=2).modules:
+        for layer in module.layers:
+            graph = describer(model, module.name, division).graph(layer, input_grad=True)
+            assert simulate(graph, LATENCIES, SIZE).makespan_s > 0
+
+
+def test_a_block_of_a_dit_needs_about_what_its_spec_says() -> None:
+    """Held from forward to backward, by tensor lifetimes; the simulator's kernels save less than eager casts do."""
+    model = t2v()
+    layer = model_spec(model, dtype_bytes=4).module("dit").layers[1]
+    made = dataclasses.replace(describer(model, "dit"), dtype_bytes=4).graph(layer, input_grad=True)
+    run = simulate(made, LATENCIES, SIZE)
+    forward_s = simulate(made.only(Phase.FORWARD), LATENCIES, SIZE).makespan_s
+    held = sum(
+        tensor.num_bytes(SIZE)
+        for tensor, (born, died) in zip(made.tensors, run.lifetimes, strict=True)
+        if born < forward_s < died and not tensor.persistent
+    )
+    assert held == pytest.approx(layer.activation_bytes(SIZE), rel=0.4)

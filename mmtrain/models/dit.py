@@ -1,0 +1,268 @@
+"""A pipeline chunk of a diffusion transformer (DiT): diffusers' class with fewer children, names `dit.<its name>`.
+
+Between two chunks travels one tensor of the DiT's width: the latent tokens of all clips, then the projected text tokens
+of all clips, then `TIME_ROWS` rows a clip. All blocks read text and timesteps, and their gradients come back the same
+way. Attention stays inside of a clip and its own prompt, so a block is called once for each clip, without padding.
+
+Shape legend: N clips; n tokens of one clip; R latent tokens of all clips; T text tokens of all clips; t of one clip;
+D width; P numbers that are predicted for one patch; C, F, H, W channels, frames, rows and columns of latents.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmtrain.config import ModelConfig
+from mmtrain.errors import ConfigError, DataError
+from mmtrain.models.chunk import Chunk
+from mmtrain.models.families import dit_config
+from mmtrain.models.hosts import keep_blocks, parameters_on_meta
+from mmtrain.models.projector import Grid
+from mmtrain.models.shapes import DitShape
+from mmtrain.models.spec import TIME_ROWS, ModelSpec
+
+
+class DitOutput(NamedTuple):
+    """What the last chunk of a DiT returns; a tuple, so that FSDP finds its tensors."""
+
+    loss_sum: Tensor
+    """Float32 scalar: squared errors summed over all numbers of the targets; 0 with a graph if there is none."""
+    predictions: tuple[Tensor, ...] | None
+    """[C, F, H, W] float32 of each clip, if asked for."""
+
+
+class Conditioned(NamedTuple):
+    """The parts of the activation between two chunks."""
+
+    tokens: list[Tensor]
+    """[1, n, D] of each clip."""
+    texts: list[Tensor]
+    """[1, t, D] of each clip."""
+    times: Tensor
+    """[N, TIME_ROWS, D]: shift, scale and gate of attention and of the MLP, then the timestep's embedding."""
+
+    @classmethod
+    def of(cls, x: Tensor, num_tokens: Sequence[int], text_lengths: Sequence[int]) -> "Conditioned":
+        """The parts of an activation [R + T + TIME_ROWS x N, D]."""
+        times = TIME_ROWS * len(num_tokens)
+        rows, texts, last = x.split([sum(num_tokens), sum(text_lengths), times])
+        return cls(
+            tokens=[part[None] for part in rows.split(list(num_tokens))],
+            # Copied, as every block keeps them: a view would keep all of x until the last weight gradient is made.
+            texts=[part[None] for part in texts.clone().split(list(text_lengths))],
+            times=last.unflatten(0, (-1, TIME_ROWS)),
+        )
+
+    def joined(self) -> Tensor:
+        """[R + T + TIME_ROWS x N, D], in new memory."""
+        return torch.cat([*(part[0] for part in (*self.tokens, *self.texts)), self.times.flatten(0, 1)])
+
+
+class DitChunk(Chunk):
+    """Layers of the DiT; text states and latents enter the first, the loss leaves the last."""
+
+    def __init__(self, model: ModelConfig, shape: DitShape, spec: ModelSpec, layers: tuple[int, int]) -> None:
+        assert model.dit is not None
+        super().__init__(spec.module("dit"), layers)
+        self.shape = shape
+        self.has_head = self.is_last
+        self.dit = build_dit(dit_config(model.dit))
+        self.dit.blocks = keep_blocks(self.dit.blocks, self.block_indices)
+        if not self.has_embed:
+            self.dit.patch_embedding = self.dit.condition_embedder = None
+        if not self.has_head:
+            self.dit.norm_out = self.dit.proj_out = self.dit.scale_shift_table = None
+        self.dit.requires_grad_(model.dit.trainable is True)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.dit.blocks.children())
+
+    def forward(
+        self,
+        x: Any,
+        *,
+        grids: tuple[Grid, ...],
+        text_lengths: tuple[int, ...],
+        features: Tensor | None = None,
+        timesteps: Sequence[float] | None = None,
+        targets: Sequence[Tensor | None] | None = None,
+        want_predictions: bool = False,
+    ) -> Any:
+        """The activation [R + T + TIME_ROWS x N, D] after this chunk's layers, or the `DitOutput` of the last chunk.
+
+        Args:
+            x: the activation of the chunk before; for the first chunk the (noisy) latents [C, F, H, W] of each clip.
+            grids: patches (frames, height, width) of each clip.
+            text_lengths: text tokens of each clip, at least 1.
+            features: for the first chunk, states [T, columns of the text encoder] of the prompts, clip after clip.
+            timesteps: for the first chunk, of each clip, from 0 to 1000; numbers, which no mixed precision rounds.
+            targets: for the last chunk, [C, F, H, W] of each clip; None: this clip has no loss.
+            want_predictions: also return what is predicted for each clip; targets may then be absent.
+        Raises: DataError: clips, grids, texts, timesteps or targets that disagree.
+        """
+        num_tokens = [math.prod(grid) for grid in grids]
+        self._check_clips(grids, text_lengths)
+        if self.has_embed:
+            parts = self._embed(x, grids, num_tokens, text_lengths, features, timesteps)
+        else:
+            rows = sum(num_tokens) + sum(text_lengths) + TIME_ROWS * len(grids)
+            if len(x) != rows:
+                raise DataError(
+                    f"{self._where}: {len(x)} rows arrived, but {len(grids)} clips with their texts have {rows}"
+                )
+            parts = Conditioned.of(x, num_tokens, text_lengths)
+        if self.block_indices:
+            rotary = self._rotary(grids)
+            tokens = list(parts.tokens)
+            for block in self.blocks():
+                for i, grid in enumerate(grids):
+                    tokens[i] = block(tokens[i], parts.texts[i], parts.times[i : i + 1, :-1], rotary[grid])
+            parts = parts._replace(tokens=tokens)
+        return self._head(parts, grids, targets, want_predictions) if self.has_head else parts.joined()
+
+    @property
+    def _where(self) -> str:
+        return f"dit layers {self.lo}..{self.hi - 1}"
+
+    def _embed(
+        self,
+        latents: Sequence[Tensor],
+        grids: tuple[Grid, ...],
+        num_tokens: Sequence[int],
+        text_lengths: tuple[int, ...],
+        features: Tensor | None,
+        timesteps: Sequence[float] | None,
+    ) -> Conditioned:
+        self._check_inputs(latents, grids, text_lengths, features, timesteps)
+        assert features is not None and timesteps is not None
+        weight = self.dit.patch_embedding.weight
+        tokens = [self.dit.patch_embedding(clip[None].to(weight.dtype)).flatten(2).transpose(1, 2) for clip in latents]
+        times_N = torch.tensor(list(timesteps), dtype=torch.float32).to(weight.device, non_blocking=True)
+        time_ND, projected_N6D, text_1TD, _ = self.dit.condition_embedder(times_N, features[None])
+        times = torch.cat([projected_N6D.unflatten(1, (TIME_ROWS - 1, -1)), time_ND[:, None]], dim=1)
+        return Conditioned(
+            tokens=[clip.contiguous() for clip in tokens],
+            texts=list(text_1TD.split(list(text_lengths), dim=1)),
+            times=times,
+        )
+
+    def _rotary(self, grids: tuple[Grid, ...]) -> dict[Grid, tuple[Tensor, Tensor]]:
+        """Cosines and sines of the places of each shape of clips, which all blocks share."""
+        found = {}
+        for grid in dict.fromkeys(grids):
+            sides = [count * side for count, side in zip(grid, self.shape.patch, strict=True)]
+            found[grid] = self.dit.rope(torch.empty(1, 1, *sides, device="meta"))  # it reads the shape alone
+        return found
+
+    def _head(
+        self,
+        parts: Conditioned,
+        grids: tuple[Grid, ...],
+        targets: Sequence[Tensor | None] | None,
+        want_predictions: bool,
+    ) -> DitOutput:
+        if targets is None and want_predictions:
+            targets = [None] * len(grids)
+        if targets is None or len(targets) != len(grids):
+            have = "no" if targets is None else len(targets)
+            raise DataError(f"{self._where}: the head got {have} targets for {len(grids)} clips")
+        losses, predictions = [], []
+        for i, (grid, target) in enumerate(zip(grids, targets, strict=True)):
+            predicted = self._predict(parts.tokens[i], parts.times[i, -1]).float()
+            if target is None:
+                losses.append(predicted.sum() * 0.0)
+            else:
+                losses.append((predicted - self._patches(target.float(), grid, i)).square().sum())
+            if want_predictions:
+                predictions.append(self._latents(predicted.detach(), grid))
+        return DitOutput(
+            loss_sum=torch.stack(losses).sum(), predictions=tuple(predictions) if want_predictions else None
+        )
+
+    def _predict(self, x_1nD: Tensor, time_D: Tensor) -> Tensor:
+        """[n, P]: the head as the whole model has it."""
+        shift, scale = (self.dit.scale_shift_table + time_D).chunk(2, dim=1)
+        x_1nD = (self.dit.norm_out(x_1nD.float()) * (1 + scale) + shift).type_as(x_1nD)
+        return self.dit.proj_out(x_1nD)[0]
+
+    def _patches(self, clip_CFHW: Tensor, grid: Grid, index: int) -> Tensor:
+        """[n, P]: a clip in the order of the head's columns, places of a patch before channels."""
+        wanted = (self.shape.out_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True)))
+        if tuple(clip_CFHW.shape) != wanted:
+            raise DataError(
+                f"{self._where}: the target of clip {index} is {list(clip_CFHW.shape)}, but the prediction is "
+                f"{list(wanted)}"
+            )
+        cut = clip_CFHW.reshape(-1, *(side for pair in zip(grid, self.shape.patch, strict=True) for side in pair))
+        return cut.permute(1, 3, 5, 2, 4, 6, 0).reshape(math.prod(grid), -1)
+
+    def _latents(self, patches_nP: Tensor, grid: Grid) -> Tensor:
+        """[C, F, H, W]: the inverse of `_patches`."""
+        cut = patches_nP.reshape(*grid, *self.shape.patch, -1).permute(6, 0, 3, 1, 4, 2, 5)
+        return cut.reshape(self.shape.out_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True)))
+
+    # ------------------------------------------------------------------------------------------ checks
+
+    def _check_clips(self, grids: tuple[Grid, ...], text_lengths: tuple[int, ...]) -> None:
+        if not grids or len(text_lengths) != len(grids):
+            raise DataError(
+                f"{self._where}: {len(grids)} clips with {len(text_lengths)} texts; there must be as many, at least one"
+            )
+        for i, (grid, length) in enumerate(zip(grids, text_lengths, strict=True)):
+            if min(grid) < 1 or max(grid) > self.shape.max_positions or length < 1:
+                raise DataError(
+                    f"{self._where}: clip {i} has {list(grid)} patches and {length} text tokens; each is at least 1, "
+                    f"and no side is above rope_max_seq_len = {self.shape.max_positions}"
+                )
+
+    def _check_inputs(
+        self,
+        latents: Sequence[Tensor],
+        grids: tuple[Grid, ...],
+        text_lengths: tuple[int, ...],
+        features: Tensor | None,
+        timesteps: Sequence[float] | None,
+    ) -> None:
+        found = (len(latents), 0 if timesteps is None else len(timesteps), 0 if features is None else len(features))
+        if found != (len(grids), len(grids), sum(text_lengths)):
+            raise DataError(
+                f"{self._where}: {found[0]} clips with {found[1]} timesteps and {found[2]} text states arrived; there "
+                f"are {len(grids)} clips with {sum(text_lengths)} text tokens"
+            )
+        for i, (clip, grid) in enumerate(zip(latents, grids, strict=True)):
+            wanted = [self.shape.in_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True))]
+            if list(clip.shape) != wanted:
+                raise DataError(f"{self._where}: the latents of clip {i} are {list(clip.shape)}, not {wanted}")
+
+
+def build_dit(values: dict[str, Any]) -> Any:
+    """The whole diffusers module with parameters on the meta device and real buffers.
+
+    Raises: ConfigError: diffusers is not installed, or its class refuses the config.
+    """
+    try:
+        import diffusers
+
+        make: Any = diffusers.WanTransformer3DModel
+    except ImportError as error:
+        raise ConfigError(
+            f"[model.dit] needs the library diffusers, which cannot be imported ({error}); install mmtrain[video]"
+        ) from error
+    given = {key: value for key, value in values.items() if key != "model_type"}
+    try:
+        with parameters_on_meta():
+            return make(**given)
+    except Exception as error:  # whatever the class checks
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"model.dit: WanTransformer3DModel cannot be built from the config: {reason}") from error
+
+
+def init_tables(module: nn.Module) -> None:
+    """The parameters that a module of a DiT holds itself, by the distribution that its class gives them."""
+    if (table := getattr(module, "scale_shift_table", None)) is not None:
+        nn.init.normal_(table, std=table.shape[-1] ** -0.5)
+    elif hasattr(module, "reset_parameters"):
+        module.reset_parameters()

@@ -1,0 +1,150 @@
+"""Works of text-to-video iterations: each clip in one DiT work, behind one text work with just its prompts."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtrain.data.metadata import ClipMeta, IterationMeta, MicrobatchMeta
+from mmtrain.errors import DataError, PlanError
+from mmtrain.models.spec import ModelSpec, WorkSize
+from mmtrain.models.spec_builders import model_spec
+from mmtrain.planner.batching import Batching, check_conservation, make_batching
+from mmtrain.planner.layout import IterationLayout, Plane
+from mmtrain.schedule.graph import Work
+from tests.models.dits import t2v
+from tests.planner.specs import microbatch, vlm
+
+
+def clip(sample: int, frames: int = 1, text: int = 4, side: int = 4, blank: bool = False) -> ClipMeta:
+    tokens = frames * side * side // 4
+    return ClipMeta(
+        sample=sample, frames=frames, height=side, width=side, num_tokens=tokens, num_text_tokens=text, blank=blank
+    )
+
+
+def iteration(*groups: tuple[ClipMeta, ...]) -> IterationMeta:
+    return IterationMeta(microbatches=tuple(MicrobatchMeta(clips=group) for group in groups))
+
+
+SPEC: ModelSpec = model_spec(t2v())
+META = iteration((clip(0, 3), clip(1, 1, 6), clip(2, 2)), (clip(3, 4, 2),))
+
+
+def test_text_works_come_first_and_each_feeds_one_dit_work() -> None:
+    batching = make_batching(META, SPEC, 2)
+    assert batching.modules == ("language", "dit")
+    assert batching.works == (
+        Work(module=0, microbatch=0, sub_microbatch=0),
+        Work(module=0, microbatch=0, sub_microbatch=1),
+        Work(module=1, microbatch=0, sub_microbatch=0, after=(0,)),
+        Work(module=1, microbatch=0, sub_microbatch=1, after=(1,)),
+        Work(module=0, microbatch=1, sub_microbatch=0),
+        Work(module=1, microbatch=1, sub_microbatch=0, after=(4,)),
+    )
+    samples = [[c.sample for c in clips] for clips in batching.clips_of]
+    assert samples == [[0], [1, 2], [0], [1, 2], [3], [3]]
+    assert batching.images_of == ((),) * 6
+    assert batching.size_of[1] == WorkSize(rows=10, pairs=6 * 7 // 2 + 4 * 5 // 2, outputs=10)
+    assert batching.size_of[3] == WorkSize(
+        rows=12, pairs=4 * 4 + 8 * 8, outputs=12, cross_pairs=4 * 6 + 8 * 4, texts=10, clips=2
+    )
+    check_conservation(META, batching)
+
+
+@pytest.mark.parametrize(("size", "counts"), [(0, [1, 1]), (1, [3, 1]), (2, [2, 1]), (9, [1, 1])])
+def test_number_of_sub_microbatches(size: int, counts: list[int]) -> None:
+    batching = make_batching(META, SPEC, size)
+    for module in (0, 1):
+        assert [sum(w.module == module and w.microbatch == m for w in batching.works) for m in (0, 1)] == counts
+
+
+def test_works_have_equal_flops() -> None:
+    """A clip of 8 frames asks for more than four of one."""
+    meta = iteration((clip(0, 8), *(clip(i) for i in range(1, 5))))
+    batching = make_batching(meta, SPEC, 3)
+    assert [len(clips) for clips in batching.clips_of] == [1, 4, 1, 4]
+
+
+def test_a_blank_clip_is_computed_but_has_no_loss() -> None:
+    batching = make_batching(iteration((clip(0), clip(1, blank=True))), SPEC)
+    assert (batching.size_of[1].rows, batching.size_of[1].outputs) == (8, 4)
+    check_conservation(iteration((clip(0), clip(1, blank=True))), batching)
+
+
+clips = st.builds(clip, st.integers(0, 99), st.integers(1, 9), st.integers(1, 50), st.sampled_from([2, 4, 8]))
+
+
+@given(st.lists(st.lists(clips, min_size=1, max_size=8).map(tuple), min_size=1, max_size=4), st.integers(0, 9))
+def test_nothing_is_lost(groups: list[tuple[ClipMeta, ...]], size: int) -> None:
+    meta = iteration(*groups)
+    batching = make_batching(meta, SPEC, size)
+    check_conservation(meta, batching)
+    dit = [s for w, s in zip(batching.works, batching.size_of, strict=True) if w.module == 1]
+    every = [c for group in groups for c in group]
+    assert sum(s.rows for s in dit) == sum(c.num_tokens for c in every)
+    assert sum(s.texts for s in dit) == sum(c.num_text_tokens for c in every)
+    assert sum(s.clips for s in dit) == len(every)
+    assert sum(s.cross_pairs for s in dit) == sum(c.num_tokens * c.num_text_tokens for c in every)
+
+
+def with_clips(batching: Batching, work: int, samples: list[int]) -> Batching:
+    known = {c.sample: c for m in META.microbatches for c in m.clips}
+    found = tuple(known[sample] for sample in samples)
+    return replace(batching, clips_of=(*batching.clips_of[:work], found, *batching.clips_of[work + 1 :]))
+
+
+@pytest.mark.parametrize(
+    ("work", "samples", "message"),
+    [
+        (3, [1], "the clip of sample 2 stands 1 times in the batch, but in 0 places of its DiT works"),
+        (1, [1, 1], "the clip of sample 1 stands 1 times in the batch, but in 2 places of its text works"),
+        (3, [2, 1], "the clip of sample 2 stands where the clip of sample 1 belongs"),
+        (5, [0], "microbatch 1: the clip of sample 3 stands 1 times in the batch, but in 0 places of its DiT works"),
+    ],
+)
+def test_lost_doubled_and_moved_clips_are_named(work: int, samples: list[int], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        check_conservation(META, with_clips(make_batching(META, SPEC, 2), work, samples))
+
+
+def test_lost_tokens_are_counted() -> None:
+    batching = make_batching(META, SPEC, 2)
+    for work, what in ((1, "text"), (3, "DiT")):
+        sizes = list(batching.size_of)
+        sizes[work] = replace(sizes[work], rows=sizes[work].rows - 1)
+        with pytest.raises(DataError, match=f"for the {what} works"):
+            check_conservation(META, replace(batching, size_of=tuple(sizes)))
+
+
+@pytest.mark.parametrize("after", [(), (0,), (0, 1)])
+def test_a_dit_work_after_another_text_work_is_refused(after: tuple[int, ...]) -> None:
+    batching = make_batching(META, SPEC, 2)
+    works = list(batching.works)
+    works[3] = replace(works[3], after=after)
+    with pytest.raises(DataError, match="it comes after one text work, of the same clips, that feeds no other"):
+        check_conservation(META, replace(batching, works=tuple(works)))
+
+
+def test_strange_works_and_batches_are_refused() -> None:
+    batching = make_batching(META, SPEC, 2)
+    with pytest.raises(DataError, match="a work belongs to microbatch 1, but the batch has 1"):
+        check_conservation(IterationMeta(microbatches=META.microbatches[:1]), batching)
+    with pytest.raises(DataError, match="microbatch 0 has 0 clips and 0 documents"):
+        make_batching(iteration(()), SPEC)
+    with pytest.raises(DataError, match="microbatch 0 has 0 clips and 1 documents"):
+        make_batching(IterationMeta(microbatches=(microbatch(1, []),)), SPEC)
+    with pytest.raises(DataError, match="has 3 clips, the first the clip of sample 0, but the model has no diffusion"):
+        make_batching(META, vlm())
+
+
+def test_the_whole_work_is_on_one_rank() -> None:
+    batching = make_batching(META, SPEC, 2)
+    layout = IterationLayout(Plane(), batching, META, None)
+    sizes = [layout.local_size(work, 0, 0) for work in range(len(batching.works))]
+    assert tuple(sizes) == batching.size_of
+    assert SPEC.module("dit").output_shape(1, sizes[3]) == (12 + 10 + 7 * 2, 32)
+    assert SPEC.module("dit").output_shape(4, sizes[3]) == ()
+    with pytest.raises(PlanError, match="plane has 2 ranks"):
+        IterationLayout(Plane(tp=2), batching, META, None).local_size(0, 0, 0)
