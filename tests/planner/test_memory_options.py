@@ -110,7 +110,13 @@ def test_mixes_are_the_best_of_their_buckets(of: tuple[BlockKind, ...], overlaps
     assert math.isclose(held[found[-1]], min(held.values()), rel_tol=1e-9, abs_tol=1e-9)
     for a, b in pairwise(found):
         assert time[a] <= time[b] and held[a] > held[b]
-    if len(of) > 1 or len(found) < CANDIDATES:  # two kinds are thinned before they are combined
+    worse = {
+        c: any(time[d] <= time[c] and held[d] <= held[c] and (time[d], held[d]) != (time[c], held[c]) for d in table)
+        for c in table
+    }
+    front = {(round(time[c], 9), round(held[c], 9)) for c in table if not worse[c]}
+    # Two kinds are thinned before they are combined; a front that is small enough is offered as it is.
+    if len(of) > 1 or len(front) <= CANDIDATES:
         return
     top, width = held[found[0]], (held[found[0]] - held[found[-1]]) / (CANDIDATES - 2)
     for counts in found[1:-1]:
