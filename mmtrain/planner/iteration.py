@@ -13,6 +13,7 @@ from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import VISION, Batching, check_conservation, make_batching
 from mmtrain.planner.cost_model import CostModel
 from mmtrain.planner.costs import make_problem
+from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.job_costs import cost_model, on_partition
 from mmtrain.planner.layout import IterationLayout, Plane
 from mmtrain.planner.memory_limit import MemoryRule
@@ -20,7 +21,6 @@ from mmtrain.planner.memory_options import MemoryChoices
 from mmtrain.planner.partition import Partition
 from mmtrain.planner.partition_choice import choose_partition
 from mmtrain.planner.plan import PlanResult, make_plan
-from mmtrain.planner.search.search import fit_memory
 from mmtrain.planner.switches import may_split
 from mmtrain.planner.vision_works import sub_microbatch_size
 from mmtrain.schedule.library.catalogue import CATALOGUE
@@ -160,23 +160,8 @@ class IterationPlanner:
         return Iteration(batching=batching, layout=layout, problem=problem, forward_only=forward_only)
 
     def first(self, iteration: Iteration) -> PlanResult:
-        """The plan of the schedule, or why there is none; equal on every rank, and never an exception.
-
-        Where the schedule's own choice of memory options fits into no limit, they are chosen for its orders; where no
-        choice fits into these, and the planner may make the orders, it is the plan of `interleave`, which keeps limits:
-        a search that is late must not end a job.
-        """
-        problem = iteration.problem
-        try:
-            found = make_plan(problem, self.schedule)
-        except PlanError as error:  # of schedules that bound memory by their own rule
-            found = PlanResult(status="infeasible", message=str(error))
-        if found.plan is None and any(len(options) > 1 for options in problem.costs):
-            found = _fitted(problem, self.schedule) or found
-        if found.plan is None and self.section.enable and self.section.interleave:
-            bounded = make_plan(problem, "interleave")
-            found = bounded if bounded.plan is not None else found
-        return found
+        """The plan of the schedule, or why there is none; equal on every rank, and never an exception."""
+        return first_plan(iteration.problem, self.schedule, self.section)
 
     def finish(self, iteration: Iteration, result: PlanResult) -> IterationPlan:
         """The iteration with a result of `first`, which is checked and simulated, lowered.
@@ -252,20 +237,6 @@ class IterationPlanner:
             name = batching.modules[work.module]
             total[name] = total[name] + size if name in total else size
         return {name: self.spec.flops(name, size) for name, size in total.items()}
-
-
-def _fitted(problem: PlanningProblem, schedule: str) -> PlanResult | None:
-    """The orders of a schedule with memory options that fit; None: none do."""
-    try:
-        free = make_plan(replace(problem, memory_limit_bytes=(None,) * problem.graph.num_ranks), schedule)
-    except PlanError:  # not a matter of memory
-        return None
-    plan = fit_memory(problem, free.plan) if free.plan is not None else None
-    if plan is None:
-        return None
-    check(plan, problem)
-    message = f"{free.message}, with memory options chosen for it"
-    return replace(free, message=message, plan=plan, timeline=simulate(problem, plan))
 
 
 def check_degrees(config: Config) -> None:

@@ -15,12 +15,13 @@ from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
 from mmtrain.planner.batching import Batching, make_batching
 from mmtrain.planner.cost_model import CostModel, equal_layers
 from mmtrain.planner.costs import make_problem
+from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.job_costs import on_partition
 from mmtrain.planner.layout import Plane
 from mmtrain.planner.memory_limit import MemoryRule
 from mmtrain.planner.memory_options import MemoryChoices
 from mmtrain.planner.partition import Partition
-from mmtrain.planner.plan import PlanResult, make_plan
+from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.planner.switches import may_split
 from mmtrain.planner.workloads import VIDEO_CAPTIONS, Bins, draw
@@ -136,7 +137,7 @@ class TypicalIterations:
     def _plan(self, problem: PlanningProblem) -> PlanResult:
         section = self.section
         if not self._searches:
-            return make_plan(problem, self.schedule)
+            return first_plan(problem, self.schedule, section)
         options = SearchOptions(
             budget_evaluations=_EVALUATIONS,
             strategy=section.strategy,
