@@ -6,17 +6,11 @@ from typing import Literal
 
 from PIL import Image, ImageDraw
 
+from mmtrain.data.made import COLOURS
+
 Kind = Literal["bar", "line", "pie"]
 
 KINDS: tuple[Kind, ...] = ("bar", "line", "pie")
-COLOURS = {
-    "red": (220, 20, 30),
-    "blue": (20, 70, 230),
-    "green": (10, 150, 40),
-    "yellow": (250, 205, 0),
-    "purple": (150, 30, 190),
-    "orange": (255, 125, 0),
-}
 MAX_VALUE = 9
 """Values of bars and points are 1 .. 9; a grid line lies at every second unit."""
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mmtrain.data.chart_drawing import COLOURS, KINDS, MAX_VALUE, Chart, Kind
+from mmtrain.data.chart_drawing import KINDS, MAX_VALUE, Chart, Kind
+from mmtrain.data.made import COLOURS
 
 GRADES = ("easy", "medium", "hard", "text")
 GRADE_SHARES = (10, 4, 3, 3)

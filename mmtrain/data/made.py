@@ -1,4 +1,4 @@
-"""What the built-in data sets have in common: splits, and a folder that is either absent or whole."""
+"""What the built-in data sets have in common: colours, splits, and a folder that is either absent or whole."""
 
 import os
 import shutil
@@ -13,6 +13,17 @@ T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
 """Called with (samples made, samples in all)."""
+
+
+COLOURS = {
+    "red": (220, 20, 30),
+    "blue": (20, 70, 230),
+    "green": (10, 150, 40),
+    "yellow": (250, 205, 0),
+    "purple": (150, 30, 190),
+    "orange": (255, 125, 0),
+}
+"""Name -> red, green, blue of what is drawn."""
 
 
 def split_sizes(kind: str, num_samples: int, seed: int, validation_fraction: float) -> dict[str, int]:

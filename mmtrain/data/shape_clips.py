@@ -7,20 +7,14 @@ from typing import Literal
 
 import numpy as np
 
+from mmtrain.data.made import COLOURS
+
 Kind = Literal["circle", "square", "triangle", "diamond", "cross"]
 Motion = Literal["right", "left", "up", "down", "still", "sideways", "vertical"]
 """A direction; or at rest; or bouncing off two opposite edges."""
 
 KINDS: tuple[Kind, ...] = ("circle", "square", "triangle", "diamond", "cross")
 MOTIONS: tuple[Motion, ...] = ("right", "left", "up", "down", "still", "sideways", "vertical")
-COLOURS = {
-    "red": (220, 20, 30),
-    "blue": (20, 70, 230),
-    "green": (10, 150, 40),
-    "yellow": (250, 205, 0),
-    "purple": (150, 30, 190),
-    "orange": (255, 125, 0),
-}
 BACKGROUNDS = {"black": (0, 0, 0), "white": (255, 255, 255), "grey": (128, 128, 128)}
 SIZES = {"small": 0.13, "large": 0.23}
 """Half of a shape's extent, as a part of the frame's shorter side."""

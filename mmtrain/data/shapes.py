@@ -13,8 +13,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from mmtrain.data.made import Progress, new_folder, split_sizes, told
-from mmtrain.data.shape_clips import COLOURS, FPS, FRAME_SIZES, KINDS, MOTIONS, NUM_FRAMES, ClipMaker, ShapeClip, draw
+from mmtrain.data.made import COLOURS, Progress, new_folder, split_sizes, told
+from mmtrain.data.shape_clips import FPS, FRAME_SIZES, KINDS, MOTIONS, NUM_FRAMES, ClipMaker, ShapeClip, draw
 from mmtrain.errors import ConfigError, DataError
 
 _ROWS_OF_A_GROUP = 100

@@ -165,17 +165,19 @@ def _picture_weight(module: ModuleSpec) -> Callable[[Grid], float]:
     return cache(lambda grid: rates(images_work(module, [grid])))
 
 
-def _refuse_pictures(index: int, wanted: Sequence[ImageMeta], found: Sequence[ImageMeta]) -> NoReturn:
-    """Says what differs between the pictures of a microbatch and those of its works."""
+def _refuse(
+    index: int, item: str, module: str, wanted: Sequence[ImageMeta | ClipMeta], found: Sequence[ImageMeta | ClipMeta]
+) -> NoReturn:
+    """Says what differs between the pictures (or clips) of a microbatch and those of its works for a module."""
     wanted_times, found_times = Counter(wanted), Counter(found)
-    for image in (*wanted, *found):
-        if wanted_times[image] != found_times[image]:
+    for one in (*wanted, *found):
+        if wanted_times[one] != found_times[one]:
             raise DataError(
-                f"microbatch {index}: {image.name} stands {wanted_times[image]} times in the batch, but in "
-                f"{found_times[image]} places of its vision works; each picture must be used exactly once"
+                f"microbatch {index}: {one.name} stands {wanted_times[one]} times in the batch, but in "
+                f"{found_times[one]} places of its {module} works; each {item} must be used exactly once"
             )
-    expected, image = next((a, b) for a, b in zip(wanted, found, strict=True) if a != b)
-    raise DataError(f"microbatch {index}: {image.name} stands where {expected.name} belongs; keep their order")
+    expected, one = next((a, b) for a, b in zip(wanted, found, strict=True) if a != b)
+    raise DataError(f"microbatch {index}: {one.name} stands where {expected.name} belongs; keep their order")
 
 
 def check_conservation(meta: IterationMeta, batching: Batching) -> None:
@@ -193,7 +195,7 @@ def check_conservation(meta: IterationMeta, batching: Batching) -> None:
         numbers = of_microbatch.get(index, [])
         images = [image for w in numbers for image in batching.images_of[w]]
         if list(microbatch.images) != images:
-            _refuse_pictures(index, microbatch.images, images)
+            _refuse(index, "picture", VISION, microbatch.images, images)
         language = [w for w in numbers if batching.modules[batching.works[w].module] == LANGUAGE]
         vision = [w for w in numbers if batching.modules[batching.works[w].module] == VISION]
         counts = (
@@ -233,7 +235,7 @@ def _check_clips(meta: IterationMeta, batching: Batching) -> None:
             numbers = of_microbatch.get((index, module), [])
             found = [clip for w in numbers for clip in batching.clips_of[w]]
             if list(microbatch.clips) != found:
-                _refuse_clips(index, what, microbatch.clips, found)
+                _refuse(index, "clip", what, microbatch.clips, found)
             wanted = sum((_work_of(module, (clip,)) for clip in microbatch.clips), ZERO_WORK)
             counted = sum((batching.size_of[w] for w in numbers), ZERO_WORK)
             if wanted != counted:
@@ -252,19 +254,6 @@ def _check_clips(meta: IterationMeta, batching: Batching) -> None:
 
 def _work_of(module: str, clips: Sequence[ClipMeta]) -> WorkSize:
     return _prompts_work(clips) if module == LANGUAGE else _latents_work(clips)
-
-
-def _refuse_clips(index: int, what: str, wanted: Sequence[ClipMeta], found: Sequence[ClipMeta]) -> NoReturn:
-    """Says what differs between the clips of a microbatch and those of its works."""
-    wanted_times, found_times = Counter(wanted), Counter(found)
-    for clip in (*wanted, *found):
-        if wanted_times[clip] != found_times[clip]:
-            raise DataError(
-                f"microbatch {index}: {clip.name} stands {wanted_times[clip]} times in the batch, but in "
-                f"{found_times[clip]} places of its {what} works; each clip must be used exactly once"
-            )
-    expected, clip = next((a, b) for a, b in zip(wanted, found, strict=True) if a != b)
-    raise DataError(f"microbatch {index}: {clip.name} stands where {expected.name} belongs; keep their order")
 
 
 def _check_microbatches(meta: IterationMeta, batching: Batching) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmtrain.data.chart_drawing import COLOURS, Chart, draw
+from mmtrain.data.chart_drawing import Chart, draw
 from mmtrain.data.chart_questions import GRADES, LARGEST_SIDE, SMALLEST_SIDE
 from mmtrain.data.charts import blind_accuracy, conversations, make_charts
+from mmtrain.data.made import COLOURS
 from mmtrain.errors import ConfigError, DataError
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
+from mmtrain.data.made import COLOURS
 from mmtrain.data.shape_clips import (
     BACKGROUNDS,
-    COLOURS,
     FPS,
     FRAME_SIZES,
     KINDS,

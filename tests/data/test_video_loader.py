@@ -77,7 +77,8 @@ def test_microbatches_of_clips(shapes: Path) -> None:
 
 def test_captions_belong_to_their_clips(shapes: Path) -> None:
     from mmtrain.config import TokenizerConfig
-    from mmtrain.data.shape_clips import COLOURS, SIZES
+    from mmtrain.data.made import COLOURS
+    from mmtrain.data.shape_clips import SIZES
     from mmtrain.data.shapes import shape_clips
     from mmtrain.data.tokenizer import load_tokenizer
 
