@@ -11,6 +11,7 @@ LAYERS = [
     "errors",
     "topology",
     "memory_amount",
+    "toml_sections",
     "config",
     "models.rows",
     "models.windows",

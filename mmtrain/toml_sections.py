@@ -1,0 +1,200 @@
+"""Sections of a TOML file as dataclasses, and back: strict, and unaware of what they mean, but for
+one key: `config` holds an inline model config, which stays one value. Pure.
+
+An unknown key, a wrong type, a value outside of its choices or a missing key is refused with its dotted path.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from mmtrain.errors import ConfigError
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration as nested dictionaries that TOML can hold (an absent section is left out)."""
+    out: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            out[f.name] = to_dict(value)
+        elif value is not None:
+            out[f.name] = value
+    return out
+
+
+def dump_table(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
+    """Adds a table as lines of TOML, its sections last. Args: path: names of the sections around it."""
+
+    def is_section(key: str, value: Any) -> bool:
+        return isinstance(value, dict) and key != "config"  # an inline model config stays one value
+
+    if path:
+        lines += ["", f"[{'.'.join(path)}]"]
+    for key, value in table.items():
+        if not is_section(key, value):
+            lines.append(f"{_toml_key(key)} = {_toml_value(value)}")
+    for key, value in table.items():
+        if is_section(key, value):
+            dump_table(value, (*path, key), lines)
+
+
+def _toml_key(key: str) -> str:
+    bare = key and all(c.isascii() and (c.isalnum() or c in "_-") for c in key)
+    return key if bare else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        for char, short in (("\n", "\\n"), ("\t", "\\t"), ("\r", "\\r")):
+            escaped = escaped.replace(char, short)
+        return f'"{escaped}"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+    raise ConfigError(f"{value!r} of type {type(value).__name__} has no TOML form")
+
+
+def read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """The table of a file over those that it `extends`.
+
+    Args: seen: files that led here.
+    Raises: ConfigError: not TOML, a base that does not exist, or a circle of them.
+    """
+    path = path.resolve()
+    if path in seen:
+        chain = " -> ".join(p.name for p in (*seen, path))
+        raise ConfigError(f"{path.name}: `extends` goes in a circle: {chain}; remove one")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    base = table.pop("extends", None)
+    if base is None:
+        return table
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends = {base!r}; it names one file, as a string")
+    base_path = path.parent / base
+    if not base_path.is_file():
+        raise ConfigError(f"{path}: extends = {base!r}, but {base_path} does not exist")
+    return _merge(read_with_bases(base_path, (*seen, path)), table)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """base with the keys of over; tables merge, except an inline model config, which is replaced whole."""
+    out = dict(base)
+    for key, value in over.items():
+        both_tables = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merge(out[key], value) if both_tables and key != "config" else value
+    return out
+
+
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Sets one value of a table. Args: override: `--section.key=value`. Raises: ConfigError: it has another form."""
+    text = override.removeprefix("--")
+    key, equals, raw = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"override {override!r} is not of the form --section.key=value; write it with `=`")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    *sections, last = key.strip().split(".")
+    if not sections:
+        raise ConfigError(f"override {override!r}: {last!r} names no section; write --section.key=value")
+    node = table
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {section!r} is a value, not a section")
+    node[last] = value
+
+
+def build(cls: type, table: Any, path: str, where: str) -> Any:
+    """A dataclass whose fields are the keys of a table, nested ones its sections.
+
+    Args: path: dotted name of the table; empty: the whole. where: the file, for errors.
+    Raises: ConfigError: as the module says, or what the dataclass itself refuses.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: {path} = {table!r}; it is a section, written [{path}]")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    prefix = f"{path}." if path else ""
+    for key in table:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"{path or 'a file'} has {', '.join(fields)}"
+            raise ConfigError(f"{where}: unknown key {prefix}{key}; {hint}")
+    values = {}
+    for name, f in fields.items():
+        if name in table:
+            values[name] = _convert(hints[name], table[name], prefix + name, where)
+        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            kind = "section" if dataclasses.is_dataclass(hints[name]) else "key"
+            raise ConfigError(f"{where}: the {kind} {prefix}{name} is missing")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return build(typing.cast(type, hint), value, path, where)
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        return _convert(inner, value, path, where)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if not any(value == choice and type(value) is type(choice) for choice in choices):
+            known = [_toml_value(choice) for choice in choices]
+            near = difflib.get_close_matches(str(value), [str(c) for c in choices], 1)
+            hint_text = f"; did you mean {_toml_value(near[0])}?" if near else ""
+            raise ConfigError(f"{where}: {path} = {shown(value)}; choose one of {', '.join(known)}{hint_text}")
+        return value
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: {path} = {value!r} is {_toml_type(value)}; it must be a table")
+        return value
+    if origin is list:
+        (inner,) = typing.get_args(hint)
+        if not isinstance(value, list) or not all(type(item) is inner for item in value):
+            kind = {str: "strings", int: "integers"}[inner]
+            raise ConfigError(f"{where}: {path} = {value!r}; it must be an array of {kind}")
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{where}: {path} = {value!r} is {_toml_type(value)}; it must be {_TOML_TYPES[hint]}")
+    return value
+
+
+_TOML_TYPES = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a float",
+    str: "a string",
+    list: "an array",
+    dict: "a table",
+}
+
+
+def _toml_type(value: Any) -> str:
+    return _TOML_TYPES.get(type(value), type(value).__name__)
+
+
+def shown(value: Any) -> str:
+    """A value as the user wrote it."""
+    return _toml_value(value) if isinstance(value, bool | str | int | float) else repr(value)
