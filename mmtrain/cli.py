@@ -101,7 +101,6 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _train(args: argparse.Namespace) -> int:
     """Checks the config, then runs this rank or launches all ranks."""
     job = config.load(args.config, args.overrides)
-    config.check_training(job)
     if "WORLD_SIZE" in os.environ:
         return _train_rank(args)
     from mmtrain.planner.iteration import IterationPlanner

@@ -130,9 +130,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DitConfig:
-    """[model.dit]: the diffusion transformer of a text-to-video model, which [model.language] encodes the prompts for.
-
-    Such a model can be simulated and planned, but not trained yet."""
+    """[model.dit]: the diffusion transformer of a text-to-video model; [model.language] encodes its prompts."""
 
     pretrained: str = ""
     """Hugging Face id or local folder of the transformer alone; its config.json decides the shape. Or give `config`."""
@@ -168,6 +166,44 @@ class ModelConfig:
     dit: DitConfig | None = None
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffusionConfig:
+    """[diffusion]: what a text-to-video model learns to predict, from what."""
+
+    prediction: Literal["flow", "epsilon", "v"] = "flow"
+    """flow: of x = (1 - t) data + t noise the velocity, noise - data (rectified flow, arXiv:2209.03003). epsilon, v: of
+    x = a data + s noise, cosine schedule (arXiv:2102.09672), the noise, or a noise - s data (arXiv:2202.00512)."""
+    timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
+    """How t in (0, 1) is drawn for each clip; logit_normal: the logistic function of a normal number
+    (arXiv:2403.03206)."""
+    logit_mean: float = 0.0
+    """Mean of that normal number; above 0: more noise."""
+    logit_std: float = 1.0
+    """Its standard deviation."""
+    shift: float = 1.0
+    """s: t becomes s t / (1 + (s - 1) t), in training and sampling; above 1: more noise, for many tokens a clip. flow
+    alone."""
+    caption_dropout: float = 0.1
+    """Part of the clips whose caption is hidden, so that sampling can be guided (arXiv:2207.12598)."""
+
+    def __post_init__(self) -> None:
+        _at_least("diffusion", self, caption_dropout=0.0)
+        if not math.isfinite(self.logit_mean):
+            raise ConfigError(f"diffusion.logit_mean = {self.logit_mean}; it must be finite")
+        for name in ("logit_std", "shift"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"diffusion.{name} = {getattr(self, name)}; it must be above 0 and finite")
+        if self.caption_dropout >= 1:
+            raise ConfigError(
+                f"diffusion.caption_dropout = {self.caption_dropout}; it must be below 1, or no caption is ever read"
+            )
+        if self.shift != 1 and self.prediction != "flow":
+            raise ConfigError(
+                f'diffusion.shift = {self.shift} has no effect with prediction = "{self.prediction}", whose schedule '
+                "is fixed; remove it"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -540,6 +576,8 @@ class ValidationConfig:
     """Steps between validations; there is also one before the first step and one after the last."""
     steps: int = 4
     """Batches of training.global_batch_size microbatches in one validation."""
+    shuffled_captions: bool = False
+    """With [model.dit]: also the loss with each clip under the caption of another; it should be higher."""
 
     def __post_init__(self) -> None:
         _at_least("validation", self, freq=1, steps=1)
@@ -627,6 +665,7 @@ class Config:
     training: TrainingConfig
     job: JobConfig = field(default_factory=JobConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
@@ -807,6 +846,12 @@ def _check_dit(config: Config) -> None:
     """Refuses what does not go with a text-to-video model."""
     model = config.model
     if model.dit is None:
+        if config.diffusion != DiffusionConfig():
+            raise ConfigError("[diffusion] is set, but there is no [model.dit], which it is about; remove the section")
+        if config.validation.shuffled_captions:
+            raise ConfigError(
+                "validation.shuffled_captions = true, but there is no [model.dit], so there is no caption; remove it"
+            )
         return
     if model.encoder is not None:
         raise ConfigError(
@@ -825,17 +870,10 @@ def _check_dit(config: Config) -> None:
             'parallelism.fsdp_reshard_after_forward = "always" with [model.dit]: a block of the DiT runs once for each '
             'clip, and would gather its parameters as often; set "step"'
         )
-
-
-def check_training(config: Config) -> None:
-    """Refuses jobs that can be simulated and planned alone.
-
-    Raises: ConfigError: a text-to-video model.
-    """
-    if config.model.dit is not None:
+    if config.parallelism.context_parallel_degree > 1:
         raise ConfigError(
-            "[model.dit]: a text-to-video model can be simulated and planned, but not trained or measured yet; use "
-            "`mmtrain simulate`, or remove the table to train the language model"
+            f"parallelism.context_parallel_degree = {config.parallelism.context_parallel_degree} with [model.dit]: the "
+            "frames of a clip are not divided yet; set it to 1, and use tensor, pipeline or data parallelism"
         )
 
 

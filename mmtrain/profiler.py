@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain.config import Config, check_training
+from mmtrain.config import Config
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import ConfigError
@@ -57,7 +57,6 @@ def profile_job(config: Config, *, rounds: int = 3, steps: int = 4, say: Say = p
     Args: rounds: over everything. steps: of each trainer in a round, after one that warms up.
     Raises: ConfigError: fewer CUDA devices than ranks that share a work, or activations that are offloaded.
     """
-    check_training(config)
     if config.activation_checkpoint.mode == "offload":
         raise ConfigError(
             'profile: activation_checkpoint.mode = "offload" would be measured as part of the layers; profile with '

@@ -89,7 +89,6 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
     Args: seq_len: tokens of a microbatch, unless the config has fewer, or two pictures need more.
     Raises: ConfigError: the model's configs cannot be read, or the real model cannot be cut or divided so.
     """
-    config_module.check_training(config)
     parallelism, notes = _fewer_ranks(config.parallelism)
     model = _model(config, parallelism)
     dp = parallelism.mesh_shape.dp

@@ -101,7 +101,6 @@ class Trainer:
         Args: search: finds the plans of iterations (`planner.enable`).
         Raises: ConfigError.
         """
-        config_module.check_training(config)
         self.config = config
         self._search = search
         self.folder = Path(config.job.dump_folder)

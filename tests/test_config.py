@@ -156,12 +156,29 @@ def test_a_frozen_dit_needs_a_trainable_text_encoder(load):
         load(DIT + BASE, *mixed)
 
 
-def test_only_text_to_video_models_cannot_be_trained(load):
-    config.check_training(load(BASE))
-    with pytest.raises(ConfigError, match="can be simulated and planned, but not trained"):
-        config.check_training(load(DIT + BASE))
-    job = load(DIT + BASE)
-    assert config.dump(job).count("[model.dit]") == 1
+def test_diffusion_belongs_to_a_dit(load):
+    assert load(DIT + BASE, "--diffusion.prediction=v").diffusion.prediction == "v"
+    with pytest.raises(ConfigError, match=r"\[diffusion\] is set, but there is no \[model\.dit\]"):
+        load(BASE, "--diffusion.prediction=v")
+    with pytest.raises(ConfigError, match=r"validation\.shuffled_captions = true, but there is no \[model\.dit\]"):
+        load(BASE, "--validation.shuffled_captions=true")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("diffusion.caption_dropout=1.0", "caption_dropout = 1.0; it must be below 1"),
+        ("diffusion.logit_std=0.0", "logit_std = 0.0; it must be above 0"),
+        ("diffusion.logit_mean=nan", "logit_mean = nan; it must be finite"),
+        ("diffusion.shift=inf", "shift = inf; it must be above 0 and finite"),
+        ("diffusion.prediction=x", "prediction"),
+    ],
+)
+def test_diffusion_settings_that_mean_nothing_are_refused(load, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load(DIT + BASE, f"--{override}")
+    with pytest.raises(ConfigError, match=r"shift = 2\.0 has no effect with prediction"):
+        load(DIT + BASE, "--diffusion.prediction=epsilon", "--diffusion.shift=2.0")
 
 
 def test_missing_key_and_section(load):

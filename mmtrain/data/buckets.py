@@ -126,9 +126,8 @@ def most_frames(data: DataConfig) -> int:
 def clip_seed(job_seed: int, step: int, sample: int, index: int = 0) -> int:
     """The seed of all random choices of one clip in one step: the same on every rank and for every layout.
 
-    The rank that needs one of a clip's choices makes a CPU generator of this seed and draws, in this order, the
-    timestep (one float32), whether the caption is dropped (one float32, uniform) and the noise ([C, F, H, W]
-    float32). So ranks that need the timestep alone draw no noise, and all agree.
+    A rank that needs one of a clip's choices draws it by itself, see `models.diffusion.ClipNoise`, so all agree and
+    nothing is sent.
 
     Args:
         job_seed: `debug.seed`.
