@@ -153,6 +153,11 @@ class StepMetrics:
     """Those of `tokens` that stand for pictures."""
     patches: int
     """Encoder rows."""
+    clips: int
+    frames: int
+    """Latent frames of the clips."""
+    video_tokens: int
+    """Those of `tokens` that are latents."""
     skipped_samples: int
     """Samples dropped since the run started."""
     bubble: float
@@ -172,6 +177,18 @@ class StepMetrics:
     """What a rank may take; NaN: no limit."""
     planner: PlannerMetrics | None = None
     """None if the planner is off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """What one validation found, over all replicas."""
+
+    loss: float
+    """Mean over labelled tokens, or over all numbers of the latents."""
+    accuracy: Mapping[str, tuple[int, int]]
+    """Grade -> (answers right, answers)."""
+    shuffled_loss: float | None = None
+    """With each clip under the caption of another; None: not asked for."""
 
 
 class Reporter:
@@ -196,7 +213,8 @@ class Reporter:
         if not self._enabled:
             return
         tps = m.tokens / m.step_time_s / m.world_size
-        images_s = m.images / m.step_time_s
+        items_s = (m.clips or m.images) / m.step_time_s
+        item = "clips" if m.clips else "images"
         tflops = m.flops / m.step_time_s / 1e12
         mfu = 100 * m.flops / m.step_time_s / m.peak_flops
         self._line(
@@ -212,6 +230,9 @@ class Reporter:
                 "images": m.images,
                 "image_tokens": m.image_tokens,
                 "patches": m.patches,
+                "clips": m.clips,
+                "frames": m.frames,
+                "video_tokens": m.video_tokens,
                 "skipped_samples": m.skipped_samples,
                 "bubble": m.bubble,
                 "memory_predicted_gib": m.memory_predicted_gib,
@@ -227,7 +248,7 @@ class Reporter:
             f"step: {m.step:4d}  loss: {m.loss:7.4f}  grad_norm: {m.grad_norm:7.4f}  "
             f"memory: {m.memory_gib:.2f}GiB({m.memory_percent:.1f}%)  {_memory_words(m)}"
             f"tps: {tps:,.0f}  tflops: {tflops:.4f}  "
-            f"mfu: {mfu:.1f}%  images/s: {images_s:.1f}  bubble: {100 * m.bubble:.0f}%"
+            f"mfu: {mfu:.1f}%  {item}/s: {items_s:.1f}  bubble: {100 * m.bubble:.0f}%"
             + (f"  {m.planner}" if m.planner else "")
         )
         if self._bar is not None:
@@ -240,7 +261,7 @@ class Reporter:
                 "grad_norm": m.grad_norm,
                 "lr": m.lr,
                 "throughput(tps)": tps,
-                "throughput(images/s)": images_s,
+                f"throughput({item}/s)": items_s,
                 "tflops": tflops,
                 "mfu(%)": mfu,
                 "time_metrics/end_to_end(s)": m.step_time_s,
@@ -253,29 +274,35 @@ class Reporter:
             | _memory_values(m)
             | {
                 "pipeline/bubble(%)": 100 * m.bubble,
-                "modality/text/tokens": m.tokens - m.image_tokens,
-                "modality/image/tokens": m.image_tokens,
-                "modality/image/patches": m.patches,
-                "modality/image/count": m.images,
+                "modality/text/tokens": m.tokens - m.image_tokens - m.video_tokens,
+            }
+            | _modality_values(m)
+            | {
                 "data/skipped_samples": m.skipped_samples,
             }
             | _planner_values(m.planner, "planner/{}"),
             m.step,
         )
 
-    def validation(self, step: int, loss: float, accuracy: Mapping[str, tuple[int, int]]) -> None:
-        """Reports one validation. Args: accuracy: grade -> (answers right, answers)."""
+    def validation(self, step: int, found: Validation) -> None:
+        """Reports one validation."""
         if not self._enabled:
             return
-        shares = {grade: right / count for grade, (right, count) in sorted(accuracy.items()) if count}
-        words = "  ".join(f"{grade}: {100 * share:.1f}%" for grade, share in shares.items())
-        self._say(f"validate step: {step:4d}  loss: {loss:7.4f}  accuracy {words or 'of no answer'}")
+        shares = {grade: right / count for grade, (right, count) in sorted(found.accuracy.items()) if count}
+        words = "".join(f"  {grade}: {100 * share:.1f}%" for grade, share in shares.items())
+        words = f"  accuracy{words}" if words else ""
+        shuffled = found.shuffled_loss
+        if shuffled is not None:
+            words += f"  with shuffled captions: {shuffled:.4f}"
+        self._say(f"validate step: {step:4d}  loss: {found.loss:7.4f}{words}")
+        extra = {} if shuffled is None else {"validation_metrics/loss_shuffled_captions": shuffled}
         self._scalars(
-            {"validation_metrics/loss": loss}
+            {"validation_metrics/loss": found.loss, **extra}
             | {f"validation_metrics/accuracy/{grade}": share for grade, share in shares.items()},
             step,
         )
-        self._line({"step": step, "validation_loss": loss, "accuracy": shares})
+        line = {"step": step, "validation_loss": found.loss, "accuracy": shares}
+        self._line(line if shuffled is None else line | {"shuffled_captions_loss": shuffled})
 
     def close(self) -> None:
         """Flushes and closes all files."""
@@ -315,6 +342,21 @@ def _memory_values(m: StepMetrics) -> dict[str, float]:
         "memory/limit(GiB)": m.memory_limit_gib,
     }
     return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def _modality_values(m: StepMetrics) -> dict[str, float]:
+    """Counts of what a step had besides text: clips or pictures."""
+    if m.clips:
+        return {
+            "modality/video/tokens": m.video_tokens,
+            "modality/video/frames": m.frames,
+            "modality/video/count": m.clips,
+        }
+    return {
+        "modality/image/tokens": m.image_tokens,
+        "modality/image/patches": m.patches,
+        "modality/image/count": m.images,
+    }
 
 
 def _planner_values(m: PlannerMetrics | None, name: str) -> dict[str, float]:

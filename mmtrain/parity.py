@@ -28,7 +28,9 @@ from mmtrain import errors
 from mmtrain.config import Config, DataConfig
 from mmtrain.data.batch import Batch
 from mmtrain.data.metadata import IterationMeta
+from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import MMTrainError
+from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.shapes import language_shape, vision_shape
 from mmtrain.models.spec_builders import model_spec
@@ -249,7 +251,7 @@ def _save_gradients(trainer: Trainer, rank: int, num_steps: int, folder: Path) -
                 if grad is not None:
                     full = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
                     gradients[name] = full.detach().clone()
-        batch = (item.batch, item.meta) if item.batch is not None else None
+        batch = (item.batch, item.meta) if trainer.mesh.is_leader else None
         values = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -279,7 +281,11 @@ def _compare(config: Config, folder: Path, low_precision: bool, tolerance: float
         ranks = range(config.parallelism.mesh_shape.world_size)
         paths = [folder / f"step-{step}-rank-{rank}" for rank in ranks]
         batches = [batch for path in paths if (batch := _load(path)["batch"]) is not None]
-        wanted_loss, wanted = _reference(model, batches)
+        noise = None
+        if config.model.dit is not None:
+            token = null_token(job_tokenizer(config))
+            noise = ClipNoise(config.diffusion, config.debug.seed, step + 1, null_token=token)
+        wanted_loss, wanted = _reference(model, batches, noise)
         wanted_norm = _norm(wanted.values())
         for path in paths:
             found = _load(path)
@@ -313,12 +319,12 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _reference(
-    model: ReferenceModel, batches: Sequence[tuple[Batch, IterationMeta]]
+    model: ReferenceModel, batches: Sequence[tuple[Batch, IterationMeta]], noise: ClipNoise | None
 ) -> tuple[float, Mapping[str, Tensor]]:
     """(loss, name -> gradient) of the one-process model; the loss is over all targets of all batches."""
     model.zero_grad()
-    num_targets = sum(meta.num_targets for _, meta in batches)
-    loss = torch.stack([model.loss_sum(batch, meta) for batch, meta in batches]).sum() / num_targets
+    num_targets = model.values_per_target * sum(meta.num_targets for _, meta in batches)
+    loss = torch.stack([model.loss_sum(batch, meta, noise) for batch, meta in batches]).sum() / num_targets
     loss.backward()
     weights = {name: weight for name, weight in model.weights().items() if weight.requires_grad}
     return loss.item(), {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}

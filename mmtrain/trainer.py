@@ -1,8 +1,8 @@
 """Puts the parts together: set-up, the training loop, validation, checkpoints, what the user sees.
 
-The data of a replica is read by its leader (pp_rank 0), which shares the metadata and the labels with
-its pipeline; every rank then plans the iteration by itself and gets the same program. With the planner on, the data
-of a step are read before the step before runs, so that its plan is searched meanwhile.
+All ranks of a replica get the metadata of each batch; every rank then plans the iteration by itself and gets the same
+program. With the planner on, the data of a step are read before the step before runs, so that its plan is searched
+meanwhile.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import random
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,51 +21,39 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mmtrain import config as config_module
 from mmtrain.checkpoint import Checkpointer, TrainState
 from mmtrain.config import Config
-from mmtrain.data.batch import Batch, check_batch, without_pictures
-from mmtrain.data.loader import Loader
+from mmtrain.data.batch import Batch, check_batch, with_other_captions
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.packing import LoaderState
-from mmtrain.errors import ConfigError, DataError, MMTrainError, TrainingError
-from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, peak_flops, setup_logging
+from mmtrain.data.tokenizer import job_tokenizer
+from mmtrain.errors import ConfigError, MMTrainError, TrainingError
+from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
+from mmtrain.models.diffusion import ClipNoise, null_token
+from mmtrain.models.shapes import DitShape, check_prediction, dit_shape
 from mmtrain.optim import build_optimizers, lr_factor, set_lr
 from mmtrain.out_of_memory import Scene, explained, is_out_of_memory
 from mmtrain.parallel.activation_memory import saved_ops
 from mmtrain.parallel.build import build_local_model, check_same_program
+from mmtrain.parallel.clip_feed import ClipFeed
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_norm
 from mmtrain.parallel.mesh import Mesh, build_mesh, init_process_group, pick_device
 from mmtrain.parallel.planning import Fate, PlanAhead, Planned, Ticket, num_cores, ranks_here
-from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
+from mmtrain.parallel.runtime import Feed, PipelineScheduleRuntime, StepOutcome
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.pipeline_layout import show_layout
 from mmtrain.planner.search import search as searching
 from mmtrain.planner.switches import Search, search_threads, show_switches
+from mmtrain.replica_data import Item, ReplicaData
 from mmtrain.report import count_answers, whole_predictions, write_trace
 from mmtrain.step_memory import JobMemory, MemoryUse
 from mmtrain.topology import AXES
 
 logger = logging.getLogger("mmtrain")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Item:
-    """One step's data on one rank."""
-
-    meta: IterationMeta
-    labels: list[Tensor]
-    """[T] of each microbatch."""
-    state: LoaderState
-    """Where the loader stands after this batch."""
-    batch: Batch | None
-    """On the first pp_rank alone, where the first module begins."""
-    text: Batch | None = None
-    """On the pp_rank where the language model begins, if that is another one: the batch without pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +91,18 @@ class Trainer:
         """
         self.config = config
         self._search = search
+        check_prediction(config.model)
         self.folder = Path(config.job.dump_folder)
         saved_ops(config.activation_checkpoint)
         start = time.perf_counter()
         self.planner = IterationPlanner.of(config)
         self._cut_s = time.perf_counter() - start
         self.spec, self.partition = self.planner.spec, self.planner.partition
+        self._dit: DitShape | None = None
+        self._null_token = 0
+        if config.model.dit is not None:
+            self._dit = dit_shape(config.model)
+            self._null_token = null_token(job_tokenizer(config))
         self._stop_signal = 0
 
     def run(self) -> None:
@@ -135,7 +129,6 @@ class Trainer:
     def _set_up(self, device: torch.device) -> None:
         config = self.config
         _seed_everything(config.debug.seed, config.debug.deterministic)
-        self.loader: Loader | None = None
         self.reporter: Reporter | None = None
         self.checkpointer: Checkpointer | None = None
         self.mesh: Mesh = build_mesh(
@@ -144,6 +137,7 @@ class Trainer:
             data_encoder=config.data_encoder,
             tie_ranks=self.partition.tie_ranks,
         )
+        self.data = ReplicaData(config, self.mesh, self.partition)
         self._ahead: PlanAhead | None = None
         self._log_start()
         self._memory = JobMemory.measured(config, self.spec, self.partition, self.mesh)
@@ -205,26 +199,9 @@ class Trainer:
             start=self.state.step,
         )
         self.peak_flops = peak_flops(config.metrics, device)
-        first = LoaderState.from_dict(self.state.loader)
-        self._items = self._share(lambda: self._open_loader(config.data.split, first))
+        self._items = self.data.training(LoaderState.from_dict(self.state.loader))
         self._skipped = 0
         self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def _open_loader(self, split: str, state: LoaderState | None, num_steps: int | None = None) -> Loader:
-        validating = num_steps is not None
-        loader = Loader(
-            self.config,
-            split=split,
-            dp_rank=self.mesh.dp_rank,
-            dp_degree=self.mesh.shape.dp,
-            state=state,
-            shuffle=False if validating else None,
-            num_steps=num_steps,
-            num_workers=0 if validating else None,
-        )
-        if not validating:
-            self.loader = loader
-        return loader
 
     def _log_start(self) -> None:
         config, shape = self.config, self.config.parallelism.mesh_shape
@@ -257,7 +234,7 @@ class Trainer:
     def _tear_down(self) -> None:
         if hasattr(self, "_old_handler"):
             signal.signal(signal.SIGTERM, self._old_handler)
-        for part in (getattr(self, name, None) for name in ("_ahead", "reporter", "loader")):
+        for part in (getattr(self, name, None) for name in ("_ahead", "reporter", "data")):
             if part is not None:
                 part.close()
 
@@ -340,10 +317,13 @@ class Trainer:
 
         Raises: TrainingError: the batch has nothing to predict.
         """
-        num_targets = self._sum_over_replicas(item.meta.num_targets)
+        num_targets = self._sum_over_replicas(self._num_targets(item.meta))
         if num_targets == 0:
-            raise TrainingError(f"step {step}: the batch has no token to predict; check the records' answers")
-        outcome = self._run(plan, item, loss_grad=1.0 / num_targets)
+            what = (
+                "no token to predict; check the records' answers" if self._dit is None else "no clip that can be read"
+            )
+            raise TrainingError(f"step {step}: the batch has {what}")
+        outcome = self._run(plan, item, noise=self._noise(step, hides=True), loss_grad=1.0 / num_targets)
         parameters = self.model.parameters
         fill_missing_grads(parameters)
         finish_gradients(parameters)
@@ -351,11 +331,11 @@ class Trainer:
         norm = total_norm(parameters, self.mesh, skip=self._tied_copy_to_skip())
         loss_sum = self._loss_sum(outcome)
         totals = torch.tensor(
-            [loss_sum, float(item.meta.num_tokens if self.mesh.is_leader else 0), float(self._stop_signal)],
+            [loss_sum, float(item.meta.num_all_tokens if self.mesh.is_leader else 0), float(self._stop_signal)],
             dtype=torch.float64,
         )
         dist.all_reduce(totals)
-        largest = torch.tensor(loss_sum / max(1, item.meta.num_targets), dtype=torch.float64)
+        largest = torch.tensor(loss_sum / max(1, self._num_targets(item.meta)), dtype=torch.float64)
         if self.mesh.replica_group is not None:
             dist.all_reduce(largest, group=self.mesh.replica_group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -414,13 +394,7 @@ class Trainer:
             self._set_up(device)
             self.runtime.use_clock(clock)
             for step, (batch, meta) in enumerate(batches, 1):
-                item = Item(
-                    meta=meta,
-                    labels=[microbatch.labels for microbatch in batch.microbatches],
-                    state=LoaderState(seed=self.config.debug.seed),
-                    batch=batch if self.mesh.pp_rank == 0 else None,
-                    text=batch if self.mesh.pp_rank == self.partition.text_rank else None,
-                )
+                item = self.data.item(batch, meta)
                 plan = self._plan(meta, step=step)
                 dist.barrier()
                 start = clock()
@@ -495,26 +469,58 @@ class Trainer:
             raise error
 
     def _run(
-        self, plan: IterationPlan, item: Item, *, loss_grad: float = 1.0, want_predictions: bool = False
+        self,
+        plan: IterationPlan,
+        item: Item,
+        *,
+        noise: ClipNoise | None,
+        loss_grad: float = 1.0,
+        want_predictions: bool = False,
     ) -> StepOutcome:
-        if item.batch is not None:
+        """Args: noise: of a text-to-video job. want_predictions: of a language model's tokens."""
+        if item.batch is not None and self.mesh.pp_rank == 0:  # other ranks may have a part of it
             check_batch(item.batch, item.meta)
-        place = self.mesh.place
-        feed = StepFeed(
-            self.partition,
-            plan.layout,
-            item.meta,
-            self.mesh,
-            batch=item.batch or item.text,
-            labels=item.labels,
-            attention_backend=self.config.training.attention_backend,
-            want_predictions=want_predictions,
-        )
+        place, backend = self.mesh.place, self.config.training.attention_backend
+        feed: Feed
+        if noise is not None:
+            assert self._dit is not None
+            feed = ClipFeed(
+                self.partition,
+                plan.layout,
+                item.meta,
+                self.mesh,
+                batch=item.batch,
+                noise=noise,
+                patch=self._dit.patch,
+                attention_backend=backend,
+            )
+        else:
+            feed = StepFeed(
+                self.partition,
+                plan.layout,
+                item.meta,
+                self.mesh,
+                batch=item.batch,
+                labels=item.labels,
+                attention_backend=backend,
+                want_predictions=want_predictions,
+            )
         self.runtime.load(
             plan.program,
             lambda stage, work: self.planner.output_shape(plan.layout, stage, work, place.cp, place.tp),
         )
         return self.runtime.step(feed, loss_grad=loss_grad)
+
+    def _noise(self, step: int, *, hides: bool) -> ClipNoise | None:
+        """The random choices of a step of a text-to-video job. Args: hides: captions may be hidden."""
+        if self._dit is None:
+            return None
+        token = self._null_token if hides else None
+        return ClipNoise(self.config.diffusion, self.config.debug.seed, step, null_token=token)
+
+    def _num_targets(self, meta: IterationMeta) -> int:
+        """Numbers that have a loss: labelled tokens, or all that is predicted of the latents."""
+        return meta.num_targets * (self._dit.output_dim if self._dit is not None else 1)
 
     def _tied_copy_to_skip(self) -> torch.nn.Parameter | None:
         """The tied head is counted in the norm where the embedding is."""
@@ -550,36 +556,6 @@ class Trainer:
             return error
         return item, ahead.submit(step, item.meta, self._memory.limited(self.planner, step))
 
-    def _share(self, open_loader: Callable[[], Loader]) -> Iterator[Item]:
-        """The leader's items on every rank of its replica; an error of the loader is raised on all of them."""
-        source: Iterator[tuple[Batch, IterationMeta, LoaderState]] | None = None
-        while True:
-            batch: Batch | None = None
-            message: tuple[IterationMeta, list[Tensor], LoaderState, Batch | None] | MMTrainError | None = None
-            if self.mesh.is_leader:
-                try:
-                    if source is None:
-                        source = iter(open_loader())
-                    batch, meta, state = next(source)
-                    text = without_pictures(batch) if self.partition.text_rank else None
-                    message = (meta, [m.labels for m in batch.microbatches], state, text)
-                except StopIteration:
-                    message = None
-                except MMTrainError as error:
-                    message = error
-                except OSError as error:
-                    message = DataError(f"data.source cannot be read: {error}")
-            message = self.mesh.broadcast_object(message)
-            if isinstance(message, MMTrainError):
-                raise message
-            if message is None:
-                return
-            meta, labels, state, text = message
-            if self.mesh.pp_rank == 0:  # where the first module begins
-                batch = self.mesh.broadcast_over_plane(batch)
-            text = text if self.mesh.pp_rank == self.partition.text_rank else None
-            yield Item(meta=meta, labels=labels, state=state, batch=batch, text=text)
-
     def _sum_over_replicas(self, count: int) -> int:
         if self.mesh.batch_group is None:
             return count
@@ -589,24 +565,32 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------ validation
 
-    def validate(self, step: int) -> tuple[float, Mapping[str, tuple[int, int]]]:
-        """(mean loss, grade -> (answers right, answers)) on held-out data, through the pipeline.
+    def validate(self, step: int) -> Validation:
+        """Loss and answers on held-out data, through the pipeline.
 
         An answer is right if every one of its tokens is the most likely one after the right prefix, which
         is when greedy decoding would write it.
         """
-        section, mesh = self.config.validation, self.mesh
-        split = self.config.data.validation_split
-        items = self._share(lambda: self._open_loader(split, LoaderState(seed=0), num_steps=section.steps))
+        found = self._validated(step, self.data.validation(self.config.validation.steps))
+        if self.config.validation.shuffled_captions:
+            items = self.data.validation(self.config.validation.steps, with_other_captions)
+            found = dataclasses.replace(found, shuffled_loss=self._validated(step, items).loss)
+        assert self.reporter is not None
+        self.reporter.validation(step, found)
+        return found
+
+    def _validated(self, step: int, items: Iterator[Item]) -> Validation:
+        mesh = self.mesh
         loss_sum, num_targets = 0.0, 0
         accuracy: dict[str, tuple[int, int]] = {}
-        for item in items:
+        for number, item in enumerate(items):
             plan = self._plan(item.meta, step=step + 1, forward_only=True)
-            outcome = self._run(plan, item, want_predictions=True)
+            noise = self._noise(-1 - number, hides=False)
+            outcome = self._run(plan, item, noise=noise, want_predictions=True)
             loss_sum += self._loss_sum(outcome)
             predictions = whole_predictions(plan, item.labels, outcome.predictions, mesh)
-            if predictions and mesh.place.cp == mesh.place.tp == 0:
-                num_targets += item.meta.num_targets
+            if outcome.losses and mesh.place.cp == mesh.place.tp == 0:
+                num_targets += self._num_targets(item.meta)
                 count_answers(plan, item.meta, item.labels, predictions, accuracy)
         parts: list[Any] = [None] * mesh.shape.world_size
         dist.all_gather_object(parts, (loss_sum, num_targets, accuracy))
@@ -616,9 +600,7 @@ class Trainer:
                 before = merged.get(grade, (0, 0))
                 merged[grade] = (before[0] + right, before[1] + count)
         loss = sum(p[0] for p in parts) / max(1, sum(p[1] for p in parts))
-        assert self.reporter is not None
-        self.reporter.validation(step, loss, merged)
-        return loss, merged
+        return Validation(loss=loss, accuracy=merged)
 
     # ----------------------------------------------------------------------------------------- report
 
@@ -644,14 +626,15 @@ class Trainer:
         flops = sum(f.total for f in self.planner.flops(plan.batching).values())
         meta = item.meta
         image_tokens = sum(image.num_tokens for m in meta.microbatches for image in m.images)
+        video = [meta.num_clips, meta.num_frames, meta.num_video_tokens]
         fates = self._ahead.counts if self._ahead else {}
         counts = [meta.num_images, meta.num_patches, meta.num_skipped, flops, image_tokens]
-        counts += [fates.get(fate, 0) for fate in (Fate.LATE, Fate.FAILED, Fate.BROKEN, Fate.INVALID)]
+        counts += [*video, *(fates.get(fate, 0) for fate in (Fate.LATE, Fate.FAILED, Fate.BROKEN, Fate.INVALID))]
         totals = torch.tensor(counts if mesh.is_leader else [0.0] * len(counts), dtype=torch.float64)
         dist.all_reduce(totals)
         self._skipped += int(totals[2])
         step = self.state.step
-        late, failed, broken, invalid = map(int, totals[5:])
+        clips, frames, video_tokens, late, failed, broken, invalid = map(int, totals[5:])
         planner = None
         if planned:
             planner = PlannerMetrics(
@@ -679,6 +662,9 @@ class Trainer:
                 images=int(totals[0]),
                 patches=int(totals[1]),
                 image_tokens=int(totals[4]),
+                clips=clips,
+                frames=frames,
+                video_tokens=video_tokens,
                 skipped_samples=self._skipped,
                 bubble=bubble,
                 flops=float(totals[3]) / mesh.shape.world_size,

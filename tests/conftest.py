@@ -27,3 +27,13 @@ def charts(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("charts")
     make_charts(folder, 400, 7)
     return folder
+
+
+@pytest.fixture(scope="session")
+def shapes(tmp_path_factory) -> Path:
+    """A small data set of moving shapes."""
+    from mmtrain.data.shapes import make_shapes
+
+    folder = tmp_path_factory.mktemp("shapes") / "shapes"
+    make_shapes(folder, 150, 7)
+    return folder

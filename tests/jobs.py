@@ -46,6 +46,52 @@ def write_config(folder: Path, data: Path) -> Path:
     return path
 
 
+VIDEO_TEMPLATE = """
+[job]
+dump_folder = "{folder}/run"
+[model.language]
+config = {{ model_type = "llama", hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2, num_attention_heads = 4, num_key_value_heads = 2, vocab_size = 416, max_position_embeddings = 128 }}
+num_segments = 1
+[model.dit]
+config = {{ model_type = "wan", patch_size = [2, 4, 4], num_layers = 2, num_attention_heads = 2, attention_head_dim = 16, ffn_dim = 48, in_channels = 3, out_channels = 3, text_dim = 32, freq_dim = 16, rope_max_seq_len = 32 }}
+num_segments = 1
+sub_microbatch_size = 2
+[diffusion]
+caption_dropout = 0.25
+[data]
+source = "{data}"
+num_workers = 0
+fps = 8.0
+max_seconds = 1.0
+max_total_seconds = 3.0
+max_clips = 4
+video_area = 576
+[training]
+steps = 6
+seq_len = 96
+global_batch_size = 4
+[optimizer]
+lr = 3e-3
+[lr_scheduler]
+warmup_steps = 2
+[metrics]
+enable_tensorboard = false
+peak_flops = 1e11
+[debug]
+seed = 3
+deterministic = true
+check_plans = true
+"""  # noqa: E501
+
+
+def write_video_config(folder: Path, data: Path) -> Path:
+    """A text-to-video job in `folder` on the clips in `data`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "job.toml"
+    path.write_text(VIDEO_TEMPLATE.format(folder=folder, data=data))
+    return path
+
+
 def train(rank: int, path: Path, overrides: list[str]) -> None:
     """Runs one rank of a job inside of `run_ranks`."""
     from mmtrain.trainer import Trainer

@@ -1,6 +1,7 @@
 """Small models and batches, and the one-process gradients that every layout must reproduce."""
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from mmtrain.config import (
     CommConfig,
+    DiffusionConfig,
     EncoderConfig,
     LanguageConfig,
     ModelConfig,
@@ -16,9 +18,11 @@ from mmtrain.config import (
     ProjectorConfig,
     TrainingConfig,
 )
-from mmtrain.data.batch import IGNORE_INDEX, Batch, Microbatch
-from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.data.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
+from mmtrain.data.metadata import ClipMeta, DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.reference import ReferenceModel
+from mmtrain.models.shapes import dit_shape
 from mmtrain.models.spec import ModelSpec
 
 VOCAB = 96
@@ -79,8 +83,45 @@ def model_config(
     )
 
 
+NOISE = ClipNoise(DiffusionConfig(caption_dropout=0.3), 7, 1, null_token=0)
+"""The random choices for the clips of every batch: some captions are hidden."""
+
+
+def make_clips(model: ModelConfig, counts: list[int], seed: int) -> tuple[Batch, IterationMeta]:
+    """A batch of random clips; the first one is blank. Args: counts: [microbatch] -> clips."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    shape, microbatches, metas = dit_shape(model), [], []
+    for index, count in enumerate(counts):
+        clips = []
+        for number in range(count):
+            patches = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 3)
+            frames, height, width = (n * side for n, side in zip(patches, shape.patch, strict=True))
+            clips.append(
+                ClipMeta(
+                    sample=1000 * seed + 100 * index + number, frames=frames, height=height, width=width,
+                    num_tokens=math.prod(patches), num_text_tokens=rng.randint(1, 9),
+                    blank=index == number == 0,
+                )
+            )  # fmt: skip
+        meta = MicrobatchMeta(clips=tuple(clips))
+        metas.append(meta)
+        microbatches.append(
+            ClipMicrobatch(
+                text_ids=torch.randint(1, VOCAB, (meta.num_text_tokens,), generator=generator),
+                latents=[torch.randn(shape.in_channels, *clip.bucket, generator=generator) for clip in clips],
+                clip_names=[(clip.sample, clip.index) for clip in clips],
+            )
+        )
+    return Batch(clips=microbatches), IterationMeta(microbatches=tuple(metas))
+
+
 def make_batch(model: ModelConfig, images: list[list[int]], seed: int) -> tuple[Batch, IterationMeta]:
-    """A batch of random documents. Args: images: [microbatch] -> pictures in each of its documents."""
+    """A batch of random documents. Args: images: [microbatch] -> pictures in each of its documents.
+
+    For a text-to-video model, clips: as many as documents.
+    """
+    if model.dit is not None:
+        return make_clips(model, [len(counts) for counts in images], seed)
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     microbatches, metas, sample = [], [], 100 * seed
     for counts in images:
@@ -161,8 +202,8 @@ def reference_gradients(
     reference = ReferenceModel(model, spec, seed=seed)
     for chunk in reference.chunks.values() if prepare else ():
         prepare(chunk)
-    num_targets = sum(meta.num_targets for _, meta in batches)
-    loss = torch.stack([reference.loss_sum(batch, meta) for batch, meta in batches]).sum() / num_targets
+    num_targets = reference.values_per_target * sum(meta.num_targets for _, meta in batches)
+    loss = torch.stack([reference.loss_sum(batch, meta, NOISE) for batch, meta in batches]).sum() / num_targets
     if loss.requires_grad:
         loss.backward()
     weights = {name: p for name, p in reference.weights().items() if p.requires_grad}

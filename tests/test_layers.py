@@ -42,6 +42,7 @@ LAYERS = [
     "metrics",
     "checkpoint",
     "optim",
+    "replica_data",
     "report",
     "export",
     "step_memory",

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from mmtrain.config import MetricsConfig
-from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, memory_gib, peak_flops, setup_logging
+from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, memory_gib, peak_flops, setup_logging
 
 STEP = {
     "step": 1, "loss": 2.0, "max_loss": 2.5, "grad_norm": 1.5, "lr": 0.1, "step_time_s": 0.5, "data_time_s": 0.1,
     "plan_time_s": 0.05, "tokens": 1000, "images": 10, "image_tokens": 100, "patches": 400,
+    "clips": 0, "frames": 0, "video_tokens": 0,
     "skipped_samples": 1, "bubble": 0.25, "flops": 1e9, "peak_flops": 1e10, "memory_gib": 1.5,
     "memory_percent": 10.0, "world_size": 4,
 }  # fmt: skip
@@ -39,6 +40,20 @@ def test_a_step_is_one_line_with_rates_per_device(tmp_path, capsys):
     required = {"step", "loss", "grad_norm", "lr", "step_time_s", "tokens", "images", "bubble"}
     assert required <= set(line)
     assert line["mfu"] == pytest.approx(0.2)
+
+
+def test_a_text_to_video_job_counts_clips_and_compares_captions(tmp_path, capsys):
+    setup_logging(0)
+    report = reporter(tmp_path)
+    report.step(StepMetrics(**STEP | {"images": 0, "image_tokens": 0, "clips": 6, "frames": 48, "video_tokens": 900}))
+    report.validation(1, Validation(loss=0.5, accuracy={}, shuffled_loss=0.75))
+    report.close()
+    step, validation = capsys.readouterr().out.splitlines()
+    assert "clips/s: 12.0" in step and "images" not in step
+    assert validation.endswith("loss:  0.5000  with shuffled captions: 0.7500")
+    first, second = lines(tmp_path)
+    assert (first["clips"], first["frames"], first["video_tokens"]) == (6, 48, 900)
+    assert (second["validation_loss"], second["shuffled_captions_loss"]) == (0.5, 0.75)
 
 
 def test_what_the_search_came_to_is_seen_everywhere(tmp_path, capsys):
@@ -80,7 +95,7 @@ def test_a_resumed_run_drops_lines_of_steps_that_it_repeats(tmp_path):
     report = reporter(tmp_path)
     for step in (1, 2, 3):
         report.step(StepMetrics(**STEP | {"step": step}))
-    report.validation(2, 1.0, {"easy": (1, 2)})
+    report.validation(2, Validation(loss=1.0, accuracy={"easy": (1, 2)}))
     report.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')  # cut short by a kill
@@ -96,7 +111,7 @@ def test_a_new_run_starts_a_new_file_and_quiet_steps_are_in_it(tmp_path, capsys)
     setup_logging(0)
     for _ in range(2):
         report = reporter(tmp_path)
-        report.validation(0, 1.0, {})
+        report.validation(0, Validation(loss=1.0, accuracy={}))
         report.step(StepMetrics(**STEP | {"loss": float("nan")}), quiet=True)
         report.close()
     assert "step:    1" not in capsys.readouterr().out
@@ -107,7 +122,7 @@ def test_a_new_run_starts_a_new_file_and_quiet_steps_are_in_it(tmp_path, capsys)
 def test_a_rank_that_does_not_report_writes_nothing(tmp_path):
     report = reporter(tmp_path, enabled=False)
     report.step(StepMetrics(**STEP))
-    report.validation(0, 1.0, {})
+    report.validation(0, Validation(loss=1.0, accuracy={}))
     report.close()
     assert list(tmp_path.iterdir()) == []
 

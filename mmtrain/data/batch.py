@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
@@ -61,11 +62,27 @@ class Batch:
 
 
 def without_pictures(batch: Batch) -> Batch:
-    """The batch as a rank needs it that has tokens to embed, but no pictures to encode and no latents to denoise."""
-    return Batch(
-        microbatches=[replace(m, pixel_values=[], image_names=[]) for m in batch.microbatches],
-        clips=[replace(m, latents=[], clip_names=[]) for m in batch.clips],
-    )
+    """The batch as a rank needs it that has tokens to embed, but no pictures to encode."""
+    return Batch(microbatches=[replace(m, pixel_values=[], image_names=[]) for m in batch.microbatches])
+
+
+def with_other_captions(batch: Batch, meta: IterationMeta) -> tuple[Batch, IterationMeta]:
+    """The clips of a replica's batch, each with the caption of the one after it: a control that shows what captions are
+    worth."""
+    captions = [
+        caption
+        for tensors, counts in zip(batch.clips, meta.microbatches, strict=True)
+        for caption in tensors.text_ids.split(list(counts.text_lengths))
+    ]
+    captions = captions[1:] + captions[:1]
+    clips, metas, taken = [], [], 0
+    for tensors, counts in zip(batch.clips, meta.microbatches, strict=True):
+        mine = captions[taken : taken + len(counts.clips)]
+        taken += len(mine)
+        clips.append(replace(tensors, text_ids=torch.cat(mine)))
+        renamed = (replace(clip, num_text_tokens=len(text)) for clip, text in zip(counts.clips, mine, strict=True))
+        metas.append(MicrobatchMeta(clips=tuple(renamed)))
+    return Batch(clips=clips), replace(meta, microbatches=tuple(metas))
 
 
 def check_batch(batch: Batch, meta: IterationMeta) -> None:

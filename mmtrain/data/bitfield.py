@@ -110,6 +110,15 @@ def language_bits(microbatch: MicrobatchMeta, kind: LanguageMask = "causal") -> 
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
+def prompt_bits(lengths: Iterable[int]) -> Bits:
+    """The mask of packed prompts, [sum of lengths]: causal inside of each.
+
+    Raises: DataError: more prompts than a word has room for.
+    """
+    parts = [np.full(length, word(number), dtype=np.int64) for number, length in enumerate(lengths)]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
 def segment_bits(lengths: Iterable[int]) -> Bits:
     """The mask of an encoder's packed rows, [sum of lengths]: attention both ways inside of each segment.
 

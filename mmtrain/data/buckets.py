@@ -131,7 +131,7 @@ def clip_seed(job_seed: int, step: int, sample: int, index: int = 0) -> int:
 
     Args:
         job_seed: `debug.seed`.
-        step: of training, from 0. Batch b of a validation counts as step -1 - b, so that all validations of a job
+        step: of training, from 1. Batch b of a validation counts as step -1 - b, so that all validations of a job
             meet equal noise.
         sample, index: of its `ClipMeta`.
     Returns: 0 .. 2**63 - 1.

@@ -83,6 +83,10 @@ class ClipMeta:
         """Frames, height and width: clips of equal buckets can be stacked to one dense batch [N, C, F, H, W]."""
         return self.frames, self.height, self.width
 
+    def grid(self, patch: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Patches (frames, height, width), of patches of so many frames, rows and columns."""
+        return self.frames // patch[0], self.height // patch[1], self.width // patch[2]
+
     @property
     def num_targets(self) -> int:
         """Latent tokens that have a loss."""
@@ -169,6 +173,11 @@ class IterationMeta:
     def num_targets(self) -> int:
         """Labelled positions of all microbatches; of clips, latent tokens that have a loss."""
         return sum(m.num_targets for m in self.microbatches)
+
+    @cached_property
+    def num_all_tokens(self) -> int:
+        """Tokens of documents, captions and latents."""
+        return self.num_tokens + self.num_text_tokens + self.num_video_tokens
 
     @cached_property
     def num_images(self) -> int:

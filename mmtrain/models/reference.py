@@ -4,13 +4,16 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.config import ModelConfig
-from mmtrain.data.batch import Batch, Microbatch
-from mmtrain.data.bitfield import language_bits
+from mmtrain.data.batch import Batch, ClipMicrobatch, Microbatch
+from mmtrain.data.bitfield import language_bits, prompt_bits
 from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.chunk import LanguageOutput, build_chunk
+from mmtrain.models.diffusion import ClipNoise
+from mmtrain.models.dit import DitOutput
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
+from mmtrain.models.shapes import dit_shape
 from mmtrain.models.spec import ModelSpec
 
 
@@ -28,6 +31,10 @@ class ReferenceModel(nn.Module):
     ) -> None:
         super().__init__()
         self.mask = model.language.attention_mask
+        dit = dit_shape(model) if model.dit is not None else None
+        self.patch = dit.patch if dit else (1, 1, 1)
+        self.values_per_target = dit.output_dim if dit else 1
+        """Numbers that are predicted for one target: a label, or a patch."""
         self.chunks = nn.ModuleDict()
         for module in spec.modules:
             whole = (0, len(module.layers))
@@ -40,14 +47,23 @@ class ReferenceModel(nn.Module):
         """All parameters by the names that they have in any pipeline."""
         return {name: param for chunk in self.chunks.values() for name, param in chunk.named_parameters()}
 
-    def forward(self, batch: Batch, meta: IterationMeta, *, want_predictions: bool = False) -> list[LanguageOutput]:
-        """The output of each microbatch; a step's loss is their `loss_sum` over its number of targets."""
+    def forward(
+        self, batch: Batch, meta: IterationMeta, *, noise: ClipNoise | None = None, want_predictions: bool = False
+    ) -> list[LanguageOutput] | list[DitOutput]:
+        """The output of each microbatch; a step's loss is their `loss_sum` over its number of targets.
+
+        Args: noise: of the step, for a text-to-video model.
+        """
+        if batch.clips:
+            assert noise is not None
+            clips = zip(batch.clips, meta.microbatches, strict=True)
+            return [self.clips(tensors, counts, noise, want_predictions) for tensors, counts in clips]
         pairs = zip(batch.microbatches, meta.microbatches, strict=True)
         return [self.microbatch(tensors, counts, want_predictions) for tensors, counts in pairs]
 
-    def loss_sum(self, batch: Batch, meta: IterationMeta) -> Tensor:
-        """Cross-entropy summed over all labelled positions of the batch."""
-        return torch.stack([output.loss_sum for output in self(batch, meta)]).sum()
+    def loss_sum(self, batch: Batch, meta: IterationMeta, noise: ClipNoise | None = None) -> Tensor:
+        """Cross-entropy summed over all labelled positions of the batch, or squared errors over all latents."""
+        return torch.stack([output.loss_sum for output in self(batch, meta, noise=noise)]).sum()
 
     def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LanguageOutput:
         """The output of one microbatch, its pictures in one sub-microbatch."""
@@ -62,6 +78,28 @@ class ReferenceModel(nn.Module):
             features=features,
             slots=tensors.image_slots,
             labels=tensors.labels,
+            want_predictions=want_predictions,
+        )
+        return output
+
+    def clips(
+        self, tensors: ClipMicrobatch, counts: MicrobatchMeta, noise: ClipNoise, want_predictions: bool = False
+    ) -> DitOutput:
+        """The output of one microbatch of clips, all in one sub-microbatch."""
+        lengths, clips = counts.text_lengths, counts.clips
+        features = self.chunks["language"](
+            noise.prompts(clips, tensors.text_ids),
+            attention=attention_context(prompt_bits(lengths)),
+            position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        )
+        pairs = list(zip(clips, tensors.latents, strict=True))
+        output: DitOutput = self.chunks["dit"](
+            [noise.noisy(clip, latents) for clip, latents in pairs],
+            grids=tuple(clip.grid(self.patch) for clip in clips),
+            text_lengths=lengths,
+            features=features,
+            timesteps=[noise.timestep(clip) for clip in clips],
+            targets=[noise.target(clip, latents) for clip, latents in pairs],
             want_predictions=want_predictions,
         )
         return output

@@ -132,6 +132,18 @@ class DitShape:
         return self.out_channels * self.patch_size
 
 
+def check_prediction(model: ModelConfig) -> None:
+    """Refuses a DiT that cannot be trained to denoise.
+
+    Raises: ConfigError: it predicts another number of channels than it reads.
+    """
+    if model.dit is not None and (shape := dit_shape(model)).out_channels != shape.in_channels:
+        raise ConfigError(
+            f"model.dit.config: out_channels = {shape.out_channels}, but in_channels = {shape.in_channels}: what is "
+            "predicted of latents has as many channels as they; make the two agree"
+        )
+
+
 def vision_shape(model: ModelConfig) -> VisionShape:
     """The numbers of the vision encoder of a model that has one.
 

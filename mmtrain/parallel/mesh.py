@@ -121,6 +121,16 @@ class Mesh:
         first = Coordinates(pp=self.place.pp, dp_replicate=self.place.dp_replicate, dp_shard=self.place.dp_shard)
         return _broadcast(value, self.shape.rank(first), self.plane_group, self.shape.cp * self.shape.tp)
 
+    def send_object(self, value: Any, pp_rank: int) -> None:
+        """Sends a value to another rank of this pipeline, which must call `receive_object`."""
+        dist.send_object_list([value], dst=self.pp_ranks[pp_rank], group=self.pp_group, device=torch.device("cpu"))
+
+    def receive_object(self, pp_rank: int) -> Any:
+        """The value that another rank of this pipeline sends."""
+        box: list[Any] = [None]
+        dist.recv_object_list(box, src=self.pp_ranks[pp_rank], group=self.pp_group, device=torch.device("cpu"))
+        return box[0]
+
     def gather_pp(self, value: Any) -> list[Any]:
         """Every pp_rank's value, in order, on every rank of the replica. Collective over pp."""
         if self.shape.pp == 1:

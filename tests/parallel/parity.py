@@ -17,10 +17,11 @@ from mmtrain.config import (
     TrainingConfig,
     uses_fsdp,
 )
-from mmtrain.data.batch import without_pictures
 from mmtrain.models.memory_strategies import BlockMemory, StageMemory
+from mmtrain.models.shapes import dit_shape
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model, check_same_program
+from mmtrain.parallel.clip_feed import ClipFeed
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.grads import fill_missing_grads, local_part, sync_tied, total_norm
 from mmtrain.parallel.mesh import build_mesh
@@ -32,13 +33,14 @@ from mmtrain.planner.layout import Plane
 from mmtrain.planner.memory_options import MemoryChoices
 from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.planner.partition_choice import partition_of
+from mmtrain.replica_data import ReplicaData
 from mmtrain.schedule.library.catalogue import Placement
 from mmtrain.schedule.lower import lower
 from mmtrain.schedule.plan import check as check_plan
 from mmtrain.schedule.split import split_backwards
 from mmtrain.schedule.transport import check_transport
 from mmtrain.topology import MeshShape
-from tests.reference import PLANNER, TRAINING, make_batch, reference_gradients
+from tests.reference import NOISE, PLANNER, TRAINING, make_batch, reference_gradients
 
 MIXED = [[[2, 0, 1], [0, 0], [3], [1, 1]], [[0], [4, 1], [0, 0], [2]]]
 """Pictures of each document, for two replicas: one of each has text-only microbatches."""
@@ -129,6 +131,7 @@ def cut(case, shape):
         return partition_of(job, spec)
     segments = {
         "vision": model.encoder.num_segments if model.encoder else 0,
+        "dit": model.dit.num_segments if model.dit else 0,
         "language": model.language.num_segments,
     }
     return partition(spec, shape.pp, segments, reference_sizes(spec, case.training.seq_len), case.placement)
@@ -156,9 +159,9 @@ def run_case(mesh, case, plane, parts):
             memory=MemoryChoices(section=case.recompute),
         )  # fmt: skip
         if delay and (schedule, size) not in whole:
-            run_step(mesh, parts, planner, local, runtime, batches)
+            run_step(mesh, parts, planner, model, local, runtime, batches)
             whole[schedule, size] = take_gradients(local)
-        loss = run_step(mesh, parts, planner, local, runtime, batches, *delay)
+        loss = run_step(mesh, parts, planner, model, local, runtime, batches, *delay)
         found[run] = compare(mesh, parts, local, loss, wanted_loss, wanted)
         gradients = take_gradients(local)
         if delay:
@@ -166,7 +169,7 @@ def run_case(mesh, case, plane, parts):
             found[run] = dataclasses.replace(found[run], unequal=tuple(wrong))
         for draw in range(case.memories):
             seed = 100 * mesh.dp_rank + draw  # replicas have plans of their own
-            drawn = run_step(mesh, parts, planner, local, runtime, batches, *delay, memories=seed)
+            drawn = run_step(mesh, parts, planner, model, local, runtime, batches, *delay, memories=seed)
             wrong = [n for n, g in take_gradients(local).items() if not torch.equal(g, gradients[n])]
             wrong += ["the loss"] if drawn != loss else []
             wrong += [f"held bytes of stage {s.stage_index}" for s in local.stages if s.memory.offloader.held_bytes()]
@@ -185,19 +188,24 @@ def take_gradients(local):
     return found
 
 
-def run_step(mesh, parts, planner, local, runtime, batches, delay=None, every=1, memories=None):
+def run_step(mesh, parts, planner, model, local, runtime, batches, delay=None, every=1, memories=None):
     batch, meta = batches[mesh.dp_rank]
-    held = {0: batch, parts.text_rank: batch if parts.text_rank == 0 else without_pictures(batch)}
+    item = ReplicaData(Config(model=model, data=DataConfig(source="nowhere"), training=TRAINING), mesh, parts).item(
+        batch, meta
+    )
     plan = planner.plan(meta)
     program = plan.program if delay is None else split_program(planner, plan, delay, every)
     if memories is not None:
         program = dataclasses.replace(program, memory=draw_memories(parts, planner.spec, program.graph, memories))
     check_same_program(program.hash, mesh)
-    num_targets = sum(m.num_targets for _, m in batches)
-    feed = StepFeed(
-        parts, plan.layout, meta, mesh, batch=held.get(mesh.pp_rank),
-        labels=[m.labels for m in batch.microbatches],
-    )  # fmt: skip
+    values = 1
+    if model.dit is not None:
+        shape = dit_shape(model)
+        values = shape.output_dim
+        feed = ClipFeed(parts, plan.layout, meta, mesh, batch=item.batch, noise=NOISE, patch=shape.patch)
+    else:
+        feed = StepFeed(parts, plan.layout, meta, mesh, batch=item.batch, labels=item.labels)
+    num_targets = values * sum(m.num_targets for _, m in batches)
     place = mesh.place
     runtime.load(program, lambda stage, work: planner.output_shape(plan.layout, stage, work, place.cp, place.tp))
     outcome = runtime.step(feed, loss_grad=1 / num_targets)

@@ -36,7 +36,7 @@ def gradients(rank, shape):
         sub_microbatch_size=1, sharded=True, plane=Plane(cp=shape.cp, tp=shape.tp, block_size=4),
     )  # fmt: skip
     batches = [make_batch(model, MIXED[replica], seed=replica + 1) for replica in range(shape.dp)]
-    loss = run_step(mesh, parts, planner, local, runtime, batches)
+    loss = run_step(mesh, parts, planner, model, local, runtime, batches)
     wanted_loss, wanted = reference_gradients(model, spec, batches, seed=5)
     difference = total = 0.0
     for parameter, name in ((p, n) for c in local.chunks for n, p in c.named_parameters()):

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from mmtrain.topology import AXES, MeshShape
+from tests.models.dits import t2v
 from tests.parallel.parity import NO_IMAGE, TEXT_ON_ONE, Case, check, run_layout, with_mask
 from tests.ranks import run_ranks
 from tests.reference import model_config
@@ -35,6 +36,11 @@ PIPELINE_CASES = {
     ),
     "class token": Case(model=model_config("vit", "llama"), runs=ALL_RUNS),
     "native merger": Case(model=model_config(projector="native"), runs=ALL_RUNS),
+    "text to video": Case(model=t2v(out_channels=4), runs=ALL_RUNS),
+    "text to video, frozen text encoder": Case(
+        model=t2v(out_channels=4, frozen=("language",), text={"model_type": "llama"}), runs=ALL_RUNS
+    ),
+    "text to video, frozen DiT": Case(model=t2v(out_channels=4, frozen=("dit",)), runs=ALL_RUNS[:2]),
     "text model": Case(model=model_config(None, "llama", tied=True), images=NO_IMAGE, runs=ALL_RUNS[::2]),
 }
 

@@ -320,7 +320,7 @@ def run_gradients(rank, shape, cases):
             options = search_options(SECTION, seed=plan_seed + mesh.dp_rank, threads=1)
             fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
             planner = Searching(**fields | {"sub_microbatch_size": size}, options=options, drawn=drawn)
-            loss = run_step(mesh, base.partition, planner, local, runtime, batches)
+            loss = run_step(mesh, base.partition, planner, model, local, runtime, batches)
             found[number, drawn] = compare(mesh, base.partition, local, loss, wanted_loss, wanted)
             take_gradients(local)
     return found

@@ -1,0 +1,129 @@
+"""What training makes of a clip: its noisy latents, its timestep, and what the DiT should predict of them.
+
+Every random choice follows from the job's seed, the step and the clip's name, so each rank that needs one draws it by
+itself: the first rank of the DiT mixes latents with noise, the last one forms the targets with the same noise.
+
+Legend: t in (0, 1), 0 without noise; latents x = a data + s noise, where a and s follow from t.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmtrain.config import DiffusionConfig
+from mmtrain.data.buckets import clip_seed
+from mmtrain.data.metadata import ClipMeta
+from mmtrain.errors import ConfigError
+
+NUM_TIMESTEPS = 1000
+"""A DiT is told 1000 t."""
+
+_NOISE = 0x6E6F697365
+"""Keeps the stream of the noise apart from that of the other choices of a clip."""
+
+
+class ClipNoise:
+    """The random choices for all clips of one step."""
+
+    def __init__(self, section: DiffusionConfig, job_seed: int, step: int, *, null_token: int | None) -> None:
+        """Args:
+        job_seed: `debug.seed`.
+        step: of training, from 1; batch b of a validation is step -1 - b, so that all of them meet equal noise.
+        null_token: what hidden captions are made of; None: none is hidden, as in a validation.
+        """
+        self._section = section
+        self._key = job_seed, step
+        self._null_token = null_token
+        self._alphas = None if section.prediction == "flow" else make_scheduler(section).alphas_cumprod.tolist()
+
+    def timestep(self, clip: ClipMeta) -> float:
+        """What the DiT is told of a clip's noise, 0 to 1000."""
+        return self._drawn(clip)[0]
+
+    def hides_caption(self, clip: ClipMeta) -> bool:
+        """Whether a clip's caption is hidden."""
+        return self._null_token is not None and self._drawn(clip)[1] < self._section.caption_dropout
+
+    def prompts(self, clips: Sequence[ClipMeta], text_ids_T: Tensor) -> Tensor:
+        """[T] what the text encoder reads: captions, one after another; null tokens where one is hidden, as many as it
+        has, so that nothing changes its size."""
+        parts = text_ids_T.split([clip.num_text_tokens for clip in clips])
+        return torch.cat(
+            [
+                torch.full_like(part, self._null_token or 0) if self.hides_caption(clip) else part
+                for clip, part in zip(clips, parts, strict=True)
+            ]
+        )
+
+    def noisy(self, clip: ClipMeta, latents_CFHW: Tensor) -> Tensor:
+        """x: what the DiT reads of a clip, on the device and in the dtype (float32) of its latents."""
+        a, s = self._mix(clip)
+        return a * latents_CFHW + s * self._noise(clip, latents_CFHW)
+
+    def target(self, clip: ClipMeta, latents_CFHW: Tensor) -> Tensor | None:
+        """What it should predict; None: the clip is blank and has no loss."""
+        if clip.blank:
+            return None
+        noise = self._noise(clip, latents_CFHW)
+        if self._section.prediction == "flow":
+            return noise - latents_CFHW
+        a, s = self._mix(clip)
+        return noise if self._section.prediction == "epsilon" else a * noise - s * latents_CFHW
+
+    def _drawn(self, clip: ClipMeta) -> tuple[float, float]:
+        """(timestep, a uniform number for the caption)."""
+        section, generator = self._section, torch.Generator().manual_seed(self._seed(clip))
+        if section.timestep_sampling == "uniform":
+            t = float(torch.rand(1, generator=generator))
+        else:
+            t = float(torch.sigmoid(section.logit_mean + section.logit_std * torch.randn(1, generator=generator)))
+        uniform = float(torch.rand(1, generator=generator))
+        if self._alphas is None:
+            return NUM_TIMESTEPS * section.shift * t / (1 + (section.shift - 1) * t), uniform
+        return float(min(NUM_TIMESTEPS - 1, int(NUM_TIMESTEPS * t))), uniform
+
+    def _mix(self, clip: ClipMeta) -> tuple[float, float]:
+        """a and s."""
+        timestep = self.timestep(clip)
+        if self._alphas is None:
+            return 1 - timestep / NUM_TIMESTEPS, timestep / NUM_TIMESTEPS
+        squared = self._alphas[int(timestep)]
+        return squared**0.5, (1 - squared) ** 0.5
+
+    def _noise(self, clip: ClipMeta, like: Tensor) -> Tensor:
+        """Equal on all devices of one kind."""
+        generator = torch.Generator(like.device).manual_seed(self._seed(clip) ^ _NOISE)
+        return torch.randn(like.shape, generator=generator, device=like.device)
+
+    def _seed(self, clip: ClipMeta) -> int:
+        return clip_seed(*self._key, clip.sample, clip.index)
+
+
+def make_scheduler(section: DiffusionConfig) -> Any:
+    """diffusers' scheduler for sampling from what such a job trains; epsilon and v are trained on its own schedule.
+
+    Raises: ConfigError: diffusers is not installed.
+    """
+    try:
+        import diffusers
+
+        library: Any = diffusers
+    except ImportError as error:
+        raise ConfigError(
+            f"[diffusion] needs the library diffusers, which cannot be imported ({error}); install mmtrain[video]"
+        ) from error
+    if section.prediction == "flow":
+        return library.FlowMatchEulerDiscreteScheduler(num_train_timesteps=NUM_TIMESTEPS, shift=section.shift)
+    return library.DDIMScheduler(
+        num_train_timesteps=NUM_TIMESTEPS,
+        beta_schedule="squaredcos_cap_v2",
+        prediction_type="epsilon" if section.prediction == "epsilon" else "v_prediction",
+        clip_sample=False,
+    )
+
+
+def null_token(tokenizer: Any) -> int:
+    """The token that a hidden caption is made of: padding, or the end of a text, or token 0."""
+    return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
