@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test nightly check data venv clean
+.PHONY: train train-video test nightly check data shapes venv clean
 
 venv: $(VENV)/installed
 
@@ -17,8 +17,16 @@ data: data/charts/README.md
 data/charts/README.md: | venv
 	$(BIN)/mmtrain data charts data/charts --num-samples 12000 --seed 0
 
+shapes: data/shapes/README.md
+
+data/shapes/README.md: | venv
+	$(BIN)/mmtrain data shapes data/shapes --num-samples 6000 --seed 0
+
 train: venv data
 	$(BIN)/torchrun --nproc-per-node 2 train.py --config debug_vlm.toml
+
+train-video: venv shapes
+	$(BIN)/torchrun --nproc-per-node 2 train.py --config debug_t2v.toml
 
 test: venv
 	$(BIN)/python -m pytest
@@ -32,4 +40,4 @@ check: venv
 	$(BIN)/mypy
 
 clean:
-	rm -rf outputs data/charts
+	rm -rf outputs data/charts data/shapes
