@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.config import MEMORY_STRATEGIES, Config
-from mmtrain.data.metadata import IterationMeta
+from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.errors import MMTrainError
 from mmtrain.memory_amount import show_gib
 from mmtrain.planner.iteration import IterationPlan
@@ -187,16 +187,24 @@ def _prediction(error: BaseException, scene: Scene) -> dict[str, Any]:
             }
             for rank in budget.ranks
         ],
-        "batch": [
-            {
-                "tokens": microbatch.num_tokens,
-                "targets": microbatch.num_targets,
-                "documents": len(microbatch.documents),
-                "images": len(microbatch.images),
-                "patches": sum(image.num_patches for image in microbatch.images),
-            }
-            for microbatch in scene.meta.microbatches
-        ],
+        "batch": [_counts(microbatch) for microbatch in scene.meta.microbatches],
+    }
+
+
+def _counts(microbatch: MicrobatchMeta) -> dict[str, Any]:
+    """How much a microbatch is."""
+    if microbatch.clips:
+        return {
+            "video_tokens": microbatch.num_video_tokens,
+            "text_tokens": microbatch.num_text_tokens,
+            "clips": [list(clip.bucket) for clip in microbatch.clips],
+        }
+    return {
+        "tokens": microbatch.num_tokens,
+        "targets": microbatch.num_targets,
+        "documents": len(microbatch.documents),
+        "images": len(microbatch.images),
+        "patches": sum(image.num_patches for image in microbatch.images),
     }
 
 
