@@ -3,6 +3,7 @@
 Between two chunks travels one tensor of the DiT's width: the latent tokens of all clips, then the projected text tokens
 of all clips, then `TIME_ROWS` rows a clip. All blocks read text and timesteps, and their gradients come back the same
 way. Attention stays inside of a clip and its own prompt, so a block is called once for each clip, without padding.
+Tensor-parallel ranks all have the whole of it; of the text encoder's states, which they gather, each brings its rows.
 
 Shape legend: N clips; n tokens of one clip; R latent tokens of all clips; T text tokens of all clips; t of one clip;
 D width; P numbers that are predicted for one patch; C, F, H, W channels, frames, rows and columns of latents.
@@ -21,6 +22,7 @@ from mmtrain.models.chunk import Chunk
 from mmtrain.models.families import dit_config
 from mmtrain.models.hosts import keep_blocks, parameters_on_meta
 from mmtrain.models.projector import Grid
+from mmtrain.models.rows import padded
 from mmtrain.models.shapes import DitShape
 from mmtrain.models.spec import TIME_ROWS, ModelSpec
 
@@ -97,7 +99,8 @@ class DitChunk(Chunk):
             x: the activation of the chunk before; for the first chunk the (noisy) latents [C, F, H, W] of each clip.
             grids: patches (frames, height, width) of each clip.
             text_lengths: text tokens of each clip, at least 1.
-            features: for the first chunk, states [T, columns of the text encoder] of the prompts, clip after clip.
+            features: for the first chunk, states [T, columns of the text encoder] of the prompts, clip after clip; of
+                tensor-parallel ranks the rows of each, an equal part of T rows and padding at the end.
             timesteps: for the first chunk, of each clip, from 0 to 1000; numbers, which no mixed precision rounds.
             targets: for the last chunk, [C, F, H, W] of each clip; None: this clip has no loss.
             want_predictions: also return what is predicted for each clip; targets may then be absent.
@@ -138,10 +141,11 @@ class DitChunk(Chunk):
     ) -> Conditioned:
         self._check_inputs(latents, grids, text_lengths, features, timesteps)
         assert features is not None and timesteps is not None
+        states_TX = self.row_sharding.gather(features)[: sum(text_lengths)]
         weight = self.dit.patch_embedding.weight
         tokens = [self.dit.patch_embedding(clip[None].to(weight.dtype)).flatten(2).transpose(1, 2) for clip in latents]
         times_N = torch.tensor(list(timesteps), dtype=torch.float32).to(weight.device, non_blocking=True)
-        time_ND, projected_N6D, text_1TD, _ = self.dit.condition_embedder(times_N, features[None])
+        time_ND, projected_N6D, text_1TD, _ = self.dit.condition_embedder(times_N, states_TX[None])
         times = torch.cat([projected_N6D.unflatten(1, (TIME_ROWS - 1, -1)), time_ND[:, None]], dim=1)
         return Conditioned(
             tokens=[clip.contiguous() for clip in tokens],
@@ -227,10 +231,12 @@ class DitChunk(Chunk):
         timesteps: Sequence[float] | None,
     ) -> None:
         found = (len(latents), 0 if timesteps is None else len(timesteps), 0 if features is None else len(features))
-        if found != (len(grids), len(grids), sum(text_lengths)):
+        degree = self.row_sharding.degree
+        if found != (len(grids), len(grids), padded(sum(text_lengths), degree) // degree):
+            divided = f", divided by {degree}" if degree > 1 else ""
             raise DataError(
                 f"{self._where}: {found[0]} clips with {found[1]} timesteps and {found[2]} text states arrived; there "
-                f"are {len(grids)} clips with {sum(text_lengths)} text tokens"
+                f"are {len(grids)} clips with {sum(text_lengths)} text tokens{divided}"
             )
         for i, (clip, grid) in enumerate(zip(latents, grids, strict=True)):
             wanted = [self.shape.in_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True))]

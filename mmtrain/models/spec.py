@@ -93,6 +93,28 @@ class Rates:
             clip=max(self.clip, other.clip),
         )
 
+    def __mul__(self, factor: float) -> "Rates":
+        return Rates(
+            row=self.row * factor,
+            pair=self.pair * factor,
+            output=self.output * factor,
+            window_pair=self.window_pair * factor,
+            cross_pair=self.cross_pair * factor,
+            text=self.text * factor,
+            clip=self.clip * factor,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeBytes:
+    """Of a layer's bytes, by the names of `LayerSpec`, those that every tensor-parallel rank has: ranks divide the
+    columns inside of the layer alone, and not the rows between layers."""
+
+    activation: Rates = Rates()
+    product: Rates = Rates()
+    linear: Rates = Rates()
+    output: Rates = Rates()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flops:
@@ -167,6 +189,8 @@ class LayerSpec:
     passing_flops: Rates | None = None
     """Of matmul_flops, those of products on the way of a gradient to the layer before; None: all. Not of products that
     read data (latents, timesteps)."""
+    whole_bytes: WholeBytes = WholeBytes()
+    """Of the bytes above, those that the ranks of a stage's plane do not divide."""
     adapters: AdapterSpec | None = None
     """What trains of a layer with low-rank adapters, in addition to the amounts above; None: all of it, or nothing."""
 
@@ -214,10 +238,31 @@ class LayerSpec:
             backward_weight=matmul if self.trainable else 0.0,
         )
 
+    def share(self, ranks: int) -> "LayerSpec":
+        """The layer with the bytes of one of so many ranks, which divide evenly what they divide; the rest is as here.
+
+        Args: ranks: of a stage's plane (context x tensor parallel).
+        """
+        if ranks == 1:
+            return self
+        whole = self.whole_bytes
+        return replace(
+            self,
+            activation_bytes=_share(self.activation_bytes, whole.activation, ranks),
+            product_bytes=_share(self.product_bytes, whole.product, ranks),
+            attention_bytes=_share(self.attention_bytes, Rates(), ranks),
+            linear_bytes=_share(self.linear_bytes, whole.linear, ranks),
+            output_bytes=_share(self.output_bytes, whole.output, ranks),
+        )
+
     def _passing(self, size: WorkSize) -> float:
         """FLOPs of dX where products read data: on the way out, and those that its own parameters need."""
         assert self.passing_flops is not None
         return (self.passing_flops | self.inner_flops if self.trainable else self.passing_flops)(size)
+
+
+def _share(all_of: Rates, whole: Rates, ranks: int) -> Rates:
+    return all_of * (1 / ranks) + whole * (1 - 1 / ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from mmtrain.models.shapes import (
     language_shape,
     vision_shape,
 )
-from mmtrain.models.spec import TIME_ROWS, LayerSpec, ModelSpec, ModuleSpec, Rates
+from mmtrain.models.spec import TIME_ROWS, LayerSpec, ModelSpec, ModuleSpec, Rates, WholeBytes
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -299,6 +299,12 @@ def _dit_embed(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
         output_bytes=_dit_output_bytes(shape, e),
         output_width=D,
         output_rows="conditioned",
+        # All but what is between two linear layers, and the six parts that the timestep's last layer gives.
+        whole_bytes=WholeBytes(
+            activation=Rates(row=P * e, text=X * e, clip=(Z + 2 * D) * e),
+            linear=Rates(text=(X + D) * e, clip=(Z + 3 * D) * e),
+            output=_dit_output_bytes(shape, e),
+        ),
     )
 
 
@@ -308,7 +314,8 @@ def _dit_block(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
     tokens, texts = 12 * D * D + 4 * D * I, 4 * D * D
     # In float32: what the norms read, and of those without parameters also what they give; of the norms of queries and
     # keys (three of tokens, one of texts) input and normed; the MLP's output. Scales of each row, log-sum-exp.
-    float32 = (5 + shape.cross_norm + 3 * 2) * D + 2 * (2 + shape.cross_norm) + 3 + 2 * H
+    whole32 = (5 + shape.cross_norm) * D + 2 * (2 + shape.cross_norm) + 3
+    float32 = whole32 + 3 * 2 * D + 2 * H
     # What the linear layers read (5), query, key and value of self-attention, cross-attention's query, and what
     # self-attention's output layer gives.
     activation = float32 * _FLOAT32 + 10 * D * e + 2 * I * e
@@ -329,20 +336,30 @@ def _dit_block(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
         output_bytes=_dit_output_bytes(shape, e),
         output_width=D,
         output_rows="conditioned",
+        # What has the block's width before three sublayers and behind them; heads and inner columns are divided.
+        whole_bytes=WholeBytes(
+            activation=Rates(row=whole32 * _FLOAT32 + 4 * D * e, text=_FLOAT32, clip=of_clip * D * _FLOAT32),
+            product=Rates(row=3 * D * e),
+            linear=Rates(row=6 * D * e, text=D * e),
+            output=_dit_output_bytes(shape, e),
+        ),
     )
 
 
 def _dit_head(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
     """The last layer of a DiT: a norm moved and scaled by the timestep, a linear layer, the squared error."""
     D, P = shape.width, shape.output_dim
+    activation = Rates(row=_FLOAT32 * (2 * D + 2) + D * e + P * _FLOAT32, clip=D * e)
+    linear = Rates(row=(D + P) * e)
     return LayerSpec(
         name="head",
         num_params=2 * D + (D + 1) * P,
         trainable=trainable,
         weight_before_products=True,
         matmul_flops=Rates(row=2 * D * P),
-        activation_bytes=Rates(row=_FLOAT32 * (2 * D + 2) + D * e + P * _FLOAT32, clip=D * e),
-        linear_bytes=Rates(row=(D + P) * e),
+        activation_bytes=activation,
+        linear_bytes=linear,
+        whole_bytes=WholeBytes(activation=activation, linear=linear),
     )
 
 

@@ -50,6 +50,14 @@ class RowShards:
         """Summands [R, D] -> their sum on all ranks, which compute the same from it; backward: nothing to do."""
         return _Exchange.apply(x, _sum, _same, self._group)
 
+    def sum_for_parts(self, x: Tensor) -> Tensor:
+        """Summands -> their sum on all ranks, each of which uses it for its own columns; backward: all-reduce."""
+        return _Exchange.apply(x, _sum, _sum, self._group)
+
+    def gather_columns(self, x: Tensor) -> Tensor:
+        """[R, D / tp] -> [R, D] on all ranks, which compute the same from it; backward: this rank's columns."""
+        return _Exchange.apply(x, _gather_columns, _own_columns, self._group)
+
 
 _Operation = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
@@ -82,6 +90,18 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(*x.shape[:-2], x.shape[-2] * dist.get_world_size(group), x.shape[-1])
     all_gather(out.flatten(), x.flatten(), group=group)
     return out
+
+
+def _own_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[R, D] -> [R, D / tp], a copy, so that the whole can be freed."""
+    return x.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].clone()
+
+
+def _gather_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[R, D / tp] of each rank -> [R, D] on all."""
+    parts = x.new_empty(dist.get_world_size(group), *x.shape)
+    all_gather(parts.flatten(), x.flatten(), group=group)
+    return parts.movedim(0, -2).flatten(-2)
 
 
 def _sum_own(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -3,6 +3,9 @@
 Parameters become DTensors of the tp mesh, and a rank computes its own heads, inner columns and words. Between blocks
 it holds an equal part of the rows. A sublayer costs one all-gather and one reduce-scatter forward, and the same
 backward. Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
+
+The blocks of a DiT run clip by clip, and have no sequence parallelism: between them every rank holds all rows, and a
+sublayer costs an all-reduce forward, and as much backward.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,20 +17,23 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from mmtrain.errors import ConfigError
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
+from mmtrain.models.dit import DitChunk
 from mmtrain.parallel.row_shards import RowShards
 from mmtrain.parallel.tensor_plans import PLANS, PROJECTOR, FamilyPlan, Style
 from mmtrain.parallel.tensor_styles import Divided, make_styles
 from mmtrain.parallel.vocabulary import VocabularyLoss
 
+_Divisible = LanguageChunk | VisionChunk | DitChunk
+
 
 def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh) -> None:
     """Divides a chunk over the tp mesh, in place; weights must be set, and equal on all its ranks.
 
-    Called before FSDP2. Afterwards activations between chunks are this rank's rows, and the loss is computed from
-    this rank's part of the vocabulary.
-    Raises: ConfigError: the family's table does not fit its Hugging Face class.
+    Called before FSDP2. Afterwards activations between chunks are this rank's rows, but all rows in a DiT; and a
+    language model's loss is computed from this rank's part of the vocabulary.
+    Raises: ConfigError: the family's table does not fit its class.
     """
-    assert isinstance(chunk, LanguageChunk | VisionChunk)
+    assert isinstance(chunk, _Divisible)
     plan = PLANS.get(chunk.shape.model_type)
     if plan is None:
         raise ConfigError(
@@ -38,7 +44,7 @@ def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh) -> None:
     styles: dict[str, ParallelStyle] = {}
     whole: list[str] = []
     for name, style in _entries(chunk, plan):
-        module = _find(chunk, name)
+        module = _find(chunk, name, parameter=style == "whole")
         if style == "whole":
             whole.append(name)
         else:
@@ -64,11 +70,11 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = grad.redistribute(placements=parameter.placements)  # partial -> as the parameter
 
 
-def _entries(chunk: LanguageChunk | VisionChunk, plan: FamilyPlan) -> Iterator[tuple[str, Style]]:
-    """(name of a module, style) for the layers that this chunk has."""
+def _entries(chunk: _Divisible, plan: FamilyPlan) -> Iterator[tuple[str, Style]]:
+    """(name of a module or parameter, style) for the layers that this chunk has."""
     tables = [plan.embed] if chunk.has_embed else []
     if chunk.has_norm:
-        tables.append(plan.norm)
+        tables.append(plan.states if isinstance(chunk, LanguageChunk) and not chunk.has_head else plan.norm)
     if chunk.has_projector:
         tables.append(plan.merger if isinstance(chunk, VisionChunk) and chunk.projector is None else PROJECTOR)
     for table in tables:
@@ -78,15 +84,23 @@ def _entries(chunk: LanguageChunk | VisionChunk, plan: FamilyPlan) -> Iterator[t
             yield f"{plan.blocks}.{index}.{name}", style
 
 
-def _find(chunk: LanguageChunk | VisionChunk, name: str) -> nn.Module:
+def _find(chunk: _Divisible, name: str, *, parameter: bool) -> nn.Module:
+    """The module that an entry names. Args: parameter: it may name a parameter instead; then its owner."""
+    owner, _, last = name.rpartition(".")
     try:
+        if parameter and last in chunk.get_submodule(owner)._parameters:
+            return chunk.get_submodule(owner)
         return chunk.get_submodule(name)
     except AttributeError as error:
         raise ConfigError(
             f"tensor parallelism of {chunk.shape.model_type}: the table names {name}, which this version of its "
-            "Hugging Face class does not have; set parallelism.tensor_parallel_degree = 1, or use another version of "
-            "transformers"
+            f"class does not have; set parallelism.tensor_parallel_degree = 1, or use another version of "
+            f"{_library(chunk)}"
         ) from error
+
+
+def _library(chunk: _Divisible) -> str:
+    return "diffusers" if isinstance(chunk, DitChunk) else "transformers"
 
 
 def _divide(block: nn.Module, path: str, degree: int) -> None:
@@ -95,12 +109,12 @@ def _divide(block: nn.Module, path: str, degree: int) -> None:
     setattr(module, attribute, getattr(module, attribute) // degree)
 
 
-def _check_complete(chunk: LanguageChunk | VisionChunk, whole: list[str]) -> None:
+def _check_complete(chunk: _Divisible, whole: list[str]) -> None:
     """Refuses a parameter that no entry of the table names."""
     for name, parameter in chunk.named_parameters():
-        if not isinstance(parameter, DTensor) and not any(name.startswith(f"{prefix}.") for prefix in whole):
+        if not isinstance(parameter, DTensor) and not any(f"{name}.".startswith(f"{entry}.") for entry in whole):
             raise ConfigError(
                 f"tensor parallelism of {chunk.shape.model_type}: parameter {name} is in no entry of the family's "
                 "table, so nothing says how it is divided; set parallelism.tensor_parallel_degree = 1, or use another "
-                "version of transformers"
+                f"version of {_library(chunk)}"
             )

@@ -1,25 +1,43 @@
 """Which layer of each family is divided how: the tables of tensor parallelism.
 
-Module names are those of Hugging Face, so a table is checked against the module that it is applied to: every name
-in it must exist, and every parameter must be named by it.
+Module names are those of Hugging Face and diffusers, so a table is checked against the module that it is applied to:
+every name in it must exist, and every parameter must be named by it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Style = Literal["columns", "columns_whole", "rows", "rows_whole", "norm_gather", "norm", "vocabulary", "whole"]
+Style = Literal[
+    "columns",
+    "columns_whole",
+    "columns_gather",
+    "rows",
+    "rows_whole",
+    "parts",
+    "norm_gather",
+    "norm",
+    "norm_columns",
+    "vocabulary",
+    "whole",
+]
 """How one module is divided, by what goes in -> what comes out:
 
 - norm_gather: a norm, not divided. This rank's rows -> all rows, for the layers of style `columns` behind it, whose
   gradients are summed here.
 - columns: a linear layer's outputs are divided. All rows -> all rows, this rank's columns.
 - columns_whole: the same, where what comes in was computed by all ranks alike, so that its gradient is summed here.
+- columns_gather: as columns_whole, but -> all columns.
 - rows: a linear layer's inputs are divided. All rows, this rank's columns -> this rank's rows, summed over ranks.
 - rows_whole: the same, but -> all rows.
+- parts: a module with layers of style `columns` that read what goes in, which was computed by all ranks alike: the
+  gradients of its inputs are summed here, once for all of these layers.
 - norm: a norm, not divided. This rank's rows -> this rank's rows.
+- norm_columns: a root-mean-square norm's columns are divided. This rank's columns of all rows -> the same, where the
+  mean square of a row is that of all columns.
 - vocabulary: an embedding's words are divided. All ids -> this rank's rows.
-- whole: every rank holds and computes all of it, from equal inputs, and so has the whole gradient.
+- whole: every rank holds and computes all of it, from equal inputs, and so has the whole gradient. Also of a parameter
+  that a block or the model itself holds.
 """
 
 Styles = Mapping[str, Style]
@@ -36,7 +54,9 @@ class FamilyPlan:
     """Attributes of a block that count attention heads and that its forward reads; a rank has its part of them."""
     embed: Styles
     norm: Styles = field(default_factory=dict)
-    """What follows the last block: the final norm, and a language model's head."""
+    """What follows the last block: the final norm, and the head."""
+    states: Styles = field(default_factory=dict)
+    """What follows the last block of a text encoder, which has no head."""
     merger: Styles = field(default_factory=dict)
     """The family's own projector."""
 
@@ -64,7 +84,20 @@ _DECODER = FamilyPlan(
     },
     embed={"language.model.embed_tokens": "vocabulary"},
     norm={"language.model.norm": "whole", "language.lm_head": "columns_whole"},
+    states={"language.model.norm": "norm"},
 )
+
+
+def _attention(name: str) -> Styles:
+    """One attention of a DiT's block: queries and keys are normed over the columns of all heads."""
+    columns = {f"{name}.to_{part}": "columns" for part in "qkv"}
+    norms = {f"{name}.norm_{part}": "norm_columns" for part in "qk"}
+    return {name: "parts", **columns, **norms, f"{name}.to_out.0": "rows_whole"}  # type: ignore[dict-item]
+
+
+def _two_linears(name: str) -> Styles:
+    return {f"{name}.linear_1": "columns_whole", f"{name}.linear_2": "rows_whole"}
+
 
 PLANS: Mapping[str, FamilyPlan] = {
     "qwen2": _DECODER,
@@ -139,6 +172,25 @@ PLANS: Mapping[str, FamilyPlan] = {
         heads=("self_attn.num_heads",),
         embed={"vision.conv1": "whole", "vision.conv2": "whole", "vision.embed_positions": "whole"},
         norm={"vision.layer_norm": "norm"},
+    ),
+    "wan": FamilyPlan(  # between blocks every rank has all rows
+        blocks="dit.blocks",
+        block={
+            "scale_shift_table": "whole",
+            **_attention("attn1"),
+            "norm2": "whole",
+            **_attention("attn2"),
+            "ffn.net.0.proj": "columns_whole",
+            "ffn.net.2": "rows_whole",
+        },
+        heads=("attn1.heads", "attn2.heads"),
+        embed={
+            "dit.patch_embedding": "whole",
+            **_two_linears("dit.condition_embedder.text_embedder"),
+            **_two_linears("dit.condition_embedder.time_embedder"),
+            "dit.condition_embedder.time_proj": "columns_gather",
+        },
+        norm={"dit.scale_shift_table": "whole", "dit.proj_out": "whole"},
     ),
 }
 """By the `model_type` of `models.families`."""

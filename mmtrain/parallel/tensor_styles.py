@@ -64,7 +64,7 @@ class DividedModule(ParallelStyle):
 
 
 class DividedLinear(DividedModule):
-    """A linear layer between two exchanges; its bias is added after the second."""
+    """A linear layer between two exchanges; a bias that is not divided is added after the second."""
 
     def __init__(
         self,
@@ -80,16 +80,17 @@ class DividedLinear(DividedModule):
 
     def _forward(self, module: nn.Module) -> Callable[..., Tensor]:
         assert type(module) is nn.Linear, module
+        later = self._after is not None and self._placements["bias"].is_replicate()
 
         def forward(x: Tensor) -> Tensor:
             weight, bias = self._local(module, "weight"), self._local(module, "bias")
             assert weight is not None
             if self._before is not None:
                 x = self._before(x)
-            if self._after is None:
-                return linear(module, x, weight, bias)
-            x = self._after(linear(module, x, weight))
-            return x if bias is None else x + bias
+            x = linear(module, x, weight, None if later else bias)
+            if self._after is not None:
+                x = self._after(x)
+            return x + bias if later and bias is not None else x
 
         return forward
 
@@ -111,6 +112,42 @@ class DividedNorm(DividedModule):
             return out if self._after is None else self._after(out)
 
         return forward
+
+
+class DividedColumnNorm(DividedModule):
+    """A root-mean-square norm of rows whose columns the ranks divide; the arithmetic is that of `nn.RMSNorm`."""
+
+    def __init__(self, divided: Divided, *, sum_squares: Exchange) -> None:
+        """Args: sum_squares: [..., 1] of this rank's columns -> of all columns, which each rank uses for its own."""
+        super().__init__(divided, {"weight": Shard(0)})
+        self._sum_squares = sum_squares
+
+    def _forward(self, module: nn.Module) -> Callable[..., Tensor]:
+        assert type(module) is nn.RMSNorm, module
+        (columns,), given = module.normalized_shape, module.eps
+
+        def forward(x: Tensor) -> Tensor:
+            weight = self._local(module, "weight")
+            eps = torch.finfo(x.dtype).eps if given is None else given
+            wide = x.float()
+            mean_square = self._sum_squares(wide.square().sum(-1, keepdim=True)) / columns
+            normed = wide * torch.rsqrt(mean_square + eps)
+            return (normed if weight is None else normed * weight).to(x.dtype)
+
+        return forward
+
+
+class SharedInputs(ParallelStyle):
+    """A module whose layers each compute parts of its inputs, which are equal on all ranks."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        rows, compute = RowShards(mesh), module.forward
+
+        def forward(*args: Any) -> Any:
+            return compute(*(rows.use_for_parts(x) if isinstance(x, Tensor) else x for x in args))
+
+        module.forward = forward  # type: ignore[method-assign]
+        return module
 
 
 class DividedVocabulary(DividedModule):
@@ -151,6 +188,12 @@ def make_styles(
         yield "", DividedNorm(divided)
     elif style == "vocabulary":
         yield "", DividedVocabulary(divided, mesh)
+    elif style == "norm_columns":
+        yield "", DividedColumnNorm(divided, sum_squares=rows.sum_for_parts)
+    elif style == "parts":
+        yield "", SharedInputs()
+    elif style == "columns_gather":
+        yield base, DividedLinear(divided, by_output, before=rows.use_for_parts, after=rows.gather_columns)
     elif style in ("columns", "columns_whole"):
         before = rows.use_for_parts if style == "columns_whole" else None
         yield base, DividedLinear(divided, by_output, before=before)

@@ -9,7 +9,7 @@ import numpy as np
 from mmtrain.config import PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.models.memory_strategies import BlockMemory
-from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.models.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize
 from mmtrain.planner.batching import Batching
 from mmtrain.planner.cost_model import CostModel, equal_layers
 from mmtrain.planner.memory_options import (
@@ -63,7 +63,7 @@ def make_problem(
             options, if any rank has a limit.
         limits: [pp_rank] bytes that activations may take; None: those of planner_config.
         shares: ranks of a stage's plane (context x tensor parallel), which divide each work; bytes are those of an
-            even share.
+            even share, but for what a layer's `whole_bytes` say that each rank has.
         splits_backward: whether the schedule splits backwards, so that the fixed seconds of an action are those of I
             and of W, and not those of one B.
         forward_only: no backward anywhere (validation); activations are then freed at once.
@@ -138,7 +138,7 @@ def _fits(problem: PlanningProblem) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _LayerPrice:
-    """What one layer takes for one work, or some layers together."""
+    """What one layer takes for one work on each rank of the plane, or some layers together."""
 
     forward_s: float = 0.0
     backward_input_s: float = 0.0
@@ -146,7 +146,7 @@ class _LayerPrice:
     backward_weight_s: float = 0.0
     kept_bytes: float = 0.0
     host_bytes: float = 0.0
-    """Moved to host memory and back, by each rank of the plane."""
+    """Moved to host memory and back."""
     waiting_bytes: float = 0.0
     passing_bytes: float = 0.0
     """Held during the forward alone, where autograd keeps nothing; of some layers the most."""
@@ -240,6 +240,7 @@ class _Prices:
         self._forward_s = costs.action_s(Kind.F)
         self._backward_s = tuple(costs.action_s(kind) for kind in halves)
         self._class: dict[str, list[int]] = {module.name: equal_layers(module) for module in spec.modules}
+        self._shared: dict[tuple[str, int], LayerSpec] = {}
         self._shapes: dict[tuple[int, bool], _StageShape] = {}
         self._layers: dict[tuple[str, int, WorkSize, bool, BlockMemory], _LayerPrice] = {}
         self._offers: dict[tuple[int, bool, WorkSize | None], Offer] = {}
@@ -267,7 +268,7 @@ class _Prices:
         offered = self._offered(module, stage, size, grad)
         held_input = 0.0
         if shape.held_input >= 0:
-            held_input = module.layers[shape.held_input].output_bytes(size) / self._shares
+            held_input = self._share(module, shape.held_input).output_bytes(size)
         found: list[Option] = []
         for name, price in zip(offered.names, _mixed(offered, rest, blocks), strict=True):
             option = self._option(name, price, shape.grad, held_input)
@@ -277,12 +278,12 @@ class _Prices:
         return _StagePrice(
             options=self.table.setdefault(tuple(found), len(self.table)),
             grad=shape.grad,
-            output_bytes=module.layers[stage.layers[1] - 1].output_bytes(size) / self._shares if feeds else 0.0,
+            output_bytes=self._share(module, stage.layers[1] - 1).output_bytes(size) if feeds else 0.0,
         )
 
     def _option(self, name: str, price: _LayerPrice, grad: bool, held_input: float) -> Option:
         forward, backward, weight = price.forward_s, price.backward_input_s, price.backward_weight_s
-        kept = max(price.kept_bytes, price.passing_bytes) / self._shares
+        kept = max(price.kept_bytes, price.passing_bytes)
         if price.host_bytes:
             host = self._costs.host_copy
             forward, backward = (host.with_compute_s(s, price.host_bytes) for s in (forward, backward))
@@ -296,8 +297,8 @@ class _Prices:
             backward_input_s=backward,
             backward_weight_s=weight,
             activation_bytes=kept,
-            weight_bytes=price.waiting_bytes / self._shares if grad else None,
-            restored_bytes=price.restored_bytes / self._shares,
+            weight_bytes=price.waiting_bytes if grad else None,
+            restored_bytes=price.restored_bytes,
         )
 
     def _offered(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool) -> Offer:
@@ -345,6 +346,13 @@ class _Prices:
             held_input=held_input,
         )
 
+    def _share(self, module: ModuleSpec, index: int) -> LayerSpec:
+        """A layer with the bytes of one rank of the plane."""
+        key = module.name, self._class[module.name][index]
+        if key not in self._shared:
+            self._shared[key] = module.layers[key[1]].share(self._shares)
+        return self._shared[key]
+
     def _layer(
         self, module: ModuleSpec, kind: _Kind, size: WorkSize, how: BlockMemory = BlockMemory.KEEP
     ) -> _LayerPrice:
@@ -354,7 +362,7 @@ class _Prices:
         return self._layers[key]
 
     def _price(self, module: ModuleSpec, kind: _Kind, size: WorkSize, how: BlockMemory) -> _LayerPrice:
-        index, layer = kind.index, module.layers[kind.index]
+        index, layer = kind.index, self._share(module, kind.index)
         if how is not BlockMemory.KEEP:
             recomputation = self._memory.recomputation(how)
             repeated = self._costs.repeated_s(module, index, size, recomputation)
@@ -364,7 +372,7 @@ class _Prices:
                 backward_input_s=plain.backward_input_s + repeated,
                 kept_bytes=recomputation.kept_bytes(layer, size),
                 restored_bytes=recomputation.peak_bytes(layer, size),
-                host_bytes=recomputation.offloaded_bytes(layer, size) / self._shares,
+                host_bytes=recomputation.offloaded_bytes(layer, size),
             )
         times = self._costs.layer(module, index, size, input_grad=kind.enters)
         if self._forward_only or not (kind.enters or layer.trainable):  # autograd keeps nothing: one layer at a time

@@ -2,7 +2,8 @@
 
 Tokens of a microbatch are divided over the cp ranks, and each cp rank's rows again over its tp ranks
 between two blocks. Pictures are divided whole over cp (or their patches are), and over tp where each tp rank
-holds the whole encoder. Every rank computes the same layout from the metadata.
+holds the whole encoder. Of clips, the tp ranks divide the rows of the prompts, and each has all rows of the DiT. Every
+rank computes the same layout from the metadata.
 
 Shape legend: V image features of a microbatch; Q = cp x tp ranks of the plane.
 """
@@ -21,7 +22,7 @@ from mmtrain.errors import PlanError
 from mmtrain.models.rows import padded, part_of
 from mmtrain.models.spec import ModuleSpec, WorkSize
 from mmtrain.models.windows import feature_order, row_order
-from mmtrain.planner.batching import VISION, Batching
+from mmtrain.planner.batching import DIT, VISION, Batching
 from mmtrain.planner.context import SplitPolicy, split_tokens
 
 Places = npt.NDArray[np.int64]
@@ -153,16 +154,11 @@ class IterationLayout:
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
         """Rows and outputs that one rank holds between two stages, padding included.
 
-        Raises: PlanError: clips, which several ranks do not divide yet.
+        Raises: PlanError: clips, which cp ranks do not divide yet.
         """
         entry = self.batching.works[work]
         if self.batching.clips_of:
-            if self.plane.size > 1:
-                raise PlanError(
-                    f"a stage's plane has {self.plane.size} ranks (context x tensor parallel), but the works of a "
-                    "text-to-video model are not divided yet; set both degrees to 1"
-                )
-            return self.batching.size_of[work]
+            return self._clips_size(work)
         if self.batching.modules[entry.module] == VISION:
             size, degree = self.vision_part(work, cp_rank, tp_rank).size, self.plane.encoder_tp
             return WorkSize(
@@ -170,6 +166,17 @@ class IterationLayout:
             )
         count = len(self.tokens(entry.microbatch)[cp_rank])
         return WorkSize(rows=padded(count, self.plane.tp) // self.plane.tp, pairs=0, outputs=0)
+
+    def _clips_size(self, work: int) -> WorkSize:
+        plane, size = self.plane, self.batching.size_of[work]
+        if plane.cp > 1:
+            raise PlanError(
+                f"a stage's plane has {plane.cp} context-parallel ranks, but these do not divide the works of a "
+                "text-to-video model yet; set parallelism.context_parallel_degree = 1"
+            )
+        if plane.tp == 1 or self.batching.modules[self.batching.works[work].module] == DIT:
+            return size
+        return WorkSize(rows=padded(size.rows, plane.tp) // plane.tp, pairs=0, outputs=0)
 
     # ---------------------------------------------------------------------------------------- features
 

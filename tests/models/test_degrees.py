@@ -3,6 +3,7 @@ import pytest
 from mmtrain.config import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models.degrees import check_tensor_degree
+from tests.models.dits import t2v
 
 LANGUAGE = {
     "model_type": "qwen2", "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1,
@@ -45,6 +46,20 @@ def test_a_degree_that_does_not_fit_is_refused_with_the_largest_that_does(change
     assert f"parallelism.tensor_parallel_degree = {tp}" in str(caught.value)
     assert name in str(caught.value)
     assert str(caught.value).endswith(f"fits this model is {fits}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "name", "fits"),
+    [
+        ({}, 4, "model.dit: num_attention_heads = 2", 2),
+        ({"num_attention_heads": 4, "attention_head_dim": 8, "ffn_dim": 42}, 4, "model.dit: ffn_dim = 42", 2),
+    ],
+)
+def test_a_degree_that_does_not_fit_a_diffusion_transformer_is_refused(changes, tp, name, fits):
+    made = t2v(text={"num_key_value_heads": 4}, **changes)
+    check_tensor_degree(made, fits)
+    with pytest.raises(ConfigError, match=f"{name}; .* fits this model is {fits}"):
+        check_tensor_degree(made, tp)
 
 
 def test_an_encoder_that_every_rank_holds_whole_does_not_count():

@@ -9,6 +9,7 @@ from mmtrain.models.spec import (
     ModelSpec,
     ModuleSpec,
     Rates,
+    WholeBytes,
     WorkSize,
     documents_work,
     images_work,
@@ -124,3 +125,27 @@ def test_work_of_documents_counts_causal_pairs():
 
 def test_work_of_documents_counts_both_ways_inside_of_spans():
     assert documents_work([6], num_targets=1, two_way=[3, 1]).pairs == 21 + 3
+
+
+def test_ranks_hold_an_even_share_but_for_what_each_has_whole() -> None:
+    block = LayerSpec(
+        name="blocks.0",
+        num_params=10,
+        trainable=True,
+        matmul_flops=Rates(row=3),
+        activation_bytes=Rates(row=12, text=4),
+        attention_bytes=Rates(row=8),
+        output_bytes=Rates(row=2),
+    )
+    assert block.share(1) is block
+    even = block.share(4)
+    assert (even.activation_bytes, even.attention_bytes, even.output_bytes) == (
+        Rates(row=3, text=1),
+        Rates(row=2),
+        Rates(row=0.5),
+    )
+    whole = WholeBytes(activation=Rates(row=4), output=Rates(row=2))
+    mine = replace(block, whole_bytes=whole).share(4)
+    assert mine.activation_bytes == Rates(row=4 + 8 / 4, text=1)
+    assert mine.output_bytes == Rates(row=2)
+    assert (mine.matmul_flops, mine.num_params) == (block.matmul_flops, block.num_params)

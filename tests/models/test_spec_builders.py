@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -100,7 +101,8 @@ def test_every_layer_has_the_flops_that_torch_counts(tiny, module, choice, leavi
 
 def kept_bytes(chunk, x, kwargs) -> int:
     """Bytes of the distinct storages that autograd keeps, without those of parameters and buffers."""
-    own = {t.untyped_storage().data_ptr() for t in (*chunk.parameters(), *chunk.buffers())}
+    tensors = (t.to_local() if isinstance(t, DTensor) else t for t in (*chunk.parameters(), *chunk.buffers()))
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmtrain.config import PlannerConfig
 from mmtrain.data.metadata import ClipMeta, IterationMeta, MicrobatchMeta
 from mmtrain.errors import DataError, PlanError
 from mmtrain.models.spec import ModelSpec, WorkSize
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
+from mmtrain.planner.cost_model import FlopsCosts
+from mmtrain.planner.costs import make_problem
 from mmtrain.planner.layout import IterationLayout, Plane
+from mmtrain.planner.partition import partition
 from mmtrain.schedule.graph import Work
 from tests.models.dits import t2v
 from tests.planner.specs import microbatch, vlm
@@ -29,6 +33,7 @@ def iteration(*groups: tuple[ClipMeta, ...]) -> IterationMeta:
 
 
 SPEC: ModelSpec = model_spec(t2v())
+COSTS = FlopsCosts.of(PlannerConfig())
 META = iteration((clip(0, 3), clip(1, 1, 6), clip(2, 2)), (clip(3, 4, 2),))
 
 
@@ -146,5 +151,36 @@ def test_the_whole_work_is_on_one_rank() -> None:
     assert tuple(sizes) == batching.size_of
     assert SPEC.module("dit").output_shape(1, sizes[3]) == (12 + 10 + 7 * 2, 32)
     assert SPEC.module("dit").output_shape(4, sizes[3]) == ()
-    with pytest.raises(PlanError, match="plane has 2 ranks"):
-        IterationLayout(Plane(tp=2), batching, META, None).local_size(0, 0, 0)
+    with pytest.raises(PlanError, match="plane has 2 context-parallel ranks"):
+        IterationLayout(Plane(cp=2), batching, META, None).local_size(0, 0, 0)
+
+
+def test_tensor_ranks_divide_the_rows_of_prompts_and_have_all_rows_of_the_dit() -> None:
+    batching = make_batching(META, SPEC, 2)
+    layout = IterationLayout(Plane(tp=3), batching, META, None)
+    assert [size.rows for size in batching.size_of] == [4, 10, 12, 12, 2, 16]
+    for tp_rank in range(3):
+        sizes = [layout.local_size(work, 0, tp_rank) for work in range(len(batching.works))]
+        assert [size.rows for size in sizes] == [2, 4, 12, 12, 1, 16]
+        assert SPEC.module("language").output_shape(4, sizes[1]) == (4, 24)
+        assert sizes[3] == batching.size_of[3]
+
+
+def test_tensor_ranks_send_whole_activations_of_a_dit_and_hold_their_columns() -> None:
+    batching = make_batching(META, SPEC, 2)
+    sizes = {"language": batching.size_of[0], "dit": batching.size_of[2]}
+    parts = partition(SPEC, 1, {"language": 2, "dit": 2}, sizes)
+    found = {
+        tp: make_problem(SPEC, parts, batching, COSTS, PlannerConfig(), shares=tp, splits_backward=True)
+        for tp in (1, 2)
+    }
+    text, dit = 1, 3
+    assert found[2].output_bytes[text] == tuple(half / 2 for half in found[1].output_bytes[text])
+    assert found[2].output_bytes[dit] == found[1].output_bytes[dit] == ((12 + 10 + 7 * 2) * 32 * 4, 0.0)
+    size = batching.size_of[dit]
+    for stage in parts.of_module("dit"):
+        layers = [layer.share(2) for layer in SPEC.module("dit").layers[slice(*stage.layers)]]
+        (whole,), (mine,) = (found[tp].options(stage.index, dit) for tp in (1, 2))
+        assert mine.activation_bytes == pytest.approx(sum(layer.activation_bytes(size) for layer in layers))
+        assert mine.weight_bytes == pytest.approx(sum(layer.linear_bytes(size) for layer in layers))
+        assert whole.activation_bytes / 2 < mine.activation_bytes < whole.activation_bytes

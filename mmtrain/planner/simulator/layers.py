@@ -4,7 +4,8 @@ They follow what the layers run: Hugging Face's modules kernel by kernel, tensor
 the layers (`parallel/tensor_plans.py`), keys and values gathered over context-parallel ranks, adapters beside their
 linear layers. FLOPs, parameters and what has a backward are those of the layer's `LayerSpec` for one rank.
 
-A DiT's blocks are counted as if all clips of a work ran in one call. Text and timestep rows are whole on each tp rank.
+A DiT's blocks are counted as if all clips of a work ran in one call. Its rows are whole on each tp rank, which divide
+columns alone.
 
 Not here: the exchange of image features before the first language layer, FSDP2's gathers, padding, and the copies that
 join a DiT's rows at the end of a chunk.
@@ -23,6 +24,7 @@ from mmtrain.models.spec import TIME_ROWS, LayerSpec
 from mmtrain.planner.simulator.amount import Amount
 from mmtrain.planner.simulator.cluster import sent_bytes
 from mmtrain.planner.simulator.exchanges import (
+    Exchange,
     RowSums,
     gather,
     gather_for_parts,
@@ -54,7 +56,7 @@ class Division:
     """How the ranks of a plane share a module."""
 
     tp: int = 1
-    """Ranks that divide the layers' columns, and rows between layers."""
+    """Ranks that divide the layers' columns, and rows between layers (not of a DiT)."""
     groups: int = 1
     """Groups of tp ranks that divide the rows."""
     gathers_keys: bool = False
@@ -115,23 +117,22 @@ class _Builder:
         """All rows of a group; a rank holds 1 / tp of them between layers."""
         self.outputs = Amount(output=1 / division.groups)
 
-    def _between(self) -> Var:
-        """What the layer before hands on: this rank's rows."""
-        rows, width = self.rows * (1 / self.tp), self.of.shape.width
-        return self.tape.input("x", rows=rows, columns=width, needs_grad=self.input_grad)
-
     def _columns(self, name: str, x: Var, inputs: float, outputs: float, *, bias: bool) -> Var:
         """A linear layer whose outputs the tp ranks divide, with its adapter."""
         out = self._linear(name, inputs, outputs / self.tp, bias=bias)(x)
         return self._with_adapter(name, x, out, inputs, outputs / self.tp, sums=False)
 
     def _rows(self, name: str, x: Var, inputs: float, outputs: float, *, bias: bool) -> Var:
-        """A linear layer whose inputs the tp ranks divide, with its adapter: this rank's rows of the sum."""
+        """A linear layer whose inputs the tp ranks divide, with its adapter: what a rank takes of the sum."""
         out = self._linear(name, inputs / self.tp, outputs, bias=bias and self.tp == 1)(x)
-        out = sum_shard(f"{name}.sum", self.tp, self.link)(out)
+        out = self._summed(f"{name}.sum")(out)
         if bias and self.tp > 1:
             out = AddRow(f"{name}.bias", outputs, trainable=self.trainable)(out)
         return self._with_adapter(name, x, out, inputs / self.tp, outputs, sums=True)
+
+    def _summed(self, name: str) -> Exchange:
+        """Of summands of all ranks, what each of them takes: its rows of the sum."""
+        return sum_shard(name, self.tp, self.link)
 
     def _linear(self, name: str, inputs: float, outputs: float, *, bias: bool) -> Linear:
         return Linear(name, inputs, outputs, bias=bias, trainable=self.trainable)
@@ -141,7 +142,7 @@ class _Builder:
             return out
         narrow = Linear(f"{name}.lora_A", inputs, self.of.rank)(x)
         if sums:
-            narrow = sum_shard(f"{name}.lora_A.sum", self.tp, self.link)(narrow)
+            narrow = self._summed(f"{name}.lora_A.sum")(narrow)
         wide = Linear(f"{name}.lora_B", self.of.rank, outputs)(narrow)
         return add(f"{name}.adapted", out, Elementwise(f"{name}.scaling", 2.0, 2.0)(wide))
 
@@ -179,6 +180,11 @@ class _Layer(_Builder):
         if name == "embed":
             return self._sound(shape) if shape.one_row else self._patches(shape)
         return self._projector(shape)
+
+    def _between(self) -> Var:
+        """What the layer before hands on: this rank's rows."""
+        rows, width = self.rows * (1 / self.tp), self.shape.width
+        return self.tape.input("x", rows=rows, columns=width, needs_grad=self.input_grad)
 
     def _norm(self, name: str, columns: float) -> Norm:
         shape = self.shape
@@ -302,7 +308,10 @@ class _Layer(_Builder):
 
 
 class _DitLayer(_Builder):
-    """A layer of a diffusion transformer: latent tokens, with the text and timestep rows that travel beside them."""
+    """A layer of a diffusion transformer: latent tokens, and the text and timestep rows that travel beside them.
+
+    Each tp rank has all of them.
+    """
 
     def __init__(
         self, describer: LayerDescriber, shape: DitShape, tape: Tape, layer: LayerSpec, input_grad: bool
@@ -323,14 +332,16 @@ class _DitLayer(_Builder):
 
     def _embed(self) -> Var:
         D, tape = self.shape.width, self.tape
-        patches = tape.input("latents", rows=self.rows * (1 / self.tp), columns=self.shape.patch_dim)
+        patches = tape.input("latents", rows=self.rows, columns=self.shape.patch_dim)
         # A convolution whose windows do not overlap is a product.
         x = self._linear("patch_embedding", self.shape.patch_dim, D, bias=True)(patches)
-        states = tape.input("states", rows=self.texts, columns=self.shape.text_width, needs_grad=self.input_grad)
-        text = self._two_linears("text_embedder", states, self.shape.text_width, "gelu_pytorch_tanh")
+        X, mine = self.shape.text_width, self.texts * (1 / self.tp)
+        states = tape.input("states", rows=mine, columns=X, needs_grad=self.input_grad)
+        states = gather("states.gather", self.tp, self.link)(states)
+        text = self._two_linears("text_embedder", states, X, "gelu_pytorch_tanh")
         waves = tape.input("waves", rows=self.clips, columns=self.shape.time_width)
         time = self._two_linears("time_embedder", waves, self.shape.time_width, "silu")
-        parts = use_for_parts("time_proj.parts", self.tp, self.link)(activation("time_proj.activation", "silu")(time))
+        parts = self._for_parts("time_proj", activation("time_proj.activation", "silu")(time))
         made = self._linear("time_proj", D, (TIME_ROWS - 1) * D / self.tp, bias=True)(parts)
         made = reshape(made, rows=self.clips * ((TIME_ROWS - 1) / self.tp), columns=D)
         return bundle(x, text, gather("time_proj.columns", self.tp, self.link)(made), time)
@@ -338,7 +349,7 @@ class _DitLayer(_Builder):
     def _two_linears(self, name: str, x: Var, inputs: float, function: str) -> Var:
         """Two linear layers, the columns between them divided; whole rows come out."""
         D = self.shape.width
-        x = use_for_parts(f"{name}.parts", self.tp, self.link)(x)
+        x = self._for_parts(name, x)
         x = self._linear(f"{name}.linear_1", inputs, D / self.tp, bias=True)(x)
         x = activation(f"{name}.activation", function)(x)
         x = self._linear(f"{name}.linear_2", D / self.tp, D, bias=True)(x)
@@ -346,36 +357,43 @@ class _DitLayer(_Builder):
 
     def _block(self) -> Var:
         D, I = self.shape.width, self.shape.mlp_width
-        x, text = self._between(), self._input("text", self.texts)
+        x, text = self._input("x", self.rows), self._input("text", self.texts)
         time = self._input("time", self.clips * (TIME_ROWS - 1))
         moved = AddRow("modulation", (TIME_ROWS - 1) * D, trainable=self.trainable)(time)
         per_pair = 1 / self.of.division.groups
 
-        gathered = gather_for_parts("attn1.gather", self.tp, self.link)(self._modulated("norm1", x, moved))
-        query, key, value = (self._columns(f"attn1.to_{n}", gathered, D, D, bias=True) for n in "qkv")
+        parts = self._for_parts("attn1", self._modulated("norm1", x, moved))
+        query, key, value = (self._columns(f"attn1.to_{n}", parts, D, D, bias=True) for n in "qkv")
         query, key = (self._head_norm(f"attn1.norm_{n}", v) for n, v in (("q", query), ("k", key)))
         query, key = (self._rotary(f"attn1.rotary_{n}", v) for n, v in (("q", query), ("k", key)))
         out = self._attend("attn1", Amount(pair=per_pair), query, self._seen(key, value))
         x = self._gated("attn1.gated", x, out, moved)
 
-        gathered = gather_for_parts("attn2.gather", self.tp, self.link)(self._cross_norm(x))
-        query = self._head_norm("attn2.norm_q", self._columns("attn2.to_q", gathered, D, D, bias=True))
-        shared = use_for_parts("attn2.texts", self.tp, self.link)(text)
+        parts = self._for_parts("attn2", self._cross_norm(x))
+        query = self._head_norm("attn2.norm_q", self._columns("attn2.to_q", parts, D, D, bias=True))
+        shared = self._for_parts("attn2.texts", text)
         key, value = (self._columns(f"attn2.to_{n}", shared, D, D, bias=True) for n in "kv")
         keys = (self._head_norm("attn2.norm_k", key), value)
         x = add("attn2.residual", x, self._attend("attn2", Amount(cross_pair=per_pair), query, keys))
 
-        gathered = gather_for_parts("ffn.gather", self.tp, self.link)(self._modulated("norm3", x, moved))
-        inner = activation("ffn.activation", "gelu_pytorch_tanh")(self._columns("ffn.0", gathered, D, I, bias=True))
+        parts = self._for_parts("ffn", self._modulated("norm3", x, moved))
+        inner = activation("ffn.activation", "gelu_pytorch_tanh")(self._columns("ffn.0", parts, D, I, bias=True))
         x = self._gated("ffn.gated", x, self._rows("ffn.2", inner, I, D, bias=True), moved)
         return bundle(x, text, time)
 
     def _head(self) -> Var:
-        x, time = self._between(), self._input("time", self.clips)
+        x, time = self._input("x", self.rows), self._input("time", self.clips)
         moved = AddRow("modulation", 2 * self.shape.width, trainable=self.trainable)(time)
         x = self._modulated("norm_out", x, moved)
         x = self._linear("proj_out", self.shape.width, self.shape.output_dim, bias=True)(x)
         return SquaredError("loss")(x)
+
+    def _summed(self, name: str) -> Exchange:
+        """Of summands of all ranks, what each of them takes: the sum of all rows."""
+        return sum_whole(name, self.tp, self.link)
+
+    def _for_parts(self, name: str, x: Var) -> Var:
+        return use_for_parts(f"{name}.parts", self.tp, self.link)(x)
 
     # Reads and writes below are in numbers of the model's dtype; through float32 each number counts twice.
 
@@ -396,8 +414,8 @@ class _DitLayer(_Builder):
         return Elementwise(name, *cost).of((x, branch, moved))
 
     def _head_norm(self, name: str, x: Var) -> Var:
-        """The norm of queries or keys over the columns of all heads."""
-        x = Norm(name, self.shape.width / self.tp, rms=True, fused=True, trainable=self.trainable)(x)
+        """The norm of queries or keys over the columns of all heads; one kernel where they are not divided."""
+        x = Norm(name, self.shape.width / self.tp, rms=True, fused=self.tp == 1, trainable=self.trainable)(x)
         return RowSums(f"{name}.sum", self.tp, self.link)(x)
 
     def _rotary(self, name: str, x: Var) -> Var:

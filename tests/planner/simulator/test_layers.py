@@ -157,15 +157,27 @@ def test_tensor_parallel_ranks_share_a_block_of_a_dit(groups: int) -> None:
     assert [2 * groups * flops(graph, phase) for phase in Phase] == pytest.approx(
         [wanted.forward, wanted.backward_input, wanted.backward_weight]
     )
-    found = [op for op in graph.operators if op.kind.is_collective]
-    rows = [op for op in found if op.kind is not OpKind.ALL_REDUCE and "key_value" not in op.name]
-    assert len(rows) == 12  # into and out of each part, forward and backward
-    assert {op.net_bytes(SIZE) for op in rows} == {SIZE.rows / groups * 32 * 2 / 2}
-    sums = [op for op in found if op.kind is OpKind.ALL_REDUCE]
-    # Four norms over all heads, forward and backward, and the gradient of the texts.
-    assert sorted(op.net_bytes(SIZE) * groups for op in sums) == sorted(
-        [SIZE.rows * 4.0] * 6 + [SIZE.texts * 4.0] * 2 + [SIZE.texts * 32 * 2.0]
-    )
+    found = [op for op in graph.operators if op.kind.is_collective and "key_value" not in op.name]
+    assert {op.kind for op in found} == {OpKind.ALL_REDUCE}
+    sent = {
+        phase: sorted(op.net_bytes(SIZE) * groups for op in found if op.phase is phase)
+        for phase in (Phase.FORWARD, Phase.BACKWARD_INPUT)
+    }
+    # Three sublayers and four norms over all heads each way, and the gradient of the texts.
+    norms = [SIZE.rows * 4.0] * 3 + [SIZE.texts * 4.0]
+    rows = [SIZE.rows * 32 * 2.0] * 3
+    assert sent[Phase.FORWARD] == sorted(norms + rows)
+    assert sent[Phase.BACKWARD_INPUT] == sorted([*norms, *rows, SIZE.texts * 32 * 2.0])
+
+
+def test_tensor_parallel_ranks_gather_the_states_and_hold_all_rows_of_a_dit() -> None:
+    model, division = t2v(), Division(tp=2)
+    layers = model_spec(model, dtype_bytes=2).module("dit").layers
+    embed, head = (describer(model, "dit", division).graph(layers[i], input_grad=True) for i in (0, -1))
+    (states,) = [op for op in embed.operators if op.name == "states.gather"]
+    assert states.net_bytes(SIZE) == SIZE.texts * 24 * 2 / 2
+    assert not any(op.kind.is_collective for op in head.operators)
+    assert flops(head, Phase.FORWARD) == layers[-1].flops(SIZE).forward
 
 
 @pytest.mark.parametrize("division", [Division(), Division(tp=2), Division(tp=2, groups=2, gathers_keys=True)])
