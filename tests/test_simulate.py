@@ -257,13 +257,6 @@ def test_clips_are_not_for_other_models(capsys):
     )
 
 
-@pytest.mark.parametrize("command", [["train"], ["profile"], ["check-parity"]])
-def test_training_a_text_to_video_model_is_refused_in_one_sentence(capsys, command):
-    assert main([*command, "--config", "t2v_s.toml"]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "a text-to-video model can be simulated and planned, but not trained or measured yet" in line
-
-
 def test_a_problem_of_a_text_to_video_job_is_planned(tmp_path, capsys):
     from mmtrain.planner.iteration import IterationPlanner
     from mmtrain.planner.workloads import Bins, draw

@@ -26,6 +26,7 @@ def test_all_layouts_have_one_loss_curve_and_count_every_token_once(tmp_path, sh
         ("one", 1, layout()),
         ("pp2", 2, [*layout(pp=2), *planning]),
         ("mixed", 2, [*layout(pp=2), "planner.partition=mixed-parameters", "model.dit.num_segments=0"]),
+        ("tp2", 2, layout(tp=2)),
         ("pp2-shard2", 4, [*layout(pp=2, shard=2), "parallelism.pipeline_parallel_schedule=1F1B"]),
     ):
         paths[name] = write_video_config(tmp_path / name, shapes)

@@ -75,8 +75,17 @@ COVERING = [
 def plane_cases(shape: MeshShape) -> dict[str, Case]:
     """Two encoders x two language models, frozen and not, with every way to divide a plane."""
     key_heads = max(2, shape.tp)
+    video = (
+        {}
+        if shape.cp > 1
+        else {
+            "text to video": Case(
+                model=t2v(out_channels=4, text={"num_key_value_heads": key_heads}, num_attention_heads=key_heads)
+            )
+        }
+    )
     frozen_encoder = model_config("qwen2_vl_vision", "llama", frozen=("encoder",), key_heads=key_heads)
-    return {
+    return video | {
         "qwen vision, qwen2, tied": Case(model=model_config(tied=True, key_heads=key_heads), split="causal"),
         "siglip, llama, frozen language": Case(
             model=model_config("siglip_vision_model", "llama", frozen=("language",), key_heads=key_heads),
