@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmtrain import __version__, config
-from mmtrain.commands import check, plan, profile, schedule, simulate
+from mmtrain.commands import check, plan, profile, sample, schedule, simulate
 from mmtrain.errors import MMTrainError
 
 
@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_export(commands)
+    sample.add(commands)
     _add_check_parity(commands)
     _add_config(commands)
     _add_data(commands)
@@ -148,7 +149,8 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "export",
         help="write a checkpoint as Hugging Face folders",
         description="Writes a checkpoint as folders that Hugging Face classes and this trainer read: language, "
-        "vision, projector and adapters, with a README.md. Needs one process, and memory for one module at a time.",
+        "vision, projector, dit with its scheduler, and adapters, with a README.md. Needs one process, and memory for "
+        "one module at a time.",
     )
     parser.add_argument("source", type=Path, metavar="RUN", help="job.dump_folder of the job that trained")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")

@@ -1,37 +1,37 @@
 """A job's checkpoint as Hugging Face folders, in one process without process groups, module by module.
 
 OUT/language, OUT/vision     what `from_pretrained` of the real classes reads, and `pretrained = ...` here
+OUT/dit                      the same of a diffusion transformer, by its class in diffusers
+OUT/scheduler                the scheduler of diffusers that samples from it
 OUT/*_adapter                low-rank adapters, for `peft`; absent where they were merged into the weights
 OUT/projector                the projector of kind `mlp`, for [model.projector] pretrained = ...
 OUT/README.md                what is what
 """
 
 import json
-import os
 import shutil
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mmtrain import config
-from mmtrain.checkpoint import complete_steps
-from mmtrain.config import Config, EncoderConfig, LanguageConfig, LoRAConfig
+from mmtrain.config import EncoderConfig, LanguageConfig, LoRAConfig
+from mmtrain.data.buckets import latent_channels
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
-from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk, build_chunk
-from mmtrain.models.families import encoder_config, find_file, language_config
+from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
+from mmtrain.models.diffusion import make_scheduler, null_token
+from mmtrain.models.dit import DitChunk, build_dit
+from mmtrain.models.families import dit_config, encoder_config, find_file, language_config
 from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.linears import adapted_linears
 from mmtrain.models.pretrained import projector_sizes
 from mmtrain.models.shapes import vision_shape
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.models.trainable import adapter_names, is_adapter, plain_name, stored_adapter_name, target_pattern
+from mmtrain.run_folder import StoredRun, load_module, new_folder, open_run
 
 MAX_SHARD_SIZE = "5GB"
 """Of one safetensors file."""
@@ -48,116 +48,89 @@ class Exported:
     num_bytes: int
 
 
-def export(run: Path, out: Path, *, step: int | None = None, merge_adapters: bool = False) -> Exported:
+def export(folder: Path, out: Path, *, step: int | None = None, merge_adapters: bool = False) -> Exported:
     """What was written to `out`, which appears only when it is complete.
 
     Args:
-        run: a job's dump folder, with config.toml and checkpoints.
+        folder: a job's dump folder, with config.toml and checkpoints.
         step: of the checkpoint; None: the newest complete one.
         merge_adapters: add W + (alpha / rank) B A to the weights instead of writing adapters beside them.
-    Raises: ConfigError: `out` exists, `run` is no dump folder, no such checkpoint, or one of another model.
+    Raises: ConfigError: `out` exists, `folder` is no dump folder, no such checkpoint, or one of another model.
     """
-    if out.exists():
-        raise ConfigError(f"{out} exists already; remove it or name another folder")
-    if not (run / "config.toml").is_file():
-        raise ConfigError(f"{run} holds no config.toml; name the job.dump_folder of a run")
-    job = config.load(run / "config.toml")
-    sections = (job.model.encoder, job.model.language)
+    run = open_run(folder, step)
+    model = run.job.model
+    sections = (model.encoder, model.language)
     if merge_adapters and not any(section is not None and section.trainable == "lora" for section in sections):
-        raise ConfigError(f'{run}: no module was trained with trainable = "lora", so there is nothing to merge')
-    chosen = _choose(run / job.checkpoint.folder, step)
-    source = run / job.checkpoint.folder / f"step-{chosen}"
-    aside = out.with_name(out.name + ".tmp")
-    shutil.rmtree(aside, ignore_errors=True)  # of an export that was killed
-    aside.mkdir(parents=True)
-    try:
-        for module in ("language", "vision") if job.model.encoder is not None else ("language",):
-            _export_module(job, module, source, aside, merge_adapters)
-        tokenizer = load_tokenizer(job.tokenizer, captions=job.model.dit is not None)
+        raise ConfigError(f'{folder}: no module was trained with trainable = "lora", so there is nothing to merge')
+    with new_folder(out) as aside:
+        _export_language(run, aside, merge_adapters)
+        if model.encoder is not None:
+            _export_vision(run, aside, merge_adapters)
+        if model.dit is not None:
+            _export_dit(run, aside)
+        tokenizer = load_tokenizer(run.job.tokenizer, captions=model.dit is not None)
         tokenizer.save_pretrained(aside / "language")
-        (aside / "README.md").write_text(_readme(job, chosen, aside, out), encoding="utf-8")
-        os.replace(aside, out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        readme = _video_readme(run, aside, out, null_token(tokenizer)) if model.dit else _readme(run, aside, out)
+        (aside / "README.md").write_text(readme, encoding="utf-8")
     files = [path for path in out.rglob("*") if path.is_file()]
     return Exported(
-        step=chosen,
+        step=run.step,
         folders=tuple(sorted(path.name for path in out.iterdir() if path.is_dir())),
         num_bytes=sum(path.stat().st_size for path in files),
     )
 
 
-def _choose(folder: Path, step: int | None) -> int:
-    steps = complete_steps(folder)
-    if not steps:
-        raise ConfigError(f"{folder} has no complete checkpoint; train with checkpoint.enable = true")
-    if step is not None and step not in steps:
-        raise ConfigError(f"--step {step}: {folder} has {', '.join(f'step-{s}' for s in steps)}; name one of these")
-    return steps[-1] if step is None else step
+# --------------------------------------------------------------------------------------- the modules
 
 
-# ---------------------------------------------------------------------------------------- one module
+def _export_vision(run: StoredRun, out: Path, merge_adapters: bool) -> None:
+    section = run.job.model.encoder
+    assert section is not None
+    chunk = load_module(run, "vision")
+    assert isinstance(chunk, VisionChunk)
+    if chunk.projector is not None:
+        _save_projector(chunk, out / "projector")
+    weights = {name: _in_their_order(chunk, name, tensor) for name, tensor in chunk.vision.state_dict().items()}
+    theirs = chunk.host.build(encoder_config(section), "sdpa")
+    pattern = target_pattern(adapted_linears(run.job.model, "vision"), chunk.host.blocks)
+    adapters = _Adapters(run.job.model.lora, pattern, _base(section), None, out / "vision_adapter")
+    _fill(theirs, _plain(weights, adapters, merge_adapters))
+    theirs.save_pretrained(out / "vision", max_shard_size=MAX_SHARD_SIZE)
 
 
-def _export_module(job: Config, module: str, source: Path, out: Path, merge_adapters: bool) -> None:
-    model = job.model
-    spec = model_spec(model)
-    chunk = build_chunk(model, spec, module, (0, len(spec.module(module).layers)), device="cpu")
-    chunk.requires_grad_(False)
-    _load(chunk, module, source)
-    section: EncoderConfig | LanguageConfig
-    if isinstance(chunk, VisionChunk):
-        assert model.encoder is not None
-        section, values, ours = model.encoder, encoder_config(model.encoder), chunk.vision
-        if chunk.projector is not None:
-            _save_projector(chunk, out / "projector")
-    else:
-        assert isinstance(chunk, LanguageChunk)
-        section, values, ours = model.language, language_config(model.language), chunk.language
-    weights = {name: _in_their_order(chunk, name, tensor) for name, tensor in ours.state_dict().items()}
-    adapters = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
-    if adapters and merge_adapters:
-        _merge(weights, adapters, model.lora)
-    elif adapters:
-        pattern = target_pattern(adapted_linears(model, module), chunk.host.blocks)
-        _save_adapters(adapters, pattern, model.lora, section, module, out / f"{module}_adapter")
-    theirs = chunk.host.build(values, "sdpa")
-    if module == "language":
-        theirs.config.use_cache = values.get("use_cache", True)  # was off for training
-    _fill(theirs, {plain_name(name): tensor for name, tensor in weights.items() if name not in adapters})
-    theirs.save_pretrained(out / module, max_shard_size=MAX_SHARD_SIZE)
-    if module == "language" and section.pretrained:
+def _export_language(run: StoredRun, out: Path, merge_adapters: bool) -> None:
+    section = run.job.model.language
+    chunk = load_module(run, "language")
+    assert isinstance(chunk, LanguageChunk)
+    weights, blocks = chunk.language.state_dict(), chunk.host.blocks
+    values = language_config(section)
+    theirs: Any = chunk.host.build(values, "sdpa")
+    theirs.config.use_cache = values.get("use_cache", True)  # was off for training
+    if not chunk.has_head:  # a text encoder: the class without a head, whose names lack the first part
+        prefix = f"{theirs.base_model_prefix}."
+        theirs, blocks = theirs.base_model, blocks.removeprefix(prefix)
+        weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    pattern = target_pattern(adapted_linears(run.job.model, "language"), blocks)
+    task = "CAUSAL_LM" if chunk.has_head else None
+    adapters = _Adapters(run.job.model.lora, pattern, _base(section), task, out / "language_adapter")
+    _fill(theirs, _plain(weights, adapters, merge_adapters))
+    theirs.save_pretrained(out / "language", max_shard_size=MAX_SHARD_SIZE)
+    if chunk.has_head and section.pretrained:
         settings = find_file("model.language", section.pretrained, "generation_config.json", optional=True)
         if settings is not None:
-            shutil.copyfile(settings, out / module / "generation_config.json")
+            shutil.copyfile(settings, out / "language" / "generation_config.json")
 
 
-def _load(chunk: Chunk, module: str, source: Path) -> None:
-    """Fills a whole module from a checkpoint, in place."""
-    tied = isinstance(chunk, LanguageChunk) and chunk.shape.tied
-    # A tied head is the embedding, and is stored once.
-    tensors = {
-        f"model.{name}": tensor
-        for name, tensor in chunk.state_dict().items()
-        if not (tied and name == "language.lm_head.weight")
-    }
-    stored = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
-    prefixes = ("model.vision.", "model.projector.") if module == "vision" else ("model.language.",)
-    problems = [f"it has no {name}" for name in tensors if name not in stored]
-    problems += [f"this one has no {n}" for n in sorted(stored) if n.startswith(prefixes) and n not in tensors]
-    for name, tensor in tensors.items():
-        size = tuple(getattr(stored.get(name), "size", tensor.shape))
-        if size != tuple(tensor.shape):
-            problems.append(f"{name} has shape {size} there and {tuple(tensor.shape)} here")
-    if problems:
-        raise ConfigError(
-            f"{source} is not of the model in config.toml: {problems[0]}"
-            + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
-            + "; restore the config.toml of the run that saved it"
-        )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")  # one process is what we want
-        dcp.load(tensors, checkpoint_id=source, no_dist=True)
+def _export_dit(run: StoredRun, out: Path) -> None:
+    """The diffusion transformer and its scheduler."""
+    section = run.job.model.dit
+    assert section is not None
+    chunk = load_module(run, "dit")
+    assert isinstance(chunk, DitChunk)
+    theirs = build_dit(dit_config(section))
+    theirs.load_state_dict(chunk.dit.state_dict(), assign=True, strict=True)
+    theirs.save_pretrained(out / "dit", max_shard_size=MAX_SHARD_SIZE)
+    make_scheduler(run.job.diffusion).save_pretrained(out / "scheduler")
 
 
 def _in_their_order(chunk: Chunk, name: str, tensor: Tensor) -> Tensor:
@@ -167,11 +140,65 @@ def _in_their_order(chunk: Chunk, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
+# ------------------------------------------------------------------------------------------- adapters
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapters:
+    """What besides its tensors makes a folder of adapters."""
+
+    lora: LoRAConfig
+    pattern: str
+    """Of the names of the layers that have one."""
+    base: str | None
+    """What the adapted weights were loaded from."""
+    task: str | None
+    folder: Path
+
+
+def _base(section: EncoderConfig | LanguageConfig) -> str | None:
+    return (section.pretrained if section.weights == "pretrained" else "") or None
+
+
+def _plain(weights: dict[str, Tensor], adapters: _Adapters, merge: bool) -> dict[str, Tensor]:
+    """The weights of a module without adapters, under the names that they have there; adapters are added to them, or
+    written to their folder."""
+    found = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
+    if found and merge:
+        _merge(weights, found, adapters.lora)
+    elif found:
+        _save_adapters(found, adapters)
+    return {plain_name(name): tensor for name, tensor in weights.items() if name not in found}
+
+
 def _merge(weights: dict[str, Tensor], adapters: dict[str, Tensor], lora: LoRAConfig) -> None:
     """Adds each adapter to the weight that it adapts, in place."""
     for name in [n for n in weights if n not in adapters and plain_name(n) != n and n.endswith(".weight")]:
         down, up = (adapters[adapter] for adapter in adapter_names(name))
         weights[name].add_(up @ down, alpha=lora.alpha / lora.rank)
+
+
+def _save_adapters(tensors: dict[str, Tensor], adapters: _Adapters) -> None:
+    """A folder for `PeftModel.from_pretrained`."""
+    from peft import LoraConfig
+
+    settings = LoraConfig(
+        r=adapters.lora.rank,
+        lora_alpha=adapters.lora.alpha,
+        target_modules=adapters.pattern,
+        lora_dropout=0.0,
+        bias="none",
+        task_type=adapters.task,
+        base_model_name_or_path=adapters.base,
+        inference_mode=True,
+    )
+    adapters.folder.mkdir()
+    settings.save_pretrained(adapters.folder)
+    stored = {stored_adapter_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(stored, adapters.folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+# ------------------------------------------------------------------------------------ into their modules
 
 
 def _fill(module: PreTrainedModel, weights: dict[str, Tensor]) -> None:
@@ -190,44 +217,14 @@ def _save_projector(chunk: VisionChunk, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(projector_sizes(chunk.projector), indent=2) + "\n")
 
 
-def _save_adapters(
-    adapters: dict[str, Tensor],
-    pattern: str,
-    lora: LoRAConfig,
-    section: EncoderConfig | LanguageConfig,
-    module: str,
-    folder: Path,
-) -> None:
-    """A folder for `PeftModel.from_pretrained`."""
-    from peft import LoraConfig
-
-    base = section.pretrained if section.weights == "pretrained" else ""
-    settings = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=pattern,
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM" if module == "language" else None,
-        base_model_name_or_path=base or None,
-        inference_mode=True,
-    )
-    folder.mkdir()
-    settings.save_pretrained(folder)
-    tensors = {stored_adapter_name(name): tensor.contiguous() for name, tensor in adapters.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
 # ----------------------------------------------------------------------------------------- read me
 
 
-def _readme(job: Config, step: int, out: Path, final: Path) -> str:
+def _readme(run: StoredRun, out: Path, final: Path) -> str:
     """What is what in the exported folder. Args: out: where it is now. final: where it will be."""
+    job = run.job
     lines = [
-        f"# {job.job.description or 'A model trained by mmtrain'}",
-        "",
-        f"Weights after step {step}, float32.",
-        "",
+        *_title(run),
         f"- `language/`: `{_class_name(out / 'language')}` with its tokenizer; "
         "`transformers.AutoModelForCausalLM.from_pretrained` reads it.",
     ]
@@ -253,6 +250,35 @@ def _readme(job: Config, step: int, out: Path, final: Path) -> str:
                 "`mmtrain.models.projector.Projector`, its sizes in `config.json`."
             )
             again += [f"hidden_size = {projector.hidden_size}", f'pretrained = "{final / "projector"}"']
+    return _ended(lines, again, out)
+
+
+def _video_readme(run: StoredRun, out: Path, final: Path, null: int) -> str:
+    """The same for a text-to-video model. Args: null: the token of a hidden caption."""
+    section = run.job.model.dit
+    assert section is not None
+    pixels = latent_channels(section) == 3
+    (scheduler,) = (json.loads(path.read_text())["_class_name"] for path in (out / "scheduler").iterdir())
+    lines = [
+        *_title(run),
+        f"- `language/`: the text encoder, `{_class_name(out / 'language')}` with its tokenizer; "
+        "`transformers.AutoModel.from_pretrained` reads it. Its `last_hidden_state` of a caption conditions the DiT; "
+        f"for guidance, no caption is token {null}, as often as the caption has tokens.",
+        "- `dit/`: `diffusers.WanTransformer3DModel.from_pretrained` reads it. Its latents are "
+        + ("pixels from -1 to 1." if pixels else "those that it was trained on."),
+        f"- `scheduler/`: `diffusers.{scheduler}.from_pretrained` reads it.",
+    ]
+    again = ["[model.language]", f'pretrained = "{final / "language"}"', "[model.dit]"]
+    return _ended(lines, [*again, f'pretrained = "{final / "dit"}"'], out)
+
+
+def _title(run: StoredRun) -> list[str]:
+    title = run.job.job.description or "A model trained by mmtrain"
+    return [f"# {title}", "", f"Weights after step {run.step}, float32.", ""]
+
+
+def _ended(lines: list[str], again: list[str], out: Path) -> str:
+    """The page, with its adapters and the config that trains on. Args: again: lines of that config."""
     adapters = [module for module in ("language", "vision") if (out / f"{module}_adapter").is_dir()]
     for module in adapters:
         lines.append(

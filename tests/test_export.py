@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mmtrain import config
 from mmtrain.cli import main
-from mmtrain.config import Config, DataConfig, EncoderConfig, ModelConfig, TrainingConfig
+from mmtrain.config import EncoderConfig, ModelConfig
 from mmtrain.data.bitfield import language_bits
 from mmtrain.data.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.errors import ConfigError
@@ -26,51 +25,13 @@ from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.models.trainable import is_adapter
 from tests.jobs import layout, metrics, train, write_config
-from tests.lora import fill_adapters, with_lora
+from tests.lora import with_lora
 from tests.ranks import run_ranks
 from tests.reference import VOCAB, model_config
+from tests.stored_runs import chunks_of, save_run
 
 TOLERANCE = 2e-6
 """Float32, relative to the largest number. Measured: 5e-7."""
-
-
-def chunks_of(model: ModelConfig, seed: int = 0) -> dict[str, Chunk]:
-    """Whole modules with random weights, none of them zero."""
-    spec, found = model_spec(model), {}
-    for module in spec.modules:
-        chunk = build_chunk(model, spec, module.name, (0, len(module.layers)), device="cpu")
-        init_weights(chunk, seed)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in chunk.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-        fill_adapters(chunk)
-        found[module.name] = chunk
-    return found
-
-
-def save_run(run: Path, model: ModelConfig, steps: tuple[int, ...] = (4,)) -> dict[str, Chunk]:
-    """The folder of a job with checkpoints of random weights, and the modules of the last one."""
-    run.mkdir(parents=True)
-    training = TrainingConfig(steps=4, seq_len=64, global_batch_size=1)
-    job = Config(model=model, data=DataConfig(source="unused"), training=training)
-    (run / "config.toml").write_text(config.dump(job))
-    chunks: dict[str, Chunk] = {}
-    for step in steps:
-        chunks = chunks_of(model, seed=step)
-        tied = model.language.config.get("tie_word_embeddings", False)
-        tensors = {
-            f"model.{name}": tensor
-            for chunk in chunks.values()
-            for name, tensor in chunk.state_dict().items()
-            if not (tied and name == "language.lm_head.weight")
-        }
-        folder = run / "checkpoint" / f"step-{step}"
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is")
-            dcp.save(tensors, checkpoint_id=folder, no_dist=True)
-        (folder / "train_state.json").write_text("{}")
-    return chunks
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:

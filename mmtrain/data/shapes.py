@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw
+from PIL import Image
 
+from mmtrain.clip_pictures import enlarged, save_gif, sheet
 from mmtrain.data.made import COLOURS, Progress, new_folder, split_sizes, told
 from mmtrain.data.shape_clips import FPS, FRAME_SIZES, KINDS, MOTIONS, NUM_FRAMES, ClipMaker, ShapeClip, draw
 from mmtrain.errors import ConfigError, DataError
@@ -26,7 +27,6 @@ _FEATURES = {
 """Column types in the form that `datasets` keeps in a parquet file's metadata."""
 
 _ZOOM = 3
-_GAP = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,38 +144,13 @@ def write_preview(path: Path, clips: Iterable[ShapeClip]) -> None:
     Raises: as `check_preview`.
     """
     check_preview(path)
-    found = list(clips)
+    rows = [(clip.caption, enlarged(draw(clip), _ZOOM)) for clip in clips]
     if path.suffix.lower() == ".png":
-        _sheet([_enlarged(clip) for clip in found], found).save(path)
+        sheet(rows).save(path)
         return
-    longest = max(clip.num_frames for clip in found)
-    moving = [_enlarged(clip) for clip in found]
-    sheets = [_sheet([[frames[min(t, len(frames) - 1)]] for frames in moving], found) for t in range(longest)]
-    sheets[0].save(path, save_all=True, append_images=sheets[1:], duration=1000 // FPS, loop=0)
-
-
-def _enlarged(clip: ShapeClip) -> list[Image.Image]:
-    size = (clip.width * _ZOOM, clip.height * _ZOOM)
-    return [Image.fromarray(frame).resize(size, Image.Resampling.NEAREST) for frame in draw(clip)]
-
-
-def _sheet(rows: list[list[Image.Image]], clips: list[ShapeClip]) -> Image.Image:
-    """Rows of pictures, the caption above each."""
-    text_height = 14
-    width = max(sum(p.width + _GAP for p in row) for row in rows)
-    width = max(width, *(7 * len(clip.caption) for clip in clips)) + _GAP
-    height = sum(max(p.height for p in row) + text_height + 2 * _GAP for row in rows) + _GAP
-    sheet = Image.new("RGB", (width, height), (235, 235, 240))
-    pen = ImageDraw.Draw(sheet)
-    top = _GAP
-    for row, clip in zip(rows, clips, strict=True):
-        pen.text((_GAP, top), clip.caption, fill=(0, 0, 0))
-        left = _GAP
-        for picture in row:
-            sheet.paste(picture, (left, top + text_height))
-            left += picture.width + _GAP
-        top += max(p.height for p in row) + text_height + 2 * _GAP
-    return sheet
+    longest = max(len(frames) for _, frames in rows)
+    sheets = [sheet([(text, [frames[min(t, len(frames) - 1)]]) for text, frames in rows]) for t in range(longest)]
+    save_gif(path, sheets, FPS)
 
 
 def _card(summary: ShapesSummary, num_samples: int, seed: int) -> str:

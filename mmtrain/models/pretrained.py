@@ -187,6 +187,9 @@ def _module_names(module: nn.Module, on_disk: Iterable[str], prefixes: tuple[str
             for renaming in renamings:
                 name, _ = renaming.rename_source_key(name)
             names[name] = key
+    base = f"{module.base_model_prefix}."
+    if module.base_model is not module and not any(name.startswith(base) for name in names):
+        return {base + name: key for name, key in names.items()}  # stored by the class without a head
     return names
 
 

@@ -1,0 +1,113 @@
+"""What a run left in its folder, read by one process without process groups: its config, and the modules of one of
+its checkpoints as whole chunks. And new folders that are absent or whole."""
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mmtrain import config
+from mmtrain.checkpoint import complete_steps
+from mmtrain.config import Config
+from mmtrain.errors import ConfigError
+from mmtrain.models.chunk import Chunk, LanguageChunk, build_chunk
+from mmtrain.models.spec_builders import model_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """A run and the checkpoint of it that was chosen."""
+
+    folder: Path
+    job: Config
+    step: int
+    """Of the checkpoint."""
+
+    @property
+    def checkpoint(self) -> Path:
+        """Its folder."""
+        return self.folder / self.job.checkpoint.folder / f"step-{self.step}"
+
+
+def open_run(folder: Path, step: int | None = None) -> StoredRun:
+    """A run with its newest complete checkpoint, or that of a step.
+
+    Args: folder: the job's dump folder, with config.toml and checkpoints.
+    Raises: ConfigError: it is no dump folder, or has no such checkpoint.
+    """
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"{folder} holds no config.toml; name the job.dump_folder of a run")
+    job = config.load(folder / "config.toml")
+    checkpoints = folder / job.checkpoint.folder
+    steps = complete_steps(checkpoints)
+    if not steps:
+        raise ConfigError(f"{checkpoints} has no complete checkpoint; train with checkpoint.enable = true")
+    if step is not None and step not in steps:
+        raise ConfigError(
+            f"--step {step}: {checkpoints} has {', '.join(f'step-{s}' for s in steps)}; name one of these"
+        )
+    return StoredRun(folder=folder, job=job, step=steps[-1] if step is None else step)
+
+
+def load_module(run: StoredRun, module: str, device: torch.device | str = "cpu") -> Chunk:
+    """All layers of a module as one chunk with the weights of the checkpoint; nothing in it is trainable.
+
+    Raises: ConfigError: the checkpoint is of another model than config.toml.
+    """
+    spec = model_spec(run.job.model)
+    chunk = build_chunk(run.job.model, spec, module, (0, len(spec.module(module).layers)), device=device)
+    chunk.requires_grad_(False)
+    _load(chunk, module, run.checkpoint)
+    return chunk
+
+
+def _load(chunk: Chunk, module: str, source: Path) -> None:
+    """Fills a whole module from a checkpoint, in place."""
+    tied = isinstance(chunk, LanguageChunk) and chunk.shape.tied
+    # A tied head is the embedding, and is stored once.
+    tensors = {
+        f"model.{name}": tensor
+        for name, tensor in chunk.state_dict().items()
+        if not (tied and name == "language.lm_head.weight")
+    }
+    stored = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+    prefixes = ("model.vision.", "model.projector.") if module == "vision" else (f"model.{module}.",)
+    problems = [f"it has no {name}" for name in tensors if name not in stored]
+    problems += [f"this one has no {n}" for n in sorted(stored) if n.startswith(prefixes) and n not in tensors]
+    for name, tensor in tensors.items():
+        size = tuple(getattr(stored.get(name), "size", tensor.shape))
+        if size != tuple(tensor.shape):
+            problems.append(f"{name} has shape {size} there and {tuple(tensor.shape)} here")
+    if problems:
+        raise ConfigError(
+            f"{source} is not of the model in config.toml: {problems[0]}"
+            + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+            + "; restore the config.toml of the run that saved it"
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # one process is what we want
+        dcp.load(tensors, checkpoint_id=source, no_dist=True)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out`, that is renamed to `out` at the end, and removed if anything fails.
+
+    Raises: ConfigError: `out` exists.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists already; remove it or name another folder")
+    aside = out.with_name(out.name + ".tmp")
+    shutil.rmtree(aside, ignore_errors=True)  # of a command that was killed
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        os.replace(aside, out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,58 @@
+"""Folders of jobs as training leaves them, without any training: a config, and checkpoints of random weights."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mmtrain import config
+from mmtrain.config import Config, DataConfig, ModelConfig, TrainingConfig
+from mmtrain.models.chunk import Chunk, build_chunk
+from mmtrain.models.initialise import init_weights
+from mmtrain.models.spec_builders import model_spec
+from tests.lora import fill_adapters
+
+
+def chunks_of(model: ModelConfig, seed: int = 0) -> dict[str, Chunk]:
+    """Whole modules with random weights, none of them zero."""
+    spec, found = model_spec(model), {}
+    for module in spec.modules:
+        chunk = build_chunk(model, spec, module.name, (0, len(module.layers)), device="cpu")
+        init_weights(chunk, seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in chunk.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        fill_adapters(chunk)
+        found[module.name] = chunk
+    return found
+
+
+def save_run(run: Path, model: ModelConfig, steps: tuple[int, ...] = (4,), **sections: Any) -> dict[str, Chunk]:
+    """The modules of the last checkpoint of the run that was written. Args: sections: of its config."""
+    training = TrainingConfig(steps=4, seq_len=64, global_batch_size=1)
+    job = Config(model=model, **{"data": DataConfig(source="unused"), "training": training, **sections})
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(config.dump(job))
+    chunks: dict[str, Chunk] = {}
+    for step in steps:
+        chunks = chunks_of(model, seed=step)
+        save_checkpoint(run / "checkpoint" / f"step-{step}", model, chunks)
+    return chunks
+
+
+def save_checkpoint(folder: Path, model: ModelConfig, chunks: dict[str, Chunk]) -> None:
+    """Writes the modules as a complete checkpoint."""
+    tied = model.language.config.get("tie_word_embeddings", False)
+    tensors = {
+        f"model.{name}": tensor
+        for chunk in chunks.values()
+        for name, tensor in chunk.state_dict().items()
+        if not (tied and name == "language.lm_head.weight")
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    (folder / "train_state.json").write_text("{}")
