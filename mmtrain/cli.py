@@ -215,7 +215,9 @@ def _add_check_parity(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "--tolerance", type=float, metavar="T", help="relative (default 1e-4; 0.03 of all gradients with bfloat16)"
     )
     parser.add_argument("--seq-len", type=int, metavar="T", help="tokens of a small microbatch (default 512)")
-    parser.add_argument("--synthetic", action="store_true", help="drawn charts (or text) instead of the config's data")
+    parser.add_argument(
+        "--synthetic", action="store_true", help="drawn charts, text or clips instead of the config's data"
+    )
     parser.set_defaults(run=_check_parity, takes_overrides=True, overrides=[])
 
 

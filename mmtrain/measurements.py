@@ -10,19 +10,19 @@ from typing import TypeVar
 import numpy as np
 
 from mmtrain.config import Config
-from mmtrain.data.metadata import IterationMeta
+from mmtrain.data.metadata import ImageMeta, IterationMeta
 from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.spec import ModelSpec, WorkSize
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.attribution import Attribution, attribute
-from mmtrain.planner.batching import VISION, make_batching
+from mmtrain.planner.batching import DIT, VISION, make_batching
 from mmtrain.planner.cost_model import HostCopy
 from mmtrain.planner.fits import fit_sizes
 from mmtrain.planner.partition import Partition, StageSpec
 from mmtrain.planner.partition_choice import partition_of
 from mmtrain.planner.profile import HELD, LayerProfile, Profile, StepProfile, TransferProfile, job_of, role
 from mmtrain.planner.sub_microbatch import Curve
-from mmtrain.probing import CUTS, REPEATS, Cut, picture_curve, probing_job, small_job
+from mmtrain.probing import CUTS, REPEATS, Cut, probing_job, small_job, work_curve
 from mmtrain.schedule.action import Kind
 
 NUM_BLOCKS = 2
@@ -199,7 +199,8 @@ class _Probe:
 
     def action_s(self, kind: Kind) -> float:
         """Seconds of an action beside its layers: mean over modules of what is fixed in it, and the pause before it."""
-        fixed = [self.attributions[module.name, _ACTION[kind]].fixed_s for module in self.spec.modules]
+        found = [self.attributions[module.name, _ACTION[kind]] for module in self.spec.modules]
+        fixed = [one.fixed_s for one in found if one.layers] or [0.0]  # nothing runs backward in what is frozen
         cut = Cut(stages="modules", splits=kind in (Kind.I, Kind.W))
         pauses = [value for (of, _, _, k), value in self._pauses.items() if of == cut and k is kind]
         return float(np.mean(fixed)) + (float(np.mean(pauses)) if pauses else 0.0)
@@ -355,17 +356,20 @@ def trainable_params(spec: ModelSpec, partition: Partition, rank: int) -> int:
 
 
 def _curve(config: Config, probe: _Probe, action_s: float) -> Curve | None:
-    """Seconds of one stage of the job's vision module, by the number of pictures."""
-    counted = picture_curve(config).microbatches
+    """Seconds of one stage of the job's vision module (or DiT), by the number of pictures (or clips)."""
+    counted = work_curve(config).microbatches
     if not counted:
         return None
+    name = VISION if config.model.dit is None else DIT
     spec = model_spec(config.model)
-    stages = partition_of(config, spec).of_module(VISION)
+    stages = partition_of(config, spec).of_module(name)
     first = len(probe.meta.microbatches) - len(counted)
-    found = []
-    for number, work in enumerate(probe.batching.works):
-        if work.microbatch < first or probe.batching.modules[work.module] != VISION:
+    batching, found = probe.batching, []
+    for number, work in enumerate(batching.works):
+        if work.microbatch < first or batching.modules[work.module] != name:
             continue
-        total = sum(probe.seconds(VISION, role(layer), number) for layer in spec.module(VISION).layers)
-        found.append((len(probe.batching.images_of[number]), total / len(stages) + action_s))
-    return Curve(patches=counted[0].images[0].num_patches, seconds=tuple(found))
+        total = sum(probe.seconds(name, role(layer), number) for layer in spec.module(name).layers)
+        items = len(batching.images_of[number]) or len(batching.clips_of[number])
+        found.append((items, total / len(stages) + action_s))
+    (one,) = counted[0].images or counted[0].clips
+    return Curve(patches=one.num_patches if isinstance(one, ImageMeta) else one.num_tokens, seconds=tuple(found))

@@ -25,14 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain import errors
-from mmtrain.config import Config, DataConfig
+from mmtrain.config import Config, DataConfig, DitConfig
 from mmtrain.data.batch import Batch
+from mmtrain.data.buckets import latent_channels, video_geometry
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import MMTrainError
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.models.shapes import language_shape, vision_shape
+from mmtrain.models.shapes import dit_shape, language_shape, vision_shape
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.trainer import Trainer
 
@@ -46,6 +47,9 @@ _FLOOR = 1e-3
 """A gradient counts as at least this part of the largest one: what should be zero is rounding, not 100 % wrong."""
 
 _SYNTHETIC_SAMPLES = 400
+_SYNTHETIC_CLIPS = 100
+_LATENT_SIZES = ((4, 4), (3, 5), (2, 3))
+"""Rows and columns of patches of clips of noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +142,18 @@ def check_parity(config: Config, *, num_steps: int = 1, tolerance: float | None 
 
 
 def synthetic_data(config: Config, folder: Path) -> DataConfig:
-    """A data section of documents drawn for the purpose, written to a folder: charts, or text without an encoder."""
+    """A data section of samples drawn for the purpose, written to a folder: charts, or text without an encoder; for a
+    DiT clips of moving shapes, or latents of noise."""
     section = replace(config.data, split="train", streaming=False, shuffle=True)
+    if config.model.dit is not None:
+        source = folder / "shapes"
+        if latent_channels(config.model.dit) == 3:
+            from mmtrain.data.shapes import make_shapes
+
+            make_shapes(source, _SYNTHETIC_CLIPS, config.debug.seed)
+        else:
+            _write_latents(config, config.model.dit, source)
+        return replace(section, source=str(source))
     if config.model.encoder is not None:
         from mmtrain.data.charts import make_charts
 
@@ -155,6 +169,28 @@ def synthetic_data(config: Config, folder: Path) -> DataConfig:
             messages = [{**m, "content": m["content"].replace("<image>", "")} for m in conversation.messages]
             file.write(json.dumps({"messages": messages}) + "\n")
     return replace(section, source=str(path))
+
+
+def _write_latents(config: Config, dit: DitConfig, folder: Path) -> None:
+    """Clips of noise as latents of the job's rate, about as long as its buckets, in three sizes, with captions."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from mmtrain.data.clips import npy_bytes
+    from mmtrain.data.shapes import shape_captions
+
+    geometry = video_geometry(dit, config.data)
+    rng = np.random.default_rng(config.debug.seed)
+    rows = []
+    for caption in shape_captions(_SYNTHETIC_CLIPS, config.debug.seed):
+        frames = rng.integers(geometry.frames[-1], geometry.frames[0], endpoint=True)
+        places = _LATENT_SIZES[rng.integers(len(_LATENT_SIZES))]
+        sides = [count * side for count, side in zip(places, geometry.patch[1:], strict=True)]
+        values = rng.standard_normal((geometry.channels, frames, *sides), np.float32)
+        rows.append({"caption": caption, "latents": npy_bytes(values), "fps": geometry.fps})
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
 
 
 # ------------------------------------------------------------------------------------- the layout's processes
@@ -361,14 +397,19 @@ def describe(config: Config) -> str:
     families = {"language": language_shape(config.model).model_type}
     if config.model.encoder is not None:
         families["vision"] = vision_shape(config.model).model_type
+    if config.model.dit is not None:
+        families["dit"] = dit_shape(config.model).model_type
     modules = "; ".join(
         f"{m.name} {families[m.name]}, {m.num_params:,} parameters in {len(m.layers)} layers" for m in spec.modules
     )
     training = config.training
+    size = f"{training.seq_len} tokens"
+    if config.model.dit is not None:
+        size = f"up to {config.data.max_clips} clips, captions of up to {size}"
     return (
         f"layout  {layout or 'one rank'}: {shape.world_size} processes (gloo, CPU), "
         f"schedule {section.pipeline_parallel_schedule}, {training.mixed_precision_param}\n"
-        f"job     made small: {modules}; {training.global_batch_size} microbatches of {training.seq_len} tokens"
+        f"job     made small: {modules}; {training.global_batch_size} microbatches of {size}"
     )
 
 

@@ -1,5 +1,6 @@
 """What `mmtrain profile` runs: a job's layers as stages of their own, on batches that tell costs apart. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Literal
@@ -8,7 +9,9 @@ from mmtrain.config import (
     ActivationCheckpointConfig,
     CheckpointConfig,
     Config,
+    DitConfig,
     EncoderConfig,
+    LoRAConfig,
     LRSchedulerConfig,
     MetricsConfig,
     ModelConfig,
@@ -16,14 +19,22 @@ from mmtrain.config import (
     ProjectorConfig,
     ValidationConfig,
 )
-from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
-from mmtrain.models.families import ENCODERS, LANGUAGES, encoder_config, language_config
+from mmtrain.data.buckets import latent_channels, most_frames, video_geometry
+from mmtrain.data.metadata import ClipMeta, DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.models.families import DITS, ENCODERS, LANGUAGES, dit_config, encoder_config, language_config
 from mmtrain.models.shapes import language_shape, vision_shape
 from mmtrain.models.spec_builders import model_spec
+from mmtrain.planner.workloads import CLIP_SIDE, PIXELS_PER_LATENT
 from mmtrain.shrink import ENCODER_KEYS, inline_config
 
 LEAST_PICTURE_TEXT = 4
 """Tokens of text beside the pictures of a document."""
+
+LEAST_CAPTION = 4
+"""Tokens of the shortest captions of clips."""
+
+Bucket = tuple[int, int, int]
+"""Frames, height and width of the latents of a clip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +70,16 @@ def probing_job(config: Config, *, num_blocks: int, cut: Cut, num_ranks: int = 1
     model = _fewer_blocks(config.model, num_blocks)
     counts = {module.name: len(module.layers) for module in model_spec(model).modules}
     segments = counts if cut.stages == "layers" else dict.fromkeys(counts, 1)
-    encoder = model.encoder and replace(model.encoder, num_segments=segments["vision"])
+    model = replace(
+        model,
+        encoder=model.encoder and replace(model.encoder, num_segments=segments["vision"]),
+        language=replace(model.language, num_segments=segments["language"]),
+        dit=model.dit and replace(model.dit, num_segments=segments["dit"]),
+    )
     return replace(
         config,
         job=replace(config.job, dump_folder=folder),
-        model=replace(model, encoder=encoder, language=replace(model.language, num_segments=segments["language"])),
+        model=model,
         training=replace(config.training, global_batch_size=1, on_nonfinite="skip"),
         lr_scheduler=LRSchedulerConfig(warmup_steps=0),
         activation_checkpoint=(ActivationCheckpointConfig(mode=cut.mode) if cut.mode else config.activation_checkpoint),
@@ -82,11 +98,18 @@ def probing_job(config: Config, *, num_blocks: int, cut: Cut, num_ranks: int = 1
 
 
 def small_job(config: Config, *, folder: str) -> Config:
-    """One block of the language model alone, trained even where it is frozen: it has fewer parameters to update.
+    """A job with fewer parameters to update: one block of the language model alone, trained even where it is frozen; of
+    a text-to-video model a narrow DiT of one block, with a frozen text encoder.
 
     Args: folder: of the files that a job writes.
     """
     config = probing_job(config, num_blocks=1, cut=Cut(stages="modules", splits=False), folder=folder)
+    if config.model.dit is not None:
+        tp = config.parallelism.tensor_parallel_degree
+        values = {**config.model.dit.config, "num_attention_heads": tp, "ffn_dim": tp}
+        dit = replace(config.model.dit, config=values, trainable=True)
+        text = replace(config.model.language, trainable=False)
+        return replace(config, model=replace(config.model, dit=dit, language=text, lora=LoRAConfig()))
     parallelism = replace(config.parallelism, encoder_tensor_parallel="shard", encoder_context_parallel="images")
     language = replace(config.model.language, trainable=config.model.language.trainable or True)
     model = replace(config.model, encoder=None, projector=ProjectorConfig(), language=language)
@@ -99,11 +122,13 @@ def _fewer_blocks(model: ModelConfig, num_blocks: int) -> ModelConfig:
     values = language_config(model.language)
     values["num_hidden_layers"] = min(values["num_hidden_layers"], num_blocks)
     values.pop("layer_types", None)  # one entry a layer; those that are hosted all have one type
-    language = replace(model.language, pretrained="", config=inline_config(values, LANGUAGES[family]))
+    config = inline_config(values, LANGUAGES[family])
+    language = replace(model.language, pretrained="", config=config, pipeline_layout="")
     projector = replace(model.projector, pretrained="")
     return replace(
         model,
         encoder=model.encoder and _fewer_encoder_blocks(model, num_blocks),
+        dit=model.dit and _fewer_dit_blocks(model.dit, num_blocks),
         language=language,
         projector=projector,
     )
@@ -119,7 +144,14 @@ def _fewer_encoder_blocks(model: ModelConfig, num_blocks: int) -> EncoderConfig:
         depth = windowed + min(len(full), num_blocks)
         values["fullatt_block_indexes"] = list(range(windowed, depth))
     values[ENCODER_KEYS[shape.model_type]["depth"]] = depth
-    return replace(model.encoder, pretrained="", config=inline_config(values, ENCODERS[shape.model_type]))
+    config = inline_config(values, ENCODERS[shape.model_type])
+    return replace(model.encoder, pretrained="", config=config, pipeline_layout="")
+
+
+def _fewer_dit_blocks(section: DitConfig, num_blocks: int) -> DitConfig:
+    values = dit_config(section)
+    values |= {"num_layers": min(values["num_layers"], num_blocks), "patch_size": list(values["patch_size"])}
+    return replace(section, pretrained="", config=inline_config(values, DITS[values["model_type"]]), pipeline_layout="")
 
 
 # --------------------------------------------------------------------------------------------- batches
@@ -130,8 +162,10 @@ def probing_iteration(config: Config) -> IterationMeta:
 
     With an encoder: pictures of three sizes (or the encoder's one), as many as fit in growing numbers, with little
     or much text beside them, in one document or one each. Then text alone in one or four documents. So rows, attended
-    pairs, image tokens and labels change apart from each other.
+    pairs, image tokens and labels change apart from each other. Of a text-to-video job: see `_clips_iteration`.
     """
+    if config.model.dit is not None:
+        return _clips_iteration(config)
     limit = config.training.seq_len
     found: list[MicrobatchMeta] = []
     for grid, tokens in _pictures(config):
@@ -145,18 +179,29 @@ def probing_iteration(config: Config) -> IterationMeta:
     return IterationMeta(microbatches=tuple(found))
 
 
-def picture_curve(config: Config) -> IterationMeta:
-    """Microbatches of 1, 2, 3, ... pictures of one size (the second largest of the probes) and little text.
+def work_curve(config: Config) -> IterationMeta:
+    """Microbatches of 1, 2, 3, ... pictures (or clips) of one size, the second largest of the probes, and little text.
 
-    They tell how many pictures a vision work needs to run well.
+    They tell how many pictures a vision work, or clips a DiT work, needs to run well. None without either.
     """
+    if config.model.dit is not None:
+        buckets = _buckets(config)
+        bucket = buckets[min(1, len(buckets) - 1)]
+        numbers = _some(_most_clips(config, bucket))
+        text = min(config.training.seq_len, LEAST_CAPTION)
+        return IterationMeta(microbatches=tuple(_clips(config, i, [bucket] * n, text) for i, n in enumerate(numbers)))
     pictures = _pictures(config)
     if not pictures:
         return IterationMeta(microbatches=())
     grid, tokens = pictures[min(1, len(pictures) - 1)]
     most = max(_numbers(config.training.seq_len, tokens + 1))
-    numbers = sorted({number for number in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, most) if number <= most})
-    return IterationMeta(microbatches=tuple(_microbatch(i, grid, tokens, n, n, n) for i, n in enumerate(numbers)))
+    made = [_microbatch(i, grid, tokens, n, n, n) for i, n in enumerate(_some(most))]
+    return IterationMeta(microbatches=tuple(made))
+
+
+def _some(most: int) -> list[int]:
+    """Numbers up to the largest one, ever further apart."""
+    return sorted({number for number in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, most) if number <= most})
 
 
 def _pictures(config: Config) -> list[tuple[tuple[int, int, int], int]]:
@@ -177,7 +222,11 @@ def _pictures(config: Config) -> list[tuple[tuple[int, int, int], int]]:
 
 def _numbers(limit: int, tokens: int) -> list[int]:
     """1, 2, 4, ... and the most of `tokens` each that fit; 1 if none does."""
-    most = max(1, limit // tokens)
+    return _doubled(max(1, limit // tokens))
+
+
+def _doubled(most: int) -> list[int]:
+    """1, 2, 4, ... and the largest one."""
     return sorted({min(2**k, most) for k in range(most.bit_length() + 1)})
 
 
@@ -207,3 +256,66 @@ def _microbatch(
             )
         )
     return MicrobatchMeta(documents=tuple(made))
+
+
+# ------------------------------------------------------------------------------------------------ clips
+
+
+def _clips_iteration(config: Config) -> IterationMeta:
+    """One microbatch for each size that the layers of a text encoder and a DiT are measured at.
+
+    A clip of the longest, a middle and the shortest bucket, each with a caption of all tokens that one may have, of a
+    fourth, and of few; as many as a microbatch holds in growing numbers; and clips of all three together. So latent
+    tokens, pairs of self- and of cross-attention, text tokens and clips change apart from each other.
+    """
+    limit = config.training.seq_len
+    texts = sorted({limit, -(-limit // 4), min(limit, LEAST_CAPTION)}, reverse=True)
+    buckets = _buckets(config)
+    made = [([bucket], text) for bucket in buckets for text in texts]
+    for size, bucket in enumerate(buckets):
+        for place, number in enumerate(_doubled(_most_clips(config, bucket))[1:]):
+            made.append(([bucket] * number, texts[(size + place) % len(texts)]))
+    together = buckets
+    while len(together) > config.data.max_clips or sum(frames for frames, *_ in together) > most_frames(config.data):
+        together = together[1:]
+    if len(together) > 1:
+        made.append((together, texts[-1]))
+    return IterationMeta(microbatches=tuple(_clips(config, i, *row) for i, row in enumerate(made)))
+
+
+def _buckets(config: Config) -> list[Bucket]:
+    """The buckets to measure with, the longest first: of three lengths, or as many as there are.
+
+    Latents come in sizes that the config does not say; those of usual clips stand for them.
+    """
+    assert config.model.dit is not None
+    data = config.data
+    if latent_channels(config.model.dit) != 3:
+        data = replace(data, video_area=min(data.video_area, (CLIP_SIDE // PIXELS_PER_LATENT) ** 2))
+    geometry = video_geometry(config.model.dit, data)
+    lengths, sizes = geometry.frames, geometry.sizes
+    chosen = dict.fromkeys((lengths[0], lengths[len(lengths) // 2], lengths[-1]))
+    return [(frames, *sizes[i % len(sizes)]) for i, frames in enumerate(chosen)]
+
+
+def _most_clips(config: Config, bucket: Bucket) -> int:
+    """Clips of a bucket that a microbatch holds."""
+    return max(1, min(config.data.max_clips, most_frames(config.data) // bucket[0]))
+
+
+def _clips(config: Config, index: int, buckets: Sequence[Bucket], text: int) -> MicrobatchMeta:
+    """Clips with captions of so many tokens each."""
+    assert config.model.dit is not None
+    geometry = video_geometry(config.model.dit, config.data)
+    clips = tuple(
+        ClipMeta(
+            sample=index * 1000 + i,
+            frames=bucket[0],
+            height=bucket[1],
+            width=bucket[2],
+            num_tokens=geometry.num_tokens(bucket),
+            num_text_tokens=text,
+        )
+        for i, bucket in enumerate(buckets)
+    )
+    return MicrobatchMeta(clips=clips)

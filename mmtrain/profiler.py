@@ -38,7 +38,7 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.planner.cost_model import HostCopy
 from mmtrain.planner.profile import Profile
-from mmtrain.probing import CUTS, REPEATS, Cut, picture_curve, probing_iteration, probing_job, small_job
+from mmtrain.probing import CUTS, REPEATS, Cut, probing_iteration, probing_job, small_job, work_curve
 from mmtrain.topology import MeshShape
 from mmtrain.trainer import TimedStep, Trainer
 
@@ -96,7 +96,7 @@ def _copies(pp: int, plane: int) -> int:
 
 
 def _everything(job: Config) -> IterationMeta:
-    return IterationMeta(microbatches=(*probing_iteration(job).microbatches, *picture_curve(job).microbatches))
+    return IterationMeta(microbatches=(*probing_iteration(job).microbatches, *work_curve(job).microbatches))
 
 
 def _load() -> str:

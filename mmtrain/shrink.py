@@ -1,7 +1,8 @@
 """A small job of the same kind as a user's: what a check of its layout can run in seconds. Pure.
 
-Kept: families, activation functions, biases, ratios of heads, tied and trainable flags, masks, how modules are cut
-and divided, dtypes, data and tokenizer. Made smaller: depth, widths, pictures, sequence, batch, degrees.
+Kept: families, activation functions, biases, ratios of heads, tied and trainable flags, masks, what a DiT predicts and
+in which patches, how modules are cut and divided, dtypes, data and tokenizer. Made smaller: depth, widths, pictures,
+clips, sequence, batch, degrees.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from mmtrain.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    DitConfig,
     EncoderConfig,
     LanguageConfig,
     LoRAConfig,
@@ -21,8 +23,8 @@ from mmtrain.config import (
     ParallelismConfig,
     ValidationConfig,
 )
-from mmtrain.models.families import ENCODERS, LANGUAGES, Family, encoder_config, language_config
-from mmtrain.models.shapes import VisionShape, language_shape, vision_shape
+from mmtrain.models.families import DITS, ENCODERS, LANGUAGES, Family, dit_config, encoder_config, language_config
+from mmtrain.models.shapes import DitShape, VisionShape, dit_shape, language_shape, vision_shape
 from mmtrain.planner.iteration import IterationPlanner
 
 MOST_RANKS = 8
@@ -32,7 +34,15 @@ SEQ_LEN = 512
 """Tokens of a microbatch, unless two pictures need more."""
 
 _HEAD_DIM = 16
+_TIME_WIDTH = 32
 _PICTURE_TOKENS = 16
+_CLIP_SECONDS = 4.0
+_CLIP_PATCHES = 64
+"""Along the time of a clip whose frames are made small."""
+_LATENT_PATCHES = 4
+"""The same of a clip that comes as latents, which nobody resizes."""
+_CLIPS = 4
+"""Of a microbatch: two works of two."""
 _LOWERED_FIRST = (
     "data_parallel_shard_degree",
     "data_parallel_replicate_degree",
@@ -131,8 +141,8 @@ def _fewer_ranks(section: ParallelismConfig) -> tuple[ParallelismConfig, tuple[s
 
 def _model(config: Config, parallelism: ParallelismConfig) -> ModelConfig:
     model, tp = config.model, parallelism.tensor_parallel_degree
-    partition = IterationPlanner.of(config).partition  # which also refuses what the real model cannot be divided by
-    modules = ("language",) if model.encoder is None else ("vision", "language")
+    planner = IterationPlanner.of(config)  # which also refuses what the real model cannot be divided by
+    partition, modules = planner.partition, [module.name for module in planner.spec.modules]
     if config.planner.partition.startswith("mixed"):  # of a chain of all modules the language model's K counts passes
         passes = 1 + partition.stages[-1].segment
         segments, stages = dict.fromkeys(modules, 0), {}
@@ -160,9 +170,20 @@ def _model(config: Config, parallelism: ParallelismConfig) -> ModelConfig:
             pipeline_layout="",
             sub_microbatch_size=min(size, 2) or 2,  # so that the few pictures of a small microbatch are still divided
         )
+    dit = model.dit
+    if dit is not None:
+        dit = replace(
+            dit,
+            pretrained="",
+            config=_dit(dit, dit_shape(model), tp, stages["dit"], width),
+            num_segments=segments["dit"],
+            pipeline_layout="",
+            sub_microbatch_size=min(dit.sub_microbatch_size, 2),
+        )
     return replace(
         model,
         encoder=encoder,
+        dit=dit,
         projector=replace(projector, pretrained=""),
         language=replace(
             model.language, pretrained="", config=language, num_segments=segments["language"], pipeline_layout=""
@@ -221,6 +242,21 @@ def _encoder(
     return inline_config(values, ENCODERS[shape.model_type])
 
 
+def _dit(section: DitConfig, shape: DitShape, tp: int, num_stages: int, text_width: int) -> dict[str, Any]:
+    """Patches, channels and places stay, and so does what a clip of the data is to it."""
+    heads = min(shape.num_heads, max(2, tp))
+    head_dim = min(shape.width // shape.num_heads, _HEAD_DIM)
+    values = dit_config(section) | {
+        "num_attention_heads": heads,
+        "attention_head_dim": head_dim,
+        "ffn_dim": _scaled(shape.mlp_width, heads * head_dim, shape.width, tp),
+        "num_layers": min(shape.depth, max(2, num_stages)),
+        "text_dim": text_width,
+        "freq_dim": min(shape.time_width, _TIME_WIDTH),
+    }
+    return inline_config(values | {"patch_size": list(shape.patch)}, DITS[shape.model_type])
+
+
 def inline_config(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """A config as one writes it into a TOML file: known keys with a value."""
     known = {"model_type", *family.defaults, *family.optional}
@@ -248,9 +284,27 @@ def _picture_tokens(model: ModelConfig) -> int:
 
 def _data(section: DataConfig, model: ModelConfig) -> DataConfig:
     section = replace(section, num_workers=0, too_long="truncate" if model.encoder is None else "skip")
+    if model.dit is not None:
+        return _clips(section, dit_shape(model))
     if model.encoder is None or vision_shape(model).fixed_grid is not None:
         return section
     shape = vision_shape(model)
     token = (shape.patch_size * shape.merge) ** 2
     most = min(section.max_pixels or _PICTURE_TOKENS * token, _PICTURE_TOKENS * token)
     return replace(section, max_pixels=most, min_pixels=min(token, most))
+
+
+def _clips(section: DataConfig, shape: DitShape) -> DataConfig:
+    """Fewer, shorter and smaller clips, of as many frames a second; those of a few seconds still differ in length."""
+    frames, rows, columns = shape.patch
+    patches = _CLIP_PATCHES if shape.in_channels == 3 else _LATENT_PATCHES
+    longest = max(frames / section.fps, min(_CLIP_SECONDS, patches * frames / section.fps))
+    seconds = min(section.max_seconds, longest)
+    return replace(
+        section,
+        max_seconds=seconds,
+        max_total_seconds=min(section.max_total_seconds, 2 * seconds),
+        max_clips=min(section.max_clips, _CLIPS),
+        video_area=min(section.video_area, _PICTURE_TOKENS * rows * columns),
+        video_frames=[],
+    )

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 from mmtrain import config
+from mmtrain.config import Config
 
 TEMPLATE = """
 [job]
@@ -90,6 +91,12 @@ def write_video_config(folder: Path, data: Path) -> Path:
     path = folder / "job.toml"
     path.write_text(VIDEO_TEMPLATE.format(folder=folder, data=data))
     return path
+
+
+def video_config(folder: Path, *overrides: str, channels: int = 3) -> Config:
+    """The same job as a value, on data that do not exist: pixels, or latents of another number of channels."""
+    kinds = [f"--model.dit.config.{key}={channels}" for key in ("in_channels", "out_channels")]
+    return config.load(write_video_config(folder, folder / "nowhere"), [*kinds, *overrides])
 
 
 def train(rank: int, path: Path, overrides: list[str]) -> None:

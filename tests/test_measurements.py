@@ -1,25 +1,31 @@
 """Samples of a machine whose seconds are known come to a profile that knows them."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from mmtrain import config as config_module
 from mmtrain.data.metadata import IterationMeta
+from mmtrain.errors import ConfigError
 from mmtrain.measurements import NUM_BLOCKS, Samples, StepSample, assemble, calm, slowest, trainable_params
 from mmtrain.models.memory_strategies import BlockMemory
 from mmtrain.models.recomputation import Recomputation
+from mmtrain.models.spec import clips_work, documents_work
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import make_batching
+from mmtrain.planner.calibration import calibrate
 from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.measured_costs import MeasuredCosts
 from mmtrain.planner.partition import reference_sizes
 from mmtrain.planner.partition_choice import partition_of
 from mmtrain.planner.profile import Profile
-from mmtrain.probing import CUTS, REPEATS, picture_curve, probing_iteration, probing_job, small_job
+from mmtrain.planner.profile_table import table
+from mmtrain.probing import CUTS, REPEATS, probing_iteration, probing_job, small_job, work_curve
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import P2P
+from tests.jobs import video_config
 from tests.planner.profiles import MACHINE
 
 FLOPS = FlopsCosts(flops_per_s=1e8, p2p=P2P(latency_s=0.0, bytes_per_s=1.0))
@@ -29,14 +35,14 @@ PARAM_S, STEP_S, PIPELINE_S = 2e-8, 7e-3, 0.25
 
 
 def everything(config) -> IterationMeta:
-    return IterationMeta(microbatches=(*probing_iteration(config).microbatches, *picture_curve(config).microbatches))
+    return IterationMeta(microbatches=(*probing_iteration(config).microbatches, *work_curve(config).microbatches))
 
 
 ADDED = {"selective": (0.1, 0.4), "recompute": (0.0, 0.9)}
 """What a strategy adds to F and to B, as parts of F."""
 
 
-def samples_of(config) -> Samples:
+def samples_of(config, costs=FLOPS) -> Samples:
     """What would be measured if layers took their FLOPs, and actions FIXED and PAUSE."""
     found = Samples()
     meta = everything(config)
@@ -45,12 +51,12 @@ def samples_of(config) -> Samples:
         added = next((ADDED[how] for how, other in REPEATS.items() if other == cut), (0.0, 0.0))
         planner = IterationPlanner.of(job)
         batching = make_batching(meta, planner.spec)
-        graph = replace(planner, costs=FLOPS).problem(meta)[1].graph
+        graph = replace(planner, costs=costs).problem(meta)[1].graph
         rows, pauses = {}, {}
         for stage, work in graph.nodes():
             place = planner.partition.stages[stage]
             module, size = planner.spec.module(place.module), batching.size_of[work]
-            times = [FLOPS.layer(module, index, size, input_grad=index > 0) for index in range(*place.layers)]
+            times = [costs.layer(module, index, size, input_grad=index > 0) for index in range(*place.layers)]
             inside, later = sum(t.backward_input_s for t in times), sum(t.backward_weight_s for t in times)
             seconds = {Kind.F: sum(t.forward_s for t in times)}
             if graph.has_backward(stage, work) and cut.splits and later:
@@ -159,12 +165,10 @@ def test_the_curve_is_one_stage_of_the_job(config, samples):
     spec = model_spec(config.model)
     stages = len(partition_of(config, spec).of_module("vision"))
     assert stages == 2
-    batching = make_batching(picture_curve(config), spec)
+    batching = make_batching(work_curve(config), spec)
     vision = [size for w, size in zip(batching.works, batching.size_of, strict=True) if w.module == 0]
     actions = profile.actions["F"] + profile.actions["B"]
-    assert [number for number, _ in profile.curve.seconds] == [
-        len(m.images) for m in picture_curve(config).microbatches
-    ]
+    assert [number for number, _ in profile.curve.seconds] == [len(m.images) for m in work_curve(config).microbatches]
     for (_, seconds), size in zip(profile.curve.seconds, vision, strict=True):
         module = spec.module("vision")
         times = [FLOPS.layer(module, index, size, input_grad=index > 0) for index in range(len(module.layers))]
@@ -186,3 +190,94 @@ def test_transfers_and_the_pipelines_part_of_a_step_come_from_two_ranks(config, 
     assert profile.transfer.byte_s == pytest.approx(1e-9)
     assert profile.transfer.end_s == pytest.approx(1e-5)
     assert profile.step.pipeline_s == pytest.approx(PIPELINE_S)
+
+
+# ------------------------------------------------------------------------------------------------ clips
+
+
+SLOW = replace(FLOPS, flops_per_s=1e7)
+"""So that what actions take beside layers is little of small works."""
+
+
+@pytest.fixture(scope="module", params=["", "language"], ids=["all train", "frozen text encoder"])
+def video(request, tmp_path_factory):
+    """(text-to-video job, its samples)."""
+    frozen = [f"--model.{request.param}.trainable=false"] if request.param else []
+    config = video_config(tmp_path_factory.mktemp("clips"), *frozen)
+    return config, samples_of(config, SLOW)
+
+
+def test_layers_of_a_dit_and_its_text_encoder_are_found_again(video):
+    config, samples = video
+    profile = assemble(config, everything(config), [samples], [], MACHINE)
+    for kind in FIXED:
+        assert profile.actions[kind.value] == pytest.approx(FIXED[kind] + PAUSE[kind], rel=0.05), kind
+    assert profile.step.param_s == pytest.approx(PARAM_S)
+    assert profile.step.fixed_s == pytest.approx(STEP_S)
+    assert profile.repeats == {how: pytest.approx(sum(parts), rel=0.01) for how, parts in ADDED.items()}
+    spec = model_spec(config.model)
+    # Clips of other lengths, numbers and captions than were measured.
+    sizes = {
+        "language": documents_work([11, 40, 23], 74),
+        "dit": clips_work([108, 72, 36], [11, 40, 23], 216),
+    }
+    for splits in (False, True):
+        costs = MeasuredCosts(profile=profile, p2p=SLOW.p2p, splits_backward=splits)
+        for module in spec.modules:
+            ours = costs.layer(module, 2, sizes[module.name], input_grad=True)
+            theirs = SLOW.layer(module, 2, sizes[module.name], input_grad=True)
+            assert ours.forward_s == pytest.approx(theirs.forward_s, rel=0.02)
+            assert ours.backward_input_s == pytest.approx(theirs.backward_input_s, rel=0.04)
+            assert ours.backward_weight_s == pytest.approx(theirs.backward_weight_s, rel=0.04)
+
+
+def test_the_curve_of_clips_is_one_stage_of_the_dit(video):
+    config, samples = video
+    profile = assemble(config, everything(config), [samples], [], MACHINE)
+    spec = model_spec(config.model)
+    metas = work_curve(config).microbatches
+    (one,) = metas[0].clips
+    assert profile.curve.patches == one.num_tokens
+    assert [number for number, _ in profile.curve.seconds] == [len(m.clips) for m in metas] == [1, 2, 3, 4]
+    layers, actions = spec.module("dit"), profile.actions["F"] + profile.actions["B"]
+    for (number, seconds), meta in zip(profile.curve.seconds, metas, strict=True):
+        size = clips_work([one.num_tokens] * number, meta.text_lengths, meta.num_targets)
+        times = [SLOW.layer(layers, index, size, input_grad=index > 0) for index in range(len(layers.layers))]
+        total = sum(t.forward_s + t.backward_input_s + t.backward_weight_s for t in times)
+        assert seconds == pytest.approx(total + actions, rel=0.02)
+
+
+def test_a_text_to_video_job_is_planned_with_its_profile_and_no_other(video, tmp_path):
+    config, samples = video
+    profile = assemble(config, everything(config), [samples], [], MACHINE)
+    path = tmp_path / "p.json"
+    profile.write(path)
+    assert Profile.read(path) == profile
+    measured = replace(config, planner=replace(config.planner, profile=str(path)))
+    planner = IterationPlanner.of(measured)
+    assert isinstance(planner.costs, MeasuredCosts)
+    assert planner.sub_microbatch_size == 2, "what the config says"
+    assert planner.plan(probing_iteration(config)).result.timeline.makespan_s > 0
+    values = {**config.model.dit.config, "ffn_dim": 64}
+    other = replace(measured, model=replace(config.model, dit=replace(config.model.dit, config=values)))
+    with pytest.raises(ConfigError, match=r"measured with dit blocks of num_params = .* blocks\.0 of this job"):
+        IterationPlanner.of(other)
+
+
+def test_the_table_of_a_text_to_video_job_has_the_weights_of_clips(video):
+    config, samples = video
+    profile = assemble(config, everything(config), [samples], [], MACHINE)
+    spec = model_spec(config.model)
+    text = table(profile, spec, calibrate(profile, config, spec, "cpu"))
+    assert "pair x attended pairs + cross x pairs with text tokens + text x text tokens + clip x clips + fixed" in text
+    assert "dit blocks             F " in text
+    assert "Clips a second of a DiT work, relative to the best, by its number of clips: 1: " in text
+    assert re.search(r"model\.dit\.sub_microbatch_size = \d is the smallest with 95 % .* clips of \d+ tokens", text)
+    assert "nan" not in text
+    block = next(layer.fits["forward"] for layer in profile.layers if (layer.module, layer.role) == ("dit", "blocks"))
+    (line,) = (line for line in text.splitlines() if line.startswith("dit blocks"))
+    row, pair, cross, texts, clip, fixed = map(float, line.split("|")[1].split())
+    assert (row, texts, clip) == pytest.approx((1e6 * block.row, 1e6 * block.text, 1e6 * block.clip), abs=1e-3)
+    assert (pair, cross, fixed) == pytest.approx(
+        (1e9 * block.pair, 1e9 * block.cross_pair, 1e6 * block.fixed), abs=1e-3
+    )

@@ -2,13 +2,16 @@
 
 import dataclasses
 import os
+import re
 
 import pytest
+import torch
 
 from mmtrain import parity
 from mmtrain.cli import main
-from mmtrain.parity import ParameterError, Parity, StepParity, report
-from tests.jobs import layout, write_config
+from mmtrain.parity import ParameterError, Parity, StepParity, report, synthetic_data
+from mmtrain.shrink import shrink
+from tests.jobs import layout, video_config, write_config, write_video_config
 
 RIGHT = Parity(
     low_precision=False,
@@ -139,6 +142,34 @@ def test_a_text_model_has_synthetic_text(tmp_path, capsys):
     )
     assert check(path, "synthetic") == 0
     assert "job     made small: language llama" in capsys.readouterr().out
+
+
+@pytest.mark.ranks
+def test_a_text_to_video_model_has_synthetic_clips(tmp_path, capsys):
+    path = write_video_config(tmp_path, tmp_path / "nowhere")
+    words = ["parallelism.pipeline_parallel_schedule=ZB-H1", "diffusion.caption_dropout=0.5"]
+    assert check(path, "synthetic", *layout(pp=2), *words) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"made small: language llama, .*; dit wan, .* microbatches of up to 4 clips", out)
+    assert "dit.blocks.1" in out
+    assert "PASS" in out
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_synthetic_clips_have_several_buckets_captions_and_contents(tmp_path, channels):
+    from mmtrain.data.loader import Loader
+
+    small = shrink(video_config(tmp_path, channels=channels)).config
+    job = dataclasses.replace(small, data=synthetic_data(small, tmp_path))
+    steps, again = (list(Loader(job, split="train", num_steps=4)) for _ in range(2))
+    clips = [clip for _, meta, _ in steps for microbatch in meta.microbatches for clip in microbatch.clips]
+    assert len({clip.bucket for clip in clips}) >= 5
+    assert len({clip.frames for clip in clips}) >= 2
+    assert len({clip.num_text_tokens for clip in clips}) >= 5
+    latents, same = ([values for batch, *_ in of for m in batch.clips for values in m.latents] for of in (steps, again))
+    assert all(values.shape == (channels, *clip.bucket) for values, clip in zip(latents, clips, strict=True))
+    assert all(values.std() > 0.01 for values in latents)
+    assert all(map(torch.equal, latents, same))
 
 
 @pytest.mark.parametrize("word", ["steps=0", "seq-len=1", "tolerance=0", "training.seq_len=x"])

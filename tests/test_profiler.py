@@ -12,10 +12,12 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.profile import HELD, TIMES, Profile, role
 from mmtrain.planner.sub_microbatch import smallest_efficient
 from mmtrain.probing import probing_iteration
-from tests.jobs import write_config
+from tests.jobs import write_config, write_video_config
 
 pytestmark = pytest.mark.ranks
 
+KINDS = [("language", "embed"), ("language", "layers"), ("language", "norm")]
+KINDS += [("dit", "embed"), ("dit", "blocks"), ("dit", "head")]
 PP2 = ["--parallelism.pipeline_parallel_degree=2", "--training.seq_len=64"]
 
 
@@ -93,6 +95,26 @@ def test_fitted_efficiencies_are_a_hardware_profile(measured):
     assert planner.plan(probing_iteration(config)).result.timeline.makespan_s > 0
     before, after = re.search(r"mean error of a layer (\d+) %; with the factors a below ([\d.]+) %", text).groups()
     assert float(after) <= float(before) + 1
+
+
+def test_a_text_to_video_job_is_measured_and_planned_with(tmp_path: Path, capsys):
+    words = ["--data.video_frames=[2, 8]", "--data.max_clips=2", "--model.language.trainable=false"]
+    job, out = write_video_config(tmp_path, tmp_path / "nowhere"), tmp_path / "p.json"
+    assert main(["profile", "--config", str(job), "--out", str(out), "--rounds", "1", "--steps", "1", *words]) == 0
+    text = capsys.readouterr().out
+    profile, config = Profile.read(out), config_module.load(job, [*words, f'--planner.profile="{out}"'])
+    assert [(layer.module, layer.role) for layer in profile.layers] == KINDS
+    dit = model_spec(config.model).module("dit")
+    blocks = profile.layer("dit", dit.layers[1])
+    assert set(blocks.points) == {*TIMES, HELD}
+    size, held = max(blocks.points[HELD], key=lambda point: point[1])
+    assert held == pytest.approx(dit.layers[1].activation_bytes(size), rel=0.1)
+    assert {size.clips for size, _ in blocks.points["forward"]} == {1, 2}
+    assert "backward" not in profile.layers[1].points, "a frozen text encoder has no backward"
+    assert [number for number, _ in profile.curve.seconds] == [1, 2]
+    assert "model.dit.sub_microbatch_size = " in text
+    planner = IterationPlanner.of(config)
+    assert 0 < planner.plan(probing_iteration(config)).result.timeline.makespan_s < 60
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from mmtrain import config
 from mmtrain.config import (
     Config,
     DataConfig,
+    DiffusionConfig,
+    DitConfig,
     EncoderConfig,
     LanguageConfig,
     LoRAConfig,
@@ -18,8 +20,9 @@ from mmtrain.config import (
     ProjectorConfig,
     TrainingConfig,
 )
+from mmtrain.data.buckets import most_frames, video_geometry
 from mmtrain.errors import ConfigError
-from mmtrain.models.shapes import language_shape, vision_shape
+from mmtrain.models.shapes import dit_shape, language_shape, vision_shape
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.shrink import MOST_RANKS, shrink
@@ -40,6 +43,12 @@ LANGUAGES: dict[str, dict[str, Any]] = {
         "hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8, "intermediate_size": 8192,
         "num_hidden_layers": 28, "vocab_size": 128256, "head_dim": 128, "tie_word_embeddings": True,
     },
+}  # fmt: skip
+
+
+WAN: dict[str, Any] = {
+    "num_layers": 28, "num_attention_heads": 28, "ffn_dim": 10240, "attention_head_dim": 128, "text_dim": 3072,
+    "in_channels": 3, "out_channels": 3,
 }  # fmt: skip
 
 
@@ -176,3 +185,84 @@ def test_pretrained_models_keep_their_shape_alone(tmp_path: Path) -> None:
 def test_what_the_real_model_cannot_be_divided_by_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_degree = 8 does not divide"):  # 28 heads
         shrink(job(parallelism=ParallelismConfig(tensor_parallel_degree=8)))
+
+
+# ------------------------------------------------------------------------------------------------ clips
+
+
+def video_job(*, dit: dict[str, Any] | None = None, data: dict[str, Any] | None = None, **sections: Any) -> Config:
+    model = ModelConfig(
+        language=LanguageConfig(config={"model_type": "llama", **LANGUAGES["llama"]}, num_segments=1, trainable=False),
+        dit=DitConfig(config={"model_type": "wan", **WAN, **(dit or {})}, num_segments=2, sub_microbatch_size=3),
+    )
+    return job(model=model, data=data or {}, **sections)
+
+
+def test_a_dit_becomes_small_and_can_be_cut_and_divided() -> None:
+    big = video_job(
+        parallelism=ParallelismConfig(pipeline_parallel_degree=2, tensor_parallel_degree=4),
+        diffusion=DiffusionConfig(prediction="v", caption_dropout=0.5),
+        dit={"patch_size": [1, 4, 2], "cross_attn_norm": False, "eps": 1e-5, "rope_max_seq_len": 99},
+    )
+    small = shrink(big).config
+    planner = IterationPlanner.of(small)
+    assert [module.name for module in planner.spec.modules] == ["language", "dit"]
+    assert planner.spec.module("dit").num_params < 300_000
+    assert len(planner.partition.of_module("dit")) == 4
+    assert len(planner.partition.of_module("language")) == 2
+    section, shape = small.model.dit, dit_shape(small.model)
+    assert section is not None
+    assert (shape.num_heads, shape.width, shape.depth) == (4, 64, 4)
+    assert shape.mlp_width % 4 == 0
+    assert shape.text_width == language_shape(small.model).width
+    assert (shape.patch, shape.in_channels, shape.cross_norm, shape.max_positions) == ((1, 4, 2), 3, False, 99)
+    assert section.config["eps"] == 1e-5
+    assert section.sub_microbatch_size == 2
+    assert (section.trainable, small.model.language.trainable) == (True, False)
+    assert small.diffusion == big.diffusion
+
+
+def test_a_dit_whose_heads_are_narrow_keeps_them() -> None:
+    shape = dit_shape(shrink(video_job(dit={"attention_head_dim": 6})).config.model)
+    assert shape.width // shape.num_heads == 6
+
+
+def test_clips_are_few_short_and_small_and_still_of_several_buckets() -> None:
+    small = shrink(video_job()).config
+    assert small.model.dit is not None
+    geometry = video_geometry(small.model.dit, small.data)
+    assert (small.data.fps, small.data.max_clips, small.data.too_long) == (16.0, 4, "truncate")
+    assert max(geometry.frames) == 64
+    assert most_frames(small.data) == 128
+    assert len(geometry.sizes) > 2
+    most = max(geometry.num_tokens((frames, *size)) for frames in geometry.frames for size in geometry.sizes)
+    assert most <= 64 * 20
+    # A clip of half a second fills a shorter bucket than one of ten seconds.
+    assert geometry.longest(geometry.sampled(4, 8.0)) < geometry.longest(geometry.sampled(80, 8.0))
+    assert small.training.seq_len == 512, "tokens of a caption"
+
+
+def test_latents_which_nobody_resizes_are_shorter() -> None:
+    data = {"fps": 4.0, "max_clips": 1, "max_seconds": 10.0, "max_total_seconds": 10.0}
+    small = shrink(video_job(dit={"in_channels": 16, "out_channels": 16, "patch_size": [2, 2, 2]}, data=data)).config
+    assert small.model.dit is not None
+    assert video_geometry(small.model.dit, small.data).frames == (8, 6, 4, 2)
+    assert (small.data.fps, small.data.max_clips) == (4.0, 1)
+
+
+@pytest.mark.parametrize("fps", [0.5, 1.7, 16.0, 23.976, 60.0])
+def test_whatever_the_rate_there_is_a_bucket(fps: float) -> None:
+    data = {"fps": fps, "max_seconds": 12.5, "video_frames": [4]}
+    for channels in (3, 16):
+        wide = {"patch_size": [4, 2, 2], "in_channels": channels, "out_channels": channels}
+        small = shrink(video_job(dit=wide, data=data)).config
+        assert small.model.dit is not None
+        assert video_geometry(small.model.dit, small.data).frames[-1] == 4
+
+
+def test_a_small_text_to_video_job_is_a_file_that_stays_as_it_is(tmp_path: Path) -> None:
+    small = shrink(video_job()).config
+    assert shrink(small).config == small
+    path = tmp_path / "small.toml"
+    path.write_text(config.dump(small))
+    assert config.load(path) == small

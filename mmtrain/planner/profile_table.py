@@ -1,8 +1,10 @@
 """A measured profile as text for people. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from mmtrain.models.spec import LayerSpec, ModelSpec, WorkSize
+from mmtrain.planner.batching import DIT
 from mmtrain.planner.calibration import LAUNCH, Calibration
 from mmtrain.planner.fits import SizeFit
 from mmtrain.planner.profile import HELD, TIMES, LayerProfile, Profile, role
@@ -17,6 +19,29 @@ _LABELS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """Weights of a fit that share a column."""
+
+    weights: tuple[str, ...]
+    formula: str
+    head: str
+    scale: float
+    clips: bool | None = None
+    """Whether only profiles with a DiT, or only others, have it; None: all."""
+
+
+_COLUMNS = (
+    _Column(weights=("row",), formula="row x rows", head="row us", scale=1e6),
+    _Column(weights=("pair", "window_pair"), formula="pair x attended pairs", head="pair ns", scale=1e9),
+    _Column(weights=("cross_pair",), formula="cross x pairs with text tokens", head="cross ns", scale=1e9, clips=True),
+    _Column(weights=("text",), formula="text x text tokens", head="text us", scale=1e6, clips=True),
+    _Column(weights=("clip",), formula="clip x clips", head="clip us", scale=1e6, clips=True),
+    _Column(weights=("output",), formula="output x rows that leave", head="out us", scale=1e6, clips=False),
+    _Column(weights=("fixed",), formula="fixed", head="fixed us", scale=1e6),
+)
+
+
 def table(profile: Profile, spec: ModelSpec, calibration: Calibration | None = None) -> str:
     """What was measured: layers with their fits, actions, transfers, ends of steps, held bytes, sub-microbatches."""
     machine = profile.machine
@@ -24,12 +49,16 @@ def table(profile: Profile, spec: ModelSpec, calibration: Calibration | None = N
         f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads a process, "
         f"{machine['copies']} copies side by side, torch {machine['torch']}, load {machine['load']}, {machine['date']}",
         "",
-        "A layer takes  row x rows + pair x attended pairs + output x rows that leave + fixed  seconds.",
-        f"{'layer':22s} {'':9s}{'at the largest work':>32s} {'GFLOP/s':>8s} | {'row us':>8s} {'pair ns':>8s} "
-        f"{'output us':>9s} {'fixed us':>8s} | error of the fit: mean, worst",
+    ]
+    columns = [column for column in _COLUMNS if column.clips is None or column.clips == _has_clips(profile)]
+    formula = " + ".join(column.formula for column in columns)
+    heads = " ".join(f"{column.head:>8s}" for column in columns)
+    lines += [
+        f"A layer takes  {formula}  seconds.",
+        f"{'layer':22s} {'':9s}{'at the largest work':>32s} {'GFLOP/s':>8s} | {heads} | error of the fit: mean, worst",
     ]
     for layer in profile.layers:
-        lines += _layer_lines(layer, _spec_of(layer, spec))
+        lines += _layer_lines(layer, _spec_of(layer, spec), columns)
     lines += ["", *_rest(profile, spec)]
     if calibration:
         lines += ["", *_calibration_lines(calibration)]
@@ -40,7 +69,11 @@ def _spec_of(layer: LayerProfile, spec: ModelSpec) -> LayerSpec:
     return next(one for one in spec.module(layer.module).layers if role(one) == layer.role)
 
 
-def _layer_lines(layer: LayerProfile, spec: LayerSpec) -> Iterator[str]:
+def _has_clips(profile: Profile) -> bool:
+    return DIT in profile.job
+
+
+def _layer_lines(layer: LayerProfile, spec: LayerSpec, columns: Sequence[_Column]) -> Iterator[str]:
     name = f"{layer.module} {layer.role}"
     for key in TIMES:
         if key not in layer.fits or not layer.points.get(key):
@@ -57,16 +90,13 @@ def _layer_lines(layer: LayerProfile, spec: LayerSpec) -> Iterator[str]:
         }.get(key, flops.forward)
         where = f"{seconds * 1e3:.2f} ms, {size.rows:,} rows"
         rate = f"{counted / seconds / 1e9:8.1f}" if counted else f"{'-':>8s}"
-        yield f"{name:22s} {_LABELS[key]:9s}{where:>32s} {rate} | {_weights(fit)}"
+        yield f"{name:22s} {_LABELS[key]:9s}{where:>32s} {rate} | {_weights(fit, columns)}"
         name = ""
 
 
-def _weights(fit: SizeFit) -> str:
-    pair = fit.pair or fit.window_pair
-    return (
-        f"{fit.row * 1e6:8.3f} {pair * 1e9:8.3f} {fit.output * 1e6:9.3f} {fit.fixed * 1e6:8.0f} | "
-        f"{100 * fit.error:5.1f} %, {100 * fit.worst:.1f} %"
-    )
+def _weights(fit: SizeFit, columns: Sequence[_Column]) -> str:
+    cells = " ".join(f"{column.scale * sum(getattr(fit, name) for name in column.weights):8.3f}" for column in columns)
+    return f"{cells} | {100 * fit.error:5.1f} %, {100 * fit.worst:.1f} %"
 
 
 def _rest(profile: Profile, spec: ModelSpec) -> Iterator[str]:
@@ -100,12 +130,15 @@ def _held(layer: LayerProfile, spec: LayerSpec) -> tuple[float, float]:
 def _curve_lines(profile: Profile) -> Iterator[str]:
     assert profile.curve is not None
     found = smallest_efficient(profile.curve)
+    what, work, key, parts = ("pictures", "vision", "model.encoder", "patches")
+    if _has_clips(profile):
+        what, work, key, parts = ("clips", "DiT", "model.dit", "tokens")
     steps = ", ".join(f"{number}: {100 * of_best:.0f} %" for number, of_best in found.efficiency)
-    yield f"Pictures a second of a vision work, relative to the best, by its number of pictures: {steps}."
+    yield f"{what.capitalize()} a second of a {work} work, relative to the best, by its number of {what}: {steps}."
     end = "; more than were measured may be better still" if found.still_rises else ""
     yield (
-        f"model.encoder.sub_microbatch_size = {found.size} is the smallest with {100 * SHARE:.0f} % of the best, for "
-        f"pictures of {profile.curve.patches} patches{end}."
+        f"{key}.sub_microbatch_size = {found.size} is the smallest with {100 * SHARE:.0f} % of the best, for "
+        f"{what} of {profile.curve.patches} {parts}{end}."
     )
 
 

@@ -1,4 +1,4 @@
-"""How many pictures a vision work needs to run well. Pure.
+"""How many pictures a vision work, or clips a DiT work, needs to run well. Pure.
 
 Small works let a schedule interleave finely, but use the device badly.
 
@@ -15,12 +15,12 @@ SHARE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What works of equal pictures take, by their number."""
+    """What works of equal pictures (or clips) take, by their number."""
 
     patches: int
-    """Of each picture."""
+    """Of each picture; latent tokens of each clip."""
     seconds: tuple[tuple[int, float], ...]
-    """(pictures, seconds of the forward and backward of one stage), ascending."""
+    """(pictures or clips, seconds of the forward and backward of one stage), ascending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class SubMicrobatch:
     """The size that the rule picks, and what it rests on."""
 
     size: int
-    """Pictures in one vision work."""
+    """Pictures in one vision work, or clips in one DiT work."""
     efficiency: tuple[tuple[int, float], ...]
     """(pictures, pictures a second relative to the best), ascending."""
     still_rises: bool
@@ -38,7 +38,7 @@ class SubMicrobatch:
 def smallest_efficient(curve: Curve, share: float = SHARE) -> SubMicrobatch:
     """The smallest tested number of pictures whose pictures a second are at least `share` of the best ones.
 
-    Pictures are equal, so pictures a second stand for FLOPs a second.
+    Pictures are equal, so pictures a second stand for FLOPs a second. Of clips the same.
 
     Raises: PlanError: nothing was measured, or a work of no picture or no time.
     """
@@ -46,7 +46,7 @@ def smallest_efficient(curve: Curve, share: float = SHARE) -> SubMicrobatch:
         raise PlanError("the rule for sub-microbatches needs measured works; the curve has none")
     for number, seconds in curve.seconds:
         if number < 1 or not seconds > 0:
-            raise PlanError(f"a work of {number} pictures in {seconds} s; both must be above 0")
+            raise PlanError(f"a work of {number} pictures or clips in {seconds} s; both must be above 0")
     rates = sorted((number, number / seconds) for number, seconds in curve.seconds)
     best = max(rate for _, rate in rates)
     efficiency = tuple((number, rate / best) for number, rate in rates)

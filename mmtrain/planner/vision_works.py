@@ -1,4 +1,4 @@
-"""How many pictures a vision work of a job has, where its config leaves that to the rule. Pure.
+"""How many pictures a vision work of a job has, where its config leaves that to the rule; or clips a DiT work. Pure.
 
 Source: DIP, arXiv:2504.14145, section 4 (sub-microbatch size).
 """
@@ -22,7 +22,7 @@ NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> int:
     """Pictures in one vision work of a job, or clips in one DiT work; 0: all of a microbatch.
 
-    What `model.dit.sub_microbatch_size` says.
+    Of clips what `model.dit.sub_microbatch_size` says, for which `mmtrain profile` names the rule's number.
 
     What `model.encoder.sub_microbatch_size` says; where it says 0, the smallest number with 95 % of the best
     efficiency, on the measured curve of the job's profile or on one that the cost model gives for pictures of typical

@@ -8,7 +8,7 @@ from mmtrain.data.batch import IGNORE_INDEX, check_batch
 from mmtrain.data.noise import noise_batch
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.spec_builders import model_spec
-from mmtrain.probing import picture_curve
+from mmtrain.probing import work_curve
 from tests.reference import ENCODERS
 
 
@@ -17,7 +17,7 @@ def test_noise_is_what_its_metadata_says_and_a_model_takes_it(encoder):
     config = config_module.load("debug_vlm.toml", ["--training.seq_len=64"])
     model = replace(config.model, encoder=replace(config.model.encoder, config=ENCODERS[encoder]))
     config = replace(config, model=model)
-    meta = picture_curve(config)
+    meta = work_curve(config)
     batch = noise_batch(model, meta, 1)
     check_batch(batch, meta)
     loss = ReferenceModel(model, model_spec(model), seed=0).loss_sum(batch, meta)

@@ -10,6 +10,7 @@ from mmtrain.planner.partition import reference_sizes
 from mmtrain.planner.sub_microbatch import Curve
 from mmtrain.planner.vision_works import sub_microbatch_size, vision_curve
 from mmtrain.planner.workloads import Bins
+from tests.jobs import video_config
 from tests.planner.profiles import profile_of
 
 RULE = "model.encoder.sub_microbatch_size=0"
@@ -69,3 +70,15 @@ def test_a_profile_has_measured_it(tmp_path):
     without = dataclasses.replace(profile, curve=None)
     without.write(path)
     assert size("debug_vlm.toml", RULE, f"planner.profile={path}") >= 1  # from the fits of its layers
+
+
+def test_clips_of_a_work_are_those_of_the_config_even_with_a_curve(tmp_path):
+    plain = video_config(tmp_path)
+    spec = model_spec(plain.model, dtype_bytes=4)
+    profile = profile_of(plain, spec, cost_model(plain, spec))
+    assert profile.curve is not None
+    profile.write(tmp_path / "profile.json")
+    for number in (0, 1, 2):
+        words = [f"planner.profile={tmp_path}/profile.json", f"model.dit.sub_microbatch_size={number}"]
+        job = video_config(tmp_path, *words)
+        assert sub_microbatch_size(job, spec, cost_model(job, spec)) == number
