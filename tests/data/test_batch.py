@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmtrain.data.batch import Batch, check_batch, without_pictures
+from mmtrain.data.batch import Batch, check_batch, with_other_captions
 from mmtrain.data.loader import Loader
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import DataError
@@ -148,9 +148,14 @@ def test_damage_of_clips_is_named(
         check_batch(batch, meta)
 
 
-def test_a_rank_of_text_needs_no_latents(clips: tuple[Batch, IterationMeta]) -> None:
+def test_other_captions_are_those_of_the_next_clip(clips: tuple[Batch, IterationMeta]) -> None:
     batch, meta = clips
-    (text,) = without_pictures(batch).clips
-    assert text.latents == text.clip_names == []
-    assert len(text.text_ids) == meta.num_text_tokens
-    assert len(batch.clips[0].latents) == 4
+    changed, changed_meta = with_other_captions(batch, meta)
+    check_batch(changed, changed_meta)
+    lengths = meta.microbatches[0].text_lengths
+    captions = batch.clips[0].text_ids.split(list(lengths))
+    found = changed.clips[0].text_ids.split(list(changed_meta.microbatches[0].text_lengths))
+    assert [text.tolist() for text in found] == [text.tolist() for text in (*captions[1:], captions[0])]
+    assert changed.clips[0].latents == batch.clips[0].latents
+    assert [c.bucket for c in changed_meta.microbatches[0].clips] == [c.bucket for c in meta.microbatches[0].clips]
+    check_batch(batch, meta)
