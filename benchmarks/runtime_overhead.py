@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from mmtrain.cli import _chain
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.planner.plan import make_plan
+from mmtrain.schedule.chain import plain_chain
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.lower import lower
 from mmtrain.topology import MeshShape
 
@@ -61,7 +62,7 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = build_mesh(MeshShape(pp=world), torch.device("cpu"))
 
-    problem = _chain(world, args.microbatches)
+    problem = plain_chain(world, args.microbatches, CATALOGUE["1F1B"])
     plan = make_plan(problem, "1F1B").plan
     program = lower(plan, problem, sharded=False)
     data = [torch.randn(1, WIDTH) for _ in range(args.microbatches)]
