@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmtrain import __version__, config
-from mmtrain.commands import check, plan, profile, sample, schedule, simulate
+from mmtrain.commands import check, plan, profile, report, sample, schedule, simulate
 from mmtrain.errors import MMTrainError
 
 
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check.add(commands)
     profile.add(commands)
     simulate.add(commands)
+    report.add(commands)
     args, rest = parser.parse_known_args(argv)
     if rest:
         if not getattr(args, "takes_overrides", False):

@@ -621,13 +621,16 @@ class MetricsConfig:
     """Folder inside of job.dump_folder."""
     trace_freq: int = 0
     """Steps between timelines written as Chrome / Perfetto traces; 0: never."""
+    timeline_freq: int = 100
+    """Steps between pictures of the measured beside the planned timeline, in tensorboard and in RUN/timelines, where
+    `mmtrain report` finds them; one of the last step as well. 0: never."""
     progress_bar: bool = True
     """A bar below the log when standard error is a terminal."""
     peak_flops: float = 0.0
     """Peak FLOP/s of one device, the MFU's denominator; 0: known devices by name, a CPU by measuring a matmul."""
 
     def __post_init__(self) -> None:
-        _at_least("metrics", self, log_freq=1, trace_freq=0, peak_flops=0.0)
+        _at_least("metrics", self, log_freq=1, trace_freq=0, timeline_freq=0, peak_flops=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

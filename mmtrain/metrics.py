@@ -1,5 +1,6 @@
-"""What a user sees of a run: the log line, the progress bar, tensorboard, metrics.jsonl, traces."""
+"""What a user sees of a run: the log line, the progress bar, tensorboard, metrics.jsonl."""
 
+import io
 import json
 import logging
 import math
@@ -8,12 +9,14 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
+from PIL import Image
 from tqdm import tqdm
 
 from mmtrain.config import MetricsConfig
@@ -105,6 +108,8 @@ class PlannerMetrics:
     """Since the search raised or found nothing."""
     invalid: int
     """Since the searched plan broke a rule."""
+    age_s: float = 0.0
+    """How long the searched plan lay ready before its step took it; 0 for a first plan, which is made for its step."""
 
     @property
     def gap(self) -> float:
@@ -130,6 +135,25 @@ class PlannerMetrics:
 def _percent(fraction: float) -> float:
     """Of a fraction, with one digit; what rounds to nothing has no sign."""
     return round(100 * fraction, 1) + 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleMetrics:
+    """One modality module in one step, on this replica."""
+
+    compute_s: float
+    """Seconds of its actions, all pipeline ranks together."""
+    flops: float
+    """Model FLOPs of it: frozen parts without weight gradients, nothing twice that is recomputed."""
+    peak_flops: float
+    """FLOP/s of the devices that stand behind one pipeline rank."""
+    bubble: float
+    """Fraction of the pipeline ranks' time in which they waited for this module (`schedule/waits.py`)."""
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what the devices can do while its actions run; NaN if none ran."""
+        return self.flops / (self.compute_s * self.peak_flops) if self.compute_s > 0 else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +199,24 @@ class StepMetrics:
     """Peak of this step on the fullest rank; NaN where the system does not say."""
     memory_limit_gib: float = math.nan
     """What a rank may take; NaN: no limit."""
+    measured_s: float = math.nan
+    """Makespan of the pipeline of this replica: from the first start of an action to the last end."""
+    planned_s: float = math.nan
+    """The same, simulated."""
+    modules: Mapping[str, ModuleMetrics] = field(default_factory=dict)
+    """Module -> its part of the step."""
     planner: PlannerMetrics | None = None
     """None if the planner is off."""
+
+    @property
+    def slowdown(self) -> float:
+        """Measured over planned makespan."""
+        return self.measured_s / self.planned_s if self.planned_s > 0 else math.nan
+
+    @property
+    def bubble_other(self) -> float:
+        """What of the bubble is charged to no module: transfers, starts of actions, gathers and reductions."""
+        return self.bubble - sum(module.bubble for module in self.modules.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,9 +277,16 @@ class Reporter:
                 "bubble": m.bubble,
                 "memory_predicted_gib": m.memory_predicted_gib,
                 "memory_measured_gib": m.memory_measured_gib,
+                "memory_limit_gib": m.memory_limit_gib,
                 "tps": tps,
                 "mfu": mfu / 100,
+                "makespan_s": m.measured_s,
+                "planned_makespan_s": m.planned_s,
+                "makespan_ratio": m.slowdown,
             }
+            | {f"mfu_{name}": module.mfu for name, module in m.modules.items()}
+            | {f"bubble_{name}": module.bubble for name, module in m.modules.items()}
+            | ({"bubble_other": m.bubble_other} if m.modules else {})
             | _planner_values(m.planner, "plan_{}")
         )
         if quiet:
@@ -280,6 +327,7 @@ class Reporter:
             | {
                 "data/skipped_samples": m.skipped_samples,
             }
+            | _timing_values(m)
             | _planner_values(m.planner, "planner/{}"),
             m.step,
         )
@@ -303,6 +351,13 @@ class Reporter:
         )
         line = {"step": step, "validation_loss": found.loss, "accuracy": shares}
         self._line(line if shuffled is None else line | {"shuffled_captions_loss": shuffled})
+
+    def picture(self, step: int, name: str, make: Callable[[], bytes]) -> None:
+        """Shows a picture in tensorboard. Args: make: its PNG file; called only if there is a tensorboard."""
+        if self._board is None:
+            return
+        with Image.open(io.BytesIO(make())) as image:
+            self._board.writer.add_image(name, np.asarray(image), step, dataformats="HWC")
 
     def close(self) -> None:
         """Flushes and closes all files."""
@@ -359,6 +414,21 @@ def _modality_values(m: StepMetrics) -> dict[str, float]:
     }
 
 
+def _timing_values(m: StepMetrics) -> dict[str, float]:
+    """Makespans and the parts of the modules, as scalars; those that are known."""
+    values = {
+        "pipeline/makespan_measured(s)": m.measured_s,
+        "pipeline/makespan_planned(s)": m.planned_s,
+        "pipeline/makespan_ratio": m.slowdown,
+    }
+    for name, module in m.modules.items():
+        values[f"modality/{name}/mfu(%)"] = 100 * module.mfu
+        values[f"modality/{name}/bubble(%)"] = 100 * module.bubble
+    if m.modules:
+        values["pipeline/bubble_other(%)"] = 100 * m.bubble_other
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
 def _planner_values(m: PlannerMetrics | None, name: str) -> dict[str, float]:
     """The planner's numbers under names of a form; NaN where one is not known. Empty if the planner is off."""
     if m is None:
@@ -373,6 +443,7 @@ def _planner_values(m: PlannerMetrics | None, name: str) -> dict[str, float]:
         "late": m.late,
         "failed": m.failed,
         "invalid": m.invalid,
+        "age_s": m.age_s,
     }
     return {name.format(key): value for key, value in values.items()}
 

@@ -1,9 +1,6 @@
-"""What validation and traces are computed from: answers by grade, measured beside planned timelines."""
+"""What validation is computed from: answers by grade."""
 
-import json
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,9 +10,6 @@ from mmtrain.data.batch import IGNORE_INDEX
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.planner.iteration import IterationPlan
-from mmtrain.schedule.action import Action
-from mmtrain.schedule.draw import trace_events
-from mmtrain.schedule.timeline import Timeline
 
 
 def count_answers(
@@ -65,18 +59,3 @@ def whole_predictions(
             tokens[mine[labelled[mine]]] = part[work]
         whole[work] = tokens[labelled]
     return whole
-
-
-def write_trace(path: Path, plan: IterationPlan, rows: Sequence[Sequence[tuple[Action, float, float]]]) -> None:
-    """Writes a Chrome / Perfetto trace with two groups of rows: measured and planned.
-
-    Args: rows: [pp_rank] -> (action, start, end) in seconds on a clock that the ranks share.
-    """
-    flat = [(rank, *row) for rank, found in enumerate(rows) for row in found]
-    measured = Timeline.from_rows(plan.problem.graph, flat)
-    assert plan.result.timeline is not None
-    events = trace_events({"measured": measured, "planned": plan.result.timeline})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(events))
-    os.replace(aside, path)

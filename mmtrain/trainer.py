@@ -29,6 +29,7 @@ from mmtrain.data.batch import Batch, check_batch, with_other_captions
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.tokenizer import job_tokenizer
+from mmtrain.environment import write_environment
 from mmtrain.errors import ConfigError, MMTrainError, TrainingError
 from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
 from mmtrain.models.diffusion import ClipNoise, null_token
@@ -49,8 +50,10 @@ from mmtrain.planner.pipeline_layout import show_layout
 from mmtrain.planner.search import search as searching
 from mmtrain.planner.switches import Search, search_threads, show_switches
 from mmtrain.replica_data import Item, ReplicaData
-from mmtrain.report import count_answers, whole_predictions, write_trace
+from mmtrain.report import count_answers, whole_predictions
+from mmtrain.step_files import StepFiles
 from mmtrain.step_memory import JobMemory, MemoryUse
+from mmtrain.step_timing import StepTiming
 from mmtrain.topology import AXES
 
 logger = logging.getLogger("mmtrain")
@@ -191,6 +194,7 @@ class Trainer:
         if self._is_reporter:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.toml").write_text(config_module.dump(config))
+            write_environment(self.folder / "environment.json", self.mesh, self.state.step)
         self.reporter = Reporter(
             config.metrics,
             self.folder,
@@ -279,9 +283,10 @@ class Trainer:
                 self.state = dataclasses.replace(self.state, memory=saved)
             quiet = step % config.metrics.log_freq != 0 and step not in (1, steps)
             waits = (loaded - start, ready - loaded)
-            self._report(result, item, plan, outcome, seconds, waits, memory, planned, quiet=quiet)
-            if config.metrics.trace_freq and step % config.metrics.trace_freq == 0:
-                self._write_trace(step, plan, outcome)
+            assert plan.result.plan is not None
+            timing = StepTiming.gathered(self.mesh, plan.result.plan, outcome)
+            self._report(result, item, plan, timing, seconds, waits, memory, planned, quiet=quiet)
+            self._write_files(step, plan, timing)
             if self.checkpointer:
                 self.checkpointer.poll()
                 if step % config.checkpoint.interval == 0 or step == steps or result.stop:
@@ -609,7 +614,7 @@ class Trainer:
         result: StepResult,
         item: Item,
         plan: IterationPlan,
-        outcome: StepOutcome,
+        timing: StepTiming,
         seconds: float,
         waits: tuple[float, float],
         memory: MemoryUse,
@@ -619,11 +624,8 @@ class Trainer:
     ) -> None:
         """Args: waits: seconds for data and for the plan."""
         mesh = self.mesh
-        busy = sum(end - start for _, start, end in outcome.rows)
-        ranks = mesh.gather_pp((busy, outcome.span[1] - outcome.span[0]))
-        makespan = max(rank[1] for rank in ranks)
-        bubble = 1 - sum(rank[0] for rank in ranks) / (makespan * len(ranks))
-        flops = sum(f.total for f in self.planner.flops(plan.batching).values())
+        module_flops = self.planner.flops(plan.batching)
+        flops = sum(f.total for f in module_flops.values())
         meta = item.meta
         image_tokens = sum(image.num_tokens for m in meta.microbatches for image in m.images)
         video = [meta.num_clips, meta.num_frames, meta.num_video_tokens]
@@ -646,8 +648,11 @@ class Trainer:
                 late=late,
                 failed=failed + broken,
                 invalid=invalid,
+                age_s=planned.age_s,
             )
-        assert self.reporter is not None
+        if not self._is_reporter:
+            return
+        assert self.reporter is not None and plan.result.timeline is not None
         self.reporter.step(
             StepMetrics(
                 step=step,
@@ -666,7 +671,7 @@ class Trainer:
                 frames=frames,
                 video_tokens=video_tokens,
                 skipped_samples=self._skipped,
-                bubble=bubble,
+                bubble=timing.bubble,
                 flops=float(totals[3]) / mesh.shape.world_size,
                 peak_flops=self.peak_flops,
                 memory_gib=memory.reserved_gib,
@@ -675,16 +680,27 @@ class Trainer:
                 memory_measured_gib=memory.measured_gib,
                 memory_limit_gib=memory.limit_gib,
                 world_size=mesh.shape.world_size,
+                measured_s=timing.makespan_s,
+                planned_s=plan.result.timeline.makespan_s,
+                modules=timing.modules(module_flops, self.peak_flops * mesh.shape.cp * mesh.shape.tp),
                 planner=planner,
             ),
             quiet=quiet,
         )
 
-    def _write_trace(self, step: int, plan: IterationPlan, outcome: StepOutcome) -> None:
-        """One file a step: what was measured beside what was planned, for replica 0."""
-        rows = self.mesh.gather_pp(outcome.rows)
-        if self._is_reporter:
-            write_trace(self.folder / "traces" / f"step-{step}.json", plan, rows)
+    def _write_files(self, step: int, plan: IterationPlan, timing: StepTiming) -> None:
+        """What was measured beside what was planned, for replica 0, where it is due."""
+        section = self.config.metrics
+        if not self._is_reporter:
+            return
+        assert self.reporter is not None
+        files = StepFiles(step=step, planner=self.planner, plan=plan, timing=timing)
+        if section.trace_freq and step % section.trace_freq == 0:
+            files.write_trace(self.folder / "traces" / f"step-{step}.json")
+        last = step == self.config.training.steps
+        if section.timeline_freq and (step % section.timeline_freq == 0 or last):
+            files.write_timeline(self.folder / "timelines" / f"step-{step}")
+            self.reporter.picture(step, "timeline", files.picture)
 
 
 def _seed_everything(seed: int, deterministic: bool) -> None:

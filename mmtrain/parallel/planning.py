@@ -77,6 +77,8 @@ class Planned:
     """Simulated, of the first plan; NaN if it has none."""
     bound_s: float
     """No plan is shorter; NaN but on the leader."""
+    age_s: float = 0.0
+    """Seconds that the searched plan lay ready on this rank; 0 for a first plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,8 @@ class _Found:
     plan: IterationPlan | None = None
     evaluations: int = 0
     search_s: float = 0.0
+    ready_s: float = math.nan
+    """When the plan was adopted, on this rank's clock."""
     error: Exception | None = None
 
 
@@ -372,7 +376,8 @@ class PlanAhead:
                 evaluations=message.evaluations,
                 seed=search_seed(self._seed, ticket.step),
             )
-            return replace(found, plan=ticket.planner.adopt(iteration, result))
+            plan = ticket.planner.adopt(iteration, result)
+            return replace(found, plan=plan, ready_s=time.perf_counter())
         except Exception as error:
             return replace(found, fate=Fate.INVALID, text=_text(error))
 
@@ -397,6 +402,7 @@ def _planned(ticket: Ticket, plan: IterationPlan, first: PlanResult, found: _Fou
         makespan_s=plan.result.timeline.makespan_s,
         first_s=first.timeline.makespan_s if first.timeline else math.nan,
         bound_s=ticket.bound_s,
+        age_s=time.perf_counter() - found.ready_s if fate is Fate.READY else 0.0,
     )
 
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mmtrain.schedule.action import Kind
-from mmtrain.schedule.picture import PAPER, Box, headline, layout, name, seconds
+from mmtrain.schedule.action import RESULT_OF, Action, Kind
+from mmtrain.schedule.graph import WorkGraph
+from mmtrain.schedule.picture import PAPER, Box, Picture, headline, layout, name, seconds, stacked
 from mmtrain.schedule.timeline import Timeline
 
 _MOST_BANDS = 6
@@ -51,9 +52,12 @@ def _cells(timeline: Timeline, rank: int, width: int) -> str:
     return "".join(cells)
 
 
-def svg(timeline: Timeline, *, width: int = 1600, title: str = "") -> str:
-    """The picture of a timeline as an SVG document; each action has a tooltip with its name and times."""
-    picture = layout(timeline, width=width, title=title)
+def svg(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title: str = "") -> str:
+    """The picture of a timeline as an SVG document; each action has a tooltip with its name and times.
+
+    Args: timeline: one, or several by name, which are drawn below each other at one scale. title: of one.
+    """
+    picture = _picture(timeline, width, title)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width}" height="{picture.height}" '
         f'viewBox="0 0 {picture.width} {picture.height}" font-family="Helvetica, Arial, sans-serif">',
@@ -73,11 +77,17 @@ def svg(timeline: Timeline, *, width: int = 1600, title: str = "") -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def png(timeline: Timeline, *, width: int = 1600, title: str = "", scale: int = 2) -> bytes:
-    """The picture of a timeline as a PNG file of `scale` x `width` pixels across."""
+def _picture(timeline: Timeline | Mapping[str, Timeline], width: int, title: str) -> Picture:
+    if isinstance(timeline, Timeline):
+        return layout(timeline, width=width, title=title)
+    return stacked(timeline, width=width)
+
+
+def png(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title: str = "", scale: int = 2) -> bytes:
+    """The picture of a timeline as a PNG file of `scale` x `width` pixels across. Arguments as of `svg`."""
     from PIL import Image, ImageDraw, ImageFont  # only this format needs it
 
-    picture = layout(timeline, width=width, title=title)
+    picture = _picture(timeline, width, title)
     image = Image.new("RGB", (picture.width * scale, picture.height * scale), PAPER)
     pen = ImageDraw.Draw(image)
     fonts = {size: ImageFont.load_default(size * scale) for size in (9, 11, 12, 14)}
@@ -100,12 +110,21 @@ def png(timeline: Timeline, *, width: int = 1600, title: str = "", scale: int = 
     return buffer.getvalue()
 
 
-def trace_events(timelines: Timeline | Mapping[str, Timeline]) -> dict[str, Any]:
+def trace_events(
+    timelines: Timeline | Mapping[str, Timeline],
+    *,
+    graph: WorkGraph | None = None,
+    details: Mapping[Action, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
     """One or several timelines as a Chrome trace, which chrome://tracing and ui.perfetto.dev open.
 
-    Each timeline is a process, each rank a thread; an action is an event such as `F3.0 language s5`.
+    Each timeline is a process, each rank a thread; an action is an event such as `F3.0 language s5`. What an action
+    needs of another rank is a flow, drawn as an arrow.
 
-    Args: timelines: one, or by name, such as measured and planned, each from its own first start.
+    Args:
+        timelines: one, or by name, such as measured and planned, each from its own first start.
+        graph: of the iteration, for the flows; None: without them.
+        details: of actions, shown where one is selected.
     """
     named = {"pipeline": timelines} if isinstance(timelines, Timeline) else timelines
     events: list[dict[str, Any]] = []
@@ -114,6 +133,7 @@ def trace_events(timelines: Timeline | Mapping[str, Timeline]) -> dict[str, Any]
         for rank in range(timeline.num_ranks):
             events.append(_metadata("thread_name", process, rank, f"rank {rank}"))
         for row in timeline.rows:
+            more = details.get(row.action, {}) if details else {}
             events.append(
                 {
                     "name": name(timeline, row.action),
@@ -123,9 +143,10 @@ def trace_events(timelines: Timeline | Mapping[str, Timeline]) -> dict[str, Any]
                     "tid": row.rank,
                     "ts": (row.start_s - timeline.start_s) * 1e6,
                     "dur": (row.end_s - row.start_s) * 1e6,
-                    "args": {"action": str(row.action)},
+                    "args": {"action": str(row.action), **more},
                 }
             )
+        events += _flows(timeline, graph, process) if graph else []
         for rank, profile in enumerate(timeline.memory):
             for when, held in profile:
                 events.append(
@@ -138,6 +159,26 @@ def trace_events(timelines: Timeline | Mapping[str, Timeline]) -> dict[str, Any]
                     }
                 )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _flows(timeline: Timeline, graph: WorkGraph, process: int) -> list[dict[str, Any]]:
+    """An arrow for each result that another rank needed: from its maker's end to the start of who needed it."""
+    makers = {(RESULT_OF[r.action.kind], r.action.stage, graph.work_of(r.action)): r for r in timeline.rows}
+    events: list[dict[str, Any]] = []
+    for row in timeline.rows:
+        for result, _ in graph.needs(row.action.kind, row.action.stage, graph.work_of(row.action)):
+            maker = makers.get(result)
+            if maker is None or maker.rank == row.rank:
+                continue
+            common = {"name": "activation" if result[0] is Kind.F else "gradient", "cat": "transfer", "pid": process}
+            common["id"] = f"{process}.{len(events) // 2}"
+            inside = min((maker.end_s - maker.start_s) / 2, 1e-9)  # a flow belongs to the event around its time
+            leaves = (maker.end_s - inside - timeline.start_s) * 1e6
+            events.append(common | {"ph": "s", "tid": maker.rank, "ts": leaves})
+            events.append(
+                common | {"ph": "f", "bp": "e", "tid": row.rank, "ts": (row.start_s - timeline.start_s) * 1e6}
+            )
+    return events
 
 
 def _metadata(kind: str, process: int, thread: int, label: str) -> dict[str, Any]:

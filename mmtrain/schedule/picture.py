@@ -1,8 +1,8 @@
 """The layout of a timeline's picture: plain shapes that any format can paint."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from mmtrain.schedule.action import Action, Kind
@@ -11,13 +11,13 @@ from mmtrain.schedule.timeline import Row, Timeline
 Colour = str
 """#rrggbb."""
 
-# A hue a module; in it forward is light, backward dark, and the halves of a split backward between.
-_HUES: tuple[dict[Kind, Colour], ...] = (
+COLOURS: tuple[dict[Kind, Colour], ...] = (
     {Kind.F: "#9ecae1", Kind.B: "#2b6ca3", Kind.I: "#4a90c4", Kind.W: "#c9dfee"},
     {Kind.F: "#fdbe85", Kind.B: "#c2500a", Kind.I: "#e88440", Kind.W: "#fde3c8"},
     {Kind.F: "#a8d8a4", Kind.B: "#2c7a3a", Kind.I: "#5aa864", Kind.W: "#d8eed6"},
     {Kind.F: "#cbbde0", Kind.B: "#65459b", Kind.I: "#8f74bb", Kind.W: "#e6dff0"},
 )
+"""A hue a module; in it forward is light, backward dark, and the halves of a split backward between."""
 _DARK = frozenset({Kind.B, Kind.I})
 _KIND_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward, input", Kind.W: "backward, weight"}
 
@@ -68,14 +68,19 @@ class Picture:
     shapes: tuple[Box | Label, ...]
 
 
-def layout(timeline: Timeline, *, width: int = 1600, title: str = "") -> Picture:
+def layout(
+    timeline: Timeline, *, width: int = 1600, title: str = "", span_s: float = 0.0, num_bands: int = 0
+) -> Picture:
     """The picture of a timeline: one row a rank, a box an action, a legend above, a time axis below.
 
     Where half of the actions would be too narrow for their number, time is cut into several bands below each other.
+
+    Args: span_s, num_bands: time that the picture has room for, and the bands that it is cut into; 0: as the timeline
+        needs.
     """
     inner = width - _LEFT - _RIGHT
-    count = _num_bands(timeline, inner)
-    band_s = timeline.makespan_s / count
+    count = num_bands or _num_bands(timeline, inner)
+    band_s = (span_s or timeline.makespan_s) / count
     scale = inner / band_s if band_s > 0 else 0.0
     band_height = timeline.num_ranks * (_ROW + _GAP) + _AXIS
     shapes: list[Box | Label] = [Label(_LEFT, 18, title or headline(timeline), 14, "start")]
@@ -94,6 +99,20 @@ def layout(timeline: Timeline, *, width: int = 1600, title: str = "") -> Picture
                 many = len(stages[rank, timeline.stage_modules[row.action.stage]]) > 1
                 shapes += _action(timeline, row, band, y, many)
     return Picture(width, _TOP + count * band_height, tuple(shapes))
+
+
+def stacked(timelines: Mapping[str, Timeline], *, width: int = 1600) -> Picture:
+    """The pictures of several timelines below each other, at one scale of time. Args: timelines: by name."""
+    span_s = max(timeline.makespan_s for timeline in timelines.values())
+    num_bands = max(_num_bands(timeline, width - _LEFT - _RIGHT) for timeline in timelines.values())
+    shapes: list[Box | Label] = []
+    height = 0
+    for label, timeline in timelines.items():
+        title = f"{label}: {headline(timeline)}"
+        picture = layout(timeline, width=width, title=title, span_s=span_s, num_bands=num_bands)
+        shapes += [replace(shape, y=shape.y + height) for shape in picture.shapes]
+        height += picture.height
+    return Picture(width, height, tuple(shapes))
 
 
 class _Band(NamedTuple):
@@ -141,7 +160,7 @@ def headline(timeline: Timeline) -> str:
 def colour(timeline: Timeline, module: str, kind: Kind) -> Colour:
     """The fill of one kind of action of a module."""
     names = list(dict.fromkeys(timeline.stage_modules))
-    return _HUES[names.index(module) % len(_HUES)][kind]
+    return COLOURS[names.index(module) % len(COLOURS)][kind]
 
 
 def name(timeline: Timeline, action: Action) -> str:

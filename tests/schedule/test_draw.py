@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from mmtrain.schedule.draw import png, svg, text, trace_events
-from mmtrain.schedule.picture import Box, layout, seconds
+from mmtrain.schedule.picture import Box, layout, seconds, stacked
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
@@ -97,3 +97,30 @@ def test_empty_timeline_can_be_drawn() -> None:
 )
 def test_seconds_have_a_fitting_unit(value: float, words: str) -> None:
     assert seconds(value) == words
+
+
+def test_two_timelines_are_drawn_below_each_other_at_one_scale() -> None:
+    slower = replace(TIMELINE, rows=tuple(r._replace(start_s=2 * r.start_s, end_s=2 * r.end_s) for r in TIMELINE.rows))
+    picture = stacked({"measured": slower, "planned": TIMELINE}, width=900)
+    boxes = [s for s in picture.shapes if isinstance(s, Box) and s.title.startswith("B1.0 language s2")]
+    assert boxes[0].y < boxes[1].y
+    assert boxes[0].width + 1 == pytest.approx(2 * (boxes[1].width + 1))
+    assert picture.height == 2 * layout(TIMELINE, width=900).height
+    both = svg({"measured": slower, "planned": TIMELINE})
+    assert "measured: 2 ranks, makespan 46 s" in both and "planned: 2 ranks, makespan 23 s" in both
+    assert Image.open(io.BytesIO(png({"a": slower, "b": TIMELINE}, width=900, scale=1))).size[1] == picture.height
+
+
+def test_a_trace_has_arrows_between_ranks_and_details() -> None:
+    first = TIMELINE.rows[0].action
+    trace = trace_events(TIMELINE, graph=PROBLEM.graph, details={first: {"flops": 5.0}})
+    events = trace["traceEvents"]
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
+    # Vision F and B, language F and B of two microbatches, and both ways between the modules' ends on ranks 1 and 0.
+    assert len(starts) == 8 and starts.keys() == ends.keys()
+    assert all(starts[k]["tid"] != ends[k]["tid"] and starts[k]["ts"] <= ends[k]["ts"] for k in starts)
+    assert {e["name"] for e in starts.values()} == {"activation", "gradient"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert [e["args"] for e in spans if "flops" in e["args"]] == [{"action": str(first), "flops": 5.0}]
+    for arrow in starts.values():  # inside of the span that it leaves
+        assert any(s["tid"] == arrow["tid"] and s["ts"] <= arrow["ts"] < s["ts"] + s["dur"] for s in spans)

@@ -1,0 +1,280 @@
+"""Which charts the page of a run has, and their curves."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mmtrain.run_page.runs import Run
+from mmtrain.schedule.action import Kind
+from mmtrain.schedule.picture import COLOURS
+
+MOST_POINTS = 2000
+"""Points of a curve; of a longer run each is the mean of several steps."""
+
+Pair = tuple[str, str]
+"""A colour on white, and on black."""
+
+HUES: tuple[Pair, ...] = tuple((kinds[Kind.B], kinds[Kind.F]) for kinds in COLOURS)
+GREY: Pair = ("#6b7680", "#9aa5ae")
+RUN_HUES: tuple[Pair, ...] = (*HUES, ("#a3295c", "#e39ac0"), ("#1b7f8c", "#7fd0da"))
+"""Of several runs on one page."""
+_LAST_COUNTS = frozenset({"plan_late", "plan_failed", "plan_invalid", "skipped_samples"})
+"""Counted over the run: of several steps the last says all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One curve."""
+
+    label: str
+    colour: Pair
+    x: Sequence[int]
+    """Steps."""
+    y: Sequence[float | None]
+    dash: int = 0
+    """0: a solid line; 1, 2: dashed ones."""
+    dots: bool = False
+    """Few points, marked each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Curves over the steps of a run."""
+
+    title: str
+    unit: str
+    note: str
+    """What it shows, in one sentence."""
+    series: Sequence[Series]
+    stacked: bool = False
+    log: bool = False
+    """Offers a logarithmic axis."""
+    zero: bool = True
+    """The axis begins at 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Curve:
+    """A curve that each run has, if it has the numbers."""
+
+    label: str
+    of: str | Callable[[Run], list[float | None]]
+    """Key in the metrics, or what computes it."""
+    colour: Pair = HUES[0]
+    scale: float = 1.0
+    dash: int = 0
+    validation: bool = False
+
+
+def charts(runs: Sequence[Run]) -> list[Chart]:
+    """The charts of a page; one that no run has numbers for is left out.
+
+    Of several runs each has a colour, and each kind of curve a dash; nothing is stacked.
+    """
+    modules = list(dict.fromkeys(name for run in runs for name in run.modules))
+    found = [
+        _chart(
+            runs, "Loss", "", "Mean over labelled tokens (or predicted numbers), all replicas.",
+            [
+                _Curve(label="training", of="loss"),
+                _Curve(label="validation", of="validation_loss", colour=HUES[1], validation=True),
+                _Curve(label="validation, other captions", of="shuffled_captions_loss", colour=GREY, validation=True),
+            ],
+            log=True, zero=False,
+        ),
+        _chart(
+            runs, "Answers right", "%", "Of held-out questions, by grade.",
+            [
+                _Curve(label=grade, of=_accuracy(grade), colour=HUES[i % len(HUES)], scale=100, validation=True)
+                for i, grade in enumerate(_grades(runs))
+            ],
+        ),
+        _chart(
+            runs, "Throughput", "/s", "Tokens a second and device.",
+            [_Curve(label="tokens", of="tps")],
+        ),
+        _chart(
+            runs, "Step time", "s", "Whole steps, and what they waited for data and for their plan.",
+            [
+                _Curve(label="step", of="step_time_s"),
+                _Curve(label="waits for data", of="data_time_s", colour=HUES[1]),
+                _Curve(label="waits for a plan", of="plan_time_s", colour=HUES[2]),
+            ],
+        ),
+        _chart(
+            runs, "Model FLOPs utilisation", "%", "Of the whole step, and of each module while its actions run.",
+            [
+                _Curve(label="whole step", of="mfu", colour=GREY, scale=100),
+                *(_Curve(label=m, of=f"mfu_{m}", colour=_hue(i), scale=100) for i, m in enumerate(modules)),
+            ],
+        ),
+        _chart(
+            runs, "Bubble by what was waited for", "%", "Idle time of the pipeline ranks, charged to the module "
+            "whose computation held them up; other: transfers, starts, gathers and reductions.",
+            [
+                *(_Curve(label=m, of=f"bubble_{m}", colour=_hue(i), scale=100) for i, m in enumerate(modules)),
+                *([_Curve(label="other", of="bubble_other", colour=GREY, scale=100)] if modules else []),
+                *([_Curve(label="all", of="bubble", colour=GREY, scale=100)] if len(runs) > 1 or not modules else []),
+            ],
+            stacked=True,
+        ),
+        _chart(
+            runs, "Makespan", "s", "From the first action of the pipeline to the last: as measured, and as simulated.",
+            [
+                _Curve(label="measured", of="makespan_s", colour=HUES[1]),
+                _Curve(label="planned", of=_planned),
+                _Curve(label="lower bound", of="plan_lower_bound_s", colour=GREY, dash=1),
+            ],
+        ),
+        _chart(
+            runs, "Planner", "%", "How much longer the plan is than the lower bound, and how much shorter than the "
+            "first plan.",
+            [
+                _Curve(label="gap to the bound", of="plan_gap", scale=100),
+                _Curve(label="gain over the first plan", of=_gain, colour=HUES[2], scale=100),
+            ],
+        ),
+        _chart(
+            runs, "Steps with their first plan", "", "Since the search was late, failed or answered wrongly; counted "
+            "over the run.",
+            [
+                _Curve(label=label, of=f"plan_{label}", colour=HUES[i])
+                for i, label in enumerate(("late", "failed", "invalid"))
+            ],
+            stacked=True,
+        ),
+        _chart(
+            runs, "Memory of the fullest rank", "GiB", "Peak of the step, as predicted and as measured.",
+            [
+                _Curve(label="measured", of="memory_measured_gib", colour=HUES[1]),
+                _Curve(label="predicted", of="memory_predicted_gib"),
+                _Curve(label="limit", of="memory_limit_gib", colour=GREY, dash=1),
+            ],
+        ),
+        _chart(
+            runs, "Tokens by modality", "", "In one step, all replicas.",
+            [
+                _Curve(label="text", of=_text_tokens, colour=HUES[1]),
+                _Curve(label="image", of=_some("image_tokens")),
+                _Curve(label="video", of=_some("video_tokens"), colour=HUES[2]),
+            ],
+            stacked=True,
+        ),
+        _chart(
+            runs, "Gradient norm", "", "Before clipping.", [_Curve(label="gradient norm", of="grad_norm")], log=True,
+        ),
+    ]  # fmt: skip
+    return [chart for chart in found if chart.series]
+
+
+def chart_json(chart: Chart) -> dict[str, Any]:
+    """A chart as the page's script reads it, with 5 digits a number."""
+    record = asdict(chart)
+    for series in record["series"]:
+        series["y"] = [None if value is None else float(f"{value:.5g}") for value in series["y"]]
+    return record
+
+
+def _chart(
+    runs: Sequence[Run],
+    title: str,
+    unit: str,
+    note: str,
+    curves: Sequence[_Curve],
+    *,
+    stacked: bool = False,
+    log: bool = False,
+    zero: bool = True,
+) -> Chart:
+    several = len(runs) > 1
+    series = []
+    for number, run in enumerate(runs):
+        for dash, curve in enumerate(curves):
+            found = _values(run, curve)
+            if found is None:
+                continue
+            x, y = found
+            label = f"{run.name}: {curve.label}" if several else curve.label
+            colour = RUN_HUES[number % len(RUN_HUES)] if several else curve.colour
+            series.append(
+                Series(
+                    label=label, colour=colour, x=x, y=y, dash=dash if several else curve.dash, dots=curve.validation
+                )
+            )
+    return Chart(title=title, unit=unit, note=note, series=series, stacked=stacked and not several, log=log, zero=zero)
+
+
+def _values(run: Run, curve: _Curve) -> tuple[list[int], list[float | None]] | None:
+    """Steps and values of a curve; None if the run has none."""
+    lines = run.validations if curve.validation else run.steps
+    if callable(curve.of):
+        values = curve.of(run)
+    elif curve.validation:
+        values = [line.get(curve.of) for line in lines]
+    else:
+        values = run.column(curve.of)
+    if all(value is None for value in values):
+        return None
+    scaled = [None if value is None else value * curve.scale for value in values]
+    last = curve.of in _LAST_COUNTS
+    return thinned([line["step"] for line in lines], scaled, last=last)
+
+
+def thinned(
+    x: Sequence[int], y: Sequence[float | None], *, last: bool = False, most: int = MOST_POINTS
+) -> tuple[list[int], list[float | None]]:
+    """At most so many points: each the mean of as many neighbours, at the last of their steps.
+
+    Args: last: takes the last value instead of the mean.
+    """
+    size = math.ceil(len(x) / most) if x else 1
+    xs, ys = [], []
+    for low in range(0, len(x), size):
+        known = [value for value in y[low : low + size] if value is not None]
+        xs.append(x[min(low + size, len(x)) - 1])
+        ys.append(None if not known else known[-1] if last else sum(known) / len(known))
+    return xs, ys
+
+
+def _hue(module: int) -> Pair:
+    return HUES[module % len(HUES)]
+
+
+def _grades(runs: Iterable[Run]) -> list[str]:
+    lines = (line for run in runs for line in run.validations)
+    return list(dict.fromkeys(grade for line in lines for grade in line.get("accuracy") or ()))
+
+
+def _accuracy(grade: str) -> Callable[[Run], list[float | None]]:
+    return lambda run: [(line.get("accuracy") or {}).get(grade) for line in run.validations]
+
+
+def _some(key: str) -> Callable[[Run], list[float | None]]:
+    """A count, if it is ever above 0."""
+
+    def values(run: Run) -> list[float | None]:
+        found = run.column(key)
+        return found if any(found) else [None] * len(found)
+
+    return values
+
+
+def _text_tokens(run: Run) -> list[float | None]:
+    return [_less(line, "tokens", "image_tokens", "video_tokens") for line in run.steps]
+
+
+def _less(line: Mapping[str, Any], whole: str, *parts: str) -> float | None:
+    value = line.get(whole)
+    return None if value is None else float(value) - sum(line.get(part) or 0 for part in parts)
+
+
+def _planned(run: Run) -> list[float | None]:
+    """An older run knows it only with its planner on."""
+    both = zip(run.column("planned_makespan_s"), run.column("plan_makespan_s"), strict=True)
+    return [of_all if of_all is not None else of_planner for of_all, of_planner in both]
+
+
+def _gain(run: Run) -> list[float | None]:
+    first, made = run.column("plan_first_makespan_s"), run.column("plan_makespan_s")
+    return [1 - b / a if a and b is not None else None for a, b in zip(first, made, strict=True)]

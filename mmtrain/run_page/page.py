@@ -1,0 +1,73 @@
+"""One HTML file of one or several runs. It loads nothing: style, script and data are inside of it."""
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from mmtrain import __version__
+from mmtrain.errors import ConfigError
+from mmtrain.run_page.charts import RUN_HUES, chart_json, charts
+from mmtrain.run_page.numbers import numbers
+from mmtrain.run_page.runs import Run, read_run
+from mmtrain.schedule.picture import COLOURS
+
+
+def write_page(folders: Sequence[Path], out: Path) -> int:
+    """Writes the page of the runs in some folders; its size in bytes.
+
+    Raises: ConfigError: a folder without a run or without a step yet, or a file that cannot be written.
+    """
+    made = page([read_run(folder) for folder in folders]).encode()
+    try:
+        out.write_bytes(made)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(
+            f"report: --out {out} cannot be written: {reason}; name a file in a folder of yours"
+        ) from None
+    return len(made)
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The page of some runs."""
+    assets = resources.files("mmtrain") / "assets" / "run_page"
+    names = ", ".join(run.name for run in runs)
+    data = json.dumps(_data(runs), separators=(",", ":")).replace("<", "\\u003c")  # no end tag inside of a script
+    text = (assets / "page.html").read_text(encoding="utf-8")
+    for mark, value in (
+        ("@title@", html.escape(f"{names} - mmtrain")),
+        ("@style@", (assets / "page.css").read_text(encoding="utf-8")),
+        (
+            "@script@",
+            "".join((assets / f"{name}.js").read_text(encoding="utf-8") for name in ("chart", "timeline", "page")),
+        ),
+        ("@data@", data),
+    ):
+        before, found, after = text.partition(mark)
+        assert found, f"page.html lacks {mark}"
+        text = before + value + after
+    return text
+
+
+def _data(runs: Sequence[Run]) -> dict[str, Any]:
+    return {
+        "version": __version__,
+        "colours": [{str(kind): colour for kind, colour in kinds.items()} for kinds in COLOURS],
+        "runs": [
+            {
+                "name": run.name,
+                "colour": RUN_HUES[index % len(RUN_HUES)],
+                "description": run.setting("job", "description") or "",
+                "numbers": [asdict(number) for number in numbers(run)],
+                "config": run.config_text,
+                "starts": run.starts,
+                "timelines": run.timelines,
+            }
+            for index, run in enumerate(runs)
+        ],
+        "charts": [chart_json(chart) for chart in charts(runs)],
+    }

@@ -1,0 +1,140 @@
+"""What a job left in its folder, read leniently: the job may be running, or older than this version."""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mmtrain.errors import ConfigError
+
+MOST_TIMELINES = 24
+"""Timelines of one run on a page, evenly spaced."""
+
+Line = Mapping[str, Any]
+"""One line of metrics.jsonl."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run as its folder tells of it."""
+
+    name: str
+    """Of the folder."""
+    steps: tuple[Line, ...]
+    """Metrics of each step, ascending; not empty."""
+    validations: tuple[Line, ...]
+    config_text: str
+    """The resolved config; empty if there is none."""
+    starts: tuple[Mapping[str, Any], ...]
+    """The environment of each start of the job; empty for an older run."""
+    timelines: tuple[Mapping[str, Any], ...]
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The config's sections; empty if it cannot be read."""
+        try:
+            return tomllib.loads(self.config_text)
+        except tomllib.TOMLDecodeError:
+            return {}
+
+    def setting(self, section: str, key: str) -> Any:
+        """A value of the config; None if it is not there."""
+        return self.config.get(section, {}).get(key)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that has metrics."""
+        return int(self.steps[-1]["step"])
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the numbers that some step has, in the order of the file."""
+        found: dict[str, None] = {}
+        for line in self.steps:
+            found.update(dict.fromkeys(key for key, value in line.items() if isinstance(value, int | float)))
+        return tuple(found)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modality modules that the metrics tell of, in the order of the model."""
+        return tuple(key.removeprefix("mfu_") for key in self.keys if key.startswith("mfu_"))
+
+    def column(self, key: str) -> list[float | None]:
+        """A number of each step; None where it is not known."""
+        return [value if isinstance(value := line.get(key), int | float) else None for line in self.steps]
+
+
+def read_run(folder: Path) -> Run:
+    """The run in a folder (`job.dump_folder` of its job).
+
+    Raises: ConfigError: it is not the folder of a run, or no step has ended yet.
+    """
+    path = folder / "metrics.jsonl"
+    if not folder.is_dir():
+        raise ConfigError(f"report: {folder} is not a folder; name the job.dump_folder of a job")
+    if not path.is_file():
+        started = (folder / "config.toml").is_file()
+        why = "the job has not begun its first step" if started else "so no job ran in it; name a job.dump_folder"
+        raise ConfigError(f"report: {folder} has no metrics.jsonl, {why}")
+    steps: dict[int, Line] = {}
+    validations: dict[int, Line] = {}
+    for line in map(_parsed, path.read_text(encoding="utf-8").splitlines()):
+        if line is not None:
+            kind = validations if "validation_loss" in line else steps
+            kind[line["step"]] = line
+    if not steps:
+        raise ConfigError(f"report: {path} has no step yet; try again when the first one has ended")
+    config_path = folder / "config.toml"
+    last = max(steps)
+    return Run(
+        name=folder.resolve().name,
+        steps=tuple(steps[step] for step in sorted(steps)),
+        validations=tuple(validations[step] for step in sorted(validations)),
+        config_text=config_path.read_text(encoding="utf-8") if config_path.is_file() else "",
+        starts=_starts(folder / "environment.json"),
+        timelines=_timelines(folder / "timelines", last),
+    )
+
+
+def _parsed(text: str) -> Line | None:
+    """A line of metrics; None if it is being written, or of another kind."""
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _starts(path: Path) -> tuple[Mapping[str, Any], ...]:
+    found = _read_json(path)
+    starts = found.get("starts") if isinstance(found, dict) else None
+    return tuple(start for start in starts if isinstance(start, dict)) if isinstance(starts, list) else ()
+
+
+def _timelines(folder: Path, last_step: int) -> tuple[Mapping[str, Any], ...]:
+    """Those up to the last step: a resumed run may find later ones, which it will overwrite."""
+    numbered = {}
+    for path in folder.glob("step-*.json"):
+        number = path.stem.removeprefix("step-")
+        if number.isdecimal() and int(number) <= last_step:
+            numbered[int(number)] = path
+    steps = sorted(numbered)
+    found = (_read_json(numbered[step]) for step in evenly(steps, MOST_TIMELINES))
+    return tuple(timeline for timeline in found if isinstance(timeline, dict) and "actions" in timeline)
+
+
+def evenly(items: Sequence[int], most: int) -> list[int]:
+    """At most so many of the items, evenly spaced, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

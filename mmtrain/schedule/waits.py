@@ -1,0 +1,156 @@
+"""What idle ranks waited for: each stretch of idle time, charged to the computation that held it up.
+
+A rank that waits for a gradient of the language model may in truth wait for the vision encoder, whose output the
+language model did not have yet. So a stretch of idle time is followed back along what held up what, as far as it
+lasted: the action that was waited for, then what that action itself waited for (the action before it on its rank, or
+what it needed from another one, whichever ended later), and so on. What is left are moments in which nothing in this
+chain computed: transfers, and the start of actions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmtrain.schedule.action import Kind
+from mmtrain.schedule.plan import Plan
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """Stretches of idle time of one timeline, from its first start to its last end; [n] each."""
+
+    rank: Ints
+    start_s: Floats
+    end_s: Floats
+    action: Ints
+    """Row of the action that was waited for, counted over the orders of all ranks; -1: nothing computed."""
+    module: Ints
+    """Its module, as an index into the graph's; -1 where there is none."""
+
+    def module_s(self, num_modules: int) -> tuple[float, ...]:
+        """[module] -> rank-seconds that were waited for it."""
+        found = self.module >= 0
+        lengths = (self.end_s - self.start_s)[found]
+        return tuple(np.bincount(self.module[found], lengths, num_modules).tolist())
+
+
+def waits(plan: Plan, starts_s: Sequence[Floats], ends_s: Sequence[Floats]) -> Waits:
+    """The idle time of all ranks that ran a plan. A rank that has ended waits for the action that ends last.
+
+    Args: starts_s, ends_s: [rank] -> of each action of its order, on a clock that the ranks share.
+    """
+    rows = _Rows.of(plan)
+    start, end = np.concatenate(starts_s), np.concatenate(ends_s)
+    if not start.size:
+        none = np.empty(0, np.int64)
+        return Waits(rank=none, start_s=np.empty(0), end_s=np.empty(0), action=none, module=none)
+    needed = rows.needed_last(end)
+    behind = rows.before
+    # What held up an action: the last to end of the action before it and of what it needed from elsewhere.
+    needs_later = (needed >= 0) & ((behind < 0) | (end[needed] > end[behind]))
+    held_up_by = np.where(needs_later, needed, behind)
+    low = np.where(behind >= 0, end[behind], start.min())
+    last = np.array([ends[-1] if len(ends) else start.min() for ends in ends_s])
+    ranks = np.arange(len(ends_s))
+    chain = _Chain(start, end, held_up_by)
+    chain.follow(
+        rank=np.concatenate([rows.rank, ranks]),
+        low=np.concatenate([low, last]),
+        high=np.concatenate([start, np.full(len(ranks), end.max())]),
+        action=np.concatenate([needed, np.full(len(ranks), int(end.argmax()))]),
+    )
+    rank, begin, stop, action = chain.found()
+    return Waits(
+        rank=rank, start_s=begin, end_s=stop, action=action, module=np.where(action >= 0, rows.module[action], -1)
+    )
+
+
+class _Chain:
+    """Stretches that are followed back, all at once."""
+
+    def __init__(self, start: Floats, end: Floats, held_up_by: Ints) -> None:
+        self._start, self._end, self._held_up_by = start, end, held_up_by
+        self._found: list[tuple[Ints, Floats, Floats, Ints]] = []
+
+    def follow(self, *, rank: Ints, low: Floats, high: Floats, action: Ints) -> None:
+        """Takes stretches apart. Args: action: the one that is waited for at the end of each; -1: none."""
+        while rank.size:
+            known = action >= 0
+            stop = np.where(known, np.clip(self._end[action], low, np.maximum(low, high)), low)
+            begin = np.where(known, np.clip(self._start[action], low, stop), low)
+            self._add(rank, stop, high, np.full_like(action, -1))
+            self._add(rank, begin, stop, action)
+            more = known & (begin > low)
+            rank, low, high = rank[more], low[more], begin[more]
+            action = self._held_up_by[action[more]]
+
+    def _add(self, rank: Ints, start: Floats, end: Floats, action: Ints) -> None:
+        some = end > start
+        self._found.append((rank[some], start[some], end[some], action[some]))
+
+    def found(self) -> tuple[Ints, Floats, Floats, Ints]:
+        """All pieces, by rank and start."""
+        rank, start, end, action = (np.concatenate(parts) for parts in zip(*self._found, strict=True))
+        order = np.lexsort((start, rank))
+        return rank[order], start[order], end[order], action[order]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """The actions of all ranks, one after the other."""
+
+    rank: Ints
+    module: Ints
+    before: Ints
+    """Row of the action before it on its rank; -1: it is the first."""
+    pairs: Ints
+    """[n, 2]: row, and a row that it needs of another stage, as `WorkGraph.needs` says."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> "_Rows":
+        graph, forward_kind, weight_kind = plan.graph, Kind.F, Kind.W
+        module_of = [work.module for work in graph.works]
+        forward: dict[tuple[int, int], int] = {}
+        backward: dict[tuple[int, int], int] = {}
+        rank: list[int] = []
+        module: list[int] = []
+        row = 0
+        for number, (order, works) in enumerate(zip(plan.orders, plan.works, strict=True)):
+            rank += [number] * len(order)
+            module += [module_of[work] for work in works]
+            for action, work in zip(order, works, strict=True):
+                if action.kind is forward_kind:
+                    forward[action.stage, work] = row
+                elif action.kind is not weight_kind:
+                    backward[action.stage, work] = row
+                row += 1
+        pairs = [
+            (row, forward[edge.source, edge.work]) for node, row in forward.items() for edge in graph.inputs(*node)
+        ]
+        pairs += [
+            (row, backward[edge.target, edge.target_work])
+            for node, row in backward.items()
+            for edge in graph.outputs(*node)
+            if edge.grad
+        ]
+        ranks = np.array(rank, np.int64)
+        before = np.arange(len(rank)) - 1
+        before[np.flatnonzero(np.diff(ranks, prepend=-1))] = -1
+        return cls(
+            rank=ranks,
+            module=np.array(module, np.int64),
+            before=before,
+            pairs=np.array(pairs, np.int64).reshape(-1, 2),
+        )
+
+    def needed_last(self, end: Floats) -> Ints:
+        """For each row, the one of those that it needs that ends last; -1: it needs none."""
+        found = np.full(len(self.rank), -1, np.int64)
+        by_end = self.pairs[np.argsort(end[self.pairs[:, 1]], kind="stable")]
+        found[by_end[:, 0]] = by_end[:, 1]  # of several values for one row the last one stays
+        return found

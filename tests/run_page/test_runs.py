@@ -1,0 +1,166 @@
+import json
+
+import pytest
+
+from mmtrain.errors import ConfigError
+from mmtrain.run_page.charts import charts, thinned
+from mmtrain.run_page.numbers import numbers
+from mmtrain.run_page.page import page, write_page
+from mmtrain.run_page.runs import evenly, read_run
+
+STEP = {"loss": 2.0, "tokens": 100, "image_tokens": 40, "video_tokens": 0, "tps": 50.0, "step_time_s": 1.0,
+        "bubble": 0.5, "mfu": 0.1, "grad_norm": 1.0, "data_time_s": 0.0, "plan_time_s": 0.0}  # fmt: skip
+
+
+def write_run(folder, lines, config="", starts=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if config:
+        (folder / "config.toml").write_text(config)
+    if starts is not None:
+        (folder / "environment.json").write_text(json.dumps({"starts": starts}))
+    return folder
+
+
+def titles(found):
+    return [chart.title for chart in found]
+
+
+def chart(found, title):
+    return {series.label: list(series.y) for series in next(c for c in found if c.title == title).series}
+
+
+def test_a_run_in_progress_is_read_up_to_its_last_whole_line(tmp_path):
+    folder = write_run(tmp_path / "run", [{"step": 0, "validation_loss": 3.0, "accuracy": {}}, {"step": 1} | STEP])
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "lo')
+    (folder / "environment.json").write_text('{"sta')
+    run = read_run(folder)
+    assert (run.last_step, len(run.steps), len(run.validations), run.starts, run.config_text) == (1, 1, 1, (), "")
+    assert "run" in page([run])
+
+
+def test_an_older_run_lacks_some_charts_and_no_more(tmp_path):
+    old = read_run(write_run(tmp_path / "old", [{"step": s} | STEP for s in (1, 2)]))
+    found = charts([old])
+    assert titles(found) == [
+        "Loss", "Throughput", "Step time", "Model FLOPs utilisation", "Bubble by what was waited for",
+        "Tokens by modality", "Gradient norm",
+    ]  # fmt: skip
+    assert chart(found, "Bubble by what was waited for") == {"all": [50.0, 50.0]}
+    assert chart(found, "Tokens by modality") == {"text": [60.0, 60.0], "image": [40.0, 40.0]}
+    labels = [number.label for number in numbers(old)]
+    assert labels == ["steps", "loss", "tokens", "training time", "throughput", "step", "MFU", "bubble"]
+
+
+def test_charts_have_the_numbers_of_the_file(tmp_path):
+    more = {"mfu_vision": 0.2, "mfu_dit": None, "bubble_vision": 0.3, "bubble_dit": 0.1, "bubble_other": 0.1,
+            "makespan_s": 2.0, "planned_makespan_s": 1.0, "plan_makespan_s": 1.0, "plan_first_makespan_s": 1.25,
+            "plan_lower_bound_s": 0.8, "plan_gap": 0.25, "plan_late": 2, "plan_failed": 0, "plan_invalid": 1,
+            "memory_predicted_gib": 1.0, "memory_measured_gib": None}  # fmt: skip
+    validation = {"step": 2, "validation_loss": 1.5, "accuracy": {"easy": 0.5}, "shuffled_captions_loss": 2.5}
+    lines = [{"step": 1} | STEP | more, {"step": 2} | STEP | more | {"mfu_dit": 0.4}, validation]
+    run = read_run(write_run(tmp_path / "run", lines))
+    assert run.modules == ("vision", "dit")
+    found = charts([run])
+    assert chart(found, "Loss") == {
+        "training": [2.0, 2.0], "validation": [1.5], "validation, other captions": [2.5],
+    }  # fmt: skip
+    assert chart(found, "Answers right") == {"easy": [50.0]}
+    mfu = chart(found, "Model FLOPs utilisation")
+    assert mfu == {"whole step": [10.0] * 2, "vision": [20.0] * 2, "dit": [None, 40.0]}
+    assert chart(found, "Bubble by what was waited for") == {
+        "vision": [30.0] * 2,
+        "dit": [10.0] * 2,
+        "other": [10.0] * 2,
+    }
+    assert chart(found, "Makespan") == {"measured": [2.0] * 2, "planned": [1.0] * 2, "lower bound": [0.8] * 2}
+    planner = chart(found, "Planner")
+    assert planner["gap to the bound"] == [25.0] * 2
+    assert planner["gain over the first plan"] == pytest.approx([20.0] * 2)
+    assert chart(found, "Steps with their first plan") == {"late": [2] * 2, "failed": [0] * 2, "invalid": [1] * 2}
+    assert chart(found, "Memory of the fullest rank") == {"predicted": [1.0] * 2}
+
+
+def test_several_runs_are_told_apart_by_colour_and_curves_by_dash(tmp_path):
+    runs = [read_run(write_run(tmp_path / name, [{"step": 1} | STEP])) for name in ("one", "two")]
+    found = next(c for c in charts(runs) if c.title == "Step time")
+    assert [series.label for series in found.series] == [
+        f"{run}: {what}" for run in ("one", "two") for what in ("step", "waits for data", "waits for a plan")
+    ]
+    assert [series.dash for series in found.series] == [0, 1, 2, 0, 1, 2]
+    assert len({series.colour for series in found.series}) == 2
+    assert not any(c.stacked for c in charts(runs))
+
+
+def test_numbers_are_medians_of_the_later_half(tmp_path):
+    late = {"tps": 70.0, "step_time_s": 0.5, "data_time_s": 0.1, "bubble_vision": 0.3, "mfu_vision": 0.125,
+            "makespan_ratio": 1.5, "plan_late": 3, "plan_failed": 0, "plan_invalid": 0, "plan_gap": -1e-15,
+            "memory_measured_gib": 2.0, "memory_predicted_gib": 1.5}  # fmt: skip
+    lines = [{"step": 1} | STEP, {"step": 2} | STEP, {"step": 3} | STEP | late, {"step": 4} | STEP | late]
+    run = read_run(write_run(tmp_path / "run", lines, config="[training]\nsteps = 9\n"))
+    found = {number.label: (number.value, number.note) for number in numbers(run)}
+    assert found["steps"] == ("4", "of 9")
+    assert found["tokens"] == ("400", "")
+    assert found["training time"] == ("3 s", "without validation")
+    assert found["throughput"][0] == "70 /s"
+    assert found["step"][0] == "500 ms"
+    assert found["MFU vision"][0] == "12.5%"
+    assert found["bubble"] == ("50.0%", "30.0% for vision")
+    assert found["measured / planned"][0] == "1.50"
+    assert found["planner gap"][0] == "0.0%"
+    assert found["first plans run"] == ("3", "3 late")
+    assert found["peak memory"] == ("2.00 GiB", "predicted 1.50")
+    assert found["time lost to waits"] == ("20.0%", "20.0% data, 0.0% plans")
+
+
+def test_long_runs_are_thinned_to_means_and_counts_to_their_last():
+    x, y = list(range(1, 11)), [1.0, 3.0, None, 5.0, None, None, 7.0, 9.0, 11.0, None]
+    assert thinned(x, y, most=5) == ([2, 4, 6, 8, 10], [2.0, 5.0, None, 8.0, 11.0])
+    assert thinned(x, y, most=5, last=True)[1] == [3.0, 5.0, None, 9.0, 11.0]
+    assert thinned(x, y, most=10) == (x, y)
+    assert thinned([], []) == ([], [])
+    assert evenly(range(100), 4) == [0, 33, 66, 99]
+
+
+def test_timelines_after_the_last_step_are_of_a_run_that_was_given_up(tmp_path):
+    folder = write_run(tmp_path / "run", [{"step": s} | STEP for s in range(1, 6)])
+    (folder / "timelines").mkdir()
+    for step in (2, 4, 6):
+        (folder / "timelines" / f"step-{step}.json").write_text(json.dumps({"step": step, "actions": []}))
+    (folder / "timelines" / "step-5.json").write_text('{"step": 5, "act')
+    assert [timeline["step"] for timeline in read_run(folder).timelines] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, "is not a folder; name the job.dump_folder of a job"),
+        ({}, "has no metrics.jsonl, so no job ran in it"),
+        ({"config.toml": ""}, "has no metrics.jsonl, the job has not begun its first step"),
+        ({"metrics.jsonl": '{"step": 0, "validation_loss": 1.0}\n'}, "has no step yet"),
+    ],
+)
+def test_what_is_no_run_is_refused(tmp_path, files, message):
+    folder = tmp_path / "run"
+    if files is not None:
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_run(folder)
+
+
+def test_a_page_that_cannot_be_written_is_refused(tmp_path):
+    folder = write_run(tmp_path / "run", [{"step": 1} | STEP])
+    with pytest.raises(ConfigError, match="cannot be written: No such file or directory; name a file"):
+        write_page([folder], tmp_path / "nowhere" / "page.html")
+    with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
+        write_page([folder], tmp_path)
+
+
+def test_nothing_in_a_run_can_end_the_page_s_script(tmp_path):
+    evil = '[job]\ndescription = "</script><img src=x>"\n'
+    text = page([read_run(write_run(tmp_path / "<b>run</b>", [{"step": 1} | STEP], config=evil))])
+    assert text.count("</script>") == 2  # the page's own
+    assert "<img" not in text and "<b>run" not in text
