@@ -29,7 +29,7 @@ train-video: venv shapes
 	$(BIN)/torchrun --nproc-per-node 2 train.py --config debug_t2v.toml
 
 test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=30
 
 nightly: venv
 	$(BIN)/python -m pytest -m nightly
