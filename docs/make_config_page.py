@@ -45,7 +45,8 @@ Rules between sections:
 - The product of all degrees is the number of processes that the launcher must start.
 - `lr_scheduler.warmup_steps` is at most `training.steps`.
 - At least one of encoder, projector, language model and DiT is trainable.
-- `[diffusion]` and `validation.shuffled_captions` need `[model.dit]`.
+- `[diffusion]` and `validation.shuffled_captions` need `[model.dit]`; the latter also `validation.enable`, and two
+  clips a replica.
 - `[model.dit]` goes without `[model.encoder]` and `[model.projector]`; its `text_dim` is the language model's width.
 - `[model.dit]` needs `context_parallel_degree = 1`.
 - `planner.activation_memory_gib` needs the schedule `interleave` or `ZB-AutoSchedule`; so does `planner.memory_limit`,

@@ -192,9 +192,15 @@ class DiffusionConfig:
         _at_least("diffusion", self, caption_dropout=0.0)
         if not math.isfinite(self.logit_mean):
             raise ConfigError(f"diffusion.logit_mean = {self.logit_mean}; it must be finite")
-        for name in ("logit_std", "shift"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"diffusion.{name} = {getattr(self, name)}; it must be above 0 and finite")
+        for name, most in (("logit_std", 10.0), ("shift", 1000.0)):
+            if not 0 < getattr(self, name) <= most:
+                raise ConfigError(f"diffusion.{name} = {getattr(self, name)}; it must be above 0 and at most {most:g}")
+        for name, default in (("logit_mean", 0.0), ("logit_std", 1.0)):
+            if self.timestep_sampling == "uniform" and getattr(self, name) != default:
+                value = getattr(self, name)
+                raise ConfigError(
+                    f'diffusion.{name} = {value} has no effect with timestep_sampling = "uniform"; remove it'
+                )
         if self.caption_dropout >= 1:
             raise ConfigError(
                 f"diffusion.caption_dropout = {self.caption_dropout}; it must be below 1, or no caption is ever read"
@@ -848,13 +854,10 @@ def _check_partition(config: Config) -> None:
 def _check_dit(config: Config) -> None:
     """Refuses what does not go with a text-to-video model."""
     model = config.model
+    _check_caption_control(config)
     if model.dit is None:
         if config.diffusion != DiffusionConfig():
             raise ConfigError("[diffusion] is set, but there is no [model.dit], which it is about; remove the section")
-        if config.validation.shuffled_captions:
-            raise ConfigError(
-                "validation.shuffled_captions = true, but there is no [model.dit], so there is no caption; remove it"
-            )
         return
     if model.encoder is not None:
         raise ConfigError(
@@ -877,6 +880,23 @@ def _check_dit(config: Config) -> None:
         raise ConfigError(
             f"parallelism.context_parallel_degree = {config.parallelism.context_parallel_degree} with [model.dit]: the "
             "frames of a clip are not divided yet; set it to 1, and use tensor, pipeline or data parallelism"
+        )
+
+
+def _check_caption_control(config: Config) -> None:
+    """Refuses a control that would not be done, or could show nothing."""
+    if not config.validation.shuffled_captions:
+        return
+    key = "validation.shuffled_captions = true"
+    if config.model.dit is None:
+        raise ConfigError(f"{key}, but there is no [model.dit], so there is no caption; remove it")
+    if not config.validation.enable:
+        raise ConfigError(f"{key} has no effect with validation.enable = false; enable it or remove the key")
+    if config.data.max_clips == 1 and config.training.global_batch_size == config.parallelism.mesh_shape.dp:
+        raise ConfigError(
+            f"{key}, but a replica has one clip a step (data.max_clips = 1, training.global_batch_size = "
+            f"{config.training.global_batch_size} over as many replicas), so there is no other caption; remove it or "
+            "raise one of the two"
         )
 
 

@@ -160,8 +160,14 @@ def test_diffusion_belongs_to_a_dit(load):
     assert load(DIT + BASE, "--diffusion.prediction=v").diffusion.prediction == "v"
     with pytest.raises(ConfigError, match=r"\[diffusion\] is set, but there is no \[model\.dit\]"):
         load(BASE, "--diffusion.prediction=v")
-    with pytest.raises(ConfigError, match=r"validation\.shuffled_captions = true, but there is no \[model\.dit\]"):
-        load(BASE, "--validation.shuffled_captions=true")
+    asked = "--validation.shuffled_captions=true"
+    with pytest.raises(ConfigError, match=r"shuffled_captions = true, but there is no \[model\.dit\]"):
+        load(BASE, asked)
+    with pytest.raises(ConfigError, match=r"no effect with validation\.enable = false"):
+        load(DIT + BASE, asked)
+    with pytest.raises(ConfigError, match="a replica has one clip a step"):
+        load(DIT + BASE, asked, "--validation.enable=true", "--data.max_clips=1", "--training.global_batch_size=1")
+    assert load(DIT + BASE, asked, "--validation.enable=true", "--training.global_batch_size=1")
 
 
 @pytest.mark.parametrize(
@@ -170,13 +176,16 @@ def test_diffusion_belongs_to_a_dit(load):
         ("diffusion.caption_dropout=1.0", "caption_dropout = 1.0; it must be below 1"),
         ("diffusion.logit_std=0.0", "logit_std = 0.0; it must be above 0"),
         ("diffusion.logit_mean=nan", "logit_mean = nan; it must be finite"),
-        ("diffusion.shift=inf", "shift = inf; it must be above 0 and finite"),
+        ("diffusion.shift=inf", "shift = inf; it must be above 0 and at most 1000"),
         ("diffusion.prediction=x", "prediction"),
+        ("diffusion.logit_std=20.0", "at most 10"),
     ],
 )
 def test_diffusion_settings_that_mean_nothing_are_refused(load, override, message):
     with pytest.raises(ConfigError, match=message):
         load(DIT + BASE, f"--{override}")
+    with pytest.raises(ConfigError, match=r"logit_mean = 1\.0 has no effect with timestep_sampling"):
+        load(DIT + BASE, "--diffusion.timestep_sampling=uniform", "--diffusion.logit_mean=1.0")
     with pytest.raises(ConfigError, match=r"shift = 2\.0 has no effect with prediction"):
         load(DIT + BASE, "--diffusion.prediction=epsilon", "--diffusion.shift=2.0")
 

@@ -6,6 +6,7 @@ itself: the first rank of the DiT mixes latents with noise, the last one forms t
 Legend: t in (0, 1), 0 without noise; latents x = a data + s noise, where a and s follow from t.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from mmtrain.errors import ConfigError
 
 NUM_TIMESTEPS = 1000
 """A DiT is told 1000 t."""
+
+_LEAST = 1e-6
+"""Of t and of 1 - t."""
 
 _NOISE = 0x6E6F697365
 """Keeps the stream of the noise apart from that of the other choices of a clip."""
@@ -36,7 +40,7 @@ class ClipNoise:
         self._section = section
         self._key = job_seed, step
         self._null_token = null_token
-        self._alphas = None if section.prediction == "flow" else make_scheduler(section).alphas_cumprod.tolist()
+        self._alphas = None if section.prediction == "flow" else _squared_alphas()
 
     def timestep(self, clip: ClipMeta) -> float:
         """What the DiT is told of a clip's noise, 0 to 1000."""
@@ -76,9 +80,11 @@ class ClipNoise:
         """(timestep, a uniform number for the caption)."""
         section, generator = self._section, torch.Generator().manual_seed(self._seed(clip))
         if section.timestep_sampling == "uniform":
-            t = float(torch.rand(1, generator=generator))
+            t = float(torch.rand(1, generator=generator, dtype=torch.float64))
         else:
-            t = float(torch.sigmoid(section.logit_mean + section.logit_std * torch.randn(1, generator=generator)))
+            normal = torch.randn(1, generator=generator, dtype=torch.float64)
+            t = float(torch.sigmoid(section.logit_mean + section.logit_std * normal))
+        t = min(max(t, _LEAST), 1 - _LEAST)
         uniform = float(torch.rand(1, generator=generator))
         if self._alphas is None:
             return NUM_TIMESTEPS * section.shift * t / (1 + (section.shift - 1) * t), uniform
@@ -99,6 +105,13 @@ class ClipNoise:
 
     def _seed(self, clip: ClipMeta) -> int:
         return clip_seed(*self._key, clip.sample, clip.index)
+
+
+@functools.cache
+def _squared_alphas() -> list[float]:
+    """a x a of each timestep, as the scheduler of epsilon and v has it."""
+    found: list[float] = make_scheduler(DiffusionConfig(prediction="v")).alphas_cumprod.tolist()
+    return found
 
 
 def make_scheduler(section: DiffusionConfig) -> Any:

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from mmtrain.config import DiffusionConfig
+from mmtrain.config import DiffusionConfig, TokenizerConfig
 from mmtrain.data.metadata import ClipMeta
+from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.models.diffusion import ClipNoise, make_scheduler, null_token
 
 CLIP = ClipMeta(sample=3, frames=2, height=4, width=6, num_tokens=12, num_text_tokens=5)
@@ -69,7 +70,7 @@ def test_each_clip_and_step_has_choices_of_its_own_that_do_not_depend_on_who_ask
         ({"timestep_sampling": "uniform"}, 500, 289),
         ({"logit_mean": 0.0, "logit_std": 1.0}, 500, 208),
         ({"logit_mean": 1.0, "logit_std": 0.5}, 722, 98),
-        ({"timestep_sampling": "uniform", "shift": 3.0}, 676, 256),
+        ({"timestep_sampling": "uniform", "shift": 3.0}, 676, 267),
         ({"timestep_sampling": "uniform", "prediction": "v"}, 500, 289),
     ],
 )
@@ -98,8 +99,16 @@ def test_hidden_captions_keep_their_length():
 
 
 def test_the_null_token_is_padding_where_there_is_one():
-    class Tokenizer:
-        def __init__(self, pad, eos):
-            self.pad_token_id, self.eos_token_id = pad, eos
+    tokenizer = load_tokenizer(TokenizerConfig(), captions=True)
+    padding, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    assert padding != end
+    found = [null_token(tokenizer)]
+    for token in ("pad_token", "eos_token"):
+        setattr(tokenizer, token, None)
+        found.append(null_token(tokenizer))
+    assert found == [padding, end, 0]
 
-    assert [null_token(Tokenizer(*ids)) for ids in ((0, 5), (None, 5), (None, None), (7, 5))] == [0, 5, 0, 7]
+
+@pytest.mark.parametrize("mean", [-1000.0, 1000.0])
+def test_no_clip_is_without_noise_or_without_data(mean):
+    assert 0 < noise_of(logit_mean=mean).timestep(CLIP) < 1000
