@@ -1,0 +1,421 @@
+"""python docs/make_errors_page.py > docs/errors.md
+
+Prints the page of all errors that mmtrain raises on purpose, read from its source: the fixed words of each message, by
+the part of the program that it comes from. `GROUPS` says what each part's errors are about, `NOTES` what to do about
+messages that do not say it themselves.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+ROOT = Path(__file__).resolve().parent.parent
+ERRORS = ("ConfigError", "DataError", "PlanError", "TrainingError", "MMTrainError")
+
+INTRODUCTION = """\
+# Errors
+
+*Made by `python docs/make_errors_page.py > docs/errors.md` from the source; do not edit it by hand.*
+
+A mistake in what you gave ends the program with exit status 2 and one sentence: where it is, the value, the rule, and
+what to change. In a job of several processes the rank stands in front: `error [rank 3]: ...`. What stands in braces
+differs from case to case. To find a message, search this page for a few of its fixed words. Many messages get a place
+in front on their way to you: the file of the config, the sample, the file of a plan.
+
+The five kinds are classes of `mmtrain/errors.py`, for programs that call mmtrain:
+
+| class | what is wrong |
+|---|---|
+| `ConfigError` | the TOML file, an override, an option of a command, or a file that they name |
+| `DataError` | a sample, a file of the data, or a batch that breaks a rule |
+| `PlanError` | a schedule, plan or problem: incomplete, deadlocked, over a memory limit, or its file is damaged |
+| `TrainingError` | a step that must not be applied |
+| `MMTrainError` | anything else that the program says on purpose; the base of the others |
+
+Any other exception, with Python's traceback, is a bug of mmtrain or of a library. What has no message at all (hangs,
+slow steps, a loss that does not fall) is under [troubleshooting](troubleshooting.md).
+"""
+
+
+@dataclass(frozen=True)
+class Message:
+    """The shape of one error message."""
+
+    file: str
+    line: int
+    error: str
+    text: str
+    """Its fixed words; what differs from case to case in braces."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Messages that are about one thing."""
+
+    title: str
+    places: tuple[str, ...]
+    """How the names of its files begin, below mmtrain/."""
+    text: str
+    errors: tuple[str, ...] = ERRORS
+    advises: bool = False
+    """Whether `text` says what to do about each of them."""
+
+
+GROUPS = (
+    Group(
+        "The configuration",
+        ("toml_sections.py", "config.py", "memory_amount.py", "topology.py"),
+        "The file is checked before any process starts. `mmtrain config --config FILE` does the same check alone; "
+        "every key is under [configuration](config.md).",
+    ),
+    Group(
+        "Models and weights",
+        ("models/",),
+        "From `[model.*]`: inline configs, `config.json` files, stored weights, frozen parts and adapters; see "
+        "[models](models.md) and [swapping models](swapping_models.md).",
+        errors=("ConfigError",),
+    ),
+    Group(
+        "How the model is cut and divided",
+        (
+            "planner/partition.py",
+            "planner/partition_choice.py",
+            "planner/pipeline_layout.py",
+            "planner/sub_microbatch.py",
+            "planner/context.py",
+            "planner/layout.py",
+            "parallel/tensor.py",
+            "parallel/mesh.py",
+            "parallel/activation_memory.py",
+        ),
+        "Degrees that do not fit the model, layouts by hand, recomputation; see [choosing "
+        "parallelism](choosing_parallelism.md), [how modules are cut](partition.md) and "
+        "[parallelism](parallelism.md).",
+    ),
+    Group(
+        "Memory",
+        (
+            "planner/memory_limit.py",
+            "planner/costs.py",
+            "planner/iteration.py",
+            "schedule/library/",
+            "out_of_memory.py",
+        ),
+        "A limit that nothing fits into, or a device that is full; see [memory](memory.md).",
+    ),
+    Group(
+        "Data: batches",
+        ("data/batch.py", "data/bitfield.py"),
+        "These compare the tensors of a batch with its metadata, before each step. Data from `mmtrain`'s own "
+        "loader cannot break them: if you wrote a source or loader, it made a batch whose parts disagree at the "
+        "place that is named; otherwise it is a bug, to be reported with the config and the message.",
+        advises=True,
+    ),
+    Group(
+        "Data: sources and samples",
+        ("data/", "replica_data.py"),
+        "Where samples come from and what each must be: [bringing your own data](bringing_data.md) has examples "
+        'that work, [data](data.md) the rules. With `data.on_error = "skip"` a bad sample is left out and counted '
+        "instead of ending the job.",
+    ),
+    Group(
+        "Works of a batch",
+        ("planner/batching.py", "models/"),
+        "These prove that every picture, clip and token of a batch is processed exactly once, and that a chunk "
+        "gets the rows that its metadata names. A model of another kind than the data is named with the section to "
+        "add; all others are bugs, unless you wrote the data source or the chunk: report them with the config and "
+        "the message.",
+        errors=("DataError",),
+        advises=True,
+    ),
+    Group(
+        "Plans and programs",
+        (
+            "schedule/action.py",
+            "schedule/chain.py",
+            "schedule/lower.py",
+            "schedule/plan.py",
+            "schedule/split.py",
+            "schedule/transport.py",
+            "schedule/wire.py",
+            "planner/plan.py",
+            "planner/search/",
+            "models/memory_strategies.py",
+            "parallel/",
+        ),
+        "A plan is checked when it is made, when it is lowered and while it runs. You meet these messages with a "
+        "plan or schedule of your own ([writing a schedule](writing_a_schedule.md)): it is wrong at the rank, step "
+        "or action that is named, and `mmtrain schedule show` draws it. With a built-in schedule they are bugs: "
+        "report the config, and the batch's problem (`mmtrain schedule show --config FILE --batch K --format "
+        "problem --out problem.json`).",
+        advises=True,
+    ),
+    Group(
+        "Files of problems and plans",
+        (
+            "schedule/strict_json.py",
+            "schedule/problem.py",
+            "schedule/graph.py",
+            "schedule/torch_csv.py",
+            "planner/plan_json.py",
+            "planner/judge.py",
+        ),
+        "A `.json` problem or plan, or torch's CSV, that another program wrote: what is wrong stands in the file "
+        "at the dotted place that is named. Correct the program that wrote it; the form is under [the planning "
+        "problem](schedule.md#the-planning-problem).",
+        advises=True,
+    ),
+    Group(
+        "Costs: profiles, hardware, the simulator",
+        (
+            "planner/profile.py",
+            "planner/machine.py",
+            "planner/operator_costs.py",
+            "planner/simulator/",
+            "planner/workloads.py",
+            "planner/whole_iteration.py",
+            "profiler.py",
+            "simulate.py",
+            "line_chart.py",
+        ),
+        "A profile that is damaged is best measured anew with `mmtrain profile` ([calibration](calibration.md)). A "
+        "hardware file of your own is wrong at the key that is named ([hardware and "
+        "clusters](simulator.md#hardware-and-clusters)). Messages about operators and subgraphs are for those who "
+        "call the simulator from Python.",
+        advises=True,
+    ),
+    Group(
+        "Training, checkpoints, run folders",
+        ("trainer.py", "checkpoint.py", "run_folder.py"),
+        "While a job starts, runs or is read again; see [checkpoints](checkpoints.md).",
+    ),
+    Group(
+        "Commands and the rest",
+        ("",),
+        "Options of commands; `mmtrain COMMAND --help` says what there is.",
+    ),
+)
+
+NOTES: dict[str, str] = {
+    # configuration
+    "{path}: not valid TOML": (
+        "The place is in the message. Texts need quotes in a file; on the command line they do not."
+    ),
+    "{path}: extends = '{base}', but": "The name is relative to the file that extends.",
+    "override '{override}': '{section}' is a value": "Name the key in full, as in `--planner.enable=true`.",
+    "'{value}' of type": "Only for programs that dump a config: use numbers, texts, booleans, arrays and tables.",
+    "{where}: the {kind}": (
+        "Write it; [configuration](config.md) has its meaning. A file often gets it from another by `extends`."
+    ),
+    "rank {rank} is outside of a mesh": "Only for programs that ask for the place of a rank: ranks count from 0.",
+    # models
+    "{where}.pretrained: {path} is not valid JSON": "The file is damaged, or a Git LFS pointer: fetch it again.",
+    "{where}.pretrained: {path} holds no JSON object": (
+        "It is no model's `config.json`: name the folder that holds one."
+    ),
+    "{name} cannot be built from the config": (
+        "The Hugging Face class says why; compare with the `config.json` of a published model."
+    ),
+    "model.dit: WanTransformer3DModel cannot be built": (
+        "The diffusers class says why; compare with a published `config.json`."
+    ),
+    "{source}: {name} has shape": "Config and weights are of different models: take both from one folder.",
+    "{module}: layers {lo}..": "Only for programs that build chunks: name layers that exist.",
+    # cutting
+    "{where} = '{text}' has more than": "A number behind `*` is too large.",
+    # memory
+    "step {step}: rank {rank} (pp_rank {pp_rank}) is out of memory": (
+        "The message goes on with the option to change first; the folder that it names has the plan and what was "
+        "predicted, see [out of memory](memory.md#out-of-memory)."
+    ),
+    # data
+    "its latents have {length}": "Cut or pad them where they are made, or choose a DiT with a smaller patch.",
+    "{where}: its caption": (
+        "It is made of characters that the tokenizer drops: write a caption, or leave the record out."
+    ),
+    "sample {sample}: {error}": "See the second half of the message; it is one of those below.",
+    "frame {place}: {error}": "See the second half of the message. The picture can be opened alone to look at it.",
+    "frame 0: {error}": "See the second half of the message. The picture can be opened alone to look at it.",
+    "frame {place} has": "All frames of a clip have one size: write the record's frames anew.",
+    "the content of its latents": "The header is fine, the rest is not: make the file again.",
+    "its latents hold values": "Look for overflow in the VAE that made them (in float16?), and make the file again.",
+    "its latents have become": "Files must not change while a job runs: write new ones beside them.",
+    "its latents are a damaged": "Make the file again with `numpy.savez`.",
+    "its latents are no .npy": "Write it with `numpy.save`, as floats [channels, frames, height, width].",
+    "it does not say how many frames": "Write the video again with `ffmpeg -i old.mp4 new.mp4`.",
+    "the content of its video": "Cut short or damaged: fetch it again, or leave it out.",
+    "its video cannot be opened": "FFmpeg does not know the file, or it is damaged: try `ffprobe` on it.",
+    "picture of {width} x {height}": "A picture without pixels: leave the record out.",
+    "a data worker died": (
+        "Mostly memory: lower `data.num_workers` or `data.prefetch`. `data.num_workers = 0` shows an error of the "
+        "worker's own."
+    ),
+    "loader state": "The checkpoint's `train_state.json` was changed by hand: restore it, or take an older checkpoint.",
+    "the source has no usable sample": (
+        "The example says why one was left out; the policies are `data.on_error` and `data.too_long`."
+    ),
+    "data.image_processor = '{processor}': {path}": (
+        "Name a folder with `preprocessor_config.json`, an id, or leave it empty."
+    ),
+    "data.image_processor = '{processor}' cannot be read": (
+        "Name a folder with `preprocessor_config.json`, an id, or leave it empty."
+    ),
+    "its content is corrupt": "The picture's header is fine, the rest is not: fetch it again, or leave it out.",
+    "it decodes to": "A damaged file, or one whose format Pillow reads in another way: write the picture anew.",
+    "its {number} bytes are not": "Not a picture, or a format that Pillow does not know: write it as PNG or JPEG.",
+    "its header is corrupt": "Fetch the file again, or leave the record out.",
+    "image {index} of sample": "See the second half of the message; it is one of those of pictures.",
+    "{where}: the chat template refuses it": (
+        "Its words follow. Many templates want user and assistant in turns, and a system message at the beginning only."
+    ),
+    "its file {path} cannot be read": (
+        "Check that the path exists on every machine; in jsonl it is relative to the file."
+    ),
+    "{where}: `messages` is not": 'It is `[{"role": "user", "content": "..."}, ...]`, see [records](data.md#records).',
+    "{where}: it has neither bytes": "A row whose picture is empty: leave the record out, or its `images` away.",
+    "{where}: its base64": "Write the `data:` URL anew.",
+    "{path}, record {index}: not valid JSON": (
+        "Each line of a .jsonl file is one JSON object, without line breaks inside."
+    ),
+    "data.source = '{path}' is one file": "Name a folder with both splits, or set `validation.enable = false`.",
+    "data.source = '{source}': a file must end": (
+        "Convert it with `datasets` or pandas: `to_parquet`, or `to_json(lines=True)`."
+    ),
+    "data.source = '{source}', split '{split}' cannot": (
+        "The reason is that of the library `datasets`. Offline, an id works only if it was downloaded before; a "
+        "private one needs a login to the hub. An interrupted download is repaired by clearing its folder in the "
+        "cache of `datasets`."
+    ),
+    "data.source cannot be read": (
+        "The file system's reason follows. Every job's leaders read the data: is it there on their machines?"
+    ),
+    "tokenizer.path = '{path}' cannot be loaded": (
+        "Name a folder with `tokenizer.json`, or an id that is cached or can be reached."
+    ),
+    "the tokenizer has": "Only for programs that train a tokenizer: give more text, or ask for a smaller vocabulary.",
+    # training
+    "checkpoint.load_step = {wanted}, but": "Name one of those steps, or -1 for the newest.",
+    "checkpoint: ": "The file system's reason follows: rights, space, or a mount that only some machines have?",
+    "step {step}: the batch has": (
+        "No answer, or no clip that can be read, is in the whole batch: look for skipped samples in the log."
+    ),
+    # commands
+    "profile: {path}: the folder": "Make it, or name another file.",
+    "no plan: ": "The reason follows; under a memory limit raise it or take a schedule that keeps limits.",
+    "schedule show: {path}: cannot be read": "The file system's reason follows.",
+    "{where}: {overrides} overrides": "Add `--config`, or leave the override out.",
+    "{where}: --out {out}: the folder": "Make it, or name another file.",
+    "simulate: {option} {path}: the folder": "Make it, or name another file.",
+    "{folder}: no module was trained": "Leave `--merge-adapters` out.",
+    "{folder}: only a text-to-video model": "Name the `job.dump_folder` of a text-to-video job.",
+}
+"""Beginning of a message -> what to do, where the message does not say it."""
+
+
+_FIXED = re.compile(r"[a-z]{3}")
+_ADVICE = re.compile(r"; |\. [A-Z]|: (write|give|name) |must end in|needs --|not both")
+"""How messages say what to do: behind a semicolon or in a sentence of its own, or as an order."""
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    parts, used = [INTRODUCTION], set()
+    by_group: dict[str, list[Message]] = {group.title: [] for group in GROUPS}
+    for message in messages():
+        by_group[group_of(message).title].append(message)
+    for group in GROUPS:
+        parts.append(f"## {group.title}\n\n{group.text}\n")
+        file, shown = "", set()
+        for message in by_group[group.title]:
+            if (message.error, message.text) in shown:
+                continue
+            shown.add((message.error, message.text))
+            if message.file != file:
+                file = message.file
+                parts.append(("\n" if parts[-1].startswith("-") else "") + f"From `{file}`:\n")
+            found = note_of(message)
+            used.add(found)
+            note = f". {NOTES[found]}" if found else ""
+            parts.append(f"- `{message.error}`: {_code(message.text)}{note}")
+        parts.append("")
+    if stale := set(NOTES) - used:
+        raise SystemExit(f"NOTES of messages that no longer exist: {sorted(stale)}")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def messages() -> Iterator[Message]:
+    """Every message of the package, by file and line."""
+    for path in sorted((ROOT / "mmtrain").rglob("*.py")):
+        file = str(path.relative_to(ROOT))
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if _is_error(node)]
+        for call in sorted(calls, key=lambda call: call.lineno):
+            assert isinstance(call.func, ast.Name)
+            text = shape(call.args[0]).partition("\n")[0]
+            if _FIXED.search(re.sub(r"{[^}]*}", "", text)):  # else it puts a place before another message
+                yield Message(file, call.lineno, call.func.id, text)
+
+
+def group_of(message: Message) -> Group:
+    """The first group that its file and class belong to."""
+    name = message.file.removeprefix("mmtrain/")
+    return next(g for g in GROUPS if message.error in g.errors and any(map(name.startswith, g.places)))
+
+
+def note_of(message: Message) -> str:
+    """The key of its note, or the empty string."""
+    found = [key for key in NOTES if message.text.startswith(key)]
+    return max(found, key=len, default="")
+
+
+def shape(node: ast.expr) -> str:
+    """The fixed words of an expression that makes a text, with names in braces for the rest."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(map(shape, values))
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return shape(left) + shape(right)
+        case ast.FormattedValue(value=value, conversion=114):  # !r
+            return f"'{{{_name(value)}}}'"
+        case ast.FormattedValue(value=value):
+            return f"{{{_name(value)}}}"
+    return f"{{{_name(node)}}}"
+
+
+def says_what_to_do(message: Message) -> bool:
+    """Whether the message, its note or its group's text does."""
+    return group_of(message).advises or bool(note_of(message)) or bool(_ADVICE.search(message.text))
+
+
+def _is_error(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS and bool(node.args)
+
+
+def _name(node: ast.expr) -> str:
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.strip("_").lower()
+        case ast.Subscript(value=value):
+            return _name(value)
+        case ast.Call(func=ast.Name(id="len")):
+            return "number"
+        case ast.Call(func=ast.Name(id="getattr")):
+            return "value"
+        case ast.Call(func=ast.Name(), args=[first, *_]):
+            return _name(first)
+    return "..."
+
+
+def _code(text: str) -> str:
+    """Text as Markdown code, whatever backticks it has."""
+    if "`" not in text:
+        return f"`{text}`"
+    return f"`` {text} ``"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
