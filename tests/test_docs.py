@@ -4,33 +4,37 @@ import importlib.util
 import re
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from mmtrain import cli, config
+from tests.guides import BLOCK, DOCS, ROOT, File, blocks, steps
 
-ROOT = Path(__file__).resolve().parent.parent
-DOCS = ROOT / "docs"
-PAGES = [path for pattern in ("README.md", "docs/*.md") for path in sorted(ROOT.glob(pattern))]
+PAGES = [path for pattern in ("*.md", "docs/*.md") for path in sorted(ROOT.glob(pattern))]
 
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+SPAN = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 FILE = re.compile(r"(?<![\w/])(?:\w+/)*\w+\.py\b")
+ITEM = re.compile(r"^( *)(?:[-*]|\d+\.) ")
 
 
 def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return [body for found, body in BLOCK.findall(page.read_text()) if found == language]
-
-
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
+    """The anchors that GitHub gives to the headings of a page; the site is set to give the same."""
     headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    plain = [re.sub(r"\]\([^)]*\)", "", heading) for heading in headings]
+    found: Counter[str] = Counter()
+    for heading in plain:
+        found[re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")] += 1
+    assert all(count == 1 for count in found.values()), (
+        f"{page.name} has two headings of one name, whose anchors differ"
+    )
+    return set(found)
 
 
 def script(name: str):
@@ -46,6 +50,25 @@ def test_the_page_of_keys_is_up_to_date():
     assert (DOCS / "config.md").read_text() == made, "run python docs/make_config_page.py > docs/config.md"
 
 
+def test_the_page_of_errors_is_up_to_date():
+    made = script("make_errors_page").page()
+    assert (DOCS / "errors.md").read_text() == made, "run python docs/make_errors_page.py > docs/errors.md"
+
+
+def test_every_error_says_what_to_do():
+    errors = script("make_errors_page")
+    silent = [f"{m.file}:{m.line}: {m.text}" for m in errors.messages() if not errors.says_what_to_do(m)]
+    assert not silent, "say it in the message, or in NOTES of docs/make_errors_page.py"
+
+
+def test_the_shapes_of_messages():
+    import ast
+
+    shape = script("make_errors_page").shape
+    source = """f"{section}.{f.name} = {value!r}: {len(rows)} of {', '.join(known)}" + "; name " f'one'"""
+    assert shape(ast.parse(source).body[0].value) == "{section}.{name} = '{value}': {number} of {...}; name one"
+
+
 def test_the_page_of_schedules_and_its_pictures_are_up_to_date():
     page, pictures = script("make_schedules_page").make_page()
     assert (DOCS / "schedules.md").read_text() == page, "run python docs/make_schedules_page.py"
@@ -54,9 +77,9 @@ def test_the_page_of_schedules_and_its_pictures_are_up_to_date():
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page):
-    text = BLOCK.sub("", page.read_text())
+    text = SPAN.sub("", BLOCK.sub("", page.read_text()))
     for link in LINK.findall(text):
-        if "://" in link:
+        if link.startswith(("https://", "http://")):
             continue
         target, _, anchor = link.partition("#")
         path = (page.parent / target).resolve() if target else page
@@ -65,9 +88,35 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=name)
+def test_every_page_stands_in_the_navigation_of_the_site(page):
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    assert len(re.findall(rf": {re.escape(page.name)}$", navigation, re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=name)
+def test_links_do_not_leave_the_site(page):
+    for link in LINK.findall(SPAN.sub("", BLOCK.sub("", page.read_text()))):
+        assert not link.startswith("../"), f"{page.name}: {link} is no page of the site; write its name as code"
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=name)
+def test_lists_look_on_the_site_as_they_do_on_github(page):
+    before = ""
+    for line in BLOCK.sub("", page.read_text()).splitlines():
+        if item := ITEM.match(line):
+            assert len(item[1]) % 4 == 0, f"{page.name}: indent by four: {line}"
+            goes_on = not before or before.startswith(" ") or ITEM.match(before)
+            assert goes_on, f"{page.name}: a list begins after an empty line: {line}"
+        before = line
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=name)
 def test_files_that_are_named_exist(page):
+    shown = {step.name for step in steps(page.name) if isinstance(step, File)}
     for file in FILE.findall(page.read_text()):
-        assert (ROOT / file).is_file() or (ROOT / "mmtrain" / file).is_file(), f"{page.name} names {file}"
+        assert file in shown or (ROOT / file).is_file() or (ROOT / "mmtrain" / file).is_file(), (
+            f"{page.name} names {file}"
+        )
 
 
 def test_drawn_examples_are_what_the_command_prints(tmp_path, monkeypatch, capsys):

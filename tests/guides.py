@@ -1,0 +1,76 @@
+"""The guides under docs/ as scripts: their files are written, their commands run, in the order of the page."""
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmtrain import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+
+SHORT = ("--training.steps=2", "--lr_scheduler.warmup_steps=1", "--validation.enable=false")
+"""What every training of a guide gets in addition."""
+IN_THIS_PROCESS = ("config", "data", "export", "plan", "check", "sample", "schedule", "simulate")
+"""Subcommands of mmtrain that start no ranks."""
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+"""A fenced block: its language and its lines."""
+_NAMED = re.compile(r"`([\w./-]+\.(?:py|toml|json|yaml|sbatch))`[^`.\n]*:\n\n$")
+"""What stands in front of a block that is a whole file."""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page that are written in a language."""
+    return [body for found, body in BLOCK.findall(page.read_text()) if found == language]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that a page shows in full, with its name in front."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page's shell blocks, its lines joined and without its comment."""
+
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+
+def steps(page: str) -> list[File | Command]:
+    """The files and commands of a page, from the top to the bottom."""
+    found: list[File | Command] = []
+    text = (DOCS / page).read_text()
+    for match in BLOCK.finditer(text):
+        language, body = match.groups()
+        if named := _NAMED.search(text[: match.start()]):
+            found.append(File(named[1], body))
+        elif language in ("bash", "sh"):
+            words = (tuple(shlex.split(line, comments=True)) for line in body.replace("\\\n", " ").splitlines())
+            found += [Command(command) for command in words if command]
+    return found
+
+
+def run(command: Command, folder: Path) -> None:
+    """Runs a command in a folder, which is also the working directory of this process; trainings are shortened.
+
+    Raises: AssertionError: its exit status is not 0.
+    """
+    program, *words = command.words
+    if program == "mmtrain" and words[0] in IN_THIS_PROCESS:
+        assert cli.main(words) == 0, command
+        return
+    start = {"mmtrain": ["-m", "mmtrain.cli"], "torchrun": ["-m", "torch.distributed.run"], "python": []}[program]
+    if "train" in words or "train.py" in words:
+        words += SHORT
+    done = subprocess.run([sys.executable, *start, *words], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

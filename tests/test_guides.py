@@ -1,0 +1,175 @@
+"""The guides under docs/ work as printed: their files are written and their commands run, from the top to the bottom.
+
+Trainings have two steps. Those that nothing later on the page reads are only checked as a config; `make nightly` runs
+them too.
+"""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.guides import DOCS, ROOT, SHORT, Command, File, blocks, run, steps
+
+GUIDES = ("quickstart.md", "swapping_models.md", "bringing_data.md", "choosing_parallelism.md")
+NOT_RUN = ("make", "pip", "tensorboard")
+MADE_BEFORE = ("debug_vlm", "debug_t2v")
+"""Jobs whose runs the pages export and sample from; each is trained once for all of them."""
+
+
+@pytest.fixture(scope="session")
+def source_tree(tmp_path_factory: pytest.TempPathFactory, charts: Path, shapes: Path) -> Path:
+    """A folder that looks like the source tree after its data sets were drawn."""
+    folder = tmp_path_factory.mktemp("source_tree")
+    for name in ("configs", "train.py"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "data").mkdir()
+    (folder / "data" / "charts").symlink_to(charts)
+    (folder / "data" / "shapes").symlink_to(shapes)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained(source_tree: Path) -> Path:
+    """The same after the two small trainings."""
+    for job in MADE_BEFORE:
+        run(Command(("mmtrain", "train", "--config", f"{job}.toml")), source_tree)
+    return source_tree
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, source_tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the source tree to work in; it is the working directory."""
+    shutil.copytree(source_tree, tmp_path, symlinks=True, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_files_and_commands_are_found() -> None:
+    found = steps("bringing_data.md")
+    names = [step.name for step in found if isinstance(step, File)]
+    assert names[:3] == ["make_pictures.py", "my_pictures.toml", "from_llava.py"]
+    assert Command(("python", "make_pictures.py")) in found
+    assert all(any(isinstance(step, Command) for step in steps(page)) for page in GUIDES)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_guide_works(page: str, trained: Path, checkout: Path) -> None:
+    walk(page, checkout, everything=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_guide_works_with_all_of_its_trainings(page: str, trained: Path, checkout: Path) -> None:
+    shutil.rmtree(checkout / "outputs")
+    if page != "quickstart.md":  # which makes them itself
+        shutil.copytree(trained / "outputs", checkout / "outputs")
+    walk(page, checkout, everything=True)
+
+
+def walk(page: str, folder: Path, *, everything: bool) -> None:
+    """Follows a page as a reader does."""
+    all_steps = steps(page)
+    for place, step in enumerate(all_steps):
+        if isinstance(step, File):
+            (folder / step.name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / step.name).write_text(step.text)
+            continue
+        if step.words[0] in NOT_RUN:
+            continue
+        words = list(step.words)
+        if words[1] == "data":
+            words[3] += "-anew"
+            words[words.index("--num-samples") + 1] = "60"
+        later = [word for other in all_steps[place:] if isinstance(other, Command) for word in other.words]
+        if words[1] in ("train", "check-parity") and not everything and not _is_read(words, later):
+            words = ["mmtrain", "config", *(word for word in words[2:] if word != "--synthetic")]
+        run(replace(step, words=tuple(words)), folder)
+
+
+def _is_read(words: list[str], later: list[str]) -> bool:
+    """Whether a later command reads the run of a `mmtrain train` command, which is not there yet."""
+    job = words[words.index("--config") + 1].removesuffix(".toml")
+    return words[1] == "train" and job not in MADE_BEFORE and f"outputs/{job}" in later
+
+
+@pytest.mark.ranks
+def test_the_worked_schedule_is_added_shown_tested_and_run(tmp_path: Path, charts: Path) -> None:
+    page = "writing_a_schedule.md"
+    for name in ("mmtrain", "tests", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "charts").symlink_to(charts)
+    for step in steps(page):
+        if isinstance(step, File):
+            (tmp_path / step.name).write_text(step.text)
+    imported, entry = [body for body in blocks(DOCS / page, "python") if len(body.splitlines()) == 1]
+    _insert(tmp_path / "mmtrain/schedule/library/catalogue.py", imported, before="from mmtrain.schedule.library.zbv")
+    _insert(tmp_path / "mmtrain/schedule/library/catalogue.py", entry, before='    "1F1B": Schedule(')
+    _insert(tmp_path / "mmtrain/config.py", '    "Rounds",\n', before='    "1F1B",\n    "Interleaved1F1B",')
+    for example in blocks(DOCS / page, "console"):
+        command, _, shown = example.partition("\n")
+        assert _output(command.removeprefix("$ ").split(), tmp_path) == shown, f"{command} prints something else now"
+    for step in steps(page):
+        if isinstance(step, Command) and "check-parity" not in step.words:
+            _output([*step.words, *(SHORT if "train" in step.words else ())], tmp_path)
+
+
+def _insert(file: Path, text: str, before: str) -> None:
+    old = file.read_text()
+    assert old.count(before) == 1
+    file.write_text(old.replace(before, text + before))
+
+
+def _output(words: list[str], folder: Path) -> str:
+    """What a command prints that runs the copy of the package in a folder."""
+    start = ["-m", "mmtrain.cli"] if words[0] == "mmtrain" else []
+    done = subprocess.run([sys.executable, *start, *words[1:]], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.mark.ranks
+def test_two_nodes_on_one_machine_train_together(checkout: Path) -> None:
+    commands = [
+        step for step in steps("multi_node.md") if isinstance(step, Command) and "localhost:29500" in step.words
+    ]
+    started = []
+    for command in commands:
+        words = [word for word in command.words[1:] if word != "&"]
+        words[words.index("localhost:29500")] = str(checkout / "rendezvous")  # in the place of a port that may be taken
+        words = ["-m", "torch.distributed.run", "--rdzv-conf", "store_type=file", *words, *SHORT]
+        started.append(subprocess.Popen([sys.executable, *words], cwd=checkout, stdout=subprocess.PIPE, text=True))
+    printed = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert sum("mesh: pp 2" in text for text in printed) == 1, "rank 0 lives on one of the nodes"
+    assert (checkout / "outputs" / "two_nodes" / "metrics.jsonl").is_file()
+
+
+def test_the_files_for_clusters_are_well_formed(tmp_path: Path) -> None:
+    import yaml
+
+    files = {step.name: step.text for step in steps("multi_node.md") if isinstance(step, File)}
+    service, job = yaml.safe_load_all(files["job.yaml"])
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert f"--nnodes={job['spec']['completions']}" in command
+    assert f"--rdzv-endpoint={job['metadata']['name']}-0.{service['metadata']['name']}:29500" in command
+    (tmp_path / "job.sbatch").write_text(files["job.sbatch"])
+    assert subprocess.run(["bash", "-n", str(tmp_path / "job.sbatch")], capture_output=True).stderr == b""
+
+
+def test_torchrun_knows_the_options_of_the_guide() -> None:
+    from torch.distributed.run import get_args_parser
+
+    for step in steps("multi_node.md"):
+        if isinstance(step, Command) and step.words[0] == "torchrun":
+            args = get_args_parser().parse_args([word for word in step.words[1:] if word != "&"])
+            assert args.training_script == "train.py"
