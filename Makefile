@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train train-video test nightly check data shapes venv clean
+.PHONY: train train-video test nightly check docs data shapes venv clean
 
 venv: $(VENV)/installed
 
@@ -38,6 +38,14 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# Apart from `venv`: only this target needs the site's theme, which is some 60 MB.
+$(VENV)/docs-installed: pyproject.toml | venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[docs]'
+	touch $@
 
 clean:
 	rm -rf outputs data/charts data/shapes
