@@ -77,8 +77,9 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"report: {folder} is not a folder; name the job.dump_folder of a job")
     if not path.is_file():
         started = (folder / "config.toml").is_file()
-        why = "the job has not begun its first step" if started else "so no job ran in it; name a job.dump_folder"
-        raise ConfigError(f"report: {folder} has no metrics.jsonl, {why}")
+        if started:
+            raise ConfigError(f"report: {folder} has no metrics.jsonl yet; try again when the first step has ended")
+        raise ConfigError(f"report: {folder} has no metrics.jsonl, so no job ran in it; name a job.dump_folder")
     steps: dict[int, Line] = {}
     validations: dict[int, Line] = {}
     for line in map(_parsed, path.read_text(encoding="utf-8").splitlines()):

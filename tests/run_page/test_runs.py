@@ -137,7 +137,7 @@ def test_timelines_after_the_last_step_are_of_a_run_that_was_given_up(tmp_path):
     [
         (None, "is not a folder; name the job.dump_folder of a job"),
         ({}, "has no metrics.jsonl, so no job ran in it"),
-        ({"config.toml": ""}, "has no metrics.jsonl, the job has not begun its first step"),
+        ({"config.toml": ""}, "has no metrics.jsonl yet; try again"),
         ({"metrics.jsonl": '{"step": 0, "validation_loss": 1.0}\n'}, "has no step yet"),
     ],
 )
