@@ -49,6 +49,7 @@ Rules between sections:
   clips a replica.
 - `[model.dit]` goes without `[model.encoder]` and `[model.projector]`; its `text_dim` is the language model's width.
 - `[model.dit]` needs `context_parallel_degree = 1`.
+- `[model.vae]` needs `[model.dit]`, whose `in_channels` are the channels of its latents.
 - `planner.activation_memory_gib` needs the schedule `interleave` or `ZB-AutoSchedule`; so does `planner.memory_limit`,
   unless `planner.enable` and `planner.memory` are on. Only one of the two limits may be set.
 """

@@ -158,12 +158,30 @@ class DitConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VaeConfig:
+    """[model.vae]: the frozen VAE that makes the latents of a text-to-video model from frames. Leave the table out if
+    the data hold latents, or the DiT reads pixels."""
+
+    pretrained: str = ""
+    """Hugging Face id or local folder of the VAE alone; its config.json decides the class. Or give `config`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Inline config with `model_type = "autoencoder_kl"` (each frame by itself) or "autoencoder_kl_wan" (1 + 4 k frames
+    become 1 + k) and the keys of diffusers' class of that name; the weights are then random."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """With `pretrained`: load its weights, or take only its shape."""
+
+    def __post_init__(self) -> None:
+        _check_source("model.vae", self, example="autoencoder_kl_wan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """[model]: the modality modules."""
 
     language: LanguageConfig
     encoder: EncoderConfig | None = None
     dit: DitConfig | None = None
+    vae: VaeConfig | None = None
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 
@@ -856,6 +874,8 @@ def _check_dit(config: Config) -> None:
     model = config.model
     _check_caption_control(config)
     if model.dit is None:
+        if model.vae is not None:
+            raise ConfigError("[model.vae] is set, but there is no [model.dit] that reads its latents; add one")
         if config.diffusion != DiffusionConfig():
             raise ConfigError("[diffusion] is set, but there is no [model.dit], which it is about; remove the section")
         return
@@ -971,7 +991,9 @@ def dump(config: Config) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def _check_source(path: str, module: EncoderConfig | LanguageConfig | DitConfig, example: str = "qwen2") -> None:
+def _check_source(
+    path: str, module: EncoderConfig | LanguageConfig | DitConfig | VaeConfig, example: str = "qwen2"
+) -> None:
     if bool(module.pretrained) == bool(module.config):
         raise ConfigError(
             f"{path}: give either `pretrained` (an id or a folder) or `config` (an inline table); "

@@ -257,7 +257,12 @@ def _video_readme(run: StoredRun, out: Path, final: Path, null: int) -> str:
     """The same for a text-to-video model. Args: null: the token of a hidden caption."""
     section = run.job.model.dit
     assert section is not None
-    pixels = latent_channels(section) == 3
+    pixels, vae, made_by = latent_channels(section) == 3, run.job.model.vae, ""
+    if vae is not None:  # frozen, so there is nothing to export
+        source = (
+            f"`{vae.pretrained}`" if vae.pretrained else "[model.vae] of the run's config.toml, with its debug.seed"
+        )
+        made_by = f"those of the VAE of {source}, normalised."
     (scheduler,) = (json.loads(path.read_text())["_class_name"] for path in (out / "scheduler").iterdir())
     lines = [
         *_title(run),
@@ -265,11 +270,14 @@ def _video_readme(run: StoredRun, out: Path, final: Path, null: int) -> str:
         "`transformers.AutoModel.from_pretrained` reads it. Its `last_hidden_state` of a caption conditions the DiT; "
         f"for guidance, no caption is token {null}, as often as the caption has tokens.",
         "- `dit/`: `diffusers.WanTransformer3DModel.from_pretrained` reads it. Its latents are "
-        + ("pixels from -1 to 1." if pixels else "those that it was trained on."),
+        + (made_by or ("pixels from -1 to 1." if pixels else "those that it was trained on.")),
         f"- `scheduler/`: `diffusers.{scheduler}.from_pretrained` reads it.",
     ]
     again = ["[model.language]", f'pretrained = "{final / "language"}"', "[model.dit]"]
-    return _ended(lines, [*again, f'pretrained = "{final / "dit"}"'], out)
+    again.append(f'pretrained = "{final / "dit"}"')
+    if vae is not None and vae.pretrained:
+        again += ["[model.vae]", f'pretrained = "{vae.pretrained}"']
+    return _ended(lines, again, out)
 
 
 def _title(run: StoredRun) -> list[str]:

@@ -35,6 +35,7 @@ from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.shapes import dit_shape, language_shape, vision_shape
 from mmtrain.models.spec_builders import model_spec
+from mmtrain.models.vae_shapes import vae_shape
 from mmtrain.trainer import Trainer
 
 FLOAT32_TOLERANCE = 1e-4
@@ -147,7 +148,7 @@ def synthetic_data(config: Config, folder: Path) -> DataConfig:
     section = replace(config.data, split="train", streaming=False, shuffle=True)
     if config.model.dit is not None:
         source = folder / "shapes"
-        if latent_channels(config.model.dit) == 3:
+        if latent_channels(config.model.dit) == 3 or config.model.vae is not None:
             from mmtrain.data.shapes import make_shapes
 
             make_shapes(source, _SYNTHETIC_CLIPS, config.debug.seed)
@@ -399,6 +400,8 @@ def describe(config: Config) -> str:
         families["vision"] = vision_shape(config.model).model_type
     if config.model.dit is not None:
         families["dit"] = dit_shape(config.model).model_type
+    if config.model.vae is not None:
+        families["vae"] = vae_shape(config.model).model_type
     modules = "; ".join(
         f"{m.name} {families[m.name]}, {m.num_params:,} parameters in {len(m.layers)} layers" for m in spec.modules
     )

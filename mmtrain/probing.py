@@ -109,7 +109,7 @@ def small_job(config: Config, *, folder: str) -> Config:
         values = {**config.model.dit.config, "num_attention_heads": tp, "ffn_dim": tp}
         dit = replace(config.model.dit, config=values, trainable=True)
         text = replace(config.model.language, trainable=False)
-        return replace(config, model=replace(config.model, dit=dit, language=text, lora=LoRAConfig()))
+        return replace(config, model=replace(config.model, dit=dit, language=text, vae=None, lora=LoRAConfig()))
     parallelism = replace(config.parallelism, encoder_tensor_parallel="shard", encoder_context_parallel="images")
     language = replace(config.model.language, trainable=config.model.language.trainable or True)
     model = replace(config.model, encoder=None, projector=ProjectorConfig(), language=language)
@@ -129,6 +129,7 @@ def _fewer_blocks(model: ModelConfig, num_blocks: int) -> ModelConfig:
         model,
         encoder=model.encoder and _fewer_encoder_blocks(model, num_blocks),
         dit=model.dit and _fewer_dit_blocks(model.dit, num_blocks),
+        vae=model.vae and replace(model.vae, weights="random"),
         language=language,
         projector=projector,
     )
@@ -290,9 +291,9 @@ def _buckets(config: Config) -> list[Bucket]:
     """
     assert config.model.dit is not None
     data = config.data
-    if latent_channels(config.model.dit) != 3:
+    if latent_channels(config.model.dit) != 3 and config.model.vae is None:
         data = replace(data, video_area=min(data.video_area, (CLIP_SIDE // PIXELS_PER_LATENT) ** 2))
-    geometry = video_geometry(config.model.dit, data)
+    geometry = video_geometry(config.model.dit, data, config.model.vae)
     lengths, sizes = geometry.frames, geometry.sizes
     chosen = dict.fromkeys((lengths[0], lengths[len(lengths) // 2], lengths[-1]))
     return [(frames, *sizes[i % len(sizes)]) for i, frames in enumerate(chosen)]
@@ -306,16 +307,16 @@ def _most_clips(config: Config, bucket: Bucket) -> int:
 def _clips(config: Config, index: int, buckets: Sequence[Bucket], text: int) -> MicrobatchMeta:
     """Clips with captions of so many tokens each."""
     assert config.model.dit is not None
-    geometry = video_geometry(config.model.dit, config.data)
+    geometry = video_geometry(config.model.dit, config.data, config.model.vae)
     clips = tuple(
         ClipMeta(
             sample=index * 1000 + i,
-            frames=bucket[0],
-            height=bucket[1],
-            width=bucket[2],
-            num_tokens=geometry.num_tokens(bucket),
+            frames=frames,
+            height=height,
+            width=width,
+            num_tokens=geometry.num_tokens((frames, height, width)),
             num_text_tokens=text,
         )
-        for i, bucket in enumerate(buckets)
+        for i, (frames, height, width) in enumerate(geometry.latents(*bucket) for bucket in buckets)
     )
     return MicrobatchMeta(clips=clips)

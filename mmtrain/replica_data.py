@@ -2,7 +2,8 @@
 
 Everyone gets the metadata and the labels. The tensors go to the pipeline ranks where a module takes them in: the first
 one, which holds the leader; where the language model begins, if that is another one (a mixed partition); and of a
-text-to-video model where the DiT begins, and where it ends and its targets are formed.
+text-to-video model where the DiT begins, and where it ends and its targets are formed. With a VAE, whose pixels the
+leader itself takes in, the DiT gets nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import DataError, MMTrainError
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.planner.batching import DIT
+from mmtrain.planner.batching import DIT, VAE
 from mmtrain.planner.partition import Partition
 
 Change = Callable[[Batch, IterationMeta], tuple[Batch, IterationMeta]]
@@ -42,8 +43,11 @@ class ReplicaData:
     def __init__(self, config: Config, mesh: Mesh, partition: Partition) -> None:
         self._config, self._mesh = config, mesh
         ends = partition.of_module(DIT)
-        self._video = bool(ends)
-        takers = {ends[0].pp_rank, ends[-1].pp_rank} if ends else {partition.text_rank}
+        self._takes_latents = bool(ends) and not partition.of_module(VAE)
+        """Whether the DiT takes in what the batch has of clips."""
+        takers = {partition.text_rank}
+        if self._takes_latents:
+            takers |= {ends[0].pp_rank, ends[-1].pp_rank}
         self._takers = tuple(sorted(takers - {0}))
         """Pipeline ranks besides the first that need tensors."""
         self._loader: Loader | None = None
@@ -90,7 +94,7 @@ class ReplicaData:
 
     def _part(self, batch: Batch) -> Batch:
         """What the pipeline ranks besides the first need."""
-        return batch if self._video else without_pictures(batch)
+        return batch if self._takes_latents else without_pictures(batch)
 
     def _share(self, open_loader: Callable[[], Loader], change: Change | None = None) -> Iterator[Item]:
         """The leader's items on every rank of its replica; an error of the loader is raised on all of them."""

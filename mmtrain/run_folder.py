@@ -6,7 +6,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,8 +16,11 @@ from mmtrain import config
 from mmtrain.checkpoint import complete_steps
 from mmtrain.config import Config
 from mmtrain.errors import ConfigError
-from mmtrain.models.chunk import Chunk, LanguageChunk, build_chunk
+from mmtrain.models.chunk import Chunk, LanguageChunk, build_chunk, materialise
+from mmtrain.models.initialise import init_weights
+from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.spec_builders import model_spec
+from mmtrain.models.vae import VaeDecoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +63,26 @@ def load_module(run: StoredRun, module: str, device: torch.device | str = "cpu")
 
     Raises: ConfigError: the checkpoint is of another model than config.toml.
     """
-    spec = model_spec(run.job.model)
-    chunk = build_chunk(run.job.model, spec, module, (0, len(spec.module(module).layers)), device=device)
+    model, spec = run.job.model, model_spec(run.job.model)
+    if module == "dit":  # here it reads latents, whoever made them
+        model = replace(model, vae=None)
+    chunk = build_chunk(model, spec, module, (0, len(spec.module(module).layers)), device=device)
     chunk.requires_grad_(False)
     _load(chunk, module, run.checkpoint)
     return chunk
+
+
+def load_decoder(run: StoredRun, device: torch.device | str = "cpu") -> VaeDecoder:
+    """The decoder of the run's VAE with the weights of `model.vae.pretrained`, else with initial ones. A checkpoint has
+    the encoder alone.
+
+    Raises: ConfigError: weights that are missing or of another shape.
+    """
+    decoder = VaeDecoder(run.job.model)
+    materialise(decoder, device, torch.float32)
+    init_weights(decoder, run.job.debug.seed)
+    load_pretrained(decoder, run.job.model)
+    return decoder
 
 
 def _load(chunk: Chunk, module: str, source: Path) -> None:

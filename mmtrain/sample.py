@@ -8,6 +8,7 @@ Shape legend: N clips; T text tokens of one prompt; C, F, H, W channels, frames,
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -29,7 +30,9 @@ from mmtrain.models.denoising import denoise, encode_prompts
 from mmtrain.models.diffusion import NUM_TIMESTEPS, make_scheduler, null_token
 from mmtrain.models.dit import DitChunk
 from mmtrain.models.shapes import check_prediction, dit_shape
-from mmtrain.run_folder import StoredRun, load_module, new_folder, open_run
+from mmtrain.run_folder import StoredRun, load_decoder, load_module, new_folder, open_run
+
+logger = logging.getLogger("mmtrain")
 
 GUIDANCE = 3.0
 """Of a job that learned to do without captions, if nothing else is asked for."""
@@ -56,7 +59,7 @@ class Wanted:
     frames: int | None = None
     height: int | None = None
     width: int | None = None
-    """Of latents, which are pixels if they have 3 channels. None: as `default_bucket`."""
+    """Of latents, which are pixels if they have 3 channels; with a VAE of pixels. None: as `default_bucket`."""
     num_steps: int = 30
     guidance: float | None = None
     """1: none. None: `GUIDANCE`, or 1 where the job hid no captions."""
@@ -85,7 +88,7 @@ class Sampled:
     step: int
     """Of the checkpoint."""
     shape: tuple[int, int, int, int]
-    """Channels, frames, height and width."""
+    """Channels, frames, height and width of what was written."""
     guidance: float
     files: tuple[str, ...]
     """One a clip, the samples of a prompt one after another; then the sheet, if these are pictures and no latents."""
@@ -118,24 +121,28 @@ def sample(
     run = open_run(folder, step)
     question = _resolved(run, wanted)
     with new_folder(out) as aside:
-        latents = _latents(run, wanted, question, torch.device(device), progress)
-        for prompt, clip in zip(_of_clips(wanted), latents, strict=True):
+        where = torch.device(device)
+        clips = _decoded(run, _latents(run, wanted, question, where, progress), where)
+        for prompt, clip in zip(_of_clips(wanted), clips, strict=True):
             if not clip.isfinite().all():
                 raise MMTrainError(
                     f"{folder}: after step {run.step} the model makes values that are not finite for the prompt "
                     f"{_shown(prompt)}; name an earlier checkpoint with --step"
                 )
-        files = _write(aside, run.job.data.fps, wanted, latents)
-        made = Sampled(step=run.step, shape=question.shape, guidance=question.guidance, files=tuple(files))
+        files = _write(aside, run.job.data.fps, wanted, clips)
+        channels, frames, height, width = clips.shape[1:]
+        made = Sampled(
+            step=run.step,
+            shape=(channels, frames, height, width),
+            guidance=question.guidance,
+            files=tuple(files),
+        )
         (aside / "samples.json").write_text(_record(run.job, wanted, made), encoding="utf-8")
     return made
 
 
 def to_pixels(latents_CFHW: Tensor) -> npt.NDArray[np.uint8] | None:
-    """[F, H, W, 3] of latents that are pixels from -1 to 1; None: there is nothing that decodes them.
-
-    The decoder of a VAE would come in here.
-    """
+    """[F, H, W, 3] of latents that are pixels from -1 to 1; None: they are none."""
     if len(latents_CFHW) != 3:
         return None
     levels = ((latents_CFHW.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
@@ -168,8 +175,8 @@ def _resolved(run: StoredRun, wanted: Wanted) -> _Question:
     if job.model.dit is None:
         raise ConfigError(f"{run.folder}: only a text-to-video model makes clips, and this run has no [model.dit]")
     check_prediction(job.model)
-    geometry = video_geometry(job.model.dit, job.data)
-    shape = (geometry.channels, *_bucket(job, geometry, wanted))
+    geometry = video_geometry(job.model.dit, job.data, job.model.vae)
+    shape = (geometry.channels, *geometry.latents(*_bucket(job, geometry, wanted)))
     guidance = wanted.guidance
     if guidance is None:
         guidance = GUIDANCE if job.diffusion.caption_dropout or wanted.negative is not None else 1.0
@@ -196,8 +203,8 @@ def _resolved(run: StoredRun, wanted: Wanted) -> _Question:
 
 
 def _bucket(job: Config, geometry: VideoGeometry, wanted: Wanted) -> tuple[int, int, int]:
-    """Frames, height and width."""
-    if geometry.channels != 3 and (wanted.height is None or wanted.width is None):
+    """Frames, height and width; with a VAE of pixels."""
+    if geometry.channels != 3 and geometry.vae is None and (wanted.height is None or wanted.width is None):
         raise ConfigError(
             f"sample: the model's latents have {geometry.channels} channels, so they are no pixels, and the job does "
             "not say their size; name it with --height and --width, in places of latents"
@@ -205,6 +212,8 @@ def _bucket(job: Config, geometry: VideoGeometry, wanted: Wanted) -> tuple[int, 
     most = dit_shape(job.model).max_positions
     asked = (wanted.frames, wanted.height, wanted.width)
     sides = [value or default for value, default in zip(asked, default_bucket(geometry), strict=True)]
+    if geometry.vae is not None:
+        return _pixel_bucket(geometry, sides, most)
     for name, side, patch in zip(("frames", "height", "width"), sides, geometry.patch, strict=True):
         if side % patch or side > patch * most:
             raise ConfigError(
@@ -213,6 +222,24 @@ def _bucket(job: Config, geometry: VideoGeometry, wanted: Wanted) -> tuple[int, 
                 f"{min(most, max(1, round(side / patch))) * patch}"
             )
     frames, height, width = sides
+    return frames, height, width
+
+
+def _pixel_bucket(geometry: VideoGeometry, sides: Sequence[int], most: int) -> tuple[int, int, int]:
+    """Frames, height and width of pixels that a VAE makes of whole patches of latents."""
+    frames, height, width = sides
+    scale = geometry.vae
+    assert scale is not None
+    latents = geometry.latents(frames, height, width)
+    for name, side, latent, patch in zip(("frames", "height", "width"), sides, latents, geometry.patch, strict=True):
+        fits = side == (scale.frames_of(latent) if name == "frames" else latent * scale.side)
+        if not fits or latent < 1 or latent % patch or latent > patch * most:
+            whole = min(most, max(1, round(latent / patch))) * patch
+            such = scale.frames_of(whole) if name == "frames" else whole * scale.side
+            raise ConfigError(
+                f"sample: --{name} {side}; the VAE makes it of whole patches of latents (patch_size = "
+                f"{list(geometry.patch)} of model.dit), at most {most} of them (rope_max_seq_len), such as {such}"
+            )
     return frames, height, width
 
 
@@ -248,6 +275,17 @@ def _latents(
     ).cpu()
 
 
+def _decoded(run: StoredRun, latents_NCFHW: Tensor, device: torch.device) -> Tensor:
+    """[N, 3, frames, height, width] on the CPU; the latents themselves where there is no VAE."""
+    section = run.job.model.vae
+    if section is None or not latents_NCFHW.isfinite().all():
+        return latents_NCFHW
+    if not section.pretrained or section.weights == "random":
+        logger.warning("[model.vae] has random weights, so its decoder shows nothing that the model learned")
+    decoder = load_decoder(run, device).eval()
+    return torch.stack([decoder(clip.to(device)).cpu() for clip in latents_NCFHW])
+
+
 def _states(run: StoredRun, texts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """What the text encoder makes of them; it is freed before the DiT is loaded."""
     chunk = load_module(run, "language", device).eval()
@@ -280,13 +318,13 @@ def _names(wanted: Wanted) -> list[str]:
     return found
 
 
-def _write(folder: Path, fps: float, wanted: Wanted, latents_NCFHW: Tensor) -> list[str]:
+def _write(folder: Path, fps: float, wanted: Wanted, clips_NCFHW: Tensor) -> list[str]:
     """The names of the files, those of the clips first.
 
     A long clip shows some of its frames on the sheet, equally far apart, the first and the last among them.
     """
     files, rows = [], []
-    for name, prompt, clip in zip(_names(wanted), _of_clips(wanted), latents_NCFHW, strict=True):
+    for name, prompt, clip in zip(_names(wanted), _of_clips(wanted), clips_NCFHW, strict=True):
         pixels = to_pixels(clip)
         if pixels is None:
             files.append(f"{name}.npy")

@@ -21,10 +21,22 @@ from mmtrain.config import (
     MetricsConfig,
     ModelConfig,
     ParallelismConfig,
+    VaeConfig,
     ValidationConfig,
 )
-from mmtrain.models.families import DITS, ENCODERS, LANGUAGES, Family, dit_config, encoder_config, language_config
+from mmtrain.models.families import (
+    DITS,
+    ENCODERS,
+    LANGUAGES,
+    VAES,
+    Family,
+    dit_config,
+    encoder_config,
+    language_config,
+    vae_config,
+)
 from mmtrain.models.shapes import DitShape, VisionShape, dit_shape, language_shape, vision_shape
+from mmtrain.models.vae_shapes import LatentScale, latent_scale
 from mmtrain.planner.iteration import IterationPlanner
 
 MOST_RANKS = 8
@@ -184,6 +196,7 @@ def _model(config: Config, parallelism: ParallelismConfig) -> ModelConfig:
         model,
         encoder=encoder,
         dit=dit,
+        vae=model.vae and replace(model.vae, pretrained="", config=_vae(model.vae)),
         projector=replace(projector, pretrained=""),
         language=replace(
             model.language, pretrained="", config=language, num_segments=segments["language"], pipeline_layout=""
@@ -257,6 +270,18 @@ def _dit(section: DitConfig, shape: DitShape, tp: int, num_stages: int, text_wid
     return inline_config(values | {"patch_size": list(shape.patch)}, DITS[shape.model_type])
 
 
+def _vae(section: VaeConfig) -> dict[str, Any]:
+    """Latents stay, and so does what a clip of the data is to the DiT."""
+    values = vae_config(section)
+    if values["model_type"] == "autoencoder_kl":
+        levels = len(values["block_out_channels"])
+        values |= {"block_out_channels": [8] * levels, "norm_num_groups": 4, "layers_per_block": 1}
+    else:
+        values |= {"base_dim": 8, "dim_mult": [1] * len(values["dim_mult"]), "num_res_blocks": 1}
+    lists = {key: list(value) for key, value in values.items() if isinstance(value, tuple)}
+    return inline_config(values | lists, VAES[values["model_type"]])
+
+
 def inline_config(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """A config as one writes it into a TOML file: known keys with a value."""
     known = {"model_type", *family.defaults, *family.optional}
@@ -285,7 +310,7 @@ def _picture_tokens(model: ModelConfig) -> int:
 def _data(section: DataConfig, model: ModelConfig) -> DataConfig:
     section = replace(section, num_workers=0, too_long="truncate" if model.encoder is None else "skip")
     if model.dit is not None:
-        return _clips(section, dit_shape(model))
+        return _clips(section, dit_shape(model), latent_scale(model.vae) if model.vae else None)
     if model.encoder is None or vision_shape(model).fixed_grid is not None:
         return section
     shape = vision_shape(model)
@@ -294,10 +319,12 @@ def _data(section: DataConfig, model: ModelConfig) -> DataConfig:
     return replace(section, max_pixels=most, min_pixels=min(token, most))
 
 
-def _clips(section: DataConfig, shape: DitShape) -> DataConfig:
+def _clips(section: DataConfig, shape: DitShape, vae: LatentScale | None) -> DataConfig:
     """Fewer, shorter and smaller clips, of as many frames a second; those of a few seconds still differ in length."""
     frames, rows, columns = shape.patch
-    patches = _CLIP_PATCHES if shape.in_channels == 3 else _LATENT_PATCHES
+    patches = _CLIP_PATCHES if shape.in_channels == 3 or vae else _LATENT_PATCHES
+    if vae is not None:
+        frames, rows, columns = vae.pixels(shape.patch)
     longest = max(frames / section.fps, min(_CLIP_SECONDS, patches * frames / section.fps))
     seconds = min(section.max_seconds, longest)
     return replace(

@@ -214,7 +214,7 @@ def _notes(question: Question, machine: Machine) -> list[str]:
             f"no --cluster and no planner.hardware: links take planner.p2p_latency_s and p2p_bytes_per_s = "
             f"{config.planner.p2p_bytes_per_s:.3g}; MFU and the device's memory are unknown"
         )
-    if config.model.dit is not None:
+    if config.model.dit is not None and config.model.vae is None:
         notes.append("latents count as given: no VAE runs here")
     if config.planner.enable:
         notes.append("planner.enable is left out: the orders are those of the schedules named here")

@@ -34,6 +34,7 @@ from mmtrain.errors import ConfigError, MMTrainError, TrainingError
 from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.shapes import DitShape, check_prediction, dit_shape
+from mmtrain.models.vae_shapes import latent_scale
 from mmtrain.optim import build_optimizers, lr_factor, set_lr
 from mmtrain.out_of_memory import Scene, explained, is_out_of_memory
 from mmtrain.parallel.activation_memory import saved_ops
@@ -103,6 +104,7 @@ class Trainer:
         self.spec, self.partition = self.planner.spec, self.planner.partition
         self._dit: DitShape | None = None
         self._null_token = 0
+        self._vae = latent_scale(config.model.vae) if config.model.vae else None
         if config.model.dit is not None:
             self._dit = dit_shape(config.model)
             self._null_token = null_token(job_tokenizer(config))
@@ -484,7 +486,7 @@ class Trainer:
     ) -> StepOutcome:
         """Args: noise: of a text-to-video job. want_predictions: of a language model's tokens."""
         if item.batch is not None and self.mesh.pp_rank == 0:  # other ranks may have a part of it
-            check_batch(item.batch, item.meta)
+            check_batch(item.batch, item.meta, self._vae)
         place, backend = self.mesh.place, self.config.training.attention_backend
         feed: Feed
         if noise is not None:

@@ -99,6 +99,20 @@ def video_config(folder: Path, *overrides: str, channels: int = 3) -> Config:
     return config.load(write_video_config(folder, folder / "nowhere"), [*kinds, *overrides])
 
 
+VAE = """[model.vae]
+config = { model_type = "autoencoder_kl", block_out_channels = [8, 8], down_block_types = ["DownEncoderBlock2D", "DownEncoderBlock2D"], up_block_types = ["UpDecoderBlock2D", "UpDecoderBlock2D"], norm_num_groups = 4 }
+[diffusion]
+"""  # noqa: E501
+
+
+def write_vae_config(folder: Path, data: Path) -> Path:
+    """The same with a VAE that makes latents of 4 channels, a quarter of the places."""
+    path = write_video_config(folder, data)
+    text = path.read_text().replace("in_channels = 3, out_channels = 3", "in_channels = 4, out_channels = 4")
+    path.write_text(text.replace("[diffusion]\n", VAE))
+    return path
+
+
 def train(rank: int, path: Path, overrides: list[str]) -> None:
     """Runs one rank of a job inside of `run_ranks`."""
     from mmtrain.trainer import Trainer

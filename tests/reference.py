@@ -24,6 +24,7 @@ from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.shapes import dit_shape
 from mmtrain.models.spec import ModelSpec
+from mmtrain.models.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
 
 VOCAB = 96
 ENCODERS = {
@@ -91,6 +92,8 @@ def make_clips(model: ModelConfig, counts: list[int], seed: int) -> tuple[Batch,
     """A batch of random clips; the first one is blank. Args: counts: [microbatch] -> clips."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     shape, microbatches, metas = dit_shape(model), [], []
+    scale = latent_scale(model.vae) if model.vae else LatentScale()
+    channels = PIXEL_CHANNELS if model.vae else shape.in_channels
     for index, count in enumerate(counts):
         clips = []
         for number in range(count):
@@ -108,7 +111,7 @@ def make_clips(model: ModelConfig, counts: list[int], seed: int) -> tuple[Batch,
         microbatches.append(
             ClipMicrobatch(
                 text_ids=torch.randint(1, VOCAB, (meta.num_text_tokens,), generator=generator),
-                latents=[torch.randn(shape.in_channels, *clip.bucket, generator=generator) for clip in clips],
+                latents=[torch.randn(channels, *scale.pixels(clip.bucket), generator=generator) for clip in clips],
                 clip_names=[(clip.sample, clip.index) for clip in clips],
             )
         )

@@ -20,6 +20,7 @@ LAYERS = [
     "models.recomputation",
     "models.families",
     "models.shapes",
+    "models.vae_shapes",
     "models.degrees",
     "models.linears",
     "models.spec_builders",

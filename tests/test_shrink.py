@@ -19,11 +19,13 @@ from mmtrain.config import (
     ParallelismConfig,
     ProjectorConfig,
     TrainingConfig,
+    VaeConfig,
 )
 from mmtrain.data.buckets import most_frames, video_geometry
 from mmtrain.errors import ConfigError
 from mmtrain.models.shapes import dit_shape, language_shape, vision_shape
 from mmtrain.models.spec_builders import model_spec
+from mmtrain.models.vae_shapes import vae_shape
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.shrink import MOST_RANKS, shrink
 
@@ -266,3 +268,25 @@ def test_a_small_text_to_video_job_is_a_file_that_stays_as_it_is(tmp_path: Path)
     path = tmp_path / "small.toml"
     path.write_text(config.dump(small))
     assert config.load(path) == small
+
+
+@pytest.mark.parametrize("name", ["autoencoder_kl", "autoencoder_kl_wan"])
+def test_a_vae_keeps_its_latents(name: str) -> None:
+    vae: dict[str, Any] = {"model_type": name}
+    if name == "autoencoder_kl":
+        vae |= {
+            "block_out_channels": [128, 256, 512, 512],
+            "down_block_types": ["DownEncoderBlock2D"] * 4,
+            "latent_channels": 16,
+        }
+    big = video_job(dit={"in_channels": 16, "out_channels": 16})
+    big = dataclasses.replace(big, model=dataclasses.replace(big.model, vae=VaeConfig(config=vae)))
+    small = shrink(big).config
+    ours, theirs = vae_shape(small.model), vae_shape(big.model)
+    assert (ours.channels, ours.scale, ours.shift, ours.factor) == (
+        theirs.channels, theirs.scale, theirs.shift, theirs.factor
+    )  # fmt: skip
+    assert ours.num_params < theirs.num_params / 100
+    assert small.model.dit and small.model.vae
+    geometry = video_geometry(small.model.dit, small.data, small.model.vae)
+    assert all(max(geometry.latents(frames, *size)) <= 64 for frames in geometry.frames for size in geometry.sizes)

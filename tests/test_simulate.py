@@ -228,6 +228,20 @@ def test_a_frozen_text_encoder_has_no_backward():
     assert frozen.mean("iteration_s") < both.mean("iteration_s")
 
 
+VAE = 'model.vae.config={model_type = "autoencoder_kl_wan"}'
+
+
+def test_a_vae_fills_its_rank_unless_the_partition_is_mixed():
+    open_cut = ("model.dit.num_segments=0", "model.language.num_segments=0", "planner.partition=mixed-latency")
+    reports = [simulate_job(t2v_question(*more)) for more in ((), (VAE,), (VAE, *open_cut))]
+    assert ["latents count as given: no VAE runs here" in report.notes for report in reports] == [True, False, False]
+    plain, apart, mixed = (report.answers[0] for report in reports)
+    assert not apart.problem and not mixed.problem
+    assert apart.mean("flops") > 1.1 * plain.mean("flops")
+    assert plain.mean("iteration_s") < mixed.mean("iteration_s") < apart.mean("iteration_s")
+    assert apart.mean("bubble") > mixed.mean("bubble")
+
+
 @pytest.mark.parametrize("partition", ["dip", "mixed-parameters", "mixed-latency"])
 def test_text_to_video_models_can_be_cut_in_every_way(partition):
     ways = ("model.dit.num_segments=0", "model.language.num_segments=0", f"planner.partition={partition}")

@@ -13,8 +13,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         usage="mmtrain sample [-h] RUN --prompt TEXT [--prompt TEXT ...] [options]",
         description="Makes clips for prompts with a checkpoint of a text-to-video job, in one process: a GIF each, a "
         "sheet of all with their frames side by side, and samples.json, which says how they were made. The same "
-        "command makes the same files. Sizes are those of the model's latents, which are pixels if they have 3 "
-        "channels; other latents are written as .npy, since no VAE decodes them.",
+        "command makes the same files. Sizes are those of pixels, if the job has a VAE, which then decodes them; "
+        "else of the model's latents, which are pixels if they have 3 channels, and otherwise written as .npy.",
     )
     parser.add_argument("source", type=Path, metavar="RUN", help="job.dump_folder of the job that trained")
     parser.add_argument(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.errors import DataError
+from mmtrain.models.vae_shapes import PIXEL_CHANNELS, LatentScale
 
 IGNORE_INDEX = -100
 """Label of a position that has no target."""
@@ -47,7 +48,8 @@ class ClipMicrobatch:
     text_ids: Tensor
     """[T] int64: the captions one after another, in the order of the clips; their lengths are in the metadata."""
     latents: list[Tensor]
-    """[C, F, H, W] float32 of each clip. Clips of one bucket have equal shapes."""
+    """[C, F, H, W] float32 of each clip. Clips of one bucket have equal shapes. Of a job with a VAE, which makes the
+    latents, the pixels: [3, frames, height, width] between -1 and 1."""
     clip_names: list[tuple[int, int]]
     """(sample, index) of each clip, which must be those of the metadata."""
 
@@ -62,8 +64,11 @@ class Batch:
 
 
 def without_pictures(batch: Batch) -> Batch:
-    """The batch as a rank needs it that has tokens to embed, but no pictures to encode."""
-    return Batch(microbatches=[replace(m, pixel_values=[], image_names=[]) for m in batch.microbatches])
+    """The batch as a rank needs it that has tokens to embed, but no pictures to encode, and no clips to take in."""
+    return Batch(
+        microbatches=[replace(m, pixel_values=[], image_names=[]) for m in batch.microbatches],
+        clips=[replace(m, latents=[], clip_names=[]) for m in batch.clips],
+    )
 
 
 def with_other_captions(batch: Batch, meta: IterationMeta) -> tuple[Batch, IterationMeta]:
@@ -85,9 +90,10 @@ def with_other_captions(batch: Batch, meta: IterationMeta) -> tuple[Batch, Itera
     return Batch(clips=clips), replace(meta, microbatches=tuple(metas))
 
 
-def check_batch(batch: Batch, meta: IterationMeta) -> None:
+def check_batch(batch: Batch, meta: IterationMeta, vae: LatentScale | None = None) -> None:
     """Refuses a batch that does not hold exactly what its metadata says: each picture and clip once, in its place.
 
+    Args: vae: what becomes one latent place, of a job with a VAE.
     Raises: DataError: naming the microbatch and the picture or clip that is lost, doubled, moved or of a wrong size.
     """
     number = len(batch.microbatches) + len(batch.clips)
@@ -97,12 +103,12 @@ def check_batch(batch: Batch, meta: IterationMeta) -> None:
     for index, (tensors, counts) in enumerate(zip(found, meta.microbatches, strict=True)):
         where = f"microbatch {index}"
         if isinstance(tensors, ClipMicrobatch):
-            _check_clips(where, tensors, counts)
+            _check_clips(where, tensors, counts, vae)
         else:
             _check_microbatch(where, tensors, counts)
 
 
-def _check_clips(where: str, tensors: ClipMicrobatch, meta: MicrobatchMeta) -> None:
+def _check_clips(where: str, tensors: ClipMicrobatch, meta: MicrobatchMeta, vae: LatentScale | None) -> None:
     expected = [(clip.sample, clip.index) for clip in meta.clips]
     if tensors.clip_names != expected:
         _name_difference(where, "clip", tensors.clip_names, expected)
@@ -114,10 +120,16 @@ def _check_clips(where: str, tensors: ClipMicrobatch, meta: MicrobatchMeta) -> N
     if len(tensors.latents) != len(expected):
         raise DataError(f"{where}: {len(tensors.latents)} latent tensors for {len(expected)} clips")
     for clip, latents in zip(meta.clips, tensors.latents, strict=True):
-        if tuple(latents.shape[1:]) != clip.bucket:
+        found = tuple(latents.shape)
+        if vae is None and found[1:] != clip.bucket:
             raise DataError(
-                f"{where}: {clip.name} has latents of shape {tuple(latents.shape)}; its bucket is {clip.bucket} "
-                "(frames, height, width)"
+                f"{where}: {clip.name} has latents of shape {found}; its bucket is {clip.bucket} (frames, height, "
+                "width)"
+            )
+        if vae is not None and found != (wanted := (PIXEL_CHANNELS, *vae.pixels(clip.bucket))):
+            raise DataError(
+                f"{where}: {clip.name} has pixels of shape {found}; its latents {clip.bucket} (frames, height, width) "
+                f"are made of {wanted}"
             )
 
 

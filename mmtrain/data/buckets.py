@@ -3,9 +3,9 @@
 Clips of one bucket have equal shapes, so they can be one dense batch. As for pictures, the loader (which
 must know a clip's size before it decodes a frame) and the pixel code use this one place.
 
-The model reads latents [channels, frames, height, width]. Without a VAE these are the pixels, so all
-frames and sizes here are both. A frozen VAE would come in here, as the number of pixels that become one
-latent along each axis, and in `ClipProcessor.latents`, as the network that does it.
+The model reads latents [channels, frames, height, width]. Without a VAE these are the pixels, or what the record holds,
+so all frames and sizes here are both. With a VAE (`models.vae`, which runs inside of the pipeline) buckets of pixels
+are those that become whole patches of latents.
 """
 
 import hashlib
@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmtrain.config import DataConfig, DitConfig
+from mmtrain.config import DataConfig, DitConfig, VaeConfig
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.families import dit_config
+from mmtrain.models.vae_shapes import LatentScale, latent_scale
 
 _ALMOST = 1e-6
 """Frames by which a rounding error of a frame rate may miss a whole number."""
@@ -36,6 +37,17 @@ class VideoGeometry:
     """Numbers of frames of the buckets, longest first."""
     sizes: tuple[tuple[int, int], ...]
     """(height, width) of the buckets."""
+    vae: LatentScale | None = None
+    """How much becomes one latent place; None: there is no VAE."""
+
+    def latents(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Frames, rows and columns of the latents of a bucket."""
+        scale = self.vae or LatentScale()
+        return scale.latent_frames(frames), height // scale.side, width // scale.side
+
+    def pixels(self, latents: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Frames, rows and columns of the bucket that has these latents."""
+        return (self.vae or LatentScale()).pixels(latents)
 
     def sampled(self, num_frames: int, source_fps: float) -> int:
         """Frames that a clip has at `fps`: at least one."""
@@ -92,18 +104,19 @@ def crop(height: int, width: int, size: tuple[int, int]) -> tuple[float, float, 
     return left, top, left + columns, top + rows
 
 
-def video_geometry(dit: DitConfig, data: DataConfig) -> VideoGeometry:
+def video_geometry(dit: DitConfig, data: DataConfig, vae: VaeConfig | None = None) -> VideoGeometry:
     """The geometry of a job's clips.
 
     Raises: ConfigError: the DiT's patch is not of the form [time, height, width], or does not fit the buckets.
     """
-    patch = _patch(dit.config or dit_config(dit))
+    patch, scale = _patch(dit.config or dit_config(dit)), latent_scale(vae) if vae else LatentScale()
     return VideoGeometry(
         channels=latent_channels(dit),
         patch=patch,
         fps=data.fps,
-        frames=_frames(data, patch[0]),
-        sizes=_sizes(data, patch[1:]),
+        frames=_frames(data, patch[0], scale),
+        sizes=_sizes(data, (patch[1] * scale.side, patch[2] * scale.side)),
+        vae=scale if vae else None,
     )
 
 
@@ -148,25 +161,30 @@ def _patch(dit: Mapping[str, Any]) -> tuple[int, int, int]:
     return time, height, width
 
 
-def _frames(data: DataConfig, patch: int) -> tuple[int, ...]:
+def _frames(data: DataConfig, patch: int, scale: LatentScale) -> tuple[int, ...]:
     """The buckets' numbers of frames, longest first."""
-    longest = math.floor(data.max_seconds * data.fps + _ALMOST)
-    if longest < patch:
+    longest, least = math.floor(data.max_seconds * data.fps + _ALMOST), scale.frames_of(patch)
+    if longest < least:
         raise ConfigError(
             f"data.max_seconds = {data.max_seconds} at data.fps = {data.fps} are {longest} frames, less than the "
-            f"{patch} of one patch of the DiT; raise one of them"
+            f"{least} of one patch of the DiT; raise one of them"
         )
     for count in data.video_frames:
-        if count % patch or count > longest:
+        latents = scale.latent_frames(count)
+        if scale.frames_of(latents) != count or latents % patch or count > longest:
+            rule = f"a multiple of the {patch} frames of one patch of the DiT"
+            if scale.frames > 1:
+                rule = f"1 + {scale.frames} k frames, which become 1 + k latent ones, {rule}"
             raise ConfigError(
-                f"data.video_frames names {count}; it must be a multiple of the {patch} frames of one patch of the "
-                f"DiT, and at most data.max_seconds * data.fps = {longest}"
+                f"data.video_frames names {count}; it must be {rule}, and at most data.max_seconds * data.fps = "
+                f"{longest}"
             )
     if data.video_frames:
         return tuple(sorted(set(data.video_frames), reverse=True))
-    whole = longest // patch  # in patches
+    whole = scale.latent_frames(longest) // patch  # in patches
     halved = [whole >> k for k in range(whole.bit_length())]
-    return tuple(sorted({patch * n for half in halved for n in (half, half * 3 // 4) if n}, reverse=True))
+    numbers = {n for half in halved for n in (half, half * 3 // 4) if n}
+    return tuple(sorted((scale.frames_of(patch * n) for n in numbers), reverse=True))
 
 
 def _sizes(data: DataConfig, patch: tuple[int, int]) -> tuple[tuple[int, int], ...]:

@@ -26,7 +26,7 @@ class ReadClip:
     text_ids: np.ndarray
     """[T] int64."""
     latents: Tensor
-    """[C, F, H, W] float32."""
+    """[C, F, H, W] float32; pixels, if the job has a VAE."""
 
 
 class Clips:
@@ -40,7 +40,8 @@ class Clips:
     def __init__(self, config: Config, split: str) -> None:
         data, dit = config.data, config.model.dit
         assert dit is not None
-        self._processor = ClipProcessor(job_tokenizer(config), video_geometry(dit, data), data.source_fps)
+        self._geometry = video_geometry(dit, data, config.model.vae)
+        self._processor = ClipProcessor(job_tokenizer(config), self._geometry, data.source_fps)
         self._source = open_source(data, split, CLIPS)
         self.num_samples = self._source.num_samples
         frames = most_frames(data)
@@ -68,7 +69,7 @@ class Clips:
 
     def size(self, measured: Clip) -> tuple[int, ...]:
         """Its frames; and one clip."""
-        return measured.meta.frames, 1
+        return self._geometry.pixels(measured.meta.bucket)[0], 1
 
     def read(self, measured: Clip, occurrence: int) -> ReadClip:
         """See `Samples`."""

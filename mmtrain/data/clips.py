@@ -1,4 +1,4 @@
-"""From a record of a video clip to its caption's tokens, its bucket, and the latents that the model reads."""
+"""From a record of a video clip to its caption's tokens, its bucket, and the latents or pixels that the model reads."""
 
 import io
 import math
@@ -19,6 +19,7 @@ from mmtrain.data.pixels import decode, header_size
 from mmtrain.data.sources import RawImage
 from mmtrain.data.video_records import VideoRecord
 from mmtrain.errors import DataError
+from mmtrain.models.vae_shapes import PIXEL_CHANNELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,6 +59,7 @@ class ClipProcessor:
             raise DataError(f"{where}: its caption {record.caption!r} has no token in this tokenizer")
         try:
             bucket, places = self._latent_bucket(record) if record.latents else self._pixel_bucket(record)
+            bucket = self.geometry.latents(*bucket)
             num_tokens = self.geometry.num_tokens(bucket)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
@@ -81,8 +83,7 @@ class ClipProcessor:
     def latents(self, clip: Clip) -> Tensor:
         """[C, F, H, W] float32 of a clip, in its bucket: its own latents, or pixels between -1 and 1.
 
-        Pixels stand for latents as long as no VAE encodes them; a frozen one would be applied to what `_pixels` gives,
-        by the rank that holds it.
+        Pixels stand for latents where no VAE encodes them; the rank that holds one does it, not the loader.
         Raises: DataError: naming the sample whose content is corrupt.
         """
         try:
@@ -92,16 +93,17 @@ class ClipProcessor:
 
     def zeros(self, clip: Clip) -> Tensor:
         """[C, F, H, W] float32 zeros in a clip's bucket."""
-        return torch.zeros(self.geometry.channels, *clip.meta.bucket)
+        channels = PIXEL_CHANNELS if self.geometry.vae else self.geometry.channels
+        return torch.zeros(channels, *self.geometry.pixels(clip.meta.bucket))
 
     # ------------------------------------------------------------------------------------ buckets
 
     def _pixel_bucket(self, record: VideoRecord) -> tuple[tuple[int, int, int], tuple[int, ...]]:
         """The bucket of a record with frames or a video, and which of its frames it takes."""
-        if self.geometry.channels != 3:
+        if self.geometry.channels != PIXEL_CHANNELS and self.geometry.vae is None:
             raise DataError(
-                f"it has pixels, but the model reads latents of {self.geometry.channels} channels; give `latents`, or "
-                "set in_channels = 3 in model.dit.config, with which pixels are the latents"
+                f"it has pixels, but the model reads latents of {self.geometry.channels} channels; give `latents`, add "
+                "[model.vae], or set in_channels = 3 in model.dit.config, with which pixels are the latents"
             )
         fps = record.fps or self._source_fps
         if record.video:
@@ -121,6 +123,11 @@ class ClipProcessor:
     def _latent_bucket(self, record: VideoRecord) -> tuple[tuple[int, int, int], tuple[int, ...]]:
         """The bucket of a record with latents, which are cut at their end, but neither sampled nor resized."""
         assert record.latents
+        if self.geometry.vae is not None:
+            raise DataError(
+                "it has `latents`, but [model.vae] encodes the frames of all clips; give `frames` or a `video`, or "
+                "remove [model.vae] if all clips have latents"
+            )
         fps = record.fps or self._source_fps
         if not math.isclose(fps, self.geometry.fps):
             raise DataError(
@@ -160,7 +167,7 @@ class ClipProcessor:
 
     def _pixels(self, clip: Clip) -> Tensor:
         """[3, F, H, W] float32 between -1 and 1."""
-        size = (clip.meta.height, clip.meta.width)
+        size = self.geometry.pixels(clip.meta.bucket)[1:]
         if clip.record.video:
             pictures: Iterator[Image.Image] = iter(_open_video(clip.record.video).read(clip.places))
         else:

@@ -8,6 +8,7 @@ from mmtrain.data.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
 from mmtrain.data.buckets import latent_channels
 from mmtrain.data.metadata import ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.shapes import VisionShape, language_shape, vision_shape
+from mmtrain.models.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
 
 
 def noise_batch(model: ModelConfig, meta: IterationMeta, seed: int) -> Batch:
@@ -16,8 +17,10 @@ def noise_batch(model: ModelConfig, meta: IterationMeta, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     words = language_shape(model).vocab_size
     if model.dit is not None:
-        channels = latent_channels(model.dit)
-        return Batch(clips=[_clips(microbatch, words, channels, generator) for microbatch in meta.microbatches])
+        channels, scale = latent_channels(model.dit), LatentScale()
+        if model.vae is not None:
+            channels, scale = PIXEL_CHANNELS, latent_scale(model.vae)
+        return Batch(clips=[_clips(microbatch, words, channels, scale, generator) for microbatch in meta.microbatches])
     shape = vision_shape(model) if model.encoder is not None else None
     return Batch(microbatches=[_microbatch(microbatch, words, shape, generator) for microbatch in meta.microbatches])
 
@@ -42,10 +45,12 @@ def _microbatch(meta: MicrobatchMeta, words: int, shape: VisionShape | None, gen
     )
 
 
-def _clips(meta: MicrobatchMeta, words: int, channels: int, generator: torch.Generator) -> ClipMicrobatch:
+def _clips(
+    meta: MicrobatchMeta, words: int, channels: int, scale: LatentScale, generator: torch.Generator
+) -> ClipMicrobatch:
     return ClipMicrobatch(
         text_ids=torch.randint(words, (meta.num_text_tokens,), generator=generator),
-        latents=[torch.randn(channels, *clip.bucket, generator=generator) for clip in meta.clips],
+        latents=[torch.randn(channels, *scale.pixels(clip.bucket), generator=generator) for clip in meta.clips],
         clip_names=[(clip.sample, clip.index) for clip in meta.clips],
     )
 

@@ -15,6 +15,7 @@ from mmtrain.data.conversations import Conversations
 from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.data.packing import Dropped, EpochOrder, Limit, LoaderState, Size, StepPlan, bins_of_replica, plan_step
 from mmtrain.errors import DataError
+from mmtrain.models.vae_shapes import latent_scale
 
 M = TypeVar("M")
 """A sample whose size is known and whose pictures or frames are still encoded."""
@@ -77,6 +78,7 @@ class StepMaker:
         self._config = config
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self._samples: Samples[Any, Any] = (Clips if config.model.dit else Conversations)(config, split)
+        self._vae = latent_scale(config.model.vae) if config.model.vae else None
         self._order = EpochOrder(self._samples.num_samples, shuffle=shuffle)
         self._measured: dict[int, Any] = {}
 
@@ -108,7 +110,7 @@ class StepMaker:
             microbatches.append(readable)
         batch, metas = self._samples.batch(microbatches)
         meta = IterationMeta(microbatches=metas, num_skipped=num_skipped)
-        check_batch(batch, meta)
+        check_batch(batch, meta, self._vae)
         return batch, meta
 
     def _size(self, sample: int) -> Size | Dropped | None:

@@ -1,9 +1,9 @@
 """A pipeline chunk: consecutive layers of one module, as the real Hugging Face class with fewer children.
 
 Parameter names do not depend on how the model is cut: `vision.<Hugging Face name>`, `projector.<name>`
-and `language.<Hugging Face name>`; for a DiT see `models/dit.py`. Order of use: `build_chunk` (values undefined),
-then `init_weights`, then `load_pretrained` where weights exist, then sharding. The chunk itself must be called, so that
-hooks on it run.
+and `language.<Hugging Face name>`; for a DiT see `models/dit.py`, for a VAE `models/vae.py`. Order of use:
+`build_chunk` (values undefined), then `init_weights`, then `load_pretrained` where weights exist, then sharding. The
+chunk itself must be called, so that hooks on it run.
 
 Between two blocks a rank may hold a part of the rows: tensor-parallel ranks divide them (`RowSharding`), and
 context-parallel ranks hold different rows to begin with. The defaults are those of one rank.
@@ -35,6 +35,7 @@ from mmtrain.models.scatter import scatter_tokens
 from mmtrain.models.shapes import LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
 from mmtrain.models.trainable import set_trainable
+from mmtrain.models.vae_shapes import vae_shape
 
 
 class LanguageOutput(NamedTuple):
@@ -329,7 +330,7 @@ def build_chunk(
     """Layers [lo, hi) of a module, with real buffers and parameters whose values are not yet set.
 
     Layers of other chunks are dropped while they are still on the meta device.
-    Args: module: `vision`, `language` or `dit`. device: `meta` defers the parameters to `materialise`.
+    Args: module: `vision`, `language`, `dit` or `vae`. device: `meta` defers the parameters to `materialise`.
     Raises: ConfigError: a config that cannot be built, or layers that do not exist.
     """
     lo, hi = layers
@@ -345,6 +346,10 @@ def build_chunk(
             from mmtrain.models.dit import DitChunk  # it is a kind of chunk, and needs this module
 
             chunk = DitChunk(model, dit_shape(model), spec, layers)
+        elif module == "vae":
+            from mmtrain.models.vae import VaeChunk
+
+            chunk = VaeChunk(model, vae_shape(model), spec, layers)
         else:
             language = language_shape(model)
             chunk = LanguageChunk(model, language, DECODERS[language.model_type], spec, layers)

@@ -4,13 +4,15 @@ Between two chunks travels one tensor of the DiT's width: the latent tokens of a
 of all clips, then `TIME_ROWS` rows a clip. All blocks read text and timesteps, and their gradients come back the same
 way. Attention stays inside of a clip and its own prompt, so a block is called once for each clip, without padding.
 Tensor-parallel ranks all have the whole of it; of the text encoder's states, which they gather, each brings its rows.
+Behind a VAE the tensor has more columns, which hold the clean latents in the rows of their tokens, and else zeros: the
+last chunk, on another rank than the first one, makes targets of them. No gradient comes back for these columns.
 
 Shape legend: N clips; n tokens of one clip; R latent tokens of all clips; T text tokens of all clips; t of one clip;
 D width; P numbers that are predicted for one patch; C, F, H, W channels, frames, rows and columns of latents.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,9 @@ from mmtrain.models.projector import Grid
 from mmtrain.models.rows import padded
 from mmtrain.models.shapes import DitShape
 from mmtrain.models.spec import TIME_ROWS, ModelSpec
+
+FromClean = Callable[[Tensor], Tensor]
+"""Clean latents [C, F, H, W] of one clip in float32 -> what is made of them: noisy ones, or a target."""
 
 
 class DitOutput(NamedTuple):
@@ -45,26 +50,42 @@ class Conditioned(NamedTuple):
     """[1, t, D] of each clip."""
     times: Tensor
     """[N, TIME_ROWS, D]: shift, scale and gate of attention and of the MLP, then the timestep's embedding."""
+    clean: list[Tensor]
+    """[n, columns] of each clip: clean latents behind a VAE; else empty."""
 
     @classmethod
-    def of(cls, x: Tensor, num_tokens: Sequence[int], text_lengths: Sequence[int]) -> "Conditioned":
-        """The parts of an activation [R + T + TIME_ROWS x N, D]."""
+    def of(
+        cls, x: Tensor, num_tokens: Sequence[int], text_lengths: Sequence[int], clean_columns: int = 0
+    ) -> "Conditioned":
+        """The parts of an activation [R + T + TIME_ROWS x N, D + clean_columns]."""
         times = TIME_ROWS * len(num_tokens)
+        clean: list[Tensor] = []
+        if clean_columns:
+            x, behind = x.split([x.shape[1] - clean_columns, clean_columns], dim=1)
+            clean = list(behind.detach()[: sum(num_tokens)].split(list(num_tokens)))
         rows, texts, last = x.split([sum(num_tokens), sum(text_lengths), times])
         return cls(
             tokens=[part[None] for part in rows.split(list(num_tokens))],
             # Copied, as every block keeps them: a view would keep all of x until the last weight gradient is made.
             texts=[part[None] for part in texts.clone().split(list(text_lengths))],
             times=last.unflatten(0, (-1, TIME_ROWS)),
+            clean=clean,
         )
 
     def joined(self) -> Tensor:
-        """[R + T + TIME_ROWS x N, D], in new memory."""
-        return torch.cat([*(part[0] for part in (*self.tokens, *self.texts)), self.times.flatten(0, 1)])
+        """[R + T + TIME_ROWS x N, D + clean columns], in new memory."""
+        x = torch.cat([*(part[0] for part in (*self.tokens, *self.texts)), self.times.flatten(0, 1)])
+        if not self.clean:
+            return x
+        clean = torch.cat(self.clean)
+        return torch.cat([x, nn.functional.pad(clean, (0, 0, 0, len(x) - len(clean)))], dim=1)
 
 
 class DitChunk(Chunk):
-    """Layers of the DiT; text states and latents enter the first, the loss leaves the last."""
+    """Layers of the DiT; text states and latents enter the first, the loss leaves the last.
+
+    Behind a VAE the first chunk gets clean latents from it beside the text states, and mixes noise into them itself.
+    """
 
     def __init__(self, model: ModelConfig, shape: DitShape, spec: ModelSpec, layers: tuple[int, int]) -> None:
         assert model.dit is not None
@@ -88,21 +109,25 @@ class DitChunk(Chunk):
         *,
         grids: tuple[Grid, ...],
         text_lengths: tuple[int, ...],
-        features: Tensor | None = None,
+        features: Tensor | Mapping[str, Tensor] | None = None,
         timesteps: Sequence[float] | None = None,
-        targets: Sequence[Tensor | None] | None = None,
+        targets: Sequence[Tensor | FromClean | None] | None = None,
         want_predictions: bool = False,
     ) -> Any:
         """The activation [R + T + TIME_ROWS x N, D] after this chunk's layers, or the `DitOutput` of the last chunk.
 
         Args:
-            x: the activation of the chunk before; for the first chunk the (noisy) latents [C, F, H, W] of each clip.
+            x: the activation of the chunk before; for the first chunk the (noisy) latents [C, F, H, W] of each clip;
+                behind a VAE what makes these from the clean ones.
             grids: patches (frames, height, width) of each clip.
             text_lengths: text tokens of each clip, at least 1.
             features: for the first chunk, states [T, columns of the text encoder] of the prompts, clip after clip; of
                 tensor-parallel ranks the rows of each, an equal part of T rows and padding at the end.
+                Behind a VAE by module: these as `language`, and as `vae` the clean latents [places, C], clip after
+                clip, frame by frame and row by row.
             timesteps: for the first chunk, of each clip, from 0 to 1000; numbers, which no mixed precision rounds.
-            targets: for the last chunk, [C, F, H, W] of each clip; None: this clip has no loss.
+            targets: for the last chunk, [C, F, H, W] of each clip, behind a VAE what makes it from the clean latents;
+                None: this clip has no loss.
             want_predictions: also return what is predicted for each clip; targets may then be absent.
         Raises: DataError: clips, grids, texts, timesteps or targets that disagree.
         """
@@ -116,7 +141,7 @@ class DitChunk(Chunk):
                 raise DataError(
                     f"{self._where}: {len(x)} rows arrived, but {len(grids)} clips with their texts have {rows}"
                 )
-            parts = Conditioned.of(x, num_tokens, text_lengths)
+            parts = Conditioned.of(x, num_tokens, text_lengths, self.shape.clean_columns)
         if self.block_indices:
             rotary = self._rotary(grids)
             tokens = list(parts.tokens)
@@ -132,13 +157,19 @@ class DitChunk(Chunk):
 
     def _embed(
         self,
-        latents: Sequence[Tensor],
+        latents: Sequence[Any],
         grids: tuple[Grid, ...],
         num_tokens: Sequence[int],
         text_lengths: tuple[int, ...],
-        features: Tensor | None,
+        features: Tensor | Mapping[str, Tensor] | None,
         timesteps: Sequence[float] | None,
     ) -> Conditioned:
+        clean: list[Tensor] = []
+        if self.shape.behind_vae:
+            clean, features = self._received(latents, grids, features)
+            latents = [mix(clip.float()) for mix, clip in zip(latents, clean, strict=True)]
+            clean = [to_patches(clip, grid, self.shape.patch) for clip, grid in zip(clean, grids, strict=True)]
+        assert not isinstance(features, Mapping)
         self._check_inputs(latents, grids, text_lengths, features, timesteps)
         assert features is not None and timesteps is not None
         states_TX = self.row_sharding.gather(features)[: sum(text_lengths)]
@@ -151,7 +182,26 @@ class DitChunk(Chunk):
             tokens=[clip.contiguous() for clip in tokens],
             texts=list(text_1TD.split(list(text_lengths), dim=1)),
             times=times,
+            clean=[clip.to(weight.dtype) for clip in clean],
         )
+
+    def _received(
+        self, mixes: Sequence[Any], grids: tuple[Grid, ...], features: Tensor | Mapping[str, Tensor] | None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Clean latents [C, F, H, W] of each clip, and the text states, of what came from VAE and text encoder."""
+        if not isinstance(features, Mapping) or set(features) != {"vae", "language"}:
+            names = sorted(features) if isinstance(features, Mapping) else type(features).__name__
+            raise DataError(f"{self._where}: features are {names}; behind a VAE they come from `vae` and `language`")
+        sides = [tuple(g * p for g, p in zip(grid, self.shape.patch, strict=True)) for grid in grids]
+        counts = [math.prod(side) for side in sides]
+        if list(features["vae"].shape) != [sum(counts), self.shape.in_channels] or len(mixes) != len(grids):
+            raise DataError(
+                f"{self._where}: {list(features['vae'].shape)} latents arrived for {len(mixes)} clips; there are "
+                f"{len(grids)} clips with [{sum(counts)}, {self.shape.in_channels}]"
+            )
+        parts = features["vae"].detach().split(counts)
+        clean = [part.T.unflatten(1, side) for part, side in zip(parts, sides, strict=True)]
+        return clean, features["language"]
 
     def _rotary(self, grids: tuple[Grid, ...]) -> dict[Grid, tuple[Tensor, Tensor]]:
         """Cosines and sines of the places of each shape of clips, which all blocks share."""
@@ -165,7 +215,7 @@ class DitChunk(Chunk):
         self,
         parts: Conditioned,
         grids: tuple[Grid, ...],
-        targets: Sequence[Tensor | None] | None,
+        targets: Sequence[Tensor | FromClean | None] | None,
         want_predictions: bool,
     ) -> DitOutput:
         if targets is None and want_predictions:
@@ -176,12 +226,14 @@ class DitChunk(Chunk):
         losses, predictions = [], []
         for i, (grid, target) in enumerate(zip(grids, targets, strict=True)):
             predicted = self._predict(parts.tokens[i], parts.times[i, -1]).float()
+            if target is not None and not isinstance(target, Tensor):
+                target = target(from_patches(parts.clean[i], grid, self.shape.patch).float())
             if target is None:
                 losses.append(predicted.sum() * 0.0)
             else:
                 losses.append((predicted - self._patches(target.float(), grid, i)).square().sum())
             if want_predictions:
-                predictions.append(self._latents(predicted.detach(), grid))
+                predictions.append(from_patches(predicted.detach(), grid, self.shape.patch))
         return DitOutput(
             loss_sum=torch.stack(losses).sum(), predictions=tuple(predictions) if want_predictions else None
         )
@@ -200,13 +252,7 @@ class DitChunk(Chunk):
                 f"{self._where}: the target of clip {index} is {list(clip_CFHW.shape)}, but the prediction is "
                 f"{list(wanted)}"
             )
-        cut = clip_CFHW.reshape(-1, *(side for pair in zip(grid, self.shape.patch, strict=True) for side in pair))
-        return cut.permute(1, 3, 5, 2, 4, 6, 0).reshape(math.prod(grid), -1)
-
-    def _latents(self, patches_nP: Tensor, grid: Grid) -> Tensor:
-        """[C, F, H, W]: the inverse of `_patches`."""
-        cut = patches_nP.reshape(*grid, *self.shape.patch, -1).permute(6, 0, 3, 1, 4, 2, 5)
-        return cut.reshape(self.shape.out_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True)))
+        return to_patches(clip_CFHW, grid, self.shape.patch)
 
     # ------------------------------------------------------------------------------------------ checks
 
@@ -242,6 +288,18 @@ class DitChunk(Chunk):
             wanted = [self.shape.in_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True))]
             if list(clip.shape) != wanted:
                 raise DataError(f"{self._where}: the latents of clip {i} are {list(clip.shape)}, not {wanted}")
+
+
+def to_patches(clip_CFHW: Tensor, grid: Grid, patch: Grid) -> Tensor:
+    """[n, P]: a clip in the order of the head's columns, places of a patch before channels."""
+    cut = clip_CFHW.reshape(-1, *(side for pair in zip(grid, patch, strict=True) for side in pair))
+    return cut.permute(1, 3, 5, 2, 4, 6, 0).reshape(math.prod(grid), -1)
+
+
+def from_patches(patches_nP: Tensor, grid: Grid, patch: Grid) -> Tensor:
+    """[C, F, H, W]: the inverse of `to_patches`."""
+    cut = patches_nP.reshape(*grid, *patch, -1).permute(6, 0, 3, 1, 4, 2, 5)
+    return cut.reshape(-1, *(g * p for g, p in zip(grid, patch, strict=True)))
 
 
 def build_dit(values: dict[str, Any]) -> Any:

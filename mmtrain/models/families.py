@@ -1,7 +1,7 @@
 """Which model families mmtrain knows, and the full config of the one that a section names. Pure; no weights.
 
-A section `[model.encoder]`, `[model.language]` or `[model.dit]` names a family by an inline Hugging Face config or by
-the `config.json` of a folder or hub id.
+A section `[model.encoder]`, `[model.language]`, `[model.dit]` or `[model.vae]` names a family by an inline Hugging Face
+config or by the `config.json` of a folder or hub id.
 """
 
 import difflib
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmtrain.config import DitConfig, EncoderConfig, LanguageConfig
+from mmtrain.config import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
 from mmtrain.errors import ConfigError
 
 
@@ -203,6 +203,66 @@ DITS: dict[str, Family] = {
 }
 
 
+VAES: dict[str, Family] = {
+    "autoencoder_kl": Family(
+        defaults={
+            "in_channels": 3,
+            "out_channels": 3,
+            "down_block_types": ("DownEncoderBlock2D",),
+            "up_block_types": ("UpDecoderBlock2D",),
+            "block_out_channels": (64,),
+            "layers_per_block": 1,
+            "act_fn": "silu",
+            "latent_channels": 4,
+            "norm_num_groups": 32,
+            "sample_size": 32,
+            "scaling_factor": 0.18215,
+            "force_upcast": True,
+            "use_quant_conv": True,
+            "use_post_quant_conv": True,
+            "mid_block_add_attention": True,
+        },
+        optional=("shift_factor", "latents_mean", "latents_std"),
+        parents=("AutoencoderKL",),
+    ),
+    "autoencoder_kl_wan": Family(
+        defaults={
+            "base_dim": 96,
+            "z_dim": 16,
+            "dim_mult": (1, 2, 4, 4),
+            "num_res_blocks": 2,
+            "temperal_downsample": (False, True, True),
+            "dropout": 0.0,
+            "latents_mean": (
+                *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
+                *(0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
+            ),
+            "latents_std": (
+                *(2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743),
+                *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
+            ),
+            "is_residual": False,
+            "in_channels": 3,
+            "out_channels": 3,
+        },
+        optional=("decoder_base_dim", "attn_scales", "patch_size", "scale_factor_temporal", "scale_factor_spatial"),
+        parents=("AutoencoderKLWan",),
+        dropout=("dropout",),
+    ),
+}
+
+
+def vae_config(section: VaeConfig) -> dict[str, Any]:
+    """The diffusers config of a VAE, its `model_type` one of the known families.
+
+    Missing keys have the defaults of the diffusers class.
+    Raises: ConfigError: no such config, an unknown family or key, a wrong type.
+    """
+    values, inline = _read("model.vae", section)
+    model_type = values.get("model_type") or values.get("_class_name", "")
+    return _complete("model.vae", values, model_type, VAES, strict=inline)
+
+
 def dit_config(section: DitConfig) -> dict[str, Any]:
     """The diffusers config of a diffusion transformer, its `model_type` one of the known families.
 
@@ -295,7 +355,7 @@ def find_file(where: str, source: str, name: str, *, optional: bool = False) -> 
 # -------------------------------------------------------------------------------------------- reading
 
 
-def _read(where: str, section: EncoderConfig | LanguageConfig | DitConfig) -> tuple[dict[str, Any], bool]:
+def _read(where: str, section: EncoderConfig | LanguageConfig | DitConfig | VaeConfig) -> tuple[dict[str, Any], bool]:
     """The raw config, and whether it was written inline (and so is checked key by key)."""
     if section.config:
         return dict(section.config), True
@@ -318,7 +378,8 @@ def _complete(
     if model_type not in names:
         near = difflib.get_close_matches(str(model_type), names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        kind = {id(ENCODERS): "encoder", id(DITS): "diffusion transformer"}.get(id(families), "language model")
+        kinds = {id(ENCODERS): "encoder", id(DITS): "diffusion transformer", id(VAES): "VAE"}
+        kind = kinds.get(id(families), "language model")
         raise ConfigError(
             f"{where}: model_type = {model_type!r} is not a known {kind}; known are {', '.join(names)}{hint}"
         )
@@ -342,6 +403,15 @@ def _complete(
     return out
 
 
+_ITEMS: dict[type, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "integers of at least 0"),
+    bool: ((bool,), "true and false"),
+    float: ((int, float), "numbers"),
+    str: ((str,), "strings"),
+}
+"""Type of the items of a list -> the types that they may have, in words."""
+
+
 def _check_type(where: str, key: str, value: Any, default: Any) -> None:
     if default is None or isinstance(default, bool):
         fits = isinstance(value, bool) if default is not None else value is None or type(value) is int
@@ -354,8 +424,10 @@ def _check_type(where: str, key: str, value: Any, default: Any) -> None:
         fits = sizes or (type(value) is int and value > 0)
         wanted = "an integer above 0"
     elif isinstance(default, tuple):
-        fits = isinstance(value, list | tuple) and all(type(item) is int and item >= 0 for item in value)
-        wanted = "a list of integers of at least 0"
+        kinds, items = _ITEMS[type(default[0])]
+        fits = isinstance(value, list | tuple) and all(type(item) in kinds for item in value)
+        fits = fits and (kinds != (int,) or all(item >= 0 for item in value))
+        wanted = f"a list of {items}"
     else:
         fits, wanted = isinstance(value, str), "a string"
     if not fits:

@@ -16,13 +16,14 @@ from torch import nn
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk, init_tables
 from mmtrain.models.trainable import is_adapter, plain_name
+from mmtrain.models.vae import VaeChunk, VaeDecoder
 
 _EMBEDDING = "language.model.embed_tokens"
 _HEAD = "language.lm_head"
 
 
 @torch.no_grad()
-def init_weights(chunk: Chunk, seed: int) -> None:
+def init_weights(chunk: Chunk | VaeDecoder, seed: int) -> None:
     """Sets every parameter of a materialised chunk, in place, from (seed, name) alone.
 
     On one kind of device, any two chunks that hold a parameter get equal values. The global random state is
@@ -41,7 +42,7 @@ def init_weights(chunk: Chunk, seed: int) -> None:
         assert not param.isnan().any(), f"{name} was not initialised by {type(chunk).__name__}"
 
 
-def _plan(chunk: Chunk) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], object]]]:
+def _plan(chunk: Chunk | VaeDecoder) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], object]]]:
     """(name that seeds it, module, its rule) in the order to run."""
     if isinstance(chunk, VisionChunk):
         yield from _hugging_face(chunk.vision, "vision", partial(chunk.host.init_weights, chunk.vision))
@@ -61,6 +62,9 @@ def _plan(chunk: Chunk) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], 
     elif isinstance(chunk, DitChunk):  # diffusers' classes have their rules in their constructors
         for name, module in _children_first(chunk.dit, "dit"):
             yield name, module, init_tables
+    elif isinstance(chunk, VaeChunk | VaeDecoder):
+        for name, module in _children_first(chunk.vae, "vae"):
+            yield name, module, chunk.host.init_own
 
 
 def _hugging_face(

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mmtrain.config import DitConfig, EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
+from mmtrain.config import DitConfig, EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig, VaeConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
@@ -19,6 +19,7 @@ from mmtrain.models.families import find_file
 from mmtrain.models.fused_qkv import is_fused, to_head_major
 from mmtrain.models.projector import Projector
 from mmtrain.models.trainable import is_adapter, plain_name
+from mmtrain.models.vae import VaeChunk, VaeDecoder
 
 _PREFIXES = {
     "qwen2_vl_vision": ("model.visual.", "visual."),
@@ -29,15 +30,23 @@ _PREFIXES = {
     "qwen2": (),
     "llama": (),
     "wan": (),
+    "autoencoder_kl": (),
+    "autoencoder_kl_wan": (),
 }
 """What may stand before the names of a family's parameters where it is a part of a larger model."""
+
+_STEM = {"model.dit": "diffusion_pytorch_model", "model.vae": "diffusion_pytorch_model"}
+"""What files of weights are called, where that is not `model`."""
+
+_OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+"""Names of layers of a VAE's attention as files of old versions of diffusers have them -> as its class has them."""
 
 _DERIVED = ("rotary_emb.inv_freq", "position_ids")
 """Ends of names that old checkpoints hold although the values follow from the config."""
 
 
 @torch.no_grad()
-def load_pretrained(chunk: Chunk, model: ModelConfig) -> int:
+def load_pretrained(chunk: Chunk | VaeDecoder, model: ModelConfig) -> int:
     """The number of parameters (tensors) of a materialised, not yet sharded chunk that were set from files.
 
     Only tensors of this chunk are read. Nothing is read, and 0 returned, for a module that is to have random
@@ -58,6 +67,9 @@ def load_pretrained(chunk: Chunk, model: ModelConfig) -> int:
     if isinstance(chunk, DitChunk):
         assert model.dit is not None
         return _load(chunk.dit, "model.dit", model.dit, chunk.shape.model_type, {})
+    if isinstance(chunk, VaeChunk | VaeDecoder):
+        assert model.vae is not None
+        return _load(chunk.vae, "model.vae", model.vae, chunk.shape.model_type, {})
     assert isinstance(chunk, LanguageChunk)
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if chunk.shape.tied else {}
     return _load(chunk.language, "model.language", model.language, chunk.shape.model_type, tied)
@@ -66,7 +78,7 @@ def load_pretrained(chunk: Chunk, model: ModelConfig) -> int:
 def _load(
     module: nn.Module,
     where: str,
-    section: EncoderConfig | LanguageConfig | DitConfig,
+    section: EncoderConfig | LanguageConfig | DitConfig | VaeConfig,
     model_type: str,
     same_as: dict[str, str],
     fused_heads: Mapping[str, int] | None = None,
@@ -80,7 +92,7 @@ def _load(
     if not section.pretrained or section.weights == "random":
         return 0
     source = f"{where}.pretrained = {section.pretrained!r}"
-    files = _index(where, section.pretrained, "diffusion_pytorch_model" if where == "model.dit" else "model")
+    files = _index(where, section.pretrained, _STEM.get(where, "model"))
     names = _module_names(module, files, _PREFIXES[model_type])
     # A tied head counts under both of its names.
     own = module.named_parameters(remove_duplicate=False)
@@ -172,7 +184,7 @@ def _index(where: str, source: str, stem: str) -> dict[str, str]:
 def _module_names(module: nn.Module, on_disk: Iterable[str], prefixes: tuple[str, ...]) -> dict[str, str]:
     """Name in the module -> name on disk, by transformers' own table of renamed parameters."""
     if not isinstance(module, PreTrainedModel):  # diffusers' names on disk are those of its modules
-        return {name: name for name in on_disk}
+        return {_present_name(name): name for name in on_disk}
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -191,6 +203,13 @@ def _module_names(module: nn.Module, on_disk: Iterable[str], prefixes: tuple[str
     if module.base_model is not module and not any(name.startswith(base) for name in names):
         return {base + name: key for name, key in names.items()}  # stored by the class without a head
     return names
+
+
+def _present_name(name: str) -> str:
+    """The name in diffusers' class of today."""
+    layer, _, kind = name.rpartition(".")
+    block, _, last = layer.rpartition(".")
+    return f"{block}.{_OLD_ATTENTION[last]}.{kind}" if last in _OLD_ATTENTION and ".attentions." in layer else name
 
 
 def _belongs(module: nn.Module, name: str) -> bool:

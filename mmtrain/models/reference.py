@@ -1,5 +1,7 @@
 """The whole model in one process, without schedule or sharding: what a pipeline must agree with."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -11,10 +13,12 @@ from mmtrain.models.attention.context import attention_context
 from mmtrain.models.chunk import LanguageOutput, build_chunk
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.dit import DitOutput
+from mmtrain.models.families import vae_config
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.shapes import dit_shape
 from mmtrain.models.spec import ModelSpec
+from mmtrain.models.vae import HOSTS, VaeChunk
 
 
 class ReferenceModel(nn.Module):
@@ -35,13 +39,16 @@ class ReferenceModel(nn.Module):
         self.patch = dit.patch if dit else (1, 1, 1)
         self.values_per_target = dit.output_dim if dit else 1
         """Numbers that are predicted for one target: a label, or a patch."""
+        self.encodes = model.vae is not None
         self.chunks = nn.ModuleDict()
         for module in spec.modules:
             whole = (0, len(module.layers))
-            chunk = build_chunk(model, spec, module.name, whole, device=device, dtype=dtype)
+            # Of the DiT without a VAE, so that all that it reads comes from here.
+            own = replace(model, vae=None) if module.name == "dit" else model
+            chunk = build_chunk(own, spec, module.name, whole, device=device, dtype=dtype)
             init_weights(chunk, seed)
             load_pretrained(chunk, model)
-            self.chunks[module.name] = chunk
+            self.chunks[module.name] = _WholeVae(model, chunk) if isinstance(chunk, VaeChunk) else chunk
 
     def weights(self) -> dict[str, nn.Parameter]:
         """All parameters by the names that they have in any pipeline."""
@@ -92,7 +99,8 @@ class ReferenceModel(nn.Module):
             attention=attention_context(prompt_bits(lengths)),
             position_ids=torch.cat([torch.arange(length) for length in lengths]),
         )
-        pairs = list(zip(clips, tensors.latents, strict=True))
+        latents = [self.chunks["vae"](pixels) for pixels in tensors.latents] if self.encodes else tensors.latents
+        pairs = list(zip(clips, latents, strict=True))
         output: DitOutput = self.chunks["dit"](
             [noise.noisy(clip, latents) for clip, latents in pairs],
             grids=tuple(clip.grid(self.patch) for clip in clips),
@@ -103,3 +111,25 @@ class ReferenceModel(nn.Module):
             want_predictions=want_predictions,
         )
         return output
+
+
+class _WholeVae(nn.Module):
+    """diffusers' whole class with the weights of a chunk; its decoder has none."""
+
+    def __init__(self, model: ModelConfig, chunk: VaeChunk) -> None:
+        super().__init__()
+        assert model.vae is not None
+        self._shape = chunk.shape
+        self.vae = HOSTS[chunk.shape.model_type].build(vae_config(model.vae))
+        self.vae.load_state_dict(chunk.vae.state_dict(), strict=False, assign=True)
+        self.vae.requires_grad_(False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[C, F, H, W]: normalised latents of one clip's pixels [3, frames, height, width]."""
+        pictures = self._shape.model_type == "autoencoder_kl"
+        made = self.vae.encode(pixels.transpose(0, 1) if pictures else pixels[None]).latent_dist.mode()
+        latents_CFHW = made.transpose(0, 1) if pictures else made[0]
+        if pictures:
+            return (latents_CFHW - (self.vae.config.shift_factor or 0.0)) * self.vae.config.scaling_factor
+        mean, std = (torch.tensor(x) for x in (self.vae.config.latents_mean, self.vae.config.latents_std))
+        return (latents_CFHW - mean[:, None, None, None]) / std[:, None, None, None]

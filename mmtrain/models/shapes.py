@@ -115,6 +115,8 @@ class DitShape:
     """Whether a norm with parameters comes before cross-attention."""
     max_positions: int
     """Most patches along each axis of a clip."""
+    behind_vae: bool = False
+    """Whether a VAE of the job makes its latents; the clean ones then travel with its activations to its last chunk."""
 
     @property
     def patch_size(self) -> int:
@@ -130,6 +132,11 @@ class DitShape:
     def output_dim(self) -> int:
         """Numbers that are predicted for one patch."""
         return self.out_channels * self.patch_size
+
+    @property
+    def clean_columns(self) -> int:
+        """Columns of an activation between two chunks that hold clean latents."""
+        return self.patch_dim if self.behind_vae else 0
 
 
 def check_prediction(model: ModelConfig) -> None:
@@ -340,6 +347,7 @@ def dit_shape(model: ModelConfig) -> DitShape:
         time_width=values["freq_dim"],
         cross_norm=values["cross_attn_norm"],
         max_positions=values["rope_max_seq_len"],
+        behind_vae=model.vae is not None,
     )
 
 

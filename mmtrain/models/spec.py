@@ -20,12 +20,12 @@ class WorkSize:
 
     rows: int
     """Rows through the layers: patches of a vision encoder, packed tokens of a language model, latent tokens of a
-    DiT."""
+    DiT; of a VAE places of a latent frame times frames of pixels."""
     pairs: int
     """(query, key) pairs that attention really visits, summed over images or documents."""
     outputs: int
     """Rows that leave the module's last layers: merged image tokens; labelled positions of the loss; states of a text
-    encoder; latent tokens with a loss."""
+    encoder; latent tokens with a loss; latent places."""
     window_pairs: int = 0
     """As `pairs`, in the blocks whose attention stays inside of windows."""
     cross_pairs: int = 0
@@ -270,7 +270,7 @@ class ModuleSpec:
     """One modality module: a chain of layers with its own stream of rows."""
 
     name: str
-    """`vision`, `language` or `dit`: the key of works and stages."""
+    """`vision`, `language`, `dit` or `vae`: the key of works and stages."""
     layers: tuple[LayerSpec, ...]
     after: tuple[str, ...] = ()
     """Modules whose output enters this module's first layer."""
@@ -282,6 +282,10 @@ class ModuleSpec:
     """Rows that the first layer adds to each frame of a picture: 1 for a class token."""
     window: int = 0
     """Side of the windows that some blocks attend in, in merged tokens; 0: there are none."""
+    frames_per_latent: int = 1
+    """Of a VAE: frames behind the first one that become one latent frame."""
+    is_whole: bool = False
+    """It is not cut, and each tensor-parallel rank has and computes all of it."""
 
     @property
     def patches_per_token(self) -> int:
@@ -409,3 +413,20 @@ def clips_work(num_tokens: Iterable[int], text_lengths: Iterable[int], num_targe
     for rows, texts in zip(num_tokens, text_lengths, strict=True):
         total += WorkSize(rows=rows, pairs=rows * rows, outputs=0, cross_pairs=rows * texts, texts=texts, clips=1)
     return replace(total, outputs=num_targets)
+
+
+def frames_work(module: ModuleSpec, latents: Iterable[tuple[int, int, int]]) -> WorkSize:
+    """How much the frames of some clips ask of a VAE; attention stays inside of a latent frame.
+
+    Args: latents: latent frames, rows and columns of each clip.
+    """
+    total = ZERO_WORK
+    for (frames, rows, columns), count in Counter(latents).items():
+        places = rows * columns
+        pixel_frames = 1 + module.frames_per_latent * (frames - 1)
+        total += WorkSize(
+            rows=count * pixel_frames * places,
+            pairs=count * frames * places * places,
+            outputs=count * frames * places,
+        )
+    return total

@@ -23,6 +23,7 @@ from mmtrain.models.shapes import (
     vision_shape,
 )
 from mmtrain.models.spec import TIME_ROWS, LayerSpec, ModelSpec, ModuleSpec, Rates, WholeBytes
+from mmtrain.models.vae_shapes import VaeShape, vae_shape
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -46,12 +47,37 @@ def model_spec(model: ModelConfig, *, dtype_bytes: int = 4) -> ModelSpec:
     """
     language = language_shape(model)
     modules = []
+    if model.vae is not None:
+        modules.append(_vae_module(vae_shape(model), dtype_bytes))
     if model.encoder is not None:
         modules.append(_vision_module(model, vision_shape(model), language.width, dtype_bytes))
     modules.append(_language_module(model, language, dtype_bytes))
     if model.dit is not None:
         modules.append(_dit_module(model, dit_shape(model), dtype_bytes))
     return ModelSpec(modules=tuple(modules), tied_embeddings=language.tied)
+
+
+def _vae_module(shape: VaeShape, e: int) -> ModuleSpec:
+    """A frozen VAE's encoder: one layer, whose temporary tensors nobody counts."""
+    output = Rates(output=shape.channels * e)
+    return ModuleSpec(
+        name="vae",
+        layers=(
+            LayerSpec(
+                name="encode",
+                num_params=shape.num_params,
+                trainable=False,
+                matmul_flops=shape.flops,
+                attention_flops=shape.attention_flops,
+                output_bytes=output,
+                output_width=shape.channels,
+                output_rows="outputs",
+                whole_bytes=WholeBytes(output=output),
+            ),
+        ),
+        frames_per_latent=shape.scale.frames,
+        is_whole=True,
+    )
 
 
 def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, e: int) -> ModuleSpec:
@@ -266,7 +292,7 @@ def _dit_module(model: ModelConfig, shape: DitShape, e: int) -> ModuleSpec:
     block = _dit_block(shape, trainable=trainable, e=e)
     return ModuleSpec(
         name="dit",
-        after=("language",),
+        after=("language",) if model.vae is None else ("vae", "language"),
         layers=(
             _dit_embed(shape, trainable=trainable, e=e),
             *(replace(block, name=f"blocks.{i}") for i in range(shape.depth)),
@@ -276,8 +302,10 @@ def _dit_module(model: ModelConfig, shape: DitShape, e: int) -> ModuleSpec:
 
 
 def _dit_output_bytes(shape: DitShape, e: int) -> Rates:
-    """Of what travels between two chunks: latent tokens, text tokens and the rows of each clip's timestep."""
-    return Rates(row=shape.width * e, text=shape.width * e, clip=TIME_ROWS * shape.width * e)
+    """Of what travels between two chunks: latent tokens, text tokens and the rows of each clip's timestep; behind a VAE
+    all with columns for the clean latents."""
+    width = shape.width + shape.clean_columns
+    return Rates(row=width * e, text=width * e, clip=TIME_ROWS * width * e)
 
 
 def _dit_embed(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
@@ -297,7 +325,7 @@ def _dit_embed(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
         # The gradients of all rows of a timestep are one tensor.
         linear_bytes=Rates(text=(X + 3 * D) * e, clip=(Z + 4 * D + TIME_ROWS * D) * e),
         output_bytes=_dit_output_bytes(shape, e),
-        output_width=D,
+        output_width=D + shape.clean_columns,
         output_rows="conditioned",
         # All but what is between two linear layers, and the six parts that the timestep's last layer gives.
         whole_bytes=WholeBytes(
@@ -334,7 +362,7 @@ def _dit_block(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
         linear_bytes=Rates(row=(12 * D + 2 * I) * e, text=3 * D * e),
         attention_bytes=Rates(row=2 * D * e + 2 * H * _FLOAT32),
         output_bytes=_dit_output_bytes(shape, e),
-        output_width=D,
+        output_width=D + shape.clean_columns,
         output_rows="conditioned",
         # What has the block's width before three sublayers and behind them; heads and inner columns are divided.
         whole_bytes=WholeBytes(

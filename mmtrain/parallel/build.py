@@ -69,7 +69,8 @@ def build_local_model(
         chunk = build_chunk(model, spec, place.module, place.layers, device=mesh.device)
         init_weights(chunk, seed)
         load_pretrained(chunk, model)
-        if mesh.shape.tp > 1 and not (place.module == VISION and mesh.data_encoder):
+        whole = spec.module(place.module).is_whole or (place.module == VISION and mesh.data_encoder)
+        if mesh.shape.tp > 1 and not whole:
             apply_tensor_parallel(chunk, mesh.tp)
         memory = ActivationMemory(chunk.blocks(), recompute or ActivationCheckpointConfig(), offloader)
         if sharded:

@@ -1,5 +1,6 @@
 """The arguments of each chunk's forward in one step of a text-to-video job, from the batch and its metadata."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from mmtrain.data.metadata import IterationMeta
 from mmtrain.models.attention.context import AttentionContext, Backend, attention_context
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.planner.batching import LANGUAGE
+from mmtrain.planner.batching import LANGUAGE, VAE
 from mmtrain.planner.layout import IterationLayout, pad_places
 from mmtrain.planner.partition import Partition
 
@@ -23,7 +24,7 @@ class ClipFeed:
     """(stage, work) -> (args, kwargs) for `PipelineScheduleRuntime.step`.
 
     Token ids are needed where the text encoder begins, latents where the DiT begins and where it ends; all other stages
-    go by the metadata.
+    go by the metadata. With a VAE its stage needs pixels, and the DiT nothing but what to do with the latents.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class ClipFeed:
         """Args: noise: the random choices of the step. patch: frames, rows and columns of one of the DiT's patches."""
         self._partition = partition
         self._batching = layout.batching
+        self._has_vae = VAE in layout.batching.modules
         self._tp = layout.plane.tp
         self._meta = meta
         self._device = mesh.device
@@ -61,6 +63,10 @@ class ClipFeed:
         place = self._partition.stages[stage]
         if place.module == LANGUAGE:
             return self._prompts(place.first, work)
+        if place.module == VAE:
+            clips = self._batching.clips_of[work]
+            pixels = [self._to_device(values) for values in self._content(work)]
+            return (pixels,), {"latents": tuple(clip.bucket for clip in clips)}
         return self._clips(place.first, place.last, work)
 
     def _prompts(self, first: bool, work: int) -> Arguments:
@@ -88,19 +94,28 @@ class ClipFeed:
             "text_lengths": tuple(clip.num_text_tokens for clip in clips),
         }
         args: tuple[Any, ...] = ()
-        if first or last:
-            start = self._first_clip[work]
-            latents = self._microbatch(work).latents[start : start + len(clips)]
-            pairs = [(clip, self._to_device(values)) for clip, values in zip(clips, latents, strict=True)]
+        if first:
+            kwargs["timesteps"] = [self._noise.timestep(clip) for clip in clips]
+        if self._has_vae:
+            if first:
+                args = ([partial(self._noise.noisy, clip) for clip in clips],)
+            if last:
+                kwargs["targets"] = [None if clip.blank else partial(self._noise.target, clip) for clip in clips]
+        elif first or last:
+            pairs = [(clip, self._to_device(values)) for clip, values in zip(clips, self._content(work), strict=True)]
             if first:
                 args = ([self._noise.noisy(*pair) for pair in pairs],)
-                kwargs["timesteps"] = [self._noise.timestep(clip) for clip in clips]
             if last:
                 kwargs["targets"] = [self._noise.target(*pair) for pair in pairs]
         return args, kwargs
 
+    def _content(self, work: int) -> list[Tensor]:
+        """Latents or pixels of the clips of a work."""
+        start = self._first_clip[work]
+        return self._microbatch(work).latents[start : start + len(self._batching.clips_of[work])]
+
     def _microbatch(self, work: int) -> ClipMicrobatch:
-        assert self._batch is not None, "a rank where the text encoder begins or the DiT begins or ends has the batch"
+        assert self._batch is not None, "a rank where clips or captions enter has the batch"
         return self._batch.clips[self._batching.works[work].microbatch]
 
     def _padded(self, values: Tensor, count: int) -> Tensor:

@@ -134,9 +134,7 @@ class ModalityStage(PipelineStage):
         strategy = self.memory.of(self.strategies.get(work), work) if backward else nullcontext()
         with torch.set_grad_enabled(backward), self._deferring(work), strategy:
             if inputs and args:  # the first stage of a module: features of other modules join its own input
-                tensors = [t for _, t in inputs]
-                features = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-                output = self.submod(*args, features=features, **(kwargs or {}))
+                output = self.submod(*args, features=self._features(inputs), **(kwargs or {}))
             else:
                 output = self.submod(*args, *(t for _, t in inputs), **(kwargs or {}))
         consumers = graph.outputs(stage, work)
@@ -154,6 +152,15 @@ class ModalityStage(PipelineStage):
         for edge in consumers:
             self.outbox[edge] = root.detach()
         return output
+
+    def _features(self, inputs: list[tuple[Edge, Tensor]]) -> Tensor | dict[str, Tensor]:
+        """What other modules made for this one; by their names, if there are several."""
+        assert self.graph is not None
+        found: dict[str, list[Tensor]] = {}
+        for edge, tensor in inputs:
+            found.setdefault(self.graph.modules[self.graph.works[edge.work].module].name, []).append(tensor)
+        joined = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in found.items()}
+        return joined if len(joined) > 1 else next(iter(joined.values()))
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

@@ -3,6 +3,7 @@
 Source: DIP, arXiv:2504.14145, section 4: N pictures of a microbatch become ceil(N / B) sub-microbatches.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from mmtrain.models.spec import (
     WorkSize,
     clips_work,
     documents_work,
+    frames_work,
     images_work,
 )
 from mmtrain.planner.balance import split_evenly
@@ -31,6 +33,7 @@ Grid = tuple[int, int, int]
 VISION = "vision"
 LANGUAGE = "language"
 DIT = "dit"
+VAE = "vae"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +59,13 @@ def make_batching(
     A microbatch with N pictures has ceil(N / sub_microbatch_size) vision works of consecutive pictures, the largest
     with as few FLOPs as possible; a text-only microbatch has none.
 
-    Of a text-to-video model the works of a microbatch are those of the text encoder, then those of the DiT. A DiT work
-    has consecutive clips, and a text work of its own, with their prompts.
+    Of a text-to-video model the works of a microbatch are those of the VAE, if it has one, of the text encoder, and of
+    the DiT. A DiT work has consecutive clips, and a text work of its own, with their prompts; and a VAE work with their
+    frames.
 
     Args:
-        spec: the model; its modules are `vision` and `language`, `language` alone, or `language` and `dit`.
+        spec: the model; its modules are `vision` and `language`, `language` alone, or `language` and `dit`,
+            perhaps with `vae`.
         sub_microbatch_size: pictures in one vision work, or clips in one DiT work; 0: all of the microbatch.
         attention_mask: of the language model; it decides how many pairs are attended.
     Raises: DataError: a microbatch has no token, pictures for a model without a vision encoder, or a picture
@@ -117,11 +122,11 @@ def _clip_batching(meta: IterationMeta, spec: ModelSpec, sub_microbatch_size: in
         weights = [weigh(clip.num_tokens, clip.num_text_tokens) for clip in clips]
         groups = [clips[low:high] for low, high in split_evenly(weights, parts)]
         first = len(works)
-        for name in (LANGUAGE, DIT):
+        for place, module in enumerate(spec.modules):
             for sub, group in enumerate(groups):
-                after = (first + sub,) if name == DIT else ()
-                works.append(Work(module=modules.index(name), microbatch=index, sub_microbatch=sub, after=after))
-                sizes.append(_prompts_work(group) if name == LANGUAGE else _latents_work(group))
+                feeds = range(first + sub, first + place * len(groups), len(groups)) if module.name == DIT else ()
+                works.append(Work(module=place, microbatch=index, sub_microbatch=sub, after=tuple(feeds)))
+                sizes.append(_clips_size(module, group))
                 clips_of.append(group)
     return Batching(
         modules=modules,
@@ -130,6 +135,13 @@ def _clip_batching(meta: IterationMeta, spec: ModelSpec, sub_microbatch_size: in
         size_of=tuple(sizes),
         clips_of=tuple(clips_of),
     )
+
+
+def _clips_size(module: ModuleSpec, clips: Sequence[ClipMeta]) -> WorkSize:
+    """What some clips ask of a module of a text-to-video model."""
+    if module.name == VAE:
+        return frames_work(module, [clip.bucket for clip in clips])
+    return _work_of(module.name, clips)
 
 
 def _prompts_work(clips: Sequence[ClipMeta]) -> WorkSize:
@@ -224,35 +236,49 @@ def check_conservation(meta: IterationMeta, batching: Batching) -> None:
 
 
 def _check_clips(meta: IterationMeta, batching: Batching) -> None:
-    """Every clip is in one DiT work, in order, whose `after` is one text work with just its prompts."""
+    """Every clip is in one DiT work, in order, whose `after` is one text work with just its prompts; with a VAE, one of
+    its works with just its frames comes before that.
+    """
     _check_microbatches(meta, batching)
+    feeding = [module for module in batching.modules if module != DIT]
     of_microbatch: dict[tuple[int, str], list[int]] = {}
     for w, work in enumerate(batching.works):
         of_microbatch.setdefault((work.microbatch, batching.modules[work.module]), []).append(w)
     fed: Counter[int] = Counter(other for work in batching.works for other in work.after)
     for index, microbatch in enumerate(meta.microbatches):
-        for module, what in ((LANGUAGE, "text"), (DIT, "DiT")):
+        for module in batching.modules:
             numbers = of_microbatch.get((index, module), [])
             found = [clip for w in numbers for clip in batching.clips_of[w]]
             if list(microbatch.clips) != found:
-                _refuse(index, "clip", what, microbatch.clips, found)
-            wanted = sum((_work_of(module, (clip,)) for clip in microbatch.clips), ZERO_WORK)
+                _refuse(index, "clip", _WORKS[module], microbatch.clips, found)
             counted = sum((batching.size_of[w] for w in numbers), ZERO_WORK)
+            if module == VAE:  # how many frames become a latent one is its own affair
+                counted = WorkSize(rows=0, pairs=0, outputs=counted.outputs)
+            wanted = sum((_work_of(module, (clip,)) for clip in microbatch.clips), ZERO_WORK)
             if wanted != counted:
                 raise DataError(
-                    f"microbatch {index}: its clips are {wanted} for the {what} works, but these process {counted}; "
-                    "each token must be processed exactly once"
+                    f"microbatch {index}: its clips are {wanted} for the {_WORKS[module]} works, but these process "
+                    f"{counted}; each token must be processed exactly once"
                 )
         for w in of_microbatch.get((index, DIT), []):
             after = batching.works[w].after
-            if len(after) != 1 or fed[after[0]] != 1 or batching.clips_of[after[0]] != batching.clips_of[w]:
+            found_modules = [batching.modules[batching.works[other].module] for other in after]
+            alone = all(fed[o] == 1 and batching.clips_of[o] == batching.clips_of[w] for o in after)
+            if found_modules != feeding or not alone:
+                owed = " and ".join(f"one {_WORKS[module]} work" for module in feeding)
                 raise DataError(
                     f"microbatch {index}: the DiT work of {batching.clips_of[w][0].name} comes after works {after}; it "
-                    "comes after one text work, of the same clips, that feeds no other"
+                    f"comes after {owed}, of the same clips, that feeds no other"
                 )
 
 
+_WORKS = {VAE: "VAE", LANGUAGE: "text", DIT: "DiT"}
+"""How errors call the works of a text-to-video model's modules."""
+
+
 def _work_of(module: str, clips: Sequence[ClipMeta]) -> WorkSize:
+    if module == VAE:
+        return WorkSize(rows=0, pairs=0, outputs=sum(math.prod(clip.bucket) for clip in clips))
     return _prompts_work(clips) if module == LANGUAGE else _latents_work(clips)
 
 

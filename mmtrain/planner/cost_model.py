@@ -113,7 +113,7 @@ class FlopsCosts:
         layer = module.layers[index]
         flops = layer.flops(size, input_grad=input_grad)
         later = flops.backward_weight if layer.splits_backward else 0.0
-        rate = self.flops_per_s * self.shares
+        rate = self.flops_per_s * (1 if module.is_whole else self.shares)
         return LayerTimes(
             forward_s=flops.forward / rate,
             backward_input_s=(flops.backward_input + flops.backward_weight - later) / rate,

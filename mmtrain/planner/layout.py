@@ -22,7 +22,7 @@ from mmtrain.errors import PlanError
 from mmtrain.models.rows import padded, part_of
 from mmtrain.models.spec import ModuleSpec, WorkSize
 from mmtrain.models.windows import feature_order, row_order
-from mmtrain.planner.batching import DIT, VISION, Batching
+from mmtrain.planner.batching import DIT, VAE, VISION, Batching
 from mmtrain.planner.context import SplitPolicy, split_tokens
 
 Places = npt.NDArray[np.int64]
@@ -174,7 +174,7 @@ class IterationLayout:
                 f"a stage's plane has {plane.cp} context-parallel ranks, but these do not divide the works of a "
                 "text-to-video model yet; set parallelism.context_parallel_degree = 1"
             )
-        if plane.tp == 1 or self.batching.modules[self.batching.works[work].module] == DIT:
+        if plane.tp == 1 or self.batching.modules[self.batching.works[work].module] in (VAE, DIT):
             return size
         return WorkSize(rows=padded(size.rows, plane.tp) // plane.tp, pairs=0, outputs=0)
 

@@ -11,7 +11,8 @@ from mmtrain.models.linears import adapted_linears
 from mmtrain.models.recomputation import ATTENTION, PRODUCTS, Recomputation
 from mmtrain.models.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
-from mmtrain.planner.batching import DIT, VISION
+from mmtrain.models.vae_shapes import VaeShape, vae_shape
+from mmtrain.planner.batching import DIT, VAE, VISION
 from mmtrain.planner.cost_model import HostCopy, LayerTimes, equal_layers
 from mmtrain.planner.layout import Plane
 from mmtrain.planner.simulator.cluster import Cluster
@@ -79,6 +80,7 @@ class OperatorCosts:
             )
         dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
         divisions = {module.name: division(plane, cluster, encoder=module.name == VISION) for module in spec.modules}
+        divisions |= {module.name: Division() for module in spec.modules if module.is_whole}
         return cls(
             spec,
             {
@@ -177,9 +179,11 @@ def describer(config: Config, module: str, divided: Division, dtype_bytes: int, 
     vision = vision_shape(model) if model.encoder is not None else None
     native = model.projector.kind == "native"
     merged = vision.width * vision.patches_per_token if vision else 0
-    shape: VisionShape | LanguageShape | DitShape = language
+    shape: VisionShape | LanguageShape | DitShape | VaeShape = language
     if module == DIT:
         shape = dit_shape(model)
+    elif module == VAE:
+        shape = vae_shape(model)
     elif module == VISION and vision is not None:
         shape = vision
     return LayerDescriber(

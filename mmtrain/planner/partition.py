@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mmtrain.errors import ConfigError
-from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize, clips_work, documents_work
+from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize, clips_work, documents_work, frames_work
 from mmtrain.planner.balance import split_evenly
 from mmtrain.planner.pipeline_layout import chunk_bounds
 from mmtrain.schedule.graph import ModuleStages
 from mmtrain.schedule.library.catalogue import Placement
 
-CONFIG_SECTION = {"vision": "model.encoder", "language": "model.language", "dit": "model.dit"}
+CONFIG_SECTION = {"vision": "model.encoder", "language": "model.language", "dit": "model.dit", "vae": "model.vae"}
 """Where the user sets a module's number of segments."""
 
 
@@ -86,7 +86,8 @@ def partition(
     placement: Placement = "loop",
     layouts: Mapping[str, str] | None = None,
 ) -> Partition:
-    """Each module cut into P x K chunks of consecutive layers over all P ranks, K of them on each.
+    """Each module cut into P x K chunks of consecutive layers over all P ranks, K of them on each. A module that is not
+    cut is one chunk on rank 0, whatever P and K.
 
     The largest chunk of a module (FLOPs of forward and backward at the reference sizes, embedding and
     head counted) is as small as it can be; ties go to equal numbers of layers.
@@ -100,10 +101,13 @@ def partition(
         layouts: the chunks of a module as a layout string, see `pipeline_layout`; absent or empty: of equal work.
     Raises: ConfigError: a module has fewer layers than chunks, another K than the placement, or a layout that is wrong.
     """
-    totals = {m.name: spec.flops(m.name, sizes[m.name]).total for m in spec.modules}
+    totals = {m.name: spec.flops(m.name, sizes[m.name]).total for m in spec.modules if not m.is_whole}
     fastest = min((t for t in totals.values() if t > 0), default=1.0)
     stages: list[StageSpec] = []
     for module in spec.modules:
+        if module.is_whole:
+            stages.append(_whole(module, len(stages)))
+            continue
         segments = num_segments.get(module.name, 0)
         layout = (layouts or {}).get(module.name, "")
         bounds = _layout_bounds(layout, module, num_ranks, segments) if layout else []
@@ -139,10 +143,12 @@ def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
     """
     if any(module.name == "dit" for module in spec.modules):
         prompts = [min(64, seq_len)] * 2
-        return {
+        sizes = {
             "language": documents_work(prompts, sum(prompts)),
             "dit": clips_work([8192] * 2, prompts, 2 * 8192),
         }
+        vae = [module for module in spec.modules if module.name == "vae"]
+        return sizes | {module.name: frames_work(module, [(32, 32, 32)] * 2) for module in vae}
     sizes = {"language": WorkSize(rows=seq_len, pairs=max(1, seq_len * seq_len // 8), outputs=max(1, seq_len // 4))}
     if any(module.name == "vision" for module in spec.modules):
         vision = spec.module("vision")
@@ -190,6 +196,13 @@ def mixed_partition(spec: ModelSpec, num_ranks: int, passes: int, weights: Mappi
                     )
                 )
     return Partition(num_ranks, tuple(stages))
+
+
+def _whole(module: ModuleSpec, index: int) -> StageSpec:
+    """The stage of a module that is not cut."""
+    return StageSpec(
+        index=index, module=module.name, layers=(0, len(module.layers)), pp_rank=0, segment=0, first=True, last=True
+    )
 
 
 def _layout_bounds(layout: str, module: ModuleSpec, num_ranks: int, segments: int) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ FINALISTS = 3
 """Candidates that are simulated on all iterations, after all were on a part of one."""
 
 Segments = tuple[int, ...]
-"""K of each module, in the model's order."""
+"""K of each module that is cut, in the model's order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,8 @@ def _separated(config: Config, spec: ModelSpec, segments: Mapping[str, int]) -> 
     num_ranks = config.parallelism.pipeline_parallel_degree
     schedule = _schedule(config)
     found = partition(spec, num_ranks, segments, sizes, schedule.placement, layouts)
-    missing = schedule.least_passes - len(found.stages) // num_ranks
+    cut = sum(len(found.of_module(module.name)) for module in spec.modules if not module.is_whole)
+    missing = schedule.least_passes - cut // num_ranks
     if missing > 0 and not segments["language"] and not layouts["language"]:
         return partition(spec, num_ranks, {**segments, "language": 1 + missing}, sizes, schedule.placement, layouts)
     if missing > 0:
@@ -157,7 +158,7 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
     candidates = _candidates(config, spec)
     if _schedule(config).placement == "v" or not candidates or not any(_open(config).values()):
         return None
-    names = [module.name for module in spec.modules]
+    names = [module.name for module in spec.modules if not module.is_whole]
     num_ranks = config.parallelism.pipeline_parallel_degree
 
     def cut(segments: Segments) -> Partition:
@@ -185,10 +186,11 @@ def _open(config: Config) -> dict[str, bool]:
 
 
 def _candidates(config: Config, spec: ModelSpec) -> list[Segments]:
-    """Numbers of segments that layers and schedule allow; a module with a layout has the number that it was given."""
+    """Numbers of segments that layers and schedule allow, of the modules that are cut; a module with a layout has the
+    number that it was given."""
     num_ranks, given, left_open = config.parallelism.pipeline_parallel_degree, _given_segments(config), _open(config)
     ranges = []
-    for module in spec.modules:
+    for module in (module for module in spec.modules if not module.is_whole):
         most = max(1, min(MOST_SEGMENTS, len(module.layers) // num_ranks))
         ranges.append(range(1, most + 1) if left_open[module.name] else [given[module.name]])
     found = list(itertools.product(*ranges))

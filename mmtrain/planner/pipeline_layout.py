@@ -1,8 +1,9 @@
 """The partition of one module as a string, such as `Et*3|t*4|t*4|t*3,L`: the layers of each chunk.
 
 Symbols: `E` the first layer (embedding), `t` a block, `N` the norm behind an encoder's blocks, `P` its projector, `L`
-the language model's head with its norm and loss. `|` ends a chunk, `x*3` repeats a symbol, `(tt|)*3` a group; commas
-and spaces mean nothing. Chunks come in forward order: the first segment on ranks 0 .. P-1, then the next one.
+the language model's head with its norm and loss; `V`, in logs alone, a whole VAE. `|` ends a chunk, `x*3` repeats a
+symbol, `(tt|)*3` a group; commas and spaces mean nothing. Chunks come in forward order: the first segment on ranks
+0 .. P-1, then the next one.
 
 Source: Megatron Core's `--pipeline-model-parallel-layout`. It has no encoder symbols, but `m` for multi-token
 prediction, and allows empty chunks; here every chunk has a layer.
@@ -15,8 +16,8 @@ from itertools import groupby
 from mmtrain.errors import ConfigError
 from mmtrain.models.spec import LayerSpec, ModuleSpec
 
-_SYMBOLS = {"embed": "E", "norm": "N", "projector": "P", "head": "L"}
-_LAYERS = "Et" + "".join(symbol for symbol in _SYMBOLS.values() if symbol != "E")
+_SYMBOLS = {"embed": "E", "norm": "N", "projector": "P", "head": "L", "encode": "V"}
+_LAYERS = "Et" + "".join(symbol for symbol in _SYMBOLS.values() if symbol not in "EV")
 _REPEATED = re.compile(rf"(?:([{_LAYERS}|])(?=\*)|\(([{_LAYERS}|]*)\))(?:\*([0-9]{{1,9}}))?(?![*0-9])")
 """A symbol with its `*3`, or a group without groups inside, with or without one."""
 _MOST = 100_000

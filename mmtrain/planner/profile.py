@@ -15,6 +15,7 @@ from mmtrain.errors import ConfigError, PlanError
 from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.shapes import dit_shape, language_shape, vision_shape
 from mmtrain.models.spec import LayerSpec, ModelSpec, WorkSize
+from mmtrain.models.vae_shapes import vae_shape
 from mmtrain.planner.cost_model import HostCopy
 from mmtrain.planner.fits import SizeFit, fit_sizes
 from mmtrain.planner.sub_microbatch import Curve
@@ -184,6 +185,8 @@ def job_of(config: Config) -> dict[str, str | int]:
         found["vision"] = vision_shape(config.model).model_type
     if config.model.dit is not None:
         found["dit"] = dit_shape(config.model).model_type
+    if config.model.vae is not None:
+        found["vae"] = vae_shape(config.model).model_type
     return found | {
         "dtype": training.mixed_precision_param,
         "attention_backend": training.attention_backend,

@@ -99,7 +99,7 @@ class Sharding:
         """What one rank holds of a stage. Norms and biases, which tp ranks hold whole, count as divided."""
         layers = spec.module(stage.module).layers[slice(*stage.layers)]
         whole = stage.module in self.whole
-        divided = 1 if whole else self.shape.tp
+        divided = 1 if whole or spec.module(stage.module).is_whole else self.shape.tp
         once = stage.module not in self.regathered
         params = [layer.num_params / divided for layer in layers]
         return StageState(

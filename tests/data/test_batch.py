@@ -1,15 +1,19 @@
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from mmtrain.data.batch import Batch, check_batch, with_other_captions
+from mmtrain.data.batch import Batch, check_batch, with_other_captions, without_pictures
 from mmtrain.data.loader import Loader
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import DataError
+from mmtrain.models.vae_shapes import latent_scale
 from tests.data.samples import make_config, write_jsonl
 from tests.data.videos import make_video_config, write_videos
+from tests.models.dits import t2v
+from tests.reference import make_clips
 
 
 @pytest.fixture
@@ -159,3 +163,25 @@ def test_other_captions_are_those_of_the_next_clip(clips: tuple[Batch, Iteration
     assert changed.clips[0].latents == batch.clips[0].latents
     assert [c.bucket for c in changed_meta.microbatches[0].clips] == [c.bucket for c in meta.microbatches[0].clips]
     check_batch(batch, meta)
+
+
+def test_a_rank_of_text_needs_no_latents(clips: tuple[Batch, IterationMeta]) -> None:
+    batch, meta = clips
+    (text,) = without_pictures(batch).clips
+    assert text.latents == text.clip_names == []
+    assert len(text.text_ids) == meta.num_text_tokens
+    assert len(batch.clips[0].latents) == 4
+
+
+def test_clips_of_a_job_with_a_vae_are_pixels() -> None:
+    model = t2v(vae="wan")
+    batch, meta = make_clips(model, [2, 1], 3)
+    assert model.vae is not None
+    scale = latent_scale(model.vae)
+    check_batch(batch, meta, scale)
+    clip = meta.microbatches[0].clips[1]
+    with pytest.raises(DataError, match=r"microbatch 0: .* has latents of shape \(3, .*; its bucket is"):
+        check_batch(batch, meta)
+    batch.clips[0].latents[1] = batch.clips[0].latents[1][:, :-1]
+    with pytest.raises(DataError, match=rf"microbatch 0: {re.escape(clip.name)} has pixels of shape .* are made of"):
+        check_batch(batch, meta, scale)

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.config import DataConfig, DitConfig
+from mmtrain.config import DataConfig, DitConfig, VaeConfig
 from mmtrain.data.buckets import clip_seed, crop, most_frames, video_geometry
 from mmtrain.errors import ConfigError, DataError
+from tests.models.dits import VAES
 
 
 def geometry(patch=(1, 2, 2), **data):
@@ -133,3 +134,41 @@ def test_seeds_of_clips_are_fixed_and_spread():
     assert all(0 <= seed < 1 << 63 for seed in seeds)
     bits = Counter(bit for seed in seeds for bit in range(63) if seed >> bit & 1)
     assert all(abs(bits[bit] / len(seeds) - 0.5) < 4 * math.sqrt(0.25 / len(seeds)) for bit in range(63))
+
+
+def behind_vae(vae, patch=(1, 2, 2), **data):
+    return video_geometry(
+        DitConfig(config={"model_type": "wan", "patch_size": list(patch), "in_channels": 4}),
+        DataConfig(source="x", **data),
+        VaeConfig(config=VAES[vae]),
+    )
+
+
+def test_buckets_of_pixels_become_whole_patches_of_latents():
+    joined = behind_vae("wan", (2, 2, 2), fps=8.0, max_seconds=4.0, video_area=96 * 96)
+    assert joined.frames == (29, 21, 13, 5)
+    assert joined.sizes == ((96, 96), (80, 112), (112, 80), (64, 128), (128, 64))
+    assert [joined.latents(frames, 96, 80)[0] for frames in joined.frames] == [8, 6, 4, 2]
+    single = behind_vae("kl", fps=8.0, max_seconds=1.0, video_area=16 * 16, video_aspects=["1:1"])
+    assert (single.frames, single.sizes) == ((8, 6, 4, 3, 2, 1), ((16, 16),))
+    assert single.latents(3, 16, 16) == (3, 8, 8)
+    for made in (joined, single):
+        for frames in made.frames:
+            for size in made.sizes:
+                latents = made.latents(frames, *size)
+                assert made.pixels(latents) == (frames, *size)
+                assert made.num_tokens(latents) > 0
+    assert behind_vae("wan", video_frames=[1, 81]).frames == (81, 1)
+
+
+@pytest.mark.parametrize(
+    ("patch", "data", "message"),
+    [
+        ((1, 2, 2), {"video_frames": [80]}, r"names 80; it must be 1 \+ 4 k frames, which become 1 \+ k latent ones"),
+        ((2, 2, 2), {"video_frames": [9]}, r"names 9; it must be .*, a multiple of the 2 frames of one patch"),
+        ((3, 2, 2), {"fps": 8.0, "max_seconds": 1.0}, "are 8 frames, less than the 9 of one patch"),
+    ],
+)
+def test_numbers_of_frames_that_a_vae_does_not_take(patch, data, message):
+    with pytest.raises(ConfigError, match=message):
+        behind_vae("wan", patch, **data)

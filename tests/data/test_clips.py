@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmtrain.config import DitConfig, TokenizerConfig
+from mmtrain.config import DitConfig, TokenizerConfig, VaeConfig
 from mmtrain.data.buckets import video_geometry
 from mmtrain.data.clips import ClipProcessor, npy_bytes
 from mmtrain.data.sources import RawImage, Source
@@ -20,6 +20,7 @@ from mmtrain.data.video_records import CLIPS, VideoRecord, make_video_record
 from mmtrain.errors import ConfigError, DataError
 from tests.data.samples import png
 from tests.data.videos import frame, make_video_config, save_latents, write_clip, write_videos
+from tests.models.dits import VAES
 
 
 def open_source(path: Path, split: str = "train", **data: Any) -> Source[VideoRecord]:
@@ -336,3 +337,28 @@ def test_zip_files_that_lie(tmp_path: Path) -> None:
         archive.writestr("latents.npy", b"not an array")
     with pytest.raises(DataError, match=r"its latents are no .npy or .npz file"):
         processor(**LATENTS).clip(latent_record(tmp_path / "a.npz"))
+
+
+def behind_vae(name: str, **data: Any) -> ClipProcessor:
+    config = make_video_config("x", **data)
+    section = DitConfig(config={"model_type": "wan", "in_channels": 4, "patch_size": [1, 1, 1]})
+    geometry = video_geometry(section, config.data, VaeConfig(config=VAES[name]))
+    return ClipProcessor(load_tokenizer(TokenizerConfig(), captions=True), geometry, config.data.source_fps)
+
+
+def test_with_a_vae_pixels_are_read_and_the_metadata_counts_latents() -> None:
+    made = behind_vae("wan", video_area=24 * 24, video_aspects=["1:1"])
+    clip = made.clip(record(*[(24, 24)] * 8))
+    assert (clip.meta.bucket, clip.meta.num_tokens, len(clip.places)) == ((2, 3, 3), 18, 5)
+    pixels = made.latents(clip)
+    assert pixels.shape == made.zeros(clip).shape == (3, 5, 24, 24)
+    assert float(pixels.min()) >= -1 and float(pixels.max()) <= 1
+    wanted = processor(video_frames=[5], video_aspects=["1:1"])
+    assert torch.equal(pixels, wanted.latents(wanted.clip(record(*[(24, 24)] * 8))))
+
+
+def test_with_a_vae_records_of_latents_are_refused(tmp_path: Path) -> None:
+    save_latents(tmp_path / "x.npy")
+    given = record(frames=(), latents=RawImage(data=None, path=str(tmp_path / "x.npy")))
+    with pytest.raises(DataError, match=r"sample 3: it has `latents`, but \[model.vae\] encodes the frames of"):
+        behind_vae("kl").clip(given)

@@ -8,8 +8,10 @@ from mmtrain.data.batch import IGNORE_INDEX, check_batch
 from mmtrain.data.noise import noise_batch
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.spec_builders import model_spec
+from mmtrain.models.vae_shapes import latent_scale
 from mmtrain.probing import work_curve
-from tests.reference import ENCODERS
+from tests.models.dits import t2v
+from tests.reference import ENCODERS, make_clips
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
@@ -55,3 +57,10 @@ def test_noise_of_clips_is_what_its_metadata_says():
         assert 0 <= tensors.text_ids.min() <= tensors.text_ids.max() < 416
     assert torch.equal(one.clips[0].latents[0], same.clips[0].latents[0])
     assert not torch.equal(one.clips[0].latents[0], other.clips[0].latents[0])
+
+
+def test_clips_of_a_job_with_a_vae_are_noise_of_pixels() -> None:
+    model = t2v(vae="wan")
+    _, meta = make_clips(model, [2], 3)
+    assert model.vae is not None
+    check_batch(noise_batch(model, meta, 1), meta, latent_scale(model.vae))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmtrain.config import DitConfig, LanguageConfig, ModelConfig
+from mmtrain.config import DitConfig, LanguageConfig, ModelConfig, VaeConfig
 from mmtrain.models.chunk import Chunk, build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.spec import ModelSpec, WorkSize, clips_work
@@ -38,11 +38,49 @@ WAN = {
 }
 
 
-def t2v(*, frozen: tuple[str, ...] = (), text: dict[str, Any] | None = None, **dit: Any) -> ModelConfig:
-    """A tiny model; `frozen` names the sections to freeze, `text` and `dit` change the configs."""
+KL = {
+    "model_type": "autoencoder_kl",
+    "block_out_channels": [8, 12],
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+    "norm_num_groups": 4,
+    "latent_channels": 4,
+    "scaling_factor": 1.7,
+    "shift_factor": 0.1,
+}
+WAN_VAE = {
+    "model_type": "autoencoder_kl_wan",
+    "base_dim": 8,
+    "dim_mult": [1, 1, 2, 2],
+    "num_res_blocks": 1,
+    "z_dim": 4,
+    "latents_mean": [0.1, -0.2, 0.3, 0.0],
+    "latents_std": [0.5, 0.4, 0.6, 1.1],
+}
+VAES = {"kl": KL, "wan": WAN_VAE}
+
+
+def t2v(
+    *,
+    frozen: tuple[str, ...] = (),
+    text: dict[str, Any] | None = None,
+    vae: str = "",
+    segments: tuple[int, int] = (0, 0),
+    **dit: Any,
+) -> ModelConfig:
+    """A tiny model.
+
+    Args: frozen: the sections to freeze. text, dit: change the configs. vae: a name of `VAES`; the DiT then predicts as
+        many channels as it reads. segments: K of text encoder and DiT.
+    """
+    given = VaeConfig(config=VAES[vae]) if vae else None
+    dit = {**WAN, **({"out_channels": 4} if vae else {}), **dit}
     return ModelConfig(
-        language=LanguageConfig(config={**TEXT, **(text or {})}, trainable="language" not in frozen),
-        dit=DitConfig(config={**WAN, **dit}, trainable="dit" not in frozen),
+        language=LanguageConfig(
+            config={**TEXT, **(text or {})}, trainable="language" not in frozen, num_segments=segments[0]
+        ),
+        dit=DitConfig(config=dit, trainable="dit" not in frozen, num_segments=segments[1]),
+        vae=given,
     )
 
 

@@ -14,7 +14,7 @@ from mmtrain.config import DitConfig
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.chunk import Chunk, build_chunk
-from mmtrain.models.dit import Conditioned, DitChunk
+from mmtrain.models.dit import Conditioned, DitChunk, from_patches
 from mmtrain.models.families import dit_config
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
@@ -176,7 +176,7 @@ def test_patches_of_several_frames_are_put_back_where_they_were() -> None:
     for grid, target in zip(clips.grids, clips.targets, strict=True):
         cut = made._patches(target, grid, 0)
         assert cut.shape == (grid[0] * grid[1] * grid[2], 3 * 8)
-        assert torch.equal(made._latents(cut, grid), target)
+        assert torch.equal(from_patches(cut, grid, made.shape.patch), target)
 
 
 def test_parts_of_an_activation_are_joined_as_they_were() -> None:
@@ -186,6 +186,50 @@ def test_parts_of_an_activation_are_joined_as_they_were() -> None:
     assert parts.times.shape == (2, 7, 8)
     assert torch.equal(parts.joined(), x)
     assert not parts.joined()._is_view()
+
+
+def test_clean_latents_travel_beside_an_activation_and_get_no_gradient() -> None:
+    x = torch.randn(6 + 4 + 14, 8 + 3)
+    x[6:, 8:] = 0
+    x.requires_grad_()
+    parts = Conditioned.of(x, [4, 2], [1, 3], 3)
+    assert [tuple(t.shape) for t in (*parts.tokens, *parts.clean)] == [(1, 4, 8), (1, 2, 8), (4, 3), (2, 3)]
+    assert torch.equal(parts.joined(), x)
+    parts.joined().square().sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad[:, :8], 2 * x.detach()[:, :8])
+    assert not x.grad[:, 8:].any()
+
+
+def test_behind_a_vae_noise_is_mixed_in_and_targets_are_made_of_what_travelled() -> None:
+    """The chunks of two ranks give what the same layers give for noisy latents and targets from outside."""
+    plain, behind = t2v(out_channels=4), t2v(vae="kl")
+    clips, spec = Clips.draw(plain), model_spec(behind)
+    states = torch.randn(sum(clips.text_lengths), 24)
+    noises = [torch.randn(clip.shape) for clip in clips.latents]
+    mixes = [lambda clean, noise=noise: 0.3 * clean + 0.7 * noise for noise in noises]
+    targets = [lambda clean, noise=noise: noise - clean for noise in noises]
+    rows = torch.cat([clip.flatten(1).T for clip in clips.latents])
+    features = {"vae": rows, "language": states}
+    first, last = (chunk(behind, "dit", layers, spec=spec) for layers in ((0, 2), (2, 5)))
+    x = first(mixes, **clips.common, features=features, timesteps=clips.timesteps)
+    assert tuple(x.shape) == first.output_shape(clips.size)
+    found = last(x, **clips.common, targets=targets, want_predictions=True)
+    wanted = chunk(plain, "dit")(
+        [mix(clip) for mix, clip in zip(mixes, clips.latents, strict=True)],
+        **clips.common,
+        features=states,
+        timesteps=clips.timesteps,
+        targets=[make(clip) for make, clip in zip(targets, clips.latents, strict=True)],
+        want_predictions=True,
+    )
+    torch.testing.assert_close(found.loss_sum, wanted.loss_sum)
+    for ours, theirs in zip(found.predictions, wanted.predictions, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with pytest.raises(DataError, match="features are Tensor; behind a VAE they come from `vae` and `language`"):
+        first(mixes, **clips.common, features=states, timesteps=clips.timesteps)
+    with pytest.raises(DataError, match=r"\[111, 4\] latents arrived for 3 clips; there are 3 clips with \[112, 4\]"):
+        first(mixes, **clips.common, features=features | {"vae": rows[1:]}, timesteps=clips.timesteps)
 
 
 def test_initial_weights_do_not_depend_on_the_cut_and_buffers_are_right() -> None:

@@ -15,7 +15,7 @@ from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.costs import make_problem
 from mmtrain.planner.layout import IterationLayout, Plane
-from mmtrain.planner.partition import partition
+from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.schedule.graph import Work
 from tests.models.dits import t2v
 from tests.planner.specs import microbatch, vlm
@@ -184,3 +184,53 @@ def test_tensor_ranks_send_whole_activations_of_a_dit_and_hold_their_columns() -
         assert mine.activation_bytes == pytest.approx(sum(layer.activation_bytes(size) for layer in layers))
         assert mine.weight_bytes == pytest.approx(sum(layer.linear_bytes(size) for layer in layers))
         assert whole.activation_bytes / 2 < mine.activation_bytes < whole.activation_bytes
+
+
+WITH_VAE = model_spec(t2v(vae="wan"))
+
+
+def test_a_vae_has_a_work_of_its_own_for_each_dit_work() -> None:
+    batching = make_batching(META, WITH_VAE, 2)
+    assert batching.modules == ("vae", "language", "dit")
+    assert [(w.module, w.after) for w in batching.works[:6]] == [
+        (0, ()), (0, ()), (1, ()), (1, ()), (2, (0, 2)), (2, (1, 3))
+    ]  # fmt: skip
+    assert batching.works[8].after == (6, 7)
+    assert batching.clips_of[0] == batching.clips_of[2] == batching.clips_of[4]
+    assert batching.size_of[1] == WorkSize(rows=16 + 5 * 16, pairs=16 * 16 * 3, outputs=3 * 16)
+    check_conservation(META, batching)
+
+
+def test_vae_works_that_lose_clips_or_feed_others_are_refused() -> None:
+    batching = make_batching(META, WITH_VAE, 2)
+    with pytest.raises(DataError, match=r"the clip of sample 1 .* 2 places of its VAE works"):
+        check_conservation(META, with_clips(batching, 1, [1, 1]))
+    sizes = list(batching.size_of)
+    sizes[1] = replace(sizes[1], outputs=sizes[1].outputs - 1)
+    with pytest.raises(DataError, match="for the VAE works"):
+        check_conservation(META, replace(batching, size_of=tuple(sizes)))
+    for after in ((2,), (0,), (2, 0), (1, 2), (0, 3)):
+        works = list(batching.works)
+        works[4] = replace(works[4], after=after)
+        with pytest.raises(DataError, match="comes after one VAE work and one text work, of the same clips"):
+            check_conservation(META, replace(batching, works=tuple(works)))
+
+
+def test_a_vae_has_no_backward_and_is_on_the_first_rank_alone() -> None:
+    parts = partition(WITH_VAE, 2, {}, reference_sizes(WITH_VAE, 64))
+    assert [(s.module, s.pp_rank, s.layers) for s in parts.of_module("vae")] == [("vae", 0, (0, 1))]
+    batching = make_batching(META, WITH_VAE, 2)
+    problem = make_problem(WITH_VAE, parts, batching, COSTS, PlannerConfig())
+    for work in (0, 1):
+        (option,) = problem.options(0, work)
+        assert option.forward_s > 0
+        assert option.backward_input_s == option.backward_weight_s == option.activation_bytes == 0
+        assert not problem.graph.has_backward(0, work)
+    assert problem.output_bytes[0][0] == batching.size_of[0].outputs * 4 * 4
+    # Each rank of a plane encodes everything.
+    for shares, shared in ((1, Plane()), (2, Plane(tp=2))):
+        costs = FlopsCosts.of(PlannerConfig(), shares=shares)
+        divided = make_problem(WITH_VAE, parts, batching, costs, PlannerConfig(), shares=shares)
+        assert divided.options(0, 0) == problem.options(0, 0)
+        assert divided.output_bytes[0][0] == problem.output_bytes[0][0]
+        assert IterationLayout(shared, batching, META, None).local_size(0, 0, 1) == batching.size_of[0]

@@ -8,7 +8,7 @@ from mmtrain import config
 from mmtrain.config import ActivationCheckpointConfig, Config
 from mmtrain.errors import ConfigError
 from mmtrain.models.recomputation import KEEP_ALL, Recomputation
-from mmtrain.models.spec import ModuleSpec, WorkSize, clips_work, documents_work, images_work
+from mmtrain.models.spec import ModuleSpec, WorkSize, clips_work, documents_work, frames_work, images_work
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.cost_model import FlopsCosts, LayerTimes
 from mmtrain.planner.iteration import IterationPlanner
@@ -218,3 +218,21 @@ def test_a_frozen_dit_makes_no_weight_gradients() -> None:
     times = found.layer(dit, 1, CLIPS, input_grad=True)
     assert times.backward_weight_s == 0 < times.backward_input_s
     assert found.layer(dit, 1, CLIPS, input_grad=False).backward_input_s == 0
+
+
+def test_a_vae_takes_longer_than_its_flops_at_the_peak_and_as_long_on_every_rank_of_a_plane() -> None:
+    seconds = []
+    for tp in (1, 4):
+        vae = 'model.vae.config={model_type = "autoencoder_kl_wan"}'
+        made = job("t2v_s", vae, f"parallelism.tensor_parallel_degree={tp}")
+        spec = model_spec(made.model, dtype_bytes=2)
+        module, found = spec.module("vae"), OperatorCosts.of(made, spec)
+        size = frames_work(module, [(17, 32, 32)])
+        times = found.layer(module, 0, size, input_grad=False)
+        assert times.backward_input_s == times.backward_weight_s == 0
+        least = spec.flops("vae", size).forward / Cluster.of("h800").hardware.flops_per_s(2)
+        assert least < times.forward_s < 20 * least
+        graph = found.graph(module, 0, input_grad=False)
+        assert sum(op.flops(size) for op in graph.operators) == pytest.approx(spec.flops("vae", size).forward)
+        seconds.append(times.forward_s)
+    assert seconds[0] == seconds[1]

@@ -21,6 +21,7 @@ from mmtrain.models.linears import Linear as NamedLinear
 from mmtrain.models.linears import block_linears
 from mmtrain.models.shapes import DitShape, LanguageShape, VisionShape
 from mmtrain.models.spec import TIME_ROWS, LayerSpec
+from mmtrain.models.vae_shapes import VaeShape
 from mmtrain.planner.simulator.amount import Amount
 from mmtrain.planner.simulator.cluster import sent_bytes
 from mmtrain.planner.simulator.exchanges import (
@@ -49,6 +50,7 @@ from mmtrain.planner.simulator.modules import (
     multiply,
 )
 from mmtrain.planner.simulator.tape import Tape, Var
+from mmtrain.planner.simulator.vae_layer import encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class Division:
 class LayerDescriber:
     """Makes the graphs of a module's layers."""
 
-    shape: VisionShape | LanguageShape | DitShape
+    shape: VisionShape | LanguageShape | DitShape | VaeShape
     division: Division = field(default_factory=Division)
     dtype_bytes: int = 2
     compute: DeviceKind = DeviceKind.GPU
@@ -99,6 +101,8 @@ class LayerDescriber:
         tape = Tape(dtype_bytes=self.dtype_bytes, compute=self.compute)
         if isinstance(self.shape, DitShape):
             tape.backward(_DitLayer(self, self.shape, tape, layer, input_grad).build())
+        elif isinstance(self.shape, VaeShape):
+            encode(tape, self.shape)
         else:
             tape.backward(_Layer(self, self.shape, tape, layer, input_grad).build())
         return tape

@@ -1,0 +1,156 @@
+"""A pipeline chunk of a frozen VAE: diffusers' class without its decoder, names `vae.<its name>`. And its decoder.
+
+Clips are encoded one by one, so that no clip's latents depend on those beside it. The latents are the mode of the
+posterior: the same whenever a clip is seen.
+
+Shape legend: N clips; C, F, H, W channels, frames, rows and columns of latents; V latent places of all clips.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmtrain.config import ModelConfig
+from mmtrain.errors import ConfigError, DataError
+from mmtrain.models.chunk import Chunk
+from mmtrain.models.families import vae_config
+from mmtrain.models.hosts import parameters_on_meta
+from mmtrain.models.spec import ModelSpec
+from mmtrain.models.vae_shapes import PIXEL_CHANNELS, Size, VaeShape, vae_shape
+
+_PIXELS_AT_ONCE = 1 << 20
+"""Pixels of the frames that a VAE of single pictures encodes together."""
+
+
+class VaeHost(ABC):
+    """How one class of VAEs is called."""
+
+    name: str
+    """Of the class in diffusers."""
+
+    def build(self, values: dict[str, Any]) -> Any:
+        """The whole module with parameters on the meta device.
+
+        Raises: ConfigError: diffusers is not installed, or its class refuses the config.
+        """
+        try:
+            import diffusers
+
+            make: Any = getattr(diffusers, self.name)
+        except ImportError as error:
+            raise ConfigError(
+                f"[model.vae] needs the library diffusers, which cannot be imported ({error}); install mmtrain[video]"
+            ) from error
+        given = {key: value for key, value in values.items() if key != "model_type"}
+        try:
+            with parameters_on_meta():
+                return make(**given)
+        except Exception as error:  # whatever the class checks
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"model.vae: {self.name} cannot be built from the config: {reason}") from error
+
+    @abstractmethod
+    def mode(self, vae: Any, pixels: Tensor) -> Tensor:
+        """The mode of the posterior of one clip, [C, F, H, W]. Args: pixels: [3, frames, height, width]."""
+
+    @abstractmethod
+    def decode(self, vae: Any, latents_CFHW: Tensor) -> Tensor:
+        """[3, frames, height, width] that one clip's latents stand for; in their own scale, not a DiT's."""
+
+    def init_own(self, module: nn.Module) -> None:
+        """Initialises the parameters that a module of the VAE holds itself, by its class's rule."""
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+class AutoencoderKL(VaeHost):
+    """Each frame by itself, as a picture."""
+
+    name = "AutoencoderKL"
+
+    def mode(self, vae: Any, pixels: Tensor) -> Tensor:
+        _, _, height, width = pixels.shape
+        frames = pixels.transpose(0, 1).split(max(1, _PIXELS_AT_ONCE // (height * width)))
+        latents_FCHW = torch.cat([vae.encode(some).latent_dist.mode() for some in frames])
+        return latents_FCHW.transpose(0, 1)
+
+    def decode(self, vae: Any, latents_CFHW: Tensor) -> Tensor:
+        frames = [vae.decode(frame[None]).sample for frame in latents_CFHW.transpose(0, 1)]
+        return torch.cat(frames).transpose(0, 1)
+
+
+class AutoencoderKLWan(VaeHost):
+    """The first frame, then four at a time."""
+
+    name = "AutoencoderKLWan"
+
+    def mode(self, vae: Any, pixels: Tensor) -> Tensor:
+        latents: Tensor = vae.encode(pixels[None]).latent_dist.mode()[0]
+        return latents
+
+    def decode(self, vae: Any, latents_CFHW: Tensor) -> Tensor:
+        pixels: Tensor = vae.decode(latents_CFHW[None]).sample[0]
+        return pixels
+
+    def init_own(self, module: nn.Module) -> None:
+        if (scale := module._parameters.get("gamma")) is not None:
+            nn.init.ones_(scale)
+        super().init_own(module)
+
+
+HOSTS: dict[str, VaeHost] = {"autoencoder_kl": AutoencoderKL(), "autoencoder_kl_wan": AutoencoderKLWan()}
+"""By the `model_type` of `models.families`."""
+
+
+class VaeChunk(Chunk):
+    """The encoder of a VAE."""
+
+    def __init__(self, model: ModelConfig, shape: VaeShape, spec: ModelSpec, layers: tuple[int, int]) -> None:
+        assert model.vae is not None
+        super().__init__(spec.module("vae"), layers)
+        self.shape, self.host = shape, HOSTS[shape.model_type]
+        self.vae = self.host.build(vae_config(model.vae))
+        self.vae.decoder = self.vae.post_quant_conv = None
+        self.vae.requires_grad_(False)
+
+    def blocks(self) -> list[nn.Module]:
+        return []
+
+    def forward(self, pixels: Sequence[Tensor], *, latents: tuple[Size, ...]) -> Tensor:
+        """[V, C]: the latents of all clips in the scale that a DiT reads, places frame by frame and row by row.
+
+        Args:
+            pixels: [3, frames, height, width] of each clip, between -1 and 1.
+            latents: frames, rows and columns of each clip's latents.
+        Raises: DataError: pixels of another size than that of the latents.
+        """
+        wanted = [[PIXEL_CHANNELS, *self.shape.scale.pixels(size)] for size in latents]
+        found = [list(clip.shape) for clip in pixels]
+        if found != wanted:
+            raise DataError(f"vae: clips of shapes {found} arrived; their latents {list(latents)} are made of {wanted}")
+        weight = next(self.parameters())
+        shift, factor = (weight.new_tensor(numbers) for numbers in (self.shape.shift, self.shape.factor))
+        made = [self.host.mode(self.vae, clip.to(weight.dtype)).flatten(1).transpose(0, 1) for clip in pixels]
+        return (torch.cat(made) - shift) * factor
+
+
+class VaeDecoder(nn.Module):
+    """The decoder of a VAE, which no training needs; parameters on the meta device until it is filled."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        assert model.vae is not None
+        self.shape = vae_shape(model)
+        self.host = HOSTS[self.shape.model_type]
+        self.vae = self.host.build(vae_config(model.vae))
+        self.vae.encoder = self.vae.quant_conv = None
+        self.vae.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, latents_CFHW: Tensor) -> Tensor:
+        """[3, frames, height, width], about between -1 and 1, of one clip's latents in the scale that a DiT reads."""
+        shift, factor = (latents_CFHW.new_tensor(x)[:, None, None, None] for x in (self.shape.shift, self.shape.factor))
+        return self.host.decode(self.vae, latents_CFHW / factor + shift)
