@@ -105,10 +105,10 @@ def _train(args: argparse.Namespace) -> int:
     job = config.load(args.config, args.overrides)
     if "WORLD_SIZE" in os.environ:
         return _train_rank(args)
-    from mmtrain.models.shapes import check_prediction
+    from mmtrain.data.buckets import check_video
     from mmtrain.planner.iteration import IterationPlanner
 
-    check_prediction(job.model)
+    check_video(job)
     IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided, before any process starts
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

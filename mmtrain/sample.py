@@ -22,14 +22,14 @@ from torch import Tensor
 
 from mmtrain.clip_pictures import enlarged, save_gif, sheet
 from mmtrain.config import Config
-from mmtrain.data.buckets import VideoGeometry, clip_seed, video_geometry
+from mmtrain.data.buckets import VideoGeometry, check_video, clip_seed, video_geometry
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError, MMTrainError
 from mmtrain.models.chunk import LanguageChunk
 from mmtrain.models.denoising import denoise, encode_prompts
 from mmtrain.models.diffusion import NUM_TIMESTEPS, make_scheduler, null_token
 from mmtrain.models.dit import DitChunk
-from mmtrain.models.shapes import check_prediction, dit_shape
+from mmtrain.models.shapes import dit_shape
 from mmtrain.run_folder import StoredRun, load_decoder, load_module, new_folder, open_run
 
 logger = logging.getLogger("mmtrain")
@@ -174,7 +174,8 @@ def _resolved(run: StoredRun, wanted: Wanted) -> _Question:
     job = run.job
     if job.model.dit is None:
         raise ConfigError(f"{run.folder}: only a text-to-video model makes clips, and this run has no [model.dit]")
-    check_prediction(job.model)
+    check_video(job)
+    _check_num_steps(job.diffusion.prediction, wanted.num_steps)
     geometry = video_geometry(job.model.dit, job.data, job.model.vae)
     shape = (geometry.channels, *geometry.latents(*_bucket(job, geometry, wanted)))
     guidance = wanted.guidance
@@ -185,7 +186,10 @@ def _resolved(run: StoredRun, wanted: Wanted) -> _Question:
     def ids(text: str, option: str) -> Tensor:
         found = tokenizer(text, verbose=False)["input_ids"] if text.strip() else []
         if not found:
-            raise ConfigError(f"sample: {option} {_shown(text)} has no token; describe what the clip shows")
+            advice = (
+                "describe what the clip shows" if option == "--prompt" else "leave it out to lead away from no caption"
+            )
+            raise ConfigError(f"sample: {option} {_shown(text)} has no token; {advice}")
         if len(found) > job.training.seq_len:
             raise ConfigError(
                 f"sample: {option} {_shown(text)} has {len(found)} tokens, but the job trained with captions of at "
@@ -200,6 +204,18 @@ def _resolved(run: StoredRun, wanted: Wanted) -> _Question:
     elif guidance != 1:
         others = tuple(torch.full_like(prompt, null_token(tokenizer)) for prompt in prompts)
     return _Question(prompts=prompts, others=others, guidance=guidance, shape=shape)
+
+
+def _check_num_steps(prediction: str, num_steps: int) -> None:
+    """Refuses numbers with which the scheduler of epsilon and v begins where clips are not yet noise: it goes by whole
+    steps of 1000 // num_steps, and the first one follows from the others."""
+    first = NUM_TIMESTEPS // num_steps * (num_steps - 1)
+    if prediction != "flow" and not 0.9 * NUM_TIMESTEPS <= first < NUM_TIMESTEPS - 1:
+        raise ConfigError(
+            f'sample: --num-steps {num_steps} with diffusion.prediction = "{prediction}" would begin at timestep '
+            f"{first}, but clips are noise from {0.9 * NUM_TIMESTEPS:g} to {NUM_TIMESTEPS - 2} of {NUM_TIMESTEPS}; "
+            "choose 10 to 100, 200, 250 or 500"
+        )
 
 
 def _bucket(job: Config, geometry: VideoGeometry, wanted: Wanted) -> tuple[int, int, int]:

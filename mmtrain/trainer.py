@@ -26,6 +26,7 @@ from mmtrain import config as config_module
 from mmtrain.checkpoint import Checkpointer, TrainState
 from mmtrain.config import Config
 from mmtrain.data.batch import Batch, check_batch, with_other_captions
+from mmtrain.data.buckets import check_video
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.tokenizer import job_tokenizer
@@ -33,7 +34,7 @@ from mmtrain.environment import write_environment
 from mmtrain.errors import ConfigError, MMTrainError, TrainingError
 from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
 from mmtrain.models.diffusion import ClipNoise, null_token
-from mmtrain.models.shapes import DitShape, check_prediction, dit_shape
+from mmtrain.models.shapes import DitShape, dit_shape
 from mmtrain.models.vae_shapes import latent_scale
 from mmtrain.optim import build_optimizers, lr_factor, set_lr
 from mmtrain.out_of_memory import Scene, explained, is_out_of_memory
@@ -95,7 +96,7 @@ class Trainer:
         """
         self.config = config
         self._search = search
-        check_prediction(config.model)
+        check_video(config)
         self.folder = Path(config.job.dump_folder)
         saved_ops(config.activation_checkpoint)
         start = time.perf_counter()

@@ -86,8 +86,8 @@ def by_hand(folders: Path, noise: Tensor, prompt: str, negative: str | None, gui
         (DiffusionConfig(), {"guidance": 3.0}),
         (DiffusionConfig(shift=3.0), {"guidance": 1.0}),
         (DiffusionConfig(), {"guidance": 2.0, "negative": "a green cross rests"}),
-        (DiffusionConfig(prediction="epsilon"), {"guidance": 3.0}),
-        (DiffusionConfig(prediction="v"), {"guidance": 1.5}),
+        (DiffusionConfig(prediction="epsilon"), {"guidance": 3.0, "num_steps": 10}),
+        (DiffusionConfig(prediction="v"), {"guidance": 1.5, "num_steps": 10}),
     ],
     ids=["flow", "flow without guidance", "negative prompt", "epsilon", "v"],
 )
@@ -102,7 +102,9 @@ def test_clips_are_those_of_the_whole_classes(
     found = latents(tmp_path / "out", made)
     assert len(found) == 2
     for prompt, clip in zip(PROMPTS, found, strict=True):
-        theirs = by_hand(tmp_path / "hf", noise, prompt, changes.get("negative"), changes["guidance"], 4)
+        theirs = by_hand(
+            tmp_path / "hf", noise, prompt, changes.get("negative"), changes["guidance"], changes.get("num_steps", 4)
+        )
         torch.testing.assert_close(clip, theirs, rtol=0, atol=TOLERANCE * theirs.abs().max().item())
         assert (clip - noise).abs().max() > 0.1
     assert (found[0] - found[1]).abs().max() > 1000 * TOLERANCE, "the prompts matter"
@@ -339,3 +341,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     (run / "config.toml").write_text((tmp_path / "other/config.toml").read_text())
     with pytest.raises(ConfigError, match=r"is not of the model in config.toml: this one has no model.dit.blocks.2"):
         sample(run, tmp_path / "out", wanted())
+
+
+@pytest.mark.parametrize("num_steps", [4, 9, 112, 600, 1000])
+def test_numbers_of_steps_that_do_not_begin_with_noise_are_refused(tmp_path: Path, num_steps: int) -> None:
+    run = run_of(tmp_path, diffusion=DiffusionConfig(prediction="v"))
+    with pytest.raises(ConfigError, match=f"--num-steps {num_steps} with diffusion.prediction"):
+        sample(run, tmp_path / "out", wanted(num_steps=num_steps))

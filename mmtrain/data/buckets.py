@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmtrain.config import DataConfig, DitConfig, VaeConfig
+from mmtrain.config import Config, DataConfig, DitConfig, VaeConfig
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.families import dit_config
+from mmtrain.models.shapes import check_prediction
 from mmtrain.models.vae_shapes import LatentScale, latent_scale
 
 _ALMOST = 1e-6
@@ -31,6 +32,8 @@ class VideoGeometry:
     """Of the latents that the model reads."""
     patch: tuple[int, int, int]
     """Frames, rows and columns of latents that become one token."""
+    max_positions: int
+    """Tokens along each axis, at most."""
     fps: float
     """Frames a second that clips are sampled to."""
     frames: tuple[int, ...]
@@ -82,9 +85,14 @@ class VideoGeometry:
     def num_tokens(self, bucket: tuple[int, int, int]) -> int:
         """Tokens of latents of that many frames, rows and columns.
 
-        Raises: DataError: one of these is no multiple of the patch.
+        Raises: DataError: one of these is no multiple of the patch, or longer than the DiT's positions go.
         """
         for axis, length, side in zip(("frames", "rows", "columns"), bucket, self.patch, strict=True):
+            if length > side * self.max_positions:
+                raise DataError(
+                    f"its latents have {length // side} patches along their {axis}, but model.dit.config has "
+                    f"rope_max_seq_len = {self.max_positions}; raise it, or leave the clip out"
+                )
             if length < 1 or length % side:
                 raise DataError(
                     f"its latents have {length} {axis}, which is no multiple of the {side} of one patch (patch_size = "
@@ -109,15 +117,38 @@ def video_geometry(dit: DitConfig, data: DataConfig, vae: VaeConfig | None = Non
 
     Raises: ConfigError: the DiT's patch is not of the form [time, height, width], or does not fit the buckets.
     """
-    patch, scale = _patch(dit.config or dit_config(dit)), latent_scale(vae) if vae else LatentScale()
-    return VideoGeometry(
+    values = dit.config or dit_config(dit)
+    patch, scale = _patch(values), latent_scale(vae) if vae else LatentScale()
+    found = VideoGeometry(
         channels=latent_channels(dit),
         patch=patch,
+        max_positions=_max_positions(values),
         fps=data.fps,
         frames=_frames(data, patch[0], scale),
         sizes=_sizes(data, (patch[1] * scale.side, patch[2] * scale.side)),
         vae=scale if vae else None,
     )
+    sizes = found.sizes if found.channels == 3 or vae else ((1, 1),)  # of latents nobody knows the size yet
+    for size in sizes:
+        sides = zip(("frames", "height", "width"), found.latents(found.frames[0], *size), patch, strict=True)
+        for name, length, side in sides:
+            if length > side * found.max_positions:
+                key = "data.max_seconds (or data.video_frames)" if name == "frames" else "data.video_area"
+                raise ConfigError(
+                    f"{key} makes clips with {length // side} patches along their {name}, but model.dit.config has "
+                    f"rope_max_seq_len = {found.max_positions}; lower the one or raise the other"
+                )
+    return found
+
+
+def check_video(config: Config) -> None:
+    """Refuses a text-to-video job that could not train, before anything starts. Any other job passes.
+
+    Raises: ConfigError: as `video_geometry` and `check_prediction`.
+    """
+    if config.model.dit is not None:
+        check_prediction(config.model)
+        video_geometry(config.model.dit, config.data, config.model.vae)
 
 
 def latent_channels(dit: DitConfig) -> int:
@@ -151,6 +182,13 @@ def clip_seed(job_seed: int, step: int, sample: int, index: int = 0) -> int:
     """
     key = f"{job_seed}/{step}/{sample}/{index}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+def _max_positions(dit: Mapping[str, Any]) -> int:
+    most = dit.get("rope_max_seq_len", 1024)
+    if type(most) is not int or most < 1:
+        raise ConfigError(f"model.dit.config: rope_max_seq_len = {most!r}; it is a whole number of at least 1")
+    return most
 
 
 def _patch(dit: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -50,7 +50,7 @@ class VaeHost(ABC):
                 return make(**given)
         except Exception as error:  # whatever the class checks
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"model.vae: {self.name} cannot be built from the config: {reason}") from error
+            raise ConfigError(f"model.vae: {self.name} cannot be built, change the config: {reason}") from error
 
     @abstractmethod
     def mode(self, vae: Any, pixels: Tensor) -> Tensor:

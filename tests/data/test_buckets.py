@@ -33,6 +33,21 @@ def test_a_clip_loses_at_most_a_third_of_its_frames_and_a_patch(fps, seconds, pa
         assert n * 2 / 3 - patch < made.longest(n) <= n
 
 
+def test_clips_that_outgrow_the_positions_of_the_dit_are_named():
+    def made(most, channels=3, **data):
+        values = {"model_type": "wan", "in_channels": channels, "rope_max_seq_len": most, "patch_size": [2, 2, 2]}
+        return video_geometry(DitConfig(config=values), DataConfig(source="x", fps=4.0, max_seconds=4.0, **data))
+
+    assert made(8, video_area=256, video_aspects=["1:1"]).num_tokens((16, 16, 16)) == 512
+    with pytest.raises(ConfigError, match=r"data\.max_seconds .* 8 patches along their frames, .* = 7"):
+        made(7, video_area=4)
+    with pytest.raises(ConfigError, match=r"data\.video_area makes clips with 9 patches along their height"):
+        made(8, video_area=18 * 18)
+    latents = made(8, channels=16, video_area=18 * 18)  # whose size only the records know
+    with pytest.raises(DataError, match="its latents have 9 patches along their rows"):
+        latents.num_tokens((16, 18, 16))
+
+
 def test_sizes_have_about_equal_areas_and_are_multiples_of_the_patch():
     sizes = geometry(video_area=320 * 320, patch=(1, 16, 16)).sizes
     assert sizes == ((320, 320), (272, 368), (368, 272), (240, 432), (432, 240))

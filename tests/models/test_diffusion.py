@@ -50,6 +50,24 @@ def test_a_right_velocity_leads_the_scheduler_to_the_data(shift):
     torch.testing.assert_close(noisy - t * target, LATENTS, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_steps", [10, 30, 100, 250])
+@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+def test_right_predictions_lead_to_the_data_in_allowed_numbers_of_steps(prediction, num_steps):
+    """Data are normal numbers of mean 0.8 and deviation 0.2, of which the best prediction is known."""
+    section = DiffusionConfig(prediction=prediction)
+    scheduler = make_scheduler(section)
+    scheduler.set_timesteps(num_steps)
+    x = torch.randn(20000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for timestep in scheduler.timesteps:
+        squared = float(scheduler.alphas_cumprod[timestep])
+        a, s = squared**0.5, (1 - squared) ** 0.5
+        data = 0.8 + a * 0.04 / (squared * 0.04 + s * s) * (x - a * 0.8)
+        noise = (x - a * data) / s
+        x = scheduler.step(noise if prediction == "epsilon" else a * noise - s * data, timestep, x).prev_sample
+    assert float(x.mean()) == pytest.approx(0.8, abs=0.03)
+    assert float(x.std()) == pytest.approx(0.2, abs=0.06)
+
+
 def test_each_clip_and_step_has_choices_of_its_own_that_do_not_depend_on_who_asks():
     one, same = noise_of(), noise_of()
     assert torch.equal(one.noisy(CLIP, LATENTS), same.noisy(CLIP, LATENTS))
