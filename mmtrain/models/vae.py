@@ -50,7 +50,9 @@ class VaeHost(ABC):
                 return make(**given)
         except Exception as error:  # whatever the class checks
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"model.vae: {self.name} cannot be built, change the config: {reason}") from error
+            raise ConfigError(
+                f"model.vae: {self.name} cannot be built from the config: {reason}; change that key or leave it out"
+            ) from error
 
     @abstractmethod
     def mode(self, vae: Any, pixels: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-RUNS = (("1F1B", 0), ("1F1B", 1), ("interleave", 1), ("interleave", 2, 2))
+RUNS = (("1F1B", 1), ("interleave", 0), ("interleave", 2, 2))
 LONG = {"rope_max_seq_len": 64}
 """For clips of 16 s, by which a partition is chosen."""
 CASES = {
@@ -36,7 +36,7 @@ DIVIDED = {
 
 @pytest.mark.parametrize("shape", [MeshShape(), MeshShape(pp=2), MeshShape(pp=4)], ids=identify)
 def test_pipelines(shape):
-    check(run_ranks(run_layout, shape.world_size, shape, CASES), TOLERANCE)
+    check(run_ranks(run_layout, shape.world_size, shape, CASES if shape.pp > 1 else FEW), TOLERANCE)
 
 
 @pytest.mark.parametrize("shape", [MeshShape(pp=2, dp_shard=2)], ids=identify)
