@@ -45,8 +45,7 @@ Rules between sections:
 - The product of all degrees is the number of processes that the launcher must start.
 - `lr_scheduler.warmup_steps` is at most `training.steps`.
 - At least one of encoder, projector, language model and DiT is trainable.
-- `[diffusion]` and `validation.shuffled_captions` need `[model.dit]`; the latter also `validation.enable`, and two
-  clips a replica.
+- `[diffusion]` and `validation.shuffled_captions` need `[model.dit]`; the latter also two clips a replica.
 - `[model.dit]` goes without `[model.encoder]` and `[model.projector]`; its `text_dim` is the language model's width.
 - `[model.dit]` needs `context_parallel_degree = 1`.
 - `[model.vae]` needs `[model.dit]`, whose `in_channels` are the channels of its latents.

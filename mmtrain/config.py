@@ -910,8 +910,6 @@ def _check_caption_control(config: Config) -> None:
     key = "validation.shuffled_captions = true"
     if config.model.dit is None:
         raise ConfigError(f"{key}, but there is no [model.dit], so there is no caption; remove it")
-    if not config.validation.enable:
-        raise ConfigError(f"{key} has no effect with validation.enable = false; enable it or remove the key")
     if config.data.max_clips == 1 and config.training.global_batch_size == config.parallelism.mesh_shape.dp:
         raise ConfigError(
             f"{key}, but a replica has one clip a step (data.max_clips = 1, training.global_batch_size = "
