@@ -149,9 +149,9 @@ def failing_data(rank, path, overrides):
                 raise DataError("the third batch is broken")
             return super().__next__()
 
-    import mmtrain.trainer
+    import mmtrain.replica_data
 
-    mmtrain.trainer.Loader = Short
+    mmtrain.replica_data.Loader = Short
     trainer = Trainer(config.load(path, overrides))
     with pytest.raises(DataError, match="the third batch is broken"):
         trainer.run()
