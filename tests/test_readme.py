@@ -1,6 +1,7 @@
 """The README's commands work as printed (trainings are shortened, the data set is a small one)."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,13 @@ COMMANDS = [line for line in LINES if line.startswith(("mmtrain ", "torchrun --n
 
 
 @pytest.fixture
-def checkout(tmp_path, charts):
-    """A folder that looks like a checkout in which `make data` has run."""
+def checkout(tmp_path, charts, shapes):
+    """A folder that looks like a checkout in which `make data shapes` has run."""
     for name in ("configs", "train.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "charts").symlink_to(charts)
+    (tmp_path / "data" / "shapes").symlink_to(shapes)
     return tmp_path
 
 
@@ -30,10 +32,12 @@ def test_there_are_commands_to_test():
 @pytest.mark.ranks
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_works(checkout, command):
-    words = command.split()
+    words = shlex.split(command)
     short = ["--training.steps=2", "--lr_scheduler.warmup_steps=1", "--validation.enable=false"]
     if "export" in words or "report" in words:  # of the job that `make train` runs
         run(["torchrun", "--nproc-per-node", "2", "train.py", "--config", "debug_vlm.toml", *short], checkout)
+    if "sample" in words:  # of the job that `make train-video` runs
+        run(["mmtrain", "train", "--config", "debug_t2v.toml", *short], checkout)
     if "charts" in words:
         words[words.index("data/charts")] = "data/made-now"
         words[words.index("--num-samples") + 1] = "60"
@@ -55,6 +59,6 @@ def run(words, folder):
 
 def test_make_targets_that_the_readme_names_exist():
     targets = {line.split()[1] for line in LINES if line.startswith("make ")}
-    assert targets == {"train", "test", "nightly", "check"}
+    assert targets == {"train", "train-video", "test", "nightly", "check"}
     makefile = (ROOT / "Makefile").read_text()
     assert all(f"\n{target}:" in makefile for target in targets)
