@@ -219,9 +219,6 @@ NOTES: dict[str, str] = {
     "{name} cannot be built from the config": (
         "The Hugging Face class says why; compare with the `config.json` of a published model."
     ),
-    "model.dit: WanTransformer3DModel cannot be built": (
-        "The diffusers class says why; compare with a published `config.json`."
-    ),
     "{source}: {name} has shape": "Config and weights are of different models: take both from one folder.",
     "{module}: layers {lo}..": "Only for programs that build chunks: name layers that exist.",
     # cutting

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.config import ModelConfig
-from mmtrain.errors import ConfigError, DataError
+from mmtrain.errors import DataError
 from mmtrain.models.chunk import Chunk
 from mmtrain.models.families import dit_config
-from mmtrain.models.hosts import keep_blocks, parameters_on_meta
+from mmtrain.models.hosts import build_diffusers, keep_blocks
 from mmtrain.models.projector import Grid
 from mmtrain.models.rows import padded
 from mmtrain.models.shapes import DitShape
@@ -307,21 +307,7 @@ def build_dit(values: dict[str, Any]) -> Any:
 
     Raises: ConfigError: diffusers is not installed, or its class refuses the config.
     """
-    try:
-        import diffusers
-
-        make: Any = diffusers.WanTransformer3DModel
-    except ImportError as error:
-        raise ConfigError(
-            f"[model.dit] needs the library diffusers, which cannot be imported ({error}); install mmtrain[video]"
-        ) from error
-    given = {key: value for key, value in values.items() if key != "model_type"}
-    try:
-        with parameters_on_meta():
-            return make(**given)
-    except Exception as error:  # whatever the class checks
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"model.dit: WanTransformer3DModel cannot be built from the config: {reason}") from error
+    return build_diffusers("model.dit", "WanTransformer3DModel", values)
 
 
 def init_tables(module: nn.Module) -> None:

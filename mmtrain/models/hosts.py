@@ -354,6 +354,31 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def build_diffusers(where: str, name: str, values: dict[str, Any]) -> Any:
+    """A module of diffusers with parameters on the meta device and real buffers.
+
+    Args: where: the section of the config. name: of the class.
+    Raises: ConfigError: diffusers is not installed, or its class refuses the config.
+    """
+    try:
+        import diffusers
+
+        make: Any = getattr(diffusers, name)
+    except ImportError as error:
+        raise ConfigError(
+            f"[{where}] needs the library diffusers, which cannot be imported ({error}); install mmtrain[video]"
+        ) from error
+    given = {key: value for key, value in values.items() if key != "model_type"}
+    try:
+        with parameters_on_meta():
+            return make(**given)
+    except Exception as error:  # whatever the class checks
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"{where}: {name} cannot be built from the config: {reason}; change that key or leave it out"
+        ) from error
+
+
 def keep_blocks(blocks: nn.Module, indices: list[int]) -> nn.ModuleDict:
     """Some of a list of blocks, under the names that they have in the list."""
     children = dict(blocks.named_children())

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from mmtrain.config import ModelConfig
-from mmtrain.errors import ConfigError, DataError
+from mmtrain.errors import DataError
 from mmtrain.models.chunk import Chunk
 from mmtrain.models.families import vae_config
-from mmtrain.models.hosts import parameters_on_meta
+from mmtrain.models.hosts import build_diffusers
 from mmtrain.models.spec import ModelSpec
 from mmtrain.models.vae_shapes import PIXEL_CHANNELS, Size, VaeShape, vae_shape
 
@@ -36,23 +36,7 @@ class VaeHost(ABC):
 
         Raises: ConfigError: diffusers is not installed, or its class refuses the config.
         """
-        try:
-            import diffusers
-
-            make: Any = getattr(diffusers, self.name)
-        except ImportError as error:
-            raise ConfigError(
-                f"[model.vae] needs the library diffusers, which cannot be imported ({error}); install mmtrain[video]"
-            ) from error
-        given = {key: value for key, value in values.items() if key != "model_type"}
-        try:
-            with parameters_on_meta():
-                return make(**given)
-        except Exception as error:  # whatever the class checks
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(
-                f"model.vae: {self.name} cannot be built from the config: {reason}; change that key or leave it out"
-            ) from error
+        return build_diffusers("model.vae", self.name, values)
 
     @abstractmethod
     def mode(self, vae: Any, pixels: Tensor) -> Tensor:
