@@ -8,12 +8,12 @@ Source: DIP, arXiv:2504.14145, sections 3.1 and 4: separated partitioning, K_i =
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mmtrain.errors import ConfigError
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize, clips_work, documents_work, frames_work
-from mmtrain.planner.balance import split_evenly
+from mmtrain.planner.balance import level_owners, split_evenly
 from mmtrain.planner.pipeline_layout import chunk_bounds
 from mmtrain.schedule.graph import ModuleStages
 from mmtrain.schedule.library.catalogue import Placement
@@ -90,7 +90,8 @@ def partition(
     cut is one chunk on rank 0, whatever P and K.
 
     The largest chunk of a module (FLOPs of forward and backward at the reference sizes, embedding and
-    head counted) is as small as it can be; ties go to equal numbers of layers.
+    head counted) is as small as it can be. Among such cuts the ranks, with all chunks of all modules, have about equal
+    FLOPs, as far as moving single layers gets there; ties go to equal numbers of layers.
 
     Args:
         num_ranks: P.
@@ -103,10 +104,11 @@ def partition(
     """
     totals = {m.name: spec.flops(m.name, sizes[m.name]).total for m in spec.modules if not m.is_whole}
     fastest = min((t for t in totals.values() if t > 0), default=1.0)
-    stages: list[StageSpec] = []
+    cuts: dict[str, _Cut] = {}
     for module in spec.modules:
+        costs = [spec.flops(module.name, sizes[module.name], [i]).total for i in range(len(module.layers))]
         if module.is_whole:
-            stages.append(_whole(module, len(stages)))
+            cuts[module.name] = _Cut(bounds=((0, len(costs)),), costs=costs, ranks=[0], fixed=True)
             continue
         segments = num_segments.get(module.name, 0)
         layout = (layouts or {}).get(module.name, "")
@@ -119,20 +121,62 @@ def partition(
             by_rule = int(totals[module.name] // fastest)
             segments = max(1, min(by_rule, len(module.layers) // num_ranks))
         _check_layers(module, num_ranks, segments)
-        costs = [spec.flops(module.name, sizes[module.name], [i]).total for i in range(len(module.layers))]
-        for j, layers in enumerate(bounds or split_evenly(costs, num_ranks * segments)):
+        cuts[module.name] = _Cut(
+            bounds=tuple(bounds) or split_evenly(costs, num_ranks * segments),
+            costs=costs,
+            ranks=[
+                num_ranks - 1 - j % num_ranks if placement == "v" and j >= num_ranks else j % num_ranks
+                for j in range(num_ranks * segments)
+            ],
+            fixed=bool(bounds),
+        )
+    stages: list[StageSpec] = []
+    for name, cut in _level_ranks(cuts, num_ranks).items():
+        for j, layers in enumerate(cut.bounds):
             stages.append(
                 StageSpec(
                     index=len(stages),
-                    module=module.name,
+                    module=name,
                     layers=layers,
-                    pp_rank=num_ranks - 1 - j % num_ranks if placement == "v" and j >= num_ranks else j % num_ranks,
+                    pp_rank=cut.ranks[j],
                     segment=j // num_ranks,
                     first=layers[0] == 0,
-                    last=layers[1] == len(module.layers),
+                    last=layers[1] == len(cut.costs),
                 )
             )
     return Partition(num_ranks, tuple(stages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A module's chunks."""
+
+    bounds: tuple[tuple[int, int], ...]
+    costs: Sequence[float]
+    """[layer]"""
+    ranks: Sequence[int]
+    """[chunk] -> its pipeline rank."""
+    fixed: bool
+    """Its bounds stay as they are: a layout's, or one chunk of a module that is not cut."""
+
+
+def _level_ranks(cuts: Mapping[str, _Cut], num_ranks: int) -> dict[str, _Cut]:
+    """The cuts with the ranks as equal as single layers can make them, one module after the other."""
+    found = dict(cuts)
+    changed = True
+    while changed:
+        changed = False
+        for name, cut in found.items():
+            if cut.fixed:
+                continue
+            loads = [0.0] * num_ranks
+            for other in found.values():
+                for rank, (low, high) in zip(other.ranks, other.bounds, strict=True):
+                    loads[rank] += sum(other.costs[low:high]) if other is not cut else 0.0
+            bounds = level_owners(cut.bounds, cut.costs, cut.ranks, loads)
+            changed |= bounds != cut.bounds
+            found[name] = replace(cut, bounds=bounds)
+    return found
 
 
 def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
@@ -196,13 +240,6 @@ def mixed_partition(spec: ModelSpec, num_ranks: int, passes: int, weights: Mappi
                     )
                 )
     return Partition(num_ranks, tuple(stages))
-
-
-def _whole(module: ModuleSpec, index: int) -> StageSpec:
-    """The stage of a module that is not cut."""
-    return StageSpec(
-        index=index, module=module.name, layers=(0, len(module.layers)), pp_rank=0, segment=0, first=True, last=True
-    )
 
 
 def _layout_bounds(layout: str, module: ModuleSpec, num_ranks: int, segments: int) -> list[tuple[int, int]]:
