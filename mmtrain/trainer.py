@@ -32,6 +32,7 @@ from mmtrain.data.packing import LoaderState
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.environment import write_environment
 from mmtrain.errors import ConfigError, MMTrainError, TrainingError
+from mmtrain.host_memory import keep_freed_memory
 from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.shapes import DitShape, dit_shape
@@ -135,6 +136,8 @@ class Trainer:
     def _set_up(self, device: torch.device) -> None:
         config = self.config
         _seed_everything(config.debug.seed, config.debug.deterministic)
+        if device.type == "cpu":
+            keep_freed_memory()
         self.reporter: Reporter | None = None
         self.checkpointer: Checkpointer | None = None
         self.mesh: Mesh = build_mesh(

@@ -51,6 +51,7 @@ LAYERS = [
     "export",
     "sample",
     "environment",
+    "host_memory",
     "step_memory",
     "step_timing",
     "step_files",
