@@ -84,13 +84,15 @@ def calibrate(profile: Profile, config: Config, spec: ModelSpec, hardware: str) 
         parts = _Parts(graph_kinds=[op.kind for op in graph.operators], phases=[op.phase for op in graph.operators])
         latencies = Latencies(found, dtype_bytes=dtype_bytes)
         fixed = np.array([op.launches * (found.launch_s if op.device.kind.computes else 0.0) for op in graph.operators])
+        each_clip = np.array([op.each_clip for op in graph.operators])
         computes = np.array([op.device.kind.computes for op in graph.operators])
         repeats = profile.recomputation.recomputes(module.layers[index])
         for name, phases in _PHASES.items():
             if repeats and name.startswith("backward"):
                 continue
             for size, measured in layer.points.get(name, ()):
-                row = parts.row(phases, latencies(graph, size) * computes, fixed * computes)
+                launches_s = fixed * np.where(each_clip, max(1, size.clips), 1)
+                row = parts.row(phases, latencies(graph, size) * computes, launches_s * computes)
                 if measured > 0 and row.any():
                     rows.append(row)
                     seconds.append(measured)

@@ -236,3 +236,15 @@ def test_a_vae_takes_longer_than_its_flops_at_the_peak_and_as_long_on_every_rank
         assert sum(op.flops(size) for op in graph.operators) == pytest.approx(spec.flops("vae", size).forward)
         seconds.append(times.forward_s)
     assert seconds[0] == seconds[1]
+
+
+def test_a_dit_runs_one_clip_after_another() -> None:
+    found, dit = dit_costs()
+    clip = clips_work([2048], [64], 2048)
+    four = clips_work([2048] * 4, [64] * 4, 4 * 2048)
+    for layer in (1, len(dit.layers) - 1):
+        one = found.layer(dit, layer, clip, input_grad=True)
+        all_of_them = found.layer(dit, layer, four, input_grad=True)
+        assert total(all_of_them) == pytest.approx(4 * total(one))
+    # The embedding of prompts and timesteps is one call.
+    assert total(found.layer(dit, 0, four, input_grad=True)) < 4 * total(found.layer(dit, 0, clip, input_grad=True))

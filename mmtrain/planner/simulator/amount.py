@@ -78,7 +78,7 @@ def coefficients(amounts: Iterable[Amount]) -> Coefficients:
     return np.array(rows, dtype=np.float64).reshape(-1, 8)
 
 
-def values(size: WorkSize) -> Coefficients:
-    """[8]: what `coefficients` are multiplied with."""
+def values(size: WorkSize, of: int = 1) -> Coefficients:
+    """[8]: what `coefficients` are multiplied with, for one of `of` equal works that the size is cut into."""
     counts = (size.rows, size.pairs, size.outputs, size.window_pairs, size.cross_pairs, size.texts, size.clips)
-    return np.array((1.0, *counts), dtype=np.float64)
+    return np.array((1.0, *(count / of for count in counts)), dtype=np.float64)

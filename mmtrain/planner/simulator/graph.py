@@ -117,6 +117,9 @@ class Operator:
     """Of a product; None: it runs at the full rate of its kind."""
     launches: int = 1
     """Kernels or messages, each of which has a fixed cost."""
+    each_clip: bool = False
+    """Whether it runs for one clip after another: amounts are of all clips, but launches, what is `fixed` and the
+    shape of a product are those of a clip."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,7 +1,7 @@
 """How long an operator takes on some hardware. Pure.
 
 The slowest of computing, accessing memory and sending, each at the part of its peak rate that operators of this kind
-reach, plus a fixed part a launch:
+reach, plus a fixed part a launch, for one call or for each clip (as if all were equally long):
 
     max(N_fop / (F e_fop), N_mem / (B_mem e_mem), N_net / (B_net e_net)) + launches x fixed
 
@@ -108,6 +108,7 @@ class _Compiled:
             ]
         )
         """[computing, memory, network; operators; counts of a work]: seconds at the best rates."""
+        self._each_clip = np.array([op.each_clip for op in ops], dtype=bool)
         per_launch = [hardware.launch_s if op.device.kind.computes else links[op.device.kind].latency_s for op in ops]
         self._fixed = np.array([op.launches * s for op, s in zip(ops, per_launch, strict=True)], dtype=np.float64)
         self._tiles = hardware.tiles
@@ -118,7 +119,11 @@ class _Compiled:
 
     def __call__(self, size: WorkSize) -> Floats:
         if self._last is None or self._last[0] != size:
-            self._last = (size, self._seconds(values(size)))
+            seconds = self._seconds(values(size))
+            if size.clips > 1 and self._each_clip.any():
+                of_one = self._seconds(values(size, of=size.clips))
+                seconds[self._each_clip] = size.clips * of_one[self._each_clip]
+            self._last = (size, seconds)
         return self._last[1]
 
     def _seconds(self, at: Coefficients) -> Floats:

@@ -4,8 +4,8 @@ They follow what the layers run: Hugging Face's modules kernel by kernel, tensor
 the layers (`parallel/tensor_plans.py`), keys and values gathered over context-parallel ranks, adapters beside their
 linear layers. FLOPs, parameters and what has a backward are those of the layer's `LayerSpec` for one rank.
 
-A DiT's blocks are counted as if all clips of a work ran in one call. Its rows are whole on each tp rank, which divide
-columns alone.
+A DiT's blocks and head run for one clip after another, see `Operator.each_clip`. Its rows are whole on each tp rank,
+which divide columns alone.
 
 Not here: the exchange of image features before the first language layer, FSDP2's gathers, padding, and the copies that
 join a DiT's rows at the end of a chunk.
@@ -98,7 +98,8 @@ class LayerDescriber:
 
     def tape(self, layer: LayerSpec, *, input_grad: bool) -> Tape:
         """The same, with the parameters."""
-        tape = Tape(dtype_bytes=self.dtype_bytes, compute=self.compute)
+        each_clip = isinstance(self.shape, DitShape) and layer.name != "embed"
+        tape = Tape(dtype_bytes=self.dtype_bytes, compute=self.compute, each_clip=each_clip)
         if isinstance(self.shape, DitShape):
             tape.backward(_DitLayer(self, self.shape, tape, layer, input_grad).build())
         elif isinstance(self.shape, VaeShape):

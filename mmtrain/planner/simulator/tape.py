@@ -61,7 +61,9 @@ Gradients = Callable[[int], Mapping[Var, int]]
 class Tape:
     """Collects the operators and tensors of one rank."""
 
-    def __init__(self, *, dtype_bytes: int = 2, compute: DeviceKind = DeviceKind.GPU) -> None:
+    def __init__(self, *, dtype_bytes: int = 2, compute: DeviceKind = DeviceKind.GPU, each_clip: bool = False) -> None:
+        """Args: each_clip: operators run for one clip after another."""
+        self.each_clip = each_clip
         self.dtype_bytes = dtype_bytes
         self.compute = Device(compute)
         self.parameters: list[Parameter] = []
@@ -123,6 +125,7 @@ class Tape:
                 net_bytes=net_bytes,
                 shape=shape,
                 launches=launches,
+                each_clip=self.each_clip,
             )
         )
 
