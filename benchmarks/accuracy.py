@@ -2,8 +2,8 @@
 
 Simulated against measured iteration times of the debug VLM on this CPU. First `mmtrain profile` measures the layers,
 alone and with two processes side by side. Then each configuration below trains for real, with the trainer's own loop on
-batches of noise, one thread a rank, and is simulated with the profile: makespan of its plan and the end of the step.
-No number of a run goes into the profile or the simulation.
+batches of noise, one thread a rank, and the plan that it ran is simulated with the profile: its makespan and the end of
+the step. No number of a run goes into the profile or the simulation. `planned`: the order is searched, 200 evaluations.
 
 A step is timed from the moment all ranks are there to the moment the last one has updated its weights. Runs of all
 configurations take turns. The median counts over the steps in which other processes took less than 4 % of the machine
@@ -34,7 +34,7 @@ from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, Microb
 from mmtrain.data.noise import noise_batch
 from mmtrain.local_ranks import run_on_ranks
 from mmtrain.measurements import SPEED_TOLERANCE, trainable_params
-from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.profile import Profile
 from mmtrain.profiler import machine_speed_s, profile_job
 from mmtrain.trainer import Trainer
@@ -46,6 +46,10 @@ LEAST_STEPS = 3
 """Steps that count in any case."""
 ENOUGH_STEPS = 8
 """Steps that count, after which a configuration is not run again."""
+
+
+PLANNED = "planned"
+"""In place of a schedule: by the planner."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ CASES = (
     Case(2, "ZB-H1", 6, "charts"),
     Case(2, "ZB-H1", 4, "text"),
     Case(2, "ZB-H1", 8, "mixed"),
+    Case(2, PLANNED, 6, "charts"),
+    Case(2, PLANNED, 8, "mixed", segments=(1, 2)),
 )
 
 
@@ -128,13 +134,15 @@ def iteration(case: Case) -> IterationMeta:
 
 
 def job(case: Case, profile: str = "", folder: str = "") -> Config:
+    planned = case.schedule == PLANNED
     return config_module.load(
         "debug_vlm.toml",
         [
             f"--training.seq_len={SEQ_LEN}",
             f"--training.global_batch_size={case.microbatches}",
             f"--parallelism.pipeline_parallel_degree={case.pp}",
-            f'--parallelism.pipeline_parallel_schedule="{case.schedule}"',
+            f'--parallelism.pipeline_parallel_schedule="{"interleave" if planned else case.schedule}"',
+            f"--planner.enable={str(planned).lower()}",
             f"--model.encoder.num_segments={case.segments[0]}",
             f"--model.language.num_segments={case.segments[1]}",
             f"--model.encoder.sub_microbatch_size={case.sub_microbatch}",
@@ -161,6 +169,18 @@ class Step(NamedTuple):
     """Processor time of everything on the machine."""
     speed_s: float
     """Of a fixed piece of work around the step."""
+    simulated_s: float
+    """What the simulator says of the step's plan."""
+    simulated_busy_s: float
+    """Of the busiest rank."""
+
+
+def simulate(plan: IterationPlan, planner: IterationPlanner) -> tuple[float, float]:
+    """Seconds of the iteration, and those that the busiest rank spends in actions. Plans of searches differ by step."""
+    timeline = plan.result.timeline
+    assert timeline is not None
+    params = max(trainable_params(planner.spec, planner.partition, r) for r in range(planner.partition.num_ranks))
+    return timeline.makespan_s + planner.costs.step_s(params), max(timeline.busy_s)
 
 
 def machine_seconds() -> float:
@@ -174,7 +194,8 @@ def run_real(device: torch.device, cases: list[Case], profile: str, folder: str,
     found = []
     for case in cases:
         config, meta = job(case, profile, f"{folder}/{os.getpid()}"), iteration(case)
-        timed = Trainer(config).timed_steps(device, repeat((noise_batch(config.model, meta, 0), meta)))
+        trainer = Trainer(config)
+        timed = trainer.timed_steps(device, repeat((noise_batch(config.model, meta, 0), meta)))
         next(timed)
         taken = []
         before = machine_speed_s(device)
@@ -184,7 +205,8 @@ def run_real(device: torch.device, cases: list[Case], profile: str, folder: str,
             used = time.process_time() - own, machine_seconds() - machine
             after = machine_speed_s(device)
             busy = sum(end - start for _, start, end in step.outcome.rows)
-            taken.append(Step(step.start_s, step.end_s, busy, *used, max(before, after)))
+            simulated = simulate(step.plan, trainer.planner)
+            taken.append(Step(step.start_s, step.end_s, busy, *used, max(before, after), *simulated))
             before = after
         timed.close()
         found.append(taken)
@@ -201,6 +223,8 @@ class Measured(NamedTuple):
     """The part of the machine that other processes took."""
     speed: float
     """Of the machine while it was profiled, relative to the step: above 1 the step met a slower machine."""
+    simulated_s: float
+    simulated_busy_s: float
 
     @classmethod
     def of(cls, ranks: Sequence[Step], profiled_speed_s: float) -> "Measured":
@@ -208,7 +232,8 @@ class Measured(NamedTuple):
         foreign = max(step.machine_s for step in ranks) - sum(step.own_s for step in ranks)
         others = max(0.0, foreign) / (seconds * (os.cpu_count() or 1))
         speed = max(step.speed_s for step in ranks) / profiled_speed_s
-        return cls(seconds, max(step.busy_s for step in ranks), others, speed)
+        busy_s = max(step.busy_s for step in ranks)
+        return cls(seconds, busy_s, others, speed, ranks[0].simulated_s, ranks[0].simulated_busy_s)
 
     @property
     def counts(self) -> bool:
@@ -220,15 +245,6 @@ def counted(steps: Sequence[Measured]) -> list[Measured]:
     """The steps that count; if there are few of them, those that were disturbed least."""
     ordered = sorted(steps, key=lambda step: (not step.counts, step.others + abs(step.speed - 1)))
     return [step for i, step in enumerate(ordered) if i < LEAST_STEPS or step.counts]
-
-
-def simulated(case: Case, profile: str) -> tuple[float, float, float]:
-    """(iteration, makespan, busy seconds of the busiest rank)."""
-    planner = IterationPlanner.of(job(case, profile))
-    timeline = planner.plan(iteration(case)).result.timeline
-    assert timeline is not None
-    params = max(trainable_params(planner.spec, planner.partition, rank) for rank in range(case.pp))
-    return timeline.makespan_s + planner.costs.step_s(params), timeline.makespan_s, max(timeline.busy_s)
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
@@ -273,20 +289,19 @@ def main() -> None:
                 for i, case in enumerate(missing):
                     together = zip(*(rank[i] for rank in ranks), strict=True)
                     steps[case] += [Measured.of(step, speed_s) for step in together]
-        report(steps, profiles)
+        report(steps)
         for pp, path in profiles.items():
             machine = Profile.read(path).machine
             print(f"profile of pp {pp}: {', '.join(f'{key} {value}' for key, value in machine.items())}")
 
 
-def report(steps: dict[Case, list[Measured]], profiles: dict[int, Path]) -> None:
+def report(steps: dict[Case, list[Measured]]) -> None:
     head = f"{'configuration':54s} {'measured':>11s} {'simulated':>11s} {'error':>8s}"
     print(f"{head} | busiest rank | steps, others, speed")
     ours, theirs, speeds = [], [], []
     for case, times in steps.items():
-        found, _, load = simulated(case, str(profiles[case.pp]))
-        seconds, busy, others, speed = np.median(counted(times), axis=0)
-        ours.append(found)
+        seconds, busy, others, speed, found, load = np.median(counted(times), axis=0)
+        ours.append(float(found))
         theirs.append(float(seconds))
         speeds.append(float(speed))
         print(
