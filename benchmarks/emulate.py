@@ -19,6 +19,7 @@ Run it on a machine that does nothing else: where ranks wait for a core, that co
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import get_args
@@ -240,25 +241,26 @@ def report(cases: list[Case], cpu_s: float, executed: list[list[Timeline]]) -> N
         f"\nmeasured / simulated: mean {statistics.fmean(ratios):.4f}, sd {statistics.pstdev(ratios):.4f}, "
         f"largest {max(ratios):.4f}, over {len(ratios)} runs"
     )
-    print_order(cases, simulated, measured)
+    means = [statistics.fmean(timelines[i].end_s for timelines in measured) for i in range(len(cases))]
+    print_order(cases, [timeline.end_s for timeline in simulated], means)
 
 
 PARTS = ("inside_s", "between_s", "behind_s")
 
 
-def print_order(cases: list[Case], simulated: list[Timeline], measured: list[list[Timeline]]) -> None:
+def print_order(cases: Sequence[Case], simulated_s: Sequence[float], measured_s: Sequence[float]) -> None:
+    """Args: simulated_s, measured_s: makespans of the cases."""
     kept, wrong = 0, []
-    means = [statistics.fmean(timelines[i].end_s for timelines in measured) for i in range(len(cases))]
     for i, j in combinations(range(len(cases)), 2):
-        a, b = simulated[i].end_s, simulated[j].end_s
+        a, b = simulated_s[i], simulated_s[j]
         if cases[i].batch != cases[j].batch or abs(a - b) < SAME * min(a, b):
             continue
-        if (a < b) == (means[i] < means[j]):
+        if (a < b) == (measured_s[i] < measured_s[j]):
             kept += 1
         else:
             wrong.append(
                 f"{cases[i].batch}: {cases[i].schedule} / {cases[j].schedule} simulated {a / b:.3f}, measured "
-                f"{means[i] / means[j]:.3f}"
+                f"{measured_s[i] / measured_s[j]:.3f}"
             )
     print(
         f"order: of {kept + len(wrong)} pairs of schedules of one batch whose simulated makespans differ by {SAME:.0%} "

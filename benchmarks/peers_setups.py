@@ -31,6 +31,7 @@ from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory_limit import MemoryRule
 from mmtrain.planner.partition import Partition, mixed_partition
+from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.rank_state import RankState, Sharding
 from mmtrain.planner.search.chains import Start, TreeChain
 from mmtrain.planner.search.evaluate import evaluate
@@ -105,6 +106,10 @@ class Question:
     num_iterations: int = 40
     evaluations: int = 0
     """Plans tried for a batch by those who search; 0: as many as a user gets."""
+    overrides: tuple[str, ...] = ()
+    """Of the config, before those of a peer."""
+    keep_plans: bool = False
+    """Whether outcomes have their plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +126,8 @@ class Outcome:
     """Of the fullest rank in any iteration, parameters and states included."""
     planning_s: float
     """CPU seconds of planning one iteration, mean: costs, search, check and simulation."""
+    plans: tuple[tuple[PlanningProblem, Plan] | None, ...] = ()
+    """Of each iteration, None: it does not fit; empty: the question keeps none."""
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -139,7 +146,7 @@ def job_of(question: Question, *words: str) -> Config:
     ]
     if question.evaluations:
         base.append(f"planner.budget_evaluations={question.evaluations}")
-    return config_module.load(ROOT / "configs" / f"{question.model}.toml", [*base, *words])
+    return config_module.load(ROOT / "configs" / f"{question.model}.toml", [*base, *question.overrides, *words])
 
 
 def left_open(question: Question) -> list[str]:
@@ -165,7 +172,7 @@ def batches_of(question: Question) -> tuple[IterationMeta, ...]:
 class _Ledger:
     """Collects what iterations take on a partition."""
 
-    def __init__(self, planner: IterationPlanner, job: Config) -> None:
+    def __init__(self, planner: IterationPlanner, job: Config, keep_plans: bool) -> None:
         ranks = range(planner.partition.num_ranks)
         sharding = Sharding.of(job)
         assert job.parallelism.mesh_shape.dp == 1, "gathers and reductions are left out"
@@ -174,10 +181,13 @@ class _Ledger:
         self._seconds: list[float] = []
         self._bubbles: list[float] = []
         self._peak = 0.0
+        self._plans: list[tuple[PlanningProblem, Plan] | None] | None = [] if keep_plans else None
         self._start_s = time.process_time()
 
-    def add(self, timeline: Timeline | None) -> None:
-        """Notes an iteration. Args: timeline: None: it does not fit."""
+    def add(self, problem: PlanningProblem | None, plan: Plan | None, timeline: Timeline | None) -> None:
+        """Notes an iteration. Args: timeline: of the plan; None: it does not fit."""
+        if self._plans is not None:
+            self._plans.append((problem, plan) if problem and plan else None)
         if timeline is None:
             self._seconds.append(math.nan)
             return
@@ -194,6 +204,7 @@ class _Ledger:
             bubble=statistics.fmean(self._bubbles) if self._bubbles else math.nan,
             peak_gib=self._peak / _GIB,
             planning_s=(time.process_time() - self._start_s) / max(1, len(self._seconds)),
+            plans=tuple(self._plans or ()),
         )
 
 
@@ -213,14 +224,14 @@ def _chain(question: Question, cut: str, schedule: str, passes: int) -> Outcome:
     parts, chunks = _chain_parts(job, planner, metas, cut, passes, v_shaped=CATALOGUE[schedule].placement == "v")
     budget = MemoryRule.of(job).budget(planner.spec, parts)
     planner = replace(planner, partition=parts, activation_limits=budget.activation_limits, schedule=schedule)
-    ledger = _Ledger(planner, job)
+    ledger = _Ledger(planner, job, question.keep_plans)
     setting = f"equal {cut}, v = {passes}"
     try:
         budget.check()
         problems = [chain_problem(planner.problem(meta, searched=True)[1], chunks) for meta in metas]
     except (ConfigError, PlanError):  # parameters or a single block do not fit
         for _ in metas:
-            ledger.add(None)
+            ledger.add(None, None, None)
         return ledger.outcome(setting)
     free = [replace(p, memory_limit_bytes=(None,) * p.graph.num_ranks) for p in problems]
     plans = [CATALOGUE[schedule].make(problem) for problem in free]
@@ -230,9 +241,9 @@ def _chain(question: Question, cut: str, schedule: str, passes: int) -> Outcome:
         try:
             check(chosen, problem)
         except PlanError:
-            ledger.add(None)
+            ledger.add(problem, None, None)
             continue
-        ledger.add(simulate(problem, chosen))
+        ledger.add(problem, chosen, simulate(problem, chosen))
     return ledger.outcome(f"{setting}, recompute {' '.join(f'{level}/{LEVELS}' for level in levels)}")
 
 
@@ -338,8 +349,8 @@ def _at(plan: Plan, levels: Sequence[int]) -> Plan:
 
 # ------------------------------------------------------------------------------------------- separated
 
-Planned = Callable[[IterationPlanner, PlanningProblem, int], Timeline | None]
-"""(planner, problem, iteration) -> the pipeline; None: nothing fits."""
+Planned = Callable[[IterationPlanner, PlanningProblem, int], PlanResult]
+"""(planner, problem, iteration) -> the pipeline."""
 
 
 def other_outcome(question: Question, peer: str) -> Outcome:
@@ -376,13 +387,14 @@ def ablated(question: Question, off: str) -> Outcome:
 def _separated(question: Question, words: Sequence[str], planned: Planned) -> Outcome:
     job = job_of(question, *words)
     planner = IterationPlanner.of(job)
-    ledger = _Ledger(planner, job)
+    ledger = _Ledger(planner, job, question.keep_plans)
     for number, meta in enumerate(batches_of(question)):
         try:
             problem = planner.problem(meta, searched=True)[1]
-            ledger.add(planned(planner, problem, number))
+            found = planned(planner, problem, number)
+            ledger.add(problem, found.plan, found.timeline)
         except PlanError:
-            ledger.add(None)
+            ledger.add(None, None, None)
     count = planner.partition.num_ranks
     segments = " + ".join(str(len(module.stages) // count) for module in planner.partition.modules)
     of_work = f", {planner.sub_microbatch_size} a work" if planner.sub_microbatch_size else ""
@@ -390,29 +402,28 @@ def _separated(question: Question, words: Sequence[str], planned: Planned) -> Ou
     return ledger.outcome(f"K = {segments}{of_work}{mode}")
 
 
-def _first(planner: IterationPlanner, problem: PlanningProblem, number: int) -> Timeline | None:
+def _first(planner: IterationPlanner, problem: PlanningProblem, number: int) -> PlanResult:
     """The schedule's own orders, with the best memory options for them."""
     section = replace(planner.section, interleave=False)  # or what does not fit would get another order
-    found = first_plan(problem, planner.schedule, section)
-    return found.timeline
+    return first_plan(problem, planner.schedule, section)
 
 
-def _searched(planner: IterationPlanner, problem: PlanningProblem, number: int) -> Timeline | None:
+def _searched(planner: IterationPlanner, problem: PlanningProblem, number: int) -> PlanResult:
     """As a step of a job is planned."""
     section = planner.section
     options = search_options(section, seed=search_seed(0, number), threads=1)
     first = first_plan(problem, planner.schedule, section)
-    return choose_plan(problem, first, section, options, search, lambda: False).timeline
+    return choose_plan(problem, first, section, options, search, lambda: False)
 
 
-def _paper(planner: IterationPlanner, problem: PlanningProblem, number: int) -> Timeline | None:
+def _paper(planner: IterationPlanner, problem: PlanningProblem, number: int) -> PlanResult:
     """DIP's search: orders as if everything were recomputed, then memory options, in each of the tree's rollouts."""
     searched = Searched.of(problem)
     space, how = searched.workspace(), Decoder(1.0, 1.0, 0.0, False, False)
     order = by_cluster(searched, cluster_orders(searched)[0])
     start = Start(order, how, evaluate(searched, space, order, how, ITERATIONS))
     if start.cost == math.inf:
-        return None
+        return PlanResult(status="infeasible", message="the start does not fit")
     tree = TreeChain(searched, space, start, (search_seed(0, number), 0), True, False, ITERATIONS)
     tree.run(planner.section.budget_evaluations - 1, 0.0, 1.0)
     best = [evaluate(searched, space, tree.best.order, how, count) for count in (LAST_ITERATIONS, ITERATIONS)]
@@ -420,4 +431,4 @@ def _paper(planner: IterationPlanner, problem: PlanningProblem, number: int) -> 
         evaluate(searched, space, tree.best.order, how, LAST_ITERATIONS)
     plan = searched.plan(space)
     check(plan, problem)
-    return simulate(problem, plan)
+    return PlanResult(status="improved", message="DIP's search", plan=plan, timeline=simulate(problem, plan))
