@@ -6,7 +6,7 @@ memory limit and the same check of plans. An iteration is its pipeline and the o
 replica, so that nothing is gathered or reduced.
 
 compare    VLM-S, M, L (workload `mix`) and T2V-S, L (`video_captions`): each peer's iterations and ratio to the default
-rise       VLM-S while pictures rise and fall (DIP, figure 8b): the same table, and a chart (--chart FILE)
+rise       VLM-S while pictures rise and fall (DIP, figure 8b), 40 iterations: a table, and a chart (--chart FILE)
 ablation   VLM-S and T2V-S: the default with one feature off at a time, on a quarter of the iterations
 
 --quick: 2 iterations, 60 evaluations; figures mean nothing then. All but the seconds of planning is deterministic.
@@ -15,12 +15,13 @@ ablation   VLM-S and T2V-S: the default with one feature off at a time, on a qua
 import argparse
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from peers_setups import (
     ABLATIONS,
+    CHAINS,
     CLUSTERS,
     DEFAULT,
     PEERS,
@@ -35,6 +36,7 @@ from peers_setups import (
 
 from mmtrain.line_chart import png
 from mmtrain.planner.search.search import warm
+from mmtrain.planner.workloads import RISE_AND_FALL_PERIOD
 
 PROCESSES = 2
 ABLATED = ("vlm_s", "t2v_s")
@@ -48,13 +50,14 @@ def main() -> None:
     with ProcessPoolExecutor(PROCESSES) as pool:
         if "compare" in given.parts:
             asked = [Question(model=name, **given.how) for name in given.models]
-            tables = _tables(pool, asked)
-            for question in asked:
+            tables = {}
+            for question, tables[question] in _tables(pool, asked):
                 _show(f"{question.model}, workload {workload_of(question)}", tables[question])
             _show_total(tables)
         if "rise" in given.parts:
-            question = Question(model="vlm_s", workload="rise_and_fall", **given.how)
-            table = _tables(pool, [question])[question]
+            whole = {**given.how, "num_iterations": 2 if given.quick else 2 * RISE_AND_FALL_PERIOD}
+            question = Question(model="vlm_s", workload="rise_and_fall", **whole)
+            ((_, table),) = _tables(pool, [question])
             _show("vlm_s, workload rise_and_fall", table)
             if given.chart:
                 given.chart.write_bytes(_chart(question, table))
@@ -63,9 +66,8 @@ def main() -> None:
             asked = [Question(model=name, **few) for name in ABLATED if name in given.models]
             jobs = {(q, off): pool.submit(ablated, q, off) for q in asked for off in ABLATIONS}
             for question in asked:
-                _show(
-                    f"{question.model}, one feature off", {off: jobs[question, off].result() for off in ABLATIONS}, ""
-                )
+                found = {off: jobs[question, off].result() for off in ABLATIONS}
+                _show(f"{question.model}, one feature off", found, "")
 
 
 def _arguments() -> argparse.Namespace:
@@ -84,16 +86,15 @@ def _arguments() -> argparse.Namespace:
     return given
 
 
-def _tables(pool: ProcessPoolExecutor, asked: Sequence[Question]) -> dict[Question, Table]:
-    """What every peer comes to, in the order of `PEERS`."""
-    # The longest first, so that both processes end at about the same time.
-    others = {(q, peer): pool.submit(other_outcome, q, peer) for q in reversed(asked) for peer in PEERS[-4:]}
-    chains = {q: pool.submit(chain_outcomes, q) for q in reversed(asked)}
-    found = {}
+def _tables(pool: ProcessPoolExecutor, asked: Sequence[Question]) -> Iterator[tuple[Question, Table]]:
+    """What every peer comes to, in the order of `PEERS`; each table as soon as it is there."""
+    jobs = {}
     for question in asked:
-        table = {**chains[question].result(), **{peer: others[question, peer].result() for peer in PEERS[-4:]}}
-        found[question] = {peer: table[peer] for peer in PEERS}
-    return found
+        others = {peer: pool.submit(other_outcome, question, peer) for peer in reversed(PEERS) if peer not in CHAINS}
+        jobs[question] = pool.submit(chain_outcomes, question), others
+    for question, (chains, others) in jobs.items():
+        table = {**chains.result(), **{peer: job.result() for peer, job in others.items()}}
+        yield question, {peer: table[peer] for peer in PEERS}
 
 
 def ratio(outcome: Outcome, default: Outcome) -> float:
