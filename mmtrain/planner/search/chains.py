@@ -13,8 +13,9 @@ from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels import Decoder, Workspace
 from mmtrain.planner.search.orders import Order, by_cluster, order_of
 
-HOT, COLD = 3e-3, 6e-5
-"""Temperature of annealing at the start and at the end, of the makespan."""
+HOT, COLD = 1e-3, 6e-5
+"""Temperature of annealing at the start and at the end, of the makespan. Hotter, a chain loses what the sweep found,
+and on a large problem does not find it again."""
 ROLLOUTS = 10
 """Of one new node of the tree (DIP, section 5.1)."""
 EXPLORATION = 0.05

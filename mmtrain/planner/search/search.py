@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmtrain.config import Strategy
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import PlanResult, make_plan
@@ -30,6 +30,7 @@ from mmtrain.planner.search.chains import AnnealChain, Chain, DepthFirstChain, R
 from mmtrain.planner.search.evaluate import choose, evaluate
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels import Decoder, Workspace
+from mmtrain.planner.search.numba_start import load_numba
 from mmtrain.planner.search.orders import Order, by_cluster, cluster_orders
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.greedy import clusters
@@ -37,6 +38,9 @@ from mmtrain.schedule.library.memory import choose_options
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
+
+if TYPE_CHECKING:  # a search needs no config, and its sections take as long to import as the rest of the planner
+    from mmtrain.config import Strategy
 
 CHAINS: Mapping[str, type[Chain]] = {
     "anneal": AnnealChain,
@@ -49,7 +53,9 @@ ITERATIONS = 20
 """Of the memory choice in an evaluation."""
 LAST_ITERATIONS = 300
 """Of the memory choice of the best plan."""
-EVALUATIONS_PER_CHAIN = 500
+EVALUATIONS_PER_CHAIN = 2000
+LEAST_PER_CHAIN = 500
+"""With this a second chain is worth more than a longer one, as one alone may get stuck."""
 MOST_CHAINS = 16
 SWEEP_SHARE = 0.4
 """Of the budget that the sweep may take at most."""
@@ -68,7 +74,7 @@ class SearchOptions:
     seed: int = 0
     threads: int = 1
     """The plan does not depend on it unless budget_s ends the search."""
-    strategy: Strategy = "anneal"
+    strategy: "Strategy" = "anneal"
     """mcts is DIP's (section 5.1); dfs and random are there for comparison; first: no search at all."""
     reorder: bool = True
     """Search the order of microbatches."""
@@ -168,6 +174,7 @@ def fit_memory(problem: PlanningProblem, plan: Plan, *, iterations: int = LAST_I
 
     None: even the options of least memory do not fit into these orders. Args: iterations: of the choice.
     """
+    load_numba()
     searched = Searched.of(problem)
     w = searched.load(plan)
     if choose(searched, w, iterations) == math.inf:
@@ -204,6 +211,7 @@ class _Search:
         cancelled: Callable[[], bool],
     ) -> None:
         """Args: only: (stage, work) -> its option; None: they are chosen."""
+        load_numba()
         self.problem, self.options, self._cancelled = problem, options, cancelled
         self.bound_s = lower_bound_s(problem)
         self.searched = Searched.of(problem, only)
@@ -314,7 +322,7 @@ class _Search:
         options = self.options
         count = options.threads
         if options.budget_evaluations:
-            count = max(1, min(MOST_CHAINS, options.budget_evaluations // EVALUATIONS_PER_CHAIN))
+            count = num_chains(options.budget_evaluations)
         chains = [
             CHAINS[options.strategy](
                 self.searched, self._workspace(i), found[i % len(found)], (options.seed, i), options.reorder,
@@ -339,6 +347,11 @@ class _Search:
                 self._note(chain.best)
             why = self._why_over()
         return why
+
+
+def num_chains(evaluations: int) -> int:
+    """The chains that share a budget of evaluations: 2 from 1,000 on, and 1 for each 2,000 from 6,000 on."""
+    return min(MOST_CHAINS, max(1, min(2, evaluations // LEAST_PER_CHAIN), evaluations // EVALUATIONS_PER_CHAIN))
 
 
 def _decoders(searched: Searched, *, split: bool) -> list[Decoder]:

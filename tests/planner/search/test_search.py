@@ -10,7 +10,7 @@ from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.judge import judge
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_json import plan_to_json
-from mmtrain.planner.search.search import CHAINS, SearchOptions, fit_memory, search
+from mmtrain.planner.search.search import CHAINS, SearchOptions, fit_memory, num_chains, search
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import P2P, PlanningProblem
@@ -56,6 +56,10 @@ def test_the_plan_does_not_depend_on_threads(strategy: str) -> None:
     options = SearchOptions(budget_evaluations=1600, strategy=strategy)
     found = [plan_to_json(problem, search(problem, replace(options, threads=n))) for n in (1, 2, 5)]
     assert found[0] == found[1] == found[2]
+
+
+def test_chains_follow_from_the_budget() -> None:
+    assert [num_chains(n) for n in (1, 999, 1000, 5999, 6000, 20_000, 10**9)] == [1, 1, 2, 2, 3, 10, 16]
 
 
 def test_seeds_differ_and_repeat() -> None:
