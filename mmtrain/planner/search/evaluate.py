@@ -12,10 +12,10 @@ def start_chain(order: Order, how: Decoder, cost: float, seed: int) -> kernels.C
     """A chain that stands at an order. Args: seed: of its random numbers; 63 bits."""
     at, group_at = order
     return kernels.Chain(
-        at=at.copy(),
-        group_at=group_at.copy(),
+        at=at.astype(np.uint32),
+        group_at=group_at.astype(np.uint32),
         how=np.array([float(value) for value in how]),
-        best_at=at.copy(),
+        best_at=at.astype(np.uint32),
         best_how=np.array([float(value) for value in how]),
         cost=np.array([cost, cost]),
         random=np.array([2 * seed + 1], np.uint64),
@@ -24,7 +24,7 @@ def start_chain(order: Order, how: Decoder, cost: float, seed: int) -> kernels.C
 
 def best_of(chain: kernels.Chain) -> tuple[Order, Decoder, float]:
     """The best plan that a chain has found."""
-    at = chain.best_at.copy()
+    at = chain.best_at.astype(np.int64)
     group_at = np.empty_like(at)
     for half in range(2):
         group_at[half, at[half]] = np.arange(at.shape[1], dtype=np.int64)
@@ -64,4 +64,4 @@ def choose(searched: Searched, w: Workspace, iterations: int) -> float:
     empty = np.zeros((2, searched.num_groups), np.int64)
     chain = start_chain((empty, empty), Decoder(0.0, 0.0, 0.0, False, False), 0.0, 0)
     p, mode = searched.arrays, kernels.CHOOSE
-    return float(kernels.run(p, w, chain, searched.cluster_of, mode, 0, 0.0, 0.0, iterations, False, False))
+    return float(kernels.run(p, w, chain, searched.cluster_of, mode, 1, 0.0, 0.0, iterations, False, False))

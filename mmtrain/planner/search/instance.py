@@ -21,6 +21,7 @@ Node = tuple[int, int]
 """(stage, work)."""
 
 Ints = npt.NDArray[np.int64]
+Naturals = npt.NDArray[np.uint32]
 
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 """By their number in the kernels."""
@@ -58,8 +59,8 @@ class Searched:
         cluster_of_work = clusters(graph)
         cluster = np.array([cluster_of_work[work] for _, work in nodes], np.int64)
         num_ranks, num_clusters = graph.num_ranks, max(cluster_of_work, default=-1) + 1
-        node_at = np.full((num_ranks, max(1, len(groups))), -1, np.int64)
-        node_at[rank, group] = np.arange(len(nodes), dtype=np.int64)
+        node_at = np.zeros((num_ranks, max(1, len(groups))), np.uint32)
+        node_at[rank, group] = np.arange(len(nodes), dtype=np.uint32)
         place: Ints = cluster * num_ranks + rank
         ins = [graph.inputs(*node) for node in nodes]
         outs = [graph.outputs(*node) for node in nodes]
@@ -74,12 +75,15 @@ class Searched:
             room[rank[i]] = min(room[rank[i]], limit[rank[i]] - alone)
         needs_f = np.array([len(edges) for edges in ins], np.int64)
         splits = (fastest[:, 1] > 0) & (fastest[:, 2] > 0)
-        columns = (rank, group, cluster, needs_f, needs_b, kind, splits)
+        nowhere = num_clusters * num_ranks
+        columns = (rank, group, cluster, np.where(has_b, place, nowhere), needs_f, needs_b, kind, splits)
         arrays = Instance(
-            node=np.stack([column.astype(np.int64) for column in columns], axis=1).copy(),
+            node=np.stack([column.astype(np.uint32) for column in columns], axis=1).copy(),
             node_at=node_at,
-            of_cluster_start=np.searchsorted(np.sort(place), np.arange(num_clusters * num_ranks + 1)).astype(np.int64),
-            of_cluster=np.argsort(place, kind="stable").astype(np.int64),
+            entries=np.flatnonzero(needs_f == 0).astype(np.uint32),
+            num_actions=len(nodes) + int(has_b.sum()),
+            of_cluster_start=np.searchsorted(np.sort(place), np.arange(nowhere + 1)).astype(np.uint32),
+            of_cluster=np.argsort(place, kind="stable").astype(np.uint32),
             ins_start=_starts(ins),
             ins=_pairs((number[e.source, e.work], e.grad) for edges in ins for e in edges),
             ins_lag=np.array([problem.transfer_s(e) for edges in ins for e in edges], np.float64),
@@ -87,11 +91,12 @@ class Searched:
             outs=_pairs((number[e.target, e.target_work], e.grad) for edges in outs for e in edges),
             outs_lag=np.array([problem.transfer_s(e) for edges in outs for e in edges], np.float64),
             first=first,
-            option=np.array(table.rows, np.float64).reshape(-1, 7),
-            hull=np.array(table.hull, np.int64).reshape(-1, 2),
+            option=np.array(table.rows, np.float64).reshape(-1, 9),
+            hull=np.array(table.hull, np.uint32).reshape(-1, 2),
+            steepest=np.array(table.steepest, np.float64),
             same_w=np.array(table.same_w, np.bool_),
             limit=limit,
-            room=np.maximum(0.0, room),
+            room=np.maximum(0.0, room) * (1 + 1e-12),
         )
         return cls(problem, nodes, groups, arrays, tuple(table.index))
 
@@ -111,48 +116,50 @@ class Searched:
         """Fresh memory for one thread."""
         p = self.arrays
         n, (ranks, groups) = len(self.nodes), p.node_at.shape
-        num_clusters = int(p.node[:, kernels.CLUSTER].max(initial=-1)) + 1
         most = 3 * int(np.bincount(p.node[:, kernels.RANK], minlength=ranks).max(initial=0)) + 2
+        words = (groups + 63) // 64 + 1
 
         def ints(*shape: int) -> Ints:
             return np.zeros(shape, np.int64)
 
+        def naturals(*shape: int) -> Naturals:
+            return np.zeros(shape, np.uint32)
+
         return Workspace(
             state=np.zeros((n, 8)),
-            footprint=np.zeros((num_clusters, ranks)),
-            left=ints(n, 2),
-            ready=np.zeros((3, ranks, (groups + 63) // 64), np.uint64),
-            count=ints(3, ranks),
-            admitted=np.zeros((num_clusters, ranks), np.bool_),
+            fed=np.zeros((n, 2)),
+            footprint=np.zeros(p.of_cluster_start.size),
+            left=naturals(n, 2),
+            ready=np.zeros((3 * ranks, words), np.uint64),
+            busy=np.zeros((3 * ranks, (words + 63) // 64), np.uint64),
+            first=naturals(3 * ranks),
+            admitted=np.zeros(p.of_cluster_start.size, np.uint8),
             reserved=np.zeros(ranks),
             time=np.zeros(ranks),
             tau=np.zeros(ranks),
-            forward_next=np.zeros(ranks, np.bool_),
+            backward_next=np.zeros(ranks, np.uint8),
             pending_at=np.zeros((ranks, most)),
-            pending=ints(ranks, most),
-            num_pending=ints(ranks),
-            weights=ints(ranks, most),
-            weights_span=ints(ranks, 2),
-            sequence=ints(3 * n),
-            order=ints(ranks, most),
-            length=ints(ranks),
+            pending=naturals(ranks, most),
+            pending_span=naturals(ranks, 2),
+            weights=naturals(ranks, most),
+            weights_span=naturals(ranks, 2),
+            sequence=naturals(3 * n),
+            order=naturals(ranks, most),
+            length=naturals(ranks),
             ends=np.zeros((n, 2)),
-            option=ints(n),
-            mine=ints(n),
-            place=ints(n),
-            span=ints(n, 7),
-            chosen=ints(n),
-            trial=ints(n),
-            best=ints(n),
-            active=ints(n),
-            price=np.zeros(most),
-            prefix=np.zeros(most),
+            option=naturals(n),
+            mine=naturals(n),
+            place=naturals(n),
+            span=naturals(n, 7),
+            picks=naturals(3, n),
+            active=naturals(n),
+            looked_at=ints(len(p.option), 2),
+            rows=np.zeros((3, most)),
             last_price=np.zeros((ranks, most)),
             last_rows=ints(ranks),
             last_seconds=np.zeros(ranks),
-            usage=np.zeros(most),
             how=np.zeros(5),
-            swap=ints(4, groups),
+            swap=naturals(4, groups),
         )
 
     def load(self, plan: Plan) -> Workspace:
@@ -199,6 +206,7 @@ class _Options:
         self.rows: list[list[float]] = []
         """As in `Instance.option`."""
         self.hull: list[list[int]] = []
+        self.steepest: list[float] = []
         self.same_w: list[bool] = []
 
     def add(self, options: Sequence[Option], one: int) -> None:
@@ -208,8 +216,9 @@ class _Options:
         for o in (options[i] for i in kept):
             seconds = [o.forward_s, o.backward_input_s, o.backward_weight_s]
             held_w = o.held_for_weight_bytes if o.has_backward else 0.0
-            self.rows.append([*seconds, sum(seconds), o.activation_bytes, held_w, math.inf])
-            self.hull.append([-1, -1])
+            larger = min((row[kernels.HELD] for row in self.rows[begin:]), default=math.inf)
+            self.rows.append([*seconds, sum(seconds), o.activation_bytes, held_w, math.inf, -math.inf, larger])
+            self.hull.append([0, 0])
         self.index += kept
         self.first.append(len(self.index))
         rows = self.rows[begin:]
@@ -220,8 +229,10 @@ class _Options:
             if not smaller:
                 break
             rows[at][kernels.SLOPE], j = min((_slope(rows[at], rows[j]), -j) for j in smaller)
+            rows[-j][kernels.SLOPE_UP] = rows[at][kernels.SLOPE]
             self.hull[begin + at][kernels.DOWN], self.hull[begin - j][kernels.UP] = begin - j, begin + at
             at = -j
+        self.steepest.append(max((row[kernels.SLOPE] for row in rows if row[kernels.SLOPE] < math.inf), default=0.0))
 
 
 def _slope(large: Sequence[float], small: Sequence[float]) -> float:
@@ -257,9 +268,9 @@ def _groups(problem: PlanningProblem, nodes: Sequence[Node]) -> tuple[tuple[tupl
     return tuple(found), group
 
 
-def _starts(lists: Sequence[Sequence[object]]) -> Ints:
-    return np.array([0, *accumulate(map(len, lists))], np.int64)
+def _starts(lists: Sequence[Sequence[object]]) -> Naturals:
+    return np.array([0, *accumulate(map(len, lists))], np.uint32)
 
 
-def _pairs(rows: Iterable[tuple[int, bool]]) -> Ints:
-    return np.array(list(rows), np.int64).reshape(-1, 2)
+def _pairs(rows: Iterable[tuple[int, bool]]) -> Naturals:
+    return np.array(list(rows), np.uint32).reshape(-1, 2)

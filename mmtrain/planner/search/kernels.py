@@ -2,7 +2,8 @@
 
 All compiled functions are in this one file: numba keeps its cache by the file of the function that is called, and would
 not see that one in another file has changed. Nothing here allocates in a loop or needs the GIL, so that searches run on
-several threads, each with a `Workspace` of its own.
+several threads, each with a `Workspace` of its own. What numbers something is unsigned, as numba looks at each signed
+index whether it counts from the end. Each array that a function gets as a part of `p` or `w` costs time to compile.
 
 Sources: dual queues and alternation are DIP's (arXiv:2504.14145, section 5.2). Admission is not: forwards of a
 microbatch start on a rank once all that it will hold there is reserved. Ranks are entered in one order, so that whoever
@@ -20,12 +21,10 @@ from numba.extending import intrinsic
 
 F, B, I, W = 0, 1, 2, 3
 """Kinds of actions; an action is the number 4 x node + kind."""
-RANK, GROUP, CLUSTER, NEEDS_F, NEEDS_B, KIND, SPLITS = range(7)
+RANK, GROUP, CLUSTER, PLACE, NEEDS_F, NEEDS_B, KIND, SPLITS = range(8)
 """Columns of `Instance.node`."""
-TOTAL, HELD, HELD_W, SLOPE = 3, 4, 5, 6
+TOTAL, HELD, HELD_W, SLOPE, SLOPE_UP, LARGER = range(3, 9)
 """Columns of `Instance.option` behind the seconds of F, I and W; HELD and HELD_W also of `Workspace.state`."""
-FED = 6
-"""First of two columns of `Workspace.state`."""
 DOWN, UP = 0, 1
 """Columns of `Instance.hull`."""
 BEGIN, END, BEGIN_W, END_W, FASTEST, SMALLEST, SAME_W = range(7)
@@ -38,22 +37,27 @@ class Instance(NamedTuple):
     """A problem as arrays: n nodes, each one (stage, work); R ranks, G groups, C clusters, E edges, O options."""
 
     node: Any
-    """[n, 7] i8: RANK, GROUP, CLUSTER, NEEDS_F, NEEDS_B, KIND, SPLITS.
+    """[n, 8] u4: RANK, GROUP, CLUSTER, PLACE, NEEDS_F, NEEDS_B, KIND, SPLITS.
 
     A group has one priority; at most one node of it is on a rank. A cluster hangs together, mostly one microbatch; its
-    memory is reserved at once. NEEDS_F, NEEDS_B: results that forward and backward wait for; NEEDS_B is 0 where there
-    is no backward. KIND: list of options. SPLITS: whether both halves of the backward take time.
+    memory is reserved at once. PLACE: CLUSTER x R + RANK, or C x R where there is no backward and nothing to reserve.
+    NEEDS_F, NEEDS_B: results that forward and backward wait for; NEEDS_B is 0 where there is no backward. KIND: list of
+    options. SPLITS: whether both halves of the backward take time.
     """
     node_at: Any
-    """[R, G] i8: the node of a group on a rank, or -1."""
+    """[R, G] u4: the node of a group on a rank, where there is one."""
+    entries: Any
+    """u4: the nodes that need nothing, ascending."""
+    num_actions: int
+    """Forwards and backwards."""
     of_cluster_start: Any
-    """[C x R + 1] i8: slice of `of_cluster` with the nodes of a cluster on a rank."""
+    """[C x R + 1] u4: slice of `of_cluster` with the nodes of a cluster on a rank."""
     of_cluster: Any
-    """[n] i8"""
+    """[n] u4"""
     ins_start: Any
-    """[n + 1] i8: slice of the edges into a node."""
+    """[n + 1] u4: slice of the edges into a node."""
     ins: Any
-    """[E, 2] i8: node that an edge comes from, and whether a gradient goes back over it."""
+    """[E, 2] u4: node that an edge comes from, and whether a gradient goes back over it."""
     ins_lag: Any
     """[E] f8: seconds of its transfer."""
     outs_start: Any
@@ -63,91 +67,96 @@ class Instance(NamedTuple):
     first: Any
     """[lists + 1] i8: slice of the options of a list, the fastest first, none worse than another one in everything."""
     option: Any
-    """[O, 7] f8: seconds of F, I and W; TOTAL of them; bytes HELD from F to the backward, HELD_W from I to W; SLOPE:
-    seconds a byte on the way to the next smaller option."""
+    """[O, 9] f8: seconds of F, I and W; TOTAL of them; bytes HELD from F to the backward, HELD_W from I to W; SLOPE:
+    seconds a byte on the way to the next smaller option on the convex hull of (bytes, seconds), inf: there is none;
+    SLOPE_UP: from the next larger one, -inf: there is none; LARGER: the least bytes held of the faster options."""
     hull: Any
-    """[O, 2] i8: DOWN, the next smaller option on the convex hull of (bytes, seconds), or -1; UP, the larger one."""
+    """[O, 2] u4: DOWN, the next smaller option on the hull, and UP, the larger one, where they exist."""
+    steepest: Any
+    """[lists] f8: the greatest slope of a list, or 0."""
     same_w: Any
     """[lists] b1: whether each option holds as much for W as before."""
     limit: Any
     """[R] f8: bytes; inf: no limit."""
     room: Any
-    """[R] f8: bytes that can be reserved: `limit` less what a forward without a backward takes for itself."""
+    """[R] f8: bytes that can be reserved: `limit` less what a forward without a backward takes for itself, and a
+    trifle more."""
 
 
 class Workspace(NamedTuple):
     """Memory of one thread."""
 
     state: Any
-    """[n, 8] f8: seconds that the decoder assumes of F, I and W, bytes that it reserves (HELD until I, HELD_W until W),
-    and when F and the backward have what they need so far (FED, FED + 1)."""
+    """[n, 8] f8: seconds that the decoder assumes of F, I and W, bytes that it reserves (HELD until I, HELD_W until
+    W)."""
+    fed: Any
+    """[n, 2] f8: when F and the backward have what they need so far."""
     footprint: Any
-    """[C, R] f8"""
+    """[C x R + 1] f8"""
     left: Any
-    """[n, 2] i8: results that F and the backward still wait for."""
+    """[n, 2] u4: results that F and the backward still wait for."""
     ready: Any
-    """[3, R, words] u8: bits by priority: forwards with memory, forwards without, backwards."""
-    count: Any
-    """[3, R] i8: bits set."""
+    """[3 R, words + 1] u8: three queues of a rank: forwards with memory, forwards without, backwards; bits by priority.
+    The last word has its lowest bit always set: all queues end there."""
+    busy: Any
+    """[3 R, pages] u8: which words of `ready` are not 0."""
+    first: Any
+    """[3 R] u4: the first position of each queue."""
     admitted: Any
-    """[C, R] b1"""
+    """[C x R + 1] u1: whether a cluster has its memory on a rank; the last one always has."""
     reserved: Any
     """[R] f8"""
     time: Any
     """[R] f8: when the rank has done what it was given."""
     tau: Any
     """[R] f8: when it could start its next action."""
-    forward_next: Any
-    """[R] b1: whether a forward's turn comes next."""
+    backward_next: Any
+    """[R] u1: whether a backward's turn comes next."""
     pending_at: Any
-    """[R, m] f8: arrival times to come, ascending; m: more than any rank has actions."""
+    """[R, m] f8: arrival times to come, ascending, and inf; m: more than any rank has actions."""
     pending: Any
-    """[R, m] i8: action of each."""
-    num_pending: Any
-    """[R] i8"""
+    """[R, m] u4: action of each."""
+    pending_span: Any
+    """[R, 2] u4: ends of both; the inf is at the second one."""
     weights: Any
-    """[R, m] i8: queue of nodes whose W is due."""
+    """[R, m] u4: queue of nodes whose W is due."""
     weights_span: Any
-    """[R, 2] i8: its ends."""
+    """[R, 2] u4: its ends."""
     sequence: Any
-    """[3 n] i8: all actions, each after those that it needs."""
+    """[3 n] u4: all actions, each after those that it needs."""
     order: Any
-    """[R, m] i8: actions of each rank."""
+    """[R, m] u4: actions of each rank."""
     length: Any
-    """[R] i8"""
+    """[R] u4"""
     ends: Any
     """[n, 2] f8: of F and of the backward's gradient."""
     option: Any
-    """[n] i8: the chosen one of each node."""
+    """[n] u4: the chosen one of each node."""
     mine: Any
-    """[n] i8: nodes of the rank whose options are chosen, in the order of their forwards."""
+    """[n] u4: nodes of the rank whose options are chosen, in the order of their forwards."""
     place: Any
-    """[n] i8: the place of a node in `mine`."""
+    """[n] u4: the place of a node in `mine`."""
     span: Any
-    """[n, 7] i8 by the place: the rows in which a node holds bytes until I (BEGIN .. END) and until W (BEGIN_W ..
+    """[n, 7] u4 by the place: the rows in which a node holds bytes until I (BEGIN .. END) and until W (BEGIN_W ..
     END_W, none if that is below); FASTEST and SMALLEST of its options; SAME_W, of its list."""
-    chosen: Any
-    trial: Any
-    best: Any
-    """[n] i8 by the place: options."""
+    picks: Any
+    """[3, n] u4 by the place: options: chosen ones, those of the last prices, those of the best prices."""
     active: Any
-    """[n] i8: places of those that may hold bytes in a row."""
-    price: Any
-    """[m] f8: of a byte in each row."""
-    prefix: Any
-    """[m] f8: sums of prices."""
+    """[n] u4: places of those that may hold bytes in a row."""
+    looked_at: Any
+    """[O, 2] i8: the last time that an option was looked at to be replaced, for what is held until I and until W."""
+    rows: Any
+    """[3, m] f8: price of a byte in each row, sums of the prices before it, bytes used in it."""
     last_price: Any
     """[R, m] f8: the prices of each rank's last order."""
     last_rows: Any
     """[R] i8: its rows; 0: there was none."""
     last_seconds: Any
     """[R] f8: what the chosen options took."""
-    usage: Any
-    """[m] f8"""
     how: Any
     """[5] f8: a Decoder while it changes."""
     swap: Any
-    """[4, G] i8: permutations while they change."""
+    """[4, G] u4: permutations while they change."""
 
 
 class Decoder(NamedTuple):
@@ -165,6 +174,15 @@ class Decoder(NamedTuple):
     """Whether backwards are two halves."""
 
 
+_FLAGS: dict[str, Any] = {
+    "nogil": True,
+    "no_cfunc_wrapper": True,
+    "no_cpython_wrapper": True,
+    "_nrt": False,
+    "error_model": "numpy",
+}
+
+
 def _kernel(*, inner: bool) -> Callable[[Any], Any]:
     """Compiles a function without the GIL and without counting references, and keeps the result on disk if there is a
     place for it.
@@ -173,7 +191,7 @@ def _kernel(*, inner: bool) -> Callable[[Any], Any]:
     """
 
     def compiled(function: Any) -> Any:
-        flags = {"nogil": True, "no_cfunc_wrapper": True, "no_cpython_wrapper": inner, "_nrt": False}
+        flags = {**_FLAGS, "no_cpython_wrapper": inner}
         try:
             return njit(cache=True, **flags)(function)
         except RuntimeError:  # neither beside this file nor at home can anything be written
@@ -183,6 +201,8 @@ def _kernel(*, inner: bool) -> Callable[[Any], Any]:
 
 
 _compiled, _inner = _kernel(inner=False), _kernel(inner=True)
+_small = njit(forceinline=True, **_FLAGS)
+"""Never a call: that would pass dozens of values for its arrays."""
 _part = njit(inline="always")
 """Of the one kernel that calls it."""
 
@@ -201,9 +221,8 @@ def _trailing_zeros(typing: Any, bits: Any) -> Any:
 
 
 @_inner
-def assume(p: Instance, w: Workspace, memory: float, speed: float) -> None:
+def assume(node: Any, first: Any, option: Any, state: Any, footprint: Any, memory: float, speed: float) -> None:
     """Sets what the decoder assumes of seconds and bytes."""
-    node, first, option, state, footprint = p.node, p.first, p.option, w.state, w.footprint
     footprint[:] = 0.0
     for i in range(node.shape[0]):
         fast, small = first[node[i, KIND]], first[node[i, KIND] + 1] - 1
@@ -212,48 +231,52 @@ def assume(p: Instance, w: Workspace, memory: float, speed: float) -> None:
         state[i, HELD] = (1 - memory) * option[fast, HELD] + memory * option[small, HELD]
         state[i, HELD_W] = (1 - memory) * option[fast, HELD_W] + memory * option[small, HELD_W]
         if node[i, NEEDS_B]:
-            footprint[node[i, CLUSTER], node[i, RANK]] += state[i, HELD]
+            footprint[node[i, PLACE]] += state[i, HELD]
 
 
-@_inner
-def _set_bit(ready: Any, count: Any, queue: int, rank: int, position: int) -> None:
-    ready[queue, rank, position >> 6] |= np.uint64(1) << np.uint64(position & 63)
-    count[queue, rank] += 1
+@_small
+def _put(ready: Any, busy: Any, first: Any, queue: int, position: int) -> None:
+    """Puts a position into a queue."""
+    word = position >> 6
+    ready[queue, word] |= np.uint64(1) << np.uint64(position & 63)
+    busy[queue, word >> 6] |= np.uint64(1) << np.uint64(word & 63)
+    first[queue] = min(first[queue], position)
 
 
-@_inner
-def _clear_bit(ready: Any, count: Any, queue: int, rank: int, position: int) -> None:
-    ready[queue, rank, position >> 6] &= ~(np.uint64(1) << np.uint64(position & 63))
-    count[queue, rank] -= 1
+@_small
+def _take(ready: Any, busy: Any, first: Any, queue: int, position: int) -> None:
+    """Takes a position out of a queue and finds the first one that is left; there is always the last one."""
+    word = position >> 6
+    bits = ready[queue, word] & ~(np.uint64(1) << np.uint64(position & 63))
+    ready[queue, word] = bits
+    busy[queue, word >> 6] &= ~(np.uint64(bits == 0) << np.uint64(word & 63))
+    page = 0
+    while busy[queue, page] == 0:
+        page += 1
+    word = 64 * page + _trailing_zeros(busy[queue, page])
+    first[queue] = 64 * word + _trailing_zeros(ready[queue, word])
 
 
-@_inner
-def _lowest(ready: Any, queue: int, rank: int) -> int:
-    """The first position of a queue that is not empty."""
-    word = 0
-    while ready[queue, rank, word] == 0:
-        word += 1
-    return 64 * word + int(_trailing_zeros(ready[queue, rank, word]))
-
-
-@_inner
-def _has_room(footprint: Any, reserved: Any, room: Any, cluster: int, rank: int) -> bool:
+@_small
+def _has_room(footprint: Any, reserved: Any, room: Any, place: int, rank: int) -> bool:
     """Whether a cluster can reserve its memory on a rank; what is larger than all of it comes alone."""
-    amount = footprint[cluster, rank]
-    return bool(amount <= room[rank] * (1 + 1e-12) - reserved[rank] or reserved[rank] <= 1e-9 * amount)
+    amount = footprint[place]
+    return bool(amount <= room[rank] - reserved[rank] or reserved[rank] <= 1e-9 * amount)
 
 
-@_inner
-def _insert(pending_at: Any, pending: Any, num_pending: Any, rank: int, action: int, arrival: float) -> None:
+@_small
+def _insert(pending_at: Any, pending: Any, pending_span: Any, rank: int, action: int, arrival: float) -> None:
     """Puts an action into a rank's list of those that have not arrived yet."""
-    place = num_pending[rank]
-    while place and pending_at[rank, place - 1] > arrival:
+    place = pending_span[rank, 1]
+    pending_span[rank, 1] = place + 1
+    pending_at[rank, place + 1] = np.inf
+    begin = pending_span[rank, 0]
+    while place > begin and pending_at[rank, place - 1] > arrival:
         pending_at[rank, place] = pending_at[rank, place - 1]
         pending[rank, place] = pending[rank, place - 1]
         place -= 1
     pending_at[rank, place] = arrival
     pending[rank, place] = action
-    num_pending[rank] += 1
 
 
 @_inner
@@ -263,91 +286,88 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> f
     The rank that can start first is served: by the first backward or forward in the order of priority, in turns if both
     are there. Weight halves fill what time is left.
 
-    Args: at: [2, G] i8 position of each group among forwards and among backwards, the first is served first.
-        group_at: [2, G] i8 its inverse.
+    Args: at: [2, G] u4 position of each group among forwards and among backwards, the first is served first.
+        group_at: [2, G] u4 its inverse.
     """
     # Names of their own for all arrays, as reads from a tuple in a loop cost much where references are counted.
-    fixed, node_at, room = p.node, p.node_at, p.room
+    fixed, node_at, room, entries = p.node, p.node_at, p.room, p.entries
     members_start, members = p.of_cluster_start, p.of_cluster
     ins_start, ins, ins_lag = p.ins_start, p.ins, p.ins_lag
     outs_start, outs, outs_lag = p.outs_start, p.outs, p.outs_lag
-    state, footprint, left = w.state, w.footprint, w.left
-    ready, count, admitted, reserved, time, tau = w.ready, w.count, w.admitted, w.reserved, w.time, w.tau
-    forward_next, pending_at, pending, num_pending = w.forward_next, w.pending_at, w.pending, w.num_pending
+    state, fed, footprint, left = w.state, w.fed, w.footprint, w.left
+    ready, busy, first, admitted, reserved, time, tau = w.ready, w.busy, w.first, w.admitted, w.reserved, w.time, w.tau
+    backward_next, pending_at, pending, pending_span = w.backward_next, w.pending_at, w.pending, w.pending_span
     weights, weights_span, sequence, order, length = w.weights, w.weights_span, w.sequence, w.order, w.length
-    num_ranks, n = room.size, fixed.shape[0]
+    at_f, at_b, group_f, group_b = at[0], at[1], group_at[0], group_at[1]
+    num_ranks, num_words = room.size, ready.shape[1] - 1
+    none = 64 * num_words  # the position behind all others, which is never taken out
     ready[:] = 0
-    count[:] = 0
-    admitted[:] = False
+    busy[:] = 0
+    for queue in range(3 * num_ranks):
+        first[queue] = none
+        _put(ready, busy, first, queue, none)
+    admitted[:] = 0
+    admitted[admitted.size - 1] = 1
     reserved[:] = 0.0
     time[:] = 0.0
     tau[:] = 0.0
-    forward_next[:] = True
-    num_pending[:] = 0
+    backward_next[:] = how.backward_first
+    pending_at[:, 0] = np.inf
+    pending_span[:] = 0
     weights_span[:] = 0
     length[:] = 0
-    remaining = 0
-    for node in range(n):
-        state[node, FED], state[node, FED + 1] = 0.0, 0.0
+    fed[:] = 0.0
+    for node in range(fixed.shape[0]):
         left[node, 0], left[node, 1] = fixed[node, NEEDS_F], fixed[node, NEEDS_B]
-        remaining += 1 + (fixed[node, NEEDS_B] > 0)
-        if left[node, 0] == 0:
-            _set_bit(ready, count, 1 if fixed[node, NEEDS_B] else 0, fixed[node, RANK], at[0, fixed[node, GROUP]])
+    for i in range(entries.size):
+        node = entries[i]
+        waits = 1 - admitted[fixed[node, PLACE]]
+        _put(ready, busy, first, 3 * fixed[node, RANK] + waits, at_f[fixed[node, GROUP]])
+    remaining = p.num_actions
     done = 0
     while True:
-        rank, now = -1, np.inf
+        served, now = 0, np.inf
         for other in range(num_ranks):
             if tau[other] < now:
-                rank, now = other, tau[other]
-        if rank < 0:
+                served, now = other, tau[other]
+        if now == np.inf:
             if remaining == 0:
                 break
-            position = 1 << 30  # of the first forward that waits for memory: it goes over the reservation
+            position = none  # of the first forward that waits for memory: it goes over the reservation
             for other in range(num_ranks):
-                if count[1, other] and _lowest(ready, 1, other) < position:
-                    rank, position = other, _lowest(ready, 1, other)
-            if rank < 0:
+                if first[3 * other + 1] < position:
+                    served, position = other, first[3 * other + 1]
+            if position == none:
                 return np.inf
-            reserved[rank] = 0.0
-            now = time[rank]
+            reserved[served] = 0.0
+            now = time[served]
+        rank: Any = np.uint32(served)
+        queue = 3 * rank
         # What has arrived by now goes into its queue.
-        arrived = 0
-        while arrived < num_pending[rank] and pending_at[rank, arrived] <= now:
+        arrived = pending_span[rank, 0]
+        while pending_at[rank, arrived] <= now:
             action = pending[rank, arrived]
             node = action >> 2
-            if action & 3 != F:
-                _set_bit(ready, count, 2, rank, at[1, fixed[node, GROUP]])
-            else:
-                free = fixed[node, NEEDS_B] == 0 or admitted[fixed[node, CLUSTER], rank]
-                _set_bit(ready, count, 0 if free else 1, rank, at[0, fixed[node, GROUP]])
+            backward = action & 1
+            waits = max(2 * backward, 1 - admitted[fixed[node, PLACE]])
+            _put(ready, busy, first, queue + waits, at[backward, fixed[node, GROUP]])
             arrived += 1
-        if arrived:
-            num_pending[rank] -= arrived
-            for i in range(num_pending[rank]):
-                pending_at[rank, i] = pending_at[rank, i + arrived]
-                pending[rank, i] = pending[rank, i + arrived]
+        pending_span[rank, 0] = arrived
         # The forward that is next.
-        position, admits = 1 << 30, False
-        if count[0, rank]:
-            position = _lowest(ready, 0, rank)
-        if count[1, rank]:
-            first = _lowest(ready, 1, rank)
-            if first < position:
-                cluster = fixed[node_at[rank, group_at[0, first]], CLUSTER]
-                if _has_room(footprint, reserved, room, cluster, rank):
-                    position, admits = first, True
+        position, waits = first[queue], 0
+        if first[queue + 1] < position:
+            place = fixed[node_at[rank, group_f[first[queue + 1]]], PLACE]
+            if _has_room(footprint, reserved, room, place, rank):
+                position, waits = first[queue + 1], 1
         end = time[rank]
-        low, high = 0, 0  # edges over which a result goes
-        half = 0
-        if count[2, rank] and (position == 1 << 30 or how.backward_first or not forward_next[rank]):
-            position = _lowest(ready, 2, rank)
-            node = node_at[rank, group_at[1, position]]
-            _clear_bit(ready, count, 2, rank, position)
-            end = max(end, state[node, FED + 1]) + state[node, 1]
+        backward = first[queue + 2]
+        if (backward < none) & ((position == none) | (backward_next[rank] > 0)):
+            node = node_at[rank, group_b[backward]]
+            _take(ready, busy, first, queue + 2, backward)
+            end = max(end, fed[node, 1]) + state[node, 1]
             reserved[rank] -= state[node, HELD]
             # Halves only where what W needs has room: with recomputation it is more than was held until then.
-            splits = how.split and fixed[node, SPLITS] == 1
-            if splits and reserved[rank] + state[node, HELD_W] <= room[rank] * (1 + 1e-12):
+            if how.split and fixed[node, SPLITS] and reserved[rank] + state[node, HELD_W] <= room[rank]:
                 action = 4 * node + I
                 weights[rank, weights_span[rank, 1]] = node
                 weights_span[rank, 1] += 1
@@ -355,87 +375,93 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> f
             else:
                 action = 4 * node + B
                 end += state[node, 2]
-            forward_next[rank] = True
+            backward_next[rank] = how.backward_first
             remaining -= 1
-            low, high, half = ins_start[node], ins_start[node + 1], 1
-        elif position < 1 << 30:
-            node = node_at[rank, group_at[0, position]]
-            if admits:
-                cluster = fixed[node, CLUSTER]
-                admitted[cluster, rank] = True
-                reserved[rank] += footprint[cluster, rank]
-                key = cluster * num_ranks + rank
-                for i in range(members_start[key], members_start[key + 1]):
-                    first = at[0, fixed[members[i], GROUP]]
-                    if ready[1, rank, first >> 6] >> np.uint64(first & 63) & np.uint64(1):
-                        _clear_bit(ready, count, 1, rank, first)
-                        _set_bit(ready, count, 0, rank, first)
-            _clear_bit(ready, count, 0, rank, position)
+            time[rank] = end
+            for e in range(ins_start[node], ins_start[node + 1]):
+                if ins[e, 1]:
+                    target = ins[e, 0]
+                    arrival = max(end + ins_lag[e], fed[target, 1])
+                    fed[target, 1] = arrival
+                    left[target, 1] -= 1
+                    if left[target, 1] == 0:
+                        there = fixed[target, RANK]
+                        if arrival > time[there]:
+                            _insert(pending_at, pending, pending_span, there, 4 * target + B, arrival)
+                            # What is there already, the rank would have started before; weight halves may fill
+                            # the time.
+                            tau[there] = min(tau[there], arrival)
+                        else:
+                            _put(ready, busy, first, 3 * there + 2, at_b[fixed[target, GROUP]])
+                            tau[there] = time[there]
+        elif position < none:
+            node = node_at[rank, group_f[position]]
+            _take(ready, busy, first, queue + waits, position)
+            if waits:
+                place = fixed[node, PLACE]
+                admitted[place] = 1
+                reserved[rank] += footprint[place]
+                for i in range(members_start[place], members_start[place + 1]):
+                    position = at_f[fixed[members[i], GROUP]]
+                    if ready[queue + 1, position >> 6] >> np.uint64(position & 63) & np.uint64(1):
+                        _take(ready, busy, first, queue + 1, position)
+                        _put(ready, busy, first, queue, position)
             action = 4 * node + F
-            end = max(end, state[node, FED]) + state[node, 0]
-            forward_next[rank] = False
+            end = max(end, fed[node, 0]) + state[node, 0]
+            backward_next[rank] = 1
             remaining -= 1
-            low, high = outs_start[node], outs_start[node + 1]
+            time[rank] = end
+            for e in range(outs_start[node], outs_start[node + 1]):
+                target = outs[e, 0]
+                arrival = max(end + outs_lag[e], fed[target, 0])
+                fed[target, 0] = arrival
+                left[target, 0] -= 1
+                if left[target, 0] == 0:
+                    there, place = fixed[target, RANK], fixed[target, PLACE]
+                    if arrival > time[there]:
+                        _insert(pending_at, pending, pending_span, there, 4 * target + F, arrival)
+                        tau[there] = min(tau[there], arrival)
+                    else:
+                        waits = 1 - admitted[place]
+                        _put(ready, busy, first, 3 * there + waits, at_f[fixed[target, GROUP]])
+                        if waits == 0 or _has_room(footprint, reserved, room, place, there):
+                            tau[there] = time[there]
+            # Its own backward; where that still waits for a gradient, this is long before.
+            left[node, 1] -= 1
+            if left[node, 1] == 0:
+                fed[node, 1] = end
+                _put(ready, busy, first, queue + 2, at_b[fixed[node, GROUP]])
         elif weights_span[rank, 0] < weights_span[rank, 1]:
             node = weights[rank, weights_span[rank, 0]]
             weights_span[rank, 0] += 1
             action = 4 * node + W
             end += state[node, 2]
+            time[rank] = end
             reserved[rank] -= state[node, HELD_W]
         else:  # what arrived still waits for memory
-            tau[rank] = pending_at[rank, 0] if num_pending[rank] else np.inf
+            tau[rank] = pending_at[rank, pending_span[rank, 0]]
             continue
-        time[rank] = end
         sequence[done] = action
         order[rank, length[rank]] = action
         length[rank] += 1
         done += 1
-        # Results arrive. The last turn is the node's own backward, which needs its forward.
-        own = 1 if action & 3 == F and fixed[node, NEEDS_B] else 0
-        for e in range(low, high + own):
-            if e == high:
-                target, when, what = node, end, 1
-            elif half:
-                if not ins[e, 1]:
-                    continue
-                target, when, what = ins[e, 0], end + ins_lag[e], 1
-            else:
-                target, when, what = outs[e, 0], end + outs_lag[e], 0
-            arrival = max(state[target, FED + what], when)
-            state[target, FED + what] = arrival
-            left[target, what] -= 1
-            if left[target, what]:
-                continue
-            there = fixed[target, RANK]
-            if arrival > time[there]:
-                _insert(pending_at, pending, num_pending, there, 4 * target + what, arrival)
-                # What is there already, the rank would have started before; weight halves may fill the time.
-                tau[there] = min(tau[there], arrival)
-            elif what:
-                _set_bit(ready, count, 2, there, at[1, fixed[target, GROUP]])
-                tau[there] = time[there]
-            else:
-                free = fixed[target, NEEDS_B] == 0 or admitted[fixed[target, CLUSTER], there]
-                _set_bit(ready, count, 0 if free else 1, there, at[0, fixed[target, GROUP]])
-                if free or _has_room(footprint, reserved, room, fixed[target, CLUSTER], there):
-                    tau[there] = time[there]
         # When the rank could start its next action.
-        if count[2, rank] or count[0, rank]:
+        if min(first[queue], first[queue + 2]) < none:
             tau[rank] = end
             continue
-        if count[1, rank]:
-            cluster = fixed[node_at[rank, group_at[0, _lowest(ready, 1, rank)]], CLUSTER]
-            if _has_room(footprint, reserved, room, cluster, rank):
+        if first[queue + 1] < none:
+            place = fixed[node_at[rank, group_f[first[queue + 1]]], PLACE]
+            if _has_room(footprint, reserved, room, place, rank):
                 tau[rank] = end
                 continue
-        arrival = pending_at[rank, 0] if num_pending[rank] else np.inf
+        arrival = pending_at[rank, pending_span[rank, 0]]
         tau[rank] = arrival
         head = weights_span[rank, 0]
         if head < weights_span[rank, 1] and arrival - end >= how.gap * state[weights[rank, head], 2]:
             tau[rank] = end
     makespan = 0.0
-    for rank in range(time.size):
-        makespan = max(makespan, time[rank])
+    for other in range(num_ranks):
+        makespan = max(makespan, time[other])
     return makespan
 
 
@@ -479,12 +505,13 @@ def replay(p: Instance, w: Workspace) -> float:
 
 
 @_inner
-def _lay_rows(order: Any, length: int, p: Instance, place: Any, mine: Any, span: Any) -> tuple[int, int]:
+def _lay_rows(
+    order: Any, length: int, fixed: Any, first: Any, same_w: Any, place: Any, mine: Any, span: Any
+) -> tuple[int, int]:
     """Lists the nodes of a rank with the rows in which each holds bytes; (rows, nodes).
 
     A row is a moment at which something was added and something is freed next: no other moment holds more.
     """
-    fixed, first, same_w = p.node, p.first, p.same_w
     row, shrunk, count = 0, False, 0
     for step in range(length):
         node, kind = order[step] >> 2, order[step] & 3
@@ -546,7 +573,15 @@ def _count_usage(span: Any, count: int, num_rows: int, chosen: Any, options: Any
 
 @_inner
 def _respond(
-    p: Instance, span: Any, count: int, num_rows: int, chosen: Any, usage: Any, prefix: Any, uniform: float
+    options: Any,
+    hull: Any,
+    span: Any,
+    count: int,
+    num_rows: int,
+    chosen: Any,
+    usage: Any,
+    prefix: Any,
+    uniform: float,
 ) -> tuple[float, float]:
     """Sets each node's option with the least seconds + price x bytes, and the usage of the rows.
 
@@ -554,7 +589,6 @@ def _respond(
         are in `prefix`.
     Returns: (sum of what the nodes pay, most bytes in a row).
     """
-    options, hull = p.option, p.hull
     for row in range(num_rows + 1):
         usage[row] = 0.0
     value = 0.0
@@ -562,9 +596,9 @@ def _respond(
         begin, end, option = span[i, BEGIN], span[i, END], chosen[i]
         price = prefix[end + 1] - prefix[begin] if uniform < 0 else uniform
         if span[i, SAME_W]:
-            while hull[option, DOWN] >= 0 and options[option, SLOPE] < price:
+            while options[option, SLOPE] < price:
                 option = hull[option, DOWN]
-            while hull[option, UP] >= 0 and options[hull[option, UP], SLOPE] >= price:
+            while options[option, SLOPE_UP] >= price:
                 option = hull[option, UP]
             value += options[option, TOTAL] + price * options[option, HELD]
         else:
@@ -599,14 +633,23 @@ def _move(span: Any, usage: Any, options: Any, i: int, old: int, new: int) -> No
 
 @_inner
 def _repair(
-    span: Any, count: int, num_rows: int, chosen: Any, options: Any, usage: Any, active: Any, limit: float
+    span: Any,
+    count: int,
+    num_rows: int,
+    chosen: Any,
+    options: Any,
+    usage: Any,
+    active: Any,
+    looked_at: Any,
+    limit: float,
 ) -> float:
     """Makes options fit: smaller ones where rows are over the limit, then faster ones where there is room.
 
     The seconds of all nodes together, or inf if the smallest do not fit.
     """
     _count_usage(span, count, num_rows, chosen, options, usage)
-    num_active, begun = 0, 0
+    num_active, begun, look = 0, 0, 0
+    looked_at[:] = 0
     for row in range(num_rows):
         while begun < count and span[begun, BEGIN] <= row:
             active[num_active] = begun
@@ -622,10 +665,14 @@ def _repair(
         while usage[row] > limit:
             best, best_new, least = -1, -1, np.inf
             over = usage[row] - limit
+            look += 1
             for k in range(num_active):
                 i = active[k]
                 old = chosen[i]
                 column = HELD if span[i, END] >= row else HELD_W
+                if looked_at[old, column - HELD] == look:  # of what is equal the first is taken
+                    continue
+                looked_at[old, column - HELD] = look
                 for new in range(old + 1, span[i, SMALLEST] + 1):
                     saved = options[old, column] - options[new, column]
                     # Rows before this one fit already: what a node held in them may not grow.
@@ -637,20 +684,22 @@ def _repair(
                 return np.inf
             _move(span, usage, options, best, chosen[best], best_new)
             chosen[best] = best_new
-    seconds = 0.0
+    seconds, full = 0.0, 0  # a row without room for one of the nodes, and probably for the next one
     for i in range(count):
         old = chosen[i]
         if old > span[i, FASTEST]:
-            least = np.inf  # bytes more of the next larger option; where they do not fit, nothing does
-            for other in range(span[i, FASTEST], old):
-                least = min(least, options[other, HELD])
-            least = limit - (least - options[old, HELD])
+            # Where the least bytes that a faster option has more do not fit, nothing does.
+            most_left = limit - (options[old, LARGER] - options[old, HELD])
+            if span[i, BEGIN] <= full <= span[i, END] and usage[full] > most_left:
+                seconds += options[old, TOTAL]
+                continue
             most, most_w = 0.0, 0.0
             for row in range(span[i, BEGIN], span[i, END] + 1):
                 most = max(most, usage[row])
-                if most > least:
+                if most > most_left:
+                    full = row
                     break
-            if most > least:
+            if most > most_left:
                 seconds += options[old, TOTAL]
                 continue
             for row in range(span[i, BEGIN_W], span[i, END_W] + 1):
@@ -675,19 +724,24 @@ def choose(p: Instance, w: Workspace, rank: int, iterations: int) -> tuple[float
 
     Returns: (seconds of all nodes, a bound that no choice beats); (inf, inf) if the smallest options do not fit.
     """
-    options, hull, span, mine, chosen, trial, best = p.option, p.hull, w.span, w.mine, w.chosen, w.trial, w.best
-    price, prefix, usage, active = w.price, w.prefix, w.usage, w.active
-    num_rows, count = _lay_rows(w.order[rank], w.length[rank], p, w.place, mine, span)
+    fixed, order, options, hull, span, mine = p.node, w.order[rank], p.option, p.hull, w.span, w.mine
+    chosen, trial, best = w.picks[0], w.picks[1], w.picks[2]
+    price, prefix, usage = w.rows[0], w.rows[1], w.rows[2]
+    active, looked_at = w.active, w.looked_at
+    if p.limit[rank] == np.inf:
+        for step in range(w.length[rank]):
+            node = order[step] >> 2
+            w.option[node] = p.first[fixed[node, KIND]]
+        return 0.0, 0.0
+    num_rows, count = _lay_rows(order, w.length[rank], fixed, p.first, p.same_w, w.place, mine, span)
     fastest, dearest = 0.0, 0.0
     for i in range(count):
         chosen[i] = trial[i] = best[i] = span[i, FASTEST]
         w.option[mine[i]] = span[i, FASTEST]
         fastest += options[chosen[i], TOTAL]
-        for option in range(span[i, FASTEST], span[i, SMALLEST] + 1):
-            if hull[option, DOWN] >= 0:
-                dearest = max(dearest, options[option, SLOPE])
+        dearest = max(dearest, p.steepest[fixed[mine[i], KIND]])
     limit = p.limit[rank] * (1 + 1e-12)
-    if limit == np.inf or _count_usage(span, count, num_rows, chosen, options, usage) <= limit:
+    if _count_usage(span, count, num_rows, chosen, options, usage) <= limit:
         return fastest, fastest
     bound, scale, stale, seconds = fastest, 1.0, 0, np.inf
     last_price, last_rows = w.last_price[rank], w.last_rows[rank]
@@ -700,12 +754,12 @@ def choose(p: Instance, w: Workspace, rank: int, iterations: int) -> tuple[float
         low, high = 0.0, 1.01 * dearest  # one price for all bytes, nearly the lowest that fits
         for _ in range(10):
             middle = 0.5 * (low + high)
-            if _respond(p, span, count, num_rows, chosen, usage, prefix, middle)[1] <= limit:
+            if _respond(options, hull, span, count, num_rows, chosen, usage, prefix, middle)[1] <= limit:
                 high = middle
             else:
                 low = middle
-        _respond(p, span, count, num_rows, chosen, usage, prefix, high)
-        seconds = _repair(span, count, num_rows, chosen, options, usage, active, limit)
+        _respond(options, hull, span, count, num_rows, chosen, usage, prefix, high)
+        seconds = _repair(span, count, num_rows, chosen, options, usage, active, looked_at, limit)
         if seconds == np.inf or limit <= 0:  # without a byte, no price says so
             for i in range(count):
                 w.option[mine[i]] = chosen[i]
@@ -713,11 +767,11 @@ def choose(p: Instance, w: Workspace, rank: int, iterations: int) -> tuple[float
         expected = seconds
         for row in range(num_rows):
             price[row] = 0.0
+    prefix[0] = 0.0
+    for row in range(num_rows):
+        prefix[row + 1] = prefix[row] + price[row]
     for iteration in range(iterations + 1):
-        prefix[0] = 0.0
-        for row in range(num_rows):
-            prefix[row + 1] = prefix[row] + price[row]
-        value = _respond(p, span, count, num_rows, trial, usage, prefix, -1.0)[0] - prefix[num_rows] * limit
+        value = _respond(options, hull, span, count, num_rows, trial, usage, prefix, -1.0)[0] - prefix[num_rows] * limit
         if value > bound or iteration == 0:
             bound, stale = max(bound, value), 0
             for i in range(count):
@@ -732,18 +786,19 @@ def choose(p: Instance, w: Workspace, rank: int, iterations: int) -> tuple[float
         norm = 0.0
         for row in range(num_rows):
             over = usage[row] / limit - 1
-            if over > 0 or price[row] > 0:
-                norm += over * over
+            usage[row] = over
+            norm += over * over if over > 0 or price[row] > 0 else 0.0
         if norm <= 0 or (seconds < np.inf and seconds - bound <= 1e-9 * seconds):
             break
         step = scale * max(expected - bound, 1e-4 * expected) / norm / limit
         for row in range(num_rows):
-            price[row] = max(0.0, price[row] + step * (usage[row] / limit - 1))
-    found = _repair(span, count, num_rows, best, options, usage, active, limit)
+            price[row] = max(0.0, price[row] + step * usage[row])
+            prefix[row + 1] = prefix[row] + price[row]
+    found = _repair(span, count, num_rows, best, options, usage, active, looked_at, limit)
     if min(found, seconds) == np.inf:  # by small steps from the prices' options nothing fits
         for i in range(count):
             chosen[i] = span[i, SMALLEST]
-        seconds = _repair(span, count, num_rows, chosen, options, usage, active, limit)
+        seconds = _repair(span, count, num_rows, chosen, options, usage, active, looked_at, limit)
     for i in range(count):
         w.option[mine[i]] = best[i] if found < seconds else chosen[i]
     seconds = min(found, seconds)
@@ -771,9 +826,9 @@ class Chain(NamedTuple):
     """One chain of simulated annealing, as arrays that the kernel changes."""
 
     at: Any
-    """[2, G] i8: position of each group among forwards and among backwards, where the chain stands."""
+    """[2, G] u4: position of each group among forwards and among backwards, where the chain stands."""
     group_at: Any
-    """[2, G] i8: its inverse."""
+    """[2, G] u4: its inverse."""
     how: Any
     """[5] f8: a Decoder."""
     best_at: Any
@@ -799,6 +854,13 @@ def _uniform(state: Any) -> float:
 @_inner
 def _below(state: Any, count: int) -> int:
     return min(count - 1, int(_uniform(state) * count))
+
+
+@_inner
+def _copy(group_at: Any, swap: Any, half: int, low: int, high: int) -> None:
+    """Keeps a part of one half's order before it changes."""
+    for position in range(low, high):
+        swap[2 + half, position] = group_at[half, position]
 
 
 @_inner
@@ -878,26 +940,26 @@ def run(
     """
     for rank in range(p.limit.size):
         w.last_rows[rank] = 0  # what an evaluation comes to depends on the others of this call alone
-    if mode == CHOOSE:
-        return float(choose_all(p, w, iterations))
     num_groups = cluster_of.size
     state, how = chain.random, chain.how
     old_how = w.how
     changed = True
     cost = np.inf
+    halves, low, high = (0, 2), 0, 0
     for number in range(evaluations):
         if mode == ANNEAL:
             for i in range(how.size):
                 old_how[i] = how[i]
-            for half in range(2):
-                for group in range(num_groups):
-                    w.swap[2 + half, group] = chain.group_at[half, group]
+            halves, low, high = (0, 2), 0, 0  # the part of the order that changes
             dice = _uniform(state)
             if num_groups < 2 or not reorder or dice < 0.06:
                 _change_decoder(how, state, can_split)
                 changed = True
             elif dice < 0.2:
                 cluster, target = cluster_of[_below(state, num_groups)], _below(state, num_groups)
+                low, high = 0, num_groups
+                _copy(chain.group_at, w.swap, 0, low, high)
+                _copy(chain.group_at, w.swap, 1, low, high)
                 for half in range(2):
                     _move_cluster(cluster_of, chain.at[half], chain.group_at[half], w.swap, cluster, target)
             else:
@@ -906,6 +968,8 @@ def run(
                 far = 1 + _below(state, reach)
                 target = source + far if _uniform(state) < 0.5 else source - far
                 target = min(num_groups - 1, max(0, target))
+                halves, low, high = (half, half + 1), min(source, target), max(source, target) + 1
+                _copy(chain.group_at, w.swap, half, low, high)
                 at, group_at = chain.at[half], chain.group_at[half]
                 if _uniform(state) < 0.5:
                     _shift(at, group_at, source, target)
@@ -914,12 +978,16 @@ def run(
                     group_at[source], group_at[target] = second, first
                     at[first], at[second] = target, source
         if changed:
-            assume(p, w, how[0], how[1])
+            assume(p.node, p.first, p.option, w.state, w.footprint, how[0], how[1])
             changed = False
-        cost = decode(p, w, chain.at, chain.group_at, Decoder(how[0], how[1], how[2], how[3] > 0.5, how[4] > 0.5))
+        cost = 0.0
+        if mode != CHOOSE:
+            cost = decode(p, w, chain.at, chain.group_at, Decoder(how[0], how[1], how[2], how[3] > 0.5, how[4] > 0.5))
         if cost < np.inf:
-            cost = np.inf if choose_all(p, w, iterations) == np.inf else replay(p, w)
-        if mode == EVALUATE:
+            cost = choose_all(p, w, iterations)
+            if cost < np.inf and mode != CHOOSE:
+                cost = replay(p, w)
+        if mode != ANNEAL:
             break
         temperature = (hot + (cold - hot) * number / evaluations) * chain.cost[1]
         if cost <= chain.cost[0] - temperature * np.log(1.0 - _uniform(state)):
@@ -934,8 +1002,8 @@ def run(
         for i in range(how.size):
             changed = changed or how[i] != old_how[i]
             how[i] = old_how[i]
-        for half in range(2):
-            for position in range(num_groups):
+        for half in range(halves[0], halves[1]):
+            for position in range(low, high):
                 group = w.swap[2 + half, position]
                 chain.group_at[half, position] = group
                 chain.at[half, group] = position

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmtrain.planner.search import kernels
-from mmtrain.planner.search.evaluate import evaluate
+from mmtrain.planner.search.evaluate import anneal, evaluate, start_chain
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels import Decoder
 from mmtrain.planner.search.orders import SEEDS, Order, by_cluster, cluster_orders, order_of
@@ -65,6 +65,44 @@ def test_the_same_priorities_decode_to_the_same_plan(problem: PlanningProblem, h
             evaluate(searched, w, order, how, 5)
         plans.append(searched.plan(w))
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 4031, 4032, 4033, 4100])
+def test_queues_of_any_length_are_served_in_their_order(count: int) -> None:
+    searched = Searched.of(chain(1, count))
+    w = searched.workspace()
+    order = random_order(searched, 0)
+    evaluate(searched, w, order, Decoder(0.0, 0.0, 0.0, False, False), 0)
+    served = w.order[0, : w.length[0]]
+    assert [int(a) >> 2 for a in served if a & 3 == kernels.F] == order[1][0].tolist()
+
+
+@pytest.mark.parametrize("count", [65, 4300])
+def test_long_queues_with_gaps_lose_nothing(count: int) -> None:
+    problem = chain(2, count)
+    searched = Searched.of(problem)
+    w = searched.workspace()
+    makespan = evaluate(searched, w, random_order(searched, 0), Decoder(0.0, 0.0, 0.5, False, True), 0)
+    plan = searched.plan(w)
+    check(plan, problem)
+    assert simulate(problem, plan).end_s == pytest.approx(makespan, rel=1e-12)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problem=problems(), how=DECODERS, seed=st.integers(0, 99), hot=st.sampled_from([1e-9, 1e-2]))
+def test_a_chain_stands_at_what_it_last_accepted(problem: PlanningProblem, how: Decoder, seed: int, hot: float) -> None:
+    searched = Searched.of(problem)
+    w = searched.workspace()
+    order = random_order(searched, seed)
+    chain = start_chain(order, how, evaluate(searched, w, order, how, 0), seed)
+    anneal(searched, w, chain, 40, (hot, hot), 0, can_split=True, reorder=True)
+    at, group_at = chain.at.astype(np.int64), chain.group_at.astype(np.int64)
+    for half in range(2):
+        assert group_at[half, at[half]].tolist() == list(range(searched.num_groups))
+    memory, speed, gap, backward_first, split = map(float, chain.how)
+    there = Decoder(memory, speed, gap, backward_first > 0.5, split > 0.5)
+    assert evaluate(searched, w, (at, group_at), there, 0) == chain.cost[0]
+    assert chain.cost[1] <= chain.cost[0]
 
 
 def test_priorities_decide_what_is_served_first() -> None:
