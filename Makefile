@@ -28,8 +28,11 @@ train: venv data
 train-video: venv shapes
 	$(BIN)/torchrun --nproc-per-node 2 train.py --config debug_t2v.toml
 
+# Whole files side by side: many tests use one core, or wait. A test may itself start up to 8 processes.
+TEST_WORKERS ?= 2
+
 test: venv
-	$(BIN)/python -m pytest --durations=30
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=30
 
 nightly: venv
 	$(BIN)/python -m pytest -m nightly

@@ -16,7 +16,14 @@ _cache = tempfile.TemporaryDirectory(prefix="mmtrain-datasets-")
 atexit.register(_cache.cleanup)
 os.environ.update(HF_DATASETS_CACHE=_cache.name, HF_HUB_OFFLINE="1")
 
-start_server()  # it imports torch while the tests are collected
+# Two workers may start torchrun at one time, which listens at port 29500 unless told otherwise.
+os.environ["PET_MASTER_PORT"] = str(29500 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Where tests will run, which is not the process that hands them to workers, torch is imported meanwhile."""
+    if not session.config.getoption("numprocesses", None) or hasattr(session.config, "workerinput"):
+        start_server()
 
 
 @pytest.fixture(scope="session")
