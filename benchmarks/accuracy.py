@@ -9,9 +9,10 @@ A step is timed from the moment all ranks are there to the moment the last one h
 configurations take turns. The median counts over the steps in which other processes took less than 4 % of the machine
 (by /proc/stat) and a fixed piece of work ran as fast as while the machine was profiled (within 8 %): the speed of a
 shared machine changes by tens of per cent. Configurations with too few such steps are run again in the next round; what
-has fewer than three in the end counts its three least disturbed ones. Prints both, their relative error, its mean and
-the rank correlation; the seconds that the busiest rank spent in actions; how many steps count, what other processes
-took, and the seconds of the fixed piece of work relative to the profile's.
+has fewer than three in the end counts its three least disturbed ones. Prints both, their relative error, the seconds
+that the busiest rank spent in actions, how many steps count, what other processes took, and the seconds of the fixed
+piece of work relative to the profile's; then the mean error and the rank correlation of the configurations with three
+such steps, and of all.
 """
 
 import argparse
@@ -309,13 +310,22 @@ def report(steps: dict[Case, list[Measured]]) -> None:
             f"{1e3 * busy:8.1f} {1e3 * load:8.1f} ms | {sum(step.counts for step in times):2d} of {len(times)}, "
             f"{100 * others:.0f} %, {speed:.2f}"
         )
-    errors = [abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)]
+    calm = [sum(step.counts for step in times) >= LEAST_STEPS for times in steps.values()]
+    print(f"{sum(calm)} configurations with {LEAST_STEPS} or more steps that count: {_summary(ours, theirs, calm)}")
     adjusted = [abs(a * speed / b - 1) for a, b, speed in zip(ours, theirs, speeds, strict=True)]
     print(
-        f"{len(ours)} configurations: mean error {100 * float(np.mean(errors)):.1f} %, largest "
-        f"{100 * max(errors):.1f} %, rank correlation {rank_correlation(ours, theirs):.4f}; mean error of simulated "
-        f"seconds times the speed beside them {100 * float(np.mean(adjusted)):.1f} %"
+        f"all {len(ours)}: {_summary(ours, theirs, [True] * len(ours))}; mean error of simulated seconds times the "
+        f"speed beside them {100 * float(np.mean(adjusted)):.1f} %"
     )
+
+
+def _summary(simulated: Sequence[float], measured: Sequence[float], counts: Sequence[bool]) -> str:
+    pairs = [(a, b) for a, b, counted in zip(simulated, measured, counts, strict=True) if counted]
+    if not pairs:
+        return "-"
+    errors = [100 * abs(a / b - 1) for a, b in pairs]
+    places = rank_correlation(*(list(of) for of in zip(*pairs, strict=True)))
+    return f"mean error {np.mean(errors):.1f} %, largest {max(errors):.1f} %, rank correlation {places:.4f}"
 
 
 if __name__ == "__main__":

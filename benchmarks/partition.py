@@ -41,6 +41,7 @@ def job_of(name: str, schedule: str, how: str, passes: int) -> Config:
         [
             f"planner.hardware={JOBS[name]}",
             f"planner.partition={how}",
+            "planner.enable=false",  # schedules are simulated as they are, so the search of segments has to do the same
             f"parallelism.pipeline_parallel_schedule={schedule}",
             f"model.language.num_segments={passes}",
             "model.encoder.num_segments=0",
