@@ -70,7 +70,7 @@ class AnnealChain(Chain):
     """Simulated annealing on orders and decoder."""
 
     def begin(self) -> None:
-        self.state = start_chain(*self.best, self.random.getrandbits(62))
+        self.state = start_chain(self.searched, *self.best, self.random.getrandbits(62))
 
     def run(self, evaluations: int, before: float, after: float) -> None:
         anneal(

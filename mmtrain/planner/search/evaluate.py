@@ -8,9 +8,12 @@ from mmtrain.planner.search.kernels import Decoder, Workspace
 from mmtrain.planner.search.orders import Order
 
 
-def start_chain(order: Order, how: Decoder, cost: float, seed: int) -> kernels.Chain:
+def start_chain(searched: Searched, order: Order, how: Decoder, cost: float, seed: int) -> kernels.Chain:
     """A chain that stands at an order. Args: seed: of its random numbers; 63 bits."""
     at, group_at = order
+    num_ranks, num_groups = searched.arrays.node_at.shape
+    stay = np.zeros((2, 2, num_groups, num_ranks, 2), np.uint32)
+    stay[..., 0] = np.iinfo(np.uint32).max
     return kernels.Chain(
         at=at.astype(np.uint32),
         group_at=group_at.astype(np.uint32),
@@ -19,6 +22,8 @@ def start_chain(order: Order, how: Decoder, cost: float, seed: int) -> kernels.C
         best_how=np.array([float(value) for value in how]),
         cost=np.array([cost, cost]),
         random=np.array([2 * seed + 1], np.uint64),
+        stay=stay,
+        here=np.zeros(2, np.uint8),
     )
 
 
@@ -53,7 +58,7 @@ def evaluate(searched: Searched, w: Workspace, order: Order, how: Decoder, itera
 
     Args: iterations: of the choice of options.
     """
-    chain = start_chain(order, how, 0.0, 0)
+    chain = start_chain(searched, order, how, 0.0, 0)
     p, mode = searched.arrays, kernels.EVALUATE
     return float(kernels.run(p, w, chain, searched.cluster_of, mode, 1, 0.0, 0.0, iterations, False, False))
 
@@ -62,6 +67,6 @@ def choose(searched: Searched, w: Workspace, iterations: int) -> float:
     """Options for the orders that a workspace holds; by how much their seconds are above a bound, at most; inf: none
     fit."""
     empty = np.zeros((2, searched.num_groups), np.int64)
-    chain = start_chain((empty, empty), Decoder(0.0, 0.0, 0.0, False, False), 0.0, 0)
+    chain = start_chain(searched, (empty, empty), Decoder(0.0, 0.0, 0.0, False, False), 0.0, 0)
     p, mode = searched.arrays, kernels.CHOOSE
     return float(kernels.run(p, w, chain, searched.cluster_of, mode, 1, 0.0, 0.0, iterations, False, False))

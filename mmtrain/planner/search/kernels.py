@@ -280,14 +280,17 @@ def _insert(pending_at: Any, pending: Any, pending_span: Any, rank: int, action:
 
 
 @_inner
-def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> float:
-    """The orders of all ranks from priorities; the makespan with the assumed seconds.
+def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder, stay: Any) -> tuple[float, bool]:
+    """The orders of all ranks from priorities.
 
     The rank that can start first is served: by the first backward or forward in the order of priority, in turns if both
     are there. Weight halves fill what time is left.
 
     Args: at: [2, G] u4 position of each group among forwards and among backwards, the first is served first.
         group_at: [2, G] u4 its inverse.
+        stay: [2, G, R, 2] u4: when each group came into a rank's queue of forwards or of backwards, and when it was
+            taken out, by the number of actions before. Where a group has no node it is left as it is.
+    Returns: (the makespan with the assumed seconds, or inf; whether `stay` tells where the order of two groups counts).
     """
     # Names of their own for all arrays, as reads from a tuple in a loop cost much where references are counted.
     fixed, node_at, room, entries = p.node, p.node_at, p.room, p.entries
@@ -323,8 +326,10 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> f
         node = entries[i]
         waits = 1 - admitted[fixed[node, PLACE]]
         _put(ready, busy, first, 3 * fixed[node, RANK] + waits, at_f[fixed[node, GROUP]])
+        stay[0, fixed[node, GROUP], fixed[node, RANK], 0] = 0
     remaining = p.num_actions
     done = 0
+    told = True
     while True:
         served, now = 0, np.inf
         for other in range(num_ranks):
@@ -338,7 +343,8 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> f
                 if first[3 * other + 1] < position:
                     served, position = other, first[3 * other + 1]
             if position == none:
-                return np.inf
+                return np.inf, False
+            told = False  # groups of different ranks were compared
             reserved[served] = 0.0
             now = time[served]
         rank: Any = np.uint32(served)
@@ -351,6 +357,7 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> f
             backward = action & 1
             waits = max(2 * backward, 1 - admitted[fixed[node, PLACE]])
             _put(ready, busy, first, queue + waits, at[backward, fixed[node, GROUP]])
+            stay[backward, fixed[node, GROUP], rank, 0] = done
             arrived += 1
         pending_span[rank, 0] = arrived
         # The forward that is next.
@@ -364,6 +371,7 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> f
         if (backward < none) & ((position == none) | (backward_next[rank] > 0)):
             node = node_at[rank, group_b[backward]]
             _take(ready, busy, first, queue + 2, backward)
+            stay[1, group_b[backward], rank, 1] = done
             end = max(end, fed[node, 1]) + state[node, 1]
             reserved[rank] -= state[node, HELD]
             # Halves only where what W needs has room: with recomputation it is more than was held until then.
@@ -393,10 +401,12 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> f
                             tau[there] = min(tau[there], arrival)
                         else:
                             _put(ready, busy, first, 3 * there + 2, at_b[fixed[target, GROUP]])
+                            stay[1, fixed[target, GROUP], there, 0] = done
                             tau[there] = time[there]
         elif position < none:
             node = node_at[rank, group_f[position]]
             _take(ready, busy, first, queue + waits, position)
+            stay[0, group_f[position], rank, 1] = done
             if waits:
                 place = fixed[node, PLACE]
                 admitted[place] = 1
@@ -424,6 +434,7 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> f
                     else:
                         waits = 1 - admitted[place]
                         _put(ready, busy, first, 3 * there + waits, at_f[fixed[target, GROUP]])
+                        stay[0, fixed[target, GROUP], there, 0] = done
                         if waits == 0 or _has_room(footprint, reserved, room, place, there):
                             tau[there] = time[there]
             # Its own backward; where that still waits for a gradient, this is long before.
@@ -431,6 +442,7 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> f
             if left[node, 1] == 0:
                 fed[node, 1] = end
                 _put(ready, busy, first, queue + 2, at_b[fixed[node, GROUP]])
+                stay[1, fixed[node, GROUP], rank, 0] = done
         elif weights_span[rank, 0] < weights_span[rank, 1]:
             node = weights[rank, weights_span[rank, 0]]
             weights_span[rank, 0] += 1
@@ -462,7 +474,7 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder) -> f
     makespan = 0.0
     for other in range(num_ranks):
         makespan = max(makespan, time[other])
-    return makespan
+    return makespan, told
 
 
 @_inner
@@ -838,6 +850,11 @@ class Chain(NamedTuple):
     """[2] f8: where the chain stands, and the best."""
     random: Any
     """[1] u8: state of the generator; not 0."""
+    stay: Any
+    """[2, 2, G, R, 2] u4: see `decode`; of where the chain stands, and of what was decoded last. Where a group has no
+    node, it comes after it has left."""
+    here: Any
+    """[2] u1: which of both is where the chain stands, and whether it tells anything."""
 
 
 @_inner
@@ -913,6 +930,28 @@ def _change_decoder(how: Any, state: Any, can_split: bool) -> None:
         how[which] = 1.0 - how[which]
 
 
+@_part
+def _decides(stay: Any, at: Any, old: Any, low: int, high: int, cluster_of: Any, cluster: int) -> bool:
+    """Whether a move can change what is decoded: two groups whose order it changes were in a queue at the same time.
+
+    Args: stay: [G, R, 2] of one half. at: [G] positions after the move. old: the group at each position before. low,
+        high: positions between which groups have moved. cluster: the one that has; -1: one of the ends has, or both.
+    """
+    for i in range(low, high):
+        one = old[i]
+        if i > low and i < high - 1 and cluster_of[one] != cluster:
+            continue
+        for j in range(low, high):
+            other = old[j]
+            if (i < j) == (at[one] < at[other]):
+                continue
+            for rank in range(stay.shape[1]):
+                since = max(stay[one, rank, 0], stay[other, rank, 0])
+                if i != j and since <= min(stay[one, rank, 1], stay[other, rank, 1]):
+                    return True
+    return False
+
+
 @_compiled
 def run(
     p: Instance,
@@ -930,7 +969,8 @@ def run(
     """The one entry of these kernels, so that each part is compiled once.
 
     `ANNEAL`: some evaluations of simulated annealing. A move swaps two groups or shifts one, among forwards or among
-    backwards, half of them to a near place; or shifts a cluster among both; or changes the decoder.
+    backwards, half of them to a near place; or shifts a cluster among both; or changes the decoder. Most moves change
+    the order of groups that never wait together: they decode to the same plan, which costs what it did.
     `EVALUATE`: the makespan of the plan that the chain's priorities decode to; inf: it does not fit.
     `CHOOSE`: options for the orders that the workspace holds; how far they are above a bound, or inf.
 
@@ -945,12 +985,12 @@ def run(
     old_how = w.how
     changed = True
     cost = np.inf
-    halves, low, high = (0, 2), 0, 0
+    halves, low, high, cluster = (0, 2), 0, 0, -1
     for number in range(evaluations):
         if mode == ANNEAL:
             for i in range(how.size):
                 old_how[i] = how[i]
-            halves, low, high = (0, 2), 0, 0  # the part of the order that changes
+            halves, low, high, cluster = (0, 2), 0, 0, -1  # the part of the order that changes
             dice = _uniform(state)
             if num_groups < 2 or not reorder or dice < 0.06:
                 _change_decoder(how, state, can_split)
@@ -977,21 +1017,33 @@ def run(
                     first, second = group_at[source], group_at[target]
                     group_at[source], group_at[target] = second, first
                     at[first], at[second] = target, source
+        here, same = chain.here[0], mode == ANNEAL and chain.here[1] > 0
+        for i in range(how.size):
+            same = same and how[i] == old_how[i]
+        for half in range(halves[0], halves[1]):
+            same = same and not _decides(
+                chain.stay[here, half], chain.at[half], w.swap[2 + half], low, high, cluster_of, cluster
+            )
+        if same:
+            _uniform(state)  # as if it had been decoded: what follows does not depend on whether it was
+            continue
         if changed:
             assume(p.node, p.first, p.option, w.state, w.footprint, how[0], how[1])
             changed = False
-        cost = 0.0
+        cost, told = 0.0, False
         if mode != CHOOSE:
-            cost = decode(p, w, chain.at, chain.group_at, Decoder(how[0], how[1], how[2], how[3] > 0.5, how[4] > 0.5))
+            decoder = Decoder(how[0], how[1], how[2], how[3] > 0.5, how[4] > 0.5)
+            cost, told = decode(p, w, chain.at, chain.group_at, decoder, chain.stay[1 - here])
         if cost < np.inf:
             cost = choose_all(p, w, iterations)
             if cost < np.inf and mode != CHOOSE:
                 cost = replay(p, w)
         if mode != ANNEAL:
             break
-        temperature = (hot + (cold - hot) * number / evaluations) * chain.cost[1]
+        temperature = hot * (cold / hot) ** (number / evaluations) * chain.cost[1]
         if cost <= chain.cost[0] - temperature * np.log(1.0 - _uniform(state)):
             chain.cost[0] = cost
+            chain.here[0], chain.here[1] = 1 - here, told
             if cost < chain.cost[1]:
                 chain.cost[1] = cost
                 for i in range(how.size):

@@ -59,7 +59,7 @@ LEAST_PER_CHAIN = 500
 MOST_CHAINS = 16
 SWEEP_SHARE = 0.4
 """Of the budget that the sweep may take at most."""
-CHUNK = 24_000
+CHUNK = 72_000
 """Stages of works evaluated by a chain between two looks at clock and cancellation: some ten milliseconds."""
 
 

@@ -94,15 +94,61 @@ def test_a_chain_stands_at_what_it_last_accepted(problem: PlanningProblem, how: 
     searched = Searched.of(problem)
     w = searched.workspace()
     order = random_order(searched, seed)
-    chain = start_chain(order, how, evaluate(searched, w, order, how, 0), seed)
+    chain = start_chain(searched, order, how, evaluate(searched, w, order, how, 0), seed)
     anneal(searched, w, chain, 40, (hot, hot), 0, can_split=True, reorder=True)
-    at, group_at = chain.at.astype(np.int64), chain.group_at.astype(np.int64)
+    (at, group_at), there = standing(chain)
     for half in range(2):
         assert group_at[half, at[half]].tolist() == list(range(searched.num_groups))
-    memory, speed, gap, backward_first, split = map(float, chain.how)
-    there = Decoder(memory, speed, gap, backward_first > 0.5, split > 0.5)
     assert evaluate(searched, w, (at, group_at), there, 0) == chain.cost[0]
     assert chain.cost[1] <= chain.cost[0]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problem=problems(limits=True) | problems(), how=DECODERS, seed=st.integers(0, 99))
+def test_a_move_that_is_not_decoded_changes_nothing(problem: PlanningProblem, how: Decoder, seed: int) -> None:
+    searched = Searched.of(problem)
+    w, order = searched.workspace(), random_order(searched, seed)
+    chain = start_chain(searched, order, how, evaluate(searched, w, order, how, 5), seed)
+    for _ in range(40):
+        before, there = standing(chain), chain.here[0]
+        anneal(searched, w, chain, 1, (1e-2, 1e-2), 5, can_split=True, reorder=True)
+        if chain.here[0] == there and (chain.at != before[0][0]).any():
+            assert decoded(searched, *standing(chain)) == decoded(searched, *before)
+
+
+def test_a_chain_goes_where_it_would_if_each_move_were_decoded() -> None:
+    searched = Searched.of(two_modules(2, [3, 0, 1, 2, 5, 1, 1]))
+    order, how = by_cluster(searched, range(7)), Decoder(0.0, 0.0, 0.5, False, True)
+    ways: list[list[object]] = []
+    for forget in (False, True):
+        w = searched.workspace()
+        chain = start_chain(searched, order, how, evaluate(searched, w, order, how, 0), 3)
+        way: list[object] = []
+        left_out = 0
+        for _ in range(400):
+            before, there = chain.at.tolist(), chain.here[0]
+            if forget:
+                chain.here[1] = 0
+            anneal(searched, w, chain, 1, (1e-2, 1e-2), 0, can_split=True, reorder=True)
+            left_out += chain.here[0] == there and chain.at.tolist() != before
+            way.append((chain.at.tolist(), chain.how.tolist(), chain.cost.tolist()))
+        assert (left_out == 0) if forget else (left_out > 100)
+        ways.append(way)
+    assert ways[0] == ways[1]
+
+
+def standing(chain: kernels.Chain) -> tuple[Order, Decoder]:
+    """Where a chain stands."""
+    memory, speed, gap, backward_first, split = map(float, chain.how)
+    order = (chain.at.astype(np.int64), chain.group_at.astype(np.int64))
+    return order, Decoder(memory, speed, gap, backward_first > 0.5, split > 0.5)
+
+
+def decoded(searched: Searched, order: Order, how: Decoder) -> list[list[int]]:
+    """The actions of each rank."""
+    w = searched.workspace()
+    evaluate(searched, w, order, how, 0)
+    return [row[:length].tolist() for row, length in zip(w.order, w.length, strict=True)]
 
 
 def test_priorities_decide_what_is_served_first() -> None:
