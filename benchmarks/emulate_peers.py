@@ -12,9 +12,9 @@ named and not run again. All take turns on one set of ranks, repetition by repet
 First each runs in virtual time, where every action must end when simulated, those of torch's classes too: what
 they measure beyond that is their runtime's, and not another schedule's. There and in every repetition, each stage must
 ask for exactly its modelled seconds, and get them. Printed for each batch and peer: simulated and measured milliseconds
-(mean and standard deviation over the repetitions), measured over simulated, both over those of mmtrain, and the
-microseconds of CPU time that a compute action takes in virtual time, with its messages, on all ranks together. A
-makespan is from the common zero to the end of the last action. Last, whether the peers come in the simulated order.
+(mean and standard deviation over the repetitions), measured over simulated, both over those of mmtrain, the compute
+actions of all ranks, and the microseconds of CPU time that one takes in virtual time, with its messages. A makespan is
+from the common zero to the end of the last action. Last, whether the peers come in the simulated order.
 
 Where torch waits for a send, gloo makes it wait for the receiver, as NCCL does with the sender's stream.
 
@@ -201,13 +201,14 @@ def report(cases: Sequence[Case], runs: Sequence[Sequence[Run]]) -> None:
     means = [statistics.fmean(found) for found in ends]
     for i, case in enumerate(cases):
         if i == 0 or case.batch != cases[i - 1].batch:
-            print(f"\n{case.batch:34s} {'simulated':>9s} {'measured ms':>17s} {'ratio':>7s}  {COMPARED:36s} CPU us")
+            head = f"{'simulated':>9s} {'measured ms':>17s} {'ratio':>7s}  {COMPARED:36s} actions CPU us"
+            print(f"\n{case.batch:34s} {head}")
         base = next(k for k, c in enumerate(cases) if c.batch == case.batch and c.schedule == DEFAULT)
         print(
             f"{case.schedule:34s} {1e3 * simulated_s[i]:9.1f} "
             f"{1e3 * means[i]:9.1f} +-{1e3 * statistics.pstdev(ends[i]):6.1f} {means[i] / simulated_s[i]:7.4f}  "
             f"simulated {simulated_s[i] / simulated_s[base]:6.3f}, measured {means[i] / means[base]:6.3f} "
-            f"{1e6 * cpu_s[i] / len(simulated[i].rows):6.0f}"
+            f"{len(simulated[i].rows):7d} {1e6 * cpu_s[i] / len(simulated[i].rows):6.0f}"
         )
     print()
     print_order(cases, simulated_s, means)

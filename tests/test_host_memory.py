@@ -1,10 +1,9 @@
 """Freed memory is kept, by page faults that are counted in processes of their own."""
 
 import os
+import platform
 import subprocess
 import sys
-
-import pytest
 
 PROGRAM = """
 import resource, torch
@@ -17,6 +16,8 @@ for round in range(7):
     del held
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+GLIBC = platform.libc_ver()[0] == "glibc"
+"""Other C libraries have another allocator, which is left alone."""
 PAGES = 4 * 30 * 2048
 """Of four rounds over 30 tensors of 8 MiB."""
 
@@ -31,15 +32,13 @@ def run(**environment: str) -> tuple[bool, int]:
     return taken == "True", int(faults)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is told")
 def test_freed_memory_is_kept() -> None:
     taken, faults = run()
-    assert taken
-    assert faults < PAGES / 10
+    assert taken == GLIBC
+    assert faults < PAGES / 10 or not GLIBC
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is told")
 def test_who_sets_the_allocator_decides() -> None:
     taken, faults = run(MALLOC_MMAP_THRESHOLD_="131072")
     assert not taken
-    assert faults > PAGES * 0.9
+    assert faults > PAGES * 0.9 or not GLIBC
