@@ -327,7 +327,8 @@ def _trainable(job: Config) -> int:
 
 
 def _transfer(pairs: Sequence[Samples]) -> TransferProfile:
-    points = [(size, typical(values)) for size, values in pairs[0].trips.items()]
+    # Means: where a message has to wait for a core, only some do, and an iteration has many.
+    points = [(size, float(np.mean(values))) for size, values in pairs[0].trips.items()]
     fit = fit_sizes([WorkSize(rows=size, pairs=0, outputs=0) for size, _ in points], [s for _, s in points])
     posts = typical([value for samples in pairs for value in samples.posts])
     return TransferProfile(latency_s=fit.fixed, byte_s=max(fit.row, 1e-15), end_s=posts, error=fit.error)

@@ -46,7 +46,9 @@ MESSAGE_BYTES = tuple(4**k for k in range(5, 13))
 """Sizes of the measured transfers: 1 KiB to 16 MiB."""
 
 _MESSAGES = 12
-"""Round trips of each size in one round."""
+"""Of each size, each way, in one round."""
+_COMPUTED_S = 6e-3
+"""What a CPU computes after it has sent one."""
 
 Say = Callable[[str], None]
 
@@ -271,34 +273,35 @@ def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int,
 
 
 def _measure_messages(samples: Samples, device: torch.device) -> None:
-    """Messages to and fro, each received where its receive was posted before."""
+    """Messages to and fro, each received where its receive was posted before, while the sender goes on computing.
+
+    On a CPU, what moves a message is a thread that has to get a core from those that compute: on a busy machine that
+    may take milliseconds.
+    """
     mesh = build_mesh(MeshShape(pp=2), device)
     me, other = mesh.pp_rank, 1 - mesh.pp_rank
     to, fro = mesh.channels.group(me, other), mesh.channels.group(other, me)
     peer = mesh.channels.global_rank(other)
-    clock = time.perf_counter
+    clock = time.perf_counter  # one for all processes of a machine
+    square = torch.ones(96, 96)
     for num_bytes in MESSAGE_BYTES:
         sent = torch.ones(num_bytes // 4, device=device)
-        dist.barrier()
-        for _ in range(_MESSAGES):
-            got = torch.empty_like(sent)
+        for turn in range(2 * (1 + _MESSAGES)):
+            sender, got = turn % 2, torch.empty_like(sent)
+            dist.barrier()
             start = clock()
-            receiving = dist.irecv(got, peer, group=fro)
-            posted = clock()
-            assert receiving is not None
-            if me:
-                receiving.wait()
-                _settle(device)
-            sending = clock()
-            work = dist.isend(sent, peer, group=to)
-            handed = clock()
+            work = dist.isend(sent, peer, group=to) if me == sender else dist.irecv(got, peer, group=fro)
+            samples.posts.append(clock() - start)
             assert work is not None
-            if not me:
-                receiving.wait()
-                _settle(device)
-                samples.trips[num_bytes].append((clock() - sending) / 2)
+            if me == sender:
+                while device.type == "cpu" and clock() - start < _COMPUTED_S:
+                    square @ square
             work.wait()
-            samples.posts += [posted - start, handed - sending]
+            _settle(device)
+            moments: list[float] = [0.0, 0.0]
+            dist.all_gather_object(moments, start if me == sender else clock())
+            if turn > 1:  # the first ones also fetch memory
+                samples.trips[num_bytes].append(moments[1 - sender] - moments[sender])
 
 
 def _settle(device: torch.device) -> None:
