@@ -3,6 +3,8 @@
 One frozen dataclass a TOML section; under each field its meaning and unit. Loading never changes a
 value and never ignores one: an unknown key, a wrong type, a value outside of its choices or a
 missing key is refused with its dotted path. Nothing here imports torch.
+
+All sections, and the rules among them, are in this one file: it is what a user reads to learn what can be said.
 """
 
 import dataclasses

@@ -13,8 +13,9 @@ def keep_freed_memory() -> bool:
     """Lets this process keep the memory of freed tensors for the next ones. Returns whether the allocator took it.
 
     glibc hands freed memory back to the kernel as soon as 64 MiB or more of it are at the end of the heap. A step frees
-    its activations and asks for them again in the next, and each page then costs a fault and is cleared: 4 % of the
-    steps of a small model (docs/log.md), more or less with every batch. The process stays as large as its largest step.
+    its activations and asks for them again in the next, and each page then costs a fault and is cleared: 2 to 4 % of
+    the steps of a small model where works have many pictures (benchmarks/host_memory.py). The process stays as large as
+    its largest step.
 
     Who sets MALLOC_* or GLIBC_TUNABLES decides himself; other C libraries are left as they are.
     """
