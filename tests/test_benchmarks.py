@@ -2,11 +2,16 @@
 
 import ast
 import importlib
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-FILES = sorted((Path(__file__).resolve().parent.parent / "benchmarks").glob("*.py"))
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+FILES = sorted(FOLDER.glob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -20,3 +25,12 @@ def test_what_a_benchmark_imports_is_there(path):
                     importlib.import_module(f"{node.module}.{name}")  # a module of a package, or an error
                 found.append(name)
     assert found, f"{path.name} measures nothing of mmtrain"
+
+
+def test_mmtrain_a_plain_loop_and_the_trainer_begin_with_the_same_loss():
+    """The benchmark refuses other losses itself."""
+    command = [sys.executable, str(FOLDER / "one_gpu.py"), "--size", "tiny", "--rounds", "1", "--steps", "1"]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    speeds = re.findall(r"^(plain torch loop|Hugging Face Trainer|mmtrain) +[\d.]+ +\d+ +[\d.]+%", done.stdout, re.M)
+    assert speeds == ["plain torch loop", "Hugging Face Trainer", "mmtrain"], done.stdout

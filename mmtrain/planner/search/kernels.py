@@ -969,7 +969,7 @@ def run(
     """The one entry of these kernels, so that each part is compiled once.
 
     `ANNEAL`: some evaluations of simulated annealing. A move swaps two groups or shifts one, among forwards or among
-    backwards, half of them to a near place; or shifts a cluster among both; or changes the decoder. Most moves change
+    backwards, half of them to a near place; or shifts a cluster among both; or changes the decoder. Many moves change
     the order of groups that never wait together: they decode to the same plan, which costs what it did.
     `EVALUATE`: the makespan of the plan that the chain's priorities decode to; inf: it does not fit.
     `CHOOSE`: options for the orders that the workspace holds; how far they are above a bound, or inf.
