@@ -5,7 +5,7 @@ seconds of a step with it and without it, for the configurations of `accuracy.py
 
 Each round starts one process with it and one without, in turns; steps are real ones of the trainer, after one that
 warms up. Medians over all rounds: page faults, milliseconds of the kernel's and of all processor time of a step; and
-how much longer a step takes without. Processor time counts, as the machine may have other users.
+how much more of the last there is without.
 """
 
 import argparse
@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of each configuration in each round")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name in [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]:
+        del os.environ[name]  # with one of them nothing would be kept
     cases = [case for case in CASES if case.pp == 1]
     found: dict[bool, list[list[tuple[float, ...]]]] = {kept: [[] for _ in cases] for kept in (True, False)}
     with tempfile.TemporaryDirectory(prefix="mmtrain-host-memory-") as folder:
@@ -69,7 +71,7 @@ def main() -> None:
                     steps += more
     print(f"{'':34s} {'freed memory kept':>34s} {'given back':>34s}")
     columns = f"{'faults':>10s} {'kernel ms':>11s} {'all ms':>11s}"
-    print(f"{'configuration':34s} {columns} {columns}   longer")
+    print(f"{'configuration':34s} {columns} {columns}   more ms")
     for i, case in enumerate(cases):
         medians = {kept: np.median(all_steps[i], axis=0) for kept, all_steps in found.items()}
         words = " ".join(

@@ -149,7 +149,7 @@ def assemble(
     step = _step(config, steps)
     transfer = None
     if pairs:
-        transfer = _transfer(pairs)
+        transfer = _transfer(pairs, cpu=machine["device"] == "cpu")
         step = replace(step, pipeline_s=_pipeline_end(config, pairs, step))
     actions = {kind.value: probe.action_s(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
     return Profile(
@@ -326,9 +326,9 @@ def _trainable(job: Config) -> int:
     return sum(module.num_trainable_params for module in model_spec(job.model).modules)
 
 
-def _transfer(pairs: Sequence[Samples]) -> TransferProfile:
-    # Means: where a message has to wait for a core, only some do, and an iteration has many.
-    points = [(size, float(np.mean(values))) for size, values in pairs[0].trips.items()]
+def _transfer(pairs: Sequence[Samples], *, cpu: bool) -> TransferProfile:
+    """Args: cpu: messages may have to wait for a core. Some do and an iteration has many, so that their mean counts."""
+    points = [(size, float(np.mean(values)) if cpu else typical(values)) for size, values in pairs[0].trips.items()]
     fit = fit_sizes([WorkSize(rows=size, pairs=0, outputs=0) for size, _ in points], [s for _, s in points])
     posts = typical([value for samples in pairs for value in samples.posts])
     return TransferProfile(latency_s=fit.fixed, byte_s=max(fit.row, 1e-15), end_s=posts, error=fit.error)

@@ -48,7 +48,7 @@ MESSAGE_BYTES = tuple(4**k for k in range(5, 13))
 _MESSAGES = 12
 """Of each size, each way, in one round."""
 _COMPUTED_S = 6e-3
-"""What a CPU computes after it has sent one."""
+"""That a CPU computes after it has sent one: longer than a slice of the scheduler."""
 
 Say = Callable[[str], None]
 
@@ -273,10 +273,9 @@ def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int,
 
 
 def _measure_messages(samples: Samples, device: torch.device) -> None:
-    """Messages to and fro, each received where its receive was posted before, while the sender goes on computing.
+    """Messages to and fro, on a CPU while the sender goes on computing.
 
-    On a CPU, what moves a message is a thread that has to get a core from those that compute: on a busy machine that
-    may take milliseconds.
+    What moves a message there is a thread that has to get a core from those that compute, which may take milliseconds.
     """
     mesh = build_mesh(MeshShape(pp=2), device)
     me, other = mesh.pp_rank, 1 - mesh.pp_rank

@@ -289,7 +289,7 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, how: Decoder, stay
     Args: at: [2, G] u4 position of each group among forwards and among backwards, the first is served first.
         group_at: [2, G] u4 its inverse.
         stay: [2, G, R, 2] u4: when each group came into a rank's queue of forwards or of backwards, and when it was
-            taken out, by the number of actions before. Where a group has no node it is left as it is.
+            taken out, by the number of actions before. Where there is nothing to queue it is left as it is.
     Returns: (the makespan with the assumed seconds, or inf; whether `stay` tells where the order of two groups counts).
     """
     # Names of their own for all arrays, as reads from a tuple in a loop cost much where references are counted.
@@ -851,8 +851,8 @@ class Chain(NamedTuple):
     random: Any
     """[1] u8: state of the generator; not 0."""
     stay: Any
-    """[2, 2, G, R, 2] u4: see `decode`; of where the chain stands, and of what was decoded last. Where a group has no
-    node, it comes after it has left."""
+    """[2, 2, G, R, 2] u4: see `decode`; of where the chain stands, and of what was decoded last. Where there is
+    nothing to queue (no node, or no backward) it begins at the largest number and ends at 0: it meets nobody."""
     here: Any
     """[2] u1: which of both is where the chain stands, and whether it tells anything."""
 
@@ -947,7 +947,7 @@ def _decides(stay: Any, at: Any, old: Any, low: int, high: int, cluster_of: Any,
                 continue
             for rank in range(stay.shape[1]):
                 since = max(stay[one, rank, 0], stay[other, rank, 0])
-                if i != j and since <= min(stay[one, rank, 1], stay[other, rank, 1]):
+                if since <= min(stay[one, rank, 1], stay[other, rank, 1]):
                     return True
     return False
 
@@ -1025,7 +1025,7 @@ def run(
                 chain.stay[here, half], chain.at[half], w.swap[2 + half], low, high, cluster_of, cluster
             )
         if same:
-            _uniform(state)  # as if it had been decoded: what follows does not depend on whether it was
+            _uniform(state)  # as if it had been decoded; only the prices that options are chosen from stay behind
             continue
         if changed:
             assume(p.node, p.first, p.option, w.state, w.footprint, how[0], how[1])

@@ -60,7 +60,7 @@ MOST_CHAINS = 16
 SWEEP_SHARE = 0.4
 """Of the budget that the sweep may take at most."""
 CHUNK = 72_000
-"""Stages of works evaluated by a chain between two looks at clock and cancellation: some ten milliseconds."""
+"""Stages of works evaluated by a chain between two looks at clock and cancellation: up to some thirty milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
