@@ -71,7 +71,7 @@ def main() -> None:
                     steps += more
     print(f"{'':34s} {'freed memory kept':>34s} {'given back':>34s}")
     columns = f"{'faults':>10s} {'kernel ms':>11s} {'all ms':>11s}"
-    print(f"{'configuration':34s} {columns} {columns}   more ms")
+    print(f"{'configuration':34s} {columns} {columns}     more")
     for i, case in enumerate(cases):
         medians = {kept: np.median(all_steps[i], axis=0) for kept, all_steps in found.items()}
         words = " ".join(
