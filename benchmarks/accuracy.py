@@ -7,12 +7,12 @@ the step. No number of a run goes into the profile or the simulation. `planned`:
 
 A step is timed from the moment all ranks are there to the moment the last one has updated its weights. Runs of all
 configurations take turns. The median counts over the steps in which other processes took less than 4 % of the machine
-(by /proc/stat) and a fixed piece of work ran as fast as while the machine was profiled (within 8 %): the speed of a
-shared machine changes by tens of per cent. Configurations with too few such steps are run again in the next round; what
-has fewer than three in the end counts its three least disturbed ones. Prints both, their relative error, the seconds
-that the busiest rank spent in actions, how many steps count, what other processes took, and the seconds of the fixed
-piece of work relative to the profile's; then the mean error and the rank correlation of the configurations with three
-such steps, and of all.
+(by /proc/stat) and a fixed piece of work, every 10 ms between two actions, ran as fast as while the machine was
+profiled (its mean over the step within 8 %): the speed of a shared machine changes by tens of per cent. Clocks stand
+still during that work. Configurations with too few such steps are run again in the next round; what has fewer than
+three in the end counts its three least disturbed ones. Prints both, their relative error, the seconds that the busiest
+rank spent in actions, how many steps count, what other processes took, and the seconds of the fixed piece of work
+relative to the profile's; then the mean error and the order of the configurations with three such steps, and of all.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import combinations, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,10 +34,11 @@ from mmtrain.config import Config
 from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.data.noise import noise_batch
 from mmtrain.local_ranks import run_on_ranks
-from mmtrain.measurements import SPEED_TOLERANCE, trainable_params
+from mmtrain.machine_speed import WatchedClock
+from mmtrain.measurements import trainable_params
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.profile import Profile
-from mmtrain.profiler import machine_speed_s, profile_job
+from mmtrain.profiler import profile_job
 from mmtrain.trainer import Trainer
 
 SEQ_LEN = 512
@@ -45,6 +46,12 @@ QUIET = 0.04
 """Of the machine may be taken by other processes in a step that counts."""
 LEAST_STEPS = 3
 """Steps that count in any case."""
+LOOK_EVERY_S = 10e-3
+"""From one look at the machine's speed to the next."""
+SAME_SPEED = 0.08
+"""Relative difference to the machine's speed in the profile of a step that counts."""
+APART = 0.1
+"""Relative difference of measured times from which on the order of two configurations is asked for."""
 ENOUGH_STEPS = 8
 """Steps that count, after which a configuration is not run again."""
 
@@ -160,8 +167,8 @@ def job(case: Case, profile: str = "", folder: str = "") -> Config:
 class Step(NamedTuple):
     """One step on one rank."""
 
-    start_s: float
-    end_s: float
+    seconds: float
+    """From the moment that all ranks are there."""
     busy_s: float
     """In actions."""
     own_s: float
@@ -169,7 +176,7 @@ class Step(NamedTuple):
     machine_s: float
     """Processor time of everything on the machine."""
     speed_s: float
-    """Of a fixed piece of work around the step."""
+    """Mean seconds of a fixed piece of work during the step."""
     simulated_s: float
     """What the simulator says of the step's plan."""
     simulated_busy_s: float
@@ -196,19 +203,18 @@ def run_real(device: torch.device, cases: list[Case], profile: str, folder: str,
     for case in cases:
         config, meta = job(case, profile, f"{folder}/{os.getpid()}"), iteration(case)
         trainer = Trainer(config)
-        timed = trainer.timed_steps(device, repeat((noise_batch(config.model, meta, 0), meta)))
+        clock = WatchedClock(time.perf_counter, every_s=LOOK_EVERY_S)
+        timed = trainer.timed_steps(device, repeat((noise_batch(config.model, meta, 0), meta)), clock=clock)
         next(timed)
         taken = []
-        before = machine_speed_s(device)
         for _ in range(steps):
             own, machine = time.process_time(), machine_seconds()
             step = next(timed)
             used = time.process_time() - own, machine_seconds() - machine
-            after = machine_speed_s(device)
             busy = sum(end - start for _, start, end in step.outcome.rows)
             simulated = simulate(step.plan, trainer.planner)
-            taken.append(Step(step.start_s, step.end_s, busy, *used, max(before, after), *simulated))
-            before = after
+            speed_s = clock.speed_s(step.start_s, step.end_s)
+            taken.append(Step(step.end_s - step.start_s, busy, *used, speed_s, *simulated))
         timed.close()
         found.append(taken)
     return found
@@ -229,7 +235,7 @@ class Measured(NamedTuple):
 
     @classmethod
     def of(cls, ranks: Sequence[Step], profiled_speed_s: float) -> "Measured":
-        seconds = max(step.end_s for step in ranks) - min(step.start_s for step in ranks)
+        seconds = max(step.seconds for step in ranks)
         foreign = max(step.machine_s for step in ranks) - sum(step.own_s for step in ranks)
         others = max(0.0, foreign) / (seconds * (os.cpu_count() or 1))
         speed = max(step.speed_s for step in ranks) / profiled_speed_s
@@ -239,7 +245,7 @@ class Measured(NamedTuple):
     @property
     def counts(self) -> bool:
         """Whether little else ran, and the machine was as fast as when it was profiled."""
-        return self.others < QUIET and abs(self.speed - 1) < SPEED_TOLERANCE
+        return self.others < QUIET and abs(self.speed - 1) < SAME_SPEED
 
 
 def counted(steps: Sequence[Measured]) -> list[Measured]:
@@ -325,7 +331,12 @@ def _summary(simulated: Sequence[float], measured: Sequence[float], counts: Sequ
         return "-"
     errors = [100 * abs(a / b - 1) for a, b in pairs]
     places = rank_correlation(*(list(of) for of in zip(*pairs, strict=True)))
-    return f"mean error {np.mean(errors):.1f} %, largest {max(errors):.1f} %, rank correlation {places:.4f}"
+    apart = [(a, b) for a, b in combinations(pairs, 2) if abs(a[1] / b[1] - 1) > APART and abs(b[1] / a[1] - 1) > APART]
+    right = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in apart)
+    return (
+        f"mean error {np.mean(errors):.1f} %, largest {max(errors):.1f} %, rank correlation {places:.4f}, of pairs that "
+        f"are {100 * APART:.0f} % apart {right} of {len(apart)} in the measured order"
+    )
 
 
 if __name__ == "__main__":

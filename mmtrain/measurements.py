@@ -28,11 +28,15 @@ from mmtrain.schedule.action import Kind
 NUM_BLOCKS = 2
 """Blocks of each kind that are measured."""
 
-SPEED_TOLERANCE = 0.08
-"""Of the machine's best speed that a step may miss and still count."""
+SPEED_TOLERANCE = 0.15
+"""Of the machine's best speed that it may miss beside an action that counts. With a neighbour on the other half of a
+core it misses 30 to 60 %."""
 
-LEAST_STEPS = 2
-"""Steps of each trainer that count in any case."""
+_BEST = 0.1
+"""The part of all actions that met a machine at least as fast as its "best"."""
+
+_LEAST = 2
+"""Times of one action that count in any case: those with the fastest machine."""
 
 _TIMED: dict[str, tuple[bool, tuple[Kind, ...]]] = {
     "forward": (False, (Kind.F,)),
@@ -59,14 +63,16 @@ class StepSample:
 
     job: Cut | None
     """How the layers were cut; None: the small job."""
-    speed_s: float
-    """Seconds of a fixed piece of work around the step: how fast the machine was; 0: not measured."""
     rows: Mapping[Place, float]
     """Seconds of each action."""
     pauses: Mapping[Place, float]
     """Seconds from the end of the action before it."""
+    speeds_s: Mapping[Place, float]
+    """Seconds of a fixed piece of work beside each action: how fast the machine was; 0: not measured."""
     outside_s: float
     """Seconds of the step outside of its program."""
+    outside_speed_s: float
+    """How fast the machine was then."""
 
 
 @dataclass(kw_only=True)
@@ -93,10 +99,11 @@ def slowest(ranks: Sequence[Samples]) -> Samples:
         steps.append(
             StepSample(
                 job=same[0].job,
-                speed_s=max(step.speed_s for step in same),
                 rows=_largest([step.rows for step in same]),
                 pauses=_largest([step.pauses for step in same]),
+                speeds_s=_largest([step.speeds_s for step in same]),
                 outside_s=max(step.outside_s for step in same),
+                outside_speed_s=max(step.outside_speed_s for step in same),
             )
         )
     return Samples(steps=steps, held=_largest([samples.held for samples in ranks]), host_copy=_slowest_copy(ranks))
@@ -111,18 +118,24 @@ def _largest(tables: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
     return {key: max(table[key] for table in tables) for key in tables[0]}
 
 
-def calm(steps: Sequence[StepSample]) -> list[StepSample]:
-    """The steps at whose time the machine was as fast as at its best; of each trainer at least the two best.
+class Calm:
+    """Which times count: those that were taken while the machine was about as fast as at its best.
 
-    The speed of a shared machine changes by tens of per cent, for seconds to minutes. A profile is of its best state,
-    so that numbers of different trainers belong together.
+    The speed of a shared machine changes by tens of per cent, for milliseconds to minutes. A profile is of its best
+    state, so that numbers of different trainers belong together.
     """
-    best = min((step.speed_s for step in steps), default=0.0)
-    counted = []
-    for job in dict.fromkeys(step.job for step in steps):
-        ordered = sorted((step for step in steps if step.job == job), key=lambda step: step.speed_s)
-        counted += [s for i, s in enumerate(ordered) if i < LEAST_STEPS or s.speed_s <= (1 + SPEED_TOLERANCE) * best]
-    return counted
+
+    def __init__(self, steps: Sequence[StepSample]) -> None:
+        speeds = [speed for step in steps for speed in step.speeds_s.values()] or [0.0]
+        self.limit_s = (1 + SPEED_TOLERANCE) * float(np.quantile(speeds, _BEST))
+        """Of the fixed piece of work beside times that count."""
+        self.speed_s = float(np.mean([speed for speed in speeds if speed <= self.limit_s]))
+        """The mean beside them."""
+
+    def typical(self, times: Iterable[tuple[float, float]]) -> float:
+        """The median of (how fast the machine was, seconds); of those with the two fastest machines, if fewer count."""
+        ordered = sorted(times)
+        return float(np.median([s for i, (speed, s) in enumerate(ordered) if i < _LEAST or speed <= self.limit_s]))
 
 
 def typical(values: Sequence[float]) -> float:
@@ -144,16 +157,18 @@ def assemble(
         found: of each copy of the ranks that ran layers. pairs: of two pipeline ranks; empty if there was one.
         machine: what is said of it in the profile.
     """
-    steps = [step for samples in found for step in calm(samples.steps)]
-    probe = _Probe(config, meta, steps, {key: value for samples in found for key, value in samples.held.items()})
-    step = _step(config, steps)
+    steps = [step for samples in found for step in samples.steps]
+    calm = Calm(steps)
+    held = {key: value for samples in found for key, value in samples.held.items()}
+    probe = _Probe(config, meta, steps, calm, held)
+    step = _step(config, steps, calm)
     transfer = None
     if pairs:
         transfer = _transfer(pairs, cpu=machine["device"] == "cpu")
         step = replace(step, pipeline_s=_pipeline_end(config, pairs, step))
     actions = {kind.value: probe.action_s(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
     return Profile(
-        machine=machine,
+        machine={**machine, "speed_ms": round(1e3 * calm.speed_s, 4)},
         job=job_of(config),
         recomputation=Recomputation.of(config.activation_checkpoint),
         layers=tuple(probe.layers()),
@@ -174,6 +189,7 @@ class _Probe:
         config: Config,
         meta: IterationMeta,
         steps: Sequence[StepSample],
+        calm: Calm,
         held: Mapping[tuple[int, int], float],
     ) -> None:
         jobs = [probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="") for cut in CUTS]
@@ -184,8 +200,8 @@ class _Probe:
             cut.stages: partition_of(job, self.spec) for cut, job in zip(CUTS, jobs, strict=True)
         }
         self.batching = make_batching(meta, self.spec, 0, config.model.language.attention_mask)
-        self._seconds = _medians((step.job, step.rows) for step in steps)
-        self._pauses = _medians((step.job, step.pauses) for step in steps)
+        self._seconds = _typical(calm, ((step.job, step.rows, step.speeds_s) for step in steps))
+        self._pauses = _typical(calm, ((step.job, step.pauses, step.speeds_s) for step in steps))
 
     def layers(self) -> Iterator[LayerProfile]:
         """The profile of each kind of layer, in the order of their first."""
@@ -300,23 +316,27 @@ class _Probe:
         return total
 
 
-def _medians(
-    samples: Iterable[tuple[Cut | None, Mapping[Place, float]]],
+def _typical(
+    calm: Calm, samples: Iterable[tuple[Cut | None, Mapping[Place, float], Mapping[Place, float]]]
 ) -> dict[tuple[Cut, int, int, Kind], float]:
-    found: dict[tuple[Cut, int, int, Kind], list[float]] = defaultdict(list)
-    for cut, values in samples:
+    """(cut, place) -> typical seconds. Args: samples: cut, seconds and speed of each place."""
+    found: dict[tuple[Cut, int, int, Kind], list[tuple[float, float]]] = defaultdict(list)
+    for cut, values, speeds_s in samples:
         for place, value in values.items():
             if cut is not None:
-                found[cut, *place].append(value)
-    return {key: float(np.median(values)) for key, values in found.items()}
+                found[cut, *place].append((speeds_s[place], value))
+    return {key: calm.typical(times) for key, times in found.items()}
 
 
-def _step(config: Config, steps: Sequence[StepSample]) -> StepProfile:
+def _step(config: Config, steps: Sequence[StepSample], calm: Calm) -> StepProfile:
     """Two jobs of different sizes tell what a parameter costs from what a step costs."""
     whole = _trainable(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[0], folder=""))
     small = _trainable(small_job(config, folder=""))
     joined = Cut(stages="modules", splits=False)
-    ends = [float(np.median([step.outside_s for step in steps if step.job == job])) for job in (joined, None)]
+    ends = [
+        calm.typical((step.outside_speed_s, step.outside_s) for step in steps if step.job == job)
+        for job in (joined, None)
+    ]
     slope = max(0.0, (ends[0] - ends[1]) / (whole - small)) if whole != small else 0.0
     slope = min(slope, ends[0] / max(1, whole))
     return StepProfile(fixed_s=max(0.0, ends[0] - slope * whole), param_s=slope)

@@ -6,11 +6,12 @@ and the pauses between actions are the runtime's. With several pipeline ranks, a
 run side by side, since ranks share caches and memory; two real ranks exchange messages and end steps.
 
 Everything is measured in rounds over all of this. On a CPU, what one thread computes is timed on that thread's own
-clock, which other processes do not move, and only steps count at whose time a fixed piece of work ran as fast as it
-ever did.
+clock, which other processes do not move, and only those actions count beside which a fixed piece of work ran about as
+fast as it ever did.
 """
 
 import itertools
+import math
 import os
 import platform
 import tempfile
@@ -22,7 +23,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,7 +32,8 @@ from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import ConfigError
 from mmtrain.local_ranks import run_on_ranks
-from mmtrain.measurements import NUM_BLOCKS, Samples, StepSample, assemble, calm, slowest
+from mmtrain.machine_speed import WatchedClock
+from mmtrain.measurements import NUM_BLOCKS, Samples, StepSample, assemble, slowest
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.stage import ModalityStage
@@ -45,6 +46,8 @@ from mmtrain.trainer import TimedStep, Trainer
 MESSAGE_BYTES = tuple(4**k for k in range(5, 13))
 """Sizes of the measured transfers: 1 KiB to 16 MiB."""
 
+_LOOK_EVERY_S = 2e-3
+"""From one look at the machine's speed to the next; each takes a tenth of it."""
 _MESSAGES = 12
 """Of each size, each way, in one round."""
 _COMPUTED_S = 6e-3
@@ -82,8 +85,7 @@ def profile_job(config: Config, *, rounds: int = 3, steps: int = 4, say: Say = p
             pairs = run_on_ranks(_measure_pair, 2, config, rounds, steps, folder, comm=config.comm)
     say(f"profile: load of this machine after {_load()}")
     together = [slowest(found[first : first + plane]) for first in range(0, len(found), plane)]
-    speeds = [step.speed_s for samples in together for step in calm(samples.steps)]
-    return assemble(config, meta, together, pairs, _machine(copies, float(np.median(speeds))))
+    return assemble(config, meta, together, pairs, _machine(copies))
 
 
 def _copies(pp: int, plane: int) -> int:
@@ -116,37 +118,42 @@ def _measure_layers(device: torch.device, config: Config, rounds: int, steps: in
         repeats = REPEATS.values() if config.activation_checkpoint.mode == "none" else ()
         for cut in (*CUTS, *repeats):
             job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder=_dump_folder(folder))
-            with _steps(job, _everything(job), device) as (trainer, timed):
-                samples.steps += _samples(cut, timed, steps, device)
+            watch = _watch(device)
+            with _steps(job, _everything(job), device, watch) as (trainer, timed):
+                samples.steps += _samples(cut, timed, steps, watch)
                 if cut == Cut(stages="layers", splits=False) and number == 0:
                     with _counting(trainer.model.stages, samples.held, device):
                         next(timed)
         small = small_job(config, folder=_dump_folder(folder))
         last = IterationMeta(microbatches=probing_iteration(small).microbatches[-1:])
-        with _steps(small, last, device) as (_, timed):
-            samples.steps += _samples(None, timed, steps, device)
+        watch = _watch(device)
+        with _steps(small, last, device, watch) as (_, timed):
+            samples.steps += _samples(None, timed, steps, watch)
     return samples
 
 
-def _samples(job: Cut | None, timed: Iterator[TimedStep], steps: int, device: torch.device) -> Iterator[StepSample]:
-    before = machine_speed_s(device)
+def _samples(
+    job: Cut | None, timed: Iterator[TimedStep], steps: int, watch: WatchedClock | None
+) -> Iterator[StepSample]:
     for step in itertools.islice(timed, steps):
-        after = machine_speed_s(device)
-        rows, pauses = {}, {}
-        last, graph = step.outcome.span[0], step.plan.problem.graph
-        for action, start, end in step.outcome.rows:
-            place = (action.stage, graph.work_of(action), action.kind)
-            rows[place], pauses[place] = end - start, start - last
-            last = end
+        if watch is not None:
+            watch.look()
+        rows, pauses, speeds = {}, {}, {}
         start, end = step.outcome.span
+        last, graph = start, step.plan.problem.graph
+        for action, begin, done in step.outcome.rows:
+            place = (action.stage, graph.work_of(action), action.kind)
+            rows[place], pauses[place] = done - begin, begin - last
+            speeds[place] = watch.speed_s(last, done) if watch is not None else 0.0
+            last = done
         yield StepSample(
             job=job,
-            speed_s=max(before, after),
             rows=rows,
             pauses=pauses,
+            speeds_s=speeds,
             outside_s=(step.end_s - step.start_s) - (end - start),
+            outside_speed_s=watch.speed_s(end, step.end_s) if watch is not None else 0.0,
         )
-        before = after
 
 
 def measure_host_copy(device: torch.device, num_bytes: int = 1 << 26) -> HostCopy:
@@ -169,31 +176,14 @@ def measure_host_copy(device: torch.device, num_bytes: int = 1 << 26) -> HostCop
     return HostCopy(bytes_per_s=min(rates), overlaps=cuda)
 
 
-def machine_speed_s(device: torch.device) -> float:
-    """Seconds that this CPU now takes for a fixed piece of work, about 10 ms of products and element-wise operations;
-    0 on an accelerator."""
-    if device.type != "cpu":
-        return 0.0
-    x = torch.ones(512, 128).requires_grad_()
-    weight = torch.ones(512, 128)
-    found = []
-    for _ in range(3):
-        start = time.thread_time()
-        for _ in range(2):
-            y = torch.nn.functional.gelu(x @ weight.t())
-            (y @ weight).sum().backward()  # type: ignore[no-untyped-call]
-        found.append(time.thread_time() - start)
-    return min(found)
-
-
 @contextmanager
 def _steps(
-    job: Config, meta: IterationMeta, device: torch.device, clock: Callable[[], float] | None = None
+    job: Config, meta: IterationMeta, device: torch.device, clock: Callable[[], float] | None
 ) -> Iterator[tuple[Trainer, Iterator[TimedStep]]]:
-    """A trainer of a job and its steps on noise, the first of them done. Args: clock: default: of computing alone."""
+    """A trainer of a job and its steps on noise, the first of them done. Args: clock: default: the host's."""
     trainer = Trainer(job)
     batches = itertools.repeat((noise_batch(job.model, meta, job.debug.seed), meta))
-    timed = trainer.timed_steps(device, batches, clock=clock or _computing(device))
+    timed = trainer.timed_steps(device, batches, clock=clock or time.perf_counter)
     try:
         next(timed)
         yield trainer, timed
@@ -201,10 +191,14 @@ def _steps(
         timed.close()  # type: ignore[attr-defined]
 
 
-def _computing(device: torch.device) -> Callable[[], float]:
-    """A clock that other processes do not move, if there is one: a thread's own time, on a CPU and without ranks to
-    wait for."""
-    return time.thread_time if device.type == "cpu" and dist.get_world_size() == 1 else time.perf_counter
+def _watch(device: torch.device) -> WatchedClock | None:
+    """The clock of a CPU that computes. A thread's own, if there is no other rank to wait for: other processes do not
+    move it. Else it looks between steps alone, as the other ranks would wait for each look."""
+    if device.type != "cpu":
+        return None
+    if dist.get_world_size() == 1:
+        return WatchedClock(time.thread_time, every_s=_LOOK_EVERY_S)
+    return WatchedClock(time.perf_counter, every_s=math.inf)
 
 
 def _dump_folder(folder: str) -> str:
@@ -265,7 +259,7 @@ def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int,
     for _ in range(rounds):
         _measure_messages(samples, device)
         job = probing_job(plain, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder=_dump_folder(folder))
-        with _steps(job, probing_iteration(job), device, time.perf_counter) as (_, timed):
+        with _steps(job, probing_iteration(job), device, None) as (_, timed):
             for _ in range(steps):
                 step = next(timed)
                 samples.spans.append((step.outcome.span[1], step.end_s))
@@ -311,7 +305,7 @@ def _settle(device: torch.device) -> None:
 # -------------------------------------------------------------------------------------------- the machine
 
 
-def _machine(copies: int, speed_s: float) -> dict[str, str | int | float]:
+def _machine(copies: int) -> dict[str, str | int | float]:
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -321,7 +315,6 @@ def _machine(copies: int, speed_s: float) -> dict[str, str | int | float]:
         "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
         "copies": copies,
         "load": round(os.getloadavg()[0], 2),
-        "speed_ms": round(1e3 * speed_s, 3),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

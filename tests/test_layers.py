@@ -52,6 +52,7 @@ LAYERS = [
     "sample",
     "environment",
     "host_memory",
+    "machine_speed",
     "step_memory",
     "step_timing",
     "step_files",

@@ -8,7 +8,7 @@ import pytest
 from mmtrain import config as config_module
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import ConfigError
-from mmtrain.measurements import NUM_BLOCKS, Samples, StepSample, assemble, calm, slowest, trainable_params
+from mmtrain.measurements import NUM_BLOCKS, Calm, Samples, StepSample, assemble, slowest, trainable_params
 from mmtrain.models.memory_strategies import BlockMemory
 from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.spec import clips_work, documents_work
@@ -78,15 +78,23 @@ def sample(cut, config, rows, pauses) -> StepSample:
         small_job(config, folder="") if cut is None else probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="")
     )
     params = sum(module.num_trainable_params for module in model_spec(job.model).modules)
-    return StepSample(job=cut, speed_s=1.0, rows=rows, pauses=pauses, outside_s=STEP_S + PARAM_S * params)
+    return StepSample(
+        job=cut,
+        rows=rows,
+        pauses=pauses,
+        speeds_s=dict.fromkeys(rows, 1.0),
+        outside_s=STEP_S + PARAM_S * params,
+        outside_speed_s=1.0,
+    )
 
 
 def slower(step: StepSample, factor: float) -> StepSample:
     return replace(
         step,
-        speed_s=factor * step.speed_s,
         rows={place: factor * seconds for place, seconds in step.rows.items()},
+        speeds_s={place: factor * seconds for place, seconds in step.speeds_s.items()},
         outside_s=factor * step.outside_s,
+        outside_speed_s=factor * step.outside_speed_s,
     )
 
 
@@ -136,9 +144,19 @@ def test_what_strategies_add_is_measured_and_kept(config, samples, tmp_path):
         assert costs.repeated_s(module, 0, size, recomputation) == 0.0, "an embedding keeps all"
 
 
-def test_steps_on_a_slower_machine_do_not_count(config, samples):
-    disturbed = replace(samples, steps=[*(slower(step, 1.4) for step in samples.steps), *samples.steps])
-    calm, loud = (assemble(config, everything(config), [one], [], MACHINE) for one in (samples, disturbed))
+def test_actions_on_a_slower_machine_do_not_count(config, samples):
+    def disturbed(step: StepSample, odd: int) -> StepSample:
+        """The machine is slower beside every other action."""
+        slow = slower(step, 1.4)
+        places = [place for number, place in enumerate(step.rows) if number % 2 == odd]
+        return replace(
+            slow if odd else step,
+            rows={**step.rows, **{place: slow.rows[place] for place in places}},
+            speeds_s={**step.speeds_s, **{place: slow.speeds_s[place] for place in places}},
+        )
+
+    half = replace(samples, steps=[disturbed(step, odd) for step in samples.steps for odd in (0, 1)])
+    calm, loud = (assemble(config, everything(config), [one], [], MACHINE) for one in (samples, half))
     assert loud.layers == calm.layers
     assert loud.step == calm.step
 
@@ -149,10 +167,24 @@ def test_ranks_that_share_works_wait_for_the_slowest(config, samples):
     assert slowest([other, first]) == first
 
 
-def test_where_no_step_was_fast_the_two_fastest_count():
-    steps = [StepSample(job=None, speed_s=s, rows={}, pauses={}, outside_s=s) for s in (9.0, 3.0, 5.0)]
-    fast = StepSample(job=CUTS[0], speed_s=1.0, rows={}, pauses={}, outside_s=1.0)
-    assert [step.speed_s for step in calm([*steps, fast])] == [3.0, 5.0, 1.0]
+def test_where_the_machine_was_never_fast_the_two_fastest_count():
+    place = (0, 0, Kind.F)
+    steps = [
+        StepSample(
+            job=None,
+            rows={place: 1.0},
+            pauses={place: 0.0},
+            speeds_s={place: speed},
+            outside_s=0.0,
+            outside_speed_s=0.0,
+        )
+        for speed in (1.0, 1.1, 3.0)
+    ]
+    calm = Calm(steps)
+    assert calm.limit_s == pytest.approx(1.15 * 1.02)
+    assert calm.speed_s == pytest.approx(1.05)
+    assert calm.typical([(1.1, 4.0), (1.5, 9.0), (1.0, 5.0), (1.1, 7.0)]) == 5.0, "three count"
+    assert calm.typical([(9.0, 90.0), (3.0, 30.0), (5.0, 50.0)]) == 40.0, "none does"
 
 
 def test_processes_are_taken_together(config, samples):
