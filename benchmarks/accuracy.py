@@ -334,8 +334,8 @@ def _summary(simulated: Sequence[float], measured: Sequence[float], counts: Sequ
     apart = [(a, b) for a, b in combinations(pairs, 2) if abs(a[1] / b[1] - 1) > APART and abs(b[1] / a[1] - 1) > APART]
     right = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in apart)
     return (
-        f"mean error {np.mean(errors):.1f} %, largest {max(errors):.1f} %, rank correlation {places:.4f}, of pairs that "
-        f"are {100 * APART:.0f} % apart {right} of {len(apart)} in the measured order"
+        f"mean error {np.mean(errors):.1f} %, largest {max(errors):.1f} %, rank correlation {places:.4f}; of the pairs "
+        f"{100 * APART:.0f} % apart, {right} of {len(apart)} in the measured order"
     )
 
 
