@@ -675,7 +675,7 @@ def _repair(
                 kept += 1
         num_active = kept
         while usage[row] > limit:
-            best, best_new, least = -1, -1, np.inf
+            best, best_new, least = np.int64(-1), np.int64(-1), np.inf  # a plain -1 would be a type of its own
             over = usage[row] - limit
             look += 1
             for k in range(num_active):
@@ -925,7 +925,7 @@ def _change_decoder(how: Any, state: Any, can_split: bool) -> None:
     if which < 2:
         how[which] = min(1.0, max(0.0, how[which] + 0.3 * (_uniform(state) - 0.5)))
     elif which == 2:
-        how[2] = 0.25 * _below(state, 5)
+        how[2] = 0.25 * int(5 * _uniform(state))
     else:
         how[which] = 1.0 - how[which]
 
@@ -998,12 +998,12 @@ def run(
             elif dice < 0.2:
                 cluster, target = cluster_of[_below(state, num_groups)], _below(state, num_groups)
                 low, high = 0, num_groups
-                _copy(chain.group_at, w.swap, 0, low, high)
-                _copy(chain.group_at, w.swap, 1, low, high)
+                for half in range(2):
+                    _copy(chain.group_at, w.swap, half, low, high)
                 for half in range(2):
                     _move_cluster(cluster_of, chain.at[half], chain.group_at[half], w.swap, cluster, target)
             else:
-                half, source = _below(state, 2), _below(state, num_groups)
+                half, source = int(2 * _uniform(state)), _below(state, num_groups)
                 reach = num_groups if _uniform(state) < 0.5 else max(2, num_groups // 16)
                 far = 1 + _below(state, reach)
                 target = source + far if _uniform(state) < 0.5 else source - far
