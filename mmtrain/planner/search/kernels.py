@@ -661,6 +661,7 @@ def _repair(
     """
     _count_usage(span, count, num_rows, chosen, options, usage)
     num_active, begun, look = 0, 0, 0
+    none: Any = np.int64(-1)  # a plain -1 would be a type of its own
     looked_at[:] = 0
     for row in range(num_rows):
         while begun < count and span[begun, BEGIN] <= row:
@@ -675,7 +676,7 @@ def _repair(
                 kept += 1
         num_active = kept
         while usage[row] > limit:
-            best, best_new, least = np.int64(-1), np.int64(-1), np.inf  # a plain -1 would be a type of its own
+            best, best_new, least = none, none, np.inf
             over = usage[row] - limit
             look += 1
             for k in range(num_active):
