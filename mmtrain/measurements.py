@@ -28,7 +28,7 @@ from mmtrain.schedule.action import Kind
 NUM_BLOCKS = 2
 """Blocks of each kind that are measured."""
 
-SPEED_TOLERANCE = 0.15
+_SPEED_TOLERANCE = 0.15
 """Of the machine's best speed that it may miss beside an action that counts. With a neighbour on the other half of a
 core it misses 30 to 60 %."""
 
@@ -127,7 +127,7 @@ class Calm:
 
     def __init__(self, steps: Sequence[StepSample]) -> None:
         speeds = [speed for step in steps for speed in step.speeds_s.values()] or [0.0]
-        self.limit_s = (1 + SPEED_TOLERANCE) * float(np.quantile(speeds, _BEST))
+        self.limit_s = (1 + _SPEED_TOLERANCE) * float(np.quantile(speeds, _BEST))
         """Of the fixed piece of work beside times that count."""
         self.speed_s = float(np.mean([speed for speed in speeds if speed <= self.limit_s]))
         """The mean beside them."""

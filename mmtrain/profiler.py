@@ -135,6 +135,8 @@ def _measure_layers(device: torch.device, config: Config, rounds: int, steps: in
 def _samples(
     job: Cut | None, timed: Iterator[TimedStep], steps: int, watch: WatchedClock | None
 ) -> Iterator[StepSample]:
+    if watch is not None:
+        watch.look()
     for step in itertools.islice(timed, steps):
         if watch is not None:
             watch.look()
