@@ -5,11 +5,12 @@ alone and with two processes side by side. Then each configuration below trains 
 batches of noise, one thread a rank, and the plan that it ran is simulated with the profile: its makespan and the end of
 the step. No number of a run goes into the profile or the simulation. `planned`: the order is searched, 200 evaluations.
 
-A step is timed from the moment all ranks are there to the moment the last one has updated its weights. Runs of all
-configurations take turns. The median counts over the steps in which other processes took less than 4 % of the machine
-(by /proc/stat) and a fixed piece of work, every 10 ms between two actions, ran as fast as while the machine was
-profiled (its mean over the step within 8 %): the speed of a shared machine changes by tens of per cent. Clocks stand
-still during that work. Configurations with too few such steps are run again in the next round; what has fewer than
+A step is timed from the moment all ranks are there to the moment the last one has updated its weights, on each rank by
+itself; the longest time counts. Runs of all configurations take turns. The median counts over the steps in which other
+processes took less than 4 % of the machine (by /proc/stat) and a fixed piece of work, every 20 ms between two actions,
+ran as fast as while the machine was profiled (its mean over the step within 8 %): the speed of a shared machine changes
+by tens of per cent. A rank's clock stands still during its own such work; where another one waits for it then, that
+stays in (1 % at most). Configurations with too few such steps are run again in the next round; what has fewer than
 three in the end counts its three least disturbed ones. Prints both, their relative error, the seconds that the busiest
 rank spent in actions, how many steps count, what other processes took, and the seconds of the fixed piece of work
 relative to the profile's; then the mean error and the order of the configurations with three such steps, and of all.
@@ -46,7 +47,7 @@ QUIET = 0.04
 """Of the machine may be taken by other processes in a step that counts."""
 LEAST_STEPS = 3
 """Steps that count in any case."""
-LOOK_EVERY_S = 10e-3
+LOOK_EVERY_S = 20e-3
 """From one look at the machine's speed to the next."""
 SAME_SPEED = 0.08
 """Relative difference to the machine's speed in the profile of a step that counts."""
@@ -286,7 +287,7 @@ def main() -> None:
         steps: dict[Case, list[Measured]] = {case: [] for case in CASES}
         for _ in range(args.rounds):
             for pp in (1, 2):
-                speed_s = float(Profile.read(profiles[pp]).machine["speed_ms"]) / 1e3
+                speed_s = float(Profile.read(profiles[pp]).machine["look_ms"]) / 1e3
                 missing = [c for c in CASES if c.pp == pp and sum(step.counts for step in steps[c]) < ENOUGH_STEPS]
                 if not missing:
                     continue

@@ -49,22 +49,26 @@ def _rank(
     rank, group = index % world, index // world
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    store, limit = dist.FileStore(f"{folder}/store-{group}", world), timedelta(seconds=comm.timeout_seconds)
     try:
         device = pick_device()
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=f"file://{folder}/store-{group}",
+            store=store,
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=comm.timeout_seconds),
+            timeout=limit,
         )
         value = fn(device, *args)
     except MMTrainError as error:
         _save((type(error).__name__, str(error)), folder / f"error-{index}")
         raise
     _save(value, folder / f"value-{index}")
+    # Who closes its connections while another rank still reads from them resets these.
+    store.set(f"done {rank}", "")
+    store.wait([f"done {other}" for other in range(world)], limit)
     os._exit(0)  # as in `cli.leave`: finalisation has nothing left to do, and may abort
 
 

@@ -8,6 +8,7 @@ what is measured, does.
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from statistics import median
 
 import torch
 
@@ -31,19 +32,19 @@ class WatchedClock:
     def __call__(self) -> float:
         now = self._clock() - self._stood_s
         if not self.moments or now - self.moments[-1] >= self._every_s:
-            self.look()
+            self._look(now, 1)
         return now
 
     def look(self) -> None:
-        """Looks now."""
-        start = self._clock()
-        self.moments.append(start - self._stood_s)
+        """Looks now, five times, of which the median counts."""
+        self._look(self._clock() - self._stood_s, 5)
+
+    def _look(self, now: float, times: int) -> None:
+        """Args: now: the reading from which on the clock stands still."""
+        self.moments.append(now)
         self._work()  # fetches what it needs into the caches
-        before = time.thread_time()
-        for _ in range(_PRODUCTS):
-            self._work()
-        self.speeds_s.append(time.thread_time() - before)
-        self._stood_s += self._clock() - start
+        self.speeds_s.append(median(self._timed_work() for _ in range(times)))
+        self._stood_s = self._clock() - now
 
     def speed_s(self, start: float, end: float) -> float:
         """The mean of the looks from the last one at or before a moment to the first one at or after another; 0: there
@@ -51,6 +52,12 @@ class WatchedClock:
         first = max(0, bisect_right(self.moments, start) - 1)
         found = self.speeds_s[first : bisect_left(self.moments, end) + 1]
         return sum(found) / len(found) if found else 0.0
+
+    def _timed_work(self) -> float:
+        before = time.thread_time()
+        for _ in range(_PRODUCTS):
+            self._work()
+        return time.thread_time() - before
 
     def _work(self) -> None:
         torch.nn.functional.gelu(self._square @ self._square)

@@ -30,7 +30,7 @@ NUM_BLOCKS = 2
 
 _SPEED_TOLERANCE = 0.15
 """Of the machine's best speed that it may miss beside an action that counts. With a neighbour on the other half of a
-core it misses 30 to 60 %."""
+core it misses 40 to 60 %."""
 
 _BEST = 0.1
 """The part of all actions that met a machine at least as fast as its "best"."""
@@ -122,7 +122,7 @@ class Calm:
     """Which times count: those that were taken while the machine was about as fast as at its best.
 
     The speed of a shared machine changes by tens of per cent, for milliseconds to minutes. A profile is of its best
-    state, so that numbers of different trainers belong together.
+    state, so that numbers of different trainers belong together. Processes side by side share one limit.
     """
 
     def __init__(self, steps: Sequence[StepSample]) -> None:
@@ -168,7 +168,7 @@ def assemble(
         step = replace(step, pipeline_s=_pipeline_end(config, pairs, step))
     actions = {kind.value: probe.action_s(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
     return Profile(
-        machine={**machine, "speed_ms": round(1e3 * calm.speed_s, 4)},
+        machine={**machine, "look_ms": round(1e3 * calm.speed_s, 4)},
         job=job_of(config),
         recomputation=Recomputation.of(config.activation_checkpoint),
         layers=tuple(probe.layers()),

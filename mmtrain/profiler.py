@@ -182,7 +182,7 @@ def measure_host_copy(device: torch.device, num_bytes: int = 1 << 26) -> HostCop
 def _steps(
     job: Config, meta: IterationMeta, device: torch.device, clock: Callable[[], float] | None
 ) -> Iterator[tuple[Trainer, Iterator[TimedStep]]]:
-    """A trainer of a job and its steps on noise, the first of them done. Args: clock: default: the host's."""
+    """A trainer of a job and its steps on noise, the first of them done. Args: clock: None: the host's."""
     trainer = Trainer(job)
     batches = itertools.repeat((noise_batch(job.model, meta, job.debug.seed), meta))
     timed = trainer.timed_steps(device, batches, clock=clock or time.perf_counter)

@@ -115,9 +115,13 @@ def _entry(fn: Any, rank: int, world: int, store: str, timeout: float, args: Any
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     limit = datetime.timedelta(seconds=timeout)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+    meeting = dist.FileStore(store, world)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=limit)
     try:
         queue.put((rank, True, fn(rank, *args)))
+        # Who closes its connections while another rank still reads from them resets these.
+        meeting.set(f"done {rank}", "")
+        meeting.wait([f"done {other}" for other in range(world)], limit)
     except BaseException:
         queue.put((rank, False, traceback.format_exc()))
     finally:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -14,13 +15,20 @@ def scripted(*moments: float):
 
 
 def test_the_clock_stands_still_while_it_looks():
-    clock = WatchedClock(scripted(10.0, 10.0, 13.0, 13.5, 14.0, 14.0, 16.0, 16.5), every_s=1.0)
-    assert clock() == 10.0, "and looks from 10 to 13"
+    clock = WatchedClock(scripted(10.0, 13.0, 13.5, 14.0, 16.0, 16.5), every_s=1.0)
+    assert clock() == 10.0, "and looks until 13"
     assert clock() == 10.5
-    assert clock() == 11.0, "and looks from 14 to 16"
+    assert clock() == 11.0, "and looks until 16"
     assert clock() == 11.5
-    assert clock.moments == [10.0, 11.0]
+    assert clock.moments == [10.0, 11.0], "the readings themselves"
     assert all(seconds > 0 for seconds in clock.speeds_s)
+
+
+def test_the_looks_at_both_ends_of_an_action_are_beside_it():
+    clock = WatchedClock(time.perf_counter, every_s=0.0)
+    ends = [clock() for _ in range(4)]
+    clock.speeds_s = [1.0, 2.0, 4.0, 8.0]
+    assert [clock.speed_s(*pair) for pair in pairwise(ends)] == [1.5, 3.0, 6.0]
 
 
 def test_it_looks_no_more_often_than_it_should():

@@ -92,6 +92,7 @@ def slower(step: StepSample, factor: float) -> StepSample:
     return replace(
         step,
         rows={place: factor * seconds for place, seconds in step.rows.items()},
+        pauses={place: factor * seconds for place, seconds in step.pauses.items()},
         speeds_s={place: factor * seconds for place, seconds in step.speeds_s.items()},
         outside_s=factor * step.outside_s,
         outside_speed_s=factor * step.outside_speed_s,
@@ -152,13 +153,28 @@ def test_actions_on_a_slower_machine_do_not_count(config, samples):
         return replace(
             slow if odd else step,
             rows={**step.rows, **{place: slow.rows[place] for place in places}},
+            pauses={**step.pauses, **{place: slow.pauses[place] for place in places}},
             speeds_s={**step.speeds_s, **{place: slow.speeds_s[place] for place in places}},
         )
 
     half = replace(samples, steps=[disturbed(step, odd) for step in samples.steps for odd in (0, 1)])
     calm, loud = (assemble(config, everything(config), [one], [], MACHINE) for one in (samples, half))
     assert loud.layers == calm.layers
+    assert loud.actions == calm.actions
     assert loud.step == calm.step
+    assert loud.machine == calm.machine
+
+
+def test_without_looks_everything_counts(config, samples):
+    def unwatched(step: StepSample) -> StepSample:
+        return replace(step, speeds_s=dict.fromkeys(step.rows, 0.0), outside_speed_s=0.0)
+
+    one = assemble(config, everything(config), [samples], [], MACHINE)
+    other = assemble(
+        config, everything(config), [replace(samples, steps=[unwatched(s) for s in samples.steps])], [], MACHINE
+    )
+    assert other.layers == one.layers
+    assert other.machine["look_ms"] == 0.0
 
 
 def test_ranks_that_share_works_wait_for_the_slowest(config, samples):

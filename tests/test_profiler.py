@@ -39,6 +39,7 @@ def measured(tmp_path_factory):
 def test_every_kind_of_layer_has_times_and_bytes(measured):
     job, out, _ = measured
     profile = Profile.read(out)
+    assert 0.01 < profile.machine["look_ms"] < 10
     spec = model_spec(config_module.load(job, PP2).model)
     assert [(layer.module, layer.role) for layer in profile.layers] == list(
         dict.fromkeys((module.name, role(layer)) for module in spec.modules for layer in module.layers)
