@@ -24,16 +24,21 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 240) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 240, leave_together: bool = True
+) -> list[Any]:
     """What `fn(rank, *args)` returned on each of `world` ranks, in order.
 
-    `fn` must be importable (a module-level function); the default process group exists while it runs.
+    `fn` must be importable (a module-level function); the default process group exists while it runs. Where a rank
+    is to find that another one has gone, it must not wait for it: `leave_together=False`.
     Raises: AssertionError: a rank raised, died or took longer than `timeout` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         queue = _context.Queue()
         processes = [
-            _context.Process(target=_entry, args=(fn, rank, world, f"{folder}/store", timeout, args, queue))
+            _context.Process(
+                target=_entry, args=(fn, rank, world, f"{folder}/store", timeout, leave_together, args, queue)
+            )
             for rank in range(world)
         ]
         for process in processes:
@@ -108,7 +113,9 @@ def _collect(queue: Any, processes: list[Any], world: int, timeout: float) -> di
     return answers
 
 
-def _entry(fn: Any, rank: int, world: int, store: str, timeout: float, args: Any, queue: Any) -> None:
+def _entry(
+    fn: Any, rank: int, world: int, store: str, timeout: float, leave_together: bool, args: Any, queue: Any
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -119,9 +126,9 @@ def _entry(fn: Any, rank: int, world: int, store: str, timeout: float, args: Any
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=limit)
     try:
         queue.put((rank, True, fn(rank, *args)))
-        # Who closes its connections while another rank still reads from them resets these.
-        meeting.set(f"done {rank}", "")
-        meeting.wait([f"done {other}" for other in range(world)], limit)
+        if leave_together:  # who closes its connections while another rank still reads from them resets these
+            meeting.set(f"done {rank}", "")
+            meeting.wait([f"done {other}" for other in range(world)], limit)
     except BaseException:
         queue.put((rank, False, traceback.format_exc()))
     finally:
