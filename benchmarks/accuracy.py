@@ -52,7 +52,7 @@ LOOK_EVERY_S = 20e-3
 SAME_SPEED = 0.08
 """Relative difference to the machine's speed in the profile of a step that counts."""
 APART = 0.1
-"""Relative difference of measured times from which on the order of two configurations is asked for."""
+"""Part of the longer of two measured times by which they differ if their order is asked for."""
 ENOUGH_STEPS = 8
 """Steps that count, after which a configuration is not run again."""
 
@@ -332,7 +332,7 @@ def _summary(simulated: Sequence[float], measured: Sequence[float], counts: Sequ
         return "-"
     errors = [100 * abs(a / b - 1) for a, b in pairs]
     places = rank_correlation(*(list(of) for of in zip(*pairs, strict=True)))
-    apart = [(a, b) for a, b in combinations(pairs, 2) if abs(a[1] / b[1] - 1) > APART and abs(b[1] / a[1] - 1) > APART]
+    apart = [(a, b) for a, b in combinations(pairs, 2) if abs(a[1] - b[1]) > APART * max(a[1], b[1])]
     right = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in apart)
     return (
         f"mean error {np.mean(errors):.1f} %, largest {max(errors):.1f} %, rank correlation {places:.4f}; of the pairs "

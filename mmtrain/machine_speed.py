@@ -18,9 +18,9 @@ _SIDE, _PRODUCTS = 128, 3
 class WatchedClock:
     """A clock of the host that looks, between two readings, how fast the machine is, and stands still meanwhile."""
 
-    def __init__(self, clock: Callable[[], float], *, every_s: float) -> None:
-        """Args: every_s: least seconds from one look to the next, which takes about 0.2 ms; inf: it looks only when
-        told to."""
+    def __init__(self, clock: Callable[[], float], *, every_s: float | None) -> None:
+        """Args: every_s: least seconds from one look to the next, which takes about 0.2 ms; inf: it looks at its first
+        reading and when told to; None: it never looks."""
         self.moments: list[float] = []
         """Of the looks, on this clock."""
         self.speeds_s: list[float] = []
@@ -31,13 +31,14 @@ class WatchedClock:
 
     def __call__(self) -> float:
         now = self._clock() - self._stood_s
-        if not self.moments or now - self.moments[-1] >= self._every_s:
+        if self._every_s is not None and (not self.moments or now - self.moments[-1] >= self._every_s):
             self._look(now, 1)
         return now
 
     def look(self) -> None:
-        """Looks now, five times, of which the median counts."""
-        self._look(self._clock() - self._stood_s, 5)
+        """Looks now, five times, of which the median counts; does nothing if it never looks."""
+        if self._every_s is not None:
+            self._look(self._clock() - self._stood_s, 5)
 
     def _look(self, now: float, times: int) -> None:
         """Args: now: the reading from which on the clock stands still."""

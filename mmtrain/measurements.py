@@ -132,7 +132,7 @@ class Calm:
         self.speed_s = float(np.mean([speed for speed in speeds if speed <= self.limit_s]))
         """The mean beside them."""
 
-    def typical(self, times: Iterable[tuple[float, float]]) -> float:
+    def median(self, times: Iterable[tuple[float, float]]) -> float:
         """The median of (how fast the machine was, seconds); of those with the two fastest machines, if fewer count."""
         ordered = sorted(times)
         return float(np.median([s for i, (speed, s) in enumerate(ordered) if i < _LEAST or speed <= self.limit_s]))
@@ -200,8 +200,8 @@ class _Probe:
             cut.stages: partition_of(job, self.spec) for cut, job in zip(CUTS, jobs, strict=True)
         }
         self.batching = make_batching(meta, self.spec, 0, config.model.language.attention_mask)
-        self._seconds = _typical(calm, ((step.job, step.rows, step.speeds_s) for step in steps))
-        self._pauses = _typical(calm, ((step.job, step.pauses, step.speeds_s) for step in steps))
+        self._seconds = _medians(calm, ((step.job, step.rows, step.speeds_s) for step in steps))
+        self._pauses = _medians(calm, ((step.job, step.pauses, step.speeds_s) for step in steps))
 
     def layers(self) -> Iterator[LayerProfile]:
         """The profile of each kind of layer, in the order of their first."""
@@ -316,16 +316,16 @@ class _Probe:
         return total
 
 
-def _typical(
+def _medians(
     calm: Calm, samples: Iterable[tuple[Cut | None, Mapping[Place, float], Mapping[Place, float]]]
 ) -> dict[tuple[Cut, int, int, Kind], float]:
-    """(cut, place) -> typical seconds. Args: samples: cut, seconds and speed of each place."""
+    """(cut, place) -> median seconds. Args: samples: cut, seconds and speed of each place."""
     found: dict[tuple[Cut, int, int, Kind], list[tuple[float, float]]] = defaultdict(list)
     for cut, values, speeds_s in samples:
         for place, value in values.items():
             if cut is not None:
                 found[cut, *place].append((speeds_s[place], value))
-    return {key: calm.typical(times) for key, times in found.items()}
+    return {key: calm.median(times) for key, times in found.items()}
 
 
 def _step(config: Config, steps: Sequence[StepSample], calm: Calm) -> StepProfile:
@@ -334,7 +334,7 @@ def _step(config: Config, steps: Sequence[StepSample], calm: Calm) -> StepProfil
     small = _trainable(small_job(config, folder=""))
     joined = Cut(stages="modules", splits=False)
     ends = [
-        calm.typical((step.outside_speed_s, step.outside_s) for step in steps if step.job == job)
+        calm.median((step.outside_speed_s, step.outside_s) for step in steps if step.job == job)
         for job in (joined, None)
     ]
     slope = max(0.0, (ends[0] - ends[1]) / (whole - small)) if whole != small else 0.0

@@ -118,35 +118,32 @@ def _measure_layers(device: torch.device, config: Config, rounds: int, steps: in
         repeats = REPEATS.values() if config.activation_checkpoint.mode == "none" else ()
         for cut in (*CUTS, *repeats):
             job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder=_dump_folder(folder))
-            watch = _watch(device)
-            with _steps(job, _everything(job), device, watch) as (trainer, timed):
-                samples.steps += _samples(cut, timed, steps, watch)
+            clock = _watched_clock(device)
+            with _steps(job, _everything(job), device, clock) as (trainer, timed):
+                samples.steps += _samples(cut, timed, steps, clock)
                 if cut == Cut(stages="layers", splits=False) and number == 0:
                     with _counting(trainer.model.stages, samples.held, device):
                         next(timed)
         small = small_job(config, folder=_dump_folder(folder))
         last = IterationMeta(microbatches=probing_iteration(small).microbatches[-1:])
-        watch = _watch(device)
-        with _steps(small, last, device, watch) as (_, timed):
-            samples.steps += _samples(None, timed, steps, watch)
+        clock = _watched_clock(device)
+        with _steps(small, last, device, clock) as (_, timed):
+            samples.steps += _samples(None, timed, steps, clock)
     return samples
 
 
-def _samples(
-    job: Cut | None, timed: Iterator[TimedStep], steps: int, watch: WatchedClock | None
-) -> Iterator[StepSample]:
-    if watch is not None:
-        watch.look()
+def _samples(job: Cut | None, timed: Iterator[TimedStep], steps: int, clock: WatchedClock) -> Iterator[StepSample]:
+    """Args: clock: of the timed steps."""
+    clock.look()
     for step in itertools.islice(timed, steps):
-        if watch is not None:
-            watch.look()
+        clock.look()
         rows, pauses, speeds = {}, {}, {}
         start, end = step.outcome.span
         last, graph = start, step.plan.problem.graph
         for action, begin, done in step.outcome.rows:
             place = (action.stage, graph.work_of(action), action.kind)
             rows[place], pauses[place] = done - begin, begin - last
-            speeds[place] = watch.speed_s(last, done) if watch is not None else 0.0
+            speeds[place] = clock.speed_s(last, done)
             last = done
         yield StepSample(
             job=job,
@@ -154,7 +151,7 @@ def _samples(
             pauses=pauses,
             speeds_s=speeds,
             outside_s=(step.end_s - step.start_s) - (end - start),
-            outside_speed_s=watch.speed_s(end, step.end_s) if watch is not None else 0.0,
+            outside_speed_s=clock.speed_s(end, step.end_s),
         )
 
 
@@ -180,12 +177,12 @@ def measure_host_copy(device: torch.device, num_bytes: int = 1 << 26) -> HostCop
 
 @contextmanager
 def _steps(
-    job: Config, meta: IterationMeta, device: torch.device, clock: Callable[[], float] | None
+    job: Config, meta: IterationMeta, device: torch.device, clock: Callable[[], float]
 ) -> Iterator[tuple[Trainer, Iterator[TimedStep]]]:
-    """A trainer of a job and its steps on noise, the first of them done. Args: clock: None: the host's."""
+    """A trainer of a job and its steps on noise, the first of them done."""
     trainer = Trainer(job)
     batches = itertools.repeat((noise_batch(job.model, meta, job.debug.seed), meta))
-    timed = trainer.timed_steps(device, batches, clock=clock or time.perf_counter)
+    timed = trainer.timed_steps(device, batches, clock=clock)
     try:
         next(timed)
         yield trainer, timed
@@ -193,11 +190,11 @@ def _steps(
         timed.close()  # type: ignore[attr-defined]
 
 
-def _watch(device: torch.device) -> WatchedClock | None:
-    """The clock of a CPU that computes. A thread's own, if there is no other rank to wait for: other processes do not
-    move it. Else it looks between steps alone, as the other ranks would wait for each look."""
+def _watched_clock(device: torch.device) -> WatchedClock:
+    """On a CPU a thread's own clock, if there is no other rank to wait for: other processes do not move it. Else the
+    host's, which looks between steps alone, as the other ranks would wait for each look, and never on a device."""
     if device.type != "cpu":
-        return None
+        return WatchedClock(time.perf_counter, every_s=None)
     if dist.get_world_size() == 1:
         return WatchedClock(time.thread_time, every_s=_LOOK_EVERY_S)
     return WatchedClock(time.perf_counter, every_s=math.inf)
@@ -261,7 +258,7 @@ def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int,
     for _ in range(rounds):
         _measure_messages(samples, device)
         job = probing_job(plain, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder=_dump_folder(folder))
-        with _steps(job, probing_iteration(job), device, None) as (_, timed):
+        with _steps(job, probing_iteration(job), device, time.perf_counter) as (_, timed):
             for _ in range(steps):
                 step = next(timed)
                 samples.spans.append((step.outcome.span[1], step.end_s))

@@ -58,5 +58,9 @@ def test_the_looks_beside_a_time_count(start, end, mean):
     assert clock.speed_s(start, end) == mean
 
 
-def test_without_a_look_no_speed_is_known():
-    assert WatchedClock(time.perf_counter, every_s=1.0).speed_s(0.0, 1.0) == 0.0
+def test_a_clock_that_never_looks_knows_no_speed():
+    clock = WatchedClock(scripted(10.0, 11.0, 12.0), every_s=None)
+    clock.look()
+    assert [clock(), clock()] == [10.0, 11.0]
+    assert clock.moments == []
+    assert clock.speed_s(10.0, 11.0) == 0.0
