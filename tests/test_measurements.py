@@ -17,6 +17,7 @@ from mmtrain.planner.batching import make_batching
 from mmtrain.planner.calibration import calibrate
 from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.layout import Plane
 from mmtrain.planner.measured_costs import MeasuredCosts
 from mmtrain.planner.partition import reference_sizes
 from mmtrain.planner.partition_choice import partition_of
@@ -316,7 +317,7 @@ def test_the_table_of_a_text_to_video_job_has_the_weights_of_clips(video):
     config, samples = video
     profile = assemble(config, everything(config), [samples], [], MACHINE)
     spec = model_spec(config.model)
-    text = table(profile, spec, calibrate(profile, config, spec, "cpu"))
+    text = table(profile, spec, Plane(), calibrate(profile, config, spec, "cpu"))
     assert "pair x attended pairs + cross x pairs with text tokens + text x text tokens + clip x clips + fixed" in text
     assert "dit blocks             F " in text
     assert "Clips a second of a DiT work, relative to the best, by its number of clips: 1: " in text

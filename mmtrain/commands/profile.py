@@ -52,6 +52,7 @@ def _profile(args: argparse.Namespace) -> int:
         load_hardware(hardware)  # refuses one that does not exist
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from mmtrain.planner.calibration import calibrate
+    from mmtrain.planner.layout import Plane
     from mmtrain.planner.profile_table import table
     from mmtrain.profiler import profile_job
 
@@ -61,7 +62,7 @@ def _profile(args: argparse.Namespace) -> int:
     if not hardware and profile.machine["device"] == "cpu":
         hardware = "cpu"
     calibration = calibrate(profile, job, spec, hardware) if hardware else None
-    print(f"\n{table(profile, spec, calibration)}")
+    print(f"\n{table(profile, spec, Plane.of(job), calibration)}")
     print(f'{out}: written; set planner.profile = "{out}" to plan with it')
     if args.hardware_out is not None:
         if calibration is None:

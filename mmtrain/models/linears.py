@@ -23,6 +23,11 @@ class Linear:
     1: what attention made; 2 and 3: the input and the inner columns of the MLP."""
 
     @property
+    def divides_outputs(self) -> bool:
+        """Whether tensor-parallel ranks divide what it gives, and not what it reads."""
+        return self.place % 2 == 0
+
+    @property
     def last_name(self) -> str:
         """The name that a config calls it by."""
         return self.name.rpartition(".")[2]
@@ -54,6 +59,18 @@ def linear_width(linears: Sequence[Linear], rank: int = 0) -> int:
     """
     read = {linear.place: linear.inputs for linear in linears}
     return sum(read.values()) + sum(linear.outputs + 2 * rank for linear in linears)
+
+
+def whole_width(linears: Sequence[Linear], rank: int = 0) -> int:
+    """Of these columns, those that each tensor-parallel rank has all of, for all rows: what is gathered before the
+    layers whose outputs the ranks divide, and the gradients of what the others give.
+
+    Args: rank: as in `linear_width`. Behind an adapter of the others its second half reads this rank's rows alone.
+    """
+    read = {linear.place: linear.inputs for linear in linears if linear.divides_outputs}
+    return sum(read.values()) + sum(
+        2 * rank if linear.divides_outputs else (rank or linear.outputs) for linear in linears
+    )
 
 
 def adapted_linears(model: ModelConfig, module: str) -> tuple[Linear, ...]:
@@ -103,6 +120,12 @@ def with_adapters(
         # A frozen linear layer keeps nothing; its adapter keeps the same input, and the rows between A and B.
         activation_bytes=block.activation_bytes + Rates(row=rank * len(adapted) * dtype_bytes),
         linear_bytes=Rates(row=linear_width(adapted, rank) * dtype_bytes),
+        whole_bytes=replace(
+            block.whole_bytes,
+            activation=block.whole_bytes.activation
+            + Rates(row=rank * sum(x.divides_outputs for x in adapted) * dtype_bytes),
+            linear=Rates(row=whole_width(adapted, rank) * dtype_bytes),
+        ),
     )
 
 

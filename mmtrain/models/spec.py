@@ -106,14 +106,41 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """How the ranks of a stage's plane share a module."""
+
+    tp: int = 1
+    """Ranks that divide the layers' columns, and rows between layers (not of a DiT)."""
+    groups: int = 1
+    """Groups of tp ranks that divide the rows."""
+    gathers_keys: bool = False
+    """Whether attention sees the rows of all groups, whose keys and values are gathered."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the plane."""
+        return self.tp * self.groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WholeBytes:
-    """Of a layer's bytes, by the names of `LayerSpec`, those that every tensor-parallel rank has: ranks divide the
-    columns inside of the layer alone, and not the rows between layers."""
+    """Of a layer's bytes, by the names of `LayerSpec`, those that every tensor-parallel rank has: what has all columns
+    of all rows, as what a norm gives is gathered for the linear layers behind it."""
 
     activation: Rates = Rates()
     product: Rates = Rates()
     linear: Rates = Rates()
     output: Rates = Rates()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyBytes:
+    """What attention keeps of keys and values from forward to backward."""
+
+    own: Rates = Rates()
+    """Of the layer's activation_bytes: what is not kept if keys and values are gathered."""
+    gathered: Rates = Rates()
+    """Keys and values of all rows, which are kept instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +217,9 @@ class LayerSpec:
     """Of matmul_flops, those of products on the way of a gradient to the layer before; None: all. Not of products that
     read data (latents, timesteps)."""
     whole_bytes: WholeBytes = WholeBytes()
-    """Of the bytes above, those that the ranks of a stage's plane do not divide."""
+    """Of the bytes above, those that tensor-parallel ranks do not divide."""
+    key_bytes: KeyBytes = KeyBytes()
+    """What changes where ranks divide the rows that attention sees."""
     adapters: AdapterSpec | None = None
     """What trains of a layer with low-rank adapters, in addition to the amounts above; None: all of it, or nothing."""
 
@@ -238,21 +267,21 @@ class LayerSpec:
             backward_weight=matmul if self.trainable else 0.0,
         )
 
-    def share(self, ranks: int) -> "LayerSpec":
-        """The layer with the bytes of one of so many ranks, which divide evenly what they divide; the rest is as here.
-
-        Args: ranks: of a stage's plane (context x tensor parallel).
-        """
-        if ranks == 1:
+    def share(self, shares: Shares) -> "LayerSpec":
+        """The layer with the bytes of one rank, where ranks divide evenly what they divide; the rest is as here."""
+        if shares.ranks == 1:
             return self
-        whole = self.whole_bytes
+        whole, activation, gathered = self.whole_bytes, self.activation_bytes, Rates()
+        if shares.gathers_keys:
+            activation += self.key_bytes.own * -1.0
+            gathered = self.key_bytes.gathered * (1 / shares.tp)
         return replace(
             self,
-            activation_bytes=_share(self.activation_bytes, whole.activation, ranks),
-            product_bytes=_share(self.product_bytes, whole.product, ranks),
-            attention_bytes=_share(self.attention_bytes, Rates(), ranks),
-            linear_bytes=_share(self.linear_bytes, whole.linear, ranks),
-            output_bytes=_share(self.output_bytes, whole.output, ranks),
+            activation_bytes=_share(activation, whole.activation, shares) + gathered,
+            product_bytes=_share(self.product_bytes, whole.product, shares),
+            attention_bytes=_share(self.attention_bytes, Rates(), shares),
+            linear_bytes=_share(self.linear_bytes, whole.linear, shares),
+            output_bytes=_share(self.output_bytes, whole.output, shares),
         )
 
     def _passing(self, size: WorkSize) -> float:
@@ -261,8 +290,8 @@ class LayerSpec:
         return (self.passing_flops | self.inner_flops if self.trainable else self.passing_flops)(size)
 
 
-def _share(all_of: Rates, whole: Rates, ranks: int) -> Rates:
-    return all_of * (1 / ranks) + whole * (1 - 1 / ranks)
+def _share(all_of: Rates, whole: Rates, shares: Shares) -> Rates:
+    return all_of * (1 / shares.ranks) + whole * (1 / shares.groups - 1 / shares.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,11 @@ Activation bytes count what autograd keeps on a CPU (each storage once, no param
 cosines and sines, which the layers of a chunk share, and not temporary tensors.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mmtrain.config import ModelConfig
-from mmtrain.models.linears import adapted_linears, block_linears, linear_width, with_adapters
+from mmtrain.models.linears import Linear, adapted_linears, block_linears, linear_width, whole_width, with_adapters
 from mmtrain.models.shapes import (
     DitShape,
     LanguageShape,
@@ -22,7 +23,7 @@ from mmtrain.models.shapes import (
     language_shape,
     vision_shape,
 )
-from mmtrain.models.spec import TIME_ROWS, LayerSpec, ModelSpec, ModuleSpec, Rates, WholeBytes
+from mmtrain.models.spec import TIME_ROWS, KeyBytes, LayerSpec, ModelSpec, ModuleSpec, Rates, WholeBytes
 from mmtrain.models.vae_shapes import VaeShape, vae_shape
 
 _FLOAT32 = 4
@@ -109,6 +110,8 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
     inner = patches * D if native else model.projector.hidden_size or patches * D
     rms = native and shape.rms_norm
     norm = _norm_bytes(shape, e) if native else 2 * D * e + 2 * e
+    # With windows also the order in which the features were.
+    normed = patches * norm + (_INT64 if shape.window else 0)
     layers.append(
         LayerSpec(
             name="projector",
@@ -116,12 +119,15 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
             trainable=bool(model.projector.trainable),
             weight_before_products=True,
             matmul_flops=Rates(output=2 * patches * D * inner + 2 * inner * language_width),
-            # With windows also the order in which the features were.
-            activation_bytes=Rates(output=patches * norm + 2 * inner * e + (_INT64 if shape.window else 0)),
+            activation_bytes=Rates(output=normed + 2 * inner * e),
             linear_bytes=Rates(output=(patches * D + 2 * inner + language_width) * e),
             output_bytes=Rates(output=language_width * e),
             output_width=language_width,
             output_rows="outputs",
+            # Norm and features are those of all rows; the inner columns are divided.
+            whole_bytes=WholeBytes(
+                activation=Rates(output=normed), linear=Rates(output=(patches * D + language_width) * e)
+            ),
         )
     )
     return ModuleSpec(
@@ -151,6 +157,7 @@ def _patch_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
         activation_bytes=Rates(output=patches * P * e),
         output_bytes=Rates(row=D * e),
         output_width=D,
+        whole_bytes=WholeBytes(activation=Rates(output=patches * P * e)),
     )
 
 
@@ -158,6 +165,7 @@ def _sound_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
     """The first layer of Whisper: two convolutions over three frames, the second with a stride of two."""
     assert shape.fixed_grid is not None
     D, P, frames = shape.width, shape.patch_dim, shape.fixed_grid[2]
+    activation = Rates(row=P * e + 2 * 2 * D * e + D * e)  # input; twice the frames before and after GELU
     return LayerSpec(
         name="embed",
         num_params=3 * P // 2 * D + D + 3 * D * D + D + frames * D,
@@ -165,9 +173,10 @@ def _sound_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
         trainable=trainable,
         matmul_flops=Rates(row=2 * 3 * P * D + 2 * 3 * D * D),
         inner_flops=Rates(row=2 * 3 * D * D),
-        activation_bytes=Rates(row=P * e + 2 * 2 * D * e + D * e),  # input; twice the frames before and after GELU
+        activation_bytes=activation,
         output_bytes=Rates(row=D * e),
         output_width=D,
+        whole_bytes=WholeBytes(activation=activation),
     )
 
 
@@ -199,6 +208,18 @@ def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: in
         attention_bytes=Rates(row=D * e + H * _FLOAT32),
         output_bytes=Rates(row=D * e),
         output_width=D,
+        whole_bytes=_whole_of_block(block_linears(shape), D, e),
+        # The packed encoder's joint query-key-value tensor is not kept, nor are joined outputs of single pictures.
+        key_bytes=KeyBytes(own=Rates(row=(5 if shape.packed else 2) * D * e), gathered=Rates(row=2 * D * e)),
+    )
+
+
+def _whole_of_block(linears: Sequence[Linear], D: int, e: int) -> WholeBytes:
+    """Of a block with two norms: what these give is gathered, and so are the gradients of what it adds to its rows."""
+    return WholeBytes(
+        activation=Rates(row=2 * D * e),
+        product=Rates(row=2 * D * e),
+        linear=Rates(row=whole_width(linears) * e),
     )
 
 
@@ -226,6 +247,8 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
         matmul_flops=Rates(output=2 * D * V),
         activation_bytes=Rates(output=norm + _FLOAT32 * V + 2 * _INT64),
         linear_bytes=Rates(output=(D + V) * e),
+        # All rows; the vocabulary is divided.
+        whole_bytes=WholeBytes(activation=Rates(output=norm + 2 * _INT64), linear=Rates(output=D * e)),
     )
     return ModuleSpec(
         name="language",
@@ -239,6 +262,7 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
                 activation_bytes=Rates(row=_INT64),
                 output_bytes=Rates(row=D * e),
                 output_width=D,
+                whole_bytes=WholeBytes(activation=Rates(row=_INT64)),
             ),
             *(replace(block, name=f"layers.{i}") for i in range(shape.depth)),
             _text_norm(shape, trainable=trainable, e=e) if model.dit is not None else head,
@@ -283,6 +307,9 @@ def _decoder_layer(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpe
         attention_bytes=Rates(row=C * e + shape.num_heads * _FLOAT32),
         output_bytes=Rates(row=D * e),
         output_width=D,
+        whole_bytes=_whole_of_block(block_linears(shape), D, e),
+        # One call of attention, for rows of any documents: its output is not joined.
+        key_bytes=KeyBytes(own=Rates(row=(C + 2 * K) * e), gathered=Rates(row=2 * K * e)),
     )
 
 

@@ -12,6 +12,7 @@ from mmtrain.models.memory_strategies import BlockMemory
 from mmtrain.models.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize
 from mmtrain.planner.batching import Batching
 from mmtrain.planner.cost_model import CostModel, equal_layers
+from mmtrain.planner.layout import Plane
 from mmtrain.planner.memory_options import (
     BlockKind,
     BlockPrice,
@@ -42,7 +43,7 @@ def make_problem(
     *,
     memory: MemoryChoices = MemoryChoices(),  # noqa: B008
     limits: Sequence[float | None] | None = None,
-    shares: int = 1,
+    plane: Plane = Plane(),  # noqa: B008
     splits_backward: bool = False,
     forward_only: bool = False,
 ) -> PlanningProblem:
@@ -62,8 +63,7 @@ def make_problem(
         memory: what blocks may do with their activations. Where they may choose, each stage and work has several
             options, if any rank has a limit.
         limits: [pp_rank] bytes that activations may take; None: those of planner_config.
-        shares: ranks of a stage's plane (context x tensor parallel), which divide each work; bytes are those of an
-            even share, but for what a layer's `whole_bytes` say that each rank has.
+        plane: the ranks of a stage, which divide each work; bytes are those of one rank of an even division.
         splits_backward: whether the schedule splits backwards, so that the fixed seconds of an action are those of I
             and of W, and not those of one B.
         forward_only: no backward anywhere (validation); activations are then freed at once.
@@ -77,7 +77,7 @@ def make_problem(
         chains={name: partition.of_module(name) for name in batching.modules},
         costs=costs,
         memory=memory if limited else memory.fixed,
-        shares=shares,
+        plane=plane,
         splits_backward=splits_backward,
         forward_only=forward_only,
     )
@@ -106,7 +106,7 @@ def make_problem(
             planner_config,
             memory=replace(memory, strategies=fewer),
             limits=limits,
-            shares=shares,
+            plane=plane,
             splits_backward=splits_backward,
             forward_only=forward_only,
         )
@@ -225,7 +225,7 @@ class _Prices:
         chains: Mapping[str, Sequence[StageSpec]],
         costs: CostModel,
         memory: MemoryChoices,
-        shares: int,
+        plane: Plane,
         splits_backward: bool,
         forward_only: bool,
     ) -> None:
@@ -234,7 +234,7 @@ class _Prices:
         self.table = {}
         self._costs = costs
         self._memory = memory
-        self._shares = shares
+        self._shares = {module.name: plane.shares(module.name) for module in spec.modules}
         self._forward_only = forward_only
         halves = (Kind.I, Kind.W) if splits_backward else (Kind.B,)
         self._forward_s = costs.action_s(Kind.F)
@@ -350,7 +350,7 @@ class _Prices:
         """A layer with the bytes of one rank of the plane."""
         key = module.name, self._class[module.name][index]
         if key not in self._shared:
-            self._shared[key] = module.layers[key[1]].share(self._shares)
+            self._shared[key] = module.layers[key[1]].share(self._shares[module.name])
         return self._shared[key]
 
     def _layer(

@@ -143,7 +143,7 @@ class IterationPlanner:
             self.costs,
             self.section,
             memory=self.memory if searched else self.memory.fixed,
-            shares=self.plane.size,
+            plane=self.plane,
             splits_backward=CATALOGUE[self.schedule].splits_backward or (searched and may_split(self.section)),
             forward_only=forward_only,
             limits=self.activation_limits,

@@ -20,7 +20,7 @@ from mmtrain.data.bitfield import Bits, LanguageMask, language_bits
 from mmtrain.data.metadata import ImageMeta, IterationMeta
 from mmtrain.errors import PlanError
 from mmtrain.models.rows import padded, part_of
-from mmtrain.models.spec import ModuleSpec, WorkSize
+from mmtrain.models.spec import ModuleSpec, Shares, WorkSize
 from mmtrain.models.windows import feature_order, row_order
 from mmtrain.planner.batching import DIT, VAE, VISION, Batching
 from mmtrain.planner.context import SplitPolicy, split_tokens
@@ -65,6 +65,14 @@ class Plane:
     def encoder_tp(self) -> int:
         """Ranks that divide the layers of the encoder."""
         return 1 if self.data_encoder else self.tp
+
+    def shares(self, module: str) -> Shares:
+        """How the ranks share a module."""
+        if module == VISION:
+            tp, gathers_keys = self.encoder_tp, self.share_patches
+        else:
+            tp, gathers_keys = self.tp, self.cp > 1
+        return Shares(tp=tp, groups=self.size // tp, gathers_keys=gathers_keys)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

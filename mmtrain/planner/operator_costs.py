@@ -79,7 +79,7 @@ class OperatorCosts:
                 f"{cluster.hardware.gpus_per_node} accelerators; tensor parallelism stays inside of a node, lower it"
             )
         dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
-        divisions = {module.name: division(plane, cluster, encoder=module.name == VISION) for module in spec.modules}
+        divisions = {module.name: division(plane, cluster, module.name) for module in spec.modules}
         divisions |= {module.name: Division() for module in spec.modules if module.is_whole}
         return cls(
             spec,
@@ -160,14 +160,14 @@ class _Phases:
         ]
 
 
-def division(plane: Plane, cluster: Cluster, *, encoder: bool) -> Division:
-    """How the ranks of a plane share the encoder, or the language model."""
-    tp = plane.encoder_tp if encoder else plane.tp
+def division(plane: Plane, cluster: Cluster, module: str) -> Division:
+    """How the ranks of a plane of a cluster share a module."""
+    shares = plane.shares(module)
     return Division(
-        tp=tp,
-        groups=plane.size // tp,
-        gathers_keys=plane.cp > 1 and (plane.share_patches or not encoder),
-        tp_link=cluster.device(range(tp)),
+        tp=shares.tp,
+        groups=shares.groups,
+        gathers_keys=shares.gathers_keys,
+        tp_link=cluster.device(range(shares.tp)),
         group_link=cluster.device(range(0, plane.size, plane.tp)),
     )
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mmtrain.models.spec import LayerSpec, ModelSpec, WorkSize
+from mmtrain.models.spec import LayerSpec, ModelSpec
 from mmtrain.planner.batching import DIT
 from mmtrain.planner.calibration import LAUNCH, Calibration
 from mmtrain.planner.fits import SizeFit
+from mmtrain.planner.layout import Plane
 from mmtrain.planner.profile import HELD, TIMES, LayerProfile, Profile, role
 from mmtrain.planner.sub_microbatch import SHARE, smallest_efficient
 
@@ -42,8 +43,11 @@ _COLUMNS = (
 )
 
 
-def table(profile: Profile, spec: ModelSpec, calibration: Calibration | None = None) -> str:
-    """What was measured: layers with their fits, actions, transfers, ends of steps, held bytes, sub-microbatches."""
+def table(profile: Profile, spec: ModelSpec, plane: Plane, calibration: Calibration | None = None) -> str:
+    """What was measured: layers with their fits, actions, transfers, ends of steps, held bytes, sub-microbatches.
+
+    Args: plane: of the job.
+    """
     machine = profile.machine
     lines = [
         f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads a process, "
@@ -59,7 +63,7 @@ def table(profile: Profile, spec: ModelSpec, calibration: Calibration | None = N
     ]
     for layer in profile.layers:
         lines += _layer_lines(layer, _spec_of(layer, spec), columns)
-    lines += ["", *_rest(profile, spec)]
+    lines += ["", *_rest(profile, spec, plane)]
     if calibration:
         lines += ["", *_calibration_lines(calibration)]
     return "\n".join(lines) + "\n"
@@ -99,7 +103,7 @@ def _weights(fit: SizeFit, columns: Sequence[_Column]) -> str:
     return f"{cells} | {100 * fit.error:5.1f} %, {100 * fit.worst:.1f} %"
 
 
-def _rest(profile: Profile, spec: ModelSpec) -> Iterator[str]:
+def _rest(profile: Profile, spec: ModelSpec, plane: Plane) -> Iterator[str]:
     actions = ", ".join(f"{kind} {1e3 * seconds:.2f} ms" for kind, seconds in profile.actions.items())
     yield f"Each action beside its layers: {actions}."
     step, transfer = profile.step, profile.transfer
@@ -113,18 +117,17 @@ def _rest(profile: Profile, spec: ModelSpec) -> Iterator[str]:
             f"{1e-9 / transfer.byte_s:.2f} GB/s (mean error {100 * transfer.error:.0f} %); "
             f"{1e6 * transfer.end_s:.0f} us of the rank at each end."
         )
-    plane = int(profile.job["tensor_parallel_degree"]) * int(profile.job["context_parallel_degree"])
-    held = [(layer, *_held(layer, _spec_of(layer, spec))) for layer in profile.layers if HELD in layer.fits]
-    parts = [f"{one.module} {one.role} {real * plane / planned:.2f}" for one, real, planned in held if real and planned]
+    parts = []
+    for layer in profile.layers:
+        if HELD in layer.fits:
+            size, real = max(layer.points[HELD], key=lambda point: point[1])
+            planned = _spec_of(layer, spec).share(plane.shares(layer.module)).activation_bytes(size)
+            if real and planned:
+                parts.append(f"{layer.module} {layer.role} {real / planned:.2f}")
     if parts:
         yield f"Bytes held from F to B, measured over planned: {', '.join(parts)}."
     if profile.curve:
         yield from _curve_lines(profile)
-
-
-def _held(layer: LayerProfile, spec: LayerSpec) -> tuple[float, float]:
-    size: WorkSize = max(layer.points[HELD], key=lambda point: point[1])[0]
-    return layer.at(HELD, size), spec.activation_bytes(size)
 
 
 def _curve_lines(profile: Profile) -> Iterator[str]:

@@ -52,8 +52,8 @@ class TypicalIterations:
     section: PlannerConfig
     schedule: str
     memory: MemoryChoices
-    shares: int
-    """Ranks of a stage's plane."""
+    plane: Plane
+    """The ranks of a stage."""
     batchings: tuple[Batching, ...]
     """The works of each iteration."""
     memory_rule: MemoryRule | None = None
@@ -87,7 +87,7 @@ class TypicalIterations:
             section=config.planner,
             schedule=config.parallelism.pipeline_parallel_schedule,
             memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
-            shares=plane.size,
+            plane=plane,
             memory_rule=MemoryRule.of(config),
             batchings=tuple(make_batching(m, spec, sub_microbatch_size, plane.attention_mask) for m in metas),
         )
@@ -125,7 +125,7 @@ class TypicalIterations:
                 on_partition(self.costs, parts),
                 self.section,
                 memory=self.memory,
-                shares=self.shares,
+                plane=self.plane,
                 splits_backward=CATALOGUE[self.schedule].splits_backward or may_split(self.section),
                 limits=limits,
             )

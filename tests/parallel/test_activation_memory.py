@@ -18,10 +18,12 @@ from mmtrain.models.initialise import init_weights
 from mmtrain.models.memory_strategies import StageMemory
 from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.shapes import vision_shape
-from mmtrain.models.spec import documents_work, images_work
+from mmtrain.models.spec import Shares, documents_work, images_work
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.models.trainable import is_adapter
 from mmtrain.parallel.activation_memory import ActivationMemory, saved_ops
+from mmtrain.parallel.grads import local_part
+from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
@@ -52,7 +54,7 @@ class Alive(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
+                storage = local_part(tensor).untyped_storage()
                 self._made.setdefault(storage.data_ptr(), []).append((StorageWeakRef(storage), storage.nbytes()))
         return out
 
@@ -76,14 +78,21 @@ def family_model(module, family):
 
 
 class Call:
-    """The first blocks of a module with their switch, and what they are called with."""
+    """The first blocks of a module with their switch, and what they are called with: on one rank of a tp mesh, if there
+    is one."""
 
-    def __init__(self, model, module, num_blocks=NUM_BLOCKS, dtype=torch.float32, section=KEEP, offloader=None):
+    def __init__(
+        self, model, module, num_blocks=NUM_BLOCKS, dtype=torch.float32, section=KEEP, offloader=None, mesh=None
+    ):
         self.spec = model_spec(model, dtype_bytes=dtype.itemsize)
         self.chunk = build_chunk(model, self.spec, module, (1, 1 + num_blocks), device="cpu", dtype=dtype)
         init_weights(self.chunk, 0)
         fill_adapters(self.chunk)
-        self.layers = self.spec.module(module).layers[1 : 1 + num_blocks]
+        self._ranks = mesh.size() if mesh else 1
+        if mesh:
+            apply_tensor_parallel(self.chunk, mesh)
+        layers = self.spec.module(module).layers[1 : 1 + num_blocks]
+        self.layers = [layer.share(Shares(tp=self._ranks)) for layer in layers]
         self.section = section
         self.memory = ActivationMemory(self.chunk.blocks(), section, offloader)
         if module == "language":
@@ -102,11 +111,13 @@ class Call:
     def input(self, work=0):
         """A leaf; another one for each work."""
         generator = torch.Generator().manual_seed(1 + work)
-        return torch.randn(self.size.rows, self._width, generator=generator).to(self._dtype).requires_grad_()
+        shape = (self.size.rows // self._ranks, self._width)
+        return torch.randn(shape, generator=generator).to(self._dtype).requires_grad_()
 
     def own(self, *others):
         """`data_ptr` of parameters, buffers and other tensors."""
-        return {t.untyped_storage().data_ptr() for t in (*self.chunk.parameters(), *self.chunk.buffers(), *others)}
+        tensors = (*self.chunk.parameters(), *self.chunk.buffers(), *others)
+        return {local_part(t).untyped_storage().data_ptr() for t in tensors}
 
     def forward(self, x, memory=None, work=0):
         """A scalar of the output, whose gradient is no constant. Args: memory: text; None: no word to the switch."""
@@ -140,9 +151,9 @@ def check_equal(found, wanted):
         assert (grad is None and found[name] is None) or torch.equal(found[name], grad), name
 
 
-def run(model, module, section, num_blocks, dtype=torch.float32, memory=None):
+def run(model, module, section, num_blocks, dtype=torch.float32, memory=None, mesh=None):
     """(bytes that the forward left on the device, bytes that it offloaded, loss and gradients, the call)."""
-    call = Call(model, module, num_blocks, dtype, section)
+    call = Call(model, module, num_blocks, dtype, section, mesh=mesh)
     x = call.input()
     with Alive() as alive:
         if memory is None:

@@ -24,8 +24,10 @@ from mmtrain.models.trainable import is_adapter
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.feed import StepFeed
+from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
+from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
@@ -144,12 +146,17 @@ def test_a_matrix_tied_in_one_chunk_gets_both_gradients():
 # ---------------------------------------------------------------------------------------- one chunk
 
 
-def one_chunk(module, model, section=KEEP_ALL, layers=None, dtype=torch.float32):
-    """A chunk, what it is called with, and its WorkSize. Args: layers: default: the first two blocks."""
+def one_chunk(module, model, section=KEEP_ALL, layers=None, dtype=torch.float32, mesh=None):
+    """A chunk, what it is called with, and its WorkSize.
+
+    Args: layers: default: the first two blocks. mesh: of tp ranks; the input is then one rank's rows.
+    """
     spec = model_spec(model, dtype_bytes=dtype.itemsize)
     chunk = build_chunk(model, spec, module, layers or (1, 3), device="cpu", dtype=dtype)
     init_weights(chunk, 0)
     fill_adapters_by_name(chunk)
+    if mesh:
+        apply_tensor_parallel(chunk, mesh)
     ActivationMemory(chunk.blocks(), section)
     if module == "language":
         documents = [DocumentMeta(sample=i, num_tokens=n, num_targets=2, images=()) for i, n in enumerate(LENGTHS)]
@@ -164,7 +171,8 @@ def one_chunk(module, model, section=KEEP_ALL, layers=None, dtype=torch.float32)
         kwargs = {"grids": (fixed, fixed) if fixed else ((1, 4, 4), (1, 4, 6))}
         size = images_work(spec.module(module), kwargs["grids"])
     width = spec.module(module).layers[chunk.lo - 1].output_width
-    x = torch.randn(size.rows, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows = size.rows // (mesh.size() if mesh else 1)
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).to(dtype)
     return chunk, x, kwargs, size
 
 
@@ -184,8 +192,8 @@ def halves(chunk, x, kwargs):
         with grads.deferred(0):
             loss.backward()
         del loss
-        own = {t.untyped_storage().data_ptr() for t in (*chunk.parameters(), *chunk.buffers(), x)}
-        own |= {t.grad.untyped_storage().data_ptr() for t in (*chunk.parameters(), x) if t.grad is not None}
+        own = {local_part(t).untyped_storage().data_ptr() for t in (*chunk.parameters(), *chunk.buffers(), x)}
+        own |= {local_part(t.grad).untyped_storage().data_ptr() for t in (*chunk.parameters(), x) if t.grad is not None}
         own |= {t.untyped_storage().data_ptr() for t in kwargs.values() if isinstance(t, torch.Tensor)}
         gc.collect()
         left = alive.num_bytes(own)

@@ -9,6 +9,7 @@ from mmtrain import config as config_module
 from mmtrain.errors import ConfigError
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.calibration import calibrate
+from mmtrain.planner.layout import Plane
 from mmtrain.planner.operator_costs import OperatorCosts
 from mmtrain.planner.profile_table import table
 from mmtrain.planner.simulator.cluster import Cluster
@@ -71,7 +72,7 @@ def test_unknown_hardware_is_refused():
 
 def test_the_table_has_every_layer_its_fit_and_the_rule():
     profile = profile_of(CONFIG, SPEC, operator_costs("cpu"))
-    text = table(profile, SPEC, calibrate(profile, CONFIG, SPEC, "cpu"))
+    text = table(profile, SPEC, Plane(), calibrate(profile, CONFIG, SPEC, "cpu"))
     for layer in profile.layers:
         assert f"{layer.module} {layer.role}" in text
     assert "nan" not in text

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mmtrain.config import PlannerConfig
 from mmtrain.data.metadata import ClipMeta, IterationMeta, MicrobatchMeta
 from mmtrain.errors import DataError, PlanError
-from mmtrain.models.spec import ModelSpec, WorkSize
+from mmtrain.models.spec import ModelSpec, Shares, WorkSize
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.cost_model import FlopsCosts
@@ -171,7 +171,7 @@ def test_tensor_ranks_send_whole_activations_of_a_dit_and_hold_their_columns() -
     sizes = {"language": batching.size_of[0], "dit": batching.size_of[2]}
     parts = partition(SPEC, 1, {"language": 2, "dit": 2}, sizes)
     found = {
-        tp: make_problem(SPEC, parts, batching, COSTS, PlannerConfig(), shares=tp, splits_backward=True)
+        tp: make_problem(SPEC, parts, batching, COSTS, PlannerConfig(), plane=Plane(tp=tp), splits_backward=True)
         for tp in (1, 2)
     }
     text, dit = 1, 3
@@ -179,7 +179,7 @@ def test_tensor_ranks_send_whole_activations_of_a_dit_and_hold_their_columns() -
     assert found[2].output_bytes[dit] == found[1].output_bytes[dit] == ((12 + 10 + 7 * 2) * 32 * 4, 0.0)
     size = batching.size_of[dit]
     for stage in parts.of_module("dit"):
-        layers = [layer.share(2) for layer in SPEC.module("dit").layers[slice(*stage.layers)]]
+        layers = [layer.share(Shares(tp=2)) for layer in SPEC.module("dit").layers[slice(*stage.layers)]]
         (whole,), (mine,) = (found[tp].options(stage.index, dit) for tp in (1, 2))
         assert mine.activation_bytes == pytest.approx(sum(layer.activation_bytes(size) for layer in layers))
         assert mine.weight_bytes == pytest.approx(sum(layer.linear_bytes(size) for layer in layers))
@@ -230,7 +230,7 @@ def test_a_vae_has_no_backward_and_is_on_the_first_rank_alone() -> None:
     # Each rank of a plane encodes everything.
     for shares, shared in ((1, Plane()), (2, Plane(tp=2))):
         costs = FlopsCosts.of(PlannerConfig(), shares=shares)
-        divided = make_problem(WITH_VAE, parts, batching, costs, PlannerConfig(), shares=shares)
+        divided = make_problem(WITH_VAE, parts, batching, costs, PlannerConfig(), plane=shared)
         assert divided.options(0, 0) == problem.options(0, 0)
         assert divided.output_bytes[0][0] == problem.output_bytes[0][0]
         assert IterationLayout(shared, batching, META, None).local_size(0, 0, 1) == batching.size_of[0]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from mmtrain.models.linears import Linear as NamedLinear
 from mmtrain.models.linears import block_linears
 from mmtrain.models.shapes import DitShape, LanguageShape, VisionShape
-from mmtrain.models.spec import TIME_ROWS, LayerSpec
+from mmtrain.models.spec import TIME_ROWS, LayerSpec, Shares
 from mmtrain.models.vae_shapes import VaeShape
 from mmtrain.planner.simulator.amount import Amount
 from mmtrain.planner.simulator.cluster import sent_bytes
@@ -54,22 +54,11 @@ from mmtrain.planner.simulator.vae_layer import encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
-    """How the ranks of a plane share a module."""
+class Division(Shares):
+    """How the ranks of a plane share a module, and over what they talk."""
 
-    tp: int = 1
-    """Ranks that divide the layers' columns, and rows between layers (not of a DiT)."""
-    groups: int = 1
-    """Groups of tp ranks that divide the rows."""
-    gathers_keys: bool = False
-    """Whether attention sees the rows of all groups, whose keys and values are gathered."""
     tp_link: DeviceKind = DeviceKind.NVLINK
     group_link: DeviceKind = DeviceKind.NVLINK
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the plane."""
-        return self.tp * self.groups
 
 
 @dataclass(frozen=True, kw_only=True)
