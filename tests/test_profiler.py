@@ -1,6 +1,7 @@
 """A small job measured for real: the profile is whole, and planning can use it."""
 
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from mmtrain.planner.profile import HELD, TIMES, Profile, role
 from mmtrain.planner.sub_microbatch import smallest_efficient
 from mmtrain.probing import probing_iteration
 from tests.jobs import write_config, write_video_config
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -96,6 +98,64 @@ def test_fitted_efficiencies_are_a_hardware_profile(measured):
     assert planner.plan(probing_iteration(config)).result.timeline.makespan_s > 0
     before, after = re.search(r"mean error of a layer (\d+) %; with the factors a below ([\d.]+) %", text).groups()
     assert float(after) <= float(before) + 1
+
+
+def test_ranks_that_share_works_are_measured_together(tmp_path: Path, capsys):
+    job, out = write_config(tmp_path, tmp_path), tmp_path / "p.json"
+    words = ["--training.seq_len=64", "--parallelism.tensor_parallel_degree=2"]
+    assert main(["profile", "--config", str(job), "--out", str(out), "--rounds", "1", "--steps", "1", *words]) == 0
+    text, profile = capsys.readouterr().out, Profile.read(out)
+    assert profile.job["tensor_parallel_degree"] == 2
+    assert 0.01 < profile.machine["look_ms"] < 10, "between steps"
+    (line,) = re.findall(r"Bytes held from F to B, measured over planned: (.*)\.\n", text)
+    ratios = {name: float(ratio) for name, ratio in re.findall(r"(\w+ \w+) ([\d.]+)", line)}
+    for name in ("vision embed", "vision blocks", "vision projector", "language layers", "language head"):
+        assert ratios[name] == pytest.approx(1, abs=0.1), name
+    config = config_module.load(job, [*words, f'--planner.profile="{out}"'])
+    planner = IterationPlanner.of(config)
+    assert planner.plan(probing_iteration(config)).result.timeline.makespan_s > 0
+
+
+def look_at_samples(rank):
+    """Of real steps: (StepSample, (begin of the program, its end, end of the step)), at a clock that says as its speed
+    from when to when it was asked."""
+    import time
+
+    import torch
+
+    from mmtrain import profiler
+    from mmtrain.machine_speed import WatchedClock
+    from mmtrain.probing import CUTS, probing_job
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        config = config_module.load(write_config(path, path), ["--training.seq_len=64"])
+        job = probing_job(config, num_blocks=1, cut=CUTS[0], folder=folder)
+        clock = WatchedClock(time.perf_counter, every_s=None)
+        clock.speed_s = lambda start, end: end - start
+        seen = []
+        with profiler._steps(job, probing_iteration(job), torch.device("cpu"), clock) as (_, timed):
+
+            def watched():
+                for step in timed:
+                    seen.append((*step.outcome.span, step.start_s, step.end_s))
+                    yield step
+
+            return list(zip(profiler._samples(CUTS[0], watched(), 2, clock), seen, strict=True))
+
+
+def test_the_speed_of_a_sample_is_that_of_its_own_seconds():
+    (found,) = run_ranks(look_at_samples, 1)
+    assert len(found) == 2
+    for sample, (begin, end, step_begin, step_end) in found:
+        assert len(sample.rows) > 10
+        assert sample.rows.keys() == sample.pauses.keys() == sample.speeds_s.keys()
+        for place, seconds in sample.rows.items():
+            assert seconds > 0 and sample.pauses[place] >= 0
+            assert sample.speeds_s[place] == pytest.approx(sample.pauses[place] + seconds)
+        assert sum(sample.speeds_s.values()) <= end - begin
+        assert sample.outside_s == pytest.approx(step_end - step_begin - (end - begin))
+        assert sample.outside_speed_s == step_end - end
 
 
 def test_a_text_to_video_job_is_measured_and_planned_with(tmp_path: Path, capsys):
