@@ -20,7 +20,8 @@ class Linear:
     outputs: int
     place: int
     """Its order among the linear layers of a block: those of one place read one tensor. 0: the block's normed input;
-    1: what attention made; 2 and 3: the input and the inner columns of the MLP."""
+    1: what attention made; 2 and 3: the input and the inner columns of the MLP. So what those of even places give, and
+    those of odd ones read, is what tensor-parallel ranks divide."""
 
     @property
     def divides_outputs(self) -> bool:
@@ -68,9 +69,11 @@ def whole_width(linears: Sequence[Linear], rank: int = 0) -> int:
     Args: rank: as in `linear_width`. Behind an adapter of the others its second half reads this rank's rows alone.
     """
     read = {linear.place: linear.inputs for linear in linears if linear.divides_outputs}
-    return sum(read.values()) + sum(
-        2 * rank if linear.divides_outputs else (rank or linear.outputs) for linear in linears
-    )
+    if rank:
+        given = sum(2 * rank if linear.divides_outputs else rank for linear in linears)
+    else:
+        given = sum(linear.outputs for linear in linears if not linear.divides_outputs)
+    return sum(read.values()) + given
 
 
 def adapted_linears(model: ModelConfig, module: str) -> tuple[Linear, ...]:

@@ -84,6 +84,7 @@ class Recomputation:
         kept = layer.output_bytes(size)  # a block's input has the shape of its output
         if self.saves(PRODUCTS):
             # An adapter has a product as wide as the one it stands beside, and one as narrow as its rank: not counted.
+            # On tensor-parallel ranks that is more than there is: some adapters give this rank's rows alone.
             kept += layer.product_bytes(size) * (1 if layer.adapters is None else 2)
         if self.saves(ATTENTION):
             kept += layer.attention_bytes(size)
@@ -102,7 +103,8 @@ class Recomputation:
             return 3 * layer.activation_bytes(size)
         if not self.recomputes(layer):
             return 0.0
-        return max(0.0, layer.activation_bytes(size) - self.kept_bytes(layer, size))
+        unread = layer.unread_bytes(size) if self.saves(PRODUCTS) else 0.0  # kept, but no part of the activations
+        return max(0.0, layer.activation_bytes(size) + unread - self.kept_bytes(layer, size))
 
     def repeated_flops(self, layer: LayerSpec, size: WorkSize) -> float:
         """FLOPs of the forward that a layer's backward does again.

@@ -81,6 +81,9 @@ class Rates:
             clip=self.clip + other.clip,
         )
 
+    def __sub__(self, other: "Rates") -> "Rates":
+        return self + other * -1.0
+
     def __or__(self, other: "Rates") -> "Rates":
         """The larger of each rate: of two sets of products, where for each rate one set holds the other's."""
         return Rates(
@@ -106,15 +109,15 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """How the ranks of a stage's plane share a module."""
+class Division:
+    """How the ranks of a stage's plane divide a module."""
 
     tp: int = 1
     """Ranks that divide the layers' columns, and rows between layers (not of a DiT)."""
     groups: int = 1
     """Groups of tp ranks that divide the rows."""
-    gathers_keys: bool = False
-    """Whether attention sees the rows of all groups, whose keys and values are gathered."""
+    key_groups: int = 1
+    """Of these, groups whose rows attention sees together: each gathers their keys and values."""
 
     @property
     def ranks(self) -> int:
@@ -134,13 +137,11 @@ class WholeBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyBytes:
-    """What attention keeps of keys and values from forward to backward."""
+class Replaced:
+    """Of a layer's activation_bytes, what divided ranks do not keep, and what they keep instead."""
 
-    own: Rates = Rates()
-    """Of the layer's activation_bytes: what is not kept if keys and values are gathered."""
-    gathered: Rates = Rates()
-    """Keys and values of all rows, which are kept instead."""
+    old: Rates = Rates()
+    new: Rates = Rates()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,8 +219,13 @@ class LayerSpec:
     read data (latents, timesteps)."""
     whole_bytes: WholeBytes = WholeBytes()
     """Of the bytes above, those that tensor-parallel ranks do not divide."""
-    key_bytes: KeyBytes = KeyBytes()
-    """What changes where ranks divide the rows that attention sees."""
+    gathered_keys: Replaced = Replaced()
+    """Where ranks divide the rows that attention sees; new: keys and values of all rows."""
+    divided_logits: Replaced = Replaced()
+    """Where tensor-parallel ranks divide the vocabulary."""
+    unread_bytes: Rates = Rates()
+    """Of product_bytes, the result of the last product, which no backward reads, and of which each tensor-parallel
+    rank has all rows."""
     adapters: AdapterSpec | None = None
     """What trains of a layer with low-rank adapters, in addition to the amounts above; None: all of it, or nothing."""
 
@@ -267,21 +273,24 @@ class LayerSpec:
             backward_weight=matmul if self.trainable else 0.0,
         )
 
-    def share(self, shares: Shares) -> "LayerSpec":
+    def of_rank(self, division: Division) -> "LayerSpec":
         """The layer with the bytes of one rank, where ranks divide evenly what they divide; the rest is as here."""
-        if shares.ranks == 1:
+        if division.ranks == 1:
             return self
         whole, activation, gathered = self.whole_bytes, self.activation_bytes, Rates()
-        if shares.gathers_keys:
-            activation += self.key_bytes.own * -1.0
-            gathered = self.key_bytes.gathered * (1 / shares.tp)
+        if division.tp > 1:
+            activation = activation - self.divided_logits.old + self.divided_logits.new
+        if division.key_groups > 1:
+            activation -= self.gathered_keys.old
+            gathered = self.gathered_keys.new * (division.key_groups / division.ranks)
         return replace(
             self,
-            activation_bytes=_share(activation, whole.activation, shares) + gathered,
-            product_bytes=_share(self.product_bytes, whole.product, shares),
-            attention_bytes=_share(self.attention_bytes, Rates(), shares),
-            linear_bytes=_share(self.linear_bytes, whole.linear, shares),
-            output_bytes=_share(self.output_bytes, whole.output, shares),
+            activation_bytes=_of_rank(activation, whole.activation, division) + gathered,
+            product_bytes=_of_rank(self.product_bytes, whole.product, division),
+            attention_bytes=_of_rank(self.attention_bytes, Rates(), division),
+            linear_bytes=_of_rank(self.linear_bytes, whole.linear, division),
+            output_bytes=_of_rank(self.output_bytes, whole.output, division),
+            unread_bytes=self.unread_bytes * (1 / division.groups),
         )
 
     def _passing(self, size: WorkSize) -> float:
@@ -290,8 +299,8 @@ class LayerSpec:
         return (self.passing_flops | self.inner_flops if self.trainable else self.passing_flops)(size)
 
 
-def _share(all_of: Rates, whole: Rates, shares: Shares) -> Rates:
-    return all_of * (1 / shares.ranks) + whole * (1 / shares.groups - 1 / shares.ranks)
+def _of_rank(all_of: Rates, whole: Rates, division: Division) -> Rates:
+    return all_of * (1 / division.ranks) + whole * (1 / division.groups - 1 / division.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from mmtrain.models.shapes import (
     language_shape,
     vision_shape,
 )
-from mmtrain.models.spec import TIME_ROWS, KeyBytes, LayerSpec, ModelSpec, ModuleSpec, Rates, WholeBytes
+from mmtrain.models.spec import TIME_ROWS, LayerSpec, ModelSpec, ModuleSpec, Rates, Replaced, WholeBytes
 from mmtrain.models.vae_shapes import VaeShape, vae_shape
 
 _FLOAT32 = 4
@@ -73,7 +73,6 @@ def _vae_module(shape: VaeShape, e: int) -> ModuleSpec:
                 output_bytes=output,
                 output_width=shape.channels,
                 output_rows="outputs",
-                whole_bytes=WholeBytes(output=output),
             ),
         ),
         frames_per_latent=shape.scale.frames,
@@ -209,8 +208,10 @@ def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: in
         output_bytes=Rates(row=D * e),
         output_width=D,
         whole_bytes=_whole_of_block(block_linears(shape), D, e),
-        # The packed encoder's joint query-key-value tensor is not kept, nor are joined outputs of single pictures.
-        key_bytes=KeyBytes(own=Rates(row=(5 if shape.packed else 2) * D * e), gathered=Rates(row=2 * D * e)),
+        # The joint query-key-value tensor is then not kept, nor are joined outputs of single pictures. Pictures of one
+        # fixed size are not divided.
+        gathered_keys=Replaced(old=Rates(row=5 * D * e), new=Rates(row=2 * D * e)) if shape.packed else Replaced(),
+        unread_bytes=Rates(row=D * e),
     )
 
 
@@ -247,6 +248,7 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
         matmul_flops=Rates(output=2 * D * V),
         activation_bytes=Rates(output=norm + _FLOAT32 * V + 2 * _INT64),
         linear_bytes=Rates(output=(D + V) * e),
+        divided_logits=Replaced(old=Rates(output=_FLOAT32 * V), new=Rates(output=V * e)),
         # All rows; the vocabulary is divided.
         whole_bytes=WholeBytes(activation=Rates(output=norm + 2 * _INT64), linear=Rates(output=D * e)),
     )
@@ -309,7 +311,8 @@ def _decoder_layer(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpe
         output_width=D,
         whole_bytes=_whole_of_block(block_linears(shape), D, e),
         # One call of attention, for rows of any documents: its output is not joined.
-        key_bytes=KeyBytes(own=Rates(row=(C + 2 * K) * e), gathered=Rates(row=2 * K * e)),
+        gathered_keys=Replaced(old=Rates(row=(C + 2 * K) * e), new=Rates(row=2 * K * e)),
+        unread_bytes=Rates(row=D * e),
     )
 
 

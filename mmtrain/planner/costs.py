@@ -63,7 +63,8 @@ def make_problem(
         memory: what blocks may do with their activations. Where they may choose, each stage and work has several
             options, if any rank has a limit.
         limits: [pp_rank] bytes that activations may take; None: those of planner_config.
-        plane: the ranks of a stage, which divide each work; bytes are those of one rank of an even division.
+        plane: the ranks of a stage, which divide each work; bytes are those of one rank, of the one with most patches
+            where whole pictures are divided.
         splits_backward: whether the schedule splits backwards, so that the fixed seconds of an action are those of I
             and of W, and not those of one B.
         forward_only: no backward anywhere (validation); activations are then freed at once.
@@ -82,9 +83,9 @@ def make_problem(
         forward_only=forward_only,
     )
     prices_of: list[list[_StagePrice]] = []
-    for work, size in zip(batching.works, batching.size_of, strict=True):
+    for work, size, images in zip(batching.works, batching.size_of, batching.images_of, strict=True):
         grad = not forward_only and any(prices_of[other][-1].grad for other in work.after)
-        prices_of.append(prices.chain(batching.modules[work.module], size, grad))
+        prices_of.append(prices.chain(batching.modules[work.module], size, grad, plane.fullest_part(images)))
     problem = PlanningProblem.build(
         num_ranks=partition.num_ranks,
         modules=partition.modules,
@@ -234,54 +235,59 @@ class _Prices:
         self.table = {}
         self._costs = costs
         self._memory = memory
-        self._shares = {module.name: plane.shares(module.name) for module in spec.modules}
+        self._division = {module.name: plane.division(module) for module in spec.modules}
         self._forward_only = forward_only
         halves = (Kind.I, Kind.W) if splits_backward else (Kind.B,)
         self._forward_s = costs.action_s(Kind.F)
         self._backward_s = tuple(costs.action_s(kind) for kind in halves)
         self._class: dict[str, list[int]] = {module.name: equal_layers(module) for module in spec.modules}
-        self._shared: dict[tuple[str, int], LayerSpec] = {}
+        self._of_rank: dict[tuple[str, int], LayerSpec] = {}
         self._shapes: dict[tuple[int, bool], _StageShape] = {}
         self._layers: dict[tuple[str, int, WorkSize, bool, BlockMemory], _LayerPrice] = {}
         self._offers: dict[tuple[int, bool, WorkSize | None], Offer] = {}
-        self._chains: dict[tuple[str, WorkSize, bool], list[_StagePrice]] = {}
+        self._chains: dict[tuple[str, WorkSize, bool, float], list[_StagePrice]] = {}
 
     @property
     def strategies(self) -> tuple[BlockMemory, ...]:
         """Among which blocks may choose; empty: they may not."""
         return self._memory.strategies
 
-    def chain(self, module: str, size: WorkSize, grad: bool) -> list[_StagePrice]:
-        """What each stage of a module takes for a work. Args: grad: whether a gradient has to leave its first layer."""
-        key = (module, size, grad)
+    def chain(self, module: str, size: WorkSize, grad: bool, fullest: float) -> list[_StagePrice]:
+        """What each stage of a module takes for a work.
+
+        Args: grad: whether a gradient has to leave its first layer. fullest: bytes of the fullest rank over those of an
+            even division.
+        """
+        key = (module, size, grad, fullest)
         if key not in self._chains:
             found = self._chains[key] = []
             for stage in self._stages[module]:
-                found.append(self._stage(self._spec.module(module), stage, size, grad))
+                found.append(self._stage(self._spec.module(module), stage, size, grad, fullest))
                 grad = found[-1].grad
         return self._chains[key]
 
-    def _stage(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool) -> _StagePrice:
+    def _stage(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool, fullest: float) -> _StagePrice:
         shape = self._shape(module, stage, grad)
         rest = _total((len(kind.places), self._layer(module, kind, size)) for kind in shape.rest)
         blocks = [self._layer(module, kind, size, how) for kind in shape.blocks for how in self._memory.allowed]
         offered = self._offered(module, stage, size, grad)
         held_input = 0.0
         if shape.held_input >= 0:
-            held_input = self._share(module, shape.held_input).output_bytes(size)
+            held_input = self._layer_of_rank(module, shape.held_input).output_bytes(size)
         found: list[Option] = []
         for name, price in zip(offered.names, _mixed(offered, rest, blocks), strict=True):
-            option = self._option(name, price, shape.grad, held_input)
+            option = self._option(name, price, shape.grad, held_input, fullest)
             if not found or option.activation_bytes < found[-1].activation_bytes:
                 found.append(option)
         feeds = not stage.last or any(module.name in other.after for other in self._spec.modules)
+        output_bytes = self._layer_of_rank(module, stage.layers[1] - 1).output_bytes(size)
         return _StagePrice(
             options=self.table.setdefault(tuple(found), len(self.table)),
             grad=shape.grad,
-            output_bytes=self._share(module, stage.layers[1] - 1).output_bytes(size) if feeds else 0.0,
+            output_bytes=fullest * output_bytes if feeds else 0.0,
         )
 
-    def _option(self, name: str, price: _LayerPrice, grad: bool, held_input: float) -> Option:
+    def _option(self, name: str, price: _LayerPrice, grad: bool, held_input: float, fullest: float) -> Option:
         forward, backward, weight = price.forward_s, price.backward_input_s, price.backward_weight_s
         kept = max(price.kept_bytes, price.passing_bytes)
         if price.host_bytes:
@@ -296,9 +302,9 @@ class _Prices:
             forward_s=forward + self._forward_s,
             backward_input_s=backward,
             backward_weight_s=weight,
-            activation_bytes=kept,
-            weight_bytes=price.waiting_bytes if grad else None,
-            restored_bytes=price.restored_bytes,
+            activation_bytes=fullest * kept,
+            weight_bytes=fullest * price.waiting_bytes if grad else None,
+            restored_bytes=fullest * price.restored_bytes,
         )
 
     def _offered(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool) -> Offer:
@@ -346,12 +352,12 @@ class _Prices:
             held_input=held_input,
         )
 
-    def _share(self, module: ModuleSpec, index: int) -> LayerSpec:
+    def _layer_of_rank(self, module: ModuleSpec, index: int) -> LayerSpec:
         """A layer with the bytes of one rank of the plane."""
         key = module.name, self._class[module.name][index]
-        if key not in self._shared:
-            self._shared[key] = module.layers[key[1]].share(self._shares[module.name])
-        return self._shared[key]
+        if key not in self._of_rank:
+            self._of_rank[key] = module.layers[key[1]].of_rank(self._division[module.name])
+        return self._of_rank[key]
 
     def _layer(
         self, module: ModuleSpec, kind: _Kind, size: WorkSize, how: BlockMemory = BlockMemory.KEEP
@@ -362,7 +368,7 @@ class _Prices:
         return self._layers[key]
 
     def _price(self, module: ModuleSpec, kind: _Kind, size: WorkSize, how: BlockMemory) -> _LayerPrice:
-        index, layer = kind.index, self._share(module, kind.index)
+        index, layer = kind.index, self._layer_of_rank(module, kind.index)
         if how is not BlockMemory.KEEP:
             recomputation = self._memory.recomputation(how)
             repeated = self._costs.repeated_s(module, index, size, recomputation)

@@ -20,7 +20,7 @@ from mmtrain.data.bitfield import Bits, LanguageMask, language_bits
 from mmtrain.data.metadata import ImageMeta, IterationMeta
 from mmtrain.errors import PlanError
 from mmtrain.models.rows import padded, part_of
-from mmtrain.models.spec import ModuleSpec, Shares, WorkSize
+from mmtrain.models.spec import Division, ModuleSpec, WorkSize
 from mmtrain.models.windows import feature_order, row_order
 from mmtrain.planner.batching import DIT, VAE, VISION, Batching
 from mmtrain.planner.context import SplitPolicy, split_tokens
@@ -66,13 +66,33 @@ class Plane:
         """Ranks that divide the layers of the encoder."""
         return 1 if self.data_encoder else self.tp
 
-    def shares(self, module: str) -> Shares:
-        """How the ranks share a module."""
-        if module == VISION:
-            tp, gathers_keys = self.encoder_tp, self.share_patches
+    def division(self, module: ModuleSpec) -> Division:
+        """How the ranks divide a module."""
+        if module.is_whole:
+            return Division()
+        if module.name == VISION:
+            tp, key_groups = self.encoder_tp, self.cp if self.share_patches else 1
         else:
-            tp, gathers_keys = self.tp, self.cp > 1
-        return Shares(tp=tp, groups=self.size // tp, gathers_keys=gathers_keys)
+            tp, key_groups = self.tp, self.cp
+        return Division(tp=tp, groups=self.size // tp, key_groups=key_groups)
+
+    def fullest_part(self, images: Sequence[ImageMeta]) -> float:
+        """Patches of the rank with most of a work's pictures, over an even share; 1 where ranks share each picture."""
+        holders = len(self.holders)
+        patches = [image.num_patches for image in images]
+        if holders == 1 or not patches:
+            return 1.0
+        own = longest_first(patches, holders)
+        return max(sum(patches[i] for i in mine) for mine in own) * holders / sum(patches)
+
+    @property
+    def holders(self) -> list[tuple[int, int]]:
+        """(cp rank, tp rank) of those that whole pictures are given to; of ranks that share patches the first."""
+        return [
+            (c, t)
+            for c in range(1 if self.share_patches else self.cp)
+            for t in range(self.tp if self.data_encoder else 1)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,14 +153,9 @@ class IterationLayout:
 
     def _divide(self, images: Sequence[ImageMeta]) -> dict[tuple[int, int], VisionPart]:
         plane = self.plane
-        holders = [
-            (c, t)
-            for c in range(1 if plane.share_patches else plane.cp)
-            for t in range(plane.tp if plane.data_encoder else 1)
-        ]
-        own = longest_first([image.num_patches for image in images], len(holders))
+        own = longest_first([image.num_patches for image in images], len(plane.holders))
         parts = {}
-        for (c, t), mine in zip(holders, own, strict=True):
+        for (c, t), mine in zip(plane.holders, own, strict=True):
             for cp_rank in range(plane.cp) if plane.share_patches else (c,):
                 parts[cp_rank, t] = self._part([images[i] for i in mine], mine, cp_rank)
         return parts

@@ -19,7 +19,7 @@ from mmtrain.planner.simulator.cluster import Cluster
 from mmtrain.planner.simulator.engine import makespan_s
 from mmtrain.planner.simulator.graph import DeviceKind, Graph, OpKind, Phase
 from mmtrain.planner.simulator.latency import Latencies, Rule
-from mmtrain.planner.simulator.layers import Division, LayerDescriber
+from mmtrain.planner.simulator.layers import LayerDescriber, LinkedDivision
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import P2P
 from mmtrain.topology import MeshShape
@@ -79,8 +79,7 @@ class OperatorCosts:
                 f"{cluster.hardware.gpus_per_node} accelerators; tensor parallelism stays inside of a node, lower it"
             )
         dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
-        divisions = {module.name: division(plane, cluster, module.name) for module in spec.modules}
-        divisions |= {module.name: Division() for module in spec.modules if module.is_whole}
+        divisions = {module.name: linked_division(plane, cluster, module) for module in spec.modules}
         return cls(
             spec,
             {
@@ -160,19 +159,21 @@ class _Phases:
         ]
 
 
-def division(plane: Plane, cluster: Cluster, module: str) -> Division:
-    """How the ranks of a plane of a cluster share a module."""
-    shares = plane.shares(module)
-    return Division(
-        tp=shares.tp,
-        groups=shares.groups,
-        gathers_keys=shares.gathers_keys,
-        tp_link=cluster.device(range(shares.tp)),
+def linked_division(plane: Plane, cluster: Cluster, module: ModuleSpec) -> LinkedDivision:
+    """How the ranks of a plane of a cluster divide a module."""
+    division = plane.division(module)
+    return LinkedDivision(
+        tp=division.tp,
+        groups=division.groups,
+        key_groups=division.key_groups,
+        tp_link=cluster.device(range(division.tp)),
         group_link=cluster.device(range(0, plane.size, plane.tp)),
     )
 
 
-def describer(config: Config, module: str, divided: Division, dtype_bytes: int, compute: DeviceKind) -> LayerDescriber:
+def describer(
+    config: Config, module: str, divided: LinkedDivision, dtype_bytes: int, compute: DeviceKind
+) -> LayerDescriber:
     """What describes the layers of a module of a job."""
     model = config.model
     language = language_shape(model)

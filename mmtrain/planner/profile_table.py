@@ -121,7 +121,8 @@ def _rest(profile: Profile, spec: ModelSpec, plane: Plane) -> Iterator[str]:
     for layer in profile.layers:
         if HELD in layer.fits:
             size, real = max(layer.points[HELD], key=lambda point: point[1])
-            planned = _spec_of(layer, spec).share(plane.shares(layer.module)).activation_bytes(size)
+            division = plane.division(spec.module(layer.module))
+            planned = _spec_of(layer, spec).of_rank(division).activation_bytes(size)
             if real and planned:
                 parts.append(f"{layer.module} {layer.role} {real / planned:.2f}")
     if parts:

@@ -70,7 +70,7 @@ LANGUAGES = {
 }
 
 
-def _model(
+def tiny_model(
     encoder: str | None = "qwen2_vl",
     language: str = "qwen2",
     *,
@@ -96,4 +96,4 @@ def _model(
 @pytest.fixture(scope="session")
 def tiny() -> SimpleNamespace:
     """`tiny.model(...)` and the raw configs of the tiny families."""
-    return SimpleNamespace(model=_model, encoders=ENCODERS, languages=LANGUAGES)
+    return SimpleNamespace(model=tiny_model, encoders=ENCODERS, languages=LANGUAGES)

@@ -4,13 +4,13 @@ import pytest
 
 from mmtrain.errors import DataError
 from mmtrain.models.spec import (
+    Division,
     Flops,
-    KeyBytes,
     LayerSpec,
     ModelSpec,
     ModuleSpec,
     Rates,
-    Shares,
+    Replaced,
     WholeBytes,
     WorkSize,
     documents_work,
@@ -139,23 +139,26 @@ def test_ranks_hold_an_even_share_but_for_what_each_has_whole() -> None:
         attention_bytes=Rates(row=8),
         output_bytes=Rates(row=2),
     )
-    assert block.share(Shares()) is block
-    even = block.share(Shares(tp=4))
+    assert block.of_rank(Division()) is block
+    even = block.of_rank(Division(tp=4))
     assert (even.activation_bytes, even.attention_bytes, even.output_bytes) == (
         Rates(row=3, text=1),
         Rates(row=2),
         Rates(row=0.5),
     )
     whole = WholeBytes(activation=Rates(row=4), output=Rates(row=2))
-    mine = replace(block, whole_bytes=whole).share(Shares(tp=4))
+    mine = replace(block, whole_bytes=whole).of_rank(Division(tp=4))
     assert mine.activation_bytes == Rates(row=4 + 8 / 4, text=1)
     assert mine.output_bytes == Rates(row=2)
     assert (mine.matmul_flops, mine.num_params) == (block.matmul_flops, block.num_params)
-    apart = replace(block, whole_bytes=whole).share(Shares(tp=4, groups=3))
+    apart = replace(block, whole_bytes=whole).of_rank(Division(tp=4, groups=3))
     assert apart.activation_bytes == Rates(row=4 / 3 + 8 / 12, text=4 / 12)
-    keys = KeyBytes(own=Rates(row=6), gathered=Rates(row=5))
-    seen = replace(block, key_bytes=keys)
-    assert seen.share(Shares(tp=2, groups=3)).activation_bytes == Rates(row=2, text=4 / 6)
-    assert seen.share(Shares(tp=2, groups=3, gathers_keys=True)).activation_bytes == Rates(
-        row=6 / 6 + 5 / 2, text=4 / 6
-    )
+    seen = replace(block, gathered_keys=Replaced(old=Rates(row=6), new=Rates(row=5)))
+    assert seen.of_rank(Division(tp=2, groups=3)).activation_bytes == Rates(row=2, text=4 / 6)
+    for groups in (3, 6):  # rows of three groups are seen together
+        divided = seen.of_rank(Division(tp=6 // groups, groups=groups, key_groups=3))
+        assert divided.activation_bytes == Rates(row=6 / 6 + 5 / 2, text=4 / 6)
+    words = replace(block, divided_logits=Replaced(old=Rates(row=6), new=Rates(row=4)), unread_bytes=Rates(row=3))
+    assert words.of_rank(Division(groups=2)).activation_bytes == Rates(row=6, text=2)
+    mine = words.of_rank(Division(tp=2, groups=2))
+    assert (mine.activation_bytes, mine.unread_bytes) == (Rates(row=10 / 4, text=1), Rates(row=3 / 2))

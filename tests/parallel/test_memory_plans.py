@@ -119,10 +119,11 @@ def offloaded_bytes(rank, shape):
     runtime.load(dataclasses.replace(plan.program, memory=memory), lambda stage, work: ())
     feed = StepFeed(parts, plan.layout, meta, mesh, batch=batch, labels=[m.labels for m in batch.microbatches])
     runtime.step(feed)
-    layers = [layer for layer in spec.module("language").layers if layer.is_block]
+    module = spec.module("language")
+    layers = [layer.of_rank(plane.division(module)) for layer in module.layers if layer.is_block]
     offload = Recomputation(offload=True)
     sizes = [documents_work(m.lengths, 0) for m in meta.microbatches]
-    return found, [sum(offload.offloaded_bytes(layer, size) for layer in layers) / plane.size for size in sizes]
+    return found, [sum(offload.offloaded_bytes(layer, size) for layer in layers) for size in sizes]
 
 
 @pytest.mark.ranks
@@ -132,12 +133,13 @@ def offloaded_bytes(rank, shape):
     ids=identify,
 )
 def test_parameters_never_leave(shape):
-    """What goes to host memory is what planning counts, with and without FSDP2 and DTensors. Ranks that divide rows
-    also keep what they gather (measured: 12 % more); the parameters of the blocks would be 30 % at least."""
-    more = 0.05 if shape.cp == shape.tp == 1 else 0.15
+    """What goes to host memory is what planning counts, with and without FSDP2 and DTensors (measured: up to 1.3 %
+    more); the parameters of the blocks would be 30 % at least. Context ranks do not divide the rows of short documents
+    evenly (4.6 % more, 5.6 % less)."""
+    apart = 0.1 if shape.cp > 1 else 0.05
     for found, planned in run_ranks(offloaded_bytes, shape.world_size, shape):
         for mine, wanted in zip(found, planned, strict=True):
-            assert 0.95 * wanted <= mine <= (1 + more) * wanted
+            assert (1 - apart) * wanted <= mine <= (1 + apart) * wanted
 
 
 # ------------------------------------------------------------------------------------------- one rank

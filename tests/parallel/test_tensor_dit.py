@@ -17,7 +17,7 @@ from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.chunk import fsdp_units
 from mmtrain.models.rows import padded
-from mmtrain.models.spec import Shares
+from mmtrain.models.spec import Division
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel import tensor
 from mmtrain.parallel.activation_memory import ActivationMemory
@@ -154,7 +154,7 @@ def held_bytes(mesh, dtype):
     """(what autograd keeps, what the spec says of one rank) of the first layer, a block and the head."""
     model = t2v()
     spec, clips = model_spec(model, dtype_bytes=dtype.itemsize), Clips.draw(model)
-    layers = [layer.share(Shares(tp=mesh.size())) for layer in spec.module("dit").layers]
+    layers = [layer.of_rank(Division(tp=mesh.size())) for layer in spec.module("dit").layers]
 
     def kept(low, high):
         made = build(model, "dit", (low, high), mesh, dtype)
@@ -193,7 +193,7 @@ def halves(mesh, layers):
             held = weights.held_bytes()
             weights.run(0)
         found.append(gradients([made]) | {"input": (states if first else x).grad})
-    shared = [layer.share(Shares(tp=mesh.size())) for layer in spec.module("dit").layers[slice(*layers)]]
+    shared = [layer.of_rank(Division(tp=mesh.size())) for layer in spec.module("dit").layers[slice(*layers)]]
     return largest_error(found[1], found[0]), held, sum(layer.linear_bytes(clips.size) for layer in shared)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mmtrain.config import PlannerConfig
 from mmtrain.data.metadata import ClipMeta, IterationMeta, MicrobatchMeta
 from mmtrain.errors import DataError, PlanError
-from mmtrain.models.spec import ModelSpec, Shares, WorkSize
+from mmtrain.models.spec import Division, ModelSpec, WorkSize
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.cost_model import FlopsCosts
@@ -179,7 +179,7 @@ def test_tensor_ranks_send_whole_activations_of_a_dit_and_hold_their_columns() -
     assert found[2].output_bytes[dit] == found[1].output_bytes[dit] == ((12 + 10 + 7 * 2) * 32 * 4, 0.0)
     size = batching.size_of[dit]
     for stage in parts.of_module("dit"):
-        layers = [layer.share(Shares(tp=2)) for layer in SPEC.module("dit").layers[slice(*stage.layers)]]
+        layers = [layer.of_rank(Division(tp=2)) for layer in SPEC.module("dit").layers[slice(*stage.layers)]]
         (whole,), (mine,) = (found[tp].options(stage.index, dit) for tp in (1, 2))
         assert mine.activation_bytes == pytest.approx(sum(layer.activation_bytes(size) for layer in layers))
         assert mine.weight_bytes == pytest.approx(sum(layer.linear_bytes(size) for layer in layers))

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.data.metadata import IterationMeta
+from mmtrain.models.spec import Division
 from mmtrain.planner.batching import VISION, make_batching
 from mmtrain.planner.layout import IterationLayout, Plane, longest_first, pad_places
 from tests.planner.specs import microbatch, vlm
@@ -83,6 +84,47 @@ def test_patches_are_divided_in_whole_merge_squares() -> None:
     found = layout(Plane(cp=3, share_patches=True))
     bounds = [found.vision_part(0, c, 0).rows for c in range(3)]
     assert bounds == [(0, 36), (36, 72), (72, 112)]
+
+
+@pytest.mark.parametrize(
+    ("plane", "vision", "language"),
+    [
+        (Plane(), Division(), Division()),
+        (Plane(tp=4), Division(tp=4), Division(tp=4)),
+        (Plane(cp=2), Division(groups=2), Division(groups=2, key_groups=2)),
+        (Plane(cp=2, tp=4), Division(tp=4, groups=2), Division(tp=4, groups=2, key_groups=2)),
+        (Plane(cp=2, share_patches=True), *2 * [Division(groups=2, key_groups=2)]),
+        (Plane(tp=4, data_encoder=True), Division(groups=4), Division(tp=4)),
+        (
+            Plane(cp=2, tp=4, share_patches=True, data_encoder=True),
+            Division(groups=8, key_groups=2),
+            Division(tp=4, groups=2, key_groups=2),
+        ),
+    ],
+)
+def test_how_ranks_divide_each_module(plane: Plane, vision: Division, language: Division) -> None:
+    spec = vlm()
+    assert plane.division(spec.module("vision")) == vision
+    assert plane.division(spec.module("language")) == language
+    assert plane.division(dataclasses.replace(spec.module("vision"), is_whole=True)) == Division()
+
+
+@pytest.mark.parametrize(
+    ("plane", "fullest"),
+    [
+        (Plane(tp=4), 1.0),
+        (Plane(cp=2), 64 * 2 / 112),
+        (Plane(cp=2, share_patches=True), 1.0),
+        (Plane(cp=4), 64 * 4 / 112),
+        (Plane(cp=2, tp=2, data_encoder=True), 64 * 4 / 112),
+        (Plane(cp=2, tp=2, data_encoder=True, share_patches=True), 64 * 2 / 112),
+    ],
+)
+def test_the_rank_with_most_patches(plane: Plane, fullest: float) -> None:
+    images = layout(plane).batching.images_of[0]
+    assert sum(image.num_patches for image in images) == 112
+    assert plane.fullest_part(images) == fullest
+    assert plane.fullest_part(()) == 1.0
 
 
 def test_a_rank_may_have_no_picture() -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from mmtrain.models.linears import Linear as NamedLinear
 from mmtrain.models.linears import block_linears
 from mmtrain.models.shapes import DitShape, LanguageShape, VisionShape
-from mmtrain.models.spec import TIME_ROWS, LayerSpec, Shares
+from mmtrain.models.spec import TIME_ROWS, Division, LayerSpec
 from mmtrain.models.vae_shapes import VaeShape
 from mmtrain.planner.simulator.amount import Amount
 from mmtrain.planner.simulator.cluster import sent_bytes
@@ -54,8 +54,8 @@ from mmtrain.planner.simulator.vae_layer import encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Division(Shares):
-    """How the ranks of a plane share a module, and over what they talk."""
+class LinkedDivision(Division):
+    """How the ranks of a plane divide a module, and over what they talk."""
 
     tp_link: DeviceKind = DeviceKind.NVLINK
     group_link: DeviceKind = DeviceKind.NVLINK
@@ -66,7 +66,7 @@ class LayerDescriber:
     """Makes the graphs of a module's layers."""
 
     shape: VisionShape | LanguageShape | DitShape | VaeShape
-    division: Division = field(default_factory=Division)
+    division: LinkedDivision = field(default_factory=LinkedDivision)
     dtype_bytes: int = 2
     compute: DeviceKind = DeviceKind.GPU
     adapted: tuple[NamedLinear, ...] = ()
@@ -143,10 +143,10 @@ class _Builder:
     def _seen(self, key: Var, value: Var) -> tuple[Var, ...]:
         """The keys and values of all rows that attention sees."""
         division = self.of.division
-        if not division.gathers_keys or division.groups == 1:
+        if division.key_groups == 1:
             return key, value
         both = concat("key_value", key, value)
-        return (gather_for_parts("key_value.gather", division.groups, division.group_link)(both),)
+        return (gather_for_parts("key_value.gather", division.key_groups, division.group_link)(both),)
 
 
 class _Layer(_Builder):

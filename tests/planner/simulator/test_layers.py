@@ -11,7 +11,7 @@ from mmtrain.models.spec import LayerSpec, WorkSize
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.simulator.engine import simulate
 from mmtrain.planner.simulator.graph import Graph, OpKind, Phase
-from mmtrain.planner.simulator.layers import Division, LayerDescriber
+from mmtrain.planner.simulator.layers import LayerDescriber, LinkedDivision
 from tests.models.conftest import _model as tiny_model
 from tests.models.dits import t2v
 from tests.planner.simulator.graphs import LATENCIES
@@ -34,15 +34,15 @@ SIZE = WorkSize(rows=48, pairs=700, outputs=12, window_pairs=300, cross_pairs=25
 PRODUCTS = (OpKind.MATMUL, OpKind.ATTENTION, OpKind.CONVOLUTION)
 
 
-def describer(model: ModelConfig, module: str, division: Division | None = None) -> LayerDescriber:
+def describer(model: ModelConfig, module: str, division: LinkedDivision | None = None) -> LayerDescriber:
     if model.dit is not None:
         shape = dit_shape(model) if module == "dit" else language_shape(model)
-        return LayerDescriber(shape=shape, division=division or Division())
+        return LayerDescriber(shape=shape, division=division or LinkedDivision())
     native = model.projector.kind == "native"
     vision = vision_shape(model)
     return LayerDescriber(
         shape=vision if module == "vision" else language_shape(model),
-        division=division or Division(),
+        division=division or LinkedDivision(),
         adapted=adapted_linears(model, module),
         rank=model.lora.rank,
         projector_width=vision.width * vision.patches_per_token
@@ -108,14 +108,14 @@ def test_layers_of_a_text_to_video_model(module, frozen, change) -> None:  # typ
 # ------------------------------------------------------------------------------------------- division
 
 
-def block(model: ModelConfig, module: str, division: Division) -> tuple[Graph, LayerSpec]:
+def block(model: ModelConfig, module: str, division: LinkedDivision) -> tuple[Graph, LayerSpec]:
     layer = model_spec(model, dtype_bytes=2).module(module).layers[1]
     return describer(model, module, division).graph(layer, input_grad=True), layer
 
 
 @pytest.mark.parametrize(("module", "choice"), FAMILIES)
 def test_tensor_parallel_ranks_share_a_block_and_exchange_rows_eight_times(module, choice) -> None:  # type: ignore[no-untyped-def]
-    graph, layer = block(tiny_model(**choice), module, Division(tp=2))
+    graph, layer = block(tiny_model(**choice), module, LinkedDivision(tp=2))
     wanted = layer.flops(SIZE)
     assert [2 * flops(graph, phase) for phase in Phase] == pytest.approx(
         [wanted.forward, wanted.backward_input, wanted.backward_weight]
@@ -127,7 +127,7 @@ def test_tensor_parallel_ranks_share_a_block_and_exchange_rows_eight_times(modul
 
 
 def test_context_parallel_ranks_gather_keys_and_values_once() -> None:
-    graph, layer = block(tiny_model(language="llama"), "language", Division(groups=4, gathers_keys=True))
+    graph, layer = block(tiny_model(language="llama"), "language", LinkedDivision(groups=4, key_groups=4))
     assert 4 * flops(graph, Phase.FORWARD) == pytest.approx(layer.flops(SIZE).forward)
     sends = [op for op in graph.operators if op.kind.is_collective]
     assert [op.kind for op in sends] == [OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER]
@@ -135,11 +135,14 @@ def test_context_parallel_ranks_gather_keys_and_values_once() -> None:
 
 
 def test_groups_that_share_pictures_exchange_nothing() -> None:
-    graph, _ = block(tiny_model(), "vision", Division(groups=4))
+    graph, _ = block(tiny_model(), "vision", LinkedDivision(groups=4))
     assert not any(op.kind.is_collective for op in graph.operators)
 
 
-@pytest.mark.parametrize("division", [Division(), Division(tp=2), Division(tp=2, groups=2, gathers_keys=True)])
+DIVISIONS = [LinkedDivision(), LinkedDivision(tp=2), LinkedDivision(tp=2, groups=2, key_groups=2)]
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize(("module", "choice"), FAMILIES)
 def test_every_layer_runs_on_every_division(module, choice, division) -> None:  # type: ignore[no-untyped-def]
     model = tiny_model(**choice)
@@ -152,7 +155,7 @@ def test_every_layer_runs_on_every_division(module, choice, division) -> None:  
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_tensor_parallel_ranks_share_a_block_of_a_dit(groups: int) -> None:
-    graph, layer = block(t2v(), "dit", Division(tp=2, groups=groups, gathers_keys=groups > 1))
+    graph, layer = block(t2v(), "dit", LinkedDivision(tp=2, groups=groups, key_groups=groups))
     wanted = layer.flops(SIZE)
     assert [2 * groups * flops(graph, phase) for phase in Phase] == pytest.approx(
         [wanted.forward, wanted.backward_input, wanted.backward_weight]
@@ -171,7 +174,7 @@ def test_tensor_parallel_ranks_share_a_block_of_a_dit(groups: int) -> None:
 
 
 def test_tensor_parallel_ranks_gather_the_states_and_hold_all_rows_of_a_dit() -> None:
-    model, division = t2v(), Division(tp=2)
+    model, division = t2v(), LinkedDivision(tp=2)
     layers = model_spec(model, dtype_bytes=2).module("dit").layers
     embed, head = (describer(model, "dit", division).graph(layers[i], input_grad=True) for i in (0, -1))
     (states,) = [op for op in embed.operators if op.name == "states.gather"]
@@ -180,7 +183,7 @@ def test_tensor_parallel_ranks_gather_the_states_and_hold_all_rows_of_a_dit() ->
     assert flops(head, Phase.FORWARD) == layers[-1].flops(SIZE).forward
 
 
-@pytest.mark.parametrize("division", [Division(), Division(tp=2), Division(tp=2, groups=2, gathers_keys=True)])
+@pytest.mark.parametrize("division", DIVISIONS)
 def test_every_layer_of_a_text_to_video_model_runs_on_every_division(division) -> None:  # type: ignore[no-untyped-def]
     model = t2v()
     for module in model_spec(model, dtype_bytes=2).modules:
