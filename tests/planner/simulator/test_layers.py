@@ -12,7 +12,7 @@ from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.simulator.engine import simulate
 from mmtrain.planner.simulator.graph import Graph, OpKind, Phase
 from mmtrain.planner.simulator.layers import LayerDescriber, LinkedDivision
-from tests.models.conftest import _model as tiny_model
+from tests.models.conftest import tiny_model
 from tests.models.dits import t2v
 from tests.planner.simulator.graphs import LATENCIES
 
