@@ -134,12 +134,14 @@ def offloaded_bytes(rank, shape):
 )
 def test_parameters_never_leave(shape):
     """What goes to host memory is what planning counts, with and without FSDP2 and DTensors (measured: up to 1.3 %
-    more); the parameters of the blocks would be 30 % at least. Context ranks do not divide the rows of short documents
-    evenly (4.6 % more, 5.6 % less)."""
-    apart = 0.1 if shape.cp > 1 else 0.05
-    for found, planned in run_ranks(offloaded_bytes, shape.world_size, shape):
+    more); the parameters of the blocks would be 30 % at least. Planning has context ranks divide rows evenly, which
+    they do not with short documents (4.6 % more, 5.6 % less): there it is their mean."""
+    ranks = run_ranks(offloaded_bytes, shape.world_size, shape)
+    if shape.cp > 1:
+        ranks = [tuple([sum(of) / len(ranks) for of in zip(*rows, strict=True)] for rows in zip(*ranks, strict=True))]
+    for found, planned in ranks:
         for mine, wanted in zip(found, planned, strict=True):
-            assert (1 - apart) * wanted <= mine <= (1 + apart) * wanted
+            assert 0.95 * wanted <= mine <= 1.05 * wanted
 
 
 # ------------------------------------------------------------------------------------------- one rank

@@ -8,6 +8,7 @@ from mmtrain.models.spec import ModelSpec, ModuleSpec, Rates, WorkSize
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.cost_model import FlopsCosts, LayerTimes
 from mmtrain.planner.costs import LEAST_BACKWARD_S, make_problem
+from mmtrain.planner.layout import Plane
 from mmtrain.planner.partition import partition
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import PlanningProblem
@@ -84,6 +85,25 @@ def test_forward_only_has_no_backward_at_all() -> None:
     found = problem(vlm(), forward_only=True)
     assert not found.graph.has_any_backward
     assert found.options(0, 0)[0].forward_s == problem(vlm()).options(0, 0)[0].forward_s
+
+
+def test_bytes_are_those_of_the_rank_with_most_patches() -> None:
+    spec, meta = vlm(), IterationMeta(microbatches=(microbatch(0, [(8, 8), (4, 4)]),))
+    batching = make_batching(meta, spec)
+    parts = partition(
+        spec, 2, {"vision": 1, "language": 1}, dict(zip(("vision", "language"), batching.size_of, strict=True))
+    )
+    found = {
+        cp: make_problem(spec, parts, batching, FlopsCosts.of(CONFIG, shares=cp), CONFIG, plane=Plane(cp=cp))
+        for cp in (1, 2)
+    }
+    vision, language = 0, 1
+    for work, share in ((vision, 64 / 80), (language, 1 / 2)):
+        stage = parts.of_module(batching.modules[work])[0].index
+        (whole,), (mine,) = (found[cp].options(stage, work) for cp in (1, 2))
+        for name in ("activation_bytes", "weight_bytes"):
+            assert getattr(mine, name) == pytest.approx(share * getattr(whole, name)), name
+        assert found[2].output_bytes[work][0] == pytest.approx(share * found[1].output_bytes[work][0])
 
 
 def test_equal_works_share_an_option_list() -> None:
