@@ -3,11 +3,13 @@
 Between two chunks travels one tensor of the DiT's width: the latent tokens of all clips, then the projected text tokens
 of all clips, then `TIME_ROWS` rows a clip. All blocks read text and timesteps, and their gradients come back the same
 way. Attention stays inside of a clip and its own prompt, so a block is called once for each clip, without padding.
-Tensor-parallel ranks all have the whole of it; of the text encoder's states, which they gather, each brings its rows.
+Tensor-parallel ranks divide the latent tokens of each clip, zeros behind, and all have its text and its timestep; of
+the text encoder's states, which they gather, each brings its rows.
 Behind a VAE the tensor has more columns, which hold the clean latents in the rows of their tokens, and else zeros: the
 last chunk, on another rank than the first one, makes targets of them. No gradient comes back for these columns.
 
-Shape legend: N clips; n tokens of one clip; R latent tokens of all clips; T text tokens of all clips; t of one clip;
+Shape legend: N clips; n tokens of one clip; r those of this rank; R latent tokens of all clips, of this rank; T text
+tokens of all clips; t of one clip;
 D width; P numbers that are predicted for one patch; C, F, H, W channels, frames, rows and columns of latents.
 """
 
@@ -45,19 +47,22 @@ class Conditioned(NamedTuple):
     """The parts of the activation between two chunks."""
 
     tokens: list[Tensor]
-    """[1, n, D] of each clip."""
+    """[1, r, D] of each clip."""
     texts: list[Tensor]
     """[1, t, D] of each clip."""
     times: Tensor
     """[N, TIME_ROWS, D]: shift, scale and gate of attention and of the MLP, then the timestep's embedding."""
     clean: list[Tensor]
-    """[n, columns] of each clip: clean latents behind a VAE; else empty."""
+    """[r, columns] of each clip: clean latents behind a VAE; else empty."""
 
     @classmethod
     def of(
         cls, x: Tensor, num_tokens: Sequence[int], text_lengths: Sequence[int], clean_columns: int = 0
     ) -> "Conditioned":
-        """The parts of an activation [R + T + TIME_ROWS x N, D + clean_columns]."""
+        """The parts of an activation [R + T + TIME_ROWS x N, D + clean_columns].
+
+        Args: num_tokens: r of each clip.
+        """
         times = TIME_ROWS * len(num_tokens)
         clean: list[Tensor] = []
         if clean_columns:
@@ -131,11 +136,12 @@ class DitChunk(Chunk):
             want_predictions: also return what is predicted for each clip; targets may then be absent.
         Raises: DataError: clips, grids, texts, timesteps or targets that disagree.
         """
-        num_tokens = [math.prod(grid) for grid in grids]
         self._check_clips(grids, text_lengths)
         if self.has_embed:
-            parts = self._embed(x, grids, num_tokens, text_lengths, features, timesteps)
+            parts = self._embed(x, grids, text_lengths, features, timesteps)
         else:
+            degree = self.row_sharding.degree
+            num_tokens = [padded(math.prod(grid), degree) // degree for grid in grids]
             rows = sum(num_tokens) + sum(text_lengths) + TIME_ROWS * len(grids)
             if len(x) != rows:
                 raise DataError(
@@ -159,7 +165,6 @@ class DitChunk(Chunk):
         self,
         latents: Sequence[Any],
         grids: tuple[Grid, ...],
-        num_tokens: Sequence[int],
         text_lengths: tuple[int, ...],
         features: Tensor | Mapping[str, Tensor] | None,
         timesteps: Sequence[float] | None,
@@ -179,10 +184,10 @@ class DitChunk(Chunk):
         time_ND, projected_N6D, text_1TD, _ = self.dit.condition_embedder(times_N, states_TX[None])
         times = torch.cat([projected_N6D.unflatten(1, (TIME_ROWS - 1, -1)), time_ND[:, None]], dim=1)
         return Conditioned(
-            tokens=[clip.contiguous() for clip in tokens],
+            tokens=[self.row_sharding.shard(clip.contiguous()) for clip in tokens],
             texts=list(text_1TD.split(list(text_lengths), dim=1)),
             times=times,
-            clean=[clip.to(weight.dtype) for clip in clean],
+            clean=[self.row_sharding.shard(clip.to(weight.dtype)) for clip in clean],
         )
 
     def _received(
@@ -225,9 +230,12 @@ class DitChunk(Chunk):
             raise DataError(f"{self._where}: the head got {have} targets for {len(grids)} clips")
         losses, predictions = [], []
         for i, (grid, target) in enumerate(zip(grids, targets, strict=True)):
-            predicted = self._predict(parts.tokens[i], parts.times[i, -1]).float()
+            count = math.prod(grid)
+            tokens = self.row_sharding.gather(parts.tokens[i])[:, :count]
+            predicted = self._predict(tokens, parts.times[i, -1]).float()
             if target is not None and not isinstance(target, Tensor):
-                target = target(from_patches(parts.clean[i], grid, self.shape.patch).float())
+                clean = self.row_sharding.gather(parts.clean[i])[:count]
+                target = target(from_patches(clean, grid, self.shape.patch).float())
             if target is None:
                 losses.append(predicted.sum() * 0.0)
             else:

@@ -14,18 +14,16 @@ def part_of(units: int, part: int, parts: int) -> tuple[int, int]:
 
 
 class RowSharding(Protocol):
-    """How tensor-parallel ranks divide the rows between two blocks (sequence parallelism).
-
-    `degree` divides the number of rows; the chunk pads them.
-    """
+    """How tensor-parallel ranks divide the rows between two blocks (sequence parallelism)."""
 
     degree: int
 
     def shard(self, x: Any) -> Any:
-        """[R, D], equal on all ranks -> this rank's [R / degree, D]; gradients are gathered."""
+        """[..., R, D], equal on all ranks -> this rank's [..., ceil(R / degree), D], zeros behind all R; gradients are
+        gathered."""
 
     def gather(self, x: Any) -> Any:
-        """[R / degree, D] of each rank -> [R, D] on all; everything after must be equal on all ranks."""
+        """[..., R / degree, D] of each rank -> [..., R, D] on all; everything after must be equal on all ranks."""
 
 
 class WholeRows:

@@ -113,7 +113,7 @@ class Division:
     """How the ranks of a stage's plane divide a module."""
 
     tp: int = 1
-    """Ranks that divide the layers' columns, and rows between layers (not of a DiT)."""
+    """Ranks that divide the layers' columns, and rows between layers."""
     groups: int = 1
     """Groups of tp ranks that divide the rows."""
     key_groups: int = 1

@@ -338,6 +338,11 @@ def _dit_output_bytes(shape: DitShape, e: int) -> Rates:
     return Rates(row=width * e, text=width * e, clip=TIME_ROWS * width * e)
 
 
+def _whole_dit_output_bytes(shape: DitShape, e: int) -> Rates:
+    """Of these, all but the latent tokens, whose rows tensor-parallel ranks divide."""
+    return replace(_dit_output_bytes(shape, e), row=0.0)
+
+
 def _dit_embed(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
     """The first layer of a DiT: patches, and two linear layers each for text and timestep."""
     D, P, Z, X = shape.width, shape.patch_dim, shape.time_width, shape.text_width
@@ -361,7 +366,7 @@ def _dit_embed(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
         whole_bytes=WholeBytes(
             activation=Rates(row=P * e, text=X * e, clip=(Z + 2 * D) * e),
             linear=Rates(text=(X + D) * e, clip=(Z + 3 * D) * e),
-            output=_dit_output_bytes(shape, e),
+            output=_whole_dit_output_bytes(shape, e),
         ),
     )
 
@@ -372,8 +377,8 @@ def _dit_block(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
     tokens, texts = 12 * D * D + 4 * D * I, 4 * D * D
     # In float32: what the norms read, and of those without parameters also what they give; of the norms of queries and
     # keys (three of tokens, one of texts) input and normed; the MLP's output. Scales of each row, log-sum-exp.
-    whole32 = (5 + shape.cross_norm) * D + 2 * (2 + shape.cross_norm) + 3
-    float32 = whole32 + 3 * 2 * D + 2 * H
+    head_scales = 3
+    float32 = (5 + shape.cross_norm) * D + 2 * (2 + shape.cross_norm) + head_scales + 3 * 2 * D + 2 * H
     # What the linear layers read (5), query, key and value of self-attention, cross-attention's query, and what
     # self-attention's output layer gives.
     activation = float32 * _FLOAT32 + 10 * D * e + 2 * I * e
@@ -394,12 +399,14 @@ def _dit_block(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
         output_bytes=_dit_output_bytes(shape, e),
         output_width=D + shape.clean_columns,
         output_rows="conditioned",
-        # What has the block's width before three sublayers and behind them; heads and inner columns are divided.
+        # What is gathered before three sublayers, and the summands behind them; and scales of all rows.
         whole_bytes=WholeBytes(
-            activation=Rates(row=whole32 * _FLOAT32 + 4 * D * e, text=_FLOAT32, clip=of_clip * D * _FLOAT32),
+            activation=Rates(
+                row=head_scales * _FLOAT32 + 3 * D * e, text=_FLOAT32, clip=of_clip * D * _FLOAT32
+            ),
             product=Rates(row=3 * D * e),
             linear=Rates(row=6 * D * e, text=D * e),
-            output=_dit_output_bytes(shape, e),
+            output=_whole_dit_output_bytes(shape, e),
         ),
     )
 

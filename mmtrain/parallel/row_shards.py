@@ -1,8 +1,8 @@
 """Exchanges between tensor-parallel ranks, which divide rows between layers (sequence parallelism, arXiv:2205.05198,
 section 4.2.2) and columns inside of them.
 
-Legend: tp ranks; R rows, all of a cp rank; r = R / tp rows of one rank; D columns. Tensors are [..., rows, columns],
-where the dimensions before the rows are 1. Every collective here is over tp.
+Legend: tp ranks; R rows, all of a cp rank, or of a clip; r = R / tp rows of one rank, rounded up; D columns. Tensors
+are [..., rows, columns], where the dimensions before the rows are 1. Every collective here is over tp.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmtrain.parallel.collectives import all_gather, reduce_scatter
@@ -27,8 +27,8 @@ class RowShards:
         self._group = mesh.get_group()
 
     def shard(self, x: Tensor) -> Tensor:
-        """[R, D], equal on all ranks -> this rank's rows [r, D]; backward: all-gather."""
-        return _Exchange.apply(x, _own, _gather, self._group)
+        """[R, D], equal on all ranks -> this rank's rows [r, D], zeros behind all R; backward: all-gather."""
+        return _Exchange.apply(self._filled_up(x), _own, _gather, self._group)
 
     def gather(self, x: Tensor) -> Tensor:
         """[r, D] -> [R, D] on all ranks, which compute the same from it; backward: this rank's rows."""
@@ -39,8 +39,8 @@ class RowShards:
         return _Exchange.apply(x, _gather, _sum_own, self._group)
 
     def sum_shard(self, x: Tensor) -> Tensor:
-        """Summands [R, D] -> this rank's rows [r, D] of their sum; backward: all-gather."""
-        return _Exchange.apply(x, _sum_own, _gather, self._group)
+        """Summands [R, D] -> this rank's rows [r, D] of their sum, zeros behind all R; backward: all-gather."""
+        return _Exchange.apply(self._filled_up(x), _sum_own, _gather, self._group)
 
     def use_for_parts(self, x: Tensor) -> Tensor:
         """x, equal on all ranks, each of which uses it for its own columns; backward: all-reduce."""
@@ -57,6 +57,10 @@ class RowShards:
     def gather_columns(self, x: Tensor) -> Tensor:
         """[R, D / tp] -> [R, D] on all ranks, which compute the same from it; backward: this rank's columns."""
         return _Exchange.apply(x, _gather_columns, _own_columns, self._group)
+
+    def _filled_up(self, x: Tensor) -> Tensor:
+        missing = -x.shape[-2] % self.degree
+        return nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 _Operation = Callable[[Tensor, dist.ProcessGroup], Tensor]

@@ -4,8 +4,8 @@ Parameters become DTensors of the tp mesh, and a rank computes its own heads, in
 it holds an equal part of the rows. A sublayer costs one all-gather and one reduce-scatter forward, and the same
 backward. Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 
-The blocks of a DiT run clip by clip, and have no sequence parallelism: between them every rank holds all rows, and a
-sublayer costs an all-reduce forward, and as much backward.
+The blocks of a DiT run clip by clip: each rank has a part of the rows of each clip, with zeros behind the last rank's
+where these do not divide them, and all rows of its text and timestep.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
 from mmtrain.parallel.row_shards import RowShards
 from mmtrain.parallel.tensor_plans import PLANS, PROJECTOR, FamilyPlan, Style
-from mmtrain.parallel.tensor_styles import Divided, make_styles
+from mmtrain.parallel.tensor_styles import Divided, MovedTable, make_styles
 from mmtrain.parallel.vocabulary import VocabularyLoss
 
 _Divisible = LanguageChunk | VisionChunk | DitChunk
@@ -29,8 +29,8 @@ _Divisible = LanguageChunk | VisionChunk | DitChunk
 def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh) -> None:
     """Divides a chunk over the tp mesh, in place; weights must be set, and equal on all its ranks.
 
-    Called before FSDP2. Afterwards activations between chunks are this rank's rows, but all rows in a DiT; and a
-    language model's loss is computed from this rank's part of the vocabulary.
+    Called before FSDP2. Afterwards activations between chunks are this rank's rows, and a language model's loss is
+    computed from this rank's part of the vocabulary.
     Raises: ConfigError: the family's table does not fit its class.
     """
     assert isinstance(chunk, _Divisible)
@@ -44,10 +44,13 @@ def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh) -> None:
     styles: dict[str, ParallelStyle] = {}
     whole: list[str] = []
     for name, style in _entries(chunk, plan):
-        module = _find(chunk, name, parameter=style == "whole")
-        if style == "whole":
+        module = _find(chunk, name, parameter=style in ("whole", "moved"))
+        if style in ("whole", "moved"):
             whole.append(name)
-        else:
+        if style == "moved":
+            owner, _, table = name.rpartition(".")
+            styles[owner] = MovedTable(table)
+        elif style != "whole":
             styles |= {f"{name}{child}": how for child, how in make_styles(module, style, divided, mesh)}
     parallelize_module(chunk, mesh, styles, src_data_rank=None)
     for block in chunk.blocks():

@@ -14,7 +14,8 @@ Style = Literal[
     "columns_gather",
     "rows",
     "rows_whole",
-    "parts",
+    "gathered",
+    "moved",
     "norm_gather",
     "norm",
     "norm_columns",
@@ -30,8 +31,10 @@ Style = Literal[
 - columns_gather: as columns_whole, but -> all columns.
 - rows: a linear layer's inputs are divided. All rows, this rank's columns -> this rank's rows, summed over ranks.
 - rows_whole: the same, but -> all rows.
-- parts: a module with layers of style `columns` that read what goes in, which was computed by all ranks alike: the
-  gradients of its inputs are summed here, once for all of these layers.
+- gathered: a module with layers of style `columns` behind its inputs. Of the first input this rank's rows -> all rows;
+  the others were computed by all ranks alike. The gradients of all are summed here, once for all of these layers.
+- moved: a table of shifts and scales that a block of a DiT holds itself, whole on every rank, which moves it by what
+  all ranks computed alike, and uses it for its own rows: the gradients of both are summed here.
 - norm: a norm, not divided. This rank's rows -> this rank's rows.
 - norm_columns: a root-mean-square norm's columns are divided. This rank's columns of all rows -> the same, where the
   mean square of a row is that of all columns.
@@ -92,7 +95,7 @@ def _attention(name: str) -> Styles:
     """One attention of a DiT's block: queries and keys are normed over the columns of all heads."""
     columns = {f"{name}.to_{part}": "columns" for part in "qkv"}
     norms = {f"{name}.norm_{part}": "norm_columns" for part in "qk"}
-    return {name: "parts", **columns, **norms, f"{name}.to_out.0": "rows_whole"}  # type: ignore[dict-item]
+    return {name: "gathered", **columns, **norms, f"{name}.to_out.0": "rows"}  # type: ignore[dict-item]
 
 
 def _two_linears(name: str) -> Styles:
@@ -173,15 +176,16 @@ PLANS: Mapping[str, FamilyPlan] = {
         embed={"vision.conv1": "whole", "vision.conv2": "whole", "vision.embed_positions": "whole"},
         norm={"vision.layer_norm": "norm"},
     ),
-    "wan": FamilyPlan(  # between blocks every rank has all rows
+    "wan": FamilyPlan(
         blocks="dit.blocks",
         block={
-            "scale_shift_table": "whole",
+            "scale_shift_table": "moved",
             **_attention("attn1"),
-            "norm2": "whole",
+            "norm2": "norm",
             **_attention("attn2"),
-            "ffn.net.0.proj": "columns_whole",
-            "ffn.net.2": "rows_whole",
+            "ffn": "gathered",
+            "ffn.net.0.proj": "columns",
+            "ffn.net.2": "rows",
         },
         heads=("attn1.heads", "attn2.heads"),
         embed={

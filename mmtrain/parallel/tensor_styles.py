@@ -137,14 +137,43 @@ class DividedColumnNorm(DividedModule):
         return forward
 
 
-class SharedInputs(ParallelStyle):
-    """A module whose layers each compute parts of its inputs, which are equal on all ranks."""
+class GatheredInputs(ParallelStyle):
+    """A module whose layers compute columns of all rows of its first input, and of the others as they are."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         rows, compute = RowShards(mesh), module.forward
 
-        def forward(*args: Any) -> Any:
-            return compute(*(rows.use_for_parts(x) if isinstance(x, Tensor) else x for x in args))
+        def forward(x: Tensor, *others: Any) -> Any:
+            x = rows.gather_for_parts(x)
+            for other in others:
+                if isinstance(other, tuple):  # rotary tables, [1, rows, ...]: attention must not see what fills up
+                    x = x[:, : other[0].shape[1]]
+            return compute(x, *(rows.use_for_parts(o) if isinstance(o, Tensor) else o for o in others))
+
+        module.forward = forward  # type: ignore[method-assign]
+        return module
+
+
+class MovedTable(ParallelStyle):
+    """A block of a DiT, whose own table of shifts and scales is moved by the timestep, for this rank's rows."""
+
+    def __init__(self, name: str) -> None:
+        """Args: name: of the table."""
+        super().__init__()
+        self._name = name
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        rows, compute, name = RowShards(mesh), module.forward, self._name
+
+        def forward(x: Tensor, text: Tensor, time: Tensor, rotary: Any) -> Any:
+            moved = rows.use_for_parts(getattr(module, name) + time.float())
+            # The block itself adds its table to what it is given: nothing is left to add. An attribute of the instance
+            # is found before a parameter.
+            vars(module)[name] = 0.0
+            try:
+                return compute(x, text, moved, rotary)
+            finally:
+                del vars(module)[name]
 
         module.forward = forward  # type: ignore[method-assign]
         return module
@@ -190,8 +219,8 @@ def make_styles(
         yield "", DividedVocabulary(divided, mesh)
     elif style == "norm_columns":
         yield "", DividedColumnNorm(divided, sum_squares=rows.sum_for_parts)
-    elif style == "parts":
-        yield "", SharedInputs()
+    elif style == "gathered":
+        yield "", GatheredInputs()
     elif style == "columns_gather":
         yield base, DividedLinear(divided, by_output, before=rows.use_for_parts, after=rows.gather_columns)
     elif style in ("columns", "columns_whole"):

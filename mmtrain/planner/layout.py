@@ -2,8 +2,8 @@
 
 Tokens of a microbatch are divided over the cp ranks, and each cp rank's rows again over its tp ranks
 between two blocks. Pictures are divided whole over cp (or their patches are), and over tp where each tp rank
-holds the whole encoder. Of clips, the tp ranks divide the rows of the prompts, and each has all rows of the DiT. Every
-rank computes the same layout from the metadata.
+holds the whole encoder. Of clips, the tp ranks divide the rows of the prompts, and those of each clip. Every rank
+computes the same layout from the metadata.
 
 Shape legend: V image features of a microbatch; Q = cp x tp ranks of the plane.
 """
@@ -197,8 +197,12 @@ class IterationLayout:
                 f"a stage's plane has {plane.cp} context-parallel ranks, but these do not divide the works of a "
                 "text-to-video model yet; set parallelism.context_parallel_degree = 1"
             )
-        if plane.tp == 1 or self.batching.modules[self.batching.works[work].module] in (VAE, DIT):
+        module = self.batching.modules[self.batching.works[work].module]
+        if plane.tp == 1 or module == VAE:
             return size
+        if module == DIT:  # clip by clip, with all of the texts
+            rows = sum(padded(clip.num_tokens, plane.tp) // plane.tp for clip in self.batching.clips_of[work])
+            return WorkSize(rows=rows, pairs=0, outputs=0, texts=size.texts, clips=size.clips)
         return WorkSize(rows=padded(size.rows, plane.tp) // plane.tp, pairs=0, outputs=0)
 
     # ---------------------------------------------------------------------------------------- features

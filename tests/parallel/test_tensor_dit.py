@@ -47,8 +47,12 @@ WHOLE = {"language": [(0, 5)], "dit": [(0, 5)]}
 HALVES = {"language": [(0, 2), (2, 5)], "dit": [(0, 3), (3, 5)]}
 LAYERS = {"language": [(i, i + 1) for i in range(5)], "dit": [(i, i + 1) for i in range(5)]}
 FOUR_HEADS = {"num_attention_heads": 4, "attention_head_dim": 8, "text": {"num_key_value_heads": 4}}
+GRIDS = ((2, 2, 3), (1, 2, 2), (2, 2, 3))
+UNEVEN = ((3, 1, 3), (1, 1, 1), (2, 2, 3))
+"""Patches of clips; of the second one all ranks but the first have no row."""
 CASES = {
     "whole": (WHOLE, {}, None),
+    "rows that the ranks do not divide": (HALVES, {}, None, UNEVEN),
     "halves": (HALVES, {}, None),
     "layers, frozen text encoder": (LAYERS, {"frozen": ("language",)}, None),
     "halves, frozen DiT": (HALVES, {"frozen": ("dit",)}, None),
@@ -107,9 +111,9 @@ def together(chunks):
     return [made for of in chunks.values() for made in of]
 
 
-def case(mesh, cuts, options, recompute):
+def case(mesh, cuts, options, recompute, grids=GRIDS):
     model = t2v(**options)
-    clips, reference = Clips.draw(model), build_all(model, WHOLE)
+    clips, reference = Clips.draw(model, grids), build_all(model, WHOLE)
     expected = denoise(reference["dit"], clips, encode(reference["language"], clips))
     expected.loss_sum.backward()
 
@@ -136,7 +140,7 @@ def collectives_of_a_block(mesh):
     """(kind, numbers) of what a block sends for one clip of 12 latent and 5 text tokens: forward, then backward."""
     model = t2v()
     made = build(model, "dit", (1, 2), mesh)
-    x = torch.randn(12 + 5 + 7, 32, requires_grad=True)
+    x = torch.randn(12 // mesh.size() + 5 + 7, 32, requires_grad=True)
     counts = []
     with CommDebugMode() as seen:
         y = made(x, grids=((2, 2, 3),), text_lengths=(5,))
@@ -162,6 +166,8 @@ def held_bytes(mesh, dtype):
         if low == 0:
             rows = padded(clips.size.texts, mesh.size()) // mesh.size()
             kwargs["features"] = kwargs["features"].detach()[:rows].requires_grad_()
+        else:
+            x = x.detach()[clips.size.rows // mesh.size() :].requires_grad_()
         return kept_bytes(made, x, kwargs)
 
     return [
@@ -181,8 +187,8 @@ def halves(mesh, layers):
         made = build(model, "dit", layers, mesh)
         generator = torch.Generator().manual_seed(0)
         states = torch.randn(rows, 24, generator=generator).requires_grad_()
-        shape = made.output_shape(clips.size) or (clips.size.rows + clips.size.texts + 7 * clips.size.clips, 32)
-        x = torch.randn(shape, generator=generator).requires_grad_()
+        count = clips.size.rows // mesh.size() + clips.size.texts + 7 * clips.size.clips
+        x = torch.randn(count, 32, generator=generator).requires_grad_()
         first = {"features": states, "timesteps": clips.timesteps} if layers[0] == 0 else {}
         last = {"targets": clips.targets} if made.is_last else {}
         weights = WeightGrads(made)
@@ -249,11 +255,12 @@ def test_ranks_equal_one_process(two_ranks, name):
 
 
 @pytest.mark.ranks
-def test_a_block_costs_three_all_reduces_of_rows_each_way_and_small_ones(two_ranks):
+def test_a_block_gathers_and_scatters_rows_three_times_each_way(two_ranks):
     for found in two_ranks:
         (forward, backward), (heads, norm, query) = found["collectives"]
-        assert forward == {"allreduce_": 3 + 4}  # of sublayers; of the squares of queries and keys
-        assert backward == {"allreduce_": 3 + 4 + 1}  # and of the text
+        of_rows = {"_allgather_base_": 3, "_reduce_scatter_base_": 3}
+        assert forward == {**of_rows, "allreduce_": 4}  # of the squares of queries and keys
+        assert backward == {**of_rows, "allreduce_": 4 + 2}  # and of text and timestep
         assert (heads, norm, query) == (1, 16, (16, 32))
 
 
@@ -322,7 +329,7 @@ def under_fsdp(mesh, dtype):
 def on_four_ranks(rank):
     mesh = build_mesh(MeshShape(dp_shard=2, tp=2), torch.device("cpu"))
     sharded = {dtype: under_fsdp(mesh, dtype) for dtype in ("float32", "bfloat16")}
-    return sharded, case(tp_mesh(), HALVES, FOUR_HEADS, None)
+    return sharded, case(tp_mesh(), HALVES, FOUR_HEADS, None, UNEVEN)
 
 
 @pytest.mark.ranks

@@ -155,18 +155,18 @@ def test_the_whole_work_is_on_one_rank() -> None:
         IterationLayout(Plane(cp=2), batching, META, None).local_size(0, 0, 0)
 
 
-def test_tensor_ranks_divide_the_rows_of_prompts_and_have_all_rows_of_the_dit() -> None:
+def test_tensor_ranks_divide_the_rows_of_prompts_and_of_each_clip() -> None:
     batching = make_batching(META, SPEC, 2)
     layout = IterationLayout(Plane(tp=3), batching, META, None)
     assert [size.rows for size in batching.size_of] == [4, 10, 12, 12, 2, 16]
     for tp_rank in range(3):
         sizes = [layout.local_size(work, 0, tp_rank) for work in range(len(batching.works))]
-        assert [size.rows for size in sizes] == [2, 4, 12, 12, 1, 16]
+        assert [size.rows for size in sizes] == [2, 4, 4, 2 + 3, 1, 6]
         assert SPEC.module("language").output_shape(4, sizes[1]) == (4, 24)
-        assert sizes[3] == batching.size_of[3]
+        assert SPEC.module("dit").output_shape(1, sizes[3]) == (2 + 3 + 10 + 7 * 2, 32)
 
 
-def test_tensor_ranks_send_whole_activations_of_a_dit_and_hold_their_columns() -> None:
+def test_tensor_ranks_send_their_rows_of_a_dit_and_hold_their_columns() -> None:
     batching = make_batching(META, SPEC, 2)
     sizes = {"language": batching.size_of[0], "dit": batching.size_of[2]}
     parts = partition(SPEC, 1, {"language": 2, "dit": 2}, sizes)
@@ -176,7 +176,8 @@ def test_tensor_ranks_send_whole_activations_of_a_dit_and_hold_their_columns() -
     }
     text, dit = 1, 3
     assert found[2].output_bytes[text] == tuple(half / 2 for half in found[1].output_bytes[text])
-    assert found[2].output_bytes[dit] == found[1].output_bytes[dit] == ((12 + 10 + 7 * 2) * 32 * 4, 0.0)
+    for tp in (1, 2):
+        assert found[tp].output_bytes[dit] == ((12 / tp + 10 + 7 * 2) * 32 * 4, 0.0)
     size = batching.size_of[dit]
     for stage in parts.of_module("dit"):
         layers = [layer.of_rank(Division(tp=2)) for layer in SPEC.module("dit").layers[slice(*stage.layers)]]

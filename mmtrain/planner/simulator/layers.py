@@ -4,8 +4,8 @@ They follow what the layers run: Hugging Face's modules kernel by kernel, tensor
 the layers (`parallel/tensor_plans.py`), keys and values gathered over context-parallel ranks, adapters beside their
 linear layers. FLOPs, parameters and what has a backward are those of the layer's `LayerSpec` for one rank.
 
-A DiT's blocks and head run for one clip after another, see `Operator.each_clip`. Its rows are whole on each tp rank,
-which divide columns alone.
+A DiT's blocks and head run for one clip after another, see `Operator.each_clip`. The tp ranks divide its latent
+tokens, and each has all text tokens and timesteps.
 
 Not here: the exchange of image features before the first language layer, FSDP2's gathers, padding, and the copies that
 join a DiT's rows at the end of a chunk.
@@ -302,10 +302,7 @@ class _Layer(_Builder):
 
 
 class _DitLayer(_Builder):
-    """A layer of a diffusion transformer: latent tokens, and the text and timestep rows that travel beside them.
-
-    Each tp rank has all of them.
-    """
+    """A layer of a diffusion transformer: latent tokens, and the text and timestep rows that travel beside them."""
 
     def __init__(
         self, describer: LayerDescriber, shape: DitShape, tape: Tape, layer: LayerSpec, input_grad: bool
@@ -338,6 +335,7 @@ class _DitLayer(_Builder):
         parts = self._for_parts("time_proj", activation("time_proj.activation", "silu")(time))
         made = self._linear("time_proj", D, (TIME_ROWS - 1) * D / self.tp, bias=True)(parts)
         made = reshape(made, rows=self.clips * ((TIME_ROWS - 1) / self.tp), columns=D)
+        x = shard("rows", self.tp, self.link)(x)
         return bundle(x, text, gather("time_proj.columns", self.tp, self.link)(made), time)
 
     def _two_linears(self, name: str, x: Var, inputs: float, function: str) -> Var:
@@ -351,40 +349,44 @@ class _DitLayer(_Builder):
 
     def _block(self) -> Var:
         D, I = self.shape.width, self.shape.mlp_width
-        x, text = self._input("x", self.rows), self._input("text", self.texts)
+        x, text = self._between(), self._input("text", self.texts)
         time = self._input("time", self.clips * (TIME_ROWS - 1))
         moved = AddRow("modulation", (TIME_ROWS - 1) * D, trainable=self.trainable)(time)
+        moved = self._for_parts("modulation", moved)
         per_pair = 1 / self.of.division.groups
 
-        parts = self._for_parts("attn1", self._modulated("norm1", x, moved))
+        parts = self._gathered("attn1", self._modulated("norm1", x, moved))
         query, key, value = (self._columns(f"attn1.to_{n}", parts, D, D, bias=True) for n in "qkv")
         query, key = (self._head_norm(f"attn1.norm_{n}", v) for n, v in (("q", query), ("k", key)))
         query, key = (self._rotary(f"attn1.rotary_{n}", v) for n, v in (("q", query), ("k", key)))
         out = self._attend("attn1", Amount(pair=per_pair), query, self._seen(key, value))
         x = self._gated("attn1.gated", x, out, moved)
 
-        parts = self._for_parts("attn2", self._cross_norm(x))
+        parts = self._gathered("attn2", self._cross_norm(x))
         query = self._head_norm("attn2.norm_q", self._columns("attn2.to_q", parts, D, D, bias=True))
         shared = self._for_parts("attn2.texts", text)
         key, value = (self._columns(f"attn2.to_{n}", shared, D, D, bias=True) for n in "kv")
         keys = (self._head_norm("attn2.norm_k", key), value)
         x = add("attn2.residual", x, self._attend("attn2", Amount(cross_pair=per_pair), query, keys))
 
-        parts = self._for_parts("ffn", self._modulated("norm3", x, moved))
+        parts = self._gathered("ffn", self._modulated("norm3", x, moved))
         inner = activation("ffn.activation", "gelu_pytorch_tanh")(self._columns("ffn.0", parts, D, I, bias=True))
         x = self._gated("ffn.gated", x, self._rows("ffn.2", inner, I, D, bias=True), moved)
         return bundle(x, text, time)
 
     def _head(self) -> Var:
-        x, time = self._input("x", self.rows), self._input("time", self.clips)
+        x, time = gather("head.rows", self.tp, self.link)(self._between()), self._input("time", self.clips)
         moved = AddRow("modulation", 2 * self.shape.width, trainable=self.trainable)(time)
         x = self._modulated("norm_out", x, moved)
         x = self._linear("proj_out", self.shape.width, self.shape.output_dim, bias=True)(x)
         return SquaredError("loss")(x)
 
-    def _summed(self, name: str) -> Exchange:
-        """Of summands of all ranks, what each of them takes: the sum of all rows."""
-        return sum_whole(name, self.tp, self.link)
+    def _between(self) -> Var:
+        """This rank's rows."""
+        return self._input("x", self.rows * (1 / self.tp))
+
+    def _gathered(self, name: str, x: Var) -> Var:
+        return gather_for_parts(f"{name}.gather", self.tp, self.link)(x)
 
     def _for_parts(self, name: str, x: Var) -> Var:
         return use_for_parts(f"{name}.parts", self.tp, self.link)(x)

@@ -161,25 +161,29 @@ def test_tensor_parallel_ranks_share_a_block_of_a_dit(groups: int) -> None:
         [wanted.forward, wanted.backward_input, wanted.backward_weight]
     )
     found = [op for op in graph.operators if op.kind.is_collective and "key_value" not in op.name]
-    assert {op.kind for op in found} == {OpKind.ALL_REDUCE}
     sent = {
-        phase: sorted(op.net_bytes(SIZE) * groups for op in found if op.phase is phase)
+        (phase, kind): sorted(op.net_bytes(SIZE) * groups for op in found if op.phase is phase and op.kind is kind)
         for phase in (Phase.FORWARD, Phase.BACKWARD_INPUT)
+        for kind in {op.kind for op in found}
     }
-    # Three sublayers and four norms over all heads each way, and the gradient of the texts.
+    # Three sublayers each way, and four norms over all heads; and the gradients of texts and timesteps.
     norms = [SIZE.rows * 4.0] * 3 + [SIZE.texts * 4.0]
-    rows = [SIZE.rows * 32 * 2.0] * 3
-    assert sent[Phase.FORWARD] == sorted(norms + rows)
-    assert sent[Phase.BACKWARD_INPUT] == sorted([*norms, *rows, SIZE.texts * 32 * 2.0])
+    shared = [SIZE.texts * 32 * 2.0, SIZE.clips * 6 * 32 * 2.0]
+    for phase, more in ((Phase.FORWARD, []), (Phase.BACKWARD_INPUT, shared)):
+        for kind in (OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER):
+            assert sent.pop((phase, kind)) == [SIZE.rows * 32 * 2.0 / 2] * 3
+        assert sent.pop((phase, OpKind.ALL_REDUCE)) == sorted([*norms, *more])
+    assert not sent
 
 
-def test_tensor_parallel_ranks_gather_the_states_and_hold_all_rows_of_a_dit() -> None:
+def test_tensor_parallel_ranks_gather_the_states_and_the_rows_of_the_head_of_a_dit() -> None:
     model, division = t2v(), LinkedDivision(tp=2)
     layers = model_spec(model, dtype_bytes=2).module("dit").layers
     embed, head = (describer(model, "dit", division).graph(layers[i], input_grad=True) for i in (0, -1))
     (states,) = [op for op in embed.operators if op.name == "states.gather"]
     assert states.net_bytes(SIZE) == SIZE.texts * 24 * 2 / 2
-    assert not any(op.kind.is_collective for op in head.operators)
+    (rows,) = [op for op in head.operators if op.kind.is_collective]
+    assert rows.net_bytes(SIZE) == SIZE.rows * 32 * 2 / 2
     assert flops(head, Phase.FORWARD) == layers[-1].flops(SIZE).forward
 
 
