@@ -3,6 +3,7 @@
 import datetime
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -73,12 +74,17 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 600) -> Any:
 
 def _alone(fn: Any, args: Any, queue: Any) -> None:
     try:
-        queue.put((0, True, fn(*args)))
+        queue.put((0, True, _packed(fn(*args))))
     except BaseException:
         queue.put((0, False, traceback.format_exc()))
     finally:
         queue.close()
         queue.join_thread()
+
+
+def _packed(value: Any) -> bytes:
+    """A queue would send tensors as names of memory that the process has to live on to give away."""
+    return pickle.dumps(value)
 
 
 def _collect(queue: Any, processes: list[Any], world: int, timeout: float) -> dict[int, tuple[bool, Any]]:
@@ -91,7 +97,7 @@ def _collect(queue: Any, processes: list[Any], world: int, timeout: float) -> di
     while len(answers) < world:
         try:
             rank, ok, value = queue.get(timeout=0.2)
-            answers[rank] = (ok, value)
+            answers[rank] = (ok, pickle.loads(value) if ok else value)
             if not ok:  # the others wait for this rank in vain
                 break
         except queues.Empty:
@@ -125,7 +131,7 @@ def _entry(
     meeting = dist.FileStore(store, world)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=limit)
     try:
-        queue.put((rank, True, fn(rank, *args)))
+        queue.put((rank, True, _packed(fn(rank, *args))))
         if leave_together:  # who closes its connections while another rank still reads from them resets these
             meeting.set(f"done {rank}", "")
             meeting.wait([f"done {other}" for other in range(world)], limit)

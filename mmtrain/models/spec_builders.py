@@ -401,9 +401,7 @@ def _dit_block(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
         output_rows="conditioned",
         # What is gathered before three sublayers, and the summands behind them; and scales of all rows.
         whole_bytes=WholeBytes(
-            activation=Rates(
-                row=head_scales * _FLOAT32 + 3 * D * e, text=_FLOAT32, clip=of_clip * D * _FLOAT32
-            ),
+            activation=Rates(row=head_scales * _FLOAT32 + 3 * D * e, text=_FLOAT32, clip=of_clip * D * _FLOAT32),
             product=Rates(row=3 * D * e),
             linear=Rates(row=6 * D * e, text=D * e),
             output=_whole_dit_output_bytes(shape, e),
