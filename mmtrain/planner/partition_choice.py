@@ -8,7 +8,7 @@ parameters, and nnScaler's (Lin et al., OSDI 2024) by time.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmtrain.config import Config
@@ -25,11 +25,25 @@ MOST_SEGMENTS = 4
 """K that the search tries at most."""
 WORTH = 0.005
 """Part of an iteration that each segment more has to save: it costs launches and messages that no cost model sees."""
+CHAIN_WORTH = 0.03
+"""Part of an iteration that a mixed chain has to save besides: its ranks are level for one mixture of modalities."""
 FINALISTS = 3
 """Candidates that are simulated on all iterations, after all were on a part of one."""
 
-Segments = tuple[int, ...]
-"""K of each module that is cut, in the model's order."""
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to cut a model that the search may choose."""
+
+    is_chain: bool
+    """Whether all modules are one chain, cut by time."""
+    segments: tuple[int, ...]
+    """Chunks on each rank: K of each module that is cut, in the model's order; of a chain one number."""
+
+    @property
+    def least_gain(self) -> float:
+        """Part of an iteration that it has to save."""
+        return WORTH * sum(self.segments) + CHAIN_WORTH * self.is_chain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +57,11 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search over numbers of segments came to."""
+    """What a search over ways to cut came to."""
 
-    best: Segments
-    finalists: tuple[tuple[Segments, float], ...]
-    """With seconds of a mean iteration, fewest segments first."""
+    best: Cut
+    finalists: tuple[tuple[Cut, float], ...]
+    """With seconds of a mean iteration, chains last, fewest segments first."""
     num_tried: int
 
 
@@ -74,24 +88,24 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
     return Choice(partition=_separated(config, spec, _given_segments(config)))
 
 
-def best_segments(
-    candidates: Sequence[Segments], quick: Callable[[Segments], float], exact: Callable[[Segments], float]
-) -> Found | None:
-    """The candidate with the least seconds x (1 + `WORTH` x number of segments); None: none has a plan.
+def best_cut(candidates: Sequence[Cut], quick: Callable[[Cut], float], exact: Callable[[Cut], float]) -> Found | None:
+    """The candidate with the least seconds x (1 + `least_gain`); None: none has a plan.
 
-    Ties go to fewer segments, first of all modules, then of the first ones.
+    Ties go to separated modules, then to fewer segments, first of all modules, then of the first ones.
 
     Args:
         quick: seconds by which finalists are picked; infinite: no plan.
         exact: seconds that decide.
     """
 
-    def ranked(times: Mapping[Segments, float]) -> list[Segments]:
-        kept = [c for c, seconds in times.items() if seconds < math.inf]
-        return sorted(kept, key=lambda c: (times[c] * (1 + WORTH * sum(c)), sum(c), c))
+    def simplest_first(cuts: Iterable[Cut]) -> list[Cut]:
+        return sorted(cuts, key=lambda c: (c.is_chain, sum(c.segments), c.segments))
 
-    finalists = ranked({c: quick(c) for c in candidates})[:FINALISTS]
-    times = {c: exact(c) for c in sorted(finalists, key=lambda c: (sum(c), c))}
+    def ranked(times: Mapping[Cut, float]) -> list[Cut]:
+        kept = simplest_first(c for c, seconds in times.items() if seconds < math.inf)
+        return sorted(kept, key=lambda c: times[c] * (1 + c.least_gain))
+
+    times = {c: exact(c) for c in simplest_first(ranked({c: quick(c) for c in candidates})[:FINALISTS])}
     order = ranked(times)
     if not order:
         return None
@@ -161,11 +175,12 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
     names = [module.name for module in spec.modules if not module.is_whole]
     num_ranks = config.parallelism.pipeline_parallel_degree
 
-    def cut(segments: Segments) -> Partition:
-        return _separated(config, spec, dict(zip(names, segments, strict=True)))
+    def separated(cut: Cut) -> Partition:
+        return _separated(config, spec, dict(zip(names, cut.segments, strict=True)))
 
-    if num_ranks == 1 or len(candidates) == 1:  # one rank has nothing to interleave
-        return Choice(partition=cut(min(candidates, key=lambda c: (sum(c), c))))
+    chains = _chains(config, spec)
+    if num_ranks == 1 or len(candidates + chains) == 1:  # one rank has nothing to interleave
+        return Choice(partition=separated(min(candidates, key=lambda c: (sum(c.segments), c.segments))))
     try:
         few = TypicalIterations.draw(
             config, spec, costs, sub_microbatch, most_microbatches=2 * num_ranks, most_iterations=1
@@ -173,10 +188,15 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
         typical = TypicalIterations.draw(config, spec, costs, sub_microbatch)
     except ConfigError:  # the encoder reads something else than pictures: no workload stands for it
         return None
-    found = best_segments(candidates, lambda c: few.seconds(cut(c)), lambda c: typical.seconds(cut(c)))
+    weights = typical.layer_seconds()
+
+    def parts(cut: Cut) -> Partition:
+        return mixed_partition(spec, num_ranks, cut.segments[0], weights) if cut.is_chain else separated(cut)
+
+    found = best_cut(candidates + chains, lambda c: few.seconds(parts(c)), lambda c: typical.seconds(parts(c)))
     if found is None:
         return None
-    return Choice(partition=cut(found.best), words=_words(found, names))
+    return Choice(partition=parts(found.best), words=_words(found, names))
 
 
 def _open(config: Config) -> dict[str, bool]:
@@ -185,8 +205,8 @@ def _open(config: Config) -> dict[str, bool]:
     return {name: not count and not layouts[name] for name, count in _given_segments(config).items()}
 
 
-def _candidates(config: Config, spec: ModelSpec) -> list[Segments]:
-    """Numbers of segments that layers and schedule allow, of the modules that are cut; a module with a layout has the
+def _candidates(config: Config, spec: ModelSpec) -> list[Cut]:
+    """Separated modules, with the numbers of segments that layers and schedule allow; a module with a layout has the
     number that it was given."""
     num_ranks, given, left_open = config.parallelism.pipeline_parallel_degree, _given_segments(config), _open(config)
     ranges = []
@@ -195,15 +215,27 @@ def _candidates(config: Config, spec: ModelSpec) -> list[Segments]:
         ranges.append(range(1, most + 1) if left_open[module.name] else [given[module.name]])
     found = list(itertools.product(*ranges))
     layouts = any(_layouts(config).values())  # which may make any number of passes
-    return [c for c in found if layouts or sum(c) >= _schedule(config).least_passes]
+    return [Cut(is_chain=False, segments=c) for c in found if layouts or sum(c) >= _schedule(config).least_passes]
+
+
+def _chains(config: Config, spec: ModelSpec) -> list[Cut]:
+    """Mixed chains that layers and schedule allow, where several modules have all been left open."""
+    if len(spec.modules) == 1 or not all(_open(config).values()):
+        return []
+    num_layers = sum(len(module.layers) for module in spec.modules)
+    most = min(MOST_SEGMENTS, num_layers // config.parallelism.pipeline_parallel_degree)
+    return [Cut(is_chain=True, segments=(v,)) for v in range(_schedule(config).least_passes, most + 1)]
 
 
 def _words(found: Found, names: Sequence[str]) -> str:
-    best = ", ".join(f"{name} {count}" for name, count in zip(names, found.best, strict=True))
-    tried = ", ".join(f"{' + '.join(map(str, c))}: {seconds:.4g} s" for c, seconds in found.finalists)
-    return (
-        f"partition: {best} segments, by search; simulated iterations of the best of {found.num_tried} tried: {tried}"
-    )
+    def short(cut: Cut) -> str:
+        return f"chain x {cut.segments[0]}" if cut.is_chain else " + ".join(map(str, cut.segments))
+
+    best = ", ".join(f"{name} {count}" for name, count in zip(names, found.best.segments, strict=False)) + " segments"
+    if found.best.is_chain:
+        best = f"one chain of all modules, {found.best.segments[0]} on each rank"
+    tried = ", ".join(f"{short(cut)}: {seconds:.4g} s" for cut, seconds in found.finalists)
+    return f"partition: {best}, by search; simulated iterations of the best of {found.num_tried} tried: {tried}"
 
 
 # ------------------------------------------------------------------------------------------------ mixed

@@ -1,5 +1,6 @@
 import math
 import os
+import re
 import subprocess
 import sys
 from itertools import combinations, pairwise
@@ -12,7 +13,15 @@ from mmtrain.config import Config
 from mmtrain.errors import ConfigError
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.partition_choice import FINALISTS, WORTH, best_segments, choose_partition, partition_of
+from mmtrain.planner.partition_choice import (
+    CHAIN_WORTH,
+    FINALISTS,
+    WORTH,
+    Cut,
+    best_cut,
+    choose_partition,
+    partition_of,
+)
 from mmtrain.planner.typical_iterations import TypicalIterations
 
 TEXT = """
@@ -57,39 +66,59 @@ def segments(job: Config) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------- the rule
 
 
+def separated(*segments: int) -> Cut:
+    return Cut(is_chain=False, segments=segments)
+
+
+def chain(passes: int) -> Cut:
+    return Cut(is_chain=True, segments=(passes,))
+
+
 def test_each_segment_more_has_to_pay_for_itself() -> None:
-    quick = {(1, 1): 10.0, (1, 2): 9.0, (2, 1): 9.5, (2, 2): 8.97}
-    found = best_segments(list(quick), quick.__getitem__, quick.__getitem__)
+    quick = {separated(1, 1): 10.0, separated(1, 2): 9.0, separated(2, 1): 9.5, separated(2, 2): 8.97}
+    found = best_cut(list(quick), quick.__getitem__, quick.__getitem__)
     # 9.0 x 1.015 = 9.135 is less than 8.97 x 1.02 = 9.149
     assert WORTH == 0.005
     assert found is not None
-    assert found.best == (1, 2)
-    assert found.finalists == (((1, 2), 9.0), ((2, 1), 9.5), ((2, 2), 8.97))
+    assert found.best == separated(1, 2)
+    assert found.finalists == ((separated(1, 2), 9.0), (separated(2, 1), 9.5), (separated(2, 2), 8.97))
     assert found.num_tried == 4
 
 
+@pytest.mark.parametrize(("seconds", "wins"), [(9.72, False), (9.69, True)])
+def test_a_chain_has_to_pay_for_what_it_is_level_for(seconds: float, wins: bool) -> None:
+    quick = {chain(2): seconds, separated(1, 1): 10.0}  # as many chunks on each rank
+    found = best_cut(list(quick), quick.__getitem__, quick.__getitem__)
+    assert CHAIN_WORTH == 0.03
+    assert found is not None
+    assert found.best == (chain(2) if wins else separated(1, 1))
+    assert [cut for cut, _ in found.finalists] == [separated(1, 1), chain(2)]
+
+
 def test_finalists_are_decided_by_the_longer_look() -> None:
-    quick = {(1,): 4.0, (2,): 3.0, (3,): 2.0, (4,): 1.0}
-    found = best_segments(list(quick), quick.__getitem__, lambda c: 1.0)
+    quick = {separated(1): 4.0, separated(2): 3.0, separated(3): 2.0, separated(4): 1.0}
+    found = best_cut(list(quick), quick.__getitem__, lambda c: 1.0)
     assert found is not None
     assert len(found.finalists) == FINALISTS
-    assert found.best == (2,)  # equal in full, and (1,) had not come so far
+    assert found.best == separated(2)  # equal in full, and a single segment had not come so far
 
 
 def test_ties_go_to_fewer_segments_of_the_first_modules() -> None:
-    found = best_segments([(2, 1), (1, 2), (1, 1)], lambda c: 1.0 if c != (1, 1) else 9.0, lambda c: 1.0)
+    two, one, none = separated(2, 1), separated(1, 2), separated(1, 1)
+    found = best_cut([two, one, none], lambda c: 1.0 if c != none else 9.0, lambda c: 1.0)
     assert found is not None
-    assert found.best == (1, 1)
-    found = best_segments([(2, 1), (1, 2)], lambda c: 1.0, lambda c: 1.0)
+    assert found.best == none
+    found = best_cut([two, one], lambda c: 1.0, lambda c: 1.0)
     assert found is not None
-    assert found.best == (1, 2)
+    assert found.best == one
 
 
 def test_candidates_without_a_plan_are_left_out() -> None:
-    found = best_segments([(1,), (2,)], lambda c: math.inf if c == (1,) else 1.0, lambda c: 2.0)
+    one, two = separated(1), separated(2)
+    found = best_cut([one, two], lambda c: math.inf if c == one else 1.0, lambda c: 2.0)
     assert found is not None
-    assert found.best == (2,)
-    assert best_segments([(1,), (2,)], lambda c: 1.0, lambda c: math.inf) is None
+    assert found.best == two
+    assert best_cut([one, two], lambda c: 1.0, lambda c: math.inf) is None
 
 
 # ----------------------------------------------------------------------------------------- the search
@@ -107,7 +136,7 @@ def test_search_finds_the_best_of_all_candidates(job) -> None:
             scores[k, other] = typical.seconds(parts) * (1 + WORTH * (k + other))
     found = segments(chosen)
     assert scores[found["vision"], found["language"]] == min(scores.values())
-    assert "16 tried" in planner.partition_words
+    assert "20 tried" in planner.partition_words  # with four chains, which have less to gain here
     assert f"vision {found['vision']}, language {found['language']} segments" in planner.partition_words
 
 
@@ -151,6 +180,44 @@ def test_nothing_is_searched_where_nothing_is_open(job) -> None:
     assert IterationPlanner.of(job("planner.partition=dip")).partition_words == ""
     assert segments(job("parallelism.pipeline_parallel_degree=1")) == {"vision": 1, "language": 1}
     assert segments(job("parallelism.pipeline_parallel_schedule=ZBV")) == {"vision": 2, "language": 2}
+
+
+VIDEO = """
+[model.dit]
+config = { model_type = "wan", num_layers = 8, num_attention_heads = 4, ffn_dim = 128, attention_head_dim = 16, text_dim = 32, in_channels = 4, out_channels = 4 }
+[model.vae]
+config = { model_type = "autoencoder_kl_wan", base_dim = 12, dim_mult = [1, 1, 2, 2], num_res_blocks = 1, z_dim = 4, latents_mean = [0.0, 0.0, 0.0, 0.0], latents_std = [1.0, 1.0, 1.0, 1.0] }
+"""  # noqa: E501
+
+
+def test_beside_a_vae_the_other_modules_leave_room_on_its_rank(job) -> None:
+    chosen = job(text=TEXT + VIDEO)
+    planner = IterationPlanner.of(chosen)
+    assert re.search(
+        r"one chain of all modules, (\d) on each rank, by search; .* chain x \1: ", planner.partition_words
+    )
+    typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+    best = min(
+        typical.seconds(partition_of(job(f"model.dit.num_segments={k}", text=TEXT + VIDEO), planner.spec))
+        for k in range(1, 5)
+    )
+    assert typical.seconds(planner.partition) < 0.93 * best
+
+
+@pytest.mark.parametrize(
+    ("keys", "tried"),
+    [
+        (["parallelism.pipeline_parallel_schedule=Interleaved1F1B"], 16 + 3),  # two chunks or more
+        (["model.encoder.num_segments=2"], 4),
+        (["model.language.pipeline_layout=E|t*5|t*3|t*2L"], 4),
+    ],
+)
+def test_chains_are_tried_where_all_modules_are_open(job, keys: list[str], tried: int) -> None:
+    assert f"of {tried} tried" in IterationPlanner.of(job(*keys)).partition_words
+
+
+def test_a_model_of_one_module_is_no_chain_of_modules(job) -> None:
+    assert "of 4 tried" in IterationPlanner.of(job(text=TEXT)).partition_words
 
 
 def test_an_encoder_that_reads_no_pictures_is_cut_by_the_rule(job) -> None:
