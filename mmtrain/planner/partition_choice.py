@@ -28,7 +28,7 @@ WORTH = 0.005
 CHAIN_WORTH = 0.03
 """Part of an iteration that a mixed chain has to save besides: its ranks are level for one mixture of modalities."""
 FINALISTS = 3
-"""Candidates that are simulated on all iterations, after all were on a part of one."""
+"""Separated candidates that are simulated on all iterations, after all were on a part of one; and the best chain."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ def best_cut(candidates: Sequence[Cut], quick: Callable[[Cut], float], exact: Ca
         kept = simplest_first(c for c, seconds in times.items() if seconds < math.inf)
         return sorted(kept, key=lambda c: times[c] * (1 + c.least_gain))
 
-    times = {c: exact(c) for c in simplest_first(ranked({c: quick(c) for c in candidates})[:FINALISTS])}
+    order = ranked({c: quick(c) for c in candidates})
+    finalists = [c for c in order if not c.is_chain][:FINALISTS] + [c for c in order if c.is_chain][:1]
+    times = {c: exact(c) for c in simplest_first(finalists)}
     order = ranked(times)
     if not order:
         return None
