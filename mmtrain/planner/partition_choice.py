@@ -10,12 +10,14 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from mmtrain.config import Config
 from mmtrain.errors import ConfigError
 from mmtrain.models.spec import ModelSpec
 from mmtrain.planner.cost_model import CostModel
 from mmtrain.planner.job_costs import cost_model
+from mmtrain.planner.memory_limit import MemoryRule
 from mmtrain.planner.partition import Partition, mixed_partition, partition, reference_sizes
 from mmtrain.planner.typical_iterations import TypicalIterations
 from mmtrain.planner.vision_works import sub_microbatch_size
@@ -25,11 +27,29 @@ MOST_SEGMENTS = 4
 """K that the search tries at most."""
 WORTH = 0.005
 """Part of an iteration that each segment more has to save: it costs launches and messages that no cost model sees."""
+CHAIN_WORTH = 0.03
+"""Part of an iteration that a chain has to save besides: its ranks are equal for one mixture of modalities alone."""
 FINALISTS = 3
-"""Candidates that are simulated on all iterations, after all were on a part of one."""
+"""Candidates that are simulated on all iterations, after all were on a part of one. A chain among them takes no place
+from separated modules: these are compared as if there were no chains."""
 
-Segments = tuple[int, ...]
-"""K of each module that is cut, in the model's order."""
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to cut a model that the search may choose."""
+
+    segments: tuple[int, ...]
+    """K of each module that is cut, in the model's order; of a chain one number, its chunks on each rank."""
+    is_chain: bool = False
+    """Whether all modules are one chain, cut by time."""
+
+    @property
+    def worth(self) -> float:
+        """Part of an iteration that it has to save."""
+        return WORTH * sum(self.segments) + (CHAIN_WORTH if self.is_chain else 0.0)
+
+    def __str__(self) -> str:
+        return f"chain x {self.segments[0]}" if self.is_chain else " + ".join(map(str, self.segments))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +63,11 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search over numbers of segments came to."""
+    """What a search over ways to cut came to."""
 
-    best: Segments
-    finalists: tuple[tuple[Segments, float], ...]
-    """With seconds of a mean iteration, fewest segments first."""
+    best: Cut
+    finalists: tuple[tuple[Cut, float], ...]
+    """With seconds of a mean iteration, chains last, fewest segments first."""
     num_tried: int
 
 
@@ -74,28 +94,32 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
     return Choice(partition=_separated(config, spec, _given_segments(config)))
 
 
-def best_segments(
-    candidates: Sequence[Segments], quick: Callable[[Segments], float], exact: Callable[[Segments], float]
-) -> Found | None:
-    """The candidate with the least seconds x (1 + `WORTH` x number of segments); None: none has a plan.
+def best_cut(candidates: Sequence[Cut], quick: Callable[[Cut], float], exact: Callable[[Cut], float]) -> Found | None:
+    """The candidate with the least seconds x (1 + `Cut.worth`); None: none has a plan.
 
-    Ties go to fewer segments, first of all modules, then of the first ones.
+    Ties go to separated modules, then to fewer segments, first of all modules, then of the first ones.
 
     Args:
         quick: seconds by which finalists are picked; infinite: no plan.
         exact: seconds that decide.
     """
 
-    def ranked(times: Mapping[Segments, float]) -> list[Segments]:
+    def ranked(times: Mapping[Cut, float]) -> list[Cut]:
         kept = [c for c, seconds in times.items() if seconds < math.inf]
-        return sorted(kept, key=lambda c: (times[c] * (1 + WORTH * sum(c)), sum(c), c))
+        return sorted(kept, key=lambda c: (times[c] * (1 + c.worth), *_simplicity(c)))
 
-    finalists = ranked({c: quick(c) for c in candidates})[:FINALISTS]
-    times = {c: exact(c) for c in sorted(finalists, key=lambda c: (sum(c), c))}
+    first = ranked({c: quick(c) for c in candidates})
+    finalists = {*first[:FINALISTS], *[c for c in first if not c.is_chain][:FINALISTS]}
+    times = {c: exact(c) for c in sorted(finalists, key=_simplicity)}
     order = ranked(times)
     if not order:
         return None
     return Found(best=order[0], finalists=tuple(times.items()), num_tried=len(candidates))
+
+
+def _simplicity(cut: Cut) -> tuple[bool, int, tuple[int, ...]]:
+    """The less, the simpler."""
+    return cut.is_chain, sum(cut.segments), cut.segments
 
 
 # ------------------------------------------------------------------------------------------- separated
@@ -155,17 +179,18 @@ def _refuse_few_passes(config: Config, key: str, passes: int) -> None:
 
 def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice | None:
     """The choice of a search; None: nothing is open, or nothing can be searched."""
-    candidates = _candidates(config, spec)
-    if _schedule(config).placement == "v" or not candidates or not any(_open(config).values()):
+    memory = MemoryRule.of_device(config)
+    apart, chains = _separated_cuts(config, spec), _chains(config, spec, memory)
+    if _schedule(config).placement == "v" or not (apart or chains) or not any(_open(config).values()):
         return None
-    names = [module.name for module in spec.modules if not module.is_whole]
     num_ranks = config.parallelism.pipeline_parallel_degree
+    names = [module.name for module in spec.modules if not module.is_whole]
 
-    def cut(segments: Segments) -> Partition:
-        return _separated(config, spec, dict(zip(names, segments, strict=True)))
+    def separated(cut: Cut) -> Partition:
+        return _separated(config, spec, dict(zip(names, cut.segments, strict=True)))
 
-    if num_ranks == 1 or len(candidates) == 1:  # one rank has nothing to interleave
-        return Choice(partition=cut(min(candidates, key=lambda c: (sum(c), c))))
+    if num_ranks == 1 or (len(apart) == 1 and not chains):  # one rank has nothing to interleave
+        return Choice(partition=separated(min(apart, key=_simplicity)))
     try:
         few = TypicalIterations.draw(
             config, spec, costs, sub_microbatch, most_microbatches=2 * num_ranks, most_iterations=1
@@ -173,10 +198,17 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
         typical = TypicalIterations.draw(config, spec, costs, sub_microbatch)
     except ConfigError:  # the encoder reads something else than pictures: no workload stands for it
         return None
-    found = best_segments(candidates, lambda c: few.seconds(cut(c)), lambda c: typical.seconds(cut(c)))
-    if found is None:
-        return None
-    return Choice(partition=cut(found.best), words=_words(found, names))
+    weights = typical.layer_seconds() if chains else {}
+
+    @cache
+    def parts(cut: Cut) -> Partition:
+        return mixed_partition(spec, num_ranks, cut.segments[0], weights) if cut.is_chain else separated(cut)
+
+    def seconds(iterations: TypicalIterations, cut: Cut) -> float:
+        return iterations.seconds(parts(cut), within=memory if cut.is_chain else None)
+
+    found = best_cut([*apart, *chains], lambda c: seconds(few, c), lambda c: seconds(typical, c))
+    return None if found is None else Choice(partition=parts(found.best), words=_words(found, names))
 
 
 def _open(config: Config) -> dict[str, bool]:
@@ -185,25 +217,39 @@ def _open(config: Config) -> dict[str, bool]:
     return {name: not count and not layouts[name] for name, count in _given_segments(config).items()}
 
 
-def _candidates(config: Config, spec: ModelSpec) -> list[Segments]:
-    """Numbers of segments that layers and schedule allow, of the modules that are cut; a module with a layout has the
-    number that it was given."""
+def _separated_cuts(config: Config, spec: ModelSpec) -> list[Cut]:
+    """Numbers of segments that layers and schedule allow; a module with a layout has the number that it was given."""
     num_ranks, given, left_open = config.parallelism.pipeline_parallel_degree, _given_segments(config), _open(config)
     ranges = []
     for module in (module for module in spec.modules if not module.is_whole):
-        most = max(1, min(MOST_SEGMENTS, len(module.layers) // num_ranks))
+        most = min(MOST_SEGMENTS, len(module.layers) // num_ranks)
         ranges.append(range(1, most + 1) if left_open[module.name] else [given[module.name]])
     found = list(itertools.product(*ranges))
     layouts = any(_layouts(config).values())  # which may make any number of passes
-    return [c for c in found if layouts or sum(c) >= _schedule(config).least_passes]
+    return [Cut(c) for c in found if layouts or sum(c) >= _schedule(config).least_passes]
+
+
+def _chains(config: Config, spec: ModelSpec, memory: MemoryRule) -> list[Cut]:
+    """The chains of several modules, all of them open, that layers and schedule allow.
+
+    None where the memory of a device is not known: ranks of a chain hold unequal parts of the parameters.
+    """
+    num_ranks = config.parallelism.pipeline_parallel_degree
+    several = num_ranks > 1 and len(spec.modules) > 1
+    if not several or not all(_open(config).values()) or memory.limit_bytes is None:
+        return []
+    most = min(MOST_SEGMENTS, sum(len(module.layers) for module in spec.modules) // num_ranks)
+    return [Cut((passes,), is_chain=True) for passes in range(_schedule(config).least_passes, most + 1)]
 
 
 def _words(found: Found, names: Sequence[str]) -> str:
-    best = ", ".join(f"{name} {count}" for name, count in zip(names, found.best, strict=True))
-    tried = ", ".join(f"{' + '.join(map(str, c))}: {seconds:.4g} s" for c, seconds in found.finalists)
-    return (
-        f"partition: {best} segments, by search; simulated iterations of the best of {found.num_tried} tried: {tried}"
-    )
+    segments = found.best.segments
+    if found.best.is_chain:
+        best = f"one chain of all modules, {segments[0]} on each rank"
+    else:
+        best = ", ".join(f"{name} {count}" for name, count in zip(names, segments, strict=True)) + " segments"
+    tried = ", ".join(f"{cut}: {seconds:.4g} s" for cut, seconds in found.finalists if seconds < math.inf)
+    return f"partition: {best}, by search; simulated iterations of the best of {found.num_tried} tried: {tried}"
 
 
 # ------------------------------------------------------------------------------------------------ mixed
