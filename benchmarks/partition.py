@@ -16,6 +16,7 @@ from mmtrain import config
 from mmtrain.config import Config
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.machine import Machine
+from mmtrain.planner.partition import Partition
 from mmtrain.planner.whole_iteration import IterationSimulator
 from mmtrain.planner.workloads import Bins, draw
 
@@ -50,11 +51,10 @@ def job_of(name: str, schedule: str, how: str, passes: int) -> Config:
     )
 
 
-def segments_of(planner: IterationPlanner) -> str:
+def segments_of(parts: Partition) -> str:
     """Chunks of each module on a rank, or of the chain."""
-    parts = planner.partition
-    if planner.partition_words.startswith("partition: mixed"):
-        return f"chain x {1 + parts.stages[-1].segment}"
+    if parts.passes:
+        return f"chain x {parts.passes}"
     return " + ".join(str(len(module.stages) // parts.num_ranks) for module in parts.modules)
 
 
@@ -76,7 +76,7 @@ def main() -> None:
                 seconds = statistics.fmean(simulator.simulate([meta])[0].iteration_s for meta in metas)
                 reference = reference or seconds
                 print(
-                    f"  {schedule:12s} {label:21s} {segments_of(planner):>9s} {seconds:12.3f} "
+                    f"  {schedule:12s} {label:21s} {segments_of(planner.partition):>9s} {seconds:12.3f} "
                     f"{seconds / reference:7.3f} {cut_s:7.2f}",
                     flush=True,
                 )

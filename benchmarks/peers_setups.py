@@ -395,11 +395,12 @@ def _separated(question: Question, words: Sequence[str], planned: Planned) -> Ou
             ledger.add(problem, found.plan, found.timeline)
         except PlanError:
             ledger.add(None, None, None)
-    count = planner.partition.num_ranks
-    segments = " + ".join(str(len(module.stages) // count) for module in planner.partition.modules)
+    parts = planner.partition
+    segments = " + ".join(str(len(module.stages) // parts.num_ranks) for module in parts.modules)
+    cut = f"chain x {parts.passes}" if parts.passes else f"K = {segments}"
     of_work = f", {planner.sub_microbatch_size} a work" if planner.sub_microbatch_size else ""
     mode = "" if job.planner.memory else f", {job.activation_checkpoint.mode}"
-    return ledger.outcome(f"K = {segments}{of_work}{mode}")
+    return ledger.outcome(f"{cut}{of_work}{mode}")
 
 
 def _first(planner: IterationPlanner, problem: PlanningProblem, number: int) -> PlanResult:

@@ -21,6 +21,7 @@ from mmtrain.config import (
     MetricsConfig,
     ModelConfig,
     ParallelismConfig,
+    PlannerConfig,
     VaeConfig,
     ValidationConfig,
 )
@@ -38,6 +39,7 @@ from mmtrain.models.families import (
 from mmtrain.models.shapes import DitShape, VisionShape, dit_shape, language_shape, vision_shape
 from mmtrain.models.vae_shapes import LatentScale, latent_scale
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.partition import Partition
 
 MOST_RANKS = 8
 """Processes above which degrees are lowered to 2."""
@@ -112,7 +114,8 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
     Raises: ConfigError: the model's configs cannot be read, or the real model cannot be cut or divided so.
     """
     parallelism, notes = _fewer_ranks(config.parallelism)
-    model = _model(config, parallelism)
+    planner = IterationPlanner.of(config)  # which also refuses what the real model cannot be divided by
+    model = _model(config, parallelism, planner)
     dp = parallelism.mesh_shape.dp
     per_replica = config.training.global_batch_size // config.parallelism.mesh_shape.dp
     training = replace(
@@ -127,8 +130,7 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
         data=_data(config.data, model),
         training=training,
         parallelism=replace(parallelism, context_parallel_block_size=min(parallelism.context_parallel_block_size, 32)),
-        # A limit of the real model says nothing about this one.
-        planner=replace(config.planner, activation_memory_gib=0.0, memory_limit=""),
+        planner=_planner(config.planner, planner.partition),
         validation=ValidationConfig(),
         checkpoint=CheckpointConfig(),
         metrics=MetricsConfig(enable_tensorboard=False, progress_bar=False, peak_flops=1.0),
@@ -151,15 +153,19 @@ def _fewer_ranks(section: ParallelismConfig) -> tuple[ParallelismConfig, tuple[s
 # ---------------------------------------------------------------------------------------------- model
 
 
-def _model(config: Config, parallelism: ParallelismConfig) -> ModelConfig:
+def _planner(section: PlannerConfig, partition: Partition) -> PlannerConfig:
+    # A chain that the search chose is one again; the other numbers are in the model's sections.
+    how = "mixed-latency" if partition.passes and section.partition == "search" else section.partition
+    # A limit of the real model says nothing about this one.
+    return replace(section, partition=how, activation_memory_gib=0.0, memory_limit="")
+
+
+def _model(config: Config, parallelism: ParallelismConfig, planner: IterationPlanner) -> ModelConfig:
     model, tp = config.model, parallelism.tensor_parallel_degree
-    planner = IterationPlanner.of(config)  # which also refuses what the real model cannot be divided by
     partition, modules = planner.partition, [module.name for module in planner.spec.modules]
-    if config.planner.partition.startswith("mixed"):  # of a chain of all modules the language model's K counts passes
-        passes = 1 + partition.stages[-1].segment
-        segments, stages = dict.fromkeys(modules, 0), {}
-        segments["language"] = passes
-        stages = dict.fromkeys(modules, passes * parallelism.pipeline_parallel_degree)
+    if partition.passes:  # of a chain of all modules the language model's K counts passes
+        segments = {**dict.fromkeys(modules, 0), "language": partition.passes}
+        stages = dict.fromkeys(modules, partition.passes * parallelism.pipeline_parallel_degree)
     else:
         segments = {name: len(partition.of_module(name)) // partition.num_ranks for name in modules}
         stages = {name: count * parallelism.pipeline_parallel_degree for name, count in segments.items()}

@@ -109,6 +109,21 @@ def test_modules_are_cut_into_as_many_segments_as_before() -> None:
     assert [stage.module for stage in small.stages] == [stage.module for stage in parts.stages]
 
 
+def test_a_chain_that_was_found_stays_one() -> None:
+    keys = [
+        "planner.hardware=h800x16",
+        "planner.enable=false",
+        'model.vae.config={ model_type = "autoencoder_kl_wan" }',
+    ]
+    big = config.load("t2v_s.toml", [*keys, "model.language.num_segments=0", "model.dit.num_segments=0"])
+    assert big.planner.partition == "search"
+    small = shrink(big).config
+    assert (small.planner.partition, small.model.language.num_segments) == ("mixed-latency", 1)
+    passes = [IterationPlanner.of(each).partition.passes for each in (big, small)]
+    assert passes == [1, 1]
+    assert shrink(small).config.planner == small.planner
+
+
 def test_layouts_become_balanced_chunks() -> None:
     big = job()
     blocks = language_shape(big.model).depth

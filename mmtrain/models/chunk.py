@@ -168,7 +168,7 @@ class VisionChunk(Chunk):
                 x = x.new_zeros(rows, self.shape.patch_dim)
             elif part is None and self.shape.window:
                 x = x.index_select(0, torch.from_numpy(self.shape.row_order(grids)).to(x.device, non_blocking=True))
-            x = sharding.shard(_pad(self.host.call_embed(self.vision, x, grids), sharding.degree))
+            x = sharding.shard(self.host.call_embed(self.vision, x, grids))
         elif empty:
             x = nn.functional.pad(x, (0, 0, 0, held // sharding.degree))
         if self.block_indices:
@@ -182,7 +182,7 @@ class VisionChunk(Chunk):
             x = self.vision.get_submodule(self.host.norm)(x)
         if self.has_projector:
             x = self._project(sharding.gather(x)[:rows], grids, in_travel_order=part is not None)
-            x = sharding.shard(_pad(x, sharding.degree))
+            x = sharding.shard(x)
         return _owned(x[:0] if empty else x)
 
     def _project(self, x_RD: Tensor, grids: tuple[Grid, ...], *, in_travel_order: bool) -> Tensor:
@@ -384,12 +384,6 @@ def materialise(chunk: nn.Module, device: torch.device | str, dtype: torch.dtype
 def _owned(x: Tensor) -> Tensor:
     """x, copied if it is a view: FSDP hooks the output of a chunk, and a hook on a view may be lost."""
     return x.clone() if x._is_view() else x
-
-
-def _pad(x: Tensor, degree: int) -> Tensor:
-    """x with rows of zeros at its end, so that `degree` divides their number."""
-    missing = padded(len(x), degree) - len(x)
-    return nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def fsdp_units(chunk: Chunk) -> list[nn.Module]:

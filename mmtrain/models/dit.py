@@ -3,14 +3,14 @@
 Between two chunks travels one tensor of the DiT's width: the latent tokens of all clips, then the projected text tokens
 of all clips, then `TIME_ROWS` rows a clip. All blocks read text and timesteps, and their gradients come back the same
 way. Attention stays inside of a clip and its own prompt, so a block is called once for each clip, without padding.
-Tensor-parallel ranks divide the latent tokens of each clip, zeros behind, and all have its text and its timestep; of
-the text encoder's states, which they gather, each brings its rows.
+Tensor-parallel ranks divide the latent tokens of each clip, filled up behind, and all have its text and its timestep;
+of the text encoder's states, which they gather, each brings its rows.
 Behind a VAE the tensor has more columns, which hold the clean latents in the rows of their tokens, and else zeros: the
 last chunk, on another rank than the first one, makes targets of them. No gradient comes back for these columns.
 
 Shape legend: N clips; n tokens of one clip; r those of this rank; R latent tokens of all clips, of this rank; T text
-tokens of all clips; t of one clip;
-D width; P numbers that are predicted for one patch; C, F, H, W channels, frames, rows and columns of latents.
+tokens of all clips; t of one clip; D width; P numbers that are predicted for one patch; C, F, H, W channels, frames,
+rows and columns of latents.
 """
 
 import math

@@ -23,7 +23,8 @@ class RowSharding(Protocol):
         gathered."""
 
     def gather(self, x: Any) -> Any:
-        """[..., R / degree, D] of each rank -> [..., R, D] on all; everything after must be equal on all ranks."""
+        """[..., r, D] of each rank -> [..., degree x r, D] on all, with what filled up the rows; everything after must
+        be equal on all ranks."""
 
 
 class WholeRows:

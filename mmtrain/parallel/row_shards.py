@@ -43,7 +43,7 @@ class RowShards:
         return _Exchange.apply(self._filled_up(x), _sum_own, _gather, self._group)
 
     def use_for_parts(self, x: Tensor) -> Tensor:
-        """x, equal on all ranks, each of which uses it for its own columns; backward: all-reduce."""
+        """x, equal on all ranks, each of which uses it for its own columns or rows; backward: all-reduce."""
         return _Exchange.apply(x, _same, _sum, self._group)
 
     def sum(self, x: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ Parameters become DTensors of the tp mesh, and a rank computes its own heads, in
 it holds an equal part of the rows. A sublayer costs one all-gather and one reduce-scatter forward, and the same
 backward. Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 
-The blocks of a DiT run clip by clip: each rank has a part of the rows of each clip, with zeros behind the last rank's
-where these do not divide them, and all rows of its text and timestep.
+The blocks of a DiT run clip by clip: each rank has a part of the rows of each clip, filled up where the ranks do not
+divide them, and all rows of its text and timestep. What fills up is read by nothing but itself, and has no gradient.
 """
 
 from collections.abc import Iterable, Iterator

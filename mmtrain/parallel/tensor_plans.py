@@ -40,7 +40,7 @@ Style = Literal[
   mean square of a row is that of all columns.
 - vocabulary: an embedding's words are divided. All ids -> this rank's rows.
 - whole: every rank holds and computes all of it, from equal inputs, and so has the whole gradient. Also of a parameter
-  that a block or the model itself holds.
+  that the model itself holds.
 """
 
 Styles = Mapping[str, Style]

@@ -17,6 +17,7 @@ from mmtrain.models.spec import ModelSpec
 from mmtrain.planner.partition import Partition
 from mmtrain.planner.rank_state import RankState, Sharding
 from mmtrain.planner.simulator.cluster import Cluster
+from mmtrain.schedule.plan import exceeds
 
 _COLUMNS = ("pp_rank", "limit", "process", "parameters", "gradients", "optimizer", "margin", "left for activations")
 
@@ -44,6 +45,17 @@ class RankBudget:
     def activation_bytes(self) -> float | None:
         """What activations may take; None: no limit."""
         return None if self.limit_bytes is None else self.limit_bytes - self.fixed_bytes - self.margin_bytes
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether something is left for activations, and more than reduced gradients take at a step's end."""
+        left = self.activation_bytes
+        return left is None or left > self.state.reduced_bytes
+
+    def holds(self, activation_bytes: float) -> bool:
+        """Whether a plan fits, given the most of its activations."""
+        left = self.activation_bytes
+        return left is None or (self.is_enough and not exceeds(activation_bytes, left))
 
     def predicted_bytes(self, activation_bytes: float) -> float:
         """Most bytes at any instant of a step, given the most of activations; the margin is not in it."""
@@ -74,14 +86,23 @@ class MemoryBudget:
         """[pp_rank] -> bytes that activations may take; None: no limit, or of a device whose size is not known."""
         return tuple(rank.activation_bytes for rank in self.ranks) if self.limited else None
 
+    @property
+    def is_enough(self) -> bool:
+        """Whether each rank has room for activations."""
+        return all(rank.is_enough for rank in self.ranks)
+
+    def holds(self, activation_bytes: Sequence[float]) -> bool:
+        """Whether a plan fits. Args: activation_bytes: [pp_rank] -> the most at any instant of it."""
+        return all(rank.holds(most) for rank, most in zip(self.ranks, activation_bytes, strict=True))
+
     def check(self) -> None:
-        """Refuses a limit that leaves nothing for activations.
+        """Refuses a limit that is not enough.
 
         Raises: ConfigError: with the first such rank, the table and what to change.
         """
         for rank in self.ranks:
             left = rank.activation_bytes
-            if left is not None and left <= rank.state.reduced_bytes:
+            if left is not None and not rank.is_enough:
                 what = (
                     f"leaves pp_rank {rank.pp_rank} nothing for activations"
                     if left <= 0
@@ -171,6 +192,18 @@ class MemoryRule:
             margin=section.memory_margin,
             sharding=Sharding.of(config),
         )
+
+    @classmethod
+    def of_device(cls, config: Config) -> "MemoryRule":
+        """The rule of a job that, without a limit of known size, may take all that a device of `planner.hardware` has.
+
+        Raises: ConfigError: hardware that does not exist.
+        """
+        rule, section = cls.of(config), config.planner
+        if rule.limit_bytes is not None or not section.hardware:
+            return rule
+        world = config.parallelism.mesh_shape.world_size
+        return replace(rule, limit_bytes=Cluster.of(section.hardware, world).hardware.memory_bytes)
 
     def budget(self, spec: ModelSpec, partition: Partition, process_bytes: float = 0.0) -> MemoryBudget:
         """The budget on a partition. Args: process_bytes: what a process takes beside tensors."""

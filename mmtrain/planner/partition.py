@@ -46,6 +46,8 @@ class Partition:
 
     num_ranks: int
     stages: tuple[StageSpec, ...]
+    passes: int = 0
+    """v of a mixed partition, the parts of its chain on each rank; 0: it is separated."""
 
     def of_rank(self, pp_rank: int) -> tuple[StageSpec, ...]:
         """The stages that a pipeline rank holds, ascending."""
@@ -239,7 +241,7 @@ def mixed_partition(spec: ModelSpec, num_ranks: int, passes: int, weights: Mappi
                         last=mine[-1] + 1 == len(module.layers),
                     )
                 )
-    return Partition(num_ranks, tuple(stages))
+    return Partition(num_ranks, tuple(stages), passes)
 
 
 def _layout_bounds(layout: str, module: ModuleSpec, num_ranks: int, segments: int) -> list[tuple[int, int]]:

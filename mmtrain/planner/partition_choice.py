@@ -8,14 +8,16 @@ parameters, and nnScaler's (Lin et al., OSDI 2024) by time.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from mmtrain.config import Config
 from mmtrain.errors import ConfigError
 from mmtrain.models.spec import ModelSpec
 from mmtrain.planner.cost_model import CostModel
 from mmtrain.planner.job_costs import cost_model
+from mmtrain.planner.memory_limit import MemoryRule
 from mmtrain.planner.partition import Partition, mixed_partition, partition, reference_sizes
 from mmtrain.planner.typical_iterations import TypicalIterations
 from mmtrain.planner.vision_works import sub_microbatch_size
@@ -26,24 +28,28 @@ MOST_SEGMENTS = 4
 WORTH = 0.005
 """Part of an iteration that each segment more has to save: it costs launches and messages that no cost model sees."""
 CHAIN_WORTH = 0.03
-"""Part of an iteration that a mixed chain has to save besides: its ranks are level for one mixture of modalities."""
+"""Part of an iteration that a chain has to save besides: its ranks are equal for one mixture of modalities alone."""
 FINALISTS = 3
-"""Separated candidates that are simulated on all iterations, after all were on a part of one; and the best chain."""
+"""Candidates that are simulated on all iterations, after all were on a part of one. A chain among them takes no place
+from separated modules: these are compared as if there were no chains."""
 
 
 @dataclass(frozen=True)
 class Cut:
     """A way to cut a model that the search may choose."""
 
-    is_chain: bool
-    """Whether all modules are one chain, cut by time."""
     segments: tuple[int, ...]
-    """Chunks on each rank: K of each module that is cut, in the model's order; of a chain one number."""
+    """K of each module that is cut, in the model's order; of a chain one number, its chunks on each rank."""
+    is_chain: bool = False
+    """Whether all modules are one chain, cut by time."""
 
     @property
-    def least_gain(self) -> float:
+    def worth(self) -> float:
         """Part of an iteration that it has to save."""
-        return WORTH * sum(self.segments) + CHAIN_WORTH * self.is_chain
+        return WORTH * sum(self.segments) + (CHAIN_WORTH if self.is_chain else 0.0)
+
+    def __str__(self) -> str:
+        return f"chain x {self.segments[0]}" if self.is_chain else " + ".join(map(str, self.segments))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +95,7 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
 
 
 def best_cut(candidates: Sequence[Cut], quick: Callable[[Cut], float], exact: Callable[[Cut], float]) -> Found | None:
-    """The candidate with the least seconds x (1 + `least_gain`); None: none has a plan.
+    """The candidate with the least seconds x (1 + `Cut.worth`); None: none has a plan.
 
     Ties go to separated modules, then to fewer segments, first of all modules, then of the first ones.
 
@@ -98,20 +104,22 @@ def best_cut(candidates: Sequence[Cut], quick: Callable[[Cut], float], exact: Ca
         exact: seconds that decide.
     """
 
-    def simplest_first(cuts: Iterable[Cut]) -> list[Cut]:
-        return sorted(cuts, key=lambda c: (c.is_chain, sum(c.segments), c.segments))
-
     def ranked(times: Mapping[Cut, float]) -> list[Cut]:
-        kept = simplest_first(c for c, seconds in times.items() if seconds < math.inf)
-        return sorted(kept, key=lambda c: times[c] * (1 + c.least_gain))
+        kept = [c for c, seconds in times.items() if seconds < math.inf]
+        return sorted(kept, key=lambda c: (times[c] * (1 + c.worth), *_simplicity(c)))
 
-    order = ranked({c: quick(c) for c in candidates})
-    finalists = [c for c in order if not c.is_chain][:FINALISTS] + [c for c in order if c.is_chain][:1]
-    times = {c: exact(c) for c in simplest_first(finalists)}
+    first = ranked({c: quick(c) for c in candidates})
+    finalists = {*first[:FINALISTS], *[c for c in first if not c.is_chain][:FINALISTS]}
+    times = {c: exact(c) for c in sorted(finalists, key=_simplicity)}
     order = ranked(times)
     if not order:
         return None
     return Found(best=order[0], finalists=tuple(times.items()), num_tried=len(candidates))
+
+
+def _simplicity(cut: Cut) -> tuple[bool, int, tuple[int, ...]]:
+    """The less, the simpler."""
+    return cut.is_chain, sum(cut.segments), cut.segments
 
 
 # ------------------------------------------------------------------------------------------- separated
@@ -171,18 +179,18 @@ def _refuse_few_passes(config: Config, key: str, passes: int) -> None:
 
 def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice | None:
     """The choice of a search; None: nothing is open, or nothing can be searched."""
-    candidates = _candidates(config, spec)
-    if _schedule(config).placement == "v" or not candidates or not any(_open(config).values()):
+    memory = MemoryRule.of_device(config)
+    apart, chains = _separated_cuts(config, spec), _chains(config, spec, memory)
+    if _schedule(config).placement == "v" or not (apart or chains) or not any(_open(config).values()):
         return None
-    names = [module.name for module in spec.modules if not module.is_whole]
     num_ranks = config.parallelism.pipeline_parallel_degree
+    names = [module.name for module in spec.modules if not module.is_whole]
 
     def separated(cut: Cut) -> Partition:
         return _separated(config, spec, dict(zip(names, cut.segments, strict=True)))
 
-    chains = _chains(config, spec)
-    if num_ranks == 1 or len(candidates + chains) == 1:  # one rank has nothing to interleave
-        return Choice(partition=separated(min(candidates, key=lambda c: (sum(c.segments), c.segments))))
+    if num_ranks == 1 or (len(apart) == 1 and not chains):  # one rank has nothing to interleave
+        return Choice(partition=separated(min(apart, key=_simplicity)))
     try:
         few = TypicalIterations.draw(
             config, spec, costs, sub_microbatch, most_microbatches=2 * num_ranks, most_iterations=1
@@ -190,15 +198,17 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
         typical = TypicalIterations.draw(config, spec, costs, sub_microbatch)
     except ConfigError:  # the encoder reads something else than pictures: no workload stands for it
         return None
-    weights = typical.layer_seconds()
+    weights = typical.layer_seconds() if chains else {}
 
+    @cache
     def parts(cut: Cut) -> Partition:
         return mixed_partition(spec, num_ranks, cut.segments[0], weights) if cut.is_chain else separated(cut)
 
-    found = best_cut(candidates + chains, lambda c: few.seconds(parts(c)), lambda c: typical.seconds(parts(c)))
-    if found is None:
-        return None
-    return Choice(partition=parts(found.best), words=_words(found, names))
+    def seconds(iterations: TypicalIterations, cut: Cut) -> float:
+        return iterations.seconds(parts(cut), within=memory if cut.is_chain else None)
+
+    found = best_cut([*apart, *chains], lambda c: seconds(few, c), lambda c: seconds(typical, c))
+    return None if found is None else Choice(partition=parts(found.best), words=_words(found, names))
 
 
 def _open(config: Config) -> dict[str, bool]:
@@ -207,36 +217,38 @@ def _open(config: Config) -> dict[str, bool]:
     return {name: not count and not layouts[name] for name, count in _given_segments(config).items()}
 
 
-def _candidates(config: Config, spec: ModelSpec) -> list[Cut]:
-    """Separated modules, with the numbers of segments that layers and schedule allow; a module with a layout has the
-    number that it was given."""
+def _separated_cuts(config: Config, spec: ModelSpec) -> list[Cut]:
+    """Numbers of segments that layers and schedule allow; a module with a layout has the number that it was given."""
     num_ranks, given, left_open = config.parallelism.pipeline_parallel_degree, _given_segments(config), _open(config)
     ranges = []
     for module in (module for module in spec.modules if not module.is_whole):
-        most = max(1, min(MOST_SEGMENTS, len(module.layers) // num_ranks))
+        most = min(MOST_SEGMENTS, len(module.layers) // num_ranks)
         ranges.append(range(1, most + 1) if left_open[module.name] else [given[module.name]])
     found = list(itertools.product(*ranges))
     layouts = any(_layouts(config).values())  # which may make any number of passes
-    return [Cut(is_chain=False, segments=c) for c in found if layouts or sum(c) >= _schedule(config).least_passes]
+    return [Cut(c) for c in found if layouts or sum(c) >= _schedule(config).least_passes]
 
 
-def _chains(config: Config, spec: ModelSpec) -> list[Cut]:
-    """Mixed chains that layers and schedule allow, where several modules have all been left open."""
-    if len(spec.modules) == 1 or not all(_open(config).values()):
+def _chains(config: Config, spec: ModelSpec, memory: MemoryRule) -> list[Cut]:
+    """The chains of several modules, all of them open, that layers and schedule allow.
+
+    None where the memory of a device is not known: ranks of a chain hold unequal parts of the parameters.
+    """
+    num_ranks = config.parallelism.pipeline_parallel_degree
+    several = num_ranks > 1 and len(spec.modules) > 1
+    if not several or not all(_open(config).values()) or memory.limit_bytes is None:
         return []
-    num_layers = sum(len(module.layers) for module in spec.modules)
-    most = min(MOST_SEGMENTS, num_layers // config.parallelism.pipeline_parallel_degree)
-    return [Cut(is_chain=True, segments=(v,)) for v in range(_schedule(config).least_passes, most + 1)]
+    most = min(MOST_SEGMENTS, sum(len(module.layers) for module in spec.modules) // num_ranks)
+    return [Cut((passes,), is_chain=True) for passes in range(_schedule(config).least_passes, most + 1)]
 
 
 def _words(found: Found, names: Sequence[str]) -> str:
-    def short(cut: Cut) -> str:
-        return f"chain x {cut.segments[0]}" if cut.is_chain else " + ".join(map(str, cut.segments))
-
-    best = ", ".join(f"{name} {count}" for name, count in zip(names, found.best.segments, strict=False)) + " segments"
+    segments = found.best.segments
     if found.best.is_chain:
-        best = f"one chain of all modules, {found.best.segments[0]} on each rank"
-    tried = ", ".join(f"{short(cut)}: {seconds:.4g} s" for cut, seconds in found.finalists)
+        best = f"one chain of all modules, {segments[0]} on each rank"
+    else:
+        best = ", ".join(f"{name} {count}" for name, count in zip(names, segments, strict=True)) + " segments"
+    tried = ", ".join(f"{cut}: {seconds:.4g} s" for cut, seconds in found.finalists if seconds < math.inf)
     return f"partition: {best}, by search; simulated iterations of the best of {found.num_tried} tried: {tried}"
 
 

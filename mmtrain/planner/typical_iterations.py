@@ -92,9 +92,13 @@ class TypicalIterations:
             batchings=tuple(make_batching(m, spec, sub_microbatch_size, plane.attention_mask) for m in metas),
         )
 
-    def seconds(self, parts: Partition) -> float:
-        """The mean simulated makespan on a partition, planned as the job will; infinite if one has no plan."""
-        return sum(self._makespan_s(parts, batching) for batching in self.batchings) / len(self.batchings)
+    def seconds(self, parts: Partition, *, within: MemoryRule | None = None) -> float:
+        """The mean simulated makespan on a partition, planned as the job will; infinite if one has no plan.
+
+        Args: within: infinite, too, if a plan takes more memory than this rule leaves, even if the job has no limit.
+            The planner's search can keep it, so that it is given this limit; an order by name is as it is.
+        """
+        return sum(self._makespan_s(parts, batching, within) for batching in self.batchings) / len(self.batchings)
 
     def layer_seconds(self) -> dict[str, list[float]]:
         """[layer] of each module: seconds of forward and backward of all works of all iterations."""
@@ -113,10 +117,11 @@ class TypicalIterations:
     def _searches(self) -> bool:
         return self.section.enable and self.section.interleave
 
-    def _makespan_s(self, parts: Partition, batching: Batching) -> float:
-        limits = self.memory_rule.budget(self.spec, parts).activation_limits if self.memory_rule else None
-        if limits and any(limit is not None and limit <= 0 for limit in limits):
-            return math.inf  # parameters alone do not fit
+    def _makespan_s(self, parts: Partition, batching: Batching, within: MemoryRule | None) -> float:
+        rule = within if within and self._searches else self.memory_rule
+        budget = rule.budget(self.spec, parts) if rule else None
+        if budget and not budget.is_enough:
+            return math.inf  # parameters and gradients alone do not fit
         try:
             problem = make_problem(
                 self.spec,
@@ -127,12 +132,15 @@ class TypicalIterations:
                 memory=self.memory,
                 plane=self.plane,
                 splits_backward=CATALOGUE[self.schedule].splits_backward or may_split(self.section),
-                limits=limits,
+                limits=budget.activation_limits if budget else None,
             )
             result = self._plan(problem)
         except PlanError:  # over a memory limit
             return math.inf
-        return math.inf if result.timeline is None else result.timeline.makespan_s
+        timeline = result.timeline
+        if timeline is None or (within and not within.budget(self.spec, parts).holds(timeline.peak_bytes)):
+            return math.inf
+        return timeline.makespan_s
 
     def _plan(self, problem: PlanningProblem) -> PlanResult:
         section = self.section

@@ -150,8 +150,30 @@ def test_a_limit_that_leaves_nothing_is_refused_with_the_table(capsys):
     params = count(0)
     keys = ("parallelism.data_parallel_shard_degree=2", "planner.memory_margin=0")
     tight = params * (4 / 2 + 4 + 4 + 8 / 2) + params * 4 / 2 - 1
+    found = budget(f"planner.memory_limit={tight:.0f}B", *keys)
     with pytest.raises(ConfigError, match="at a step's end reduced gradients take"):
-        budget(f"planner.memory_limit={tight:.0f}B", *keys).check()
+        found.check()
+    assert not found.is_enough
+    assert not found.holds([0.0, 0.0])
+
+
+def test_a_plan_fits_if_each_rank_has_room():
+    found = budget("planner.memory_limit=1GiB")
+    limits = found.activation_limits
+    assert limits is not None and limits[0] and limits[1]
+    assert found.is_enough and found.holds([limits[0], limits[1]])
+    assert not found.holds([limits[0] + MIB, 0.0])
+    assert not found.holds([0.0, limits[1] + MIB])
+    assert budget().is_enough and budget().holds([math.inf, math.inf])
+
+
+def test_a_device_of_known_hardware_is_a_limit_for_those_who_ask():
+    job = config.load("debug_vlm.toml", ["planner.hardware=a40x2"])
+    assert MemoryRule.of(job).limit_bytes is None
+    assert MemoryRule.of_device(job).limit_bytes == 48e9
+    limited = config.load("debug_vlm.toml", ["planner.hardware=a40x2", "planner.memory_limit=1GiB"])
+    assert MemoryRule.of_device(limited) == MemoryRule.of(limited)
+    assert MemoryRule.of_device(config.load("debug_vlm.toml", ["planner.memory_limit=90%"])).limit_bytes is None
 
 
 def test_a_part_of_hardware_is_known_before_the_job_starts():

@@ -1,6 +1,6 @@
+import itertools
 import math
 import os
-import re
 import subprocess
 import sys
 from itertools import combinations, pairwise
@@ -13,6 +13,7 @@ from mmtrain.config import Config
 from mmtrain.errors import ConfigError
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.memory_limit import MemoryRule
 from mmtrain.planner.partition_choice import (
     CHAIN_WORTH,
     FINALISTS,
@@ -23,6 +24,7 @@ from mmtrain.planner.partition_choice import (
     partition_of,
 )
 from mmtrain.planner.typical_iterations import TypicalIterations
+from mmtrain.schedule.library.catalogue import CATALOGUE
 
 TEXT = """
 [model.language]
@@ -46,6 +48,7 @@ WHISPER = """
 [model.encoder]
 config = { model_type = "whisper_encoder", d_model = 32, encoder_ffn_dim = 64, encoder_layers = 6, encoder_attention_heads = 4, num_mel_bins = 10, max_source_positions = 12 }
 """  # noqa: E501
+VAE = 'model.vae.config={ model_type = "autoencoder_kl_wan" }'
 
 
 @pytest.fixture
@@ -66,59 +69,64 @@ def segments(job: Config) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------- the rule
 
 
-def separated(*segments: int) -> Cut:
-    return Cut(is_chain=False, segments=segments)
-
-
 def chain(passes: int) -> Cut:
-    return Cut(is_chain=True, segments=(passes,))
+    return Cut((passes,), is_chain=True)
 
 
 def test_each_segment_more_has_to_pay_for_itself() -> None:
-    quick = {separated(1, 1): 10.0, separated(1, 2): 9.0, separated(2, 1): 9.5, separated(2, 2): 8.97}
+    quick = {Cut((1, 1)): 10.0, Cut((1, 2)): 9.0, Cut((2, 1)): 9.5, Cut((2, 2)): 8.97}
     found = best_cut(list(quick), quick.__getitem__, quick.__getitem__)
     # 9.0 x 1.015 = 9.135 is less than 8.97 x 1.02 = 9.149
     assert WORTH == 0.005
     assert found is not None
-    assert found.best == separated(1, 2)
-    assert found.finalists == ((separated(1, 2), 9.0), (separated(2, 1), 9.5), (separated(2, 2), 8.97))
+    assert found.best == Cut((1, 2))
+    assert found.finalists == ((Cut((1, 2)), 9.0), (Cut((2, 1)), 9.5), (Cut((2, 2)), 8.97))
     assert found.num_tried == 4
 
 
-@pytest.mark.parametrize(("seconds", "wins"), [(9.72, False), (9.69, True)])
-def test_a_chain_has_to_pay_for_what_it_is_level_for(seconds: float, wins: bool) -> None:
-    quick = {chain(2): seconds, separated(1, 1): 10.0}  # as many chunks on each rank
-    found = best_cut(list(quick), quick.__getitem__, quick.__getitem__)
+@pytest.mark.parametrize(("seconds", "wins"), [(9.76, False), (9.74, True)])
+def test_a_chain_has_to_save_more(seconds: float, wins: bool) -> None:
+    times = {Cut((1, 1)): 10.0, chain(1): seconds}
+    found = best_cut(list(times), times.__getitem__, times.__getitem__)
+    # 10.0 x 1.01 = 10.1 is 9.758 x 1.035
     assert CHAIN_WORTH == 0.03
     assert found is not None
-    assert found.best == (chain(2) if wins else separated(1, 1))
-    assert [cut for cut, _ in found.finalists] == [separated(1, 1), chain(2)]
+    assert found.best == (chain(1) if wins else Cut((1, 1)))
 
 
 def test_finalists_are_decided_by_the_longer_look() -> None:
-    quick = {separated(1): 4.0, separated(2): 3.0, separated(3): 2.0, separated(4): 1.0}
+    quick = {Cut((1,)): 4.0, Cut((2,)): 3.0, Cut((3,)): 2.0, Cut((4,)): 1.0}
     found = best_cut(list(quick), quick.__getitem__, lambda c: 1.0)
     assert found is not None
     assert len(found.finalists) == FINALISTS
-    assert found.best == separated(2)  # equal in full, and a single segment had not come so far
+    assert found.best == Cut((2,))  # equal in full, and (1,) had not come so far
+
+
+def test_chains_take_no_place_from_separated_modules() -> None:
+    quick = {Cut((4,)): 4.0, Cut((3,)): 3.0, Cut((2,)): 2.0, Cut((1,)): 1.9, chain(1): 1.0, chain(2): 3.5}
+    found = best_cut(list(quick), quick.__getitem__, lambda c: 1.0)
+    assert found is not None
+    # The second chain is not among the first three of all.
+    assert [cut for cut, _ in found.finalists] == [Cut((1,)), Cut((2,)), Cut((3,)), chain(1)]
+    assert found.best == Cut((1,))
 
 
 def test_ties_go_to_fewer_segments_of_the_first_modules() -> None:
-    two, one, none = separated(2, 1), separated(1, 2), separated(1, 1)
-    found = best_cut([two, one, none], lambda c: 1.0 if c != none else 9.0, lambda c: 1.0)
+    cuts = [Cut((2, 1)), Cut((1, 2)), Cut((1, 1))]
+    found = best_cut(cuts, lambda c: 1.0 if c != Cut((1, 1)) else 9.0, lambda c: 1.0)
     assert found is not None
-    assert found.best == none
-    found = best_cut([two, one], lambda c: 1.0, lambda c: 1.0)
+    assert found.best == Cut((1, 1))
+    found = best_cut(cuts[:2], lambda c: 1.0, lambda c: 1.0)
     assert found is not None
-    assert found.best == one
+    assert found.best == Cut((1, 2))
 
 
 def test_candidates_without_a_plan_are_left_out() -> None:
-    one, two = separated(1), separated(2)
-    found = best_cut([one, two], lambda c: math.inf if c == one else 1.0, lambda c: 2.0)
+    cuts = [Cut((1,)), Cut((2,))]
+    found = best_cut(cuts, lambda c: math.inf if c == cuts[0] else 1.0, lambda c: 2.0)
     assert found is not None
-    assert found.best == two
-    assert best_cut([one, two], lambda c: 1.0, lambda c: math.inf) is None
+    assert found.best == cuts[1]
+    assert best_cut(cuts, lambda c: 1.0, lambda c: math.inf) is None
 
 
 # ----------------------------------------------------------------------------------------- the search
@@ -136,7 +144,7 @@ def test_search_finds_the_best_of_all_candidates(job) -> None:
             scores[k, other] = typical.seconds(parts) * (1 + WORTH * (k + other))
     found = segments(chosen)
     assert scores[found["vision"], found["language"]] == min(scores.values())
-    assert "20 tried" in planner.partition_words  # with four chains, which have less to gain here
+    assert "16 tried" in planner.partition_words
     assert f"vision {found['vision']}, language {found['language']} segments" in planner.partition_words
 
 
@@ -182,44 +190,6 @@ def test_nothing_is_searched_where_nothing_is_open(job) -> None:
     assert segments(job("parallelism.pipeline_parallel_schedule=ZBV")) == {"vision": 2, "language": 2}
 
 
-VIDEO = """
-[model.dit]
-config = { model_type = "wan", num_layers = 8, num_attention_heads = 4, ffn_dim = 128, attention_head_dim = 16, text_dim = 32, in_channels = 4, out_channels = 4 }
-[model.vae]
-config = { model_type = "autoencoder_kl_wan", base_dim = 12, dim_mult = [1, 1, 2, 2], num_res_blocks = 1, z_dim = 4, latents_mean = [0.0, 0.0, 0.0, 0.0], latents_std = [1.0, 1.0, 1.0, 1.0] }
-"""  # noqa: E501
-
-
-def test_beside_a_vae_the_other_modules_leave_room_on_its_rank(job) -> None:
-    chosen = job(text=TEXT + VIDEO)
-    planner = IterationPlanner.of(chosen)
-    assert re.search(
-        r"one chain of all modules, (\d) on each rank, by search; .* chain x \1: ", planner.partition_words
-    )
-    typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
-    best = min(
-        typical.seconds(partition_of(job(f"model.dit.num_segments={k}", text=TEXT + VIDEO), planner.spec))
-        for k in range(1, 5)
-    )
-    assert typical.seconds(planner.partition) < 0.93 * best
-
-
-@pytest.mark.parametrize(
-    ("keys", "tried"),
-    [
-        (["parallelism.pipeline_parallel_schedule=Interleaved1F1B"], 16 + 3),  # two chunks or more
-        (["model.encoder.num_segments=2"], 4),
-        (["model.language.pipeline_layout=E|t*5|t*3|t*2L"], 4),
-    ],
-)
-def test_chains_are_tried_where_all_modules_are_open(job, keys: list[str], tried: int) -> None:
-    assert f"of {tried} tried" in IterationPlanner.of(job(*keys)).partition_words
-
-
-def test_a_model_of_one_module_is_no_chain_of_modules(job) -> None:
-    assert "of 4 tried" in IterationPlanner.of(job(text=TEXT)).partition_words
-
-
 def test_an_encoder_that_reads_no_pictures_is_cut_by_the_rule(job) -> None:
     # No workload stands for sound.
     text = TEXT + WHISPER
@@ -247,6 +217,111 @@ def test_the_choice_follows_from_the_config_alone(job, tmp_path) -> None:
             env={**os.environ, "PYTHONHASHSEED": seed},
         )
         assert answer.stdout.strip() == words
+
+
+# ----------------------------------------------------------------------------- chains among the candidates
+
+OPEN = ("model.language.num_segments=0", "model.dit.num_segments=0")
+
+
+def video(*overrides: str) -> Config:
+    """Text to video on hardware whose memory is known; each batch has the named schedule."""
+    return config.load("t2v_s.toml", ["planner.hardware=h800x16", "planner.enable=false", *overrides])
+
+
+def test_a_vae_makes_the_modules_a_chain() -> None:
+    found = IterationPlanner.of(video(VAE, *OPEN))
+    assert found.partition.passes == 1
+    assert "partition: one chain of all modules, 1 on each rank, by search" in found.partition_words
+    assert "chain x 1: " in found.partition_words
+    assert "20 tried" in found.partition_words
+    typical = TypicalIterations.draw(video(VAE), found.spec, found.costs, found.sub_microbatch_size)
+    apart = [
+        partition_of(video(VAE, f"model.language.num_segments={k}", f"model.dit.num_segments={n}"), found.spec)
+        for k, n in itertools.product(range(1, 5), repeat=2)
+    ]
+    assert typical.seconds(found.partition) < 0.9 * min(map(typical.seconds, apart))
+    # Without it the ranks of separated modules have equal work already.
+    assert IterationPlanner.of(video(*OPEN)).partition.passes == 0
+
+
+def test_a_chain_fits_into_a_limit() -> None:
+    limit = "planner.memory_limit=21GiB"
+    with pytest.raises(ConfigError, match=r'memory_limit = "21GiB" leaves pp_rank 0 nothing for activations'):
+        IterationPlanner.of(video(VAE, *OPEN, "planner.partition=mixed-latency", limit))
+    found = IterationPlanner.of(video(VAE, *OPEN, limit))
+    assert found.partition.passes != 1
+    assert "by search" in found.partition_words
+
+
+def test_a_chain_fits_into_the_device() -> None:
+    keys = ("planner.hardware=h800x32", "parallelism.tensor_parallel_degree=4", "planner.enable=false", VAE, *OPEN)
+    found = IterationPlanner.of(config.load("t2v_l.toml", keys))
+    assert found.partition.passes == 2
+    chosen = config.load("t2v_l.toml", [*keys, "planner.partition=mixed-latency"])
+    first = partition_of(chosen, found.spec)
+    assert first.passes == 1
+    typical = TypicalIterations.draw(chosen, found.spec, found.costs, found.sub_microbatch_size)
+    assert typical.seconds(first) < typical.seconds(found.partition)
+    # One rank holds all of the text encoder.
+    assert typical.seconds(first, within=MemoryRule.of_device(chosen)) == math.inf
+
+
+def test_a_chain_fits_as_the_job_is_planned() -> None:
+    # The planner's orders keep a limit, if there is one: the search gives them one.
+    assert IterationPlanner.of(video(VAE, *OPEN, "planner.enable=true")).partition.passes == 1
+    keys = ("parallelism.pipeline_parallel_schedule=GPipe", "activation_checkpoint.mode=none")
+    found = IterationPlanner.of(video(VAE, *OPEN, *keys))
+    assert found.partition.passes == 0
+    assert "20 tried" in found.partition_words
+    assert "inf" not in found.partition_words
+
+
+def test_no_chain_where_the_memory_is_not_known(job) -> None:
+    assert "16 tried" in IterationPlanner.of(job()).partition_words
+    assert "20 tried" in IterationPlanner.of(job("planner.memory_limit=60GiB")).partition_words
+    assert "16 tried" in IterationPlanner.of(job("planner.memory_limit=90%")).partition_words
+    assert "20 tried" in IterationPlanner.of(job("planner.memory_limit=90%", "planner.hardware=h800x2")).partition_words
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_tried"),
+    [
+        (["model.language.num_segments=1"], 4),
+        (["model.dit.num_segments=2"], 4),
+        (["model.language.pipeline_layout=Et*7|t*8|t*8|t*9N"], 4),
+        ([], 20),
+        (["planner.partition=dip"], 0),
+    ],
+)
+def test_a_job_that_cuts_a_module_has_no_chain(keys: list[str], num_tried: int) -> None:
+    words = IterationPlanner.of(video(VAE, *OPEN, *keys)).partition_words
+    assert (f"best of {num_tried} tried" in words) if num_tried else not words
+    assert ("chain" in words) == (num_tried == 20)
+
+
+def test_one_module_is_no_chain(job) -> None:
+    assert "best of 4 tried" in IterationPlanner.of(job("planner.memory_limit=60GiB", text=TEXT)).partition_words
+
+
+def test_modules_of_few_layers_can_still_be_a_chain(job) -> None:
+    keys = ("parallelism.pipeline_parallel_degree=16",)  # 24 layers, 12 of each module
+    with pytest.raises(ConfigError, match=r"has 12 layers .*and each chunk needs a layer"):
+        partition_of(job(*keys), model_spec(job().model, dtype_bytes=4))
+    planner = IterationPlanner.of(job(*keys, "planner.memory_limit=60GiB"))
+    assert planner.partition.passes == 1
+    assert "best of 1 tried: chain x 1" in planner.partition_words
+
+
+@pytest.mark.parametrize("schedule", [name for name, known in CATALOGUE.items() if known.placement == "loop"])
+def test_every_schedule_can_be_tried_on_chains(job, schedule: str) -> None:
+    keys = ("planner.memory_limit=60GiB", "parallelism.pipeline_parallel_degree=16")
+    keys = (*keys, f"parallelism.pipeline_parallel_schedule={schedule}", "planner.enable=true")
+    if CATALOGUE[schedule].least_passes == 1:
+        assert IterationPlanner.of(job(*keys)).partition.passes == 1
+    else:  # 24 layers are too few for two passes
+        with pytest.raises(ConfigError, match="each chunk needs a layer"):
+            IterationPlanner.of(job(*keys))
 
 
 # ---------------------------------------------------------------------------------------------- mixed

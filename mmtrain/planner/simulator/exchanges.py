@@ -80,7 +80,7 @@ def shard(name: str, ranks: int, link: DeviceKind) -> Exchange:
 
 
 def use_for_parts(name: str, ranks: int, link: DeviceKind) -> Exchange:
-    """All rows, equal on all ranks, of which each computes its own columns; backward: all-reduce."""
+    """What is equal on all ranks, of which each computes its own part; backward: all-reduce."""
     return Exchange(name, None, OpKind.ALL_REDUCE, ranks, link)
 
 

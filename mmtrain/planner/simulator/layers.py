@@ -7,8 +7,9 @@ linear layers. FLOPs, parameters and what has a backward are those of the layer'
 A DiT's blocks and head run for one clip after another, see `Operator.each_clip`. The tp ranks divide its latent
 tokens, and each has all text tokens and timesteps.
 
-Not here: the exchange of image features before the first language layer, FSDP2's gathers, padding, and the copies that
-join a DiT's rows at the end of a chunk.
+Not here: the exchange of image features before the first language layer, FSDP2's gathers, padding, the copies that join
+a DiT's rows at the end of a chunk, that the gradients of its shifts and scales are exchanged in float32, and the gather
+of clean latents in its head.
 
 Shape legend: D width; C columns of all query heads; K columns of all key heads; I width inside of an MLP; X columns of
 the text encoder.
@@ -25,7 +26,6 @@ from mmtrain.models.vae_shapes import VaeShape
 from mmtrain.planner.simulator.amount import Amount
 from mmtrain.planner.simulator.cluster import sent_bytes
 from mmtrain.planner.simulator.exchanges import (
-    Exchange,
     RowSums,
     gather,
     gather_for_parts,
@@ -119,14 +119,10 @@ class _Builder:
     def _rows(self, name: str, x: Var, inputs: float, outputs: float, *, bias: bool) -> Var:
         """A linear layer whose inputs the tp ranks divide, with its adapter: what a rank takes of the sum."""
         out = self._linear(name, inputs / self.tp, outputs, bias=bias and self.tp == 1)(x)
-        out = self._summed(f"{name}.sum")(out)
+        out = sum_shard(f"{name}.sum", self.tp, self.link)(out)
         if bias and self.tp > 1:
             out = AddRow(f"{name}.bias", outputs, trainable=self.trainable)(out)
         return self._with_adapter(name, x, out, inputs / self.tp, outputs, sums=True)
-
-    def _summed(self, name: str) -> Exchange:
-        """Of summands of all ranks, what each of them takes: its rows of the sum."""
-        return sum_shard(name, self.tp, self.link)
 
     def _linear(self, name: str, inputs: float, outputs: float, *, bias: bool) -> Linear:
         return Linear(name, inputs, outputs, bias=bias, trainable=self.trainable)
@@ -136,7 +132,7 @@ class _Builder:
             return out
         narrow = Linear(f"{name}.lora_A", inputs, self.of.rank)(x)
         if sums:
-            narrow = self._summed(f"{name}.lora_A.sum")(narrow)
+            narrow = sum_shard(f"{name}.lora_A.sum", self.tp, self.link)(narrow)
         wide = Linear(f"{name}.lora_B", self.of.rank, outputs)(narrow)
         return add(f"{name}.adapted", out, Elementwise(f"{name}.scaling", 2.0, 2.0)(wide))
 
