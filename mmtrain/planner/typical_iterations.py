@@ -95,7 +95,8 @@ class TypicalIterations:
     def seconds(self, parts: Partition, *, within: MemoryRule | None = None) -> float:
         """The mean simulated makespan on a partition, planned as the job will; infinite if one has no plan.
 
-        Args: within: infinite, too, if a plan takes more memory than this rule leaves; the job may have no limit.
+        Args: within: infinite, too, if a plan takes more memory than this rule leaves, even if the job has no limit.
+            The planner's search is given it as a limit, which it can keep; an order by name is as it is.
         """
         return sum(self._makespan_s(parts, batching, within) for batching in self.batchings) / len(self.batchings)
 
@@ -117,7 +118,8 @@ class TypicalIterations:
         return self.section.enable and self.section.interleave
 
     def _makespan_s(self, parts: Partition, batching: Batching, within: MemoryRule | None) -> float:
-        budget = self.memory_rule.budget(self.spec, parts) if self.memory_rule else None
+        rule = within if within and self._searches else self.memory_rule
+        budget = rule.budget(self.spec, parts) if rule else None
         if budget and not budget.is_enough:
             return math.inf  # parameters and gradients alone do not fit
         try:
