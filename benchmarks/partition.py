@@ -16,7 +16,6 @@ from mmtrain import config
 from mmtrain.config import Config
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.machine import Machine
-from mmtrain.planner.partition import Partition
 from mmtrain.planner.whole_iteration import IterationSimulator
 from mmtrain.planner.workloads import Bins, draw
 
@@ -51,13 +50,6 @@ def job_of(name: str, schedule: str, how: str, passes: int) -> Config:
     )
 
 
-def segments_of(parts: Partition) -> str:
-    """Chunks of each module on a rank, or of the chain."""
-    if parts.passes:
-        return f"chain x {parts.passes}"
-    return " + ".join(str(len(module.stages) // parts.num_ranks) for module in parts.modules)
-
-
 def main() -> None:
     num_iterations = int(sys.argv[1]) if len(sys.argv) > 1 else 4
     for name in JOBS:
@@ -76,7 +68,7 @@ def main() -> None:
                 seconds = statistics.fmean(simulator.simulate([meta])[0].iteration_s for meta in metas)
                 reference = reference or seconds
                 print(
-                    f"  {schedule:12s} {label:21s} {segments_of(planner.partition):>9s} {seconds:12.3f} "
+                    f"  {schedule:12s} {label:21s} {planner.partition!s:>9s} {seconds:12.3f} "
                     f"{seconds / reference:7.3f} {cut_s:7.2f}",
                     flush=True,
                 )

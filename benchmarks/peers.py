@@ -8,6 +8,7 @@ replica, so that nothing is gathered or reduced.
 compare    VLM-S, M, L (workload `mix`) and T2V-S, L (`video_captions`): each peer's iterations and ratio to the default
 rise       VLM-S while pictures rise and fall (DIP, figure 8b), 40 iterations: a table, and a chart (--chart FILE)
 ablation   VLM-S and T2V-S: the default with one feature off at a time, on a quarter of the iterations
+chains     only if asked for: each model as one chain of all modules cut by time, on a quarter of the iterations
 
 --quick: 2 iterations, 60 evaluations; figures mean nothing then. All but the seconds of planning is deterministic.
 """
@@ -24,12 +25,14 @@ from peers_setups import (
     CHAINS,
     CLUSTERS,
     DEFAULT,
+    MIXED,
     PEERS,
     Outcome,
     Question,
     ablated,
     batches_of,
     chain_outcomes,
+    chained,
     other_outcome,
     workload_of,
 )
@@ -68,6 +71,12 @@ def main() -> None:
             for question in asked:
                 found = {off: jobs[question, off].result() for off in ABLATIONS}
                 _show(f"{question.model}, one feature off", found, "")
+        if "chains" in given.parts:
+            few = {**given.how, "num_iterations": max(2, given.how["num_iterations"] // 4)}
+            for question in [Question(model=name, **few) for name in given.models]:
+                jobs = {chain: pool.submit(chained, question, chain) for chain in MIXED}
+                found = {chain: outcome for chain, job in jobs.items() if (outcome := job.result())}
+                _show(f"{question.model}, one chain of all modules (those that fit)", found, "")
 
 
 def _arguments() -> argparse.Namespace:

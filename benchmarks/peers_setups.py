@@ -93,6 +93,11 @@ ABLATIONS: Mapping[str, Sequence[str]] = {
     "memory off": ("planner.memory=false",),
 }
 """What is switched off -> overrides. Without memory options all blocks do one thing, the fastest that fits."""
+MIXED: Mapping[str, Sequence[str]] = {
+    "": (),
+    **{f"chain x {v}": ('planner.partition="mixed-latency"', f"model.language.num_segments={v}") for v in range(1, 5)},
+}
+"""The partition as one chain of equal time, with the whole planner on it -> overrides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,6 +380,14 @@ def _dip(question: Question, planned: Planned) -> Outcome:
     return _separated(question, best, planned)
 
 
+def chained(question: Question, chain: str) -> Outcome | None:
+    """The default with its modules cut as one chain; None: reduced gradients or parameters of a rank do not fit."""
+    try:
+        return _separated(question, [*left_open(question), *MIXED[chain]], _searched)
+    except ConfigError:
+        return None
+
+
 def ablated(question: Question, off: str) -> Outcome:
     """The default without a feature."""
     words = [*left_open(question), *ABLATIONS[off]]
@@ -395,9 +408,7 @@ def _separated(question: Question, words: Sequence[str], planned: Planned) -> Ou
             ledger.add(problem, found.plan, found.timeline)
         except PlanError:
             ledger.add(None, None, None)
-    parts = planner.partition
-    segments = " + ".join(str(len(module.stages) // parts.num_ranks) for module in parts.modules)
-    cut = f"chain x {parts.passes}" if parts.passes else f"K = {segments}"
+    cut = f"{'' if planner.partition.passes else 'K = '}{planner.partition}"
     of_work = f", {planner.sub_microbatch_size} a work" if planner.sub_microbatch_size else ""
     mode = "" if job.planner.memory else f", {job.activation_checkpoint.mode}"
     return ledger.outcome(f"{cut}{of_work}{mode}")

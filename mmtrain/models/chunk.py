@@ -30,7 +30,7 @@ from mmtrain.models.hosts import DECODERS, VISION_HOSTS, Decoder, VisionHost, ch
 from mmtrain.models.linears import adapted_linears
 from mmtrain.models.loss import LossFunction, cross_entropy_sum
 from mmtrain.models.projector import Grid, Projector
-from mmtrain.models.rows import RowSharding, WholeRows, padded
+from mmtrain.models.rows import RowSharding, WholeRows, padded, share_of
 from mmtrain.models.scatter import scatter_tokens
 from mmtrain.models.shapes import LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
@@ -209,7 +209,7 @@ class VisionChunk(Chunk):
             )
         wanted = len(grids) if self.has_embed and not self.shape.packed else hi - lo
         if not self.has_embed:
-            wanted = padded(wanted, self.row_sharding.degree) // self.row_sharding.degree
+            wanted = share_of(wanted, self.row_sharding.degree)
         if found != wanted:
             raise DataError(f"{where}: {found} rows arrived, but {len(grids)} pictures have {wanted}")
 

@@ -26,7 +26,7 @@ from mmtrain.models.chunk import Chunk
 from mmtrain.models.families import dit_config
 from mmtrain.models.hosts import build_diffusers, keep_blocks
 from mmtrain.models.projector import Grid
-from mmtrain.models.rows import padded
+from mmtrain.models.rows import share_of
 from mmtrain.models.shapes import DitShape
 from mmtrain.models.spec import TIME_ROWS, ModelSpec
 
@@ -141,7 +141,7 @@ class DitChunk(Chunk):
             parts = self._embed(x, grids, text_lengths, features, timesteps)
         else:
             degree = self.row_sharding.degree
-            num_tokens = [padded(math.prod(grid), degree) // degree for grid in grids]
+            num_tokens = [share_of(math.prod(grid), degree) for grid in grids]
             rows = sum(num_tokens) + sum(text_lengths) + TIME_ROWS * len(grids)
             if len(x) != rows:
                 raise DataError(
@@ -286,7 +286,7 @@ class DitChunk(Chunk):
     ) -> None:
         found = (len(latents), 0 if timesteps is None else len(timesteps), 0 if features is None else len(features))
         degree = self.row_sharding.degree
-        if found != (len(grids), len(grids), padded(sum(text_lengths), degree) // degree):
+        if found != (len(grids), len(grids), share_of(sum(text_lengths), degree)):
             divided = f", divided by {degree}" if degree > 1 else ""
             raise DataError(
                 f"{self._where}: {found[0]} clips with {found[1]} timesteps and {found[2]} text states arrived; there "

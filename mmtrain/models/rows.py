@@ -5,7 +5,12 @@ from typing import Any, Protocol
 
 def padded(rows: int, degree: int) -> int:
     """The least multiple of `degree` that is not below `rows`."""
-    return -(-rows // degree) * degree
+    return share_of(rows, degree) * degree
+
+
+def share_of(rows: int, degree: int) -> int:
+    """Rows of each of `degree` ranks that divide `rows`, filled up where they do not come out even."""
+    return -(-rows // degree)
 
 
 def part_of(units: int, part: int, parts: int) -> tuple[int, int]:

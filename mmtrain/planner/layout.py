@@ -19,7 +19,7 @@ from mmtrain.config import Config
 from mmtrain.data.bitfield import Bits, LanguageMask, language_bits
 from mmtrain.data.metadata import ImageMeta, IterationMeta
 from mmtrain.errors import PlanError
-from mmtrain.models.rows import padded, part_of
+from mmtrain.models.rows import padded, part_of, share_of
 from mmtrain.models.spec import Division, ModuleSpec, WorkSize
 from mmtrain.models.windows import feature_order, row_order
 from mmtrain.planner.batching import DIT, VAE, VISION, Batching
@@ -184,11 +184,9 @@ class IterationLayout:
             return self._clips_size(work)
         if self.batching.modules[entry.module] == VISION:
             size, degree = self.vision_part(work, cp_rank, tp_rank).size, self.plane.encoder_tp
-            return WorkSize(
-                rows=padded(size.rows, degree) // degree, pairs=0, outputs=padded(size.outputs, degree) // degree
-            )
+            return WorkSize(rows=share_of(size.rows, degree), pairs=0, outputs=share_of(size.outputs, degree))
         count = len(self.tokens(entry.microbatch)[cp_rank])
-        return WorkSize(rows=padded(count, self.plane.tp) // self.plane.tp, pairs=0, outputs=0)
+        return WorkSize(rows=share_of(count, self.plane.tp), pairs=0, outputs=0)
 
     def _clips_size(self, work: int) -> WorkSize:
         plane, size = self.plane, self.batching.size_of[work]
@@ -201,9 +199,9 @@ class IterationLayout:
         if plane.tp == 1 or module == VAE:
             return size
         if module == DIT:  # clip by clip, with all of the texts
-            rows = sum(padded(clip.num_tokens, plane.tp) // plane.tp for clip in self.batching.clips_of[work])
+            rows = sum(share_of(clip.num_tokens, plane.tp) for clip in self.batching.clips_of[work])
             return WorkSize(rows=rows, pairs=0, outputs=0, texts=size.texts, clips=size.clips)
-        return WorkSize(rows=padded(size.rows, plane.tp) // plane.tp, pairs=0, outputs=0)
+        return WorkSize(rows=share_of(size.rows, plane.tp), pairs=0, outputs=0)
 
     # ---------------------------------------------------------------------------------------- features
 

@@ -183,9 +183,8 @@ class MemoryRule:
         """
         section = config.planner
         amount = MemoryAmount.parse("planner.memory_limit", section.memory_limit) if section.memory_limit else None
-        if amount and amount.fraction and device_bytes is None and section.hardware:
-            world = config.parallelism.mesh_shape.world_size
-            device_bytes = Cluster.of(section.hardware, world).hardware.memory_bytes
+        if amount and amount.fraction and device_bytes is None:
+            device_bytes = _hardware_bytes(config)
         return cls(
             amount=amount,
             limit_bytes=amount.bytes_of(device_bytes) if amount else None,
@@ -199,11 +198,8 @@ class MemoryRule:
 
         Raises: ConfigError: hardware that does not exist.
         """
-        rule, section = cls.of(config), config.planner
-        if rule.limit_bytes is not None or not section.hardware:
-            return rule
-        world = config.parallelism.mesh_shape.world_size
-        return replace(rule, limit_bytes=Cluster.of(section.hardware, world).hardware.memory_bytes)
+        rule = cls.of(config)
+        return rule if rule.limit_bytes is not None else replace(rule, limit_bytes=_hardware_bytes(config))
 
     def budget(self, spec: ModelSpec, partition: Partition, process_bytes: float = 0.0) -> MemoryBudget:
         """The budget on a partition. Args: process_bytes: what a process takes beside tensors."""
@@ -218,6 +214,13 @@ class MemoryRule:
             for pp_rank in range(partition.num_ranks)
         )
         return MemoryBudget(amount=self.amount, ranks=tuple(ranks))
+
+
+def _hardware_bytes(config: Config) -> float | None:
+    """Memory of a device of `planner.hardware`; None: it is not set."""
+    if not config.planner.hardware:
+        return None
+    return Cluster.of(config.planner.hardware, config.parallelism.mesh_shape.world_size).hardware.memory_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,12 @@ class Partition:
     passes: int = 0
     """v of a mixed partition, the parts of its chain on each rank; 0: it is separated."""
 
+    def __str__(self) -> str:
+        """Chunks on each rank: of the chain, or K of each module."""
+        if self.passes:
+            return f"chain x {self.passes}"
+        return " + ".join(str(len(module.stages) // self.num_ranks) for module in self.modules)
+
     def of_rank(self, pp_rank: int) -> tuple[StageSpec, ...]:
         """The stages that a pipeline rank holds, ascending."""
         return tuple(stage for stage in self.stages if stage.pp_rank == pp_rank)
