@@ -27,6 +27,7 @@ def test_what_a_benchmark_imports_is_there(path):
     assert found, f"{path.name} measures nothing of mmtrain"
 
 
+@pytest.mark.nightly
 def test_mmtrain_a_plain_loop_and_the_trainer_begin_with_the_same_loss():
     """The benchmark refuses other losses itself."""
     command = [sys.executable, str(FOLDER / "one_gpu.py"), "--size", "tiny", "--rounds", "1", "--steps", "1"]
