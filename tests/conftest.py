@@ -26,10 +26,21 @@ os.environ["PET_MASTER_PORT"] = str(29500 + int(os.environ.get("PYTEST_XDIST_WOR
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-durations", action="store_true", help="write tests/durations.json anew")
+    parser.addoption("--shard", default="1/1", help="K/N: of the selected tests every N-th, from the K-th on")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuTime(config))
+
+
+@pytest.hookimpl(trylast=True)  # after tests were deselected by their markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps the tests of one shard."""
+    number, count = map(int, config.getoption("--shard").split("/"))
+    chosen = items[number - 1 :: count]
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
