@@ -83,6 +83,20 @@ class Case:
         )  # fmt: skip
 
 
+def shallow(case: Case) -> Case:
+    """The case with three blocks in each module, and windows in two of them: half of the time."""
+
+    def cut(section):
+        if section is None:
+            return None
+        depths = {key: 3 for key in ("depth", "num_hidden_layers", "encoder_layers") if key in section.config}
+        windows = {"fullatt_block_indexes": [1]} if "fullatt_block_indexes" in section.config else {}
+        return dataclasses.replace(section, config=section.config | depths | windows)
+
+    model = dataclasses.replace(case.model, encoder=cut(case.model.encoder), language=cut(case.model.language))
+    return dataclasses.replace(case, model=model)
+
+
 Table = dict[MeshShape, dict[str, Case]]
 """Which cases are run on a layout."""
 

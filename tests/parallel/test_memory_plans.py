@@ -21,7 +21,7 @@ from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.schedule.lower import Program
 from mmtrain.topology import MeshShape
 from tests.lora import with_lora
-from tests.parallel.parity import TEXT_ON_ONE, Case, check, identify, layouts, run_layout, selection
+from tests.parallel.parity import TEXT_ON_ONE, Case, check, identify, layouts, run_layout, selection, shallow
 from tests.parallel.test_parity import TOLERANCE
 from tests.parallel.test_split_backward import fill_adapters_by_name
 from tests.ranks import run_ranks
@@ -45,8 +45,9 @@ PLANE = {
     "native merger, patches": drawn(model_config("qwen2_5_vl_vision", projector="native"), share_patches=True),
     "adapters": drawn(with_lora(model_config()), prepare=fill_adapters_by_name),
 }
+PLANE = {name: shallow(case) for name, case in PLANE.items()}
 REGATHERED = {
-    "trainable": drawn(model_config(), regathered=frozenset({"vision", "language"}), share_patches=True),
+    "trainable": shallow(drawn(model_config(), regathered=frozenset({"vision", "language"}), share_patches=True)),
 }
 BF16 = {
     "bfloat16": drawn(model_config(), training=dataclasses.replace(TRAINING, mixed_precision_param="bfloat16")),

@@ -15,6 +15,7 @@ from tests.parallel.parity import (
     layouts,
     run_layout,
     selection,
+    shallow,
     with_mask,
 )
 from tests.ranks import run_ranks
@@ -95,7 +96,7 @@ def plane_cases(shape: MeshShape) -> dict[str, Case]:
         }
     )
     frozen_encoder = model_config("qwen2_vl_vision", "llama", frozen=("encoder",), key_heads=key_heads)
-    return video | {
+    cases = video | {
         "qwen vision, qwen2, tied": Case(model=model_config(tied=True, key_heads=key_heads), split="causal"),
         "siglip, llama, frozen language": Case(
             model=model_config("siglip_vision_model", "llama", frozen=("language",), key_heads=key_heads),
@@ -114,6 +115,7 @@ def plane_cases(shape: MeshShape) -> dict[str, Case]:
             data_encoder=True,
         ),
     }
+    return cases if shape.pp > 2 else {name: shallow(case) for name, case in cases.items()}
 
 
 PLANES = {shape: plane_cases(shape) for shape in COVERING}
