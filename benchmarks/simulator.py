@@ -108,11 +108,11 @@ def nest_of(planner: IterationPlanner, batching: Batching, plan: Plan) -> Nest:
         for (kind, other, of), edge in needs:
             made = ends[kind, other, of]
             if edge:
-                calls.append(Call(SEND, size=batching.size_of[of], rank=plan.graph.stage_rank[other], after=(made,)))
+                calls.append(Call(SEND, size=batching.sizes[of], rank=plan.graph.stage_rank[other], after=(made,)))
                 made = len(calls) - 1
             after.append(made)
         ends[Kind.B if action.kind in (Kind.I, Kind.B) else action.kind, action.stage, work] = len(calls)
-        body = stage(action.stage, action.kind, batching.size_of[work])
+        body = stage(action.stage, action.kind, batching.sizes[work])
         calls.append(Call(body, rank=rank, after=tuple(after)))
     return Nest(tuple(calls))
 

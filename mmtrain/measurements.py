@@ -274,9 +274,7 @@ class _Probe:
             together = self._one(Cut(stages="modules", splits=splits), whole, work, kinds)
             if together is not None:
                 joined[work] = together
-        return attribute(
-            dict(enumerate(self.batching.size_of)), single, joined, self._equal_blocks(module, taking_part)
-        )
+        return attribute(dict(enumerate(self.batching.sizes)), single, joined, self._equal_blocks(module, taking_part))
 
     def _one(self, cut: Cut, stage: StageSpec, work: int, kinds: Sequence[Kind]) -> float | None:
         keys = [(cut, stage.index, work, kind) for kind in kinds]
@@ -290,7 +288,7 @@ class _Probe:
         return (blocks[0], blocks[1]) if len(blocks) == 2 and len(kinds) == 1 else None
 
     def _points(self, module: str, alike: Sequence[int]) -> dict[str, tuple[tuple[WorkSize, float], ...]]:
-        sizes = self.batching.size_of
+        sizes = self.batching.sizes
         points = {
             name: tuple(
                 (sizes[work], float(np.mean(found)))
@@ -390,7 +388,7 @@ def _curve(config: Config, probe: _Probe, action_s: float) -> Curve | None:
         if work.microbatch < first or batching.modules[work.module] != name:
             continue
         total = sum(probe.seconds(name, role(layer), number) for layer in spec.module(name).layers)
-        items = len(batching.images_of[number]) or len(batching.clips_of[number])
+        items = len(batching.items[number].units)
         found.append((items, total / len(stages) + action_s))
     (one,) = counted[0].images or counted[0].clips
     return Curve(patches=one.num_patches if isinstance(one, ImageMeta) else one.num_tokens, seconds=tuple(found))

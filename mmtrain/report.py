@@ -54,7 +54,7 @@ def whole_predictions(
         microbatch = plan.batching.works[work].microbatch
         tokens = torch.full_like(labels[microbatch], IGNORE_INDEX)
         labelled = labels[microbatch] != IGNORE_INDEX
-        for part, places in zip(parts, plan.layout.tokens(microbatch), strict=True):
+        for part, places in zip(parts, plan.layout.documents.tokens(microbatch), strict=True):
             mine = torch.from_numpy(places)
             tokens[mine[labelled[mine]]] = part[work]
         whole[work] = tokens[labelled]

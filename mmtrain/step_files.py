@@ -69,7 +69,7 @@ class StepFiles:
                 actions.append(
                     [
                         action.stage, action.kind, action.microbatch, action.sub_microbatch, *times,
-                        self.plan.batching.size_of[work].rows, round(self._flops(action)),
+                        self.plan.batching.sizes[work].rows, round(self._flops(action)),
                     ]
                 )  # fmt: skip
         return {
@@ -92,13 +92,13 @@ class StepFiles:
 
     def _flops(self, action: Action) -> float:
         """Model FLOPs of an action."""
-        stage, size = self.planner.partition.stages[action.stage], self.plan.batching.size_of[self._works[action]]
+        stage, size = self.planner.partition.stages[action.stage], self.plan.batching.sizes[self._works[action]]
         return flops_of(action.kind, self.planner.spec.flops(stage.module, size, range(*stage.layers)))
 
     def _details(self, action: Action) -> dict[str, Any]:
         """What a trace says of an action."""
         stage, work = self.planner.partition.stages[action.stage], self._works[action]
-        size = self.plan.batching.size_of[work]
+        size = self.plan.batching.sizes[work]
         return {
             "module": stage.module,
             "layers": f"{stage.layers[0]}-{stage.layers[1] - 1}",

@@ -41,12 +41,12 @@ from mmtrain.optim import build_optimizers, lr_factor, set_lr
 from mmtrain.out_of_memory import Scene, explained, is_out_of_memory
 from mmtrain.parallel.activation_memory import saved_ops
 from mmtrain.parallel.build import build_local_model, check_same_program
-from mmtrain.parallel.clip_feed import ClipFeed
 from mmtrain.parallel.feed import StepFeed
+from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_norm
 from mmtrain.parallel.mesh import Mesh, build_mesh, init_process_group, pick_device
 from mmtrain.parallel.planning import Fate, PlanAhead, Planned, Ticket, num_cores, ranks_here
-from mmtrain.parallel.runtime import Feed, PipelineScheduleRuntime, StepOutcome
+from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.pipeline_layout import show_layout
@@ -491,36 +491,22 @@ class Trainer:
         """Args: noise: of a text-to-video job. want_predictions: of a language model's tokens."""
         if item.batch is not None and self.mesh.pp_rank == 0:  # other ranks may have a part of it
             check_batch(item.batch, item.meta, self._vae)
-        place, backend = self.mesh.place, self.config.training.attention_backend
-        feed: Feed
-        if noise is not None:
-            assert self._dit is not None
-            feed = ClipFeed(
-                self.partition,
-                plan.layout,
-                item.meta,
-                self.mesh,
-                batch=item.batch,
-                noise=noise,
-                patch=self._dit.patch,
-                attention_backend=backend,
-            )
-        else:
-            feed = StepFeed(
-                self.partition,
-                plan.layout,
-                item.meta,
-                self.mesh,
-                batch=item.batch,
-                labels=item.labels,
-                attention_backend=backend,
-                want_predictions=want_predictions,
-            )
+        place = self.mesh.place
+        inputs = StepInputs(
+            layout=plan.layout,
+            meta=item.meta,
+            mesh=self.mesh,
+            batch=item.batch,
+            labels=item.labels,
+            noise=noise,
+            backend=self.config.training.attention_backend,
+            want_predictions=want_predictions,
+        )
         self.runtime.load(
             plan.program,
             lambda stage, work: self.planner.output_shape(plan.layout, stage, work, place.cp, place.tp),
         )
-        return self.runtime.step(feed, loss_grad=loss_grad)
+        return self.runtime.step(StepFeed(self.partition, inputs), loss_grad=loss_grad)
 
     def _noise(self, step: int, *, hides: bool) -> ClipNoise | None:
         """The random choices of a step of a text-to-video job. Args: hides: captions may be hidden."""

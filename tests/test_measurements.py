@@ -9,6 +9,7 @@ from mmtrain import config as config_module
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import ConfigError
 from mmtrain.measurements import NUM_BLOCKS, Calm, Samples, StepSample, assemble, slowest, trainable_params
+from mmtrain.modality.plane import Plane
 from mmtrain.models.memory_strategies import BlockMemory
 from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.spec import clips_work, documents_work
@@ -17,7 +18,6 @@ from mmtrain.planner.batching import make_batching
 from mmtrain.planner.calibration import calibrate
 from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.layout import Plane
 from mmtrain.planner.measured_costs import MeasuredCosts
 from mmtrain.planner.partition import reference_sizes
 from mmtrain.planner.partition_choice import partition_of
@@ -56,7 +56,7 @@ def samples_of(config, costs=FLOPS) -> Samples:
         rows, pauses = {}, {}
         for stage, work in graph.nodes():
             place = planner.partition.stages[stage]
-            module, size = planner.spec.module(place.module), batching.size_of[work]
+            module, size = planner.spec.module(place.module), batching.sizes[work]
             times = [costs.layer(module, index, size, input_grad=index > 0) for index in range(*place.layers)]
             inside, later = sum(t.backward_input_s for t in times), sum(t.backward_weight_s for t in times)
             seconds = {Kind.F: sum(t.forward_s for t in times)}
@@ -121,7 +121,7 @@ def test_layers_actions_and_ends_of_steps_are_found_again(config, samples):
     batching = make_batching(probing_iteration(config), spec)
     for splits in (False, True):
         costs = MeasuredCosts(profile=profile, p2p=FLOPS.p2p, splits_backward=splits)
-        for work, size in zip(batching.works, batching.size_of, strict=True):
+        for work, size in zip(batching.works, batching.sizes, strict=True):
             module = spec.modules[work.module]
             blocks = [index for index, layer in enumerate(module.layers) if layer.is_block]
             ours = costs.layer(module, blocks[-1], size, input_grad=True)
@@ -215,7 +215,7 @@ def test_the_curve_is_one_stage_of_the_job(config, samples):
     stages = len(partition_of(config, spec).of_module("vision"))
     assert stages == 2
     batching = make_batching(work_curve(config), spec)
-    vision = [size for w, size in zip(batching.works, batching.size_of, strict=True) if w.module == 0]
+    vision = [size for w, size in zip(batching.works, batching.sizes, strict=True) if w.module == 0]
     actions = profile.actions["F"] + profile.actions["B"]
     assert [number for number, _ in profile.curve.seconds] == [len(m.images) for m in work_curve(config).microbatches]
     for (_, seconds), size in zip(profile.curve.seconds, vision, strict=True):

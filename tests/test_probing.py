@@ -72,7 +72,7 @@ def test_rows_pairs_outputs_and_labels_change_apart_from_each_other():
     config = config_module.load("debug_vlm.toml", [])
     batching = make_batching(probing_iteration(config), model_spec(config.model))
     for index in range(2):
-        sizes = [s for w, s in zip(batching.works, batching.size_of, strict=True) if w.module == index]
+        sizes = [s for w, s in zip(batching.works, batching.sizes, strict=True) if w.module == index]
         table = np.array([(s.rows, s.pairs, 1.0, *((s.outputs,) if index else ())) for s in sizes], dtype=float)
         scaled = table / np.linalg.norm(table, axis=0)
         assert np.linalg.cond(scaled) < 50
@@ -148,7 +148,7 @@ def test_tokens_pairs_texts_and_clips_change_apart_from_each_other(tmp_path):
         ("language", ("rows", "pairs")),
         ("dit", ("rows", "pairs", "cross_pairs", "texts", "clips")),
     ):
-        works = zip(batching.works, batching.size_of, strict=True)
+        works = zip(batching.works, batching.sizes, strict=True)
         sizes = [size for work, size in works if batching.modules[work.module] == module]
         table = np.array([[*(getattr(size, name) for name in columns), 1.0] for size in sizes], dtype=float)
         scaled = table / np.linalg.norm(table, axis=0)

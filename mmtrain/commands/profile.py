@@ -51,8 +51,8 @@ def _profile(args: argparse.Namespace) -> int:
     if hardware:
         load_hardware(hardware)  # refuses one that does not exist
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from mmtrain.modality.plane import Plane
     from mmtrain.planner.calibration import calibrate
-    from mmtrain.planner.layout import Plane
     from mmtrain.planner.profile_table import table
     from mmtrain.profiler import profile_job
 

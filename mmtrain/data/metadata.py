@@ -55,6 +55,11 @@ class DocumentMeta:
     prefix: int = 0
     """Tokens before the first token of the first answer; 0 without an answer."""
 
+    @property
+    def name(self) -> str:
+        """How errors call it."""
+        return f"the document of sample {self.sample}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipMeta:

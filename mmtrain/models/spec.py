@@ -308,8 +308,10 @@ class ModuleSpec:
     """One modality module: a chain of layers with its own stream of rows."""
 
     name: str
-    """`vision`, `language`, `dit` or `vae`: the key of works and stages."""
+    """The key of works and stages."""
     layers: tuple[LayerSpec, ...]
+    consumes: str = ""
+    """What its works are made of: a key of `modality.catalogue.MODALITIES`."""
     after: tuple[str, ...] = ()
     """Modules whose output enters this module's first layer."""
     merge: int = 1
@@ -320,6 +322,10 @@ class ModuleSpec:
     """Rows that the first layer adds to each frame of a picture: 1 for a class token."""
     window: int = 0
     """Side of the windows that some blocks attend in, in merged tokens; 0: there are none."""
+    patch: tuple[int, int, int] = (1, 1, 1)
+    """Of a DiT: latent frames, rows and columns of one token."""
+    latents_arrive: bool = False
+    """Of a DiT: its latents come from another module, and not with the batch."""
     frames_per_latent: int = 1
     """Of a VAE: frames behind the first one that become one latent frame."""
     is_whole: bool = False

@@ -63,6 +63,7 @@ def _vae_module(shape: VaeShape, e: int) -> ModuleSpec:
     output = Rates(output=shape.channels * e)
     return ModuleSpec(
         name="vae",
+        consumes="frames",
         layers=(
             LayerSpec(
                 name="encode",
@@ -131,6 +132,7 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
     )
     return ModuleSpec(
         name="vision",
+        consumes="images",
         layers=tuple(layers),
         merge=shape.merge,
         one_row=shape.one_row,
@@ -254,6 +256,7 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
     )
     return ModuleSpec(
         name="language",
+        consumes="documents" if model.dit is None else "captions",
         after=("vision",) if model.encoder is not None else (),
         layers=(
             LayerSpec(
@@ -322,6 +325,9 @@ def _dit_module(model: ModelConfig, shape: DitShape, e: int) -> ModuleSpec:
     block = _dit_block(shape, trainable=trainable, e=e)
     return ModuleSpec(
         name="dit",
+        consumes="latents",
+        patch=shape.patch,
+        latents_arrive=model.vae is not None,
         after=("language",) if model.vae is None else ("vae", "language"),
         layers=(
             _dit_embed(shape, trainable=trainable, e=e),

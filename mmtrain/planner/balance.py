@@ -1,9 +1,6 @@
-"""Cutting a row of costs into consecutive parts that are as equal as possible, alone and together with others."""
+"""Making consecutive parts of several rows of costs level over those who own them."""
 
-import math
-from bisect import bisect_left
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, pairwise, permutations
 
 import numpy as np
@@ -13,44 +10,6 @@ _ROUNDING = 1e-9
 """Differences by a smaller part than this are those of a sum's order."""
 
 Floats = npt.NDArray[np.float64]
-
-
-def split_evenly(costs: Sequence[float], num_parts: int) -> tuple[tuple[int, int], ...]:
-    """The bounds (low, high) of consecutive, non-empty parts whose largest sum is the least possible.
-
-    Among those, the numbers of entries are as equal as possible (least sum of squares), and the last
-    parts the longer ones. Exact.
-
-    Args: costs: at least 0 each; at least `num_parts` entries.
-    """
-    return _split_evenly(tuple(costs), num_parts)
-
-
-@lru_cache(maxsize=4096)  # pictures of one size come in the same numbers again and again
-def _split_evenly(costs: tuple[float, ...], num_parts: int) -> tuple[tuple[int, int], ...]:
-    count = len(costs)
-    assert 1 <= num_parts <= count
-    assert min(costs) >= 0
-    prefix = [0.0, *accumulate(costs)]
-    limit = _least_maximum(prefix, num_parts)
-    squares = [0.0] + [math.inf] * count  # [high]: least sum of squared lengths of the parts before high
-    starts: list[list[int]] = []  # [part][high]: where that part then starts
-    for part in range(num_parts):
-        row, row_starts = [math.inf] * (count + 1), [0] * (count + 1)
-        for high in range(part + 1, count + 1):
-            for low in range(high - 1, part - 1, -1):
-                if prefix[high] - prefix[low] > limit:
-                    break
-                value = squares[low] + (high - low) ** 2
-                if value <= row[high]:
-                    row[high], row_starts[high] = value, low
-        squares = row
-        starts.append(row_starts)
-    bounds, high = [], count
-    for row_starts in reversed(starts):
-        bounds.append((row_starts[high], high))
-        high = row_starts[high]
-    return tuple(reversed(bounds))
 
 
 def level_owners(
@@ -96,20 +55,3 @@ def level_owners(
             break
         least, cuts = values[best], moved[best]
     return tuple((int(low), int(high)) for low, high in pairwise(cuts))
-
-
-def _least_maximum(prefix: Sequence[float], num_parts: int) -> float:
-    """The least largest sum of all cuts into at most `num_parts` parts; it is the sum of some part."""
-    count = len(prefix) - 1
-    sums = sorted({prefix[high] - prefix[low] for low in range(count) for high in range(low + 1, count + 1)})
-
-    def fits(limit: float) -> bool:
-        low = 0
-        for _ in range(num_parts):
-            high = low
-            while high < count and prefix[high + 1] - prefix[low] <= limit:
-                high += 1
-            low = high
-        return low == count
-
-    return sums[bisect_left(sums, True, key=fits)]

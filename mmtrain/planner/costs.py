@@ -8,11 +8,12 @@ import numpy as np
 
 from mmtrain.config import PlannerConfig
 from mmtrain.errors import PlanError
+from mmtrain.modality.catalogue import division_of
+from mmtrain.modality.plane import Plane
 from mmtrain.models.memory_strategies import BlockMemory
 from mmtrain.models.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize
 from mmtrain.planner.batching import Batching
 from mmtrain.planner.cost_model import CostModel, equal_layers
-from mmtrain.planner.layout import Plane
 from mmtrain.planner.memory_options import (
     BlockKind,
     BlockPrice,
@@ -83,9 +84,11 @@ def make_problem(
         forward_only=forward_only,
     )
     prices_of: list[list[_StagePrice]] = []
-    for work, size, images in zip(batching.works, batching.size_of, batching.images_of, strict=True):
-        grad = not forward_only and any(prices_of[other][-1].grad for other in work.after)
-        prices_of.append(prices.chain(batching.modules[work.module], size, grad, plane.fullest_part(images)))
+    for number, item in enumerate(batching.items):
+        grad = not forward_only and any(prices_of[other][-1].grad for other in item.work.after)
+        module = batching.module_of(number)
+        unevenness = batching.kinds[module].unevenness(plane, item.units)
+        prices_of.append(prices.chain(module, item.size, grad, unevenness))
     problem = PlanningProblem.build(
         num_ranks=partition.num_ranks,
         modules=partition.modules,
@@ -235,7 +238,7 @@ class _Prices:
         self.table = {}
         self._costs = costs
         self._memory = memory
-        self._division = {module.name: plane.division(module) for module in spec.modules}
+        self._division = {module.name: division_of(plane, module) for module in spec.modules}
         self._forward_only = forward_only
         halves = (Kind.I, Kind.W) if splits_backward else (Kind.B,)
         self._forward_s = costs.action_s(Kind.F)

@@ -6,16 +6,17 @@ from dataclasses import dataclass, field, replace
 from mmtrain.config import Config, PlannerConfig, uses_fsdp
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import ConfigError, PlanError
+from mmtrain.modality.plane import Plane
 from mmtrain.models.degrees import check_tensor_degree
 from mmtrain.models.shapes import check_patches_split
 from mmtrain.models.spec import Flops, ModelSpec, WorkSize
 from mmtrain.models.spec_builders import model_spec
-from mmtrain.planner.batching import VISION, Batching, check_conservation, make_batching
+from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.cost_model import CostModel
 from mmtrain.planner.costs import make_problem
 from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.job_costs import cost_model, on_partition
-from mmtrain.planner.layout import IterationLayout, Plane
+from mmtrain.planner.layout import IterationLayout
 from mmtrain.planner.memory_limit import MemoryRule
 from mmtrain.planner.memory_options import MemoryChoices
 from mmtrain.planner.partition import Partition
@@ -154,9 +155,6 @@ class IterationPlanner:
         """All of an iteration that needs no order. Arguments and errors as of `problem`."""
         batching, problem = self.problem(meta, forward_only=forward_only, searched=searched)
         layout = self.layout(batching, meta)
-        if self.plane.cp > 1:  # now, on all ranks, and not in the middle of a step
-            for index in range(len(meta.microbatches)):
-                layout.tokens(index)
         return Iteration(batching=batching, layout=layout, problem=problem, forward_only=forward_only)
 
     def first(self, iteration: Iteration) -> PlanResult:
@@ -219,8 +217,7 @@ class IterationPlanner:
 
     def layout(self, batching: Batching, meta: IterationMeta) -> IterationLayout:
         """The division of an iteration's works over the ranks of a plane."""
-        vision = next((module for module in self.spec.modules if module.name == VISION), None)
-        return IterationLayout(self.plane, batching, meta, vision)
+        return IterationLayout(self.plane, batching, meta)
 
     def output_shape(
         self, layout: IterationLayout, stage: int, work: int, cp_rank: int = 0, tp_rank: int = 0
@@ -233,8 +230,8 @@ class IterationPlanner:
     def flops(self, batching: Batching) -> Mapping[str, Flops]:
         """Model FLOPs of one iteration on one replica, by module: frozen parts have no weight gradients."""
         total: dict[str, WorkSize] = {}
-        for work, size in zip(batching.works, batching.size_of, strict=True):
-            name = batching.modules[work.module]
+        for work, size in enumerate(batching.sizes):
+            name = batching.module_of(work)
             total[name] = total[name] + size if name in total else size
         return {name: self.spec.flops(name, size) for name, size in total.items()}
 

@@ -1,9 +1,9 @@
 """The cost model that a job's config asks for. Pure."""
 
 from mmtrain.config import Config
+from mmtrain.modality.plane import Plane
 from mmtrain.models.spec import ModelSpec
 from mmtrain.planner.cost_model import CostModel, FlopsCosts
-from mmtrain.planner.layout import Plane
 from mmtrain.planner.measured_costs import MeasuredCosts
 from mmtrain.planner.operator_costs import OperatorCosts
 from mmtrain.planner.partition import Partition

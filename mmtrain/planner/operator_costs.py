@@ -7,6 +7,8 @@ import numpy as np
 
 from mmtrain.config import Config
 from mmtrain.errors import ConfigError
+from mmtrain.modality.catalogue import division_of
+from mmtrain.modality.plane import Plane
 from mmtrain.models.linears import adapted_linears
 from mmtrain.models.recomputation import ATTENTION, PRODUCTS, Recomputation
 from mmtrain.models.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
@@ -14,7 +16,6 @@ from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
 from mmtrain.models.vae_shapes import VaeShape, vae_shape
 from mmtrain.planner.batching import DIT, VAE, VISION
 from mmtrain.planner.cost_model import HostCopy, LayerTimes, equal_layers
-from mmtrain.planner.layout import Plane
 from mmtrain.planner.simulator.cluster import Cluster
 from mmtrain.planner.simulator.engine import makespan_s
 from mmtrain.planner.simulator.graph import DeviceKind, Graph, OpKind, Phase
@@ -161,7 +162,7 @@ class _Phases:
 
 def linked_division(plane: Plane, cluster: Cluster, module: ModuleSpec) -> LinkedDivision:
     """How the ranks of a plane of a cluster divide a module."""
-    division = plane.division(module)
+    division = division_of(plane, module)
     return LinkedDivision(
         tp=division.tp,
         groups=division.groups,

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mmtrain.errors import ConfigError
+from mmtrain.modality.split import split_evenly
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize, clips_work, documents_work, frames_work
-from mmtrain.planner.balance import level_owners, split_evenly
+from mmtrain.planner.balance import level_owners
 from mmtrain.planner.pipeline_layout import chunk_bounds
 from mmtrain.schedule.graph import ModuleStages
 from mmtrain.schedule.library.catalogue import Placement

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mmtrain.modality.catalogue import division_of
+from mmtrain.modality.plane import Plane
 from mmtrain.models.spec import LayerSpec, ModelSpec
 from mmtrain.planner.batching import DIT
 from mmtrain.planner.calibration import LAUNCH, Calibration
 from mmtrain.planner.fits import SizeFit
-from mmtrain.planner.layout import Plane
 from mmtrain.planner.profile import HELD, TIMES, LayerProfile, Profile, role
 from mmtrain.planner.sub_microbatch import SHARE, smallest_efficient
 
@@ -121,7 +122,7 @@ def _rest(profile: Profile, spec: ModelSpec, plane: Plane) -> Iterator[str]:
     for layer in profile.layers:
         if HELD in layer.fits:
             size, real = max(layer.points[HELD], key=lambda point: point[1])
-            division = plane.division(spec.module(layer.module))
+            division = division_of(plane, spec.module(layer.module))
             planned = _spec_of(layer, spec).of_rank(division).activation_bytes(size)
             if real and planned:
                 parts.append(f"{layer.module} {layer.role} {real / planned:.2f}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from mmtrain.config import Config, PlannerConfig
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import PlanError
+from mmtrain.modality.plane import Plane
 from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
 from mmtrain.planner.batching import Batching, make_batching
@@ -17,7 +18,6 @@ from mmtrain.planner.cost_model import CostModel, equal_layers
 from mmtrain.planner.costs import make_problem
 from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.job_costs import on_partition
-from mmtrain.planner.layout import Plane
 from mmtrain.planner.memory_limit import MemoryRule
 from mmtrain.planner.memory_options import MemoryChoices
 from mmtrain.planner.partition import Partition
@@ -105,7 +105,7 @@ class TypicalIterations:
         static = Recomputation.of(self.memory.section)
         totals = {module.name: [0.0] * len(module.layers) for module in self.spec.modules}
         for batching in self.batchings:
-            for work, size in zip(batching.works, batching.size_of, strict=True):
+            for work, size in zip(batching.works, batching.sizes, strict=True):
                 name = batching.modules[work.module]
                 module = self.spec.module(name)
                 enters = bool(work.after) and self.spec.grad_enters(name)

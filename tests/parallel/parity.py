@@ -18,19 +18,19 @@ from mmtrain.config import (
     TrainingConfig,
     uses_fsdp,
 )
+from mmtrain.modality.plane import Plane
 from mmtrain.models.memory_strategies import BlockMemory, StageMemory
 from mmtrain.models.shapes import dit_shape
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model, check_same_program
-from mmtrain.parallel.clip_feed import ClipFeed
 from mmtrain.parallel.feed import StepFeed
+from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import fill_missing_grads, local_part, sync_tied, total_norm
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.layout import Plane
 from mmtrain.planner.memory_options import MemoryChoices
 from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.planner.partition_choice import partition_of
@@ -241,15 +241,12 @@ def run_step(mesh, parts, planner, model, local, runtime, batches, delay=None, e
     check_same_program(program.hash, mesh)
     values = 1
     if model.dit is not None:
-        shape = dit_shape(model)
-        values = shape.output_dim
-        feed = ClipFeed(parts, plan.layout, meta, mesh, batch=item.batch, noise=NOISE, patch=shape.patch)
-    else:
-        feed = StepFeed(parts, plan.layout, meta, mesh, batch=item.batch, labels=item.labels)
+        values = dit_shape(model).output_dim
+    inputs = StepInputs(layout=plan.layout, meta=meta, mesh=mesh, batch=item.batch, labels=item.labels, noise=NOISE)
     num_targets = values * sum(m.num_targets for _, m in batches)
     place = mesh.place
     runtime.load(program, lambda stage, work: planner.output_shape(plan.layout, stage, work, place.cp, place.tp))
-    outcome = runtime.step(feed, loss_grad=1 / num_targets)
+    outcome = runtime.step(StepFeed(parts, inputs), loss_grad=1 / num_targets)
     fill_missing_grads(local.parameters)
     finish_gradients(local.parameters)
     sync_tied(local.tied, mesh)

@@ -7,16 +7,18 @@ import torch
 
 from mmtrain.config import uses_fsdp
 from mmtrain.errors import PlanError
+from mmtrain.modality.catalogue import division_of
+from mmtrain.modality.plane import Plane
 from mmtrain.models.recomputation import Recomputation
 from mmtrain.models.spec import documents_work
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.feed import StepFeed
+from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.layout import Plane
 from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.schedule.lower import Program
 from mmtrain.topology import MeshShape
@@ -123,10 +125,11 @@ def offloaded_bytes(rank, shape):
     stage.forward_one_chunk = counted
     memory = dict.fromkeys([(0, 0), (0, 1)], "offload")
     runtime.load(dataclasses.replace(plan.program, memory=memory), lambda stage, work: ())
-    feed = StepFeed(parts, plan.layout, meta, mesh, batch=batch, labels=[m.labels for m in batch.microbatches])
+    labels = [m.labels for m in batch.microbatches]
+    feed = StepFeed(parts, StepInputs(layout=plan.layout, meta=meta, mesh=mesh, batch=batch, labels=labels))
     runtime.step(feed)
     module = spec.module("language")
-    layers = [layer.of_rank(plane.division(module)) for layer in module.layers if layer.is_block]
+    layers = [layer.of_rank(division_of(plane, module)) for layer in module.layers if layer.is_block]
     offload = Recomputation(offload=True)
     sizes = [documents_work(m.lengths, 0) for m in meta.microbatches]
     return found, [sum(offload.offloaded_bytes(layer, size) for layer in layers) for size in sizes]
@@ -178,9 +181,8 @@ class Job:
     def run(self, program):
         self.runtime.load(program, lambda stage, work: ())
         labels = [m.labels for m in self.batch.microbatches]
-        return self.runtime.step(
-            StepFeed(self.parts, self.plan.layout, self.meta, self.mesh, batch=self.batch, labels=labels)
-        )
+        inputs = StepInputs(layout=self.plan.layout, meta=self.meta, mesh=self.mesh, batch=self.batch, labels=labels)
+        return self.runtime.step(StepFeed(self.parts, inputs))
 
 
 WRONG = {

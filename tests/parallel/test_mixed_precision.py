@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
+from mmtrain.modality.plane import Plane
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.layout import Plane
 from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.topology import MeshShape
 from tests.parallel.parity import MIXED, run_step

@@ -10,6 +10,7 @@ from mmtrain.errors import DataError, PlanError
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
+from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.cost_model import FlopsCosts
@@ -45,10 +46,11 @@ class Job:
     def run(self, batch, meta, *, forward_only=False, want_predictions=False, planned=None):
         plan = self.planner.plan(planned or meta, forward_only=forward_only)
         labels = [m.labels for m in batch.microbatches]
-        feed = StepFeed(
-            self.parts, plan.layout, meta, self.mesh, batch=batch, labels=labels,
+        inputs = StepInputs(
+            layout=plan.layout, meta=meta, mesh=self.mesh, batch=batch, labels=labels,
             want_predictions=want_predictions,
         )  # fmt: skip
+        feed = StepFeed(self.parts, inputs)
         self.runtime.load(plan.program, lambda s, w: self.planner.output_shape(plan.layout, s, w))
         return self.runtime.step(feed, loss_grad=1.0), plan
 
@@ -146,14 +148,8 @@ def wrong_shape(rank):
     job = Job(1)
     batch, meta = make_batch(job.model, IMAGES, seed=1)
     plan = job.planner.plan(meta)
-    feed = StepFeed(
-        job.parts,
-        plan.layout,
-        meta,
-        job.mesh,
-        batch=batch,
-        labels=[m.labels for m in batch.microbatches],
-    )
+    labels = [m.labels for m in batch.microbatches]
+    feed = StepFeed(job.parts, StepInputs(layout=plan.layout, meta=meta, mesh=job.mesh, batch=batch, labels=labels))
     job.runtime.load(plan.program, lambda s, w: (1, 2))
     with pytest.raises(PlanError) as error:
         job.runtime.step(feed)

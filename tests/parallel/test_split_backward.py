@@ -24,6 +24,7 @@ from mmtrain.models.trainable import is_adapter
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.feed import StepFeed
+from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
@@ -326,7 +327,8 @@ def wrong_programs(rank):
             runtime.load(Program.parse(plan.program.graph, text), lambda stage, work: ())
         said.append(str(error.value))
     runtime.load(Program.parse(plan.program.graph, "0F0.0 0I0.0 0W0.0"), lambda stage, work: ())
-    feed = StepFeed(parts, plan.layout, meta, mesh, batch=batch, labels=[m.labels for m in batch.microbatches])
+    labels = [m.labels for m in batch.microbatches]
+    feed = StepFeed(parts, StepInputs(layout=plan.layout, meta=meta, mesh=mesh, batch=batch, labels=labels))
     local.stages[0].backward_weight = lambda work: None  # a W that does nothing
     with pytest.raises(PlanError) as error:
         runtime.step(feed)

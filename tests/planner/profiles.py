@@ -68,7 +68,7 @@ def profile_of(
 def _sizes(config: Config, spec: ModelSpec) -> dict[str, list[WorkSize]]:
     batching = make_batching(probing_iteration(config), spec)
     found: dict[str, list[WorkSize]] = {name: [] for name in batching.modules}
-    works: Iterable = zip(batching.works, batching.size_of, strict=True)
+    works: Iterable = zip(batching.works, batching.sizes, strict=True)
     for work, size in works:
         found[batching.modules[work.module]].append(size)
     return found

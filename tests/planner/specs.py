@@ -35,9 +35,12 @@ def vlm(
     )
     return ModelSpec(
         modules=(
-            ModuleSpec(name="vision", layers=tuple(layers(num_vision, trainable=not frozen_vision)), merge=2),
+            ModuleSpec(
+                name="vision", consumes="images", layers=tuple(layers(num_vision, trainable=not frozen_vision)), merge=2
+            ),
             ModuleSpec(
                 name="language",
+                consumes="documents",
                 layers=(embed, *layers(num_language - 1, flops=3.0, trainable=not frozen_language)),
                 after=("vision",),
             ),

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmtrain.planner.balance import level_owners, split_evenly
+from mmtrain.modality.split import split_evenly
+from mmtrain.planner.balance import level_owners
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 
 from mmtrain import config as config_module
 from mmtrain.errors import ConfigError
+from mmtrain.modality.plane import Plane
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.calibration import calibrate
-from mmtrain.planner.layout import Plane
 from mmtrain.planner.operator_costs import OperatorCosts
 from mmtrain.planner.profile_table import table
 from mmtrain.planner.simulator.cluster import Cluster

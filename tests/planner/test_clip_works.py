@@ -9,16 +9,18 @@ from hypothesis import strategies as st
 from mmtrain.config import PlannerConfig
 from mmtrain.data.metadata import ClipMeta, IterationMeta, MicrobatchMeta
 from mmtrain.errors import DataError, PlanError
+from mmtrain.modality.plane import Plane
 from mmtrain.models.spec import Division, ModelSpec, WorkSize
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.cost_model import FlopsCosts
 from mmtrain.planner.costs import make_problem
-from mmtrain.planner.layout import IterationLayout, Plane
+from mmtrain.planner.layout import IterationLayout
 from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.schedule.graph import Work
 from tests.models.dits import t2v
 from tests.planner.specs import microbatch, vlm
+from tests.planner.test_batching import with_items
 
 
 def clip(sample: int, frames: int = 1, text: int = 4, side: int = 4, blank: bool = False) -> ClipMeta:
@@ -48,11 +50,10 @@ def test_text_works_come_first_and_each_feeds_one_dit_work() -> None:
         Work(module=0, microbatch=1, sub_microbatch=0),
         Work(module=1, microbatch=1, sub_microbatch=0, after=(4,)),
     )
-    samples = [[c.sample for c in clips] for clips in batching.clips_of]
+    samples = [[c.sample for c in item.units] for item in batching.items]
     assert samples == [[0], [1, 2], [0], [1, 2], [3], [3]]
-    assert batching.images_of == ((),) * 6
-    assert batching.size_of[1] == WorkSize(rows=10, pairs=6 * 7 // 2 + 4 * 5 // 2, outputs=10)
-    assert batching.size_of[3] == WorkSize(
+    assert batching.sizes[1] == WorkSize(rows=10, pairs=6 * 7 // 2 + 4 * 5 // 2, outputs=10)
+    assert batching.sizes[3] == WorkSize(
         rows=12, pairs=4 * 4 + 8 * 8, outputs=12, cross_pairs=4 * 6 + 8 * 4, texts=10, clips=2
     )
     check_conservation(META, batching)
@@ -69,12 +70,12 @@ def test_works_have_equal_flops() -> None:
     """A clip of 8 frames asks for more than four of one."""
     meta = iteration((clip(0, 8), *(clip(i) for i in range(1, 5))))
     batching = make_batching(meta, SPEC, 3)
-    assert [len(clips) for clips in batching.clips_of] == [1, 4, 1, 4]
+    assert [len(item.units) for item in batching.items] == [1, 4, 1, 4]
 
 
 def test_a_blank_clip_is_computed_but_has_no_loss() -> None:
     batching = make_batching(iteration((clip(0), clip(1, blank=True))), SPEC)
-    assert (batching.size_of[1].rows, batching.size_of[1].outputs) == (8, 4)
+    assert (batching.sizes[1].rows, batching.sizes[1].outputs) == (8, 4)
     check_conservation(iteration((clip(0), clip(1, blank=True))), batching)
 
 
@@ -86,7 +87,7 @@ def test_nothing_is_lost(groups: list[tuple[ClipMeta, ...]], size: int) -> None:
     meta = iteration(*groups)
     batching = make_batching(meta, SPEC, size)
     check_conservation(meta, batching)
-    dit = [s for w, s in zip(batching.works, batching.size_of, strict=True) if w.module == 1]
+    dit = [s for w, s in zip(batching.works, batching.sizes, strict=True) if w.module == 1]
     every = [c for group in groups for c in group]
     assert sum(s.rows for s in dit) == sum(c.num_tokens for c in every)
     assert sum(s.texts for s in dit) == sum(c.num_text_tokens for c in every)
@@ -97,7 +98,7 @@ def test_nothing_is_lost(groups: list[tuple[ClipMeta, ...]], size: int) -> None:
 def with_clips(batching: Batching, work: int, samples: list[int]) -> Batching:
     known = {c.sample: c for m in META.microbatches for c in m.clips}
     found = tuple(known[sample] for sample in samples)
-    return replace(batching, clips_of=(*batching.clips_of[:work], found, *batching.clips_of[work + 1 :]))
+    return with_items(batching, {work: {"units": found}})
 
 
 @pytest.mark.parametrize(
@@ -117,28 +118,29 @@ def test_lost_doubled_and_moved_clips_are_named(work: int, samples: list[int], m
 def test_lost_tokens_are_counted() -> None:
     batching = make_batching(META, SPEC, 2)
     for work, what in ((1, "text"), (3, "DiT")):
-        sizes = list(batching.size_of)
-        sizes[work] = replace(sizes[work], rows=sizes[work].rows - 1)
-        with pytest.raises(DataError, match=f"for the {what} works"):
-            check_conservation(META, replace(batching, size_of=tuple(sizes)))
+        size = replace(batching.sizes[work], rows=batching.sizes[work].rows - 1)
+        with pytest.raises(DataError, match=f"but its {what} works process"):
+            check_conservation(META, with_items(batching, {work: {"size": size}}))
 
 
 @pytest.mark.parametrize("after", [(), (0,), (0, 1)])
 def test_a_dit_work_after_another_text_work_is_refused(after: tuple[int, ...]) -> None:
     batching = make_batching(META, SPEC, 2)
-    works = list(batching.works)
-    works[3] = replace(works[3], after=after)
-    with pytest.raises(DataError, match="it comes after one text work, of the same clips, that feeds no other"):
-        check_conservation(META, replace(batching, works=tuple(works)))
+    work = replace(batching.works[3], after=after)
+    with pytest.raises(DataError, match="but what it reads comes from the text work of the clip of sample 1"):
+        check_conservation(META, with_items(batching, {3: {"work": work}}))
 
 
 def test_strange_works_and_batches_are_refused() -> None:
     batching = make_batching(META, SPEC, 2)
     with pytest.raises(DataError, match="a work belongs to microbatch 1, but the batch has 1"):
         check_conservation(IterationMeta(microbatches=META.microbatches[:1]), batching)
-    with pytest.raises(DataError, match="microbatch 0 has 0 clips and 0 documents"):
+    with pytest.raises(DataError, match="microbatch 0 has no clip"):
         make_batching(iteration(()), SPEC)
-    with pytest.raises(DataError, match="microbatch 0 has 0 clips and 1 documents"):
+    with pytest.raises(
+        DataError,
+        match="has 1 documents, the first the document of sample 1, but the model reads clips",
+    ):
         make_batching(IterationMeta(microbatches=(microbatch(1, []),)), SPEC)
     with pytest.raises(DataError, match="has 3 clips, the first the clip of sample 0, but the model has no diffusion"):
         make_batching(META, vlm())
@@ -146,19 +148,19 @@ def test_strange_works_and_batches_are_refused() -> None:
 
 def test_the_whole_work_is_on_one_rank() -> None:
     batching = make_batching(META, SPEC, 2)
-    layout = IterationLayout(Plane(), batching, META, None)
+    layout = IterationLayout(Plane(), batching, META)
     sizes = [layout.local_size(work, 0, 0) for work in range(len(batching.works))]
-    assert tuple(sizes) == batching.size_of
+    assert tuple(sizes) == batching.sizes
     assert SPEC.module("dit").output_shape(1, sizes[3]) == (12 + 10 + 7 * 2, 32)
     assert SPEC.module("dit").output_shape(4, sizes[3]) == ()
     with pytest.raises(PlanError, match="plane has 2 context-parallel ranks"):
-        IterationLayout(Plane(cp=2), batching, META, None).local_size(0, 0, 0)
+        IterationLayout(Plane(cp=2), batching, META).local_size(0, 0, 0)
 
 
 def test_tensor_ranks_divide_the_rows_of_prompts_and_of_each_clip() -> None:
     batching = make_batching(META, SPEC, 2)
-    layout = IterationLayout(Plane(tp=3), batching, META, None)
-    assert [size.rows for size in batching.size_of] == [4, 10, 12, 12, 2, 16]
+    layout = IterationLayout(Plane(tp=3), batching, META)
+    assert [size.rows for size in batching.sizes] == [4, 10, 12, 12, 2, 16]
     for tp_rank in range(3):
         sizes = [layout.local_size(work, 0, tp_rank) for work in range(len(batching.works))]
         assert [size.rows for size in sizes] == [2, 4, 4, 2 + 3, 1, 6]
@@ -168,7 +170,7 @@ def test_tensor_ranks_divide_the_rows_of_prompts_and_of_each_clip() -> None:
 
 def test_tensor_ranks_send_their_rows_of_a_dit_and_hold_their_columns() -> None:
     batching = make_batching(META, SPEC, 2)
-    sizes = {"language": batching.size_of[0], "dit": batching.size_of[2]}
+    sizes = {"language": batching.sizes[0], "dit": batching.sizes[2]}
     parts = partition(SPEC, 1, {"language": 2, "dit": 2}, sizes)
     found = {
         tp: make_problem(SPEC, parts, batching, COSTS, PlannerConfig(), plane=Plane(tp=tp), splits_backward=True)
@@ -178,7 +180,7 @@ def test_tensor_ranks_send_their_rows_of_a_dit_and_hold_their_columns() -> None:
     assert found[2].output_bytes[text] == tuple(half / 2 for half in found[1].output_bytes[text])
     for tp in (1, 2):
         assert found[tp].output_bytes[dit] == ((12 / tp + 10 + 7 * 2) * 32 * 4, 0.0)
-    size = batching.size_of[dit]
+    size = batching.sizes[dit]
     for stage in parts.of_module("dit"):
         layers = [layer.of_rank(Division(tp=2)) for layer in SPEC.module("dit").layers[slice(*stage.layers)]]
         (whole,), (mine,) = (found[tp].options(stage.index, dit) for tp in (1, 2))
@@ -197,8 +199,8 @@ def test_a_vae_has_a_work_of_its_own_for_each_dit_work() -> None:
         (0, ()), (0, ()), (1, ()), (1, ()), (2, (0, 2)), (2, (1, 3))
     ]  # fmt: skip
     assert batching.works[8].after == (6, 7)
-    assert batching.clips_of[0] == batching.clips_of[2] == batching.clips_of[4]
-    assert batching.size_of[1] == WorkSize(rows=16 + 5 * 16, pairs=16 * 16 * 3, outputs=3 * 16)
+    assert batching.items[0].units == batching.items[2].units == batching.items[4].units
+    assert batching.sizes[1] == WorkSize(rows=16 + 5 * 16, pairs=16 * 16 * 3, outputs=3 * 16)
     check_conservation(META, batching)
 
 
@@ -206,15 +208,13 @@ def test_vae_works_that_lose_clips_or_feed_others_are_refused() -> None:
     batching = make_batching(META, WITH_VAE, 2)
     with pytest.raises(DataError, match=r"the clip of sample 1 .* 2 places of its VAE works"):
         check_conservation(META, with_clips(batching, 1, [1, 1]))
-    sizes = list(batching.size_of)
-    sizes[1] = replace(sizes[1], outputs=sizes[1].outputs - 1)
-    with pytest.raises(DataError, match="for the VAE works"):
-        check_conservation(META, replace(batching, size_of=tuple(sizes)))
+    size = replace(batching.sizes[1], outputs=batching.sizes[1].outputs - 1)
+    with pytest.raises(DataError, match="but its VAE works process"):
+        check_conservation(META, with_items(batching, {1: {"size": size}}))
     for after in ((2,), (0,), (2, 0), (1, 2), (0, 3)):
-        works = list(batching.works)
-        works[4] = replace(works[4], after=after)
-        with pytest.raises(DataError, match="comes after one VAE work and one text work, of the same clips"):
-            check_conservation(META, replace(batching, works=tuple(works)))
+        work = replace(batching.works[4], after=after)
+        with pytest.raises(DataError, match=r"what it reads comes from the VAE work of .* and the text work of"):
+            check_conservation(META, with_items(batching, {4: {"work": work}}))
 
 
 def test_a_vae_has_no_backward_and_is_on_the_first_rank_alone() -> None:
@@ -227,11 +227,11 @@ def test_a_vae_has_no_backward_and_is_on_the_first_rank_alone() -> None:
         assert option.forward_s > 0
         assert option.backward_input_s == option.backward_weight_s == option.activation_bytes == 0
         assert not problem.graph.has_backward(0, work)
-    assert problem.output_bytes[0][0] == batching.size_of[0].outputs * 4 * 4
+    assert problem.output_bytes[0][0] == batching.sizes[0].outputs * 4 * 4
     # Each rank of a plane encodes everything.
     for shares, shared in ((1, Plane()), (2, Plane(tp=2))):
         costs = FlopsCosts.of(PlannerConfig(), shares=shares)
         divided = make_problem(WITH_VAE, parts, batching, costs, PlannerConfig(), plane=shared)
         assert divided.options(0, 0) == problem.options(0, 0)
         assert divided.output_bytes[0][0] == problem.output_bytes[0][0]
-        assert IterationLayout(shared, batching, META, None).local_size(0, 0, 1) == batching.size_of[0]
+        assert IterationLayout(shared, batching, META).local_size(0, 0, 1) == batching.sizes[0]

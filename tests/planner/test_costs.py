@@ -4,11 +4,11 @@ import pytest
 
 from mmtrain.config import PlannerConfig
 from mmtrain.data.metadata import IterationMeta
+from mmtrain.modality.plane import Plane
 from mmtrain.models.spec import ModelSpec, ModuleSpec, Rates, WorkSize
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.cost_model import FlopsCosts, LayerTimes
 from mmtrain.planner.costs import LEAST_BACKWARD_S, make_problem
-from mmtrain.planner.layout import Plane
 from mmtrain.planner.partition import partition
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import PlanningProblem
@@ -21,7 +21,7 @@ def problem(
     spec: ModelSpec, config: PlannerConfig = CONFIG, *, meta: IterationMeta = META, forward_only: bool = False
 ) -> PlanningProblem:
     batching = make_batching(meta, spec)
-    sizes = dict(zip(("vision", "language"), batching.size_of, strict=False))
+    sizes = dict(zip(("vision", "language"), batching.sizes, strict=False))
     parts = partition(spec, 2, {"vision": 1, "language": 1}, sizes)
     return make_problem(spec, parts, batching, FlopsCosts.of(config), config, forward_only=forward_only)
 
@@ -91,7 +91,7 @@ def test_bytes_are_those_of_the_rank_with_most_patches() -> None:
     spec, meta = vlm(), IterationMeta(microbatches=(microbatch(0, [(8, 8), (4, 4)]),))
     batching = make_batching(meta, spec)
     parts = partition(
-        spec, 2, {"vision": 1, "language": 1}, dict(zip(("vision", "language"), batching.size_of, strict=True))
+        spec, 2, {"vision": 1, "language": 1}, dict(zip(("vision", "language"), batching.sizes, strict=True))
     )
     found = {
         cp: make_problem(spec, parts, batching, FlopsCosts.of(CONFIG, shares=cp), CONFIG, plane=Plane(cp=cp))
@@ -123,7 +123,7 @@ class Fixed(FlopsCosts):
 @pytest.mark.parametrize(("splits", "inside", "later"), [(False, 2.0, 0.0), (True, 4.0, 8.0)])
 def test_actions_have_a_fixed_part(splits: bool, inside: float, later: float) -> None:
     spec, batching = vlm(), make_batching(META, vlm())
-    sizes = dict(zip(("vision", "language"), batching.size_of, strict=False))
+    sizes = dict(zip(("vision", "language"), batching.sizes, strict=False))
     parts = partition(spec, 2, {"vision": 1, "language": 1}, sizes)
     plain = FlopsCosts.of(CONFIG)
     free = make_problem(spec, parts, batching, plain, CONFIG).options(0, 0)[0]
@@ -146,8 +146,6 @@ def test_layers_are_asked_for_once_a_size() -> None:
     spec = vlm()
     twice = IterationMeta(microbatches=(microbatch(1, [(4, 4)]), microbatch(2, [(4, 4)])))
     batching = make_batching(twice, spec)
-    parts = partition(
-        spec, 2, {"vision": 1, "language": 1}, dict(zip(batching.modules, batching.size_of, strict=False))
-    )
+    parts = partition(spec, 2, {"vision": 1, "language": 1}, dict(zip(batching.modules, batching.sizes, strict=False)))
     make_problem(spec, parts, batching, Counting.of(CONFIG), CONFIG)
     assert len(asked) == len(set(asked)) == 4  # two kinds of vision layer by input_grad, embedding, language layer

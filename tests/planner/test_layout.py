@@ -6,24 +6,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.data.metadata import IterationMeta
-from mmtrain.models.spec import Division
-from mmtrain.planner.batching import VISION, make_batching
-from mmtrain.planner.layout import IterationLayout, Plane, longest_first, pad_places
+from mmtrain.modality.catalogue import division_of
+from mmtrain.modality.images import Images, ImagesLayout
+from mmtrain.modality.plane import Plane, longest_first, pad_places
+from mmtrain.models.spec import Division, ModelSpec
+from mmtrain.planner.batching import make_batching
+from mmtrain.planner.layout import IterationLayout
 from tests.planner.specs import microbatch, vlm
 
 PICTURES = [(4, 4), (2, 8), (6, 2), (2, 2), (8, 8)]
+META = IterationMeta(microbatches=(microbatch(0, PICTURES, text_tokens=30), microbatch(2, [], text_tokens=40)))
 
 
 def layout(plane: Plane, sub_microbatch_size: int = 0, extra_rows: int = 0) -> IterationLayout:
-    spec = vlm()
-    vision = dataclasses.replace(spec.module(VISION), extra_rows=extra_rows)
-    meta = IterationMeta(
-        microbatches=(
-            microbatch(0, PICTURES, text_tokens=30),
-            microbatch(2, [], text_tokens=40),
-        )
-    )
-    return IterationLayout(plane, make_batching(meta, spec, sub_microbatch_size), meta, vision)
+    vision, language = vlm().modules
+    spec = ModelSpec(modules=(dataclasses.replace(vision, extra_rows=extra_rows), language))
+    return IterationLayout(plane, make_batching(META, spec, sub_microbatch_size), META)
+
+
+def of_images(found: IterationLayout) -> ImagesLayout:
+    (layout,) = (layout for layout in found.of_module.values() if isinstance(layout, ImagesLayout))
+    return layout
 
 
 planes = st.builds(
@@ -42,47 +45,47 @@ def test_every_token_and_feature_is_somewhere_once_and_shapes_count_the_padding(
     if plane.cp == 1:
         plane = dataclasses.replace(plane, share_patches=False)
     found = layout(plane, size)
-    for index, counts in enumerate(found._meta.microbatches):
-        tokens = np.concatenate(found.tokens(index))
+    vision = of_images(found)
+    for index, counts in enumerate(META.microbatches):
+        tokens = np.concatenate(found.documents.tokens(index))
         assert sorted(tokens) == list(range(counts.num_tokens))
     features: list[int] = []
-    for work, images in enumerate(found.batching.images_of):
+    for work, item in enumerate(found.batching.items):
         for c in range(plane.cp):
             for t in range(plane.tp):
                 rows = found.local_size(work, c, t)
-                if images:
-                    places = found.feature_places(work, c, t)
+                if item.work.module == 0:
+                    places = vision.feature_places(work, c, t)
                     assert len(places) == rows.outputs
                     features += [p for p in places if p >= 0]
                 else:
-                    microbatch_places = found.places(found.batching.works[work].microbatch, c)
+                    microbatch_places = found.documents.places(item.work.microbatch, c)
                     assert len(microbatch_places) == rows.rows * plane.tp
     assert sorted(features) == list(range(sum(h * w // 4 for h, w in PICTURES)))
 
 
 def test_pictures_go_whole_to_the_lightest_rank() -> None:
     found = layout(Plane(cp=2))
-    work = next(w for w, images in enumerate(found.batching.images_of) if images)
-    own = [found.vision_part(work, c, 0) for c in range(2)]
+    own = [of_images(found).part(0, c, 0) for c in range(2)]
     assert [part.images for part in own] == [(4,), (0, 1, 2, 3)]
     assert [part.size.rows for part in own] == [64, 48]
 
 
 def test_a_class_token_is_a_row_of_its_picture() -> None:
     found = layout(Plane(cp=2), extra_rows=1)
-    assert [found.vision_part(0, c, 0).size.rows for c in range(2)] == [65, 52]
+    assert [of_images(found).part(0, c, 0).size.rows for c in range(2)] == [65, 52]
 
 
 def test_tensor_ranks_with_whole_encoders_divide_the_pictures() -> None:
     found = layout(Plane(tp=2, data_encoder=True))
-    assert {i for t in range(2) for i in found.vision_part(0, 0, t).images} == set(range(5))
+    assert {i for t in range(2) for i in of_images(found).part(0, 0, t).images} == set(range(5))
     divided = layout(Plane(tp=2))
-    assert all(divided.vision_part(0, 0, t).images == (0, 1, 2, 3, 4) for t in range(2))
+    assert all(of_images(divided).part(0, 0, t).images == (0, 1, 2, 3, 4) for t in range(2))
 
 
 def test_patches_are_divided_in_whole_merge_squares() -> None:
     found = layout(Plane(cp=3, share_patches=True))
-    bounds = [found.vision_part(0, c, 0).rows for c in range(3)]
+    bounds = [of_images(found).part(0, c, 0).rows for c in range(3)]
     assert bounds == [(0, 36), (36, 72), (72, 112)]
 
 
@@ -104,9 +107,9 @@ def test_patches_are_divided_in_whole_merge_squares() -> None:
 )
 def test_how_ranks_divide_each_module(plane: Plane, vision: Division, language: Division) -> None:
     spec = vlm()
-    assert plane.division(spec.module("vision")) == vision
-    assert plane.division(spec.module("language")) == language
-    assert plane.division(dataclasses.replace(spec.module("vision"), is_whole=True)) == Division()
+    assert division_of(plane, spec.module("vision")) == vision
+    assert division_of(plane, spec.module("language")) == language
+    assert division_of(plane, dataclasses.replace(spec.module("vision"), consumes="frames")) == Division()
 
 
 @pytest.mark.parametrize(
@@ -121,10 +124,10 @@ def test_how_ranks_divide_each_module(plane: Plane, vision: Division, language: 
     ],
 )
 def test_the_rank_with_most_patches(plane: Plane, fullest: float) -> None:
-    images = layout(plane).batching.images_of[0]
+    images = layout(plane).batching.items[0].units
     assert sum(image.num_patches for image in images) == 112
-    assert plane.fullest_part(images) == fullest
-    assert plane.fullest_part(()) == 1.0
+    assert Images().unevenness(plane, images) == fullest
+    assert Images().unevenness(plane, ()) == 1.0
 
 
 def test_a_rank_may_have_no_picture() -> None:

@@ -44,7 +44,7 @@ def problem(
 ) -> PlanningProblem:
     spec = vlm(frozen_vision=frozen)
     batching = make_batching(META, spec)
-    sizes = dict(zip(("vision", "language"), batching.size_of, strict=False))
+    sizes = dict(zip(("vision", "language"), batching.sizes, strict=False))
     parts = partition(spec, 2, {"vision": 1, "language": 1}, sizes)
     return make_problem(spec, parts, batching, FlopsCosts.of(CONFIG), CONFIG, memory=memory, limits=limits, **more)
 
@@ -203,7 +203,7 @@ def test_amounts_of_a_mix_are_those_of_its_blocks() -> None:
 def test_keeping_all_is_offered_even_where_offloading_is_free() -> None:
     free = replace(CONFIG, host_bytes_per_s=1e12)
     spec, batching = vlm(), make_batching(META, vlm())
-    sizes = dict(zip(("vision", "language"), batching.size_of, strict=False))
+    sizes = dict(zip(("vision", "language"), batching.sizes, strict=False))
     parts = partition(spec, 2, {"vision": 1, "language": 1}, sizes)
     names = planned("keep", "recompute", "offload")
     found = make_problem(spec, parts, batching, FlopsCosts.of(free), free, memory=names, limits=[1e9, 1e9])
@@ -315,7 +315,7 @@ def test_options_do_not_depend_on_which_size_of_a_class_came_first() -> None:
         found = make_problem(spec, parts, batching, costs, CONFIG, memory=names, limits=[1e9, 1e9])
         return {
             size: [found.options(stage, work) for stage in found.graph.stages(work)]
-            for work, size in enumerate(batching.size_of)
+            for work, size in enumerate(batching.sizes)
         }
 
     one, other = microbatch(1, [(8, 8)]), microbatch(2, [(8, 8), (2, 2)], text_tokens=11)

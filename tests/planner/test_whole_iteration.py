@@ -131,7 +131,7 @@ def test_memory_is_state_plus_activations_plus_the_block_that_is_recomputed() ->
     problem = recomputed.planner.problem(meta)[1]
     spec, batching = recomputed.planner.spec, recomputed.planner.problem(meta)[0]
     recomputation = recomputed.planner.memory.recomputation(BlockMemory.RECOMPUTE)
-    for work, size in enumerate(batching.size_of):
+    for work, size in enumerate(batching.sizes):
         for stage in recomputed.planner.partition.of_module(batching.modules[batching.works[work].module]):
             layers = spec.module(stage.module).layers[slice(*stage.layers)]
             (option,) = problem.options(stage.index, work)

@@ -1,0 +1,30 @@
+"""The kinds of content by name, and those of a model."""
+
+from collections.abc import Callable
+
+from mmtrain.data.bitfield import LanguageMask
+from mmtrain.modality.base import Modality
+from mmtrain.modality.clips import Captions, Frames, Latents
+from mmtrain.modality.documents import Documents
+from mmtrain.modality.images import Images
+from mmtrain.modality.plane import Plane
+from mmtrain.models.spec import Division, ModelSpec, ModuleSpec
+
+MODALITIES: dict[str, Callable[[LanguageMask], Modality]] = {
+    "images": lambda mask: Images(),
+    "documents": Documents,
+    "captions": lambda mask: Captions(),
+    "latents": lambda mask: Latents(),
+    "frames": lambda mask: Frames(),
+}
+"""What a module may consume; each is made for the mask of the job's language model."""
+
+
+def modalities(spec: ModelSpec, attention_mask: LanguageMask = "causal") -> dict[str, Modality]:
+    """Name of a module -> what it consumes, in the order of the modules."""
+    return {module.name: MODALITIES[module.consumes](attention_mask) for module in spec.modules}
+
+
+def division_of(plane: Plane, module: ModuleSpec) -> Division:
+    """How the ranks of a plane divide a module."""
+    return MODALITIES[module.consumes](plane.attention_mask).division(plane, module)

@@ -1,0 +1,99 @@
+"""Packed documents, as a language model consumes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmtrain.data.bitfield import Bits, LanguageMask, language_bits, two_way_spans
+from mmtrain.data.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
+from mmtrain.modality.base import Modality, Units, Weigh, WorkItem
+from mmtrain.modality.plane import Places, Plane, pad_places
+from mmtrain.modality.token_split import split_tokens
+from mmtrain.models.rows import share_of
+from mmtrain.models.spec import ModuleSpec, WorkSize, documents_work
+
+
+@dataclass(frozen=True)
+class Documents(Modality):
+    """The documents of a microbatch, which are one packed sequence."""
+
+    item, works = "document", "language"
+    remedy = "the model reads clips alone"
+    required = True
+
+    attention_mask: LanguageMask = "causal"
+    """It decides how many pairs are attended."""
+
+    def units(self, microbatch: MicrobatchMeta) -> Units:
+        """All documents."""
+        return microbatch.documents
+
+    def size(self, module: ModuleSpec, units: Sequence[DocumentMeta]) -> WorkSize:
+        """Tokens, attended pairs, labelled positions."""
+        spans = [span for document in units for span in two_way_spans(document, self.attention_mask)]
+        lengths = [document.num_tokens for document in units]
+        targets = sum(document.num_targets for document in units)
+        return documents_work(lengths, targets, [high - low for low, high in spans])
+
+    def weigh(self, module: ModuleSpec) -> Weigh:
+        """By tokens; but a sequence is not split."""
+        return lambda document: float(document.num_tokens)
+
+    def split(self, units: Units, size: int, weigh: Weigh) -> list[Units]:
+        """One group."""
+        return [units] if units else []
+
+    def owed(self, units: Sequence[DocumentMeta]) -> dict[str, int]:
+        """Tokens and labelled positions."""
+        return {"tokens": sum(d.num_tokens for d in units), "targets": sum(d.num_targets for d in units)}
+
+    def paid(self, size: WorkSize) -> dict[str, int]:
+        """Rows and outputs."""
+        return {"tokens": size.rows, "targets": size.outputs}
+
+    def layout(
+        self, plane: Plane, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
+    ) -> "DocumentsLayout":
+        """Tokens over the cp ranks, and each one's rows over its tp ranks between two blocks."""
+        return DocumentsLayout(plane, works, meta)
+
+
+class DocumentsLayout:
+    """The division of a language model's works. With several cp ranks it is made at once, on all ranks."""
+
+    def __init__(self, plane: Plane, works: dict[int, WorkItem], meta: IterationMeta) -> None:
+        self.plane = plane
+        self.works = works
+        self._meta = meta
+        self._tokens: dict[int, tuple[Places, ...]] = {}
+        self._bits: dict[int, Bits] = {}
+        for item in works.values() if plane.cp > 1 else ():
+            self.tokens(item.work.microbatch)
+
+    def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
+        """Rows that one rank holds between two stages, padding included."""
+        count = len(self.tokens(self.works[work].work.microbatch)[cp_rank])
+        return WorkSize(rows=share_of(count, self.plane.tp), pairs=0, outputs=0)
+
+    def bits(self, microbatch: int) -> Bits:
+        """[T] mask words of a microbatch of the language model."""
+        if microbatch not in self._bits:
+            counts = self._meta.microbatches[microbatch]
+            self._bits[microbatch] = language_bits(counts, self.plane.attention_mask)
+        return self._bits[microbatch]
+
+    def tokens(self, microbatch: int) -> tuple[Places, ...]:
+        """Places of the tokens of each cp rank, ascending, without padding."""
+        if microbatch not in self._tokens:
+            plane = self.plane
+            if plane.cp == 1:
+                split: tuple[Places, ...] = (np.arange(self._meta.microbatches[microbatch].num_tokens),)
+            else:
+                split = split_tokens(self.bits(microbatch), plane.cp, plane.split, plane.block_size)
+            self._tokens[microbatch] = split
+        return self._tokens[microbatch]
+
+    def places(self, microbatch: int, cp_rank: int) -> Places:
+        """Places of the tokens of a cp rank with -1 for its padding, a multiple of tp of them."""
+        return pad_places(self.tokens(microbatch)[cp_rank], self.plane.tp)

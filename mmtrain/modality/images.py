@@ -1,0 +1,160 @@
+"""Images (and sounds as images of one row), as a vision encoder consumes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+
+from mmtrain.data.metadata import ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.modality.base import Modality, Units, Weigh, WorkItem, first_of, forward_rates
+from mmtrain.modality.plane import Places, Plane, longest_first, pad_places
+from mmtrain.models.rows import part_of, share_of
+from mmtrain.models.spec import Division, ModuleSpec, WorkSize, images_work
+from mmtrain.models.windows import feature_order, row_order
+
+
+class Images(Modality):
+    """The images of a microbatch's documents."""
+
+    item, works = "image", "vision"
+    remedy = "the model has no vision encoder; add [model.encoder]"
+
+    def units(self, microbatch: MicrobatchMeta) -> Units:
+        """All images, in the order of their tokens."""
+        return microbatch.images
+
+    def size(self, module: ModuleSpec, units: Sequence[ImageMeta]) -> WorkSize:
+        """Patches, pairs of patches of one frame, merged tokens."""
+        return images_work(module, [image.grid for image in units])
+
+    def weigh(self, module: ModuleSpec) -> Weigh:
+        """By the grid of patches."""
+        rates = forward_rates(module)
+        of_grid = cache(lambda grid: rates(images_work(module, [grid])))
+        return lambda image: of_grid(image.grid)
+
+    def owed(self, units: Sequence[ImageMeta]) -> dict[str, int]:
+        """The tokens that images fill."""
+        return {"image tokens": sum(image.num_tokens for image in units)}
+
+    def paid(self, size: WorkSize) -> dict[str, int]:
+        """Merged tokens."""
+        return {"image tokens": size.outputs}
+
+    def division(self, plane: Plane, module: ModuleSpec) -> Division:
+        """Layers over the tp ranks, unless each of these has the encoder; images, or their patches, over the others."""
+        tp = plane.encoder_tp
+        return Division(tp=tp, groups=plane.size // tp, key_groups=plane.cp if plane.share_patches else 1)
+
+    def unevenness(self, plane: Plane, units: Sequence[ImageMeta]) -> float:
+        """Patches of the rank with most of them; 1 where ranks share each image."""
+        holders = len(plane.holders)
+        patches = [image.num_patches for image in units]
+        if holders == 1 or not patches:
+            return 1.0
+        own = longest_first(patches, holders)
+        return max(sum(patches[i] for i in mine) for mine in own) * holders / sum(patches)
+
+    def layout(
+        self, plane: Plane, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
+    ) -> "ImagesLayout":
+        """Whole images to the ranks, heaviest first; or the patches of each image divided over cp."""
+        return ImagesLayout(plane, module, works)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesPart:
+    """One rank's part of a work."""
+
+    images: tuple[int, ...]
+    """Its pictures, as places among the pictures of the work."""
+    rows: tuple[int, int] | None
+    """[lo, hi) of the rows of these pictures, where cp ranks divide patches; None: all."""
+    size: WorkSize
+    """Rows and features of this part, without padding."""
+
+
+class ImagesLayout:
+    """The division of an encoder's works.
+
+    Shape legend: V image features of a microbatch; Q = cp x tp ranks of the plane.
+    """
+
+    def __init__(self, plane: Plane, module: ModuleSpec, works: dict[int, WorkItem]) -> None:
+        self.plane = plane
+        self._module = module
+        self.works = works
+        self._parts: dict[int, dict[tuple[int, int], ImagesPart]] = {}
+
+    def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
+        """Rows and outputs that one rank holds between two stages, padding included."""
+        size, degree = self.part(work, cp_rank, tp_rank).size, self.plane.encoder_tp
+        return WorkSize(rows=share_of(size.rows, degree), pairs=0, outputs=share_of(size.outputs, degree))
+
+    def part(self, work: int, cp_rank: int, tp_rank: int) -> ImagesPart:
+        """What one rank computes of a work."""
+        if work not in self._parts:
+            self._parts[work] = self._divide(self.works[work].units)
+        return self._parts[work][cp_rank, tp_rank if self.plane.data_encoder else 0]
+
+    def _divide(self, images: Sequence[ImageMeta]) -> dict[tuple[int, int], ImagesPart]:
+        plane = self.plane
+        own = longest_first([image.num_patches for image in images], len(plane.holders))
+        parts = {}
+        for (c, t), mine in zip(plane.holders, own, strict=True):
+            for cp_rank in range(plane.cp) if plane.share_patches else (c,):
+                parts[cp_rank, t] = self._part_of([images[i] for i in mine], mine, cp_rank)
+        return parts
+
+    def _part_of(self, images: Sequence[ImageMeta], places: tuple[int, ...], cp_rank: int) -> ImagesPart:
+        extra = self._module.extra_rows
+        features = sum(image.num_tokens for image in images)
+        rows = sum(image.num_patches + extra * image.grid[0] for image in images)
+        if not self.plane.share_patches:
+            return ImagesPart(images=places, rows=None, size=WorkSize(rows=rows, pairs=0, outputs=features))
+        low, high = part_of(features, cp_rank, self.plane.cp)
+        unit = self._module.merge**2
+        size = WorkSize(rows=(high - low) * unit, pairs=0, outputs=high - low)
+        return ImagesPart(images=places, rows=(low * unit, high * unit), size=size)
+
+    def patch_places(self, work: int, cp_rank: int, tp_rank: int) -> Places:
+        """Places, in the order of travel, of the patches that a rank attends from where cp ranks divide them.
+
+        A rank without a patch has rows of padding, with which it takes part in collectives.
+        """
+        part = self.part(work, cp_rank, tp_rank)
+        assert part.rows is not None
+        low, high = part.rows
+        return np.arange(low, high) if high > low else np.full(self._module.merge**2, -1, dtype=np.int64)
+
+    def pixel_rows(self, work: int, cp_rank: int, tp_rank: int) -> Places:
+        """Which packed patches of a rank's pictures it takes, where cp ranks divide patches."""
+        part = self.part(work, cp_rank, tp_rank)
+        assert part.rows is not None
+        return row_order(self._grids(work, part), self._module.merge, self._module.window)[slice(*part.rows)]
+
+    def feature_places(self, work: int, cp_rank: int, tp_rank: int) -> Places:
+        """Which features of a microbatch the output rows of one rank for a work are; -1 for padding."""
+        part = self.part(work, cp_rank, tp_rank)
+        images = self.works[work].units
+        starts = np.cumsum([self._first_feature[work]] + [image.num_tokens for image in images])
+        mine = [np.arange(starts[i], starts[i] + images[i].num_tokens) for i in part.images]
+        features = np.concatenate(mine) if mine else np.empty(0, dtype=np.int64)
+        if part.rows is not None:
+            unit = self._module.merge**2
+            order = feature_order(self._grids(work, part), self._module.merge, self._module.window)
+            features = features[order][part.rows[0] // unit : part.rows[1] // unit]
+        degree = self.plane.encoder_tp
+        whole = pad_places(features, degree)
+        share = len(whole) // degree
+        return whole[tp_rank * share : (tp_rank + 1) * share] if degree > 1 else whole
+
+    def _grids(self, work: int, part: ImagesPart) -> list[tuple[int, int, int]]:
+        images = self.works[work].units
+        return [images[i].grid for i in part.images]
+
+    @cached_property
+    def _first_feature(self) -> dict[int, int]:
+        """work -> index of its first feature among those of its microbatch."""
+        return first_of(self.works, lambda images: sum(image.num_tokens for image in images))

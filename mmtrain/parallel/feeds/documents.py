@@ -1,0 +1,87 @@
+"""Packed documents for the chunks of a language model."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmtrain.data.batch import IGNORE_INDEX
+from mmtrain.modality.documents import DocumentsLayout
+from mmtrain.modality.images import ImagesLayout
+from mmtrain.modality.plane import Places
+from mmtrain.models.attention.context import AttentionContext, attention_context
+from mmtrain.models.spec import ModuleSpec
+from mmtrain.parallel.context import RowExchange
+from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
+
+
+class DocumentsFeed:
+    """Token ids for the first stage, labels for the last one, attention and positions for all."""
+
+    def __init__(self, inputs: StepInputs, module: ModuleSpec) -> None:
+        layout = inputs.layout.of_module[module.name]
+        assert isinstance(layout, DocumentsLayout)
+        self._inputs, self._layout = inputs, layout
+        self._cache: dict[int, tuple[AttentionContext, Tensor]] = {}
+
+    def __call__(self, first: bool, last: bool, work: int) -> Arguments:
+        inputs = self._inputs
+        index = self._layout.works[work].work.microbatch
+        places = self._layout.places(index, inputs.mesh.place.cp)
+        if index not in self._cache:
+            self._cache[index] = self._attention(index, places), self._position_ids(index, places)
+        attention, position_ids = self._cache[index]
+        kwargs: dict[str, Any] = {"attention": attention, "position_ids": position_ids}
+        args: tuple[Any, ...] = ()
+        if first:
+            assert inputs.batch is not None, "a rank where a module begins has what the module reads of the batch"
+            microbatch = inputs.batch.microbatches[index]
+            args = (inputs.take(microbatch.input_ids, places, 0),)
+            if len(microbatch.image_slots):
+                kwargs |= self._slots(work, places, microbatch.image_slots.numpy())
+        if last:
+            kwargs["labels"] = inputs.take(inputs.labels[index], places, IGNORE_INDEX)
+            kwargs["want_predictions"] = inputs.want_predictions
+        return args, kwargs
+
+    def _attention(self, microbatch: int, places: Places) -> AttentionContext:
+        gather = None
+        plane = self._layout.plane
+        if plane.cp > 1:
+            held = list(self._layout.tokens(microbatch))
+            total = self._inputs.meta.microbatches[microbatch].num_tokens
+            gather = self._inputs.key_value_gather(held, plane.tp, total)
+        return attention_context(
+            self._layout.bits(microbatch), rows=places, gather=gather, backend=self._inputs.backend
+        )
+
+    def _position_ids(self, microbatch: int, places: Places) -> Tensor:
+        """Positions restart with each document; padding has 0."""
+        lengths = self._inputs.meta.microbatches[microbatch].lengths
+        return self._inputs.take(torch.cat([torch.arange(n) for n in lengths]), places, 0)
+
+    def _slots(self, work: int, places: Places, image_slots: Places) -> dict[str, Any]:
+        """Which of this rank's rows are image tokens, and the exchange that brings their features."""
+        inputs, plane = self._inputs, self._layout.plane
+        if plane.size == 1:
+            return {"slots": inputs.to_device(torch.from_numpy(image_slots))}
+        share = len(places) // plane.tp
+        mine = places[inputs.mesh.place.tp * share : (inputs.mesh.place.tp + 1) * share]
+        feature = np.full(1 + int(max(image_slots.max(), mine.max())), -1, dtype=np.int64)
+        feature[image_slots] = np.arange(len(image_slots))
+        wanted = np.where(mine >= 0, feature[np.maximum(mine, 0)], -1)
+        slots = np.flatnonzero(wanted >= 0)
+        held = [
+            np.concatenate([self._features(other, c, t) for other in self._layout.works[work].work.after])
+            for c in range(plane.cp)
+            for t in range(plane.tp)
+        ]
+        assert inputs.mesh.plane_group is not None
+        exchange = RowExchange(inputs.mesh.plane_group, held, wanted[slots], inputs.mesh.device)
+        return {"slots": inputs.to_device(torch.from_numpy(slots)), "exchange": exchange}
+
+    def _features(self, work: int, cp_rank: int, tp_rank: int) -> Places:
+        layout = self._inputs.layout.of_module[self._inputs.layout.batching.module_of(work)]
+        assert isinstance(layout, ImagesLayout)
+        return layout.feature_places(work, cp_rank, tp_rank)

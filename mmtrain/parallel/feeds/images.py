@@ -1,0 +1,55 @@
+"""Images for the chunks of a vision encoder."""
+
+from typing import Any
+
+import torch
+
+from mmtrain.data.batch import Microbatch
+from mmtrain.modality.base import first_of
+from mmtrain.modality.images import ImagesLayout
+from mmtrain.models.spec import ModuleSpec
+from mmtrain.parallel.context import KeyValueGather
+from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
+
+
+class ImagesFeed:
+    """Pixels for the first stage, grids for all of them."""
+
+    def __init__(self, inputs: StepInputs, module: ModuleSpec) -> None:
+        layout = inputs.layout.of_module[module.name]
+        assert isinstance(layout, ImagesLayout)
+        self._inputs, self._layout = inputs, layout
+        self._first = first_of(layout.works)
+        self._gathers: dict[int, KeyValueGather] = {}
+
+    def __call__(self, first: bool, last: bool, work: int) -> Arguments:
+        cp_rank, tp_rank = self._inputs.mesh.place.cp, self._inputs.mesh.place.tp
+        part = self._layout.part(work, cp_rank, tp_rank)
+        item = self._layout.works[work]
+        kwargs: dict[str, Any] = {
+            "grids": tuple(item.units[i].grid for i in part.images),
+            "backend": self._inputs.backend,
+        }
+        if part.rows is not None and part.images:
+            kwargs |= {"part": part.rows, "gather": self._gather(work)}
+        if not first:
+            return (), kwargs
+        pixels = [self._microbatch(work).pixel_values[self._first[work] + i] for i in part.images]
+        x = torch.cat(pixels) if pixels else torch.empty(0)
+        if part.rows is not None and pixels:
+            x = x[torch.from_numpy(self._layout.pixel_rows(work, cp_rank, tp_rank))]
+        return (self._inputs.to_device(x),), kwargs
+
+    def _gather(self, work: int) -> KeyValueGather:
+        """Keys of all cp ranks that hold patches of the same images."""
+        if work not in self._gathers:
+            plane = self._layout.plane
+            held = [self._layout.patch_places(work, c, self._inputs.mesh.place.tp) for c in range(plane.cp)]
+            total = 1 + max(int(places.max()) for places in held)
+            self._gathers[work] = self._inputs.key_value_gather(held, plane.encoder_tp, total)
+        return self._gathers[work]
+
+    def _microbatch(self, work: int) -> Microbatch:
+        batch = self._inputs.batch
+        assert batch is not None, "a rank where a module begins has what the module reads of the batch"
+        return batch.microbatches[self._layout.works[work].work.microbatch]

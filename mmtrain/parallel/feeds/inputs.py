@@ -1,0 +1,57 @@
+"""What all feeds of a step share: its data on this rank, and how to bring them to the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmtrain.data.batch import Batch
+from mmtrain.data.metadata import IterationMeta
+from mmtrain.modality.plane import Places, pad_places
+from mmtrain.models.attention.context import Backend
+from mmtrain.models.diffusion import ClipNoise
+from mmtrain.parallel.context import KeyValueGather, RowExchange
+from mmtrain.parallel.mesh import Mesh
+from mmtrain.planner.layout import IterationLayout
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """The data of one step on one rank."""
+
+    layout: IterationLayout
+    meta: IterationMeta
+    mesh: Mesh
+    batch: Batch | None
+    """What this rank needs of the batch."""
+    labels: Sequence[Tensor] = ()
+    """[T] of each microbatch."""
+    noise: ClipNoise | None = None
+    """The random choices for clips."""
+    backend: Backend = "auto"
+    """Of attention."""
+    want_predictions: bool = False
+    """Of a language model's tokens."""
+
+    def take(self, values: Tensor, places: Places, padding: int) -> Tensor:
+        """values at the places, with `padding` for the places -1, on the device."""
+        index = torch.from_numpy(places)
+        return self.to_device(values[index.clamp(min=0)].masked_fill(index < 0, padding))
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """The tensor on this rank's device."""
+        return tensor.to(self.mesh.device, non_blocking=True)
+
+    def key_value_gather(self, held: Sequence[Places], degree: int, total: int) -> KeyValueGather:
+        """The exchange of keys among cp ranks.
+
+        Args: held: places of each cp rank. degree: a rank pads its rows to a multiple of it. total: all places.
+        """
+        assert self.mesh.cp_group is not None
+        padded = [pad_places(places, degree) for places in held]
+        return KeyValueGather(RowExchange(self.mesh.cp_group, padded, np.arange(total), self.mesh.device))
