@@ -106,7 +106,7 @@ def die(rank, *args):
     ("rank_main", "message"),
     [
         (scale_one_gradient, "1 of 57 gradients differ"),
-        (raise_on_rank_1, "RuntimeError: a bug of the layout"),
+        pytest.param(raise_on_rank_1, "RuntimeError: a bug of the layout", marks=pytest.mark.nightly),
         (die, "died with exit status 7"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
