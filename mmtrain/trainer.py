@@ -6,6 +6,7 @@ meanwhile.
 """
 
 import dataclasses
+import errno
 import logging
 import os
 import random
@@ -121,6 +122,19 @@ class Trainer:
         if owns_group:
             init_process_group(self.config.comm, device)
         try:
+            self._set_up_and_loop(device)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise MMTrainError(
+                f"{self.folder}: {error.strerror}; make room and start the job again, which goes on from its checkpoint"
+            ) from None
+        finally:
+            if owns_group:
+                dist.destroy_process_group()
+
+    def _set_up_and_loop(self, device: torch.device) -> None:
+        try:
             self._set_up(device)
             self._loop()
         except TrainingError:  # on every rank: a checkpoint that is being written is still good
@@ -129,8 +143,6 @@ class Trainer:
             raise
         finally:
             self._tear_down()
-            if owns_group:
-                dist.destroy_process_group()
 
     # --------------------------------------------------------------------------------------- set-up
 

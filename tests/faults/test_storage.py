@@ -89,9 +89,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fills_the_disk(rank: int, path: Path, overrides: list[str]) -> str:
-    with pytest.raises(MMTrainError) as caught:
+    """What a rank says; nothing if it only misses the other one."""
+    try:
         train(rank, path, overrides)
-    return str(caught.value)
+    except MMTrainError as error:
+        return str(error)
+    except RuntimeError as error:
+        assert "by peer" in str(error)
+    return ""
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
@@ -100,10 +105,13 @@ def test_a_job_whose_disk_is_full(tmp_path: Path, charts: Path, small_disk: Path
     extra = [*layout(pp=2), "checkpoint.enable=true", "checkpoint.interval=2", f"checkpoint.async_mode={mode}"]
     on_disk = [*extra, f"job.dump_folder={small_disk}/run"]
     folder = small_disk / "run" / "checkpoint"
-    messages = run_ranks(fills_the_disk, 2, path, on_disk)
-    assert messages[0] == messages[1]
-    assert "step-4.tmp cannot be written: [Errno 28] No space left on device; older ones" in messages[0]
-    assert [entry.name for entry in folder.iterdir()] == ["step-2"]
+    first, second = run_ranks(fills_the_disk, 2, path, on_disk, leave_together=False)
+    if f"{small_disk}/run: No space left on device; make room" in first:  # the metrics met it before the checkpoint
+        assert mode == "async" and not second
+    else:
+        assert first == second
+        assert "step-4.tmp cannot be written: [Errno 28] No space left on device; older ones" in first
+    assert complete_steps(folder) == [2]
     shutil.copytree(small_disk / "run", tmp_path / "run")  # a larger disk
     run_ranks(train, 2, path, extra)
     assert complete_steps(tmp_path / "run" / "checkpoint") == [2, 4, 6]
