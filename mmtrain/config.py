@@ -624,7 +624,10 @@ class CheckpointConfig:
     keep_latest_k: int = 10
     """Older checkpoints are removed; 0: keep all."""
     load_step: int = -1
-    """Step to resume from; -1: the newest complete one, if there is any. Later ones are renamed aside."""
+    """Step to resume from; -1: the newest one that is whole, if there is any. Later ones are renamed aside."""
+    verify: Literal["auto", "required", "off"] = "auto"
+    """Whether files are compared with the manifest (size, SHA-256) before they are read, also by `mmtrain export` and
+    `sample`. auto: if there is one, else a warning; required: a checkpoint without one is refused; off: no."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: write in the background while training goes on."""
 

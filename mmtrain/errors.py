@@ -23,3 +23,7 @@ class PlanError(MMTrainError):
 
 class TrainingError(MMTrainError):
     """A step that must not be applied: a loss or gradient that is not finite, ranks that disagree."""
+
+
+class CheckpointError(MMTrainError):
+    """A checkpoint that must not be loaded: damaged, not verified where that is required, or a pickle that calls."""

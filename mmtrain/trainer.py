@@ -6,6 +6,7 @@ meanwhile.
 """
 
 import dataclasses
+import errno
 import logging
 import os
 import random
@@ -42,6 +43,7 @@ from mmtrain.out_of_memory import Scene, explained, is_out_of_memory
 from mmtrain.parallel.activation_memory import saved_ops
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.clip_feed import ClipFeed
+from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_norm
 from mmtrain.parallel.mesh import Mesh, build_mesh, init_process_group, pick_device
@@ -120,6 +122,19 @@ class Trainer:
         if owns_group:
             init_process_group(self.config.comm, device)
         try:
+            self._set_up_and_loop(device)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise MMTrainError(
+                f"{self.folder}: {error.strerror}; make room and start the job again, which goes on from its checkpoint"
+            ) from None
+        finally:
+            if owns_group:
+                dist.destroy_process_group()
+
+    def _set_up_and_loop(self, device: torch.device) -> None:
+        try:
             self._set_up(device)
             self._loop()
         except TrainingError:  # on every rank: a checkpoint that is being written is still good
@@ -128,13 +143,12 @@ class Trainer:
             raise
         finally:
             self._tear_down()
-            if owns_group:
-                dist.destroy_process_group()
 
     # --------------------------------------------------------------------------------------- set-up
 
     def _set_up(self, device: torch.device) -> None:
         config = self.config
+        self._on_folder(lambda: self.folder.mkdir(parents=True, exist_ok=True))
         _seed_everything(config.debug.seed, config.debug.deterministic)
         if device.type == "cpu":
             keep_freed_memory()
@@ -197,10 +211,7 @@ class Trainer:
             self.state = dataclasses.replace(self.state, data=settings)
             self._memory.resume(self.state.memory)
         self._is_reporter = self.mesh.rank == 0
-        if self._is_reporter:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.toml").write_text(config_module.dump(config))
-            write_environment(self.folder / "environment.json", self.mesh, self.state.step)
+        self._on_folder(self._write_description)
         self.reporter = Reporter(
             config.metrics,
             self.folder,
@@ -212,6 +223,19 @@ class Trainer:
         self._items = self.data.training(LoaderState.from_dict(self.state.loader))
         self._skipped = 0
         self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_folder(self, write: Callable[[], None]) -> None:
+        """Writes to the run's folder, on rank 0. Collective over the job. Raises: ConfigError: it cannot be done."""
+        try:
+            on_rank_zero(write)
+        except OSError as error:
+            raise ConfigError(
+                f"job.dump_folder = {str(self.folder)!r} cannot be written: {error.strerror}; name another folder"
+            ) from None
+
+    def _write_description(self) -> None:
+        (self.folder / "config.toml").write_text(config_module.dump(self.config))
+        write_environment(self.folder / "environment.json", self.mesh, self.state.step)
 
     def _log_start(self) -> None:
         config, shape = self.config, self.config.parallelism.mesh_shape

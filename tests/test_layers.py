@@ -43,6 +43,7 @@ LAYERS = [
     "data",
     "parallel",
     "metrics",
+    "checkpoint_files",
     "checkpoint",
     "optim",
     "replica_data",
