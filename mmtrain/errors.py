@@ -23,3 +23,7 @@ class PlanError(MMTrainError):
 
 class TrainingError(MMTrainError):
     """A step that must not be applied: a loss or gradient that is not finite, ranks that disagree."""
+
+
+class RankLostError(TrainingError):
+    """Another rank does not answer any more: it is stopped, dead or cut off, or failed for a reason of its own."""
