@@ -360,7 +360,7 @@ class Trainer:
                 self.validate(step)
             if result.stop:
                 reason = signal.Signals(self._stop_signal).name if self._stop_signal else "a signal to another rank"
-                logger.warning("%s: stopped after step %d%s", reason, step, ", saved" if self.checkpointer else "")
+                logger.info("%s: stopped after step %d%s", reason, step, ", saved" if self.checkpointer else "")
                 break
         if self.checkpointer:
             self.checkpointer.finish()
