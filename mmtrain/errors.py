@@ -27,3 +27,7 @@ class TrainingError(MMTrainError):
 
 class CheckpointError(MMTrainError):
     """A checkpoint that must not be loaded: damaged, not verified where that is required, or a pickle that calls."""
+
+
+class RankLostError(TrainingError):
+    """Another rank does not answer any more: it is stopped, dead or cut off, or failed for a reason of its own."""

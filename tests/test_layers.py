@@ -9,6 +9,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = [
     "errors",
+    "processes",
+    "folder_owner",
     "topology",
     "memory_amount",
     "toml_sections",
@@ -59,8 +61,8 @@ LAYERS = [
     "step_files",
     "out_of_memory",
     "trainer",
-    "parity",
     "local_ranks",
+    "parity",
     "profiler",
     "commands",
     "cli",
