@@ -11,6 +11,7 @@ LAYERS = [
     "errors",
     "topology",
     "memory_amount",
+    "limits",
     "toml_sections",
     "config",
     "models.rows",

@@ -6,6 +6,7 @@ from typing import get_args
 
 from mmtrain.config import Strategy
 from mmtrain.errors import ConfigError
+from mmtrain.limits import THREADS
 from mmtrain.memory_amount import show_gib
 
 
@@ -46,8 +47,10 @@ def _plan(args: argparse.Namespace) -> int:
     for name, value in (("--budget-s", args.budget_s), ("--budget-evaluations", args.budget_evaluations)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"plan: {name} {value}; it must be above 0")
-    if args.threads < 1 or args.seed < 0:
-        raise ConfigError(f"plan: --threads {args.threads} --seed {args.seed}; they are at least 1 and 0")
+    if args.threads not in THREADS or args.seed < 0:
+        raise ConfigError(
+            f"plan: --threads {args.threads} --seed {args.seed}; they are 1 to {THREADS.most} and at least 0"
+        )
     if args.out:
         folder = json_path(args.out).parent  # now, not after the search
         if args.out.is_dir() or not folder.is_dir():
