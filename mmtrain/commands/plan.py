@@ -7,7 +7,7 @@ from typing import get_args
 from mmtrain.config import Strategy
 from mmtrain.errors import ConfigError
 from mmtrain.limits import THREADS
-from mmtrain.memory_amount import show_gib
+from mmtrain.memory_amount import show_bytes
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -84,6 +84,6 @@ def _plan(args: argparse.Namespace) -> int:
     print(f"makespan {makespan:.6g} s{gap}; bubble {100 * result.timeline.bubble:.2f} %")
     for rank, (limit, peak) in enumerate(zip(problem.memory_limit_bytes, result.timeline.peak_bytes, strict=True)):
         if limit is not None:
-            print(f"pp_rank {rank}: activations take {show_gib(peak)} of {show_gib(limit)} GiB")
+            print(f"pp_rank {rank}: activations take {show_bytes(peak)} of {show_bytes(limit)}")
     print(f"{result.evaluations} evaluations in {taken:.2f} s, {result.evaluations / taken:.0f} a second")
     return 0

@@ -8,6 +8,7 @@ import numpy as np
 
 from mmtrain.config import PlannerConfig
 from mmtrain.errors import PlanError
+from mmtrain.memory_amount import show_bytes
 from mmtrain.models.memory_strategies import BlockMemory
 from mmtrain.models.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize
 from mmtrain.planner.batching import Batching
@@ -128,7 +129,7 @@ def make_problem(
             )
             raise PlanError(
                 f"pp_rank {rank}: what the backward of one block computes again or brings back takes up to "
-                f"{most / _GIB:.3g} GiB alone, over the memory limit of {limit / _GIB:.3g} GiB for activations; raise "
+                f"{show_bytes(most)} alone, over the memory limit of {show_bytes(limit)} for activations; raise "
                 "planner.memory_limit (or activation_memory_gib), or lower training.seq_len or "
                 "model.encoder.sub_microbatch_size"
             )
