@@ -1,5 +1,6 @@
 """Amounts of memory as a user writes them: bytes with a unit, or a part of a device. Pure."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -52,10 +53,20 @@ class MemoryAmount:
         return None if device_bytes is None else self.fraction * device_bytes
 
 
+def show_bytes(num_bytes: float) -> str:
+    """Bytes with three significant digits in the unit that suits them, as "30.2 MiB"."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(len(units) - 1, int(math.log2(max(1.0, 1.0005 * num_bytes)) // 10))  # 1023.9 KiB is shown as 1 MiB
+    return f"{_three_digits(num_bytes / 2.0 ** (10 * power))} {units[power]}"
+
+
 def show_gib(num_bytes: float) -> str:
     """Bytes in GiB with three significant digits, without an exponent and without the unit."""
-    gib = num_bytes / GIB
-    if abs(gib) < 5e-7:
+    return _three_digits(num_bytes / GIB)
+
+
+def _three_digits(value: float) -> str:
+    if abs(value) < 5e-7:
         return "0"
-    exponent = int(f"{gib:.2e}".split("e")[1])
-    return f"{gib:.{max(0, 2 - exponent)}f}"
+    exponent = int(f"{value:.2e}".split("e")[1])
+    return f"{value:.{max(0, 2 - exponent)}f}"

@@ -13,6 +13,7 @@ LAYERS = [
     "folder_owner",
     "topology",
     "memory_amount",
+    "limits",
     "toml_sections",
     "config",
     "models.rows",

@@ -107,11 +107,13 @@ class WorkGraph:
                     raise PlanError(f"works[{index}].{field} = {getattr(work, field)}; it must be at least 0")
             if len(self.backward[index]) != len(self.modules[work.module].stages):
                 raise PlanError(f"backward[{index}] needs one flag for each stage of its module")
+            seen: set[int] = set()
             for i, other in enumerate(work.after):
                 if not 0 <= other < len(self.works):
                     raise PlanError(f"works[{index}].after[{i}] = {other} is outside of 0 .. {len(self.works) - 1}")
-                if other in work.after[:i]:
+                if other in seen:
                     raise PlanError(f"works[{index}].after[{i}] = {other} is named twice; name it once")
+                seen.add(other)
             key = (work.module, work.microbatch, work.sub_microbatch)
             if key in keys:
                 raise PlanError(

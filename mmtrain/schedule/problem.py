@@ -1,12 +1,11 @@
 """The planning problem: a work graph with costs, options, transfers and memory limits, and its JSON form.
 
 All times are seconds, all sizes bytes. The JSON form is version 1 of mmtrain's planning format: an
-unknown key, a wrong type, an index out of range, a negative or non-finite number, a cycle or an empty
-list of ranks is refused with the dotted path of the fault.
+unknown key, a wrong type, an index out of range, a number outside of its range (`mmtrain.limits`), a
+cycle or an empty list of ranks is refused with the dotted path of the fault.
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.errors import PlanError
+from mmtrain.limits import BYTES, BYTES_PER_S, OPTIONS, RANKS, SECONDS, STAGES, VISITS, WORKS_BY_RANKS
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.graph import Edge, ModuleStages, Work, WorkGraph
 from mmtrain.schedule.strict_json import (
@@ -24,6 +24,7 @@ from mmtrain.schedule.strict_json import (
     loads,
     number,
     read_text,
+    show,
     string,
     write_text,
 )
@@ -108,18 +109,20 @@ class PlanningProblem:
             )
         for rank, limit in enumerate(self.memory_limit_bytes):
             if limit is not None:
-                _amount(f"memory_limit_bytes[{rank}]", limit)
-        _amount("p2p.latency_s", self.p2p.latency_s)
-        _amount("p2p.bytes_per_s", self.p2p.bytes_per_s)
-        if self.p2p.bytes_per_s <= 0:
-            raise PlanError(f"p2p.bytes_per_s = {self.p2p.bytes_per_s}; it must be above 0")
+                BYTES.check(f"memory_limit_bytes[{rank}]", limit)
+        SECONDS.check("p2p.latency_s", self.p2p.latency_s)
+        BYTES_PER_S.check("p2p.bytes_per_s", self.p2p.bytes_per_s)
         _check_options(self.costs)
         _check_rows("costs", self.cost_index, graph.modules, graph.works)
         _check_rows("output_bytes", self.output_bytes, graph.modules, graph.works)
+        rate = self.p2p.bytes_per_s
+        most = min(BYTES.most, SECONDS.most * rate)
         for work, row in enumerate(self.output_bytes):
             for k, amount in enumerate(row):
-                if not 0 <= amount < math.inf:
-                    _amount(f"works[{work}].output_bytes[{k}]", amount)
+                if not 0 <= amount <= most:
+                    where = f"works[{work}].output_bytes[{k}]"
+                    BYTES.check(where, amount)
+                    SECONDS.check(f"{where} = {amount:g}: its transfer at p2p.bytes_per_s = {rate:g}", amount / rate)
         flags = [options[0].has_backward for options in self.costs]
         if graph.backward != _backward_flags(flags, self.cost_index):
             raise PlanError("the graph's backward flags differ from those of the options; use PlanningProblem.build")
@@ -146,6 +149,7 @@ class PlanningProblem:
         table = tuple(tuple(options) for options in costs)
         index = tuple(tuple(row) for row in cost_index)
         chains, listed = tuple(modules), tuple(works)
+        check_sizes(num_ranks, chains, listed)
         _check_options(table)
         _check_rows("costs", index, chains, listed)
         graph = WorkGraph(
@@ -256,23 +260,30 @@ class PlanningProblem:
 # --------------------------------------------------------------------------------------------- checking
 
 
-def _amount(where: str, value: float) -> None:
-    if not math.isfinite(value) or value < 0:
-        raise PlanError(f"{where} = {value}; it must be finite and at least 0")
+def check_sizes(num_ranks: int, modules: Sequence[ModuleStages], works: Sequence[Work]) -> None:
+    """Refuses what is too large to be planned. Raises: PlanError: with the number and the most that it may be."""
+    RANKS.check("num_ranks", num_ranks)
+    depth = [len(module.stages) for module in modules]
+    STAGES.check("modules: number of stages", sum(depth))
+    visits = sum(depth[work.module] for work in works if 0 <= work.module < len(depth))
+    VISITS.check("works: number of stages that they pass through", visits)
+    WORKS_BY_RANKS.check("works: their number times num_ranks", len(works) * num_ranks)
 
 
 def _check_options(costs: tuple[tuple[Option, ...], ...]) -> None:
-    amounts = ("forward_s", "backward_input_s", "backward_weight_s", "activation_bytes", "restored_bytes")
+    seconds = ("forward_s", "backward_input_s", "backward_weight_s")
+    sizes = ("activation_bytes", "restored_bytes", "weight_bytes")
     for i, options in enumerate(costs):
         if not options:
             raise PlanError(f"costs[{i}] is empty; a stage needs at least one option")
+        if len(options) not in OPTIONS:
+            raise PlanError(f"costs[{i}] has {len(options)} options; {OPTIONS.rule}")
         for j, option in enumerate(options):
-            for name in amounts:
-                value = getattr(option, name)
-                if not 0 <= value < math.inf:
-                    _amount(f"costs[{i}][{j}].{name}", value)
-            if option.weight_bytes is not None:
-                _amount(f"costs[{i}][{j}].weight_bytes", option.weight_bytes)
+            for names, allowed in ((seconds, SECONDS), (sizes, BYTES)):
+                for name in names:
+                    value = getattr(option, name)
+                    if value is not None and not 0 <= value <= allowed.most:
+                        allowed.check(f"costs[{i}][{j}].{name}", value)
             if option.has_backward != options[0].has_backward:
                 raise PlanError(
                     f"costs[{i}][{j}]: option {option.name!r} {'has a' if option.has_backward else 'has no'} "
@@ -384,7 +395,7 @@ def _read_work(table: Any, where: str, names: Mapping[str, int]) -> tuple[Work, 
     fields(table, where, ("module", "microbatch", "sub_microbatch", "after", "costs", "output_bytes"))
     module = string(table["module"], f"{where}.module")
     if module not in names:
-        raise PlanError(f"{where}.module = {module!r} does not exist; modules are {', '.join(names) or 'absent'}")
+        raise PlanError(f"{where}.module = {show(module)} does not exist; modules are {', '.join(names) or 'absent'}")
     work = Work(
         module=names[module],
         microbatch=integer(table["microbatch"], f"{where}.microbatch"),
