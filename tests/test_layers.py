@@ -18,6 +18,7 @@ LAYERS = [
     "models.spec",
     "models.memory_strategies",
     "models.recomputation",
+    "models.config_values",
     "models.families",
     "models.shapes",
     "models.vae_shapes",
