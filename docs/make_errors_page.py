@@ -205,8 +205,8 @@ NOTES: dict[str, str] = {
     "{path}: not valid TOML": (
         "The place is in the message. Texts need quotes in a file; on the command line they do not."
     ),
-    "{path}: extends = '{base}', but": "The name is relative to the file that extends.",
-    "override '{override}': '{section}' is a value": "Name the key in full, as in `--planner.enable=true`.",
+    "{path}: extends = {base}, but": "The name is relative to the file that extends.",
+    "override {override}: {section} is a value": "Name the key in full, as in `--planner.enable=true`.",
     "'{value}' of type": "Only for programs that dump a config: use numbers, texts, booleans, arrays and tables.",
     "{where}: the {kind}": (
         "Write it; [configuration](config.md) has its meaning. A file often gets it from another by `extends`."
