@@ -26,7 +26,7 @@ from mmtrain.parallel.torch_private import (
     reduce_grads,
     wait_unsharded,
 )
-from mmtrain.schedule.action import BACKWARD, COMPUTE, STAGE_WIDE, WAITS, Action, Kind
+from mmtrain.schedule.action import BACKWARD, COMPUTE, KINDS, STAGE_WIDE, WAITS, Action, Kind
 from mmtrain.schedule.lower import Program
 from mmtrain.schedule.release import Transfer, releases, transfers
 
@@ -107,7 +107,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         }
         builtin = {TorchKind.UNSHARD}  # torch's own branch does what we want
         assert set(table) | builtin == set(TORCH_KINDS.values()), "the dispatch table is not complete"
-        assert set(TORCH_KINDS) | WAITS == set(Kind), "a kind of action has no handler"
+        assert set(TORCH_KINDS) | WAITS == set(KINDS), "a kind of action has no handler"
         self._comp_type_to_function_map.update(table)
 
     def load(self, program: Program, shape_of: ShapeOf) -> None:
