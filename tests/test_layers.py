@@ -12,6 +12,7 @@ LAYERS = [
     "topology",
     "memory_amount",
     "toml_sections",
+    "schedule.library.names",
     "config",
     "models.rows",
     "models.windows",

@@ -132,6 +132,10 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
                     f"rank {self.rank}, step {index}, action {action}: a wait must stand right before the compute "
                     f"action that needs it, but {actions[index - 1]} stands before this one"
                 )
+            if kind not in TORCH_KINDS:
+                raise PlanError(
+                    f"rank {self.rank}, step {index}: no handler runs {action}; plan without braids and instructions"
+                )
             transfer = moved.get(index)
             work = transfer[0].work if transfer else None if kind in STAGE_WIDE else graph.work_of(action)
             item = BoundAction(action.stage, TORCH_KINDS[kind], work)

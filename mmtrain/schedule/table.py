@@ -12,8 +12,6 @@ from itertools import accumulate
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.graph import WorkGraph
 
@@ -48,7 +46,7 @@ class Table:
         items = graph.items
         columns = self._columns(graph)
         if compiled:
-            columns = _Columns(*(np.array(column, np.int64) for column in columns))
+            columns = _as_arrays(columns)
         (_compiled() if compiled else run_table)(columns, TURNS.index(self.turn))
         orders: list[list[Action]] = [[] for _ in range(graph.num_ranks)]
         for item in columns.started:
@@ -138,6 +136,12 @@ class _Columns(NamedTuple):
 def _rows(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
     """All rows one after the other, and where each begins, with the end of the last."""
     return [entry for row in rows for entry in row], [0, *accumulate(map(len, rows))]
+
+
+def _as_arrays(columns: _Columns) -> _Columns:
+    import numpy as np
+
+    return _Columns(*(np.array(column, np.int64) for column in columns))
 
 
 @cache
