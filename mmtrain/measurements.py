@@ -166,7 +166,7 @@ def assemble(
     if pairs:
         transfer = _transfer(pairs, cpu=machine["device"] == "cpu")
         step = replace(step, pipeline_s=_pipeline_end(config, pairs, step))
-    actions = {str(kind): probe.action_s(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+    actions = {kind.value: probe.action_s(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
     return Profile(
         machine={**machine, "look_ms": round(1e3 * calm.speed_s, 4)},
         job=job_of(config),

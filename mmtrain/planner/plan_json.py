@@ -73,7 +73,7 @@ def plan_to_json(
             orders.append(
                 [
                     {
-                        "op": str(row.action.kind),
+                        "op": row.action.kind.value,
                         "stage": row.action.stage,
                         "work": result.plan.works[rank][step],
                         "option": result.plan.options.get((row.action.stage, result.plan.works[rank][step]), 0),

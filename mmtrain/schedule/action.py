@@ -57,6 +57,11 @@ class Kind(str):
     def __repr__(self) -> str:
         return f"Kind.{self}"
 
+    @property
+    def value(self) -> str:
+        """The name as a plain string."""
+        return str(self)
+
     @classmethod
     def names(cls) -> Set[str]:
         """Of all kinds."""
