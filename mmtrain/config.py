@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from mmtrain.errors import ConfigError
 from mmtrain.memory_amount import MemoryAmount
+from mmtrain.schedule.library.names import MEMORY_BOUNDED_SCHEDULES, ScheduleName
 from mmtrain.toml_sections import apply_override, build, dump_table, read_with_bases, shown, to_dict
 from mmtrain.topology import MeshShape
 
@@ -429,26 +430,6 @@ class LRSchedulerConfig:
                 raise ConfigError(f"lr_scheduler.{name} = {getattr(self, name)}; it is a fraction, at most 1")
 
 
-Schedule = Literal[
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "ZB-H1",
-    "ZB-H2",
-    "ZB-AutoSchedule",
-    "InterleavedZeroBubble",
-    "ZBV",
-    "V-half",
-    "V-min",
-    "DualPipeV",
-    "Optimus",
-    "interleave",
-]
-MEMORY_BOUNDED_SCHEDULES = ("ZB-AutoSchedule", "interleave")
-"""Those that honour `planner.memory_limit` and `planner.activation_memory_gib` by themselves."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelismConfig:
     """[parallelism]: the degree of each mesh axis, and the schedule."""
@@ -477,7 +458,7 @@ class ParallelismConfig:
     agree on an order of gathers."""
     pipeline_parallel_degree: int = 1
     """P: pipeline ranks."""
-    pipeline_parallel_schedule: Schedule = "interleave"
+    pipeline_parallel_schedule: ScheduleName = "interleave"
     """Order of forwards and backwards, see docs/schedules.md. interleave: DIP's greedy dual queues over the work
     graph. 1F1B: one forward, one backward. The zero-bubble and V-shaped schedules split backwards in two halves."""
 

@@ -16,6 +16,7 @@ LAYERS = [
     "memory_amount",
     "limits",
     "toml_sections",
+    "schedule.library.names",
     "config",
     "models.rows",
     "models.windows",

@@ -26,7 +26,7 @@ from mmtrain.parallel.torch_private import (
     reduce_grads,
     wait_unsharded,
 )
-from mmtrain.schedule.action import BACKWARD, COMPUTE, STAGE_WIDE, WAITS, Action, Kind
+from mmtrain.schedule.action import BACKWARD, COMPUTE, KINDS, STAGE_WIDE, WAITS, Action, Kind
 from mmtrain.schedule.lower import Program
 from mmtrain.schedule.release import Transfer, releases, transfers
 
@@ -109,7 +109,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         }
         builtin = {TorchKind.UNSHARD}  # torch's own branch does what we want
         assert set(table) | builtin == set(TORCH_KINDS.values()), "the dispatch table is not complete"
-        assert set(TORCH_KINDS) | WAITS == set(Kind), "a kind of action has no handler"
+        assert set(TORCH_KINDS) | WAITS == set(KINDS), "a kind of action has no handler"
         self._comp_type_to_function_map.update({kind: self._noted(handler) for kind, handler in table.items()})
 
     def load(self, program: Program, shape_of: ShapeOf) -> None:
@@ -133,6 +133,10 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
                 raise PlanError(
                     f"rank {self.rank}, step {index}, action {action}: a wait must stand right before the compute "
                     f"action that needs it, but {actions[index - 1]} stands before this one"
+                )
+            if kind not in TORCH_KINDS:
+                raise PlanError(
+                    f"rank {self.rank}, step {index}: no handler runs {action}; plan without braids and instructions"
                 )
             transfer = moved.get(index)
             work = transfer[0].work if transfer else None if kind in STAGE_WIDE else graph.work_of(action)
