@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 ROOT = Path(__file__).resolve().parent.parent
-ERRORS = ("ConfigError", "DataError", "PlanError", "TrainingError", "MMTrainError")
+ERRORS = ("ConfigError", "DataError", "PlanError", "TrainingError", "CheckpointError", "MMTrainError")
 
 INTRODUCTION = """\
 # Errors
@@ -25,7 +25,7 @@ what to change. In a job of several processes the rank stands in front: `error [
 differs from case to case. To find a message, search this page for a few of its fixed words. Many messages get a place
 in front on their way to you: the file of the config, the sample, the file of a plan.
 
-The five kinds are classes of `mmtrain/errors.py`, for programs that call mmtrain:
+The six kinds are classes of `mmtrain/errors.py`, for programs that call mmtrain:
 
 | class | what is wrong |
 |---|---|
@@ -33,6 +33,7 @@ The five kinds are classes of `mmtrain/errors.py`, for programs that call mmtrai
 | `DataError` | a sample, a file of the data, or a batch that breaks a rule |
 | `PlanError` | a schedule, plan or problem: incomplete, deadlocked, over a memory limit, or its file is damaged |
 | `TrainingError` | a step that must not be applied |
+| `CheckpointError` | a checkpoint that must not be loaded: damaged, not verified, or one that would run a program |
 | `MMTrainError` | anything else that the program says on purpose; the base of the others |
 
 Any other exception, with Python's traceback, is a bug of mmtrain or of a library. What has no message at all (hangs,
@@ -85,8 +86,8 @@ GROUPS = (
             "planner/partition_choice.py",
             "planner/pipeline_layout.py",
             "planner/sub_microbatch.py",
-            "planner/context.py",
-            "planner/layout.py",
+            "modality/token_split.py",
+            "modality/clips.py",
             "parallel/tensor.py",
             "parallel/mesh.py",
             "parallel/activation_memory.py",
@@ -123,7 +124,7 @@ GROUPS = (
     ),
     Group(
         "Works of a batch",
-        ("planner/batching.py", "models/"),
+        ("planner/batching.py", "modality/", "models/"),
         "These prove that every picture, clip and token of a batch is processed exactly once, and that a chunk "
         "gets the rows that its metadata names. A model of another kind than the data is named with the section to "
         "add; all others are bugs, unless you wrote the data source or the chunk: report them with the config and "
@@ -189,7 +190,7 @@ GROUPS = (
     ),
     Group(
         "Training, checkpoints, run folders",
-        ("trainer.py", "checkpoint.py", "run_folder.py"),
+        ("trainer.py", "checkpoint.py", "checkpoint_files.py", "run_folder.py"),
         "While a job starts, runs or is read again; see [checkpoints](checkpoints.md).",
     ),
     Group(
@@ -204,8 +205,8 @@ NOTES: dict[str, str] = {
     "{path}: not valid TOML": (
         "The place is in the message. Texts need quotes in a file; on the command line they do not."
     ),
-    "{path}: extends = '{base}', but": "The name is relative to the file that extends.",
-    "override '{override}': '{section}' is a value": "Name the key in full, as in `--planner.enable=true`.",
+    "{path}: extends = {base}, but": "The name is relative to the file that extends.",
+    "override {override}: {section} is a value": "Name the key in full, as in `--planner.enable=true`.",
     "'{value}' of type": "Only for programs that dump a config: use numbers, texts, booleans, arrays and tables.",
     "{where}: the {kind}": (
         "Write it; [configuration](config.md) has its meaning. A file often gets it from another by `extends`."
@@ -296,6 +297,13 @@ NOTES: dict[str, str] = {
     # training
     "checkpoint.load_step = {wanted}, but": "Name one of those steps, or -1 for the newest.",
     "checkpoint: ": "The file system's reason follows: rights, space, or a mount that only some machines have?",
+    "{folder} is damaged: ": (
+        "The file was changed after it was written: look at the disk; bring back a copy, or take another checkpoint. "
+        "`checkpoint.load_step` and `--step` name one; a resume without either takes the newest that is whole."
+    ),
+    "{folder} is refused: ": (
+        "mmtrain never writes such a file: whoever gave you the checkpoint, or changed it, wants to run something."
+    ),
     "step {step}: the batch has": (
         "No answer, or no clip that can be read, is in the whole batch: look for skipped samples in the log."
     ),

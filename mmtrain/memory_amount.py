@@ -1,5 +1,6 @@
 """Amounts of memory as a user writes them: bytes with a unit, or a part of a device. Pure."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ GIB = 2.0**30
 _UNITS = {
     "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": GIB, "TiB": 2.0**40,
 }  # fmt: skip
+_LONGEST = 20
+"""Characters of an amount, so that its number of bytes is finite."""
 _FORM = re.compile(rf"(?P<number>\d+(?:\.\d+)?)(?P<unit>%|{'|'.join(_UNITS)})")
 
 
@@ -30,10 +33,10 @@ class MemoryAmount:
         Args: key: how errors call it.
         Raises: ConfigError: another form, nothing, or more than all of a device.
         """
-        match = _FORM.fullmatch(text)
+        match = _FORM.fullmatch(text) if len(text) <= _LONGEST else None
         if not match:
             raise ConfigError(
-                f"{key} = {text!r} is not an amount of memory; write a number and a unit without a space, as in "
+                f"{key} = {text[:40]!r} is not an amount of memory; write a number and a unit without a space, as in "
                 f'"72GiB" or "500MB" (units: {", ".join(_UNITS)}), or a part of the device, as in "90%"'
             )
         number = float(match["number"])
@@ -52,10 +55,20 @@ class MemoryAmount:
         return None if device_bytes is None else self.fraction * device_bytes
 
 
+def show_bytes(num_bytes: float) -> str:
+    """Bytes with three significant digits in the unit that suits them, as "30.2 MiB"."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(len(units) - 1, int(math.log2(max(1.0, 1.0005 * num_bytes)) // 10))  # 1023.9 KiB is shown as 1 MiB
+    return f"{_three_digits(num_bytes / 2.0 ** (10 * power))} {units[power]}"
+
+
 def show_gib(num_bytes: float) -> str:
     """Bytes in GiB with three significant digits, without an exponent and without the unit."""
-    gib = num_bytes / GIB
-    if abs(gib) < 5e-7:
+    return _three_digits(num_bytes / GIB)
+
+
+def _three_digits(value: float) -> str:
+    if abs(value) < 5e-7:
         return "0"
-    exponent = int(f"{gib:.2e}".split("e")[1])
-    return f"{gib:.{max(0, 2 - exponent)}f}"
+    exponent = int(f"{value:.2e}".split("e")[1])
+    return f"{value:.{max(0, 2 - exponent)}f}"

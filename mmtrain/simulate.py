@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mmtrain.config import MEMORY_BOUNDED_SCHEDULES, Config, Schedule, check
+from mmtrain.config import Config, check
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.planner.machine import Machine
@@ -17,6 +17,7 @@ from mmtrain.planner.typical_iterations import usual_workload
 from mmtrain.planner.whole_iteration import IterationSimulator, SimulatedIteration
 from mmtrain.planner.workloads import Bins, draw
 from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.library.names import MEMORY_BOUNDED_SCHEDULES, ScheduleName
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.topology import AXES
 
@@ -30,7 +31,7 @@ class Question:
 
     config: Config
     """The job; its [planner] says on which hardware."""
-    schedules: tuple[Schedule, ...]
+    schedules: tuple[ScheduleName, ...]
     workload: str = ""
     """Name of one in `planner.workloads`; empty: the usual one of such jobs."""
     num_iterations: int = 40
@@ -156,7 +157,7 @@ def _mean_images(step: Sequence[IterationMeta]) -> float:
     return sum(b.num_images + b.num_clips for b in step) / sum(len(b.microbatches) for b in step)
 
 
-def with_schedule(config: Config, schedule: Schedule) -> tuple[Config, tuple[str, ...]]:
+def with_schedule(config: Config, schedule: ScheduleName) -> tuple[Config, tuple[str, ...]]:
     """The job under another schedule, and notes on what else had to change.
 
     Raises: ConfigError: the job does not go with the schedule.

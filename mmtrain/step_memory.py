@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.config import Config
-from mmtrain.memory_amount import GIB, show_gib
+from mmtrain.memory_amount import GIB, show_bytes
 from mmtrain.metrics import memory_gib
 from mmtrain.models.spec import ModelSpec
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.planning import ranks_here
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
-from mmtrain.planner.memory_limit import BudgetHistory, MemoryBudget, MemoryRule
+from mmtrain.planner.memory_limit import BudgetHistory, MemoryBudget, MemoryRule, least_activation_bytes
 from mmtrain.planner.partition import Partition
 
 logger = logging.getLogger("mmtrain")
@@ -178,7 +178,7 @@ class JobMemory:
     def limited(self, planner: IterationPlanner, step: int) -> IterationPlanner:
         """The planner with the limits of a step."""
         limits = self._budgets.at(step).activation_limits
-        return planner.with_limits(limits) if limits else planner
+        return planner.with_limits(limits, self._budgets.budget.activation_limits) if limits else planner
 
     def start_step(self) -> None:
         """From here on the peak is that of the coming step."""
@@ -196,11 +196,14 @@ class JobMemory:
         excess = [0.0] * len(self._budgets.budget.ranks)
         if measured is not None and mine.limit_bytes is not None and measured > mine.limit_bytes:
             excess[self._pp_rank] = max(0.0, measured - predicted)
+        needed = list(least_activation_bytes(plan.problem)) if self._budgets.budget.limited else []
         known = -1.0 if measured is None else in_gib(measured)
-        found = torch.tensor([*memory_gib(self._device), in_gib(predicted), known, *excess], dtype=torch.float64)
+        row = [*memory_gib(self._device), in_gib(predicted), known, *excess, *needed]
+        found = torch.tensor(row, dtype=torch.float64)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        reserved, percent, most_predicted, most_measured, *excess = found.tolist()
-        self._raise_margins(step, excess)
+        reserved, percent, most_predicted, most_measured, *of_ranks = found.tolist()
+        if needed:
+            self._set_margins(step, of_ranks[: len(excess)], of_ranks[len(excess) :])
         return MemoryUse(
             reserved_gib=reserved,
             reserved_percent=percent,
@@ -209,18 +212,26 @@ class JobMemory:
             limit_gib=in_gib(mine.limit_bytes),
         )
 
-    def _raise_margins(self, step: int, excess: Sequence[float]) -> None:
-        """Args: excess: [pp_rank] -> bytes over the prediction where the limit was passed; equal on all ranks."""
-        before, self._budgets = self._budgets, self._budgets.after(step, excess)
+    def _set_margins(self, step: int, excess: Sequence[float], needed: Sequence[float]) -> None:
+        """Args: [pp_rank] -> bytes, equal on all ranks: over the prediction where the limit was passed; the least that
+        the activations of a microbatch take."""
+        before, self._budgets = self._budgets, self._budgets.after(step, excess, needed)
         for old, new in zip(before.newest.ranks, self._budgets.newest.ranks, strict=True):
-            if new.margin_bytes > old.margin_bytes:
-                logger.info(  # equal on all ranks: one of them says it
-                    "step %d: pp_rank %d passed planner.memory_limit, with %s GiB more than predicted; its margin "
-                    "grows from %s to %s GiB from step %d on",
+            margins = f"from {show_bytes(old.margin_bytes)} to {show_bytes(new.margin_bytes)} from step {step + 2} on"
+            if new.margin_bytes > old.margin_bytes:  # equal on all ranks: one of them says it
+                logger.info(
+                    "step %d: pp_rank %d passed planner.memory_limit, with %s more than predicted; its margin grows %s",
                     step,
                     new.pp_rank,
-                    show_gib(excess[new.pp_rank]),
-                    show_gib(old.margin_bytes),
-                    show_gib(new.margin_bytes),
-                    step + 2,
+                    show_bytes(excess[new.pp_rank]),
+                    margins,
+                )
+            elif new.margin_bytes < old.margin_bytes:
+                logger.info(
+                    "step %d: one microbatch takes %s on pp_rank %d; to leave room for it, the margin that had grown "
+                    "goes back %s",
+                    step,
+                    show_bytes(needed[new.pp_rank]),
+                    new.pp_rank,
+                    margins,
                 )

@@ -38,7 +38,12 @@ def values(folder, key):
     return list(metrics(folder, key).values())
 
 
-@pytest.mark.parametrize("planner", [[], ON], ids=["off", "on"])
+PLANNER = pytest.mark.parametrize(
+    "planner", [pytest.param([], id="off", marks=pytest.mark.nightly), pytest.param(ON, id="on")]
+)
+
+
+@PLANNER
 def test_a_limit_changes_no_loss_while_all_fits(tmp_path, charts, planner):
     free, limited = (write_config(tmp_path / name, charts) for name in ("free", "limited"))
     extra = [*layout(pp=2), *planner, "metrics.enable_tensorboard=true"]
@@ -86,7 +91,7 @@ def with_ballast(rank, path, overrides, step, num_bytes):
     return limits, state, logged
 
 
-@pytest.mark.parametrize("planner", [[], ON], ids=["off", "on"])
+@PLANNER
 def test_an_overshoot_raises_the_margin_of_that_rank_and_a_resumed_run_goes_on_with_it(tmp_path, charts, planner):
     path = write_config(tmp_path / "job", charts)
     extra = [*layout(pp=2), *planner, "planner.memory_limit=2GiB", "checkpoint.enable=true", "checkpoint.interval=1"]
@@ -102,7 +107,7 @@ def test_an_overshoot_raises_the_margin_of_that_rank_and_a_resumed_run_goes_on_w
     assert limits[1] == limits[2] == limits[3]
     assert limits[4] == limits[5] == limits[6] == (limits[1][0], pytest.approx(left / 2))
     (said,) = [text for text in logged if "passed planner.memory_limit" in text]
-    assert re.match(r"step 2: pp_rank 1 passed .* its margin grows from 0\.100 to 0\.\d+ GiB from step 4 on", said)
+    assert re.match(r"step 2: pp_rank 1 passed .* its margin grows from 102 MiB to \d+ MiB from step 4 on", said)
     measured, predicted = (values(path.parent, f"memory_{key}_gib") for key in ("measured", "predicted"))
     assert [value > 2 for value in measured] == [False, True, False, False, False, False]
     assert max(predicted) < 2
@@ -115,6 +120,34 @@ def test_an_overshoot_raises_the_margin_of_that_rank_and_a_resumed_run_goes_on_w
         assert resumed == state
         assert any(text.startswith("resumed memory in GiB") for text in words)
     assert metrics(path.parent) == losses
+
+
+def with_ballast_always(rank, path, overrides, num_bytes):
+    """Every step takes more than planned on pp_rank 1. ([step] -> limit of its activations, log)"""
+    from mmtrain.trainer import Trainer
+
+    run_step, limits = Trainer.train_step, []
+
+    def train_step(self, number, item, plan):
+        limits.append(plan.problem.memory_limit_bytes[1])
+        ballast = torch.ones(num_bytes // 4) if self.mesh.pp_rank == 1 else None
+        try:
+            return run_step(self, number, item, plan)
+        finally:
+            del ballast
+
+    Trainer.train_step = train_step
+    return limits, train(rank, path, overrides)[0]
+
+
+def test_a_margin_that_grows_every_step_never_ends_the_job(tmp_path, charts):
+    path = write_config(tmp_path / "job", charts)
+    extra = [*layout(pp=2), "planner.memory_limit=1GiB", "training.steps=14"]
+    (limits, logged), _ = run_ranks(with_ballast_always, 2, path, extra, GIB)
+    assert len(limits) == len(metrics(path.parent)) == 14
+    assert limits[0] == limits[1] == pytest.approx(2 * limits[2])  # half of what was left, step after step
+    assert limits[-1] == limits[-2] < 0.02 * limits[0]  # until there is room for a microbatch alone
+    assert 0 < sum("passed planner.memory_limit" in text for text in logged) < 12
 
 
 def refused(rank, path, overrides):

@@ -48,10 +48,10 @@ def killed_while_saving(rank, path, overrides, where):
     if where == "before the tensors":
         original = checkpoint.dcp.save
 
-        def save(tensors, checkpoint_id):
-            if checkpoint_id.name == "step-4.tmp" and rank == 0:
+        def save(tensors, storage_writer):
+            if storage_writer.path.name == "step-4.tmp" and rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return original(tensors, checkpoint_id=checkpoint_id)
+            return original(tensors, storage_writer=storage_writer)
 
         checkpoint.dcp.save = save
     else:

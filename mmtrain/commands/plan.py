@@ -6,7 +6,8 @@ from typing import get_args
 
 from mmtrain.config import Strategy
 from mmtrain.errors import ConfigError
-from mmtrain.memory_amount import show_gib
+from mmtrain.limits import THREADS
+from mmtrain.memory_amount import show_bytes
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -46,8 +47,10 @@ def _plan(args: argparse.Namespace) -> int:
     for name, value in (("--budget-s", args.budget_s), ("--budget-evaluations", args.budget_evaluations)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"plan: {name} {value}; it must be above 0")
-    if args.threads < 1 or args.seed < 0:
-        raise ConfigError(f"plan: --threads {args.threads} --seed {args.seed}; they are at least 1 and 0")
+    if args.threads not in THREADS or args.seed < 0:
+        raise ConfigError(
+            f"plan: --threads {args.threads} --seed {args.seed}; they are 1 to {THREADS.most} and at least 0"
+        )
     if args.out:
         folder = json_path(args.out).parent  # now, not after the search
         if args.out.is_dir() or not folder.is_dir():
@@ -81,6 +84,6 @@ def _plan(args: argparse.Namespace) -> int:
     print(f"makespan {makespan:.6g} s{gap}; bubble {100 * result.timeline.bubble:.2f} %")
     for rank, (limit, peak) in enumerate(zip(problem.memory_limit_bytes, result.timeline.peak_bytes, strict=True)):
         if limit is not None:
-            print(f"pp_rank {rank}: activations take {show_gib(peak)} of {show_gib(limit)} GiB")
+            print(f"pp_rank {rank}: activations take {show_bytes(peak)} of {show_bytes(limit)}")
     print(f"{result.evaluations} evaluations in {taken:.2f} s, {result.evaluations / taken:.0f} a second")
     return 0

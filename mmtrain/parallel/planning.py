@@ -217,9 +217,7 @@ class PlanAhead:
     def forward(self, meta: IterationMeta, planner: IterationPlanner | None = None) -> IterationPlan:
         """The plan of an iteration without backwards, in the order of the schedule. Errors as of `take`."""
         planner = planner or self._planner
-        with self._pricing:
-            iteration = planner.prepare(meta, forward_only=True)
-        return planner.finish(iteration, planner.first(iteration))
+        return planner.finish(*planner.prepared(meta, forward_only=True, pricing=self._pricing))
 
     def close(self) -> None:
         """Ends the thread; searches that nobody waits for any more are told to end."""
@@ -300,9 +298,7 @@ class PlanAhead:
 
     def _prepare(self, ticket: Ticket) -> tuple[Iteration, PlanResult]:
         """An iteration with its first plan. For any thread."""
-        with self._pricing:
-            iteration = ticket.planner.prepare(ticket.meta, searched=True)
-        return iteration, ticket.planner.first(iteration)
+        return ticket.planner.prepared(ticket.meta, searched=True, pricing=self._pricing)
 
     def _offer(self, ticket: Ticket, iteration: Iteration, first: PlanResult) -> _Message:
         """What this rank's search says. Never raises."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from mmtrain.config import PlannerConfig
 from mmtrain.errors import PlanError
+from mmtrain.memory_amount import show_bytes
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.plane import Plane
 from mmtrain.models.memory_strategies import BlockMemory
@@ -69,7 +70,8 @@ def make_problem(
         splits_backward: whether the schedule splits backwards, so that the fixed seconds of an action are those of I
             and of W, and not those of one B.
         forward_only: no backward anywhere (validation); activations are then freed at once.
-    Raises: PlanError: what the backward of one block brings back is over the memory limit alone.
+    Raises: PlanError: what the backward of one block brings back is over the memory limit alone, or a time, size or
+        number is outside of `mmtrain.limits`.
     """
     if limits is None and planner_config.activation_memory_gib:
         limits = [planner_config.activation_memory_gib * _GIB] * partition.num_ranks
@@ -89,17 +91,23 @@ def make_problem(
         module = batching.module_of(number)
         unevenness = batching.kinds[module].unevenness(plane, item.units)
         prices_of.append(prices.chain(module, item.size, grad, unevenness))
-    problem = PlanningProblem.build(
-        num_ranks=partition.num_ranks,
-        modules=partition.modules,
-        stage_rank=partition.stage_rank,
-        works=batching.works,
-        costs=list(prices.table),
-        cost_index=[[price.options for price in chain] for chain in prices_of],
-        output_bytes=[[price.output_bytes for price in chain] for chain in prices_of],
-        p2p=costs.p2p,
-        memory_limit_bytes=limits,
-    )
+    try:
+        problem = PlanningProblem.build(
+            num_ranks=partition.num_ranks,
+            modules=partition.modules,
+            stage_rank=partition.stage_rank,
+            works=batching.works,
+            costs=list(prices.table),
+            cost_index=[[price.options for price in chain] for chain in prices_of],
+            output_bytes=[[price.output_bytes for price in chain] for chain in prices_of],
+            p2p=costs.p2p,
+            memory_limit_bytes=limits,
+        )
+    except PlanError as error:  # a number outside of `mmtrain.limits`
+        raise PlanError(
+            f"this job cannot be planned: {error}; times follow from planner.flops_per_s, hardware or profile, sizes "
+            "from training.global_batch_size, seq_len and the models"
+        ) from error
     fewer = tuple(how for how in prices.strategies if how is not BlockMemory.OFFLOAD)
     if 0 < len(fewer) < len(prices.strategies) and not _fits(problem):
         return make_problem(
@@ -124,7 +132,7 @@ def make_problem(
             )
             raise PlanError(
                 f"pp_rank {rank}: what the backward of one block computes again or brings back takes up to "
-                f"{most / _GIB:.3g} GiB alone, over the memory limit of {limit / _GIB:.3g} GiB for activations; raise "
+                f"{show_bytes(most)} alone, over the memory limit of {show_bytes(limit)} for activations; raise "
                 "planner.memory_limit (or activation_memory_gib), or lower training.seq_len or "
                 "model.encoder.sub_microbatch_size"
             )

@@ -1,11 +1,13 @@
 """One iteration planned: from metadata to the program that every pipeline rank runs. Pure."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from mmtrain.config import Config, PlannerConfig, uses_fsdp
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import ConfigError, PlanError
+from mmtrain.memory_amount import show_bytes
 from mmtrain.modality.plane import Plane
 from mmtrain.models.degrees import check_tensor_degree
 from mmtrain.models.shapes import check_patches_split
@@ -17,16 +19,16 @@ from mmtrain.planner.costs import make_problem
 from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.job_costs import cost_model, on_partition
 from mmtrain.planner.layout import IterationLayout
-from mmtrain.planner.memory_limit import MemoryRule
+from mmtrain.planner.memory_limit import MemoryRule, least_activation_bytes
 from mmtrain.planner.memory_options import MemoryChoices
 from mmtrain.planner.partition import Partition
 from mmtrain.planner.partition_choice import choose_partition
-from mmtrain.planner.plan import PlanResult, make_plan
+from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.switches import may_split
 from mmtrain.planner.vision_works import sub_microbatch_size
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.lower import Program, lower
-from mmtrain.schedule.plan import Plan, check
+from mmtrain.schedule.plan import Plan, check, exceeds
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
@@ -77,6 +79,8 @@ class IterationPlanner:
     """How cp and tp ranks divide each work."""
     activation_limits: tuple[float | None, ...] | None = None
     """[pp_rank] -> bytes that activations may take; None: as planner.activation_memory_gib says."""
+    widest_limits: tuple[float | None, ...] | None = None
+    """The same before any margin has grown, for batches that do not fit into `activation_limits`; None: no others."""
     check_plans: bool = False
     """Also prove every program free of deadlock under each transport model."""
     partition_words: str = ""
@@ -113,10 +117,14 @@ class IterationPlanner:
             partition_words=choice.words,
         )
 
-    def with_limits(self, activation_limits: Sequence[float | None] | None) -> "IterationPlanner":
-        """The planner with other memory limits. Args: activation_limits: [pp_rank], bytes; None: no limits."""
-        limits = None if activation_limits is None else tuple(activation_limits)
-        return replace(self, activation_limits=limits)
+    def with_limits(
+        self,
+        activation_limits: Sequence[float | None] | None,
+        widest: Sequence[float | None] | None = None,
+    ) -> "IterationPlanner":
+        """The planner with other memory limits. Args: [pp_rank], bytes; None: no limits, no others."""
+        limits, most = (None if x is None else tuple(x) for x in (activation_limits, widest))
+        return replace(self, activation_limits=limits, widest_limits=None if most == limits else most)
 
     def problem(
         self, meta: IterationMeta, *, forward_only: bool = False, searched: bool = False
@@ -159,7 +167,51 @@ class IterationPlanner:
 
     def first(self, iteration: Iteration) -> PlanResult:
         """The plan of the schedule, or why there is none; equal on every rank, and never an exception."""
-        return first_plan(iteration.problem, self.schedule, self.section)
+        found = first_plan(iteration.problem, self.schedule, self.section)
+        return found if found.plan is not None else replace(found, message=self._too_tight(iteration) or found.message)
+
+    def prepared(
+        self,
+        meta: IterationMeta,
+        *,
+        forward_only: bool = False,
+        searched: bool = False,
+        pricing: AbstractContextManager[object] = nullcontext(),  # noqa: B008
+    ) -> tuple[Iteration, PlanResult]:
+        """An iteration with its first plan, or with why there is none; equal on every rank.
+
+        A batch that does not fit into `activation_limits` is planned within `widest_limits`: margins that have grown
+        never end a job.
+
+        Args: pricing: held while the cost model is asked. Others and errors as of `problem`.
+        """
+        try:
+            with pricing:
+                iteration = self.prepare(meta, forward_only=forward_only, searched=searched)
+            first = self.first(iteration)
+        except PlanError:
+            if self.widest_limits is None:
+                raise
+        else:
+            if first.plan is not None or self.widest_limits is None:
+                return iteration, first
+        wide = self.with_limits(self.widest_limits)
+        return wide.prepared(meta, forward_only=forward_only, searched=searched, pricing=pricing)
+
+    def _too_tight(self, iteration: Iteration) -> str:
+        """Which memory limit leaves a rank less than one microbatch takes, and what to do; empty: none does."""
+        limits = iteration.problem.memory_limit_bytes
+        for rank, (needed, limit) in enumerate(zip(least_activation_bytes(iteration.problem), limits, strict=True)):
+            if limit is not None and exceeds(needed, limit):
+                key, margin = f'planner.memory_limit = "{self.section.memory_limit}"', ", lower planner.memory_margin"
+                if not self.section.memory_limit:
+                    key, margin = f"planner.activation_memory_gib = {self.section.activation_memory_gib:g}", ""
+                return (
+                    f"over the memory limit: the activations of one microbatch take at least {show_bytes(needed)} on "
+                    f"pp_rank {rank}, but {key} leaves them {show_bytes(limit)}; raise it{margin}, or make "
+                    "microbatches smaller (training.seq_len, of clips data.max_total_seconds)"
+                )
+        return ""
 
     def finish(self, iteration: Iteration, result: PlanResult) -> IterationPlan:
         """The iteration with a result of `first`, which is checked and simulated, lowered.
@@ -198,8 +250,7 @@ class IterationPlanner:
             DataError: a picture or token of the batch would be lost or used twice.
             PlanError: no plan fits, with the rank and the bytes.
         """
-        iteration = self.prepare(meta, forward_only=forward_only)
-        return self.finish(iteration, make_plan(iteration.problem, self.schedule))
+        return self.finish(*self.prepared(meta, forward_only=forward_only))
 
     def lower(
         self,

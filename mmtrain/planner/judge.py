@@ -1,7 +1,6 @@
 """The judge of plans: whether a plan in JSON, whoever made it, is one for a problem, and what it claims is true."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmtrain.errors import PlanError
@@ -53,6 +52,12 @@ def judge(problem: PlanningProblem, text: str) -> Verdict:
             f"lower_bound_s = {claim.lower_bound_s:.9g} is above makespan_s = {claim.makespan_s:.9g}, which the plan "
             "itself reaches"
         )
+    bound = lower_bound_s(problem)
+    if claim.lower_bound_s > bound * (1 + TOLERANCE):
+        raise PlanError(
+            f"lower_bound_s = {claim.lower_bound_s:.9g} is above {bound:.9g}, which is proven for this problem; "
+            "write that, or a smaller one"
+        )
     if claim.status == "optimal" and claim.makespan_s > claim.lower_bound_s * (1 + TOLERANCE):
         raise PlanError(
             f'status = "optimal", but makespan_s = {claim.makespan_s:.9g} does not reach lower_bound_s = '
@@ -64,7 +69,7 @@ def judge(problem: PlanningProblem, text: str) -> Verdict:
     for rank, (claimed, peak) in enumerate(zip(claim.peak_bytes, peaks, strict=True)):
         if not math.isclose(claimed, peak, rel_tol=TOLERANCE, abs_tol=1.0):
             raise PlanError(f"peak_bytes[{rank}] = {claimed:.6g}, but the activations of that rank reach {peak:.6g}")
-    return Verdict(feasible=True, makespan_s=claim.makespan_s, lower_bound_s=lower_bound_s(problem), peak_bytes=peaks)
+    return Verdict(feasible=True, makespan_s=claim.makespan_s, lower_bound_s=bound, peak_bytes=peaks)
 
 
 def _has_no_plan(problem: PlanningProblem) -> bool:
@@ -93,7 +98,7 @@ def _check_times(problem: PlanningProblem, plan: Plan, claim: PlanText) -> None:
     }
     for rank, order in enumerate(claim.orders):
         for step, row in enumerate(order):
-            _check_row(problem, plan, (rank, step), row, order[:step][-1:], slack)
+            _check_row(problem, plan, (rank, step), row, order[step - 1] if step else None, slack)
     for rank, order in enumerate(claim.orders):
         for step, row in enumerate(order):
             for needed, edge in plan.graph.needs(row.kind, row.stage, row.work):
@@ -118,7 +123,7 @@ def _check_row(
     plan: Plan,
     place: tuple[int, int],
     row: PlanRow,
-    before: Sequence[PlanRow],
+    before: PlanRow | None,
     slack: float,
 ) -> None:
     rank, step = place
@@ -126,8 +131,8 @@ def _check_row(
     seconds = plan.option(problem, row.stage, row.work).duration_s(row.kind)
     if abs(row.end_s - row.start_s - seconds) > slack:
         raise PlanError(f"{where}: {action} takes {row.end_s - row.start_s:.9g} s, but its option says {seconds:.9g}")
-    if before and row.start_s < before[0].end_s - slack:
+    if before and row.start_s < before.end_s - slack:
         raise PlanError(
             f"{where}.start_s = {row.start_s:.9g}: {action} starts before the action ahead of it ends at "
-            f"{before[0].end_s:.9g}"
+            f"{before.end_s:.9g}"
         )

@@ -3,9 +3,13 @@
 A rank may take its limit. The process itself, parameters (gathered copies included), gradients and optimizer state are
 there whatever the plan says; a margin is left for what no plan counts. Activations get the rest. After a step that
 took more than the limit the margin of that pipeline rank grows, from the second next step on: the next one is planned
-by then, and when the change begins must not depend on how fast somebody planned.
+by then, and when the change begins must not depend on how fast somebody planned. It always leaves room for a microbatch
+of any batch that was trained on.
 """
 
+import math
+import operator
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +21,9 @@ from mmtrain.models.spec import ModelSpec
 from mmtrain.planner.partition import Partition
 from mmtrain.planner.rank_state import RankState, Sharding
 from mmtrain.planner.simulator.cluster import Cluster
+from mmtrain.schedule.library.greedy import clusters
 from mmtrain.schedule.plan import exceeds
+from mmtrain.schedule.problem import PlanningProblem
 
 _COLUMNS = ("pp_rank", "limit", "process", "parameters", "gradients", "optimizer", "margin", "left for activations")
 
@@ -151,7 +157,7 @@ class MemoryBudget:
     def raised(self, excess_bytes: Sequence[float]) -> "MemoryBudget":
         """The budget after a step, with margins that cover what that step took beside the prediction.
 
-        One step takes no more than half of what was left for activations: a single strange one does not end a job.
+        One step takes no more than half of what was left for activations.
 
         Args: excess_bytes: [pp_rank] -> measured less predicted where the limit was passed; 0 elsewhere.
         """
@@ -159,6 +165,20 @@ class MemoryBudget:
         for rank, excess in zip(self.ranks, excess_bytes, strict=True):
             left = rank.activation_bytes or 0.0
             margins.append(max(rank.margin_bytes, min(excess, rank.margin_bytes + left / 2)))
+        return self.with_margins(margins)
+
+    def leaving(self, needed_bytes: Sequence[float], least: "MemoryBudget") -> "MemoryBudget":
+        """The budget with margins no larger than what activations, and reduced gradients at a step's end, leave.
+
+        Args:
+            needed_bytes: [pp_rank] -> the least that activations take.
+            least: of the same ranks; margins do not become smaller than its.
+        """
+        margins = []
+        for rank, needed, other in zip(self.ranks, needed_bytes, least.ranks, strict=True):
+            room = max(needed, rank.state.reduced_bytes) + 1.0  # of rounding
+            most = math.inf if rank.limit_bytes is None else rank.limit_bytes - rank.fixed_bytes - room
+            margins.append(max(other.margin_bytes, min(rank.margin_bytes, most)))
         return self.with_margins(margins)
 
 
@@ -233,6 +253,8 @@ class BudgetHistory:
     """Kind of device that the process's bytes were measured on."""
     margins: tuple[tuple[int, tuple[float, ...]], ...] = ()
     """(step, [pp_rank] -> bytes): from this step on. Ascending."""
+    needed_bytes: tuple[float, ...] = ()
+    """[pp_rank] -> the least that activations took in any batch, one microbatch alone; empty: no batch yet."""
 
     def at(self, step: int) -> MemoryBudget:
         """The budget that a step is planned with."""
@@ -244,12 +266,13 @@ class BudgetHistory:
         """The budget of steps that come late enough."""
         return self.budget.with_margins(self.margins[-1][1]) if self.margins else self.budget
 
-    def after(self, step: int, excess_bytes: Sequence[float]) -> "BudgetHistory":
-        """The history after a step. Args: excess_bytes: [pp_rank], as of `MemoryBudget.raised`."""
-        raised = self.newest.raised(excess_bytes).margin_bytes
-        if raised == self.newest.margin_bytes:
-            return self
-        return replace(self, margins=(*self.margins, (step + 2, raised)))
+    def after(self, step: int, excess_bytes: Sequence[float], needed_bytes: Sequence[float]) -> "BudgetHistory":
+        """The history after a step. Args: as of `MemoryBudget.raised` and, of this step's batch, `leaving`."""
+        before = self.needed_bytes or (0.0,) * len(self.budget.ranks)
+        needed = tuple(map(max, before, needed_bytes))
+        margins = self.newest.raised(excess_bytes).leaving(needed, self.budget).margin_bytes
+        more = () if margins == self.newest.margin_bytes else ((step + 2, margins),)
+        return replace(self, margins=(*self.margins, *more), needed_bytes=needed)
 
     def to_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as JSON holds it."""
@@ -258,6 +281,7 @@ class BudgetHistory:
             "device": self.device,
             "process_bytes": self.budget.ranks[0].process_bytes,
             "margins": [[step, list(margin_bytes)] for step, margin_bytes in self.margins],
+            "needed_bytes": list(self.needed_bytes),
         }
 
     def resumed(self, saved: Mapping[str, Any]) -> "BudgetHistory":
@@ -273,6 +297,34 @@ class BudgetHistory:
         equal = all(saved.get(key) == mine[key] for key in ("limit", "device"))
         if not equal or any(len(margin_bytes) != len(self.budget.ranks) for _, margin_bytes in rows):
             return self
-        least = self.budget.margin_bytes
-        margins = tuple((step, tuple(map(max, least, margin_bytes))) for step, margin_bytes in rows)
-        return replace(self, budget=self.budget.with_process(float(saved["process_bytes"])), margins=margins)
+        budget = self.budget.with_process(float(saved["process_bytes"]))
+        nothing = (0.0,) * len(budget.ranks)
+        margins = tuple(
+            (step, budget.with_margins(margin_bytes).leaving(nothing, budget).margin_bytes)
+            for step, margin_bytes in rows
+        )
+        needed = tuple(map(float, saved.get("needed_bytes", nothing)))
+        return replace(self, budget=budget, margins=margins, needed_bytes=needed)
+
+
+def least_activation_bytes(problem: PlanningProblem) -> tuple[float, ...]:
+    """[pp_rank] -> bytes with which one microbatch after another can run, each stage with its leanest option.
+
+    Works that depend on each other count as one microbatch. With less on any rank there is no plan.
+    """
+    graph, cluster = problem.graph, clusters(problem.graph)
+    kept: defaultdict[tuple[int, int], float] = defaultdict(float)
+    passing: defaultdict[tuple[int, int], float] = defaultdict(float)
+    restored = [0.0] * graph.num_ranks
+    for stage, work in graph.nodes():
+        rank, options = graph.stage_rank[stage], problem.options(stage, work)
+        key, least = (cluster[work], rank), min(option.activation_bytes for option in options)
+        if options[0].has_backward:
+            kept[key] += least
+        else:  # freed when its forward ends
+            passing[key] = max(passing[key], least)
+        restored[rank] = max(restored[rank], *(option.restored_bytes for option in options))
+    needed = [0.0] * graph.num_ranks
+    for key in (*kept, *passing):
+        needed[key[1]] = max(needed[key[1]], kept[key], passing[key])
+    return tuple(map(operator.add, needed, restored))

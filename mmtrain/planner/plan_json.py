@@ -11,7 +11,7 @@ from mmtrain.planner.plan import PlanResult
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.schedule.strict_json import amount, fields, integer, items, loads, string
+from mmtrain.schedule.strict_json import amount, fields, integer, items, loads, show, string
 from mmtrain.schedule.timeline import Row, Timeline
 
 VERSION = 1
@@ -123,7 +123,7 @@ def read_plan_text(text: str) -> PlanText:
     if integer(table["version"], "version") != VERSION:
         raise PlanError(f"version = {table['version']}; this program reads version {VERSION}")
     if table["status"] not in STATUSES:
-        raise PlanError(f"status = {table['status']!r}; it is one of {', '.join(STATUSES)}")
+        raise PlanError(f"status = {show(table['status'])}; it is one of {', '.join(STATUSES)}")
     amount(table["search_s"], "search_s")
     for key in ("evaluations", "seed"):
         if integer(table[key], key) < 0:

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from mmtrain.errors import PlanError
+from mmtrain.limits import RANKS, STAGES, VISITS
 from mmtrain.schedule.graph import ModuleStages, Work, WorkGraph
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
@@ -25,7 +26,7 @@ def plain_chain(
         seconds: F, I and W of all that one rank holds, for one microbatch.
         activation_bytes: what one rank holds of one microbatch.
         transfer_s: from one rank to the next.
-    Raises: PlanError: no rank or no microbatch, or a number of chunks that the schedule cannot have.
+    Raises: PlanError: no rank or no microbatch, too many, or a number of chunks that the schedule cannot have.
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise PlanError(f"a chain of {num_ranks} ranks and {num_microbatches} microbatches; both are at least 1")
@@ -34,6 +35,9 @@ def plain_chain(
     passes = num_segments or least
     if passes < least or (v and passes > 2):
         raise PlanError(f"{passes} chunks on each rank; this schedule needs {'' if v else 'at least '}{least}")
+    RANKS.check("a chain's ranks", num_ranks)
+    STAGES.check("a chain's stages", num_ranks * passes)
+    VISITS.check("a chain's stages times microbatches", num_ranks * passes * num_microbatches)
     down = list(range(num_ranks))
     stage_rank = down + down[::-1] if v else down * passes
     graph = WorkGraph(

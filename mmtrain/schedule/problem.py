@@ -1,21 +1,21 @@
 """The planning problem: a work graph with costs, options, transfers and memory limits, and its JSON form.
 
 All times are seconds, all sizes bytes. The JSON form is version 1 of mmtrain's planning format: an
-unknown key, a wrong type, an index out of range, a negative or non-finite number, a cycle or an empty
-list of ranks is refused with the dotted path of the fault.
+unknown key, a wrong type, an index out of range, a number outside of its range (`mmtrain.limits`), a
+cycle or an empty list of ranks is refused with the dotted path of the fault.
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import Kind
-from mmtrain.schedule.graph import Edge, ModuleStages, Work, WorkGraph
+from mmtrain.limits import BYTES, BYTES_PER_S, OPTIONS, RANKS, SECONDS, STAGES, VISITS, WORKS_BY_RANKS
+from mmtrain.schedule.action import BACKWARD, COMPUTE, Action, Kind
+from mmtrain.schedule.graph import Edge, Instruction, Link, ModuleStages, Work, WorkGraph
 from mmtrain.schedule.strict_json import (
     fields,
     integer,
@@ -24,6 +24,7 @@ from mmtrain.schedule.strict_json import (
     loads,
     number,
     read_text,
+    show,
     string,
     write_text,
 )
@@ -65,6 +66,10 @@ class Option:
             return self.held_for_weight_bytes - self.activation_bytes
         return -(self.activation_bytes if kind is Kind.B else self.held_for_weight_bytes)
 
+    def needed_bytes(self, kind: Kind) -> float:
+        """Bytes that a compute action of this kind takes while it runs, on top of what was held before it."""
+        return self.activation_bytes if kind is Kind.F else self.restored_bytes if kind in BACKWARD else 0.0
+
     def duration_s(self, kind: Kind) -> float:
         """Seconds that a compute action of this kind takes."""
         if kind is Kind.F:
@@ -84,6 +89,10 @@ class P2P:
     bytes_per_s: float
 
 
+BraidKey = tuple[tuple[Kind, int, int], ...]
+"""Of each part: kind, index of its option list in `PlanningProblem.costs`, index of the option."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanningProblem:
     """One iteration to be planned. `build` makes one; the graph's backward flags follow the options."""
@@ -98,6 +107,8 @@ class PlanningProblem:
     """[work][k] -> option list of the k-th stage of the work's module."""
     output_bytes: tuple[tuple[float, ...], ...]
     """[work][k] -> what the k-th stage sends on; its gradient is as large."""
+    braid_s: Mapping[BraidKey, float] = field(default_factory=dict)
+    """What a braid takes, by its parts; one that is absent takes as long as its parts together."""
 
     def __post_init__(self) -> None:
         graph = self.graph
@@ -108,18 +119,20 @@ class PlanningProblem:
             )
         for rank, limit in enumerate(self.memory_limit_bytes):
             if limit is not None:
-                _amount(f"memory_limit_bytes[{rank}]", limit)
-        _amount("p2p.latency_s", self.p2p.latency_s)
-        _amount("p2p.bytes_per_s", self.p2p.bytes_per_s)
-        if self.p2p.bytes_per_s <= 0:
-            raise PlanError(f"p2p.bytes_per_s = {self.p2p.bytes_per_s}; it must be above 0")
+                BYTES.check(f"memory_limit_bytes[{rank}]", limit)
+        SECONDS.check("p2p.latency_s", self.p2p.latency_s)
+        BYTES_PER_S.check("p2p.bytes_per_s", self.p2p.bytes_per_s)
         _check_options(self.costs)
         _check_rows("costs", self.cost_index, graph.modules, graph.works)
         _check_rows("output_bytes", self.output_bytes, graph.modules, graph.works)
+        rate = self.p2p.bytes_per_s
+        most = min(BYTES.most, SECONDS.most * rate)
         for work, row in enumerate(self.output_bytes):
             for k, amount in enumerate(row):
-                if not 0 <= amount < math.inf:
-                    _amount(f"works[{work}].output_bytes[{k}]", amount)
+                if not 0 <= amount <= most:
+                    where = f"works[{work}].output_bytes[{k}]"
+                    BYTES.check(where, amount)
+                    SECONDS.check(f"{where} = {amount:g}: its transfer at p2p.bytes_per_s = {rate:g}", amount / rate)
         flags = [options[0].has_backward for options in self.costs]
         if graph.backward != _backward_flags(flags, self.cost_index):
             raise PlanError("the graph's backward flags differ from those of the options; use PlanningProblem.build")
@@ -137,6 +150,8 @@ class PlanningProblem:
         output_bytes: Iterable[Sequence[float]],
         p2p: P2P,
         memory_limit_bytes: Sequence[float | None] | None = None,
+        braid_s: Mapping[BraidKey, float] | None = None,
+        instructions: Iterable[Instruction] = (),
     ) -> "PlanningProblem":
         """The problem whose graph takes its backward flags from the options.
 
@@ -146,6 +161,7 @@ class PlanningProblem:
         table = tuple(tuple(options) for options in costs)
         index = tuple(tuple(row) for row in cost_index)
         chains, listed = tuple(modules), tuple(works)
+        check_sizes(num_ranks, chains, listed)
         _check_options(table)
         _check_rows("costs", index, chains, listed)
         graph = WorkGraph(
@@ -154,6 +170,7 @@ class PlanningProblem:
             stage_rank=tuple(stage_rank),
             works=listed,
             backward=_backward_flags([options[0].has_backward for options in table], index),
+            instructions=tuple(instructions),
         )
         limits = (None,) * num_ranks if memory_limit_bytes is None else tuple(memory_limit_bytes)
         outputs = tuple(tuple(row) for row in output_bytes)
@@ -164,6 +181,7 @@ class PlanningProblem:
             costs=table,
             cost_index=index,
             output_bytes=outputs,
+            braid_s=braid_s or {},
         )
 
     @cached_property
@@ -183,25 +201,61 @@ class PlanningProblem:
 
     def options(self, stage: int, work: int) -> tuple[Option, ...]:
         """The option list of (stage, work)."""
-        return self.costs[self.cost_index[work][self.graph.place[stage][1]]]
+        return self.costs[self._list_of(stage, work)]
 
     def transfer_s(self, edge: Edge) -> float:
         """Seconds from the end of an edge's producer to its arrival (either direction); 0 on one rank."""
-        return self._transfer_s[edge.source, edge.work] if not self.graph.is_local(edge) else 0.0
+        if self.graph.is_local(edge):
+            return 0.0
+        if edge.size_bytes is not None:
+            return self.p2p.latency_s + edge.size_bytes / self.p2p.bytes_per_s
+        return self.message_s[self.graph.items.first[edge.work] + self.graph.items.position[edge.source]]
 
     @cached_property
-    def _transfer_s(self) -> dict[tuple[int, int], float]:
-        p2p, graph = self.p2p, self.graph
-        return {
-            (stage, work): p2p.latency_s + self.output_bytes[work][graph.place[stage][1]] / p2p.bytes_per_s
-            for stage, work in graph.nodes()
-        }
+    def message_s(self) -> list[float]:
+        """[message of the graph's items] -> seconds of its transfer."""
+        latency, rate = self.p2p.latency_s, self.p2p.bytes_per_s
+        sizes = [amount for row in self.output_bytes for amount in row]
+        return [latency + amount / rate for amount in (*sizes, *self.graph.items.link_bytes)]
+
+    def action_s(self, action: Action, work: int, chosen: Mapping[tuple[int, int], int]) -> float:
+        """Seconds of one entry of an order. Args: work: of its first part. chosen: option of each (stage, work)."""
+        if action.sub_actions:
+            works = [self.graph.work_of(part) for part in action.sub_actions]
+            key = tuple(
+                (part.kind, self._list_of(part.stage, w), chosen.get((part.stage, w), 0))
+                for part, w in zip(action.sub_actions, works, strict=True)
+            )
+            together = self.braid_s.get(key)
+            if together is None:
+                return sum(self.action_s(part, w, chosen) for part, w in zip(action.sub_actions, works, strict=True))
+            return together
+        node = action.stage, work
+        if action.kind not in COMPUTE:
+            return self.graph.instruction[action.kind, *node].seconds
+        return self.costs[self._list_of(*node)][chosen.get(node, 0)].duration_s(action.kind)
+
+    def action_bytes(self, action: Action, work: int, option: int) -> tuple[float, float]:
+        """What one action (no braid) takes while it runs, and what it leaves behind, less what it frees."""
+        if action.kind not in COMPUTE:
+            growth = self.graph.instruction[action.kind, action.stage, work].growth_bytes
+            return max(0.0, growth), growth
+        chosen = self.costs[self._list_of(action.stage, work)][option]
+        return chosen.needed_bytes(action.kind), chosen.growth_bytes(action.kind)
+
+    def _list_of(self, stage: int, work: int) -> int:
+        return self.cost_index[work][self.graph.items.position[stage]]
 
     # ------------------------------------------------------------------------------------- as JSON
 
     def to_json(self) -> str:
-        """The problem as JSON text of version 1, one line a work, that `from_json` reads back equal."""
+        """The problem as JSON text of version 1, one line a work, that `from_json` reads back equal.
+
+        Raises: PlanError: it has instructions or times of braids, which the format does not have.
+        """
         graph = self.graph
+        if graph.instructions or self.braid_s:
+            raise PlanError("a problem with instructions or times of braids has no JSON form; write it without them")
         head: dict[str, Any] = {
             "version": VERSION,
             "num_ranks": graph.num_ranks,
@@ -217,6 +271,7 @@ class PlanningProblem:
                 "microbatch": w.microbatch,
                 "sub_microbatch": w.sub_microbatch,
                 "after": list(w.after),
+                **({"links": [_link_to_json(link) for link in w.links]} if w.links else {}),
                 "costs": list(self.cost_index[i]),
                 "output_bytes": list(self.output_bytes[i]),
             }
@@ -256,23 +311,30 @@ class PlanningProblem:
 # --------------------------------------------------------------------------------------------- checking
 
 
-def _amount(where: str, value: float) -> None:
-    if not math.isfinite(value) or value < 0:
-        raise PlanError(f"{where} = {value}; it must be finite and at least 0")
+def check_sizes(num_ranks: int, modules: Sequence[ModuleStages], works: Sequence[Work]) -> None:
+    """Refuses what is too large to be planned. Raises: PlanError: with the number and the most that it may be."""
+    RANKS.check("num_ranks", num_ranks)
+    depth = [len(module.stages) for module in modules]
+    STAGES.check("modules: number of stages", sum(depth))
+    visits = sum(depth[work.module] for work in works if 0 <= work.module < len(depth))
+    VISITS.check("works: number of stages that they pass through", visits)
+    WORKS_BY_RANKS.check("works: their number times num_ranks", len(works) * num_ranks)
 
 
 def _check_options(costs: tuple[tuple[Option, ...], ...]) -> None:
-    amounts = ("forward_s", "backward_input_s", "backward_weight_s", "activation_bytes", "restored_bytes")
+    seconds = ("forward_s", "backward_input_s", "backward_weight_s")
+    sizes = ("activation_bytes", "restored_bytes", "weight_bytes")
     for i, options in enumerate(costs):
         if not options:
             raise PlanError(f"costs[{i}] is empty; a stage needs at least one option")
+        if len(options) not in OPTIONS:
+            raise PlanError(f"costs[{i}] has {len(options)} options; {OPTIONS.rule}")
         for j, option in enumerate(options):
-            for name in amounts:
-                value = getattr(option, name)
-                if not 0 <= value < math.inf:
-                    _amount(f"costs[{i}][{j}].{name}", value)
-            if option.weight_bytes is not None:
-                _amount(f"costs[{i}][{j}].weight_bytes", option.weight_bytes)
+            for names, allowed in ((seconds, SECONDS), (sizes, BYTES)):
+                for name in names:
+                    value = getattr(option, name)
+                    if value is not None and not 0 <= value <= allowed.most:
+                        allowed.check(f"costs[{i}][{j}].{name}", value)
             if option.has_backward != options[0].has_backward:
                 raise PlanError(
                     f"costs[{i}][{j}]: option {option.name!r} {'has a' if option.has_backward else 'has no'} "
@@ -323,6 +385,24 @@ def _option_to_json(option: Option) -> dict[str, Any]:
     if option.restored_bytes:
         table["restored_bytes"] = option.restored_bytes
     return table
+
+
+def _link_to_json(link: Link) -> dict[str, Any]:
+    table: dict[str, Any] = {"work": link.work, "source": link.source, "target": link.target, "grad": link.grad}
+    return table if link.size_bytes is None else {**table, "size_bytes": link.size_bytes}
+
+
+def _read_link(table: Any, where: str) -> Link:
+    fields(table, where, ("work", "source", "target"), optional=("grad", "size_bytes"))
+    if not isinstance(table.get("grad", True), bool):
+        raise PlanError(f"{where}.grad = {table['grad']!r}; it must be true or false")
+    return Link(
+        work=integer(table["work"], f"{where}.work"),
+        source=integer(table["source"], f"{where}.source"),
+        target=integer(table["target"], f"{where}.target"),
+        grad=table.get("grad", True),
+        size_bytes=number(table["size_bytes"], f"{where}.size_bytes") if "size_bytes" in table else None,
+    )
 
 
 def _read_problem(table: Any) -> PlanningProblem:
@@ -381,15 +461,20 @@ def _read_option(table: Any, where: str) -> Option:
 
 
 def _read_work(table: Any, where: str, names: Mapping[str, int]) -> tuple[Work, list[int], list[float]]:
-    fields(table, where, ("module", "microbatch", "sub_microbatch", "after", "costs", "output_bytes"))
+    keys = ("module", "microbatch", "sub_microbatch", "after", "costs", "output_bytes")
+    fields(table, where, keys, optional=("links",))
     module = string(table["module"], f"{where}.module")
     if module not in names:
-        raise PlanError(f"{where}.module = {module!r} does not exist; modules are {', '.join(names) or 'absent'}")
+        raise PlanError(f"{where}.module = {show(module)} does not exist; modules are {', '.join(names) or 'absent'}")
     work = Work(
         module=names[module],
         microbatch=integer(table["microbatch"], f"{where}.microbatch"),
         sub_microbatch=integer(table["sub_microbatch"], f"{where}.sub_microbatch"),
         after=tuple(integers(table["after"], f"{where}.after")),
+        links=tuple(
+            _read_link(value, f"{where}.links[{i}]")
+            for i, value in enumerate(items(table.get("links", []), f"{where}.links"))
+        ),
     )
     output = [
         number(value, f"{where}.output_bytes[{k}]")

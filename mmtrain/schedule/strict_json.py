@@ -6,22 +6,30 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as show  # which leaves out the middle of what is long
 from typing import Any
 
 from mmtrain.errors import PlanError
+from mmtrain.limits import FILE_BYTES
 
 
 def read_text(path: str | Path) -> str:
     """The text of a .json or .json.gz file.
 
-    Raises: PlanError: no such file, another ending, or not UTF-8 text.
+    Raises: PlanError: no such file, another ending, too long, or not UTF-8 text.
     """
     file = json_path(path)
     if not file.is_file():
         raise PlanError(f"{file}: {'is a folder' if file.is_dir() else 'there is no such file'}")
+    most = int(FILE_BYTES.most)
     try:
-        data = file.read_bytes()
-        return (gzip.decompress(data) if file.suffix == ".gz" else data).decode()
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as stream:
+            data = stream.read(most + 1)
+        if len(data) > most:
+            raise PlanError(
+                f"{file}: its text, unpacked, has more than {most} bytes, the most that is read; shorten it"
+            )
+        return data.decode()
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise PlanError(f"{file}: cannot be read: {error}") from error
 
@@ -68,7 +76,8 @@ def fields(table: Any, where: str, required: Sequence[str], optional: Sequence[s
     prefix = f"{where}." if where else ""
     for key in table:
         if key not in required and key not in optional:
-            raise PlanError(f"{prefix}{key} is unknown; known are {', '.join((*required, *optional))}")
+            name = key if key.isidentifier() and key.isascii() else repr(key)
+            raise PlanError(f"{prefix}{name} is unknown; known are {', '.join((*required, *optional))}")
     for key in required:
         if key not in table:
             raise PlanError(f"{prefix}{key} is missing")
@@ -84,7 +93,9 @@ def items(value: Any, where: str) -> Sequence[Any]:
 def integer(value: Any, where: str) -> int:
     """The value, if it is an integer. Raises: PlanError: it is something else; with the dotted path."""
     if type(value) is not int:
-        raise PlanError(f"{where} = {value!r} must be an integer, not {_json_type(value)}")
+        raise PlanError(f"{where} = {show(value)} must be an integer, not {_json_type(value)}")
+    if not -(2**63) <= value < 2**63:
+        raise PlanError(f"{where} = {show(value)} must be an integer of 64 bits")
     return value
 
 
@@ -96,7 +107,7 @@ def integers(value: Any, where: str) -> list[int]:
 def number(value: Any, where: str) -> float:
     """The value as a float, if it is a number. Raises: PlanError: it is something else."""
     if type(value) not in (int, float):
-        raise PlanError(f"{where} = {value!r} must be a number, not {_json_type(value)}")
+        raise PlanError(f"{where} = {show(value)} must be a number, not {_json_type(value)}")
     try:
         return float(value)
     except OverflowError as error:
@@ -107,18 +118,18 @@ def amount(value: Any, where: str) -> float:
     """The value as a float, if it is a finite number of at least 0. Raises: PlanError: it is something else."""
     found = number(value, where)
     if not 0 <= found < math.inf:
-        raise PlanError(f"{where} = {value!r} must be a finite number, and not negative")
+        raise PlanError(f"{where} = {show(value)} must be a finite number, and not negative")
     return found
 
 
 def string(value: Any, where: str) -> str:
     """The value, if it is a string. Raises: PlanError: it is something else."""
     if not isinstance(value, str):
-        raise PlanError(f"{where} = {value!r} must be a string, not {_json_type(value)}")
+        raise PlanError(f"{where} = {show(value)} must be a string, not {_json_type(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise PlanError(f"{where} = {value!r} is no text: {error.reason}") from error
+        raise PlanError(f"{where} = {show(value)} is no text: {error.reason}") from error
     return value
 
 

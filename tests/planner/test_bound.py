@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from mmtrain.planner.bound import lower_bound_s, one_machine_s
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.problem import P2P, PlanningProblem
 from tests.schedule.problems import chain, option, problems
 
 JOB = st.tuples(st.sampled_from([0.0, 1.0, 2.5]), st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([0.0, 1.0, 4.0]))
@@ -16,6 +16,12 @@ def test_a_chain() -> None:
     problem = chain(2, 8, cost=option(1.0, 2.0))
     assert lower_bound_s(problem) == 8 * 3.0 + 1.0
     assert lower_bound_s(problem, split=False) == 8 * 3.0 + 1.0 + 2.0  # the last backward goes on to the first rank
+
+
+def test_what_comes_after_the_last_backward_counts_its_transfer() -> None:
+    problem = chain(2, 8, cost=option(1.0, 2.0), p2p=P2P(latency_s=0.5, bytes_per_s=1.0))
+    # Rank 1 begins after a forward and a transfer, computes 24 s, and a transfer and a backward follow.
+    assert lower_bound_s(problem, split=False) == 1.5 + 8 * 3.0 + 2.5
 
 
 def test_one_machine_by_hand() -> None:

@@ -152,6 +152,15 @@ def test_bounds_that_are_false_are_refused(change: dict[str, Any], message: str)
         judge(CHAIN, json.dumps(table_of(CHAIN, "1F1B") | change))
 
 
+def test_a_bound_above_what_is_proven_is_refused_and_one_below_is_true() -> None:
+    table = table_of(CHAIN, "1F1B")
+    proven, makespan = table["lower_bound_s"], table["makespan_s"]
+    assert proven < makespan
+    with pytest.raises(PlanError, match=rf"lower_bound_s = {makespan:g} is above {proven:g}, which is proven for"):
+        judge(CHAIN, json.dumps(table | {"lower_bound_s": makespan}))
+    assert judge(CHAIN, json.dumps(table | {"lower_bound_s": proven / 2})).lower_bound_s == proven
+
+
 def test_no_plan_is_proven_only_where_an_option_does_not_fit_alone() -> None:
     together = two_modules(2, [1], memory_limit_bytes=[1.0, 9.0])  # each fits alone, both do not
     assert judge(together, json.dumps(table_of(together, "interleave"))).proven is False

@@ -2,18 +2,25 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mmtrain import config
 from mmtrain.cli import main
-from mmtrain.errors import ConfigError
-from mmtrain.memory_amount import MemoryAmount, show_gib
+from mmtrain.errors import ConfigError, PlanError
+from mmtrain.memory_amount import MemoryAmount, show_bytes, show_gib
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.memory_limit import BudgetHistory, MemoryBudget, MemoryRule
+from mmtrain.planner.memory_limit import BudgetHistory, MemoryBudget, MemoryRule, least_activation_bytes
+from mmtrain.planner.plan import make_plan
+from tests.schedule.problems import chain, option, problems
 
 GIB = 2**30
 MIB = 2**20
+NOTHING = (0.0, 0.0)
+"""That a batch needs."""
 
 
 def budget(*overrides: str, device_bytes: float | None = None, process_bytes: float = 0.0) -> MemoryBudget:
@@ -54,6 +61,21 @@ def test_an_amount_is_a_number_and_a_unit(text, expected):
     amount = MemoryAmount.parse("a.key", text)
     assert amount.num_bytes == expected
     assert amount.bytes_of(None) == amount.bytes_of(1.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [
+        (0, "0 B"),
+        (1000, "1000 B"),
+        (1024, "1.00 KiB"),
+        (30.2 * MIB, "30.2 MiB"),
+        (GIB - 1, "1.00 GiB"),
+        (9e15, "8185 TiB"),
+    ],
+)
+def test_bytes_are_shown_in_the_unit_that_suits_them(num_bytes, shown):
+    assert show_bytes(num_bytes) == shown
 
 
 def test_a_part_is_of_the_device():
@@ -246,30 +268,96 @@ def history(*overrides: str) -> BudgetHistory:
 
 def test_a_margin_covers_what_the_prediction_missed_from_the_second_next_step_on():
     start = history()
-    after = start.after(5, [0.0, 0.2 * GIB])
+    after = start.after(5, [0.0, 0.2 * GIB], NOTHING)
     base = 0.05 * GIB
     assert after.at(6).margin_bytes == (base, base)
     assert after.at(7).margin_bytes == after.newest.margin_bytes == (base, 0.2 * GIB)
     old, new = start.newest.ranks[1].activation_bytes, after.newest.ranks[1].activation_bytes
     assert old is not None and new is not None
     assert old - new == pytest.approx(0.15 * GIB)
-    assert after.after(6, [0.0, 0.1 * GIB]) is after  # covered already
-    assert after.after(6, [0.0, 0.0]) is after
+    assert after.after(6, [0.0, 0.1 * GIB], NOTHING) == after  # covered already
+    assert after.after(6, [0.0, 0.0], NOTHING) == after
 
 
 def test_one_step_takes_no_more_than_half_of_what_was_left():
     start = history()
     left = start.newest.ranks[0].activation_bytes
     assert left is not None
-    after = start.after(1, [50 * GIB, 0.0])
+    after = start.after(1, [50 * GIB, 0.0], NOTHING)
     assert after.newest.ranks[0].activation_bytes == pytest.approx(left / 2)
     after.newest.check()
+
+
+def test_a_margin_leaves_room_for_a_microbatch_of_every_batch_so_far():
+    found = history()
+    left = found.newest.ranks[0].activation_bytes
+    assert left is not None
+    for step in range(1, 40):
+        found = found.after(step, [50 * GIB, 0.0], [0.1 * left, 0.0])
+        found.newest.check()
+    assert found.newest.ranks[0].activation_bytes == pytest.approx(0.1 * left, abs=2)
+    assert len(found.margins) == 4  # 1/2, 1/4, 1/8, 1/10
+    larger = found.after(40, [50 * GIB, 0.0], [0.3 * left, 0.0])
+    assert larger.newest.ranks[0].activation_bytes == pytest.approx(0.3 * left, abs=2)
+    assert larger.after(41, [50 * GIB, 0.0], [0.1 * left, 0.0]) == larger
+    resumed = history().resumed(larger.to_dict())
+    assert resumed == larger
+    too_large = found.after(40, [50 * GIB, 0.0], [9 * left, 0.0])  # no margin helps this batch
+    assert too_large.newest.margin_bytes == history().newest.margin_bytes
+
+
+def test_a_margin_leaves_room_for_reduced_gradients():
+    found = history("parallelism.data_parallel_shard_degree=2")
+    reduced = found.newest.ranks[0].state.reduced_bytes
+    assert reduced > MIB / 4
+    for step in range(1, 40):
+        found = found.after(step, [50 * GIB, 50 * GIB], NOTHING)
+    found.newest.check()
+    assert found.newest.ranks[0].activation_bytes == pytest.approx(reduced, abs=2)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problem=problems(), data=st.data())
+def test_with_the_least_bytes_there_is_a_plan_and_with_less_there_is_none(problem, data):
+    least = least_activation_bytes(problem)
+    assert make_plan(dataclasses.replace(problem, memory_limit_bytes=least), "interleave").plan is not None
+    rank = data.draw(st.integers(0, problem.graph.num_ranks - 1))
+    if least[rank] > 0:
+        less = (*least[:rank], 0.99 * least[rank], *least[rank + 1 :])
+        tight = dataclasses.replace(problem, memory_limit_bytes=less)
+        assert make_plan(tight, "interleave").status == "infeasible"
+
+
+def test_what_a_backward_brings_back_needs_room_too():
+    cost = dataclasses.replace(option(activation_bytes=3.0), restored_bytes=4.0)
+    assert least_activation_bytes(chain(2, 5, num_segments=2, cost=cost)) == (10.0, 10.0)
+
+
+def test_a_batch_that_does_not_fit_beside_grown_margins_is_planned_without_them():
+    planner = IterationPlanner.of(config.load("debug_vlm.toml", ["planner.memory_limit=1GiB"]))
+    least = least_activation_bytes(planner.problem(meta(), searched=True)[1])
+    tight, wide = [0.9 * needed for needed in least], [1.1 * needed for needed in least]
+    iteration, first = planner.with_limits(tight).prepared(meta(), searched=True)
+    assert first.plan is None
+    assert re.fullmatch(
+        r"over the memory limit: the activations of one microbatch take at least 3\.\d\d MiB on pp_rank 0, but "
+        r'planner\.memory_limit = "1GiB" leaves them 2\.\d\d MiB; raise it, lower planner\.memory_margin, or make '
+        r"microbatches smaller \(training\.seq_len, of clips data\.max_total_seconds\)",
+        first.message,
+    ), first.message
+    with pytest.raises(PlanError, match="over the memory limit"):
+        planner.with_limits(tight).plan(meta())
+    iteration, first = planner.with_limits(tight, wide).prepared(meta(), searched=True)
+    assert first.plan is not None
+    assert iteration.problem.memory_limit_bytes == tuple(wide)
+    roomy = planner.with_limits(wide, [9 * limit for limit in wide])
+    assert roomy.prepared(meta(), searched=True)[0].problem.memory_limit_bytes == tuple(wide)
 
 
 def test_a_resumed_run_goes_on_with_margins_and_process():
     import json
 
-    stopped = history().after(3, [0.0, 0.2 * GIB]).after(5, [0.3 * GIB, 0.0])
+    stopped = history().after(3, [0.0, 0.2 * GIB], [MIB, 2 * MIB]).after(5, [0.3 * GIB, 0.0], [MIB, MIB])
     saved = json.loads(json.dumps(stopped.to_dict()))
     other = dataclasses.replace(history(), budget=history().budget.with_process(192 * MIB))
     resumed = other.resumed(saved)
@@ -282,7 +370,7 @@ def test_a_resumed_run_goes_on_with_margins_and_process():
 
 
 def test_another_limit_or_another_pipeline_starts_anew():
-    saved = history().after(3, [0.0, 0.2 * GIB]).to_dict()
+    saved = history().after(3, [0.0, 0.2 * GIB], NOTHING).to_dict()
     other = BudgetHistory(budget=budget("planner.memory_limit=2GiB"), device="cpu")
     assert other.resumed(saved) == other
     short = saved | {"margins": [[5, [1.0]]]}

@@ -178,8 +178,8 @@ def test_layers_need_no_more_than_their_spec_says() -> None:
         for tensor, (born, died) in zip(graph.tensors, run.lifetimes, strict=True)
         if born < forward_s < died and not tensor.persistent
     )
-    spec_bytes = language.layers[1].activation_bytes(TOKENS)
-    assert held == pytest.approx(spec_bytes, rel=0.25)
+    # 0.9450: fused kernels keep less than eager operations, whose casts and sums the spec counts.
+    assert held / language.layers[1].activation_bytes(TOKENS) == pytest.approx(0.945, abs=0.001)
 
 
 CLIPS = clips_work([8192, 8192], [64, 64], 16384)

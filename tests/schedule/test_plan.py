@@ -5,7 +5,7 @@ import pytest
 from mmtrain.errors import PlanError
 from mmtrain.schedule.plan import Plan, check, held_bytes
 from mmtrain.schedule.problem import Option
-from tests.schedule.problems import chain, option, two_modules
+from tests.schedule.problems import chain, halves, option, two_modules
 
 CHAIN = chain(2, 2)
 GOOD = "0F0.0 0F1.0 0B0.0 0B1.0\n1F0.0 1B0.0 1F1.0 1B1.0"
@@ -84,6 +84,18 @@ def test_split_backward_keeps_the_weight_bytes_until_w() -> None:
     assert held_bytes(plan, problem) == (((5, 5), (5, 2), (2, 0)),)
     whole = Plan.parse(problem.graph, "0F0.0 0B0.0")
     assert held_bytes(whole, problem) == (((5, 5), (5, 0)),)
+
+
+@pytest.mark.parametrize(("order", "held"), [("0F0.0 0I0.0 0W0.0", (5, 3)), ("0F0.0 0B0.0", (5, 0))])
+def test_both_kinds_of_backward_bring_back_what_they_recompute(order: str, held: tuple[float, float]) -> None:
+    cost = replace(halves(1, 1, 1, activation_bytes=1, weight_bytes=3), restored_bytes=4)
+    plan = Plan.parse(chain(1, 1).graph, order)
+    assert held_bytes(plan, chain(1, 1, cost=cost))[0][1] == held
+    check(plan, chain(1, 1, cost=cost, memory_limit_bytes=[5.0]))
+    with pytest.raises(
+        PlanError, match=r"rank 0, step 1: 0[IB]0.0 brings activations to 5 bytes, over the limit of 4.9"
+    ):
+        check(plan, chain(1, 1, cost=cost, memory_limit_bytes=[4.9]))
 
 
 def test_stage_without_backward_frees_its_memory_at_once() -> None:

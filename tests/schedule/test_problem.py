@@ -1,4 +1,5 @@
 import copy
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -123,11 +124,56 @@ def test_files_round_trip(tmp_path: Path, ending: str) -> None:
         ("works.0.output_bytes", [0, -1], r"works\[0\]\.output_bytes\[1\] = -1"),
         ("works.0.output_bytes", 5, r"works\[0\]\.output_bytes must be an array, not an integer"),
         ("works.1", [], r"works\[1\] must be an object, not an array"),
+        ("costs.0.0.forward_s", 9e307, r"costs\[0\]\[0\]\.forward_s = 9e\+307; it must be between 0 and 1e\+09 s"),
+        ("costs.0.1.activation_bytes", 2e18, r"activation_bytes = 2e\+18; it must be between 0 and 1e\+18 bytes"),
+        ("costs.0", TABLE["costs"][0] * 200, r"costs\[0\] has 400 options; it must be between 1 and 256"),
+        ("p2p.latency_s", 1e308, r"p2p\.latency_s = 1e\+308; it must be between 0 and 1e\+09 s"),
+        ("p2p.bytes_per_s", 1e-299, r"p2p\.bytes_per_s = 1e-299; it must be between 1 and 1e\+21 bytes/s"),
+        ("num_ranks", 10**6, r"num_ranks = 1000000; it must be between 1 and 1,024 ranks"),
+        ("modules.0.stages", [0] * 10_001, r"modules: number of stages = 10003; it must be between 0 and 10,000"),
+        (
+            "works",
+            [{**TABLE["works"][0], "microbatch": m} for m in range(50_001)],
+            r"pass through = 100002; .* 100,000",
+        ),
+        ("works.0.microbatch", 10**60, r"works\[0\]\.microbatch = 10+\.\.\.0+ must be an integer of 64 bits"),
+        ("works.0.module", "a" * 10**6, r"works\[0\]\.module = 'a{8,}\.\.\.a+' does not exist"),
     ],
 )
 def test_faults_are_refused_with_their_path(path: str, value: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         PlanningProblem.from_json(changed(path, value))
+
+
+def test_a_transfer_that_takes_for_ever_is_refused() -> None:
+    table = changed("p2p.bytes_per_s", 1.0)
+    table["works"][1]["output_bytes"] = [1e12, 0]
+    with pytest.raises(
+        PlanError, match=r"works\[1\]\.output_bytes\[0\] = 1e\+12: its transfer at p2p\.bytes_per_s = 1"
+    ):
+        PlanningProblem.from_json(table)
+
+
+def test_many_ranks_of_many_works_are_refused() -> None:
+    table = changed("num_ranks", 1024)
+    table["memory_limit_bytes"] = [None] * 1024
+    table["works"] = [{**TABLE["works"][0], "microbatch": m} for m in range(1000)]
+    with pytest.raises(PlanError, match=r"works: their number times num_ranks = 1024000; .* 1,000,000$"):
+        PlanningProblem.from_json(table)
+
+
+def test_names_from_a_file_stay_in_one_line() -> None:
+    with pytest.raises(PlanError) as caught:
+        PlanningProblem.from_json({**TABLE, "a\nb\ud800": 1})
+    assert str(caught.value).startswith(r"'a\nb\ud800' is unknown; known are")
+
+
+def test_a_file_that_unpacks_to_more_than_the_limit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "problem.json.gz"
+    path.write_bytes(gzip.compress(b" " * 2**20) * 129)
+    assert path.stat().st_size < 200_000
+    with pytest.raises(PlanError, match=r"problem\.json\.gz: its text.* has more than 134217728 bytes"):
+        PlanningProblem.read(path)
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ('{"a": 1, "a": 2}', "'a' stands twice")])

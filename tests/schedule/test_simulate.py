@@ -4,12 +4,13 @@ from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import RESULT_OF, Action
+from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
-from tests.schedule.problems import chain, option, problems
+from tests.schedule.problems import NO_P2P, chain, option, problems, two_modules
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> str:
@@ -64,6 +65,37 @@ def test_split_backward_lets_the_input_gradient_go_early() -> None:
         "0B0.0": (4, 10),
     }
     assert timeline.memory[1] == ((0.0, 0.0), (1, 3), (2, 3), (4, 1), (8, 0))
+
+
+def test_a_forward_waits_for_the_last_arrival_of_several_and_not_for_that_of_the_last_work() -> None:
+    problem = two_modules(2, [2])  # the language model's work needs vision works 0.0 and 0.1
+    plan = Plan.parse(
+        problem.graph,
+        "0F0.1 0F0.0 2F0.0 2B0.0 0B0.0 0B0.1\n1F0.1 1F0.0 3F0.0 3B0.0 1B0.0 1B0.1",
+    )
+    starts = {str(row.action): row.start_s for row in simulate(problem, plan).rows}
+    assert (starts["1F0.1"], starts["1F0.0"], starts["2F0.0"]) == (1.0, 2.0, 3.0)
+
+
+def test_a_backward_waits_for_the_last_gradient_of_several_and_not_for_that_of_the_last_work() -> None:
+    vision = Work(module=0, microbatch=0, sub_microbatch=0)
+    language = [Work(module=1, microbatch=0, sub_microbatch=i, after=(0,)) for i in range(2)]
+    problem = PlanningProblem.build(
+        num_ranks=2,
+        modules=[ModuleStages(name="vision", stages=(0, 1)), ModuleStages(name="language", stages=(2, 3))],
+        stage_rank=[0, 1, 0, 1],
+        works=[vision, *language],
+        costs=[[option()]],
+        cost_index=[[0, 0]] * 3,
+        output_bytes=[[0.0, 0.0]] * 3,
+        p2p=NO_P2P,
+    )
+    plan = Plan.parse(
+        problem.graph,
+        "0F0.0 2F0.0 2F0.1 2B0.1 2B0.0 0B0.0\n1F0.0 3F0.0 3F0.1 3B0.1 3B0.0 1B0.0",
+    )
+    times = {str(row.action): (row.start_s, row.end_s) for row in simulate(problem, plan).rows}
+    assert (times["2B0.1"], times["2B0.0"], times["1B0.0"]) == ((7.0, 9.0), (9.0, 11.0), (11.0, 13.0))
 
 
 def test_deadlock_is_an_error() -> None:

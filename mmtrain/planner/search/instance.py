@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mmtrain.limits import GROUPS_BY_RANKS
 from mmtrain.planner.search import kernels
 from mmtrain.planner.search.kernels import Instance, Workspace
 from mmtrain.schedule.action import Action, Kind
@@ -55,6 +56,7 @@ class Searched:
         for options, one in kinds:
             table.add(problem.costs[options], one)
         groups, group = _groups(problem, nodes)
+        GROUPS_BY_RANKS.check("works: their passes over the ranks, times num_ranks", len(groups) * graph.num_ranks)
         rank = np.array([graph.stage_rank[stage] for stage, _ in nodes], np.int64)
         cluster_of_work = clusters(graph)
         cluster = np.array([cluster_of_work[work] for _, work in nodes], np.int64)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmtrain.errors import PlanError
+from mmtrain.limits import THREADS
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.search import kernels
@@ -87,8 +88,7 @@ class SearchOptions:
         for name in ("budget_evaluations", "budget_s", "seed"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"{name} = {getattr(self, name)}; it must be finite and at least 0")
-        if self.threads < 1:
-            raise PlanError(f"threads = {self.threads}; it must be at least 1")
+        THREADS.check("threads", self.threads)
         if self.strategy not in (*CHAINS, "first"):
             raise PlanError(f"strategy {self.strategy!r} does not exist; choose one of {', '.join(CHAINS)}, first")
 

@@ -197,7 +197,7 @@ def test_every_layer_of_a_text_to_video_model_runs_on_every_division(division) -
 
 
 def test_a_block_of_a_dit_needs_about_what_its_spec_says() -> None:
-    """Held from forward to backward, by tensor lifetimes; the simulator's kernels save less than eager casts do."""
+    """Held from forward to backward, by tensor lifetimes: 164,096 bytes where the spec says 163,320."""
     model = t2v()
     layer = model_spec(model, dtype_bytes=4).module("dit").layers[1]
     made = dataclasses.replace(describer(model, "dit"), dtype_bytes=4).graph(layer, input_grad=True)
@@ -208,4 +208,4 @@ def test_a_block_of_a_dit_needs_about_what_its_spec_says() -> None:
         for tensor, (born, died) in zip(made.tensors, run.lifetimes, strict=True)
         if born < forward_s < died and not tensor.persistent
     )
-    assert held == pytest.approx(layer.activation_bytes(SIZE), rel=0.4)
+    assert held / layer.activation_bytes(SIZE) == pytest.approx(1.0048, abs=0.001)
