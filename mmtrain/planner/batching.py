@@ -107,15 +107,15 @@ def _feeding(sub: int, kind: Modality, feeds: Mapping[str, tuple[Modality, list[
 def _check_content(index: int, microbatch: MicrobatchMeta, kinds: Mapping[str, Modality]) -> None:
     """Refuses a microbatch with units that nobody consumes, or without some that it must have."""
     consumed = {kind.item: kind for kind in kinds.values()}
-    every = {kind.item: kind for kind in (make("causal") for make in MODALITIES.values())}
-    for item, kind in every.items():
+    for kind in (make("causal") for make in MODALITIES.values()):
         units = kind.units(microbatch)
-        if units and item not in consumed:
+        if units and kind.item not in consumed:
             raise DataError(
-                f"microbatch {index} has {len(units)} {item}s, the first {units[0].name}, but {kind.remedy}"
+                f"microbatch {index} has {len(units)} {kind.item}s, the first {units[0].name}, but {kind.remedy}"
             )
-        if not units and item in consumed and kind.required:
-            raise DataError(f"microbatch {index} has no {item}; every microbatch needs one")
+    for kind in consumed.values():
+        if kind.required and not kind.units(microbatch):
+            raise DataError(f"microbatch {index} has no {kind.item}; every microbatch needs one")
 
 
 def check_conservation(meta: IterationMeta, batching: Batching) -> None:
