@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy  # noqa: F401  what most tests import, loaded once before the forks
 import pytest
+from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = (
@@ -86,7 +87,10 @@ def start(mutant: Mutant, tree: Path) -> int:
 
         ranks.start_server = lambda: None  # only tests with ranks need it, and they start it themselves
         signal.alarm(TIMEOUT_S)
-        status = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "", *mutant.tests]))
+        # A failure is enough; it need not be made small.
+        settings.register_profile("mutants", deadline=None, phases=[Phase.explicit, Phase.generate])
+        known = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "--hypothesis-profile=mutants"]
+        status = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "", *known, *mutant.tests]))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -97,6 +101,7 @@ def start(mutant: Mutant, tree: Path) -> int:
 
 def run(mutants: list[Mutant], jobs: int) -> list[Mutant]:
     """Those that survive, after one line a mutant."""
+    sys.dont_write_bytecode = True  # two mutations of one second and size would share it
     survivors, waiting, running = [], mutants[::-1], {}
     with tempfile.TemporaryDirectory() as folder:
         trees = [_copy(Path(folder, str(number))) for number in range(jobs)]
