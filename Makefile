@@ -23,10 +23,10 @@ data/shapes/README.md: | venv
 	$(BIN)/mmtrain data shapes data/shapes --num-samples 6000 --seed 0
 
 train: venv data
-	$(BIN)/torchrun --nproc-per-node 2 train.py --config debug_vlm.toml
+	$(BIN)/mmtrain train --config debug_vlm.toml
 
 train-video: venv shapes
-	$(BIN)/torchrun --nproc-per-node 2 train.py --config debug_t2v.toml
+	$(BIN)/mmtrain train --config debug_t2v.toml
 
 # Tests side by side: many use one core, or wait. A test may itself start up to 8 processes.
 TEST_WORKERS ?= 2

@@ -6,6 +6,7 @@ are new objects each time, so that nothing cached is used twice.
 """
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -34,9 +35,12 @@ def measure() -> dict[str, float]:
     found: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
+        gc.collect()
+        gc.disable()  # what else is alive would be counted
         start = time.process_time()
         result = call()
         found[name] = found.get(name, 0.0) + time.process_time() - start
+        gc.enable()
         return result
 
     text = sorted((ROOT / "benchmarks/problems").glob("*.json.gz"))[-1]

@@ -201,7 +201,7 @@ class Checkpointer:
             names = (old.with_name(f"{word}-{number}-{old.name}") for number in itertools.count())
             new = next(name for name in names if not name.exists())
             os.replace(old, new)
-            logger.warning("%swent back to step %d: %s is now %s", reason, step, old, new.name)
+            logger.warning("%swent back to step %d: %s is now %s", reason, step, old.name, new.name)
 
     # -------------------------------------------------------------------------------------- loading
 

@@ -9,9 +9,10 @@ import io
 import json
 import pickle
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ class StoredCheckpoint:
     metadata: Metadata = field(init=False)
     _ends: dict[str, int] = field(init=False)
     """File -> bytes that the metadata want it to have at least."""
-    _checked: set[str] = field(default_factory=set)
+    _compared: set[str] = field(default_factory=set)
 
     @classmethod
     def open(cls, folder: Path, verify: str) -> "StoredCheckpoint":
@@ -136,8 +137,8 @@ class StoredCheckpoint:
     def load(self, tensors: dict[str, Any], *, no_dist: bool = False) -> None:
         """Fills tensors in place and replaces other values. Collective over the job, unless `no_dist`.
 
-        Each rank hashes the files that it reads before any rank reads; what one finds, all raise.
-        Raises:
+        Each file is hashed by one of the ranks that read it; what one finds, all raise.
+        Raises: each leaves the values undefined.
             CheckpointError: a file is damaged, or holds an object that is no plain value.
             MMTrainError: a file cannot be read.
         """
@@ -147,20 +148,31 @@ class StoredCheckpoint:
             except CheckpointException as error:
                 raise first_failure(error) from error
 
-    def check(self, names: Iterable[str]) -> None:
-        """Compares files of tensors with the manifest, each file once. Raises: as `load`."""
+    def check_sizes(self, names: Iterable[str]) -> None:
+        """Looks whether files of tensors are there, and as long as they should be. Raises: as `load`."""
         with self.reading():
-            for name in sorted(set(names) - self._checked):
-                path = self._regular(name)
-                if (size := path.stat().st_size) < self._ends[name]:
+            for name in sorted(set(names)):
+                size = self._regular(name).stat().st_size
+                if size < self._ends[name]:
                     raise self.damaged(f"{name} has {size} bytes and needs {self._ends[name]}")
-                if self.manifest is not None:
-                    self._compare(name, FileRecord.of(path))
-                self._checked.add(name)
+
+    def check_contents(self, names: Iterable[str]) -> None:
+        """Compares files of tensors with the manifest, each once. Raises: as `load`."""
+        with self.reading():
+            for name in sorted(set(names) - self._compared) if self.manifest is not None else ():
+                self._compare(name, FileRecord.of(self.folder / name))
+                self._compared.add(name)
 
     def damaged(self, what: str) -> CheckpointError:
-        """The error that says so."""
-        return CheckpointError(f"{self.folder} is damaged: {what}")
+        """The error that says so, in one line whatever the files hold."""
+        return CheckpointError(f"{self.folder} is damaged: {_printable(what)}")
+
+    def refused(self, part: str, name: str) -> CheckpointError:
+        """The error that a part of the checkpoint asks for something that is no data."""
+        return CheckpointError(
+            f"{self.folder} is refused: {_printable(part)} asks for {_printable(name)}, which no checkpoint needs; "
+            "loading it could run any program"
+        )
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -176,7 +188,7 @@ class StoredCheckpoint:
         except Exception as error:
             if self.manifest is not None:  # these are the bytes that were saved, so the mistake is not theirs
                 raise
-            reason = (str(error).strip().splitlines() or [""])[0]
+            reason, _, _ = str(error).partition("\n")
             raise self.damaged(f"it cannot be read: {type(error).__name__}: {reason}") from None
 
     def _regular(self, name: str) -> Path:
@@ -233,18 +245,19 @@ class StoredCheckpoint:
                 self._ends[name] = max(end, self._ends.get(name, 0))
             self.metadata.state_dict_metadata.keys()
         except _ForbiddenError as error:
-            raise CheckpointError(
-                f"{self.folder} is refused: {METADATA} asks for {error}, which no checkpoint needs; loading it could "
-                "run any program"
-            ) from None
+            raise self.refused(METADATA, str(error)) from None
         except Exception as error:
             raise self.damaged(f"{METADATA} cannot be read: {type(error).__name__}: {error}") from None
 
 
 def first_failure(error: CheckpointException) -> BaseException:
-    """What stopped the lowest of the ranks that failed in a save or load."""
-    cause: BaseException = min(error.failures.items())[1][0]
-    return cause
+    """What stopped a save or load: what we raised on purpose, else that of the lowest rank."""
+    causes: list[BaseException] = [cause for _, (cause, _) in sorted(error.failures.items())]
+    return next((cause for cause in causes if isinstance(cause, MMTrainError)), causes[0])
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 class _ForbiddenError(Exception):
@@ -290,8 +303,29 @@ class _Reader(dcp.FileSystemReader):
         return self._stored.metadata
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        self._stored.check(self.storage_data[item.storage_index].relative_path for item in plan.items)
+        self._stored.check_sizes(map(self._file, plan.items))
         return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Has each file hashed by one of its readers: who reads most of it, or else has least to hash."""
+        readers: dict[str, Counter[int]] = defaultdict(Counter)
+        for rank, plan in enumerate(plans):
+            for item in plan.items:
+                readers[self._file(item)][rank] += max(1, item.lengths.numel())
+        files: list[list[str]] = [[] for _ in plans]
+        for name, counts in sorted(readers.items()):
+            most = max(counts.values())
+            rank = min((r for r in counts if counts[r] == most), key=lambda r: (len(files[r]), r))
+            files[rank].append(name)
+        return [replace(plan, storage_data=own) for plan, own in zip(plans, files, strict=True)]
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        self._stored.check_contents(plan.storage_data)
+        return super().read_data(plan, planner)
+
+    def _file(self, item: Any) -> str:
+        name: str = self.storage_data[item.storage_index].relative_path
+        return name
 
 
 class _Planner(dcp.DefaultLoadPlanner):
@@ -311,8 +345,6 @@ class _Planner(dcp.DefaultLoadPlanner):
             with suppress(Exception):
                 unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(value)
             if not unsafe:
-                raise self._stored.damaged(f"{name} cannot be read") from None
-            raise CheckpointError(
-                f"{self._stored.folder} is refused: {name} asks for {unsafe[0]}, which no checkpoint needs; loading it "
-                "could run any program"
-            ) from None
+                file = self.metadata.storage_data[read_item.storage_index].relative_path
+                raise self._stored.damaged(f"{name} in {file} cannot be read") from None
+            raise self._stored.refused(name, unsafe[0]) from None

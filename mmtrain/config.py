@@ -679,7 +679,8 @@ class CommConfig:
     """[comm]: process groups."""
 
     timeout_seconds: int = 300
-    """A rank that waits longer for another one stops the job."""
+    """A rank that waits longer for another one ends the job, and names the rank that does not answer. It holds for
+    every process group; set it above the slowest thing that one rank does alone."""
 
     def __post_init__(self) -> None:
         _at_least("comm", self, timeout_seconds=1)

@@ -74,6 +74,6 @@ def leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if "torch" in sys.modules:
-        multiprocessing.util._run_finalizers()
+        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
         os._exit(status)
     sys.exit(status)

@@ -6,13 +6,14 @@ Pure: nothing is trained or loaded, and torch is not imported.
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from mmtrain.config import Config, check
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.planner.machine import Machine
 from mmtrain.planner.memory_limit import MemoryBudget, MemoryRule
+from mmtrain.planner.switches import SEARCHED
 from mmtrain.planner.typical_iterations import usual_workload
 from mmtrain.planner.whole_iteration import IterationSimulator, SimulatedIteration
 from mmtrain.planner.workloads import Bins, draw
@@ -20,6 +21,9 @@ from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.library.names import MEMORY_BOUNDED_SCHEDULES, ScheduleName
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.topology import AXES
+
+SEARCHED_LIMIT = "90%"
+"""Of a device's memory, where a search is simulated on hardware that is known and the job has no limit of its own."""
 
 _GIB = 2.0**30
 _COLUMNS = ("schedule", "iteration s", "min", "max", "MFU", "bubble", "gather s", "reduce s", "step s", "peak GiB")
@@ -31,7 +35,10 @@ class Question:
 
     config: Config
     """The job; its [planner] says on which hardware."""
-    schedules: tuple[ScheduleName, ...]
+    schedules: tuple[str, ...]
+    """Names of schedules; `SEARCHED`: the plans that the job's planner searches, whatever planner.enable says."""
+    evaluations: int = 100
+    """Plans that a search tries for each iteration and replica."""
     workload: str = ""
     """Name of one in `planner.workloads`; empty: the usual one of such jobs."""
     num_iterations: int = 40
@@ -43,15 +50,16 @@ class Question:
     """Pixels along a side of every picture or clip; None: as `planner.workloads` says."""
 
     def __post_init__(self) -> None:
-        for name in ("num_iterations", "num_replicas", "picture_side"):
+        for name in ("num_iterations", "num_replicas", "picture_side", "evaluations"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"simulate: {name} = {value}; it is at least 1")
         if self.seed < 0:
             raise ConfigError(f"simulate: seed = {self.seed}; it is at least 0")
         for index, schedule in enumerate(self.schedules):
-            if schedule not in CATALOGUE:
-                raise ConfigError(f"simulate: schedule {schedule!r} does not exist; choose of {', '.join(CATALOGUE)}")
+            if schedule not in (*CATALOGUE, SEARCHED):
+                known = ", ".join((*CATALOGUE, SEARCHED))
+                raise ConfigError(f"simulate: schedule {schedule!r} does not exist; choose of {known}")
             if schedule in self.schedules[:index]:
                 raise ConfigError(f"simulate: schedule {schedule!r} is named twice; name it once")
 
@@ -146,8 +154,8 @@ def simulate_job(question: Question, progress: Callable[[str, int], None] = lamb
     ]
     answers = []
     for schedule in question.schedules:
-        job, notes = with_schedule(config, schedule)
-        answers.append(_answer(job, schedule, machine, batches, notes, progress))
+        job, notes = with_schedule(config, schedule, question.evaluations)
+        answers.append(_answer(question, job, schedule, machine, batches, notes, progress))
     images = tuple(_mean_images(step) for step in batches)
     return Report(question=question, machine=machine, answers=tuple(answers), images=images)
 
@@ -157,26 +165,45 @@ def _mean_images(step: Sequence[IterationMeta]) -> float:
     return sum(b.num_images + b.num_clips for b in step) / sum(len(b.microbatches) for b in step)
 
 
-def with_schedule(config: Config, schedule: ScheduleName) -> tuple[Config, tuple[str, ...]]:
+def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[Config, tuple[str, ...]]:
     """The job under another schedule, and notes on what else had to change.
 
+    Args: schedule: also `SEARCHED`. evaluations: plans that a search tries for an iteration.
     Raises: ConfigError: the job does not go with the schedule.
     """
     notes: tuple[str, ...] = ()
     planner = config.planner
+    if schedule == SEARCHED:
+        return _with_search(config, evaluations)
     if planner.activation_memory_gib and schedule not in MEMORY_BOUNDED_SCHEDULES:
         planner = replace(planner, activation_memory_gib=0.0)
         notes = (f"{schedule} bounds activations by its own rule; planner.activation_memory_gib is left out",)
     if planner.memory_limit and schedule not in MEMORY_BOUNDED_SCHEDULES:
         planner = replace(planner, memory_limit="")
         notes = (f"{schedule} bounds memory by its own rule; planner.memory_limit is left out",)
-    parallelism = replace(config.parallelism, pipeline_parallel_schedule=schedule)
+    parallelism = replace(config.parallelism, pipeline_parallel_schedule=cast(ScheduleName, schedule))
     job = replace(config, parallelism=parallelism, planner=planner)
     check(job)
     return job, notes
 
 
+def _with_search(config: Config, evaluations: int) -> tuple[Config, tuple[str, ...]]:
+    """As `with_schedule`, for plans that the job's planner searches."""
+    planner = replace(config.planner, enable=True, budget_evaluations=evaluations, budget_s=0.0)
+    notes = [f"{SEARCHED}: the planner tries {evaluations} plans for each iteration (--evaluations)"]
+    if planner.hardware and not planner.memory_limit and not planner.activation_memory_gib:
+        planner = replace(planner, memory_limit=SEARCHED_LIMIT)
+        notes.append(
+            f'{SEARCHED}: planner.memory_limit = "{SEARCHED_LIMIT}", as the job sets none; without a limit a searched '
+            "plan may hold more than a device has"
+        )
+    job = replace(config, planner=planner)
+    check(job)
+    return job, tuple(notes)
+
+
 def _answer(
+    question: Question,
     job: Config,
     schedule: str,
     machine: Machine,
@@ -184,14 +211,14 @@ def _answer(
     notes: tuple[str, ...],
     progress: Callable[[str, int], None],
 ) -> Answer:
-    simulator = IterationSimulator.of(job, machine.network)
+    simulator = IterationSimulator.of(job, machine.network, searches=schedule == SEARCHED)
     budget = MemoryRule.of(job).budget(simulator.planner.spec, simulator.planner.partition)
     limited = budget if budget.limited else None
     steps: list[SimulatedIteration] = []
     first: Timeline | None = None
     for metas in batches:
         try:
-            step, timeline = simulator.simulate(metas)
+            step, timeline = simulator.simulate(metas, seed=question.seed, step=len(steps))
         except PlanError as error:
             fault = f"iteration {len(steps)}: {error}"
             return Answer(schedule=schedule, problem=fault, budget=limited, notes=notes)
@@ -217,8 +244,11 @@ def _notes(question: Question, machine: Machine) -> list[str]:
         )
     if config.model.dit is not None and config.model.vae is None:
         notes.append("latents count as given: no VAE runs here")
-    if config.planner.enable:
-        notes.append("planner.enable is left out: the orders are those of the schedules named here")
+    if config.planner.enable and SEARCHED not in question.schedules:
+        notes.append(
+            f"planner.enable is left out: the orders are those of the schedules named here (--schedule {SEARCHED} has "
+            "the planner's)"
+        )
     if config.regathered:
         notes.append('the gathers of parallelism.fsdp_reshard_after_forward = "always" count as hidden behind compute')
     if config.training.enable_cpu_offload:

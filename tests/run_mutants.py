@@ -8,14 +8,17 @@ an entry no longer fits the code.
 import argparse
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+
+import numpy  # noqa: F401  what most tests import, loaded once before the forks
+import pytest
+from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = (
@@ -29,6 +32,8 @@ COPIED = (
     "Makefile",
     "CHANGELOG.md",
 )
+
+TIMEOUT_S = 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +69,66 @@ def read() -> list[Mutant]:
     ]
 
 
-def is_killed(mutant: Mutant, tree: Path) -> bool:
-    """Whether a test fails in a copy of the tree with the mutation; the copy is as before afterwards."""
+def start(mutant: Mutant, tree: Path) -> int:
+    """The process that runs the tests of a mutant in a copy of the tree; its exit status is pytest's."""
     path = tree / mutant.file
-    text = path.read_text()
-    path.write_text("\n".join(mutant.new if line == mutant.old else line for line in text.split("\n")))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", *mutant.tests]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    path.write_text("\n".join(mutant.new if line == mutant.old else line for line in path.read_text().split("\n")))
+    child = os.fork()
+    if child:
+        return child
+    status = 3
     try:
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=600)
-    except subprocess.TimeoutExpired:
-        return True  # a loop that does not end is noticed, too
+        log = os.open(tree / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(tree)
+        sys.path[:0] = [str(tree)]
+        from tests import ranks
+
+        ranks.start_server = lambda: None  # only tests with ranks need it, and they start it themselves
+        signal.alarm(TIMEOUT_S)
+        # A failure is enough; it need not be made small.
+        settings.register_profile("mutants", deadline=None, phases=[Phase.explicit, Phase.generate])
+        known = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "--hypothesis-profile=mutants"]
+        status = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "", *known, *mutant.tests]))
+    except BaseException:
+        traceback.print_exc()
     finally:
-        path.write_text(text)
-    if done.returncode not in (0, 1, 2):
-        raise RuntimeError(f"{mutant}: pytest says {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.returncode != 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run(mutants: list[Mutant], jobs: int) -> list[Mutant]:
+    """Those that survive, after one line a mutant."""
+    sys.dont_write_bytecode = True  # two mutations of one second and size would share it
+    survivors, waiting, running = [], mutants[::-1], {}
+    with tempfile.TemporaryDirectory() as folder:
+        trees = [_copy(Path(folder, str(number))) for number in range(jobs)]
+        while waiting or running:
+            while waiting and trees:
+                mutant, tree = waiting.pop(), trees.pop()
+                running[start(mutant, tree)] = mutant, tree
+            child, status = os.wait()
+            mutant, tree = running.pop(child)
+            shutil.copy(ROOT / mutant.file, tree / mutant.file)
+            trees.append(tree)
+            code = os.waitstatus_to_exitcode(status)
+            if code not in (0, 1, 2, -signal.SIGALRM):  # passed, failed, failed to import, did not end
+                raise RuntimeError(f"{mutant}: pytest ended with {code}:\n{(tree / 'log').read_text()[-3000:]}")
+            survivors += [] if code else [mutant]
+            print(f"{'killed  ' if code else 'SURVIVED'} {mutant}", flush=True)
+    return survivors
+
+
+def _copy(tree: Path) -> Path:
+    tree.mkdir()
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, tree / name)
+    return tree
 
 
 def main() -> int:
@@ -93,31 +142,9 @@ def main() -> int:
     print(*faults, f"{len(mutants)} mutants, {len(faults)} that do not fit the code", sep="\n", flush=True)
     if faults or given.list:
         return bool(faults)
-    trees: SimpleQueue[Path] = SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(given.jobs):
-            tree = Path(folder, str(number))
-            tree.mkdir()
-            for name in COPIED:
-                if (ROOT / name).is_dir():
-                    shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-                else:
-                    shutil.copy(ROOT / name, tree / name)
-            trees.put(tree)
-
-        def run(mutant: Mutant) -> bool:
-            tree = trees.get()
-            try:
-                killed = is_killed(mutant, tree)
-            finally:
-                trees.put(tree)
-            print(f"{'killed  ' if killed else 'SURVIVED'} {mutant}", flush=True)
-            return killed
-
-        with ThreadPoolExecutor(given.jobs) as pool:
-            killed = list(pool.map(run, mutants))
-    print(f"{sum(killed)} of {len(killed)} killed")
-    return not all(killed)
+    survivors = run(mutants, given.jobs)
+    print(f"{len(mutants) - len(survivors)} of {len(mutants)} killed")
+    return bool(survivors)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,9 @@ def test_the_worked_schedule_is_added_shown_tested_and_run(tmp_path: Path, chart
     imported, entry = [body for body in blocks(DOCS / page, "python") if len(body.splitlines()) == 1]
     _insert(tmp_path / "mmtrain/schedule/library/catalogue.py", imported, before="from mmtrain.schedule.library.zbv")
     _insert(tmp_path / "mmtrain/schedule/library/catalogue.py", entry, before='    "1F1B": Schedule(')
-    _insert(tmp_path / "mmtrain/config.py", '    "Rounds",\n', before='    "1F1B",\n    "Interleaved1F1B",')
+    _insert(
+        tmp_path / "mmtrain/schedule/library/names.py", '    "Rounds",\n', before='    "1F1B",\n    "Interleaved1F1B",'
+    )
     for example in blocks(DOCS / page, "console"):
         command, _, shown = example.partition("\n")
         assert _output(command.removeprefix("$ ").split(), tmp_path) == shown, f"{command} prints something else now"

@@ -64,6 +64,7 @@ def test_pictures_and_traces_are_written(tmp_path, capsys):
         (["--workload", "mixx", "--picture-side", "112"], "did you mean 'mix'"),
         (["--iterations", "0"], "num_iterations = 0"),
         (["--replicas", "0"], "num_replicas = 0"),
+        (["--evaluations", "0"], "evaluations = 0"),
         (["--seed", "-1"], "seed = -1"),
         (["--picture-side", "0"], "picture_side = 0"),
         ([], "728 x 728 pixels makes 676 tokens"),
@@ -180,6 +181,37 @@ def test_torch_is_never_loaded():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+def test_a_job_with_the_planner_has_its_searched_plans_too(capsys):
+    assert main([*DEBUG, "--json"]) == 0
+    first = capsys.readouterr().out
+    named, searched = json.loads(first)["schedules"]
+    assert (named["schedule"], searched["schedule"]) == ("interleave", "searched")
+    assert searched["iteration_s"] < named["iteration_s"]
+    pairs = zip(named["iterations"], searched["iterations"], strict=True)
+    assert all(found["pipeline_s"] <= fixed["pipeline_s"] for fixed, found in pairs)
+    assert main([*DEBUG, "--json"]) == 0
+    assert capsys.readouterr().out == first
+    assert main([*DEBUG, "--planner.enable=false", "--schedule", "searched", "--evaluations", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[5].startswith("searched ")
+    assert "note: searched: the planner tries 3 plans for each iteration (--evaluations)" in out
+
+
+def test_a_search_chooses_memory_where_a_schedule_alone_has_no_plan():
+    asked = question("planner.memory_limit=16MiB", schedules=("interleave", "searched"), num_iterations=1)
+    named, searched = simulate_job(asked).answers
+    assert named.problem and not searched.problem
+
+
+def test_a_search_without_a_limit_gets_one_where_the_device_is_known(capsys):
+    words = [*DEBUG, "--schedule", "searched", "--evaluations", "5"]
+    assert main([*words, "--cluster", "a40x2"]) == 0
+    assert 'note: searched: planner.memory_limit = "90%", as the job sets none' in capsys.readouterr().out
+    for more in ([], ["--cluster", "a40x2", "--planner.memory_limit=2GiB"]):
+        assert main([*words, *more]) == 0
+        assert "as the job sets none" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("enable", ["true", "false"])

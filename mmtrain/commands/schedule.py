@@ -5,13 +5,14 @@ import csv
 import io
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mmtrain.errors import ConfigError, MMTrainError, PlanError
 
 if TYPE_CHECKING:
+    from mmtrain.config import PlannerConfig
     from mmtrain.planner.plan import PlanResult
     from mmtrain.schedule.lower import Program
     from mmtrain.schedule.plan import Plan
@@ -56,9 +57,14 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="compare schedules on one iteration",
         description="Plans one iteration by several schedules, and prints a line each: makespan, bubble, the longest "
         "idle time of a rank between its first and last action, peak of activations of the fullest and the emptiest "
-        "rank. A chain or a config's model is cut as each schedule wants it; a problem's stages stay where they are.",
+        "rank. A chain or a config's model is cut as each schedule wants it; a problem's stages stay where they are. "
+        "`searched` is what the planner's search makes of the stages of the best schedule named before it.",
     )
-    compare.add_argument("names", nargs="*", metavar="NAME", help="schedules (default: all)")
+    compare.add_argument("names", nargs="*", metavar="NAME", help="schedules, or searched (default: all)")
+    compare.add_argument(
+        "--evaluations", type=int, default=1000, metavar="N", help="plans that searched tries (default 1000)"
+    )
+    compare.add_argument("--seed", type=int, default=0, metavar="S", help="of the search (default 0)")
     _add_iteration(compare)
     compare.add_argument("--format", choices=["text", "csv", "json"], default="text", help="(default text)")
     compare.add_argument("--out", type=Path, metavar="FILE", help="file to write")
@@ -207,13 +213,31 @@ def _named(path: Path, read: Callable[[], _T]) -> _T:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    from mmtrain.planner.switches import SEARCHED
     from mmtrain.schedule.library.catalogue import CATALOGUE
 
     _check(args, "compare")
-    for name in args.names:
-        _check_name(name)
-    plan = _planner(args)
-    rows = [_row(name, plan) for name in args.names or CATALOGUE]
+    if args.evaluations < 1 or args.seed < 0:
+        raise ConfigError(
+            f"schedule compare: --evaluations {args.evaluations} --seed {args.seed}; they are at least 1 and 0"
+        )
+    names = args.names or [*CATALOGUE, SEARCHED]
+    for name in names:
+        if name != SEARCHED:
+            _check_name(name)
+    plan, note = _planner(args), ""
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        base, search = name, None
+        if name == SEARCHED:
+            named = [row for row in rows if not row["refused"]]
+            base = min(named, key=lambda row: row["makespan_s"])["schedule"] if named else None
+            search = _Search(args.evaluations, args.seed)
+            note = (
+                f"searched: what planner.enable makes of the stages of {base or 'the default schedule'}; "
+                f"{args.evaluations} plans tried, seed {args.seed} (--evaluations, --seed)\n"
+            )
+        rows.append(_row(name, base, search, plan))
     if args.format == "json":
         text = json.dumps(rows, indent=1) + "\n"
     elif args.format == "csv":
@@ -223,17 +247,17 @@ def _compare(args: argparse.Namespace) -> int:
         table.writerows(rows)
         text = file.getvalue()
     else:
-        text = _table(rows)
+        text = _table(rows) + note
     _write(text, args.out)
     return 0
 
 
-def _row(name: str, plan: Callable[[str], _Planned]) -> dict[str, Any]:
+def _row(name: str, base: str | None, search: "_Search | None", plan: "_Planner") -> dict[str, Any]:
     """One line of the comparison; a schedule that cannot plan this iteration has the reason alone."""
     row: dict[str, Any] = {"schedule": name}
     numbers = ("makespan_s", "bubble", "idle_s", "peak_bytes", "least_peak_bytes")
     try:
-        timeline = plan(name).timeline
+        timeline = plan(base, search).timeline
     except MMTrainError as error:
         return row | dict.fromkeys(numbers) | {"refused": str(error).splitlines()[0]}
     idle = max(span - busy for span, busy in zip(timeline.span_s, timeline.busy_s, strict=True))
@@ -289,8 +313,30 @@ def _check(args: argparse.Namespace, verb: str) -> None:
         raise ConfigError(f"{where}: --out {args.out}: the folder {args.out.parent} does not exist")
 
 
-def _planner(args: argparse.Namespace) -> Callable[[str | None], _Planned]:
-    """Plans the iteration by a schedule's name; None: the config's, else 1F1B."""
+@dataclass(frozen=True)
+class _Search:
+    """The planner's search in place of a schedule's order."""
+
+    evaluations: int
+    seed: int
+
+    def section(self, given: "PlannerConfig | None" = None) -> "PlannerConfig":
+        """What a job that searches has as [planner]. Args: given: of the job."""
+        from mmtrain.config import PlannerConfig
+
+        return replace(given or PlannerConfig(), enable=True, budget_evaluations=self.evaluations, budget_s=0.0)
+
+
+class _Planner(Protocol):
+    """Plans the iteration."""
+
+    def __call__(self, name: str | None, search: _Search | None = None) -> _Planned:
+        """Args: name: of a schedule; None: the config's, else 1F1B. search: on its stages."""
+        ...
+
+
+def _planner(args: argparse.Namespace) -> _Planner:
+    """What plans the iteration that the options name."""
     if args.config:
         return _of_config(args)
     from mmtrain.schedule.chain import plain_chain
@@ -300,18 +346,18 @@ def _planner(args: argparse.Namespace) -> Callable[[str | None], _Planned]:
     given = PlanningProblem.read(args.problem) if args.problem else None
     costs = _chain_costs(args.costs)
 
-    def plan(name: str | None) -> _Planned:
+    def plan(name: str | None, search: _Search | None = None) -> _Planned:
         name = name or "1F1B"
         _check_name(name)
         problem = given or plain_chain(
             args.pp or 4, args.microbatches or 8, CATALOGUE[name], num_segments=args.segments or 0, **costs
         )
-        return _plan(name, problem, None)
+        return _plan(name, problem, None, search, search.section() if search else None)
 
     return plan
 
 
-def _of_config(args: argparse.Namespace) -> Callable[[str | None], _Planned]:
+def _of_config(args: argparse.Namespace) -> _Planner:
     from mmtrain import config
     from mmtrain.data.loader import Loader
     from mmtrain.planner.iteration import IterationPlanner
@@ -320,23 +366,34 @@ def _of_config(args: argparse.Namespace) -> Callable[[str | None], _Planned]:
     with Loader(job, dp_degree=job.parallelism.mesh_shape.dp, num_workers=0, num_steps=number + 1) as loader:
         *_, (_, meta, _) = loader
 
-    def plan(name: str | None) -> _Planned:
+    def plan(name: str | None, search: _Search | None = None) -> _Planned:
         chosen = job
         if name:
             _check_name(name)
             chosen = config.load(args.config, [*args.overrides, f"parallelism.pipeline_parallel_schedule={name}"])
+        if search:
+            chosen = replace(chosen, planner=search.section(chosen.planner))
+            config.check(chosen)
         planner = IterationPlanner.of(chosen)
-        problem = planner.problem(meta, searched=args.verb == "show" and args.format == "problem")[1]
-        return _plan(planner.schedule, problem, lambda plan: planner.lower(plan, problem))
+        searched = bool(search) or (args.verb == "show" and args.format == "problem")
+        problem = planner.problem(meta, searched=searched)[1]
+        return _plan(planner.schedule, problem, lambda plan: planner.lower(plan, problem), search, planner.section)
 
     return plan
 
 
-def _plan(name: str, problem: "PlanningProblem", lower: "Callable[[Plan], Program] | None") -> _Planned:
+def _plan(
+    name: str,
+    problem: "PlanningProblem",
+    lower: "Callable[[Plan], Program] | None",
+    search: _Search | None,
+    section: "PlannerConfig | None",
+) -> _Planned:
     from mmtrain.planner.plan import make_plan
+    from mmtrain.planner.switches import searched_plan
     from mmtrain.schedule import lower as lowering
 
-    result = make_plan(problem, name)
+    result = searched_plan(problem, name, section, seed=search.seed) if search and section else make_plan(problem, name)
     return _Planned(name, problem, result, lower or (lambda plan: lowering.lower(plan, problem, sharded=False)))
 
 

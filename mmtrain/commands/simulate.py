@@ -21,7 +21,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
     parser.add_argument("--cluster", metavar="NAME", help="such as h800x16; sets planner.hardware")
     parser.add_argument(
-        "--schedule", metavar="A,B,...", help="see docs/schedule.md (default: parallelism.pipeline_parallel_schedule)"
+        "--schedule",
+        metavar="A,B,...",
+        help="see docs/schedule.md; `searched`: plans of the planner's search (default: "
+        "parallelism.pipeline_parallel_schedule, and searched with planner.enable)",
+    )
+    parser.add_argument(
+        "--evaluations", type=int, default=100, metavar="N", help="plans that a search tries (default 100)"
     )
     parser.add_argument(
         "--workload", default="", metavar="NAME", help="see docs/workloads.md (default mix, or video_captions)"
@@ -43,6 +49,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
     from mmtrain import line_chart
     from mmtrain.errors import ConfigError
+    from mmtrain.planner.switches import SEARCHED
     from mmtrain.schedule.draw import trace_events
     from mmtrain.simulate import Question, simulate_job, table, to_json
 
@@ -53,9 +60,11 @@ def _simulate(args: argparse.Namespace) -> int:
         raise ConfigError("simulate: --cluster sets planner.hardware; give one of the two")
     overrides = [*args.overrides, *([f'planner.hardware="{args.cluster}"'] if args.cluster else [])]
     job = config.load(args.config, overrides)
+    schedules = [job.parallelism.pipeline_parallel_schedule, *([SEARCHED] if job.planner.enable else [])]
     question = Question(
         config=job,
-        schedules=tuple(args.schedule.split(",")) if args.schedule else (job.parallelism.pipeline_parallel_schedule,),
+        schedules=tuple(args.schedule.split(",") if args.schedule else schedules),
+        evaluations=args.evaluations,
         workload=args.workload,
         num_iterations=args.iterations,
         num_replicas=args.replicas,

@@ -46,7 +46,7 @@ class RollCall:
             self._store.set("all started", "")
         try:
             self._store.wait(["all started"], timedelta(seconds=wait_s))
-        except dist.DistError:
+        except RuntimeError:  # each store raises another one
             absent = [rank for rank in range(self._world_size) if not self._store.check([f"name {rank}"])]
             raise RankLostError(
                 f"rank {self.rank} waited {wait_s:g} s for the job to start, but {_ranks(absent)} of "
@@ -56,10 +56,12 @@ class RollCall:
 
     def tell(self, error: Exception) -> None:
         """Leaves for the other ranks why this one ends, unless one has done so before."""
-        known = isinstance(error, MMTrainError)
-        kind = type(error).__name__ if known else RankLostError.__name__
-        text = str(error) if known else f"rank {self.rank} failed: {type(error).__name__}: {error}; see its traceback"
-        _within(_LEAST_PATIENCE_S, lambda: self._first_reason(kind, text))
+        told = (
+            error
+            if isinstance(error, MMTrainError)
+            else RankLostError(f"rank {self.rank} failed: {type(error).__name__}: {error}; see its traceback")
+        )
+        _within(_LEAST_PATIENCE_S, lambda: self._first_reason(told))
 
     def reason(self, what: str, timeout_s: float) -> MMTrainError:
         """Why a collective of this rank failed, the same on all ranks that ask within a few seconds.
@@ -83,24 +85,26 @@ class RollCall:
         silent = [rank for rank in range(self._world_size) if not self._store.check([f"here {rank}"])]
         if not silent:
             return self._first_reason(
-                RankLostError.__name__,
-                f"{what}; all ranks answer: one was slower than that, or they wait for each other. Raise "
-                "comm.timeout_seconds, or look at the processes while they hang (py-spy dump)",
+                RankLostError(
+                    f"{what}; all ranks answer: one was slower than that, or they wait for each other. Raise "
+                    "comm.timeout_seconds, or look at the processes while they hang (py-spy dump)"
+                )
             )
         names = [self._store.get(f"name {rank}").decode() for rank in silent]
-        is_are, it_they = ("does not", "it is") if len(silent) == 1 else ("do not", "they are")
+        does_not, it_is = ("does not", "it is") if len(silent) == 1 else ("do not", "they are")
         return self._first_reason(
-            RankLostError.__name__,
-            f"{what}; {', '.join(names)} {is_are} answer: {it_they} stopped, dead or busy for longer than "
-            "comm.timeout_seconds, or the network is down",
+            RankLostError(
+                f"{what}; {', '.join(names)} {does_not} answer: {it_is} stopped, dead or busy for longer than "
+                "comm.timeout_seconds, or the network is down"
+            )
         )
 
-    def _first_reason(self, kind: str, text: str) -> MMTrainError:
+    def _first_reason(self, mine: MMTrainError) -> MMTrainError:
         """The reason of the rank that came first, perhaps this one's."""
         if self._store.add("reasons", 1) == 1:
-            self._store.set("reason", json.dumps([kind, text]))
+            self._store.set("reason", json.dumps([type(mine).__name__, str(mine)]))
         kind, text = json.loads(self._store.get("reason"))
-        return getattr(errors, kind)(text)  # type: ignore[no-any-return]
+        return getattr(errors, kind, MMTrainError)(text)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -168,7 +168,11 @@ class IterationPlanner:
     def first(self, iteration: Iteration) -> PlanResult:
         """The plan of the schedule, or why there is none; equal on every rank, and never an exception."""
         found = first_plan(iteration.problem, self.schedule, self.section)
-        return found if found.plan is not None else replace(found, message=self._too_tight(iteration) or found.message)
+        return (
+            found
+            if found.plan is not None
+            else replace(found, message=self.too_tight(iteration.problem) or found.message)
+        )
 
     def prepared(
         self,
@@ -198,17 +202,20 @@ class IterationPlanner:
         wide = self.with_limits(self.widest_limits)
         return wide.prepared(meta, forward_only=forward_only, searched=searched, pricing=pricing)
 
-    def _too_tight(self, iteration: Iteration) -> str:
+    def too_tight(self, problem: PlanningProblem) -> str:
         """Which memory limit leaves a rank less than one microbatch takes, and what to do; empty: none does."""
-        limits = iteration.problem.memory_limit_bytes
-        for rank, (needed, limit) in enumerate(zip(least_activation_bytes(iteration.problem), limits, strict=True)):
+        pairs = zip(least_activation_bytes(problem), problem.memory_limit_bytes, strict=True)
+        for rank, (needed, limit) in enumerate(pairs):
             if limit is not None and exceeds(needed, limit):
-                key, margin = f'planner.memory_limit = "{self.section.memory_limit}"', ", lower planner.memory_margin"
+                key, less = f'planner.memory_limit = "{self.section.memory_limit}"', ["lower planner.memory_margin"]
                 if not self.section.memory_limit:
-                    key, margin = f"planner.activation_memory_gib = {self.section.activation_memory_gib:g}", ""
+                    key, less = f"planner.activation_memory_gib = {self.section.activation_memory_gib:g}", []
+                if all(len(options) == 1 for options in problem.costs):
+                    less.append("recompute more (activation_checkpoint.mode)")
+                advice = ", ".join(["raise it", *less])
                 return (
                     f"over the memory limit: the activations of one microbatch take at least {show_bytes(needed)} on "
-                    f"pp_rank {rank}, but {key} leaves them {show_bytes(limit)}; raise it{margin}, or make "
+                    f"pp_rank {rank}, but {key} leaves them {show_bytes(limit)}; {advice}, or make "
                     "microbatches smaller (training.seq_len, of clips data.max_total_seconds)"
                 )
         return ""

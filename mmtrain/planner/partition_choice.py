@@ -19,7 +19,7 @@ from mmtrain.planner.cost_model import CostModel
 from mmtrain.planner.job_costs import cost_model
 from mmtrain.planner.memory_limit import MemoryRule
 from mmtrain.planner.partition import Partition, mixed_partition, partition, reference_sizes
-from mmtrain.planner.typical_iterations import TypicalIterations
+from mmtrain.planner.typical_iterations import MOST_MICROBATCHES, TypicalIterations
 from mmtrain.planner.vision_works import sub_microbatch_size
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 
@@ -193,7 +193,12 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
         return Choice(partition=separated(min(apart, key=_simplicity)))
     try:
         few = TypicalIterations.draw(
-            config, spec, costs, sub_microbatch, most_microbatches=2 * num_ranks, most_iterations=1
+            config,
+            spec,
+            costs,
+            sub_microbatch,
+            most_microbatches=min(2 * num_ranks, MOST_MICROBATCHES),
+            most_iterations=1,
         )
         typical = TypicalIterations.draw(config, spec, costs, sub_microbatch)
     except ConfigError:  # the encoder reads something else than pictures: no workload stands for it

@@ -6,10 +6,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from mmtrain.config import PlannerConfig
+from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.plan import PlanResult
-from mmtrain.planner.search.search import SearchOptions, fit_memory
+from mmtrain.planner.search.search import SearchOptions, fit_memory, search
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
+
+SEARCHED = "searched"
+"""Stands among the names of schedules for the plans of the planner's search."""
 
 
 class Search(Protocol):
@@ -92,6 +96,15 @@ def choose_plan(
         return first
     message = f"{first.message}, with memory options chosen for it"
     return replace(first, status="improved", message=message, plan=fitted, timeline=timeline)
+
+
+def searched_plan(problem: PlanningProblem, schedule: str, section: PlannerConfig, *, seed: int) -> PlanResult:
+    """The plan that a job with this section trains with, if its search is in time; or why there is none.
+
+    Args: schedule: parallelism.pipeline_parallel_schedule. seed: of the search, as `search_seed` gives it.
+    """
+    options = search_options(section, seed=seed, threads=1)
+    return choose_plan(problem, first_plan(problem, schedule, section), section, options, search, lambda: False)
 
 
 def show_switches(section: PlannerConfig, threads: int) -> str:

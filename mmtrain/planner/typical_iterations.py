@@ -6,6 +6,7 @@ Every rank, and a run that goes on from a checkpoint, draws the same ones, befor
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mmtrain.config import Config, PlannerConfig
 from mmtrain.data.metadata import IterationMeta
@@ -34,6 +35,10 @@ MOST_MICROBATCHES = 32
 """Of one drawn iteration, and of all drawn iterations together, but for the first."""
 MOST_ITERATIONS = 4
 
+SHORT_S = 1.0
+"""Where a rank computes for less than this in an iteration, orders of `interleave` stand for those of the planner's
+search: to load its kernels, or on a new machine to compile them, would take longer than many such iterations."""
+
 _EVALUATIONS = 16
 """Plans that the planner's search tries for each drawn iteration."""
 
@@ -51,6 +56,10 @@ class TypicalIterations:
     costs: CostModel
     section: PlannerConfig
     schedule: str
+    num_ranks: int
+    """Pipeline ranks."""
+    shortened: float
+    """Microbatches of one of the job's iterations over those of a drawn one."""
     memory: MemoryChoices
     plane: Plane
     """The ranks of a stage."""
@@ -75,8 +84,8 @@ class TypicalIterations:
         Args: most_microbatches: of each; a job may have more.
         Raises: ConfigError: the encoder reads no pictures.
         """
-        bins = Bins.typical(config)
-        bins = replace(bins, num_microbatches=min(bins.num_microbatches, most_microbatches))
+        whole = Bins.typical(config)
+        bins = replace(whole, num_microbatches=min(whole.num_microbatches, most_microbatches))
         plane = Plane.of(config)
         number = max(1, min(most_iterations, MOST_MICROBATCHES // bins.num_microbatches))
         name = usual_workload(config)
@@ -86,6 +95,8 @@ class TypicalIterations:
             costs=costs,
             section=config.planner,
             schedule=config.parallelism.pipeline_parallel_schedule,
+            num_ranks=config.parallelism.pipeline_parallel_degree,
+            shortened=whole.num_microbatches / bins.num_microbatches,
             memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
             plane=plane,
             memory_rule=MemoryRule.of(config),
@@ -117,6 +128,12 @@ class TypicalIterations:
     def _searches(self) -> bool:
         return self.section.enable and self.section.interleave
 
+    @cached_property
+    def is_short(self) -> bool:
+        """Whether one of the job's iterations has less than `SHORT_S` of compute for a pipeline rank."""
+        drawn_s = sum(map(sum, self.layer_seconds().values())) / len(self.batchings)
+        return self.shortened * drawn_s < SHORT_S * self.num_ranks
+
     def _makespan_s(self, parts: Partition, batching: Batching, within: MemoryRule | None) -> float:
         rule = within if within and self._searches else self.memory_rule
         budget = rule.budget(self.spec, parts) if rule else None
@@ -144,8 +161,8 @@ class TypicalIterations:
 
     def _plan(self, problem: PlanningProblem) -> PlanResult:
         section = self.section
-        if not self._searches:
-            return first_plan(problem, self.schedule, section)
+        if not self._searches or self.is_short:
+            return first_plan(problem, "interleave" if self._searches else self.schedule, section)
         options = SearchOptions(
             budget_evaluations=_EVALUATIONS,
             strategy=section.strategy,

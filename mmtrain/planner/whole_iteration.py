@@ -16,6 +16,7 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.machine import Network
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.rank_state import RankState, Sharding
+from mmtrain.planner.switches import search_seed, searched_plan
 from mmtrain.schedule.timeline import Timeline
 
 
@@ -58,9 +59,11 @@ class IterationSimulator:
     """[pp_rank][i] -> seconds of the UNSHARD of its i-th stage; they run one after the other."""
     reduce_s: tuple[float, ...]
     """[pp_rank] -> seconds of all its REDUCE."""
+    searches: bool = False
+    """Whether plans are searched as `[planner]` says; else each has the order of the job's schedule."""
 
     @classmethod
-    def of(cls, config: Config, network: Network) -> "IterationSimulator":
+    def of(cls, config: Config, network: Network, *, searches: bool = False) -> "IterationSimulator":
         """The simulator of a job. Raises: ConfigError: a model that cannot be built, cut or divided."""
         planner, sharding = IterationPlanner.of(config), Sharding.of(config)
         ranks = range(planner.partition.num_ranks)
@@ -70,21 +73,29 @@ class IterationSimulator:
             states=states,
             gather_s=tuple(tuple(sharding.gather_s(network, s, rank) for s in states[rank].stages) for rank in ranks),
             reduce_s=tuple(sum(sharding.reduce_s(network, s, rank) for s in states[rank].stages) for rank in ranks),
+            searches=searches,
         )
 
-    def simulate(self, metas: Sequence[IterationMeta]) -> tuple[SimulatedIteration, Timeline]:
+    def simulate(
+        self, metas: Sequence[IterationMeta], *, seed: int = 0, step: int = 0
+    ) -> tuple[SimulatedIteration, Timeline]:
         """One iteration in which each replica reads one of these batches, and the slowest replica's pipeline.
 
+        Args: seed, step: of the searches, if there are any.
         Raises:
             DataError: a picture or token of a batch would be lost or used twice.
             PlanError: no plan fits into the memory limit.
         """
         timelines, flops, activations = [], [], [0.0] * len(self.states)
-        for meta in metas:
-            batching, problem = self.planner.problem(meta)
-            result = make_plan(problem, self.planner.schedule)
+        for replica, meta in enumerate(metas):
+            batching, problem = self.planner.problem(meta, searched=self.searches)
+            if self.searches:
+                chosen = search_seed(seed, step, replica)
+                result = searched_plan(problem, self.planner.schedule, self.planner.section, seed=chosen)
+            else:
+                result = make_plan(problem, self.planner.schedule)
             if result.timeline is None:
-                raise PlanError(result.message)
+                raise PlanError(self.planner.too_tight(problem) or result.message)
             timelines.append(result.timeline)
             flops.append(sum(part.total for part in self.planner.flops(batching).values()))
             activations = [max(pair) for pair in zip(activations, result.timeline.peak_bytes, strict=True)]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from reprlib import repr as show
 from typing import Any
 
 from mmtrain.errors import PlanError
@@ -24,7 +25,6 @@ from mmtrain.schedule.strict_json import (
     loads,
     number,
     read_text,
-    show,
     string,
     write_text,
 )

@@ -10,7 +10,7 @@ from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import PlanningProblem
 from tests.jobs import layout, write_config
-from tests.schedule.problems import two_modules
+from tests.schedule.problems import option, two_modules
 
 CHAIN = ["--pp", "2", "--microbatches", "3"]
 
@@ -89,7 +89,7 @@ def test_show_draws_a_batch(job, capsys, tmp_path) -> None:
 
 def test_compare_has_a_line_for_each_schedule(capsys) -> None:
     lines = shown(capsys, "compare").splitlines()
-    assert [line.split()[0] for line in lines[1:-1]] == list(CATALOGUE)
+    assert [line.split()[0] for line in lines[1:-2]] == [*CATALOGUE, "searched"]
     rows = {row["schedule"]: row for row in json.loads(shown(capsys, "compare", "1F1B", "ZB-H1", "--format", "json"))}
     assert rows["1F1B"] == {
         "schedule": "1F1B", "makespan_s": 33.0, "bubble": pytest.approx(3 / 11), "idle_s": 9.0,
@@ -98,6 +98,36 @@ def test_compare_has_a_line_for_each_schedule(capsys) -> None:
     assert rows["ZB-H1"]["makespan_s"] == 27.0
     table = list(csv.DictReader(io.StringIO(shown(capsys, "compare", "GPipe", "--format", "csv"))))
     assert [(row["schedule"], float(row["makespan_s"])) for row in table] == [("GPipe", 33.0)]
+
+
+def test_compare_searches_on_the_stages_of_the_best_schedule_before_it(tmp_path, capsys) -> None:
+    problem = tmp_path / "problem.json"
+    two_modules(2, [1, 0, 2, 3], language=option(3.0, 5.0)).write(problem)
+    words = ["compare", "GPipe", "ZB-H1", "1F1B", "searched", "--problem", str(problem), "--evaluations", "200"]
+    text = shown(capsys, *words, "--seed", "7")
+    lines = text.splitlines()
+    seconds = {line.split()[0]: float(line.split()[1]) for line in lines[1:5]}
+    assert seconds["searched"] < min(seconds["GPipe"], seconds["ZB-H1"], seconds["1F1B"])
+    assert lines[-1] == (
+        "searched: what planner.enable makes of the stages of ZB-H1; 200 plans tried, seed 7 (--evaluations, --seed)"
+    )
+    assert shown(capsys, *words, "--seed", "7") == text
+    alone = json.loads(shown(capsys, "compare", "searched", "--format", "json"))
+    assert [(row["schedule"], row["makespan_s"]) for row in alone] == [("searched", 27.0)]
+
+
+def test_compare_searches_a_batch_as_its_job_would(job, capsys) -> None:
+    overrides = [f"--{o}" for o in layout(pp=2)]
+    words = ["compare", "interleave", "searched", "--config", str(job), *overrides, "--format", "json"]
+    named, searched = json.loads(shown(capsys, *words, "--evaluations", "50"))
+    assert searched["makespan_s"] <= named["makespan_s"]
+    named, searched = json.loads(shown(capsys, *words, "--evaluations", "50", "--planner.activation_memory_gib=0.003"))
+    assert named["refused"] and not searched["refused"]  # with memory options of its own for each work
+
+
+@pytest.mark.parametrize("words", [["--evaluations", "0"], ["--seed", "-1"]])
+def test_compare_refuses_a_search_without_plans(words: list[str], capsys) -> None:
+    assert "they are at least 1 and 0" in refused(capsys, "compare", *words)
 
 
 def test_compare_says_why_a_schedule_has_no_plan(tmp_path, capsys) -> None:

@@ -14,11 +14,12 @@ section 5: its three phases).
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -200,6 +201,10 @@ def warm() -> None:
     search(problem, SearchOptions(budget_evaluations=1))
 
 
+_Map = Callable[[Callable[[Any], None], Iterable[Any]], Iterable[None]]
+"""Calls a function with each of some values, in any order."""
+
+
 class _Search:
     """One search."""
 
@@ -224,10 +229,13 @@ class _Search:
 
     def run(self) -> str:
         """Searches until the budget is used up; says why it ended."""
-        with ThreadPoolExecutor(self.options.threads) as pool:
-            found = self._sweep(pool)
+        # One thread is this one: handing work to another costs as much as a small search, more on a busy machine.
+        several = self.options.threads > 1
+        with ThreadPoolExecutor(self.options.threads) if several else nullcontext() as pool:
+            run = pool.map if pool else map
+            found = self._sweep(run)
             why = self._why_over()
-            return why or self._go_on(pool, found)
+            return why or self._go_on(run, found)
 
     def plan(self) -> Plan | None:
         """The checked best plan; None if none fits."""
@@ -275,18 +283,18 @@ class _Search:
 
     # ------------------------------------------------------------------------------------ sweep
 
-    def _sweep(self, pool: ThreadPoolExecutor) -> list[Start]:
+    def _sweep(self, run: _Map) -> list[Start]:
         """The best starts, best first."""
         decoders = _decoders(self.searched, split=self.options.split)
         orders = [by_cluster(self.searched, order) for order in cluster_orders(self.searched)]
-        found = self._try(pool, [(orders[0], how) for how in decoders])
+        found = self._try(run, [(orders[0], how) for how in decoders])
         if self.options.reorder:
             best = [start.how for start in sorted(found, key=lambda start: start.cost)[:4]]
-            found += self._try(pool, [(order, how) for order in orders[1:] for how in best])
+            found += self._try(run, [(order, how) for order in orders[1:] for how in best])
         found.sort(key=lambda start: start.cost)
         return found
 
-    def _try(self, pool: ThreadPoolExecutor, candidates: Sequence[tuple[Order, Decoder]]) -> list[Start]:
+    def _try(self, run: _Map, candidates: Sequence[tuple[Order, Decoder]]) -> list[Start]:
         """Evaluates candidates, those that the budget allows."""
         threads = self.options.threads
         if self.options.budget_evaluations:
@@ -304,7 +312,7 @@ class _Search:
                 costs[i] = evaluate(self.searched, w, *candidates[i], ITERATIONS)
 
         self._workspace(threads - 1)
-        list(pool.map(work, range(threads)))
+        list(run(work, range(threads)))
         found = [Start(*c, float(cost)) for c, cost in zip(candidates, costs, strict=True) if cost == cost]
         self.evaluations += len(found)
         for start in found:
@@ -317,7 +325,7 @@ class _Search:
 
     # ------------------------------------------------------------------------------------ chains
 
-    def _go_on(self, pool: ThreadPoolExecutor, found: Sequence[Start]) -> str:
+    def _go_on(self, run: _Map, found: Sequence[Start]) -> str:
         """Runs the chains of the strategy in turns until the search is over; says why."""
         options = self.options
         count = options.threads
@@ -342,7 +350,7 @@ class _Search:
             before = self._progress
             self.evaluations += each * len(chains)
             after = self._progress
-            list(pool.map(lambda chain: chain.run(each, before, after), chains))  # noqa: B023
+            list(run(lambda chain: chain.run(each, before, after), chains))  # noqa: B023
             for chain in chains:
                 self._note(chain.best)
             why = self._why_over()
