@@ -137,28 +137,13 @@ class Action:
     sub_microbatch: int = -1
     peer: int = -1
     """The other stage of a transfer; -1 for the other kinds."""
-    sub_actions: tuple["Action", ...] = ()
-    """The parts of a BRAID, which has the stage and work of the first; empty for the other kinds."""
-
-    @classmethod
-    def braid(cls, *actions: "Action") -> "Action":
-        """The entry that runs several actions of one rank together.
-
-        Raises: PlanError: fewer than two, or one that cannot be a part.
-        """
-        if len(actions) < 2 or any(a.sub_actions or a.kind in NOT_COMPUTE for a in actions):
-            raise PlanError(f"{'&'.join(map(str, actions))} is not a braid; join two or more compute actions")
-        first = actions[0]
-        return cls(BRAID, first.stage, first.microbatch, first.sub_microbatch, sub_actions=actions)
 
     @property
     def parts(self) -> tuple["Action", ...]:
-        """What the entry comes to: the parts of a braid, else the action alone."""
-        return self.sub_actions or (self,)
+        """What the entry of an order comes to: the parts of a braid, else the action alone."""
+        return (self,)
 
     def __str__(self) -> str:
-        if self.sub_actions:
-            return "&".join(map(str, self.sub_actions))
         text = str(self.stage) + self.kind
         if self.microbatch >= 0:
             text += f"{self.microbatch}.{self.sub_microbatch}"
@@ -173,7 +158,7 @@ class Action:
         Raises: PlanError: the text is not exactly of the form that `str` writes.
         """
         if "&" in text:
-            return cls.braid(*map(cls.parse, text.split("&")))
+            return Braid.of(*map(cls.parse, text.split("&")))
         match = _TEXT.fullmatch(text)
         if match and match["kind"] in Kind.names() - {BRAID}:
             kind = Kind(match["kind"])
@@ -189,3 +174,29 @@ class Action:
             if whole and str(action) == text:  # no leading zeros, the right arrow
                 return action
         raise PlanError(f"{text!r} is not an action; write for example 3F5.1, 3SEND_F5.1>4 or 3UNSHARD")
+
+
+@dataclass(frozen=True, slots=True)
+class Braid(Action):
+    """Several compute actions of one rank that run as one entry; its stage and work are those of the first."""
+
+    sub_actions: tuple[Action, ...] = ()
+
+    @classmethod
+    def of(cls, *actions: Action) -> "Braid":
+        """The braid of some actions.
+
+        Raises: PlanError: fewer than two, or one that cannot be a part.
+        """
+        if len(actions) < 2 or any(action.kind in NOT_COMPUTE or action.kind is BRAID for action in actions):
+            raise PlanError(f"{'&'.join(map(str, actions))} is not a braid; join two or more compute actions")
+        first = actions[0]
+        return cls(BRAID, first.stage, first.microbatch, first.sub_microbatch, sub_actions=actions)
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The actions that run together."""
+        return self.sub_actions
+
+    def __str__(self) -> str:
+        return "&".join(map(str, self.sub_actions))

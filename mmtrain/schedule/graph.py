@@ -222,7 +222,10 @@ class WorkGraph:
 
     def sources(self, work: int) -> tuple[int, ...]:
         """The works that feed a work, each once."""
-        return tuple(dict.fromkeys((*self.works[work].after, *(link.work for link in self.works[work].links))))
+        given = self.works[work]
+        if not given.links:
+            return given.after
+        return tuple(dict.fromkeys((*given.after, *(link.work for link in given.links))))
 
     @cached_property
     def work_order(self) -> tuple[int, ...]:

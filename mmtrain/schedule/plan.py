@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import COMPUTE, NOT_COMPUTE, Action, Kind
+from mmtrain.schedule.action import BRAID, COMPUTE, NOT_COMPUTE, Action, Kind
 from mmtrain.schedule.engine import Engine, Run
 from mmtrain.schedule.graph import Need, WorkGraph
-from mmtrain.schedule.problem import Option, PlanningProblem
+from mmtrain.schedule.problem import EntryCost, Option, PlanningProblem
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Plan:
         """[rank] -> (step, action, work) of all actions, those of a braid one by one."""
         return tuple(
             tuple(
-                (step, part, self.graph.work_of(part) if action.sub_actions else work)
+                (step, part, self.graph.work_of(part) if action.kind is BRAID else work)
                 for step, (action, work) in enumerate(zip(order, works, strict=True))
                 for part in action.parts
             )
@@ -75,7 +77,7 @@ class Plan:
         items = self.graph.items
         numbers = [items.of_order(order, works) for order, works in zip(self.orders, self.works, strict=True)]
         braids: list[dict[int, tuple[int, ...]]] = []
-        if any(action.sub_actions for order in self.orders for action in order):
+        if any(action.kind is BRAID for order in self.orders for action in order):
             for parts in self.parts:
                 steps: dict[int, tuple[int, ...]] = {}
                 for step, action, work in parts:
@@ -91,18 +93,10 @@ class Plan:
 
         Raises: PlanError: deadlock; with rank, step, the waiting action and the missing one, and the orders.
         """
-        steps = [iter(parts) for parts in self._by_step]
+        steps = [groupby(parts, key=itemgetter(0)) for parts in self.parts]
         for rank in self.run().ranks:
-            for action, work in next(steps[rank]):
+            for _, action, work in next(steps[rank])[1]:
                 yield rank, action, work, self.graph.needs(action.kind, action.stage, work)
-
-    @property
-    def _by_step(self) -> list[list[list[tuple[Action, int]]]]:
-        found: list[list[list[tuple[Action, int]]]] = [[[] for _ in order] for order in self.orders]
-        for steps, parts in zip(found, self.parts, strict=True):
-            for step, action, work in parts:
-                steps[step].append((action, work))
-        return found
 
     def _raise_deadlock(self, run: Run) -> None:
         steps = list(map(len, run.starts))
@@ -233,16 +227,20 @@ def exceeds(amount: float, limit: float) -> bool:
 def held_bytes(plan: Plan, problem: PlanningProblem) -> tuple[tuple[tuple[float, float], ...], ...]:
     """[rank][step] -> activation bytes while the action runs, and after it has ended."""
     ranks = []
-    for order, works in zip(plan.orders, plan.works, strict=True):
+    for costs in entry_costs(plan, problem):
         held, steps = 0.0, []
-        for action, work in zip(order, works, strict=True):
-            during = after = held
-            for part in action.parts:
-                of = plan.graph.work_of(part) if action.sub_actions else work
-                needed, growth = problem.action_bytes(part, of, plan.options.get((part.stage, of), 0))
-                during += needed
-                after += growth
-            held = after
+        for _, needed, growth in costs:
+            during = held + needed
+            held += growth
             steps.append((max(during, held), held))
         ranks.append(tuple(steps))
     return tuple(ranks)
+
+
+def entry_costs(plan: Plan, problem: PlanningProblem) -> list[list[EntryCost]]:
+    """[rank][step] -> seconds and bytes."""
+    cost, chosen = problem.entry_cost, plan.options
+    return [
+        [cost(action, work, chosen) for action, work in zip(order, works, strict=True)]
+        for order, works in zip(plan.orders, plan.works, strict=True)
+    ]

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from reprlib import repr as show
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmtrain.errors import PlanError
 from mmtrain.limits import BYTES, BYTES_PER_S, OPTIONS, RANKS, SECONDS, STAGES, VISITS, WORKS_BY_RANKS
-from mmtrain.schedule.action import BACKWARD, COMPUTE, Action, Kind
+from mmtrain.schedule.action import BACKWARD, BRAID, COMPUTE, Action, Kind
 from mmtrain.schedule.graph import Edge, Instruction, Link, ModuleStages, Work, WorkGraph
 from mmtrain.schedule.strict_json import (
     fields,
@@ -87,6 +87,16 @@ class P2P:
 
     latency_s: float
     bytes_per_s: float
+
+
+class EntryCost(NamedTuple):
+    """What an entry of an order takes."""
+
+    seconds: float
+    needed_bytes: float
+    """While it runs, on top of what was held before it."""
+    growth_bytes: float
+    """What it leaves behind, less what it frees."""
 
 
 BraidKey = tuple[tuple[Kind, int, int], ...]
@@ -218,30 +228,34 @@ class PlanningProblem:
         sizes = [amount for row in self.output_bytes for amount in row]
         return [latency + amount / rate for amount in (*sizes, *self.graph.items.link_bytes)]
 
-    def action_s(self, action: Action, work: int, chosen: Mapping[tuple[int, int], int]) -> float:
-        """Seconds of one entry of an order. Args: work: of its first part. chosen: option of each (stage, work)."""
-        if action.sub_actions:
-            works = [self.graph.work_of(part) for part in action.sub_actions]
-            key = tuple(
+    def entry_cost(self, entry: Action, work: int, chosen: Mapping[tuple[int, int], int]) -> EntryCost:
+        """What one entry of an order costs. Args: work: of its first part. chosen: option of each (stage, work)."""
+        if entry.kind in COMPUTE:
+            key = entry.kind, self._list_of(entry.stage, work), chosen.get((entry.stage, work), 0) if chosen else 0
+            found = self._costs_of_kind.get(key)
+            if found is None:
+                option = self.costs[key[1]][key[2]]
+                found = EntryCost(option.duration_s(key[0]), option.needed_bytes(key[0]), option.growth_bytes(key[0]))
+                self._costs_of_kind[key] = found
+            return found
+        if entry.kind is not BRAID:
+            given = self.graph.instruction[entry.kind, entry.stage, work]
+            return EntryCost(given.seconds, max(0.0, given.growth_bytes), given.growth_bytes)
+        works = list(map(self.graph.work_of, entry.parts))
+        costs = [self.entry_cost(part, w, chosen) for part, w in zip(entry.parts, works, strict=True)]
+        together = self.braid_s.get(
+            tuple(
                 (part.kind, self._list_of(part.stage, w), chosen.get((part.stage, w), 0))
-                for part, w in zip(action.sub_actions, works, strict=True)
+                for part, w in zip(entry.parts, works, strict=True)
             )
-            together = self.braid_s.get(key)
-            if together is None:
-                return sum(self.action_s(part, w, chosen) for part, w in zip(action.sub_actions, works, strict=True))
-            return together
-        node = action.stage, work
-        if action.kind not in COMPUTE:
-            return self.graph.instruction[action.kind, *node].seconds
-        return self.costs[self._list_of(*node)][chosen.get(node, 0)].duration_s(action.kind)
+        )
+        seconds, needed, growth = map(sum, zip(*costs, strict=True))
+        return EntryCost(seconds if together is None else together, needed, growth)
 
-    def action_bytes(self, action: Action, work: int, option: int) -> tuple[float, float]:
-        """What one action (no braid) takes while it runs, and what it leaves behind, less what it frees."""
-        if action.kind not in COMPUTE:
-            growth = self.graph.instruction[action.kind, action.stage, work].growth_bytes
-            return max(0.0, growth), growth
-        chosen = self.costs[self._list_of(action.stage, work)][option]
-        return chosen.needed_bytes(action.kind), chosen.growth_bytes(action.kind)
+    @cached_property
+    def _costs_of_kind(self) -> dict[tuple[Kind, int, int], EntryCost]:
+        """(kind, option list, option) -> cost, of those that were asked for."""
+        return {}
 
     def _list_of(self, stage: int, work: int) -> int:
         return self.cost_index[work][self.graph.items.position[stage]]

@@ -1,7 +1,7 @@
 """The simulator of orders: when each action of a plan runs, given costs and transfers."""
 
 from mmtrain.schedule.action import Action, Kind
-from mmtrain.schedule.plan import Plan, held_bytes
+from mmtrain.schedule.plan import Plan, entry_costs, held_bytes
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.timeline import Timeline
 
@@ -14,10 +14,7 @@ def simulate(problem: PlanningProblem, plan: Plan) -> Timeline:
 
     Raises: PlanError: deadlock; with rank, step, the waiting action and the missing one, and the orders.
     """
-    seconds = [
-        [problem.action_s(action, work, plan.options) for action, work in zip(order, works, strict=True)]
-        for order, works in zip(plan.orders, plan.works, strict=True)
-    ]
+    seconds = [[cost.seconds for cost in costs] for costs in entry_costs(plan, problem)]
     run = plan.run(seconds, problem.message_s)
     rows: list[tuple[int, Action, float, float]] = []
     memory, peaks = [], []

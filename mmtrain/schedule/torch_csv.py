@@ -114,6 +114,8 @@ def _columns(plan: Plan) -> list[list[int]]:
 
 
 def _cell(action: Action) -> str:
+    if action.kind not in KINDS:
+        raise PlanError(f"{action}: torch's files have no braids and instructions; write a plan without them")
     microbatch = "" if action.microbatch < 0 else action.microbatch
     return f"{action.stage}{_TO_TORCH.get(action.kind, str(action.kind))}{microbatch}"
 

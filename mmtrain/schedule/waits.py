@@ -9,11 +9,12 @@ chain computed: transfers, and the start of actions.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mmtrain.schedule.action import BRAID
 from mmtrain.schedule.plan import Plan
 
 Floats = NDArray[np.float64]
@@ -116,13 +117,12 @@ class _Rows:
         graph, items = plan.graph, plan.graph.items
         lengths = list(map(len, plan.orders))
         row_of = np.full(items.num_items, -1)
-        rows = [
-            (first + step, items.item(action.kind, action.stage, work))
-            for first, parts in zip(accumulate(lengths, initial=0), plan.parts, strict=False)
-            for step, action, work in parts
-        ]
-        if rows:
-            row_of[np.array(rows)[:, 1]] = np.array(rows)[:, 0]
+        numbers = chain.from_iterable(map(items.of_order, plan.orders, plan.works))
+        row_of[np.fromiter(numbers, np.int64, sum(lengths))] = np.arange(sum(lengths))
+        for first, order in zip(accumulate(lengths, initial=0), plan.orders, strict=False):
+            for step, entry in enumerate(order):
+                for part in entry.parts if entry.kind is BRAID else ():
+                    row_of[items.item(part.kind, part.stage, graph.work_of(part))] = first + step
         over_edges = np.array(items.over_edges, np.int64).reshape(-1, 3)
         pairs = row_of[over_edges[:, [1, 0]]]
         ranks = np.repeat(np.arange(len(lengths)), lengths)
