@@ -36,6 +36,7 @@ from mmtrain.environment import write_environment
 from mmtrain.errors import ConfigError, MMTrainError, TrainingError
 from mmtrain.folder_owner import owned
 from mmtrain.host_memory import keep_freed_memory
+from mmtrain.job_words import start_lines
 from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.shapes import DitShape, dit_shape
@@ -55,15 +56,13 @@ from mmtrain.parallel.runtime import Feed, PipelineScheduleRuntime, StepOutcome
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.parallel.torch_private import default_store, set_default_timeout
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
-from mmtrain.planner.pipeline_layout import show_layout
 from mmtrain.planner.search import search as searching
-from mmtrain.planner.switches import Search, search_threads, show_switches
+from mmtrain.planner.switches import Search, search_threads
 from mmtrain.replica_data import Item, ReplicaData
 from mmtrain.report import count_answers, whole_predictions
 from mmtrain.step_files import StepFiles
 from mmtrain.step_memory import JobMemory, MemoryUse
 from mmtrain.step_timing import StepTiming
-from mmtrain.topology import AXES
 
 logger = logging.getLogger("mmtrain")
 
@@ -296,32 +295,11 @@ class Trainer:
         write_environment(self.folder / "environment.json", self.mesh, self.state.step)
 
     def _log_start(self) -> None:
-        config, shape = self.config, self.config.parallelism.mesh_shape
-        logger.info("%s", config.job.description or "mmtrain")
-        for module in self.spec.modules:
-            stages = self.partition.of_module(module.name)
-            logger.info(
-                "%s: %s parameters%s, %d layers in %d chunks: %s",
-                module.name,
-                f"{module.num_params:,}",
-                "" if module.trainable else " (frozen)",
-                len(module.layers),
-                len(stages),
-                show_layout(module, [stage.layers for stage in stages]),
-            )
-        if self.planner.partition_words:
-            logger.info("%s (%.2f s)", self.planner.partition_words, self._cut_s)
-        logger.info(
-            "mesh: %s on %s; schedule %s; %d steps of %d microbatches x %d tokens",
-            ", ".join(f"{axis} {degree}" for axis, degree in zip(AXES, shape.degrees, strict=True)),
-            self.mesh.device.type,
-            config.parallelism.pipeline_parallel_schedule,
-            config.training.steps,
-            config.training.global_batch_size,
-            config.training.seq_len,
-        )
-        threads = search_threads(config.planner.threads, num_cores(), ranks_here(shape.world_size))
-        logger.info("%s", show_switches(config.planner, threads))
+        threads = search_threads(self.config.planner.threads, num_cores(), ranks_here(self.mesh.shape.world_size))
+        for line in start_lines(
+            self.config, self.planner, device=self.mesh.device.type, threads=threads, cut_s=self._cut_s
+        ):
+            logger.info("%s", line)
 
     def _tear_down(self) -> None:
         for number, handler in self._old_handlers.items():

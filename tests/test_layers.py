@@ -36,6 +36,7 @@ LAYERS = [
     "data.buckets",
     "schedule",
     "planner",
+    "job_words",
     "line_chart",
     "clip_pictures",
     "run_page",
