@@ -184,7 +184,7 @@ def _rank(
     except MMTrainError as error:
         _save((type(error).__name__, str(error)), folder / f"error-{index}")
         leave(2)
-    except Exception:
+    except BaseException:
         _save(("", traceback.format_exc()), folder / f"error-{index}")
         leave(1)
     leave(0)

@@ -177,12 +177,13 @@ class Trainer:
                 raise refusal[0]
             yield
 
-    def _place(self) -> str:
-        """Where this rank is in the job, for a message; as far as its step says that."""
+    def _place(self, function: str) -> str:
+        """Where this rank is in the job, for a message. Args: function: that it is in."""
         if not hasattr(self, "runtime") or not hasattr(self, "state"):
-            return ""
-        step = f"at step {self.state.step + 1}"
-        return f"{step}, {self.runtime.doing}" if self.runtime.doing else step
+            return f"before the first step, {function}"
+        if self.runtime.doing:
+            return f"at step {self.state.step + 1}, {self.runtime.doing}"
+        return f"after step {self.state.step}, {function}"
 
     # --------------------------------------------------------------------------------------- set-up
 
