@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `mmtrain` command. Returns the exit status."""
-    parser = _Parser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="mmtrain",
         description="Trains large multimodal models on pipelines that are planned anew for every batch.",
     )

@@ -56,6 +56,7 @@ from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.pipeline_layout import show_layout
 from mmtrain.planner.search import search as searching
 from mmtrain.planner.switches import Search, search_threads, show_switches
+from mmtrain.processes import STOPS
 from mmtrain.replica_data import Item, ReplicaData
 from mmtrain.report import count_answers, whole_predictions
 from mmtrain.step_files import StepFiles
@@ -266,9 +267,7 @@ class Trainer:
             start=self.state.step,
         )
         self.peak_flops = peak_flops(config.metrics, self.mesh.device)
-        self._old_handlers = {
-            number: signal.signal(number, self._on_stop) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        self._old_handlers = {number: signal.signal(number, self._on_stop) for number in STOPS}
 
     def _log_start(self) -> None:
         config, shape = self.config, self.config.parallelism.mesh_shape

@@ -123,13 +123,14 @@ def test_a_second_job_in_the_same_folder_is_refused(tmp_path, words):
 
 
 @pytest.mark.nightly
-def test_torchrun_saves_at_an_interrupt(tmp_path, words):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_torchrun_saves_at_a_signal(tmp_path, words, number):
     with Job(tmp_path, *TORCHRUN, "2", "train.py", *words) as job:
         job.wait_for("step:    2")
-        os.killpg(job.process.pid, signal.SIGINT)
+        os.killpg(job.process.pid, number)
         job.end()
     assert complete_steps(tmp_path / "run" / "checkpoint") == [max(metrics(tmp_path))]
-    assert "Ctrl-C: the job saves and ends after this step" in job.output
+    assert ("Ctrl-C: the job saves and ends after this step" in job.output) is (number == signal.SIGINT)
 
 
 def errors(job: Job) -> list[str]:

@@ -57,8 +57,9 @@ class RollCall:
 
     def tell(self, error: BaseException) -> None:
         """Leaves for the other ranks why this one ends, unless one has done so before."""
-        told = error
-        if not isinstance(error, MMTrainError):
+        if isinstance(error, MMTrainError):
+            told = error
+        else:
             words = traceback.format_exception_only(error)[0].strip()
             told = RankLostError(f"rank {self.rank} failed: {words}; see its traceback")
         _within(_LEAST_PATIENCE_S, lambda: self._first_reason(told))
