@@ -58,6 +58,7 @@ from mmtrain.parallel.torch_private import default_store, set_default_timeout
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.search import search as searching
 from mmtrain.planner.switches import Search, search_threads
+from mmtrain.processes import STOPS
 from mmtrain.replica_data import Item, ReplicaData
 from mmtrain.report import count_answers, whole_predictions
 from mmtrain.step_files import StepFiles
@@ -191,12 +192,13 @@ class Trainer:
                 f"{self.folder}: {error.strerror}; make room and start the job again, which goes on from its checkpoint"
             ) from None
 
-    def _place(self) -> str:
-        """Where this rank is in the job, for a message; as far as its step says that."""
+    def _place(self, function: str) -> str:
+        """Where this rank is in the job, for a message. Args: function: that it is in."""
         if not hasattr(self, "runtime") or not hasattr(self, "state"):
-            return ""
-        step = f"at step {self.state.step + 1}"
-        return f"{step}, {self.runtime.doing}" if self.runtime.doing else step
+            return f"before the first step, {function}"
+        if self.runtime.doing:
+            return f"at step {self.state.step + 1}, {self.runtime.doing}"
+        return f"after step {self.state.step}, {function}"
 
     # --------------------------------------------------------------------------------------- set-up
 
@@ -277,9 +279,7 @@ class Trainer:
             start=self.state.step,
         )
         self.peak_flops = peak_flops(config.metrics, self.mesh.device)
-        self._old_handlers = {
-            number: signal.signal(number, self._on_stop) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        self._old_handlers = {number: signal.signal(number, self._on_stop) for number in STOPS}
 
     def _on_folder(self, write: Callable[[], None]) -> None:
         """Writes to the run's folder, on rank 0. Collective over the job. Raises: ConfigError: it cannot be done."""
