@@ -368,11 +368,11 @@ def _together(*, alike: bool = False) -> Iterator[None]:
         error = found
     errors: list[MMTrainError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    for rank, found in enumerate(errors):
-        if found and rank and alike:
-            raise MMTrainError(f"checkpoint: rank {rank} says: {found}; rank 0 reads it: do all mount one file system?")
-        if found:
-            raise found
+    for rank, first in enumerate(errors):
+        if first and rank and alike:
+            raise MMTrainError(f"checkpoint: rank {rank} says: {first}; rank 0 reads it: do all mount one file system?")
+        if first:
+            raise first
 
 
 def _flush(folder: Path) -> None:
