@@ -249,7 +249,7 @@ class Checkpointer:
         return None
 
     def _open(self, step: int) -> StoredCheckpoint:
-        with _together():
+        with _together(alike=True):
             return StoredCheckpoint.open(self._folder / f"step-{step}", self._section.verify)
 
     def _load(self, stored: StoredCheckpoint) -> TrainState:
@@ -356,8 +356,11 @@ def _on_rank_zero(act: Callable[[], _Value]) -> _Value:
 
 
 @contextmanager
-def _together() -> Iterator[None]:
-    """Raises on every rank what one rank raises inside of it. Collective over the job."""
+def _together(*, alike: bool = False) -> Iterator[None]:
+    """Raises on every rank what one rank raises inside of it. Collective over the job.
+
+    Args: alike: all ranks read the same, so what rank 0 can read is not damaged: others may not see it yet.
+    """
     error: MMTrainError | None = None
     try:
         yield
@@ -365,9 +368,11 @@ def _together() -> Iterator[None]:
         error = found
     errors: list[MMTrainError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    first = next((found for found in errors if found), None)
-    if first:
-        raise first
+    for rank, first in enumerate(errors):
+        if first and rank and alike:
+            raise MMTrainError(f"checkpoint: rank {rank} says: {first}; rank 0 reads it: do all mount one file system?")
+        if first:
+            raise first
 
 
 def _flush(folder: Path) -> None:

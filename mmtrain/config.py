@@ -28,7 +28,7 @@ class JobConfig:
     """[job]: what this run is and where its files go."""
 
     description: str = ""
-    """Shown in the log's first line."""
+    """Title of the run's page and of what is exported; a file that extends this one does not inherit it."""
     dump_folder: str = "outputs"
     """Folder for the resolved config, checkpoints, metrics and traces; made if absent."""
 
@@ -667,7 +667,8 @@ class MetricsConfig:
     progress_bar: bool = True
     """A bar below the log when standard error is a terminal."""
     peak_flops: float = 0.0
-    """Peak FLOP/s of one device, the MFU's denominator; 0: known devices by name, a CPU by measuring a matmul."""
+    """Peak FLOP/s of one device, the MFU's denominator; 0: that of known accelerators, by name. Of others, and of a
+    CPU, no MFU is shown then, only FLOP/s."""
 
     def __post_init__(self) -> None:
         _not_empty("metrics", self, "save_tb_folder")

@@ -24,7 +24,7 @@ from typing import Any
 from mmtrain import errors
 from mmtrain.config import CommConfig, Config
 from mmtrain.errors import MMTrainError
-from mmtrain.processes import LOOPBACK, end_with_parent, environment, interrupts_held, leave, take_interrupts
+from mmtrain.processes import LOOPBACK, STOPS, end_with_parent, environment, leave, stops_held, take_stops
 
 GRACE_S = 3.0
 """How long the other ranks have to end by themselves after the first that failed."""
@@ -114,7 +114,7 @@ def _run(ranks: Sequence[SpawnProcess], signals: Sequence[int]) -> int | None:
     first: int | None = None
     deadline = float("inf")
     try:
-        with interrupts_held():
+        with stops_held():
             for rank in ranks:
                 rank.start()
         while (running := [rank for rank in ranks if rank.is_alive()]) and time.monotonic() < deadline:
@@ -146,7 +146,7 @@ def _forwarded_signals(ranks: Sequence[SpawnProcess]) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():  # only this one can take signals
         yield came
         return
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in STOPS}
     try:
         yield came
     finally:
@@ -178,13 +178,13 @@ def _rank(
 ) -> None:
     """The whole life of one process."""
     end_with_parent(parent)
-    take_interrupts()
+    take_stops()
     try:
         _save(_value(fn, index, world, comm, folder, args), folder / f"value-{index}")
     except MMTrainError as error:
         _save((type(error).__name__, str(error)), folder / f"error-{index}")
         leave(2)
-    except Exception:
+    except BaseException:
         _save(("", traceback.format_exc()), folder / f"error-{index}")
         leave(1)
     leave(0)

@@ -23,12 +23,11 @@ from mmtrain.data.batch import Batch
 from mmtrain.data.buckets import latent_channels, video_geometry
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.tokenizer import job_tokenizer
+from mmtrain.job_words import families
 from mmtrain.local_ranks import RankDiedError, run_on_ranks
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.models.shapes import dit_shape, language_shape, vision_shape
 from mmtrain.models.spec_builders import model_spec
-from mmtrain.models.vae_shapes import vae_shape
 from mmtrain.trainer import Trainer
 
 FLOAT32_TOLERANCE = 1e-4
@@ -321,15 +320,9 @@ def describe(config: Config) -> str:
     shape = section.mesh_shape
     degrees = {"pp": shape.pp, "dp_replicate": shape.dp_replicate, "dp_shard": shape.dp_shard, "cp": shape.cp}
     layout = " x ".join(f"{name} {degree}" for name, degree in (degrees | {"tp": shape.tp}).items() if degree > 1)
-    families = {"language": language_shape(config.model).model_type}
-    if config.model.encoder is not None:
-        families["vision"] = vision_shape(config.model).model_type
-    if config.model.dit is not None:
-        families["dit"] = dit_shape(config.model).model_type
-    if config.model.vae is not None:
-        families["vae"] = vae_shape(config.model).model_type
+    running = families(config.model)
     modules = "; ".join(
-        f"{m.name} {families[m.name]}, {m.num_params:,} parameters in {len(m.layers)} layers" for m in spec.modules
+        f"{m.name} {running[m.name]}, {m.num_params:,} parameters in {len(m.layers)} layers" for m in spec.modules
     )
     training = config.training
     size = f"{training.seq_len} tokens"

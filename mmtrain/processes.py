@@ -13,6 +13,9 @@ from typing import NoReturn
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Variables that keep the sockets of process groups from other machines."""
 
+STOPS = (signal.SIGINT, signal.SIGTERM)
+"""What asks a job to end."""
+
 _QUIET_TRACKER = "ignore:resource_tracker:UserWarning"
 """For PYTHONWARNINGS: no warning about the semaphores of a process that was killed, which are removed all the same."""
 
@@ -31,20 +34,20 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 @contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits until the end, and processes that are started inside hold it until they call `take_interrupts`."""
-    resource_tracker.ensure_running()  # its start would let interrupts through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def stops_held() -> Iterator[None]:
+    """`STOPS` wait until the end, and for processes that are started inside until these call `take_stops`."""
+    resource_tracker.ensure_running()  # its start would let them through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def take_interrupts() -> None:
-    """From now on Ctrl-C ends this process without a word, also one that came since it was started."""
+def take_stops() -> None:
+    """From now on `STOPS` end this process without a word, also those that came since it was started."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Sections of a TOML file as dataclasses, and back: strict, and unaware of what they mean, but for
-one key: `config` holds an inline model config, which stays one value. Pure.
+"""Sections of a TOML file as dataclasses, and back: strict, and unaware of what they mean, but for two keys. `config`
+holds an inline model config, which stays one value; `job.description` is about one file, and is not inherited. Pure.
 
 An unknown key, a wrong type, a value outside of its choices or a missing key is refused with its dotted path.
 """
@@ -87,7 +87,10 @@ def read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     base_path = path.parent / base
     if not os.path.isfile(base_path):  # which is false of names that cannot exist
         raise ConfigError(f"{path}: extends = {shown(base)}, but {shown(str(base_path))} does not exist")
-    return _merge(read_with_bases(base_path, (*seen, path)), table)
+    inherited = read_with_bases(base_path, (*seen, path))
+    if isinstance(inherited.get("job"), dict):
+        inherited["job"].pop("description", None)
+    return _merge(inherited, table)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

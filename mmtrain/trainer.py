@@ -36,6 +36,7 @@ from mmtrain.environment import write_environment
 from mmtrain.errors import ConfigError, MMTrainError, TrainingError
 from mmtrain.folder_owner import owned
 from mmtrain.host_memory import keep_freed_memory
+from mmtrain.job_words import start_lines
 from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.shapes import DitShape, dit_shape
@@ -55,15 +56,14 @@ from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.parallel.torch_private import default_store, set_default_timeout
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
-from mmtrain.planner.pipeline_layout import show_layout
 from mmtrain.planner.search import search as searching
-from mmtrain.planner.switches import Search, search_threads, show_switches
+from mmtrain.planner.switches import Search, search_threads
+from mmtrain.processes import STOPS
 from mmtrain.replica_data import Item, ReplicaData
 from mmtrain.report import count_answers, whole_predictions
 from mmtrain.step_files import StepFiles
 from mmtrain.step_memory import JobMemory, MemoryUse
 from mmtrain.step_timing import StepTiming
-from mmtrain.topology import AXES
 
 logger = logging.getLogger("mmtrain")
 
@@ -192,12 +192,13 @@ class Trainer:
                 f"{self.folder}: {error.strerror}; make room and start the job again, which goes on from its checkpoint"
             ) from None
 
-    def _place(self) -> str:
-        """Where this rank is in the job, for a message; as far as its step says that."""
+    def _place(self, function: str) -> str:
+        """Where this rank is in the job, for a message. Args: function: that it is in."""
         if not hasattr(self, "runtime") or not hasattr(self, "state"):
-            return ""
-        step = f"at step {self.state.step + 1}"
-        return f"{step}, {self.runtime.doing}" if self.runtime.doing else step
+            return f"before the first step, {function}"
+        if self.runtime.doing:
+            return f"at step {self.state.step + 1}, {self.runtime.doing}"
+        return f"after step {self.state.step}, {function}"
 
     # --------------------------------------------------------------------------------------- set-up
 
@@ -278,9 +279,7 @@ class Trainer:
             start=self.state.step,
         )
         self.peak_flops = peak_flops(config.metrics, self.mesh.device)
-        self._old_handlers = {
-            number: signal.signal(number, self._on_stop) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        self._old_handlers = {number: signal.signal(number, self._on_stop) for number in STOPS}
 
     def _on_folder(self, write: Callable[[], None]) -> None:
         """Writes to the run's folder, on rank 0. Collective over the job. Raises: ConfigError: it cannot be done."""
@@ -296,32 +295,11 @@ class Trainer:
         write_environment(self.folder / "environment.json", self.mesh, self.state.step)
 
     def _log_start(self) -> None:
-        config, shape = self.config, self.config.parallelism.mesh_shape
-        logger.info("%s", config.job.description or "mmtrain")
-        for module in self.spec.modules:
-            stages = self.partition.of_module(module.name)
-            logger.info(
-                "%s: %s parameters%s, %d layers in %d chunks: %s",
-                module.name,
-                f"{module.num_params:,}",
-                "" if module.trainable else " (frozen)",
-                len(module.layers),
-                len(stages),
-                show_layout(module, [stage.layers for stage in stages]),
-            )
-        if self.planner.partition_words:
-            logger.info("%s (%.2f s)", self.planner.partition_words, self._cut_s)
-        logger.info(
-            "mesh: %s on %s; schedule %s; %d steps of %d microbatches x %d tokens",
-            ", ".join(f"{axis} {degree}" for axis, degree in zip(AXES, shape.degrees, strict=True)),
-            self.mesh.device.type,
-            config.parallelism.pipeline_parallel_schedule,
-            config.training.steps,
-            config.training.global_batch_size,
-            config.training.seq_len,
-        )
-        threads = search_threads(config.planner.threads, num_cores(), ranks_here(shape.world_size))
-        logger.info("%s", show_switches(config.planner, threads))
+        threads = search_threads(self.config.planner.threads, num_cores(), ranks_here(self.mesh.shape.world_size))
+        for line in start_lines(
+            self.config, self.planner, device=self.mesh.device.type, threads=threads, cut_s=self._cut_s
+        ):
+            logger.info("%s", line)
 
     def _tear_down(self) -> None:
         for number, handler in self._old_handlers.items():

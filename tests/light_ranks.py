@@ -5,12 +5,12 @@ import signal
 import time
 from pathlib import Path
 
-from mmtrain.processes import take_interrupts
+from mmtrain.processes import STOPS, take_stops
 
 
 def ends(status: int, seconds: float = 0.0) -> None:
     """Ends with an exit status; a negative one is a signal."""
-    take_interrupts()
+    take_stops()
     time.sleep(seconds)
     if status < 0:
         os.kill(os.getpid(), -status)
@@ -20,9 +20,9 @@ def ends(status: int, seconds: float = 0.0) -> None:
 def stops(folder: Path, name: str) -> None:
     """Notes SIGINT and SIGTERM, the first of which it takes for the wish to end, as a trainer does."""
     came: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPS:
         signal.signal(number, lambda number, frame: came.append(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     (folder / f"{name}-up").touch()
     while not came:
         time.sleep(0.01)

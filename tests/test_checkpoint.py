@@ -89,25 +89,40 @@ def deleted_during_a_save(rank: int, folder: Path) -> str:
             (folder / "step-2.tmp" / "__1_0.distcp").unlink()
         return results
 
-    job, RecordingWriter.write_data = SmallJob(rank, folder), write_data
-    with pytest.raises(MMTrainError) as caught:
+    job = SmallJob(rank, folder)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MMTrainError) as caught:
+        patch.setattr(RecordingWriter, "write_data", write_data)
         job.checkpointer().save(TrainState(step=2, loader={}))
     assert list(folder.iterdir()) == []
     return str(caught.value)
 
 
-def saves_that_fail(rank: int, folder: Path) -> list[str]:
+def not_seen_by_rank_1(rank: int, folder: Path) -> str:
+    """As on a network file system that tells one machine later than another."""
+    job = SmallJob(rank, folder)
+    for step in (2, 4):
+        job.checkpointer().save(TrainState(step=step, loader={}))
+    checkpointer = job.checkpointer()
+    checkpointer._folder = folder / "old" if rank == 1 else folder
+    with pytest.raises(MMTrainError) as caught:
+        checkpointer.load()
+    assert complete_steps(folder) == [2, 4]
+    return str(caught.value)
+
+
+def file_systems_that_fail(rank: int, folder: Path) -> list[str]:
     return [
         on_a_full_disk(rank, folder / "at-once", "disabled"),
         on_a_full_disk(rank, folder / "in-background", "async"),
         deleted_during_a_save(rank, folder / "deleted"),
+        not_seen_by_rank_1(rank, folder / "late"),
     ]
 
 
-def test_a_save_that_fails_is_one_sentence_on_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
-    ranks = run_ranks(saves_that_fail, 2, tmp_path)
+def test_what_a_file_system_refuses_is_one_sentence_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
+    ranks = run_ranks(file_systems_that_fail, 2, tmp_path)
     assert ranks[0] == ranks[1]
-    full, background, deleted = ranks[0]
+    full, background, deleted, late = ranks[0]
     assert full == (
         f"checkpoint: {tmp_path}/at-once/step-4.tmp cannot be written: [Errno 27] File too large; older ones are "
         "unharmed"
@@ -115,6 +130,9 @@ def test_a_save_that_fails_is_one_sentence_on_all_ranks_and_leaves_nothing(tmp_p
     assert background == full.replace("at-once", "in-background")
     assert "step-2.tmp cannot be written: [Errno 2] No such file or directory" in deleted
     assert "\n" not in deleted
+    assert late.startswith(
+        f"checkpoint: rank 1 says: {tmp_path}/late/old/step-4 is damaged: train_state.json is missing; rank 0"
+    )
     for mode in ("at-once", "in-background"):
         assert complete_steps(tmp_path / mode) == [2, 6]
         files = json.loads((tmp_path / mode / "step-6" / MANIFEST).read_text())["files"]

@@ -38,7 +38,7 @@ def one_line(capsys) -> str:
     [
         (["--parallelism.pipeline_parallel_degree=2"], "pp=2 = 2 ranks, but the job has 1"),
         (["--trainig.steps=3"], "unknown key trainig; did you mean training?"),
-        (["--training.steps=many"], "training.steps = 'many' is a string"),
+        (["--training.steps=many"], 'training.steps = "many" is a string'),
         (["--data.source=/nowhere/at/all"], "/nowhere/at/all"),
         (["--tokenizer.path=/nowhere/at/all"], "/nowhere/at/all"),
         (["--model.language.num_segments=7"], "needs a layer"),
@@ -139,7 +139,7 @@ def test_processes_of_torchrun_say_the_same_once(capsys, monkeypatch, tmp_path):
 
 def test_a_missing_config_is_one_line(capsys):
     assert main(["train", "--config", "nothing.toml"]) == 2
-    assert "config file 'nothing.toml' does not exist; configs/ has" in one_line(capsys)
+    assert 'config file "nothing.toml" does not exist; configs/ has' in one_line(capsys)
 
 
 def test_config_prints_what_load_reads(job, capsys, tmp_path):
@@ -221,7 +221,7 @@ def test_train_py_needs_no_launcher_for_one_process(job, monkeypatch):
 def test_a_world_size_that_is_no_number_is_one_line(job, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "x")
     assert train_main(["--config", str(job)]) == 2
-    assert "WORLD_SIZE = 'x'" in capsys.readouterr().err
+    assert 'WORLD_SIZE = "x"' in capsys.readouterr().err
 
 
 @pytest.mark.ranks

@@ -123,13 +123,14 @@ def test_a_second_job_in_the_same_folder_is_refused(tmp_path, words):
 
 
 @pytest.mark.nightly
-def test_torchrun_saves_at_an_interrupt(tmp_path, words):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_torchrun_saves_at_a_signal(tmp_path, words, number):
     with Job(tmp_path, *TORCHRUN, "2", "train.py", *words) as job:
         job.wait_for("step:    2")
-        os.killpg(job.process.pid, signal.SIGINT)
+        os.killpg(job.process.pid, number)
         job.end()
     assert complete_steps(tmp_path / "run" / "checkpoint") == [max(metrics(tmp_path))]
-    assert "Ctrl-C: the job saves and ends after this step" in job.output
+    assert ("Ctrl-C: the job saves and ends after this step" in job.output) is (number == signal.SIGINT)
 
 
 def errors(job: Job) -> list[str]:
@@ -139,13 +140,11 @@ def errors(job: Job) -> list[str]:
 Fault = Callable[[Path, Job], str]
 
 
-def no_space_for_names(folder: Path, job: Job) -> str:
-    """The run folder is gone, and nothing can be made there again."""
-    for path in sorted((folder / "run").rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    (folder / "run").rmdir()
-    (folder / "run").touch()
-    return r"error: .*Not a directory.*"
+def the_folder_of_traces_is_gone(folder: Path, job: Job) -> str:
+    traces = folder / "run" / "traces"
+    traces.rename(folder / "moved")
+    traces.touch()
+    return rf"error: rank 0 after step \d+, in .*: \[Errno \d+\] .*'{traces}.*"
 
 
 def a_rank_is_killed(folder: Path, job: Job) -> str:
@@ -154,10 +153,10 @@ def a_rank_is_killed(folder: Path, job: Job) -> str:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("fault", "status"), [(no_space_for_names, 2), (a_rank_is_killed, 137)])
+@pytest.mark.parametrize(("fault", "status"), [(the_folder_of_traces_is_gone, 2), (a_rank_is_killed, 137)])
 def test_a_fault_is_one_line_and_the_last(tmp_path, words, fault, status):
-    with Job(tmp_path, *MMTRAIN, *words, "--checkpoint.interval=1", "--metrics.trace_freq=1") as job:
-        job.wait_for("step:    2")
+    with Job(tmp_path, *MMTRAIN, *words, "--metrics.trace_freq=1") as job:
+        job.wait_for("step:    3")  # the trace of a step is written after its line
         message = fault(tmp_path, job)
         assert job.end() == status, job.output
     (line,) = errors(job)

@@ -37,6 +37,7 @@ LAYERS = [
     "schedule",
     "modality",
     "planner",
+    "job_words",
     "line_chart",
     "clip_pictures",
     "run_page",

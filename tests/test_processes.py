@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from mmtrain.processes import environment, interrupts_held
+from mmtrain.processes import environment, stops_held
 from tests.launched import ROOT, is_alive
 
 CHILD = """
@@ -64,11 +64,11 @@ def test_variables_hold_for_new_processes_alone(monkeypatch):
     assert "MMTRAIN_TEST" not in os.environ
 
 
-def test_an_interrupt_waits():
+def test_a_signal_to_stop_waits():
     came = []
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
-        with interrupts_held():
+        with stops_held():
             os.kill(os.getpid(), signal.SIGINT)
             assert came == []
         assert came == [signal.SIGINT]

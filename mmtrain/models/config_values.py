@@ -15,13 +15,15 @@ ACTIVATIONS = (
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Rotary positions along one axis in Hugging Face configs."""
 
+MOST = 2**24
+"""Of rows, columns, channels, tokens and positions: what is above needs terabytes, or is a slip."""
 MOST_LAYERS = 10_000
 _LAYERS = ("depth", "num_hidden_layers", "num_layers", "encoder_layers", "layers_per_block", "num_res_blocks")
 """Keys that count layers."""
 _SIDES = ("patch_size", "temporal_patch_size", "image_size", "window_size")
 """Keys that Hugging Face also allows one number a side for; `shapes` judges those."""
 _ITEMS: dict[type, tuple[Callable[[Any], bool], str]] = {
-    int: (lambda item: type(item) is int and 0 <= item < 2**31, "integers of at least 0"),
+    int: (lambda item: type(item) is int and 0 <= item <= MOST, f"integers from 0 to {MOST}"),
     bool: (lambda item: isinstance(item, bool), "true and false"),
     float: (lambda item: type(item) in (int, float) and abs(item) <= 1e21, "finite numbers"),
     str: (lambda item: isinstance(item, str), "strings"),
@@ -36,7 +38,7 @@ def check_type(where: str, key: str, value: Any, default: Any) -> None:
     elif isinstance(default, float):
         fits, wanted = type(value) in (int, float) and 0 <= value <= 1e21, "a number of at least 0"
     elif isinstance(default, int | None):
-        most = MOST_LAYERS if key in _LAYERS else 2**31 - 1
+        most = MOST_LAYERS if key in _LAYERS else MOST
         fits = type(value) is int and 0 < value <= most
         fits = fits or (key in _SIDES and isinstance(value, list | tuple)) or value is default is None
         wanted = f"an integer above 0, and at most {most}"

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from mmtrain import errors
 from mmtrain.errors import MMTrainError, RankLostError
@@ -54,13 +55,13 @@ class RollCall:
                 "machines reach each other"
             ) from None
 
-    def tell(self, error: Exception) -> None:
+    def tell(self, error: BaseException) -> None:
         """Leaves for the other ranks why this one ends, unless one has done so before."""
-        told = (
-            error
-            if isinstance(error, MMTrainError)
-            else RankLostError(f"rank {self.rank} failed: {type(error).__name__}: {error}; see its traceback")
-        )
+        if isinstance(error, MMTrainError):
+            told = error
+        else:
+            words = traceback.format_exception_only(error)[0].strip()
+            told = RankLostError(f"rank {self.rank} failed: {words}; see its traceback")
         _within(_LEAST_PATIENCE_S, lambda: self._first_reason(told))
 
     def reason(self, what: str, timeout_s: float) -> MMTrainError:
@@ -108,18 +109,18 @@ class RollCall:
 
 
 @contextmanager
-def common_reason(roll_call: RollCall, timeout_s: float, place: Callable[[], str]) -> Iterator[None]:
+def common_reason(roll_call: RollCall, timeout_s: float, place: Callable[[str], str]) -> Iterator[None]:
     """What ends one rank is raised on all of them, and ranks that do not answer are named.
 
     Args:
         timeout_s: of collectives.
-        place: where this rank is; the empty text: the innermost function of mmtrain says it.
+        place: where this rank is, from the function of mmtrain that it is in.
     Raises: MMTrainError: in the place of an exception of communication, or of the operating system.
     """
     try:
         yield
-    except Exception as error:
-        where = place() or _innermost(error)
+    except (Exception, CheckpointException) as error:
+        where = place(_innermost(error))
         if is_communication(error):
             verb = f"waited {timeout_s:g} s (comm.timeout_seconds)" if _is_timeout(error) else "lost its connections"
             raise roll_call.reason(f"rank {roll_call.rank} {verb} {where}", timeout_s) from error
@@ -138,12 +139,12 @@ def is_communication(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and ("gloo" in str(error) or "Wait timeout" in str(error))
 
 
-def _is_timeout(error: Exception) -> bool:
+def _is_timeout(error: BaseException) -> bool:
     text = str(error).lower()
     return "timed out" in text or "timeout" in text
 
 
-def _innermost(error: Exception) -> str:
+def _innermost(error: BaseException) -> str:
     package = Path(errors.__file__).parent
     frames = [f for f in traceback.extract_tb(error.__traceback__) if package in Path(f.filename).parents]
     return f"in {Path(frames[-1].filename).relative_to(package)}, {frames[-1].name}" if frames else ""

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,32 +35,33 @@ def timed(rank: int, path: Path, overrides: list[str]) -> float:
     return found[0]
 
 
-def killed(rank: int, path: Path, overrides: list[str], victims: list[int], seconds: float, marker: Path) -> None:
-    """The victims are killed some time after the job has been set up."""
+def killed(rank: int, path: Path, overrides: list[str], victims: list[int], phase: str, seconds: float) -> None:
+    """The victims are killed some time after a phase has begun: `_set_up` or `_loop` of the trainer."""
     from mmtrain.trainer import Trainer
 
     def kill() -> None:
         time.sleep(seconds)
-        marker.touch()
+        (path.parent / "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    loop = Trainer._loop
+    original = getattr(Trainer, phase)
 
-    def _loop(self: Trainer) -> None:
+    def begun(self: Trainer, *args: Any) -> None:
         if rank in victims:
             threading.Thread(target=kill, daemon=True).start()
-        loop(self)
+        original(self, *args)
 
-    Trainer._loop = _loop
+    setattr(Trainer, phase, begun)
     train(rank, path, overrides)
 
 
-def survives(path: Path, overrides: list[str], victims: list[int], seconds: float) -> bool:
-    """Whether the job comes to its end before the kill."""
+def survives(path: Path, overrides: list[str], draw: random.Random, seconds: float) -> bool:
+    """Whether the job comes to its end before it is killed. Args: seconds: of its whole loop."""
+    victims, phase = draw.choice([[0], [1], [0, 1]]), draw.choice(["_set_up", "_loop", "_loop", "_loop"])
     marker = path.parent / "killed"
     marker.unlink(missing_ok=True)
     try:
-        run_ranks(killed, 2, path, overrides, victims, seconds, marker)
+        run_ranks(killed, 2, path, overrides, victims, phase, draw.uniform(0, 0.6 * seconds))
     except AssertionError:
         if not marker.exists():
             raise
@@ -81,7 +83,7 @@ def test_random_kills_change_no_loss(tmp_path: Path, charts: Path, seed: int) ->
     while kills < KILLS:
         jobs += 1
         path = write_config(tmp_path / f"job-{jobs}", charts)
-        while not survives(path, extra, draw.choice([[0], [1], [0, 1]]), draw.uniform(0, 0.6 * seconds)):
+        while not survives(path, extra, draw, seconds):
             kills += 1
             during_saves += bool(list(path.parent.glob("run/checkpoint/*.tmp")))
         for key in ("loss", "grad_norm"):

@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.ranks]
 TIMEOUT_S = 30
 ENDS_S = 15.0
 """After the timeout: ranks ask each other (5 s), and the launcher gives them time to end (3 s)."""
-START_S = 120.0
-"""Ranks wait so long for others that have not started."""
+START_S = 180.0
+"""The first rank that starts waits 120 s for the others."""
 
 LAYOUTS = {
     "pp 2": layout(pp=2),

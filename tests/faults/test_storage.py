@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmtrain import config
 from mmtrain.checkpoint_files import complete_steps
 from mmtrain.errors import CheckpointError, MMTrainError
 from mmtrain.run_folder import load_module, open_run
@@ -46,7 +45,8 @@ def test_a_resume_from_a_damaged_checkpoint_without_manifest(tmp_path: Path) -> 
     """Other values cannot be told from those that were saved, but nothing else may happen."""
     wanted = [damage for damage in draw(OF_RANKS, seed=9) if damage.file != "manifest.json"]
     first, second = run_ranks(load_damaged, 2, tmp_path, wanted, -1, False, timeout=3600)
-    assert [kind for kind, _ in first] == [kind for kind, _ in second] or "other values" in {k for k, _ in first}
+    assert [value for _, value in first] == [value for _, value in second]
+    assert all(kind != "refused" or "\n" not in value for kind, value in first)
     print(f"{len(wanted)} damages without a manifest: {Counter(kind for kind, _ in first)}")
 
 
@@ -118,4 +118,3 @@ def test_a_job_whose_disk_is_full(tmp_path: Path, charts: Path, small_disk: Path
     whole = write_config(tmp_path / "whole", charts)
     run_ranks(train, 2, whole, extra)
     assert metrics(tmp_path) == metrics(whole.parent)
-    assert config.load(path).checkpoint.verify == "auto"

@@ -27,7 +27,7 @@ def ends(ranks: list[Exception | None]) -> list[Exception | None]:
 
     def end(rank: int, error: Exception) -> None:
         try:
-            with common_reason(calls[rank], 30, lambda: "at step 5, in 3F2.0"):
+            with common_reason(calls[rank], 30, lambda function: "at step 5, in 3F2.0"):
                 raise error
         except Exception as raised:
             found[rank] = raised
@@ -102,12 +102,20 @@ def test_ranks_that_do_not_start_are_named():
 class Hangs:
     """A store whose server is stopped."""
 
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
     def __getattr__(self, name: str) -> Any:
-        return lambda *args: threading.Event().wait(5)
+        def hang(*args: object) -> None:
+            self.ended.wait()
+            raise RuntimeError("the store is gone")
+
+        return hang
 
 
-def test_a_store_that_hangs_is_given_up():
+def test_a_store_that_hangs_is_given_up(monkeypatch):
     call = RollCall(dist.HashStore(), 0, 2)
-    call._store = Hangs()
-    roll_call._LEAST_PATIENCE_S = 0.1
+    call._store = store = Hangs()
+    monkeypatch.setattr(roll_call, "_LEAST_PATIENCE_S", 0.1)
     assert "store does not answer" in str(call.reason("rank 0 waited", 1))
+    store.ended.set()
