@@ -248,6 +248,11 @@ class WorkGraph:
         return {s: (m, k) for m, module in enumerate(self.modules) for k, s in enumerate(module.stages)}
 
     @cached_property
+    def position(self) -> tuple[int, ...]:
+        """[stage] -> its position in its module's chain."""
+        return tuple(self.place[stage][1] for stage in range(len(self.stage_rank)))
+
+    @cached_property
     def work_index(self) -> dict[tuple[int, int, int], int]:
         """(module, microbatch, sub_microbatch) -> work."""
         return {(w.module, w.microbatch, w.sub_microbatch): i for i, w in enumerate(self.works)}

@@ -29,7 +29,7 @@ class Items:
         self.first = [0, *accumulate(len(graph.stages(work)) for work in works)]
         """[work] -> its first node; the last entry is the number of nodes."""
         self.num_nodes = self.first[-1]
-        self.position = [graph.place[stage][1] for stage in range(len(graph.stage_rank))]
+        self.position = graph.position
         """[stage] -> its position in its module's chain."""
         self.stage = [stage for work in works for stage in graph.stages(work)]
         """[node]"""

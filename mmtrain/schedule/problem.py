@@ -219,7 +219,7 @@ class PlanningProblem:
             return 0.0
         if edge.size_bytes is not None:
             return self.p2p.latency_s + edge.size_bytes / self.p2p.bytes_per_s
-        return self.message_s[self.graph.items.first[edge.work] + self.graph.items.position[edge.source]]
+        return self.message_s[self.graph.items.first[edge.work] + self.graph.position[edge.source]]
 
     @cached_property
     def message_s(self) -> list[float]:
@@ -258,7 +258,7 @@ class PlanningProblem:
         return {}
 
     def _list_of(self, stage: int, work: int) -> int:
-        return self.cost_index[work][self.graph.items.position[stage]]
+        return self.cost_index[work][self.graph.position[stage]]
 
     # ------------------------------------------------------------------------------------- as JSON
 
