@@ -38,7 +38,7 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
         part = "" if trained == total else f" ({trained:,} train)" if trained else " (frozen)"
         lines.append(
             f"{module.name}: {_model(config.model, module.name)}; {total:,} parameters{part}, "
-            f"{len(module.layers)} layers in {len(stages)} chunks: "
+            f"{len(module.layers)} layers in {len(stages)} chunk{'' if len(stages) == 1 else 's'}: "
             f"{show_layout(module, [stage.layers for stage in stages])}"
         )
     if planner.partition_words:

@@ -19,14 +19,26 @@ class Number:
     """What to do about it, in a sentence; empty: it is not far off."""
 
 
-MOST_APART = 2.0
-"""How many times as long as planned, or as short, a makespan may be."""
-MOST_BUBBLE = 0.4
-MOST_GAP = 0.1
-"""Of a plan over the lower bound."""
-MOST_LOST = 0.1
+_FAR_OFF: dict[str, tuple[Callable[[float], bool], str]] = {
+    "mfu": (
+        lambda mfu: mfu < 0.2,
+        "The devices do little of what they could: if neither the bubble nor waits say why, make works larger "
+        "(model.encoder.sub_microbatch_size, training.seq_len).",
+    ),
+    "bubble": (
+        lambda bubble: bubble > 0.4,
+        "Pipeline ranks idle much: more microbatches a step (training.global_batch_size), other segments "
+        "(docs/partition.md), or ranks that have a core or device of their own.",
+    ),
+    "makespan_ratio": (
+        lambda ratio: not 0.5 <= ratio <= 2,
+        "Costs are not calibrated for this machine and its load, so plans are good for another: run mmtrain profile.",
+    ),
+    "plan_gap": (lambda gap: gap > 0.1, "The search may find better plans: raise planner.budget_evaluations."),
+}
+"""Key in the metrics -> whether its number is far off, and what to do about it."""
+_MOST_LOST = 0.1
 """Of the steps, or of their time."""
-LEAST_MFU = 0.2
 
 
 def numbers(run: Run) -> list[Number]:
@@ -44,12 +56,12 @@ def numbers(run: Run) -> list[Number]:
         _number("training time", _sum(run.column("step_time_s")), "{}", note="without validation", show=_duration),
         _rate(run, "throughput", "tps", "{:,.0f} /s", note="tokens a device"),
         _rate(run, "step", "step_time_s", "{}", show=_duration),
-        _rate(run, "MFU", "mfu", "{:.1%}", advice=_of_mfu),
-        *(_flops_per_s(run) if "mfu" not in run.keys else ()),
+        _rate(run, "MFU", "mfu", "{:.1%}"),
+        *([] if "mfu" in run.keys else [_flops_per_s(run)]),
         *(_rate(run, f"MFU {module}", f"mfu_{module}", "{:.1%}") for module in run.modules),
-        _rate(run, "bubble", "bubble", "{:.1%}", note=_most_waited_for(run), advice=_of_bubble),
-        _rate(run, "measured / planned", "makespan_ratio", "{:.2f}", note="makespan", advice=_of_costs(run)),
-        _rate(run, "planner gap", "plan_gap", "{:.1%}", note="over the lower bound", advice=_of_gap),
+        _rate(run, "bubble", "bubble", "{:.1%}", note=_most_waited_for(run)),
+        _rate(run, "measured / planned", "makespan_ratio", "{:.2f}", note="makespan"),
+        _rate(run, "planner gap", "plan_gap", "{:.1%}", note="over the lower bound"),
         *_fallbacks(run),
         *_memory(run),
         *_waits(run),
@@ -70,61 +82,19 @@ def _later_half(values: Sequence[float | None]) -> list[float]:
     return [value for value in values[len(values) // 2 :] if value is not None]
 
 
-def _rate(
-    run: Run,
-    label: str,
-    key: str,
-    form: str,
-    note: str = "",
-    show: object = None,
-    advice: Callable[[float], str] | None = None,
-) -> Number | None:
+def _rate(run: Run, label: str, key: str, form: str, note: str = "", show: object = None) -> Number | None:
     known = _later_half(run.column(key))
-    value = median(known) if known else None
-    found = _number(label, value, form, note, show)
-    return replace(found, advice=advice(value)) if found and advice and value is not None else found
+    if not known:
+        return None
+    found = _number(label, median(known), form, note, show)
+    is_far_off, advice = _FAR_OFF.get(key, (bool, ""))
+    return replace(found, advice=advice) if found and is_far_off(median(known)) else found
 
 
-def _flops_per_s(run: Run) -> list[Number | None]:
+def _flops_per_s(run: Run) -> Number | None:
     """What stands in the place of MFU where nobody knows what the device can do."""
-    return [_rate(run, "model FLOP/s", "tflops", "{:.3g} G", note="a device; MFU needs metrics.peak_flops", show=_giga)]
-
-
-def _giga(tera: float) -> float:
-    return 1000 * tera
-
-
-def _of_mfu(mfu: float) -> str:
-    if mfu >= LEAST_MFU:
-        return ""
-    return (
-        "The devices do little of what they could: if neither the bubble nor waits say why, make works larger "
-        "(model.encoder.sub_microbatch_size, training.seq_len)."
-    )
-
-
-def _of_bubble(bubble: float) -> str:
-    if bubble <= MOST_BUBBLE:
-        return ""
-    return (
-        "Pipeline ranks idle much: more microbatches a step (training.global_batch_size), other segments "
-        "(docs/partition.md), or ranks that have a core or device of their own."
-    )
-
-
-def _of_costs(run: Run) -> Callable[[float], str]:
-    def advice(ratio: float) -> str:
-        if 1 / MOST_APART <= ratio <= MOST_APART:
-            return ""
-        if run.setting("planner", "profile"):
-            return "planner.profile is of another machine, or of one with less load: run mmtrain profile again."
-        return "Costs are not calibrated, so plans are good for another machine: run mmtrain profile."
-
-    return advice
-
-
-def _of_gap(gap: float) -> str:
-    return "" if gap <= MOST_GAP else "The search may find better plans: raise planner.budget_evaluations."
+    note = "a device; MFU needs metrics.peak_flops"
+    return _rate(run, "model FLOP/s", "tflops", "{:.3g} G", note=note, show=lambda tera: 1000 * tera)
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
@@ -163,7 +133,7 @@ def _fallbacks(run: Run) -> list[Number]:
         return []
     words = ", ".join(f"{count} {name}" for name, count in known.items() if count)
     total, advice = sum(known.values()), ""
-    if total > MOST_LOST * run.last_step:
+    if total > _MOST_LOST * run.last_step:
         advice = (
             "Searches end too late: lower planner.budget_evaluations, or raise planner.threads or planner.patience_s."
             if 2 * known.get("late", 0) > total
@@ -194,7 +164,7 @@ def _waits(run: Run) -> list[Number]:
         return []
     words = ", ".join(f"{seconds / total:.1%} {name}" for seconds, name in parts)
     lost, advice = sum(seconds for seconds, _ in parts) / total, ""
-    if lost > MOST_LOST:
+    if lost > _MOST_LOST:
         advice = {
             "data": "Steps wait for data: raise data.num_workers or data.prefetch.",
             "plans": "Steps wait for plans: lower planner.budget_evaluations, or raise planner.threads.",
