@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmtrain.config import CommConfig
 from mmtrain.errors import ConfigError
-from mmtrain.parallel.roll_call import START_S, RollCall
+from mmtrain.parallel.roll_call import START_S, wait_for_all
 from mmtrain.processes import LOOPBACK
 from mmtrain.titan import ParallelDims, parallel_dims
 from mmtrain.topology import AXES, Coordinates, MeshShape
@@ -51,7 +51,7 @@ def init_process_group(comm: CommConfig, device: torch.device, store: dist.Store
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if store is None:
         store = _meet(start_s) if "RANK" in os.environ else _alone()
-    RollCall(store, rank, world_size).wait_for_all(start_s)
+    wait_for_all(store, rank, world_size, start_s)
     store.set_timeout(timeout)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 

@@ -28,6 +28,25 @@ _LEAST_PATIENCE_S = 5.0
 """Ranks that wait for each other find out within about a step."""
 
 
+def wait_for_all(store: dist.Store, rank: int, world_size: int, wait_s: float) -> None:
+    """Returns when all ranks of a job have come to their store.
+
+    Raises: RankLostError: naming those that have not.
+    """
+    store = dist.PrefixStore("start", store)
+    store.set(f"{rank}", "")
+    if store.add("started", 1) == world_size:
+        store.set("all started", "")
+    try:
+        store.wait(["all started"], timedelta(seconds=wait_s))
+    except RuntimeError:  # each store raises another one
+        absent = [str(other) for other in range(world_size) if not store.check([f"{other}"])]
+        raise RankLostError(
+            f"rank {rank} waited {wait_s:g} s for the job to start, but of its {world_size} ranks these did not come: "
+            f"{', '.join(absent)}; look for errors of their processes, and whether all machines reach each other"
+        ) from None
+
+
 class RollCall:
     """This rank's part in finding out which ranks are there. Every rank of the job makes one at the same time."""
 
@@ -38,23 +57,6 @@ class RollCall:
         self._store = dist.PrefixStore(f"roll call {turn}", store)
         self._store.set(f"name {rank}", f"rank {rank} (process {os.getpid()} on {socket.gethostname()})")
 
-    def wait_for_all(self, wait_s: float) -> None:
-        """Returns when all ranks have started.
-
-        Raises: RankLostError: naming those that have not.
-        """
-        if self._store.add("started", 1) == self._world_size:
-            self._store.set("all started", "")
-        try:
-            self._store.wait(["all started"], timedelta(seconds=wait_s))
-        except RuntimeError:  # each store raises another one
-            absent = [rank for rank in range(self._world_size) if not self._store.check([f"name {rank}"])]
-            raise RankLostError(
-                f"rank {self.rank} waited {wait_s:g} s for the job to start, but {_ranks(absent)} of "
-                f"{self._world_size} did not come; look for the errors of the missing processes, and whether all "
-                "machines reach each other"
-            ) from None
-
     def tell(self, error: BaseException) -> None:
         """Leaves for the other ranks why this one ends, unless one has done so before."""
         if isinstance(error, MMTrainError):
@@ -64,15 +66,15 @@ class RollCall:
             told = RankLostError(f"rank {self.rank} failed: {words}; see its traceback")
         _within(_LEAST_PATIENCE_S, lambda: self._first_reason(told))
 
-    def reason(self, what: str, timeout_s: float) -> MMTrainError:
-        """Why a collective of this rank failed, the same on all ranks that ask within a few seconds.
+    def reason(self, what: str, patience_s: float = 0.0) -> MMTrainError:
+        """Why a collective of this rank failed, the same on all ranks.
 
         Args:
             what: what this rank did, as the beginning of a sentence.
-            timeout_s: of collectives.
+            patience_s: how much later other ranks may find out, if more than a few seconds.
         """
         found: list[MMTrainError] = []
-        patience_s = max(_LEAST_PATIENCE_S, timeout_s / 10)
+        patience_s = max(_LEAST_PATIENCE_S, patience_s)
         _within(patience_s + _LEAST_PATIENCE_S, lambda: found.append(self._ask(what, patience_s)))
         return found[0] if found else RankLostError(f"{what}; the job's store does not answer either")
 
@@ -122,8 +124,10 @@ def common_reason(roll_call: RollCall, timeout_s: float, place: Callable[[str], 
     except (Exception, CheckpointException) as error:
         where = place(_innermost(error))
         if is_communication(error):
-            verb = f"waited {timeout_s:g} s (comm.timeout_seconds)" if _is_timeout(error) else "lost its connections"
-            raise roll_call.reason(f"rank {roll_call.rank} {verb} {where}", timeout_s) from error
+            if _is_timeout(error):  # a rank that waits for one that waits finds out up to a step later
+                what = f"rank {roll_call.rank} waited {timeout_s:g} s (comm.timeout_seconds) {where}"
+                raise roll_call.reason(what, timeout_s / 10) from error
+            raise roll_call.reason(f"rank {roll_call.rank} lost a connection {where}") from error
         if isinstance(error, OSError):
             told = MMTrainError(f"rank {roll_call.rank} {where}: {error}")
             roll_call.tell(told)
@@ -148,10 +152,6 @@ def _innermost(error: BaseException) -> str:
     package = Path(errors.__file__).parent
     frames = [f for f in traceback.extract_tb(error.__traceback__) if package in Path(f.filename).parents]
     return f"in {Path(frames[-1].filename).relative_to(package)}, {frames[-1].name}" if frames else ""
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
 def _within(seconds: float, ask: Callable[[], object]) -> None:

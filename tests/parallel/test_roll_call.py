@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mmtrain.errors import DataError, MMTrainError, RankLostError
 from mmtrain.parallel import roll_call
-from mmtrain.parallel.roll_call import RollCall, common_reason
+from mmtrain.parallel.roll_call import RollCall, common_reason, wait_for_all
 
 TIMEOUT = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 30000ms for recv operation")
 RESET = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:35515.")
@@ -85,18 +85,17 @@ def test_a_second_trainer_of_a_process_starts_anew():
     store = dist.HashStore()
     RollCall(store, 0, 1).tell(DataError("old"))
     with pytest.raises(RankLostError, match="all ranks answer"):
-        raise RollCall(store, 0, 1).reason("rank 0 waited", 1)
+        raise RollCall(store, 0, 1).reason("rank 0 waited")
 
 
 def test_ranks_that_do_not_start_are_named():
     store = dist.HashStore()
-    RollCall(store, 1, 4)
-    with pytest.raises(
-        RankLostError, match=r"rank 0 waited 0.1 s for the job to start, but ranks 2, 3 of 4 did not come"
-    ):
-        RollCall(store, 0, 4).wait_for_all(0.1)
-    calls = [RollCall(dist.PrefixStore("second", store), rank, 2) for rank in range(2)]
-    _together([lambda c=call: c.wait_for_all(60) for call in calls])
+    store.set("start/1", "")
+    message = "rank 0 waited 0.1 s for the job to start, but of its 4 ranks these did not come: 2, 3;"
+    with pytest.raises(RankLostError, match=message):
+        wait_for_all(store, 0, 4, 0.1)
+    second = dist.PrefixStore("second", store)
+    _together([lambda r=rank: wait_for_all(second, r, 2, 60) for rank in range(2)])
 
 
 class Hangs:
@@ -117,5 +116,5 @@ def test_a_store_that_hangs_is_given_up(monkeypatch):
     call = RollCall(dist.HashStore(), 0, 2)
     call._store = store = Hangs()
     monkeypatch.setattr(roll_call, "_LEAST_PATIENCE_S", 0.1)
-    assert "store does not answer" in str(call.reason("rank 0 waited", 1))
+    assert "store does not answer" in str(call.reason("rank 0 waited"))
     store.ended.set()
