@@ -23,19 +23,23 @@ data/shapes/README.md: | venv
 	$(BIN)/mmtrain data shapes data/shapes --num-samples 6000 --seed 0
 
 train: venv data
-	$(BIN)/torchrun --nproc-per-node 2 train.py --config debug_vlm.toml
+	$(BIN)/mmtrain train --config debug_vlm.toml
 
 train-video: venv shapes
-	$(BIN)/torchrun --nproc-per-node 2 train.py --config debug_t2v.toml
+	$(BIN)/mmtrain train --config debug_t2v.toml
 
-# Whole files side by side: many tests use one core, or wait. A test may itself start up to 8 processes.
+# Tests side by side: many use one core, or wait. A test may itself start up to 8 processes.
 TEST_WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 test: venv
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=30
+	$(PYTEST) --durations=20
+
+# Everything that is too long for every change; `make nightly SHARD=2/3` runs the second third of it.
+SHARD ?= 1/1
 
 nightly: venv
-	$(BIN)/python -m pytest -m nightly
+	$(PYTEST) -m nightly --shard $(SHARD) --durations=20
 
 check: venv
 	$(BIN)/ruff check .

@@ -2,7 +2,8 @@
 
 import sys
 
-from mmtrain.cli import leave, train_main
+from mmtrain.cli import train_main
+from mmtrain.processes import leave
 
 if __name__ == "__main__":
     leave(train_main(sys.argv[1:]))

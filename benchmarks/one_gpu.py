@@ -402,7 +402,8 @@ def report(config: Config, size: Size, device: torch.device, found: dict[str, li
     peak = peak_flops(config.metrics, device)
     print(
         f"{sum(module.num_params for module in planner.spec.modules):,} parameters; a step of {size.microbatches} "
-        f"microbatches: {tokens:.0f} tokens, {pictures:.0f} pictures, {flops:.3g} model FLOPs; peak {peak:.3g} FLOP/s"
+        f"microbatches: {tokens:.0f} tokens, {pictures:.0f} pictures, {flops:.3g} model FLOPs; peak "
+        f"{'not known' if np.isnan(peak) else f'{peak:.3g} FLOP/s'}"
     )
     medians = {name: float(np.median([s for o in outcomes for s in o.seconds])) for name, outcomes in found.items()}
     print(f"{'':22s} {'ms a step':>10s} {'tokens/s':>10s} {'MFU':>7s} {'GiB':>6s} {'speed':>7s}  (each round)")
@@ -412,7 +413,8 @@ def report(config: Config, size: Size, device: torch.device, found: dict[str, li
             for i, outcome in enumerate(found[name])
         ]
         print(
-            f"{name:22s} {1e3 * seconds:10.1f} {tokens / seconds:10.0f} {flops / seconds / peak:7.1%} "
+            f"{name:22s} {1e3 * seconds:10.1f} {tokens / seconds:10.0f} "
+            f"{'-' if np.isnan(peak) else f'{flops / seconds / peak:.1%}':>7s} "
             f"{max(o.memory_bytes for o in found[name]) / 2**30:6.1f} "
             f"{medians['plain torch loop'] / seconds:7.3f}  ({', '.join(f'{ratio:.3f}' for ratio in rounds)})"
         )

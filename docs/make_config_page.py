@@ -24,10 +24,12 @@ writes the same text to `config.toml` in its dump folder.
 
 - **Strict.** An unknown key, a wrong type, a value outside of its choices or a missing key is an error with
   the dotted name of the key. An integer is accepted where a float is asked for; nothing else is converted.
+- **Bounded.** Counts and sizes are at most 2147483647, rates and other numbers 1e21, where nothing less is said;
+  numbers are finite, and texts have at most 4096 characters, none of them NUL.
 - **Where a file is found.** `--config` takes a path, or a bare name that is looked up in `configs/` of the
   working directory and then of the source tree.
 - **`extends = "base.toml"`**, at the top of a file, names another file, relative to this one. Tables are
-  merged key by key; an inline model `config` is replaced as a whole.
+  merged key by key; an inline model `config` is replaced as a whole, and `job.description` is not inherited.
 - **On the command line**, `--section.key=value` sets one key, after all files. The value is TOML; a string
   may be left unquoted.
 

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TypeGuard
 
 ROOT = Path(__file__).resolve().parent.parent
-ERRORS = ("ConfigError", "DataError", "PlanError", "TrainingError", "MMTrainError")
+ERRORS = (
+    "ConfigError",
+    "DataError",
+    "PlanError",
+    "TrainingError",
+    "RankLostError",
+    "CheckpointError",
+    "MMTrainError",
+)
 
 INTRODUCTION = """\
 # Errors
@@ -21,11 +29,12 @@ INTRODUCTION = """\
 *Made by `python docs/make_errors_page.py > docs/errors.md` from the source; do not edit it by hand.*
 
 A mistake in what you gave ends the program with exit status 2 and one sentence: where it is, the value, the rule, and
-what to change. In a job of several processes the rank stands in front: `error [rank 3]: ...`. What stands in braces
-differs from case to case. To find a message, search this page for a few of its fixed words. Many messages get a place
-in front on their way to you: the file of the config, the sample, the file of a plan.
+what to change. Under torchrun the rank stands in front: `error [rank 3]: ...`; an error of all ranks is printed once
+on each machine. What stands in braces differs from case to case. To find a message, search this page for a few of its
+fixed words. Many messages get a place in front on their way to you: the file of the config, the sample, the file of a
+plan.
 
-The five kinds are classes of `mmtrain/errors.py`, for programs that call mmtrain:
+The seven kinds are classes of `mmtrain/errors.py`, for programs that call mmtrain:
 
 | class | what is wrong |
 |---|---|
@@ -33,6 +42,8 @@ The five kinds are classes of `mmtrain/errors.py`, for programs that call mmtrai
 | `DataError` | a sample, a file of the data, or a batch that breaks a rule |
 | `PlanError` | a schedule, plan or problem: incomplete, deadlocked, over a memory limit, or its file is damaged |
 | `TrainingError` | a step that must not be applied |
+| `RankLostError` | a rank that does not answer any more: stopped, dead, cut off, or failed by a bug of its own |
+| `CheckpointError` | a checkpoint that must not be loaded: damaged, not verified, or one that would run a program |
 | `MMTrainError` | anything else that the program says on purpose; the base of the others |
 
 Any other exception, with Python's traceback, is a bug of mmtrain or of a library. What has no message at all (hangs,
@@ -132,6 +143,13 @@ GROUPS = (
         advises=True,
     ),
     Group(
+        "Ranks that miss each other",
+        ("parallel/roll_call.py",),
+        "After comm.timeout_seconds, or as soon as a connection breaks, see [hanging](troubleshooting.md#hanging). The "
+        "message names the ranks that do not answer, with process and machine: look at these.",
+        advises=True,
+    ),
+    Group(
         "Plans and programs",
         (
             "schedule/action.py",
@@ -189,7 +207,7 @@ GROUPS = (
     ),
     Group(
         "Training, checkpoints, run folders",
-        ("trainer.py", "checkpoint.py", "run_folder.py"),
+        ("trainer.py", "checkpoint.py", "checkpoint_files.py", "run_folder.py", "folder_owner.py"),
         "While a job starts, runs or is read again; see [checkpoints](checkpoints.md).",
     ),
     Group(
@@ -204,8 +222,8 @@ NOTES: dict[str, str] = {
     "{path}: not valid TOML": (
         "The place is in the message. Texts need quotes in a file; on the command line they do not."
     ),
-    "{path}: extends = '{base}', but": "The name is relative to the file that extends.",
-    "override '{override}': '{section}' is a value": "Name the key in full, as in `--planner.enable=true`.",
+    "{path}: extends = {base}, but": "The name is relative to the file that extends.",
+    "override {override}: {section} is a value": "Name the key in full, as in `--planner.enable=true`.",
     "'{value}' of type": "Only for programs that dump a config: use numbers, texts, booleans, arrays and tables.",
     "{where}: the {kind}": (
         "Write it; [configuration](config.md) has its meaning. A file often gets it from another by `extends`."
@@ -296,6 +314,13 @@ NOTES: dict[str, str] = {
     # training
     "checkpoint.load_step = {wanted}, but": "Name one of those steps, or -1 for the newest.",
     "checkpoint: ": "The file system's reason follows: rights, space, or a mount that only some machines have?",
+    "{folder} is damaged: ": (
+        "The file was changed after it was written: look at the disk; bring back a copy, or take another checkpoint. "
+        "`checkpoint.load_step` and `--step` name one; a resume without either takes the newest that is whole."
+    ),
+    "{folder} is refused: ": (
+        "mmtrain never writes such a file: whoever gave you the checkpoint, or changed it, wants to run something."
+    ),
     "step {step}: the batch has": (
         "No answer, or no clip that can be read, is in the whole batch: look for skipped samples in the log."
     ),

@@ -1,7 +1,8 @@
 """Sharded checkpoints (torch DCP) that are complete or not there at all.
 
 A checkpoint is written into `step-N.tmp`, flushed, and renamed to `step-N` only when every rank's
-part is on disk; a reader looks at `step-N` alone. Keys are parameter names, so any pipeline or
+part and the manifest are on disk; a reader looks at `step-N` alone, and takes an older one if it is
+damaged. What one rank finds wrong, all ranks raise. Keys are parameter names, so any pipeline or
 data-parallel degree can load what another one saved. The tied head is stored once, as the embedding.
 """
 
@@ -11,13 +12,14 @@ import json
 import logging
 import os
 import random
-import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,16 +27,26 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
+from mmtrain.checkpoint_files import (
+    STATE,
+    FileRecord,
+    RecordingWriter,
+    StoredCheckpoint,
+    complete_steps,
+    first_failure,
+    write_manifest,
+)
 from mmtrain.config import CheckpointConfig
-from mmtrain.errors import ConfigError, MMTrainError
+from mmtrain.errors import CheckpointError, ConfigError, MMTrainError
+from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.grads import local_part
 from mmtrain.titan import FrozenAwareOptimizers
 
 logger = logging.getLogger("mmtrain")
 
-_COMPLETE = re.compile(r"step-(\d+)")
-_STATE_FILE = "train_state.json"
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +63,16 @@ class TrainState:
     """Settings that give the loader's position its meaning: a run continues exactly only under equal ones."""
     memory: dict[str, Any] = field(default_factory=dict)
     """What plans allow for beside tensors, and the margins that grew, as of `BudgetHistory.to_dict`."""
+
+    @classmethod
+    def read(cls, stored: StoredCheckpoint) -> "TrainState":
+        """That of a checkpoint. Raises: CheckpointError: it has no such state."""
+        raw = stored.state
+        for name, kind in (("step", int), ("loader", dict), ("tokens", int)):
+            if not isinstance(raw.get(name), kind):
+                raise stored.damaged(f"{STATE} does not say the {name}")
+        optional = {name: raw[name] for name in ("data", "memory") if name in raw}
+        return cls(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"], **optional)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -81,32 +103,40 @@ class Checkpointer:
         self._optimizers = optimizers
         self._aliases = aliases
         self._group = dist.new_group(backend="gloo") if section.async_mode == "async" else None
-        self._running: tuple[Future[Any], TrainState] | None = None
+        self._running: tuple[Future[Any], RecordingWriter, TrainState] | None = None
         self._went_back_to = -1
-        if _is_rank_zero() and folder.is_dir():
-            for stale in folder.glob("step-*.tmp"):  # a save that was killed
-                shutil.rmtree(stale)
+        _on_rank_zero(self._remove_leftovers)
+
+    def _remove_leftovers(self) -> None:
+        for stale in self._folder.glob("step-*.tmp"):  # a save that was killed
+            shutil.rmtree(stale)
 
     # --------------------------------------------------------------------------------------- saving
 
     def save(self, state: TrainState) -> None:
-        """Writes a checkpoint of the state after `state.step` steps; in the background if asked for."""
+        """Writes a checkpoint of the state after `state.step` steps; in the background if asked for.
+
+        Raises: MMTrainError: the file system refuses, which `poll` and `finish` may notice later; nothing is left of
+            this checkpoint.
+        """
         self.finish()
-        target = self._folder / f"step-{state.step}"
-        aside = target.with_name(target.name + ".tmp")
-        if _is_rank_zero():
+        aside = self._aside(state)
+        table = state.to_dict() | {"went_back_to": self._went_back_to}
+
+        def begin() -> None:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-            table = state.to_dict() | {"went_back_to": self._went_back_to}
-            (aside / _STATE_FILE).write_text(json.dumps(table, indent=1) + "\n")
-        dist.barrier()
-        tensors = self._tensors()
-        if self._section.async_mode == "async":
-            future = dcp.async_save(tensors, checkpoint_id=aside, process_group=self._group)
-            self._running = (future, state)  # type: ignore[assignment]
-        else:
-            dcp.save(tensors, checkpoint_id=aside)
-            self._publish(state)
+            (aside / STATE).write_text(json.dumps(table, indent=1) + "\n")
+
+        with self._saving(state):
+            on_rank_zero(begin)
+            tensors, writer = self._tensors(), RecordingWriter(aside)
+            if self._section.async_mode == "async":
+                future = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
+                self._running = (future, writer, state)  # type: ignore[assignment]
+            else:
+                dcp.save(tensors, storage_writer=writer)
+                self._publish(state, writer)
 
     def poll(self) -> None:
         """Makes a save in the background visible once all ranks have written their parts."""
@@ -119,21 +149,41 @@ class Checkpointer:
     def finish(self) -> None:
         """Waits for a save in the background, and makes it visible."""
         if self._running is not None:
-            future, state = self._running
+            future, writer, state = self._running
             self._running = None
-            future.result()
-            self._publish(state)
+            with self._saving(state):
+                future.result()
+                self._publish(state, writer)
 
-    def _publish(self, state: TrainState) -> None:
-        dist.barrier()
-        if _is_rank_zero():
-            target = self._folder / f"step-{state.step}"
-            aside = target.with_name(target.name + ".tmp")
+    @contextmanager
+    def _saving(self, state: TrainState) -> Iterator[None]:
+        """Every rank leaves with what stopped one of them, and what was written is removed."""
+        aside = self._aside(state)
+        try:
+            yield
+        except (CheckpointException, OSError) as error:
+            on_rank_zero(partial(shutil.rmtree, aside, ignore_errors=True))
+            cause = first_failure(error) if isinstance(error, CheckpointException) else error
+            if isinstance(cause, OSError):
+                raise MMTrainError(f"checkpoint: {aside} cannot be written: {cause}; older ones are unharmed") from None
+            raise cause from error
+
+    def _publish(self, state: TrainState, writer: RecordingWriter) -> None:
+        parts: list[dict[str, FileRecord]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(parts, writer.files)
+        aside = self._aside(state)
+
+        def publish() -> None:
+            write_manifest(aside, {name: file for part in parts for name, file in part.items()})
             _flush(aside)
-            os.replace(aside, target)
+            os.replace(aside, aside.with_name(f"step-{state.step}"))
             _flush_folder(self._folder)
             self._purge()
-        dist.barrier()
+
+        on_rank_zero(publish)
+
+    def _aside(self, state: TrainState) -> Path:
+        return self._folder / f"step-{state.step}.tmp"
 
     def _purge(self) -> None:
         keep = self._section.keep_latest_k
@@ -143,21 +193,24 @@ class Checkpointer:
             os.replace(doomed, aside)  # a kill halfway through the removal leaves no half checkpoint
             shutil.rmtree(aside)
 
-    def _set_aside_later(self, step: int) -> None:
-        """Renames the checkpoints after the one that the user goes back to: their run is given up, not lost."""
+    def _set_aside_later(self, step: int, damaged: Mapping[int, CheckpointError]) -> None:
+        """Renames the checkpoints after the one that was loaded: damaged ones, and those of a run that is given up."""
         for later in [s for s in complete_steps(self._folder) if s > step]:
             old = self._folder / f"step-{later}"
-            names = (old.with_name(f"abandoned-{number}-{old.name}") for number in itertools.count())
+            word, reason = ("damaged", f"{damaged[later]}; ") if later in damaged else ("abandoned", "")
+            names = (old.with_name(f"{word}-{number}-{old.name}") for number in itertools.count())
             new = next(name for name in names if not name.exists())
             os.replace(old, new)
-            logger.warning("went back to step %d: %s is now %s", step, old, new.name)
+            logger.warning("%swent back to step %d: %s is now %s", reason, step, old.name, new.name)
 
     # -------------------------------------------------------------------------------------- loading
 
     def load(self) -> TrainState | None:
         """The state to continue from, with parameters, optimizer and random state in place; None: start anew.
 
-        Raises: ConfigError: checkpoint.load_step names a checkpoint that is not there.
+        Raises:
+            ConfigError: checkpoint.load_step names a checkpoint that is not there, or one of another model.
+            CheckpointError: the checkpoint of checkpoint.load_step is damaged, or all are.
         """
         steps = _on_rank_zero(lambda: complete_steps(self._folder))
         wanted = self._section.load_step
@@ -166,33 +219,56 @@ class Checkpointer:
                 f"checkpoint.load_step = {wanted}, but {self._folder} has "
                 f"{', '.join(f'step-{s}' for s in steps) or 'no complete checkpoint'}"
             )
-        if not steps:
-            return None
-        chosen = wanted if wanted >= 0 else steps[-1]
-        newest = _on_rank_zero(lambda: json.loads((self._folder / f"step-{steps[-1]}" / _STATE_FILE).read_text()))
-        if wanted >= 0 and newest.get("went_back_to", -1) == wanted:
-            chosen = steps[-1]  # this job has gone back already and was restarted since
-        self._went_back_to = wanted if wanted >= 0 else newest.get("went_back_to", -1)
-        source = self._folder / f"step-{chosen}"
-        raw = _on_rank_zero(lambda: json.loads((source / _STATE_FILE).read_text()))
+        damaged: dict[int, CheckpointError] = {}
+        state = self._load_newest([step for step in steps if step >= wanted], damaged)
+        if state is None and wanted in damaged:
+            raise CheckpointError(f"checkpoint.load_step = {wanted}: {damaged[wanted]}; name another step")
+        if state is None and damaged:
+            others = f", and no older one is whole ({len(damaged) - 1} tried)" if len(damaged) > 1 else ""
+            raise CheckpointError(
+                f"{damaged[steps[-1]]}{others}; bring back a copy, or name another job.dump_folder to start anew"
+            )
+        return state
+
+    def _load_newest(self, candidates: list[int], damaged: dict[int, CheckpointError]) -> TrainState | None:
+        """That of the newest checkpoint that is whole. Args: damaged: gets the others."""
+        wanted = self._section.load_step
+        for step in reversed(candidates):
+            try:
+                stored = self._open(step)
+                went_back_to = stored.state.get("went_back_to", -1)
+                if step > wanted >= 0 and went_back_to != wanted:  # the job goes back, for the first time
+                    return self._load_newest([wanted], damaged)
+                state = self._load(stored)
+            except CheckpointError as error:
+                damaged[step] = error
+                continue
+            self._went_back_to = wanted if wanted >= 0 else went_back_to
+            _on_rank_zero(partial(self._set_aside_later, step, damaged))
+            return state
+        return None
+
+    def _open(self, step: int) -> StoredCheckpoint:
+        with _together(alike=True):
+            return StoredCheckpoint.open(self._folder / f"step-{step}", self._section.verify)
+
+    def _load(self, stored: StoredCheckpoint) -> TrainState:
+        """Raises: CheckpointError: it is damaged; a later `_load` overwrites whatever this one has set."""
         tensors = self._tensors()
-        stored = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+        known = stored.metadata.state_dict_metadata
         rng_key = f"rng.{dist.get_rank()}"
-        if rng_key not in stored:  # saved by another number of ranks
+        if rng_key not in known:  # saved by another number of ranks
             del tensors[rng_key]
-        self._check_fits(source, tensors, stored)
-        dcp.load(tensors, checkpoint_id=source)
-        self._restore(tensors)
-        if rng_key in tensors:
-            _set_rng(tensors[rng_key])
-        _on_rank_zero(lambda: self._set_aside_later(chosen))
-        return TrainState(
-            step=raw["step"],
-            loader=raw["loader"],
-            tokens=raw["tokens"],
-            data=raw.get("data", {}),
-            memory=raw.get("memory", {}),
-        )
+        self._check_fits(stored.folder, tensors, known)
+        stored.load(tensors)
+        with _together(), stored.reading():
+            state = TrainState.read(stored)
+            self._restore(tensors)
+            if rng_key in tensors:
+                _set_rng(tensors[rng_key])
+        if stored.warning and _is_rank_zero():
+            logger.warning("%s", stored.warning)
+        return state
 
     def _check_fits(self, source: Path, tensors: dict[str, Any], stored: dict[str, Any]) -> None:
         """Refuses, on every rank, a checkpoint whose names or shapes are not this model's."""
@@ -267,34 +343,36 @@ class Checkpointer:
         return [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
 
 
-def complete_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, ascending."""
-    if not folder.is_dir():
-        return []
-    found = []
-    for entry in folder.iterdir():
-        match = _COMPLETE.fullmatch(entry.name)
-        if match and (entry / ".metadata").is_file() and (entry / _STATE_FILE).is_file():
-            found.append(int(match[1]))
-    return sorted(found)
-
-
 def _is_rank_zero() -> bool:
     return bool(dist.get_rank() == 0)
 
 
-def _on_rank_zero(read: Any) -> Any:
-    """What rank 0 reads, on every rank, so that all act on one view of the folder."""
-    box: list[Any] = [None]
-    if _is_rank_zero():
-        try:
-            box[0] = read()
-        except OSError as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    if isinstance(box[0], OSError):
-        raise MMTrainError(f"checkpoint: {box[0]}")
-    return box[0]
+def _on_rank_zero(act: Callable[[], _Value]) -> _Value:
+    """What rank 0 gets, on every rank, so that all act on one view of the folder. Collective over the job."""
+    try:
+        return on_rank_zero(act)
+    except OSError as error:
+        raise MMTrainError(f"checkpoint: {error}") from None
+
+
+@contextmanager
+def _together(*, alike: bool = False) -> Iterator[None]:
+    """Raises on every rank what one rank raises inside of it. Collective over the job.
+
+    Args: alike: all ranks read the same, so what rank 0 can read is not damaged: others may not see it yet.
+    """
+    error: MMTrainError | None = None
+    try:
+        yield
+    except MMTrainError as found:
+        error = found
+    errors: list[MMTrainError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for rank, first in enumerate(errors):
+        if first and rank and alike:
+            raise MMTrainError(f"checkpoint: rank {rank} says: {first}; rank 0 reads it: do all mount one file system?")
+        if first:
+            raise first
 
 
 def _flush(folder: Path) -> None:

@@ -1,25 +1,43 @@
 """The `mmtrain` command. Bad input ends with one line on standard error and exit status 2."""
 
 import argparse
+import difflib
+import json
 import os
 import sys
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 from mmtrain import __version__, config
 from mmtrain.commands import check, plan, profile, report, sample, schedule, simulate
 from mmtrain.errors import MMTrainError
+from mmtrain.folder_owner import owned
+from mmtrain.local_ranks import RankDiedError, Stopped, train_on_ranks
+from mmtrain.processes import end_with_parent, environment, leave
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse's, with the nearest name for a command that does not exist."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action.choices, dict) and value not in action.choices:
+            near = difflib.get_close_matches(value, action.choices, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(action.choices)}"
+            raise argparse.ArgumentError(None, f"there is no command {value!r}; {hint}")
+        super()._check_value(action, value)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `mmtrain` command. Returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="mmtrain",
         description="Trains large multimodal models on pipelines that are planned anew for every batch.",
     )
     parser.add_argument("--version", action="version", version=f"mmtrain {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_train(commands)
     _add_export(commands)
     sample.add(commands)
@@ -33,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     simulate.add(commands)
     report.add(commands)
     args, rest = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     if rest:
         if not getattr(args, "takes_overrides", False):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -53,36 +74,41 @@ def train_main(argv: Sequence[str] | None = None) -> int:
     return _guarded(_train_rank, args)
 
 
-def leave(status: int) -> NoReturn:
-    """Ends a process that trained, without Python's own finalisation.
-
-    A thread of the process groups may still drop its last tensor, which needs the interpreter; if that is being
-    finalised just then, the process aborts after all its work was done (seen once in some thirty jobs).
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if "torch" in sys.modules:
-        os._exit(status)
-    sys.exit(status)
-
-
 def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """The exit status of a command; what went wrong is one line on standard error."""
     try:
         return run(args)
     except MMTrainError as error:
-        rank = os.environ.get("RANK")
-        print(f"error{'' if rank is None else f' [rank {rank}]'}: {error}", file=sys.stderr, flush=True)
-        return 2
+        return _said(str(error), 2)
+    except RankDiedError as error:
+        if error.text:
+            print(error.text, file=sys.stderr)
+        return _said(str(error), error.exit_status)
+    except Stopped as stop:
+        return stop.exit_status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # who reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if "WORLD_SIZE" in os.environ:  # of a running job, whose place in the code matters
-            raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return _said(str(error), 2)
+
+
+def _said(text: str, status: int) -> int:
+    """The status, after the text was printed. Of the processes that torchrun started here, one prints what all say."""
+    if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        file, summary = Path(report), {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        try:
+            file.write_text(json.dumps({"message": summary}))  # torchrun's own last lines show it
+            file.parent.parent.joinpath(f"said-{zlib.crc32(text.encode())}").touch(exist_ok=False)
+        except FileExistsError:
+            return status
+        except OSError:  # then each process says it
+            pass
+    rank = os.environ.get("RANK")
+    print(f"error{'' if rank is None else f' [rank {rank}]'}: {text}", file=sys.stderr, flush=True)
+    return status
 
 
 # ------------------------------------------------------------------------------------------------ train
@@ -110,35 +136,21 @@ def _train(args: argparse.Namespace) -> int:
 
     check_video(job)
     IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided, before any process starts
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=job.parallelism.mesh_shape.world_size,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-    )
-    words = [sys.executable, "-m", "mmtrain.cli", "train", "--config", str(args.config), *args.overrides]
-    try:
-        elastic_launch(launch, words[0])(*words[1:])
-    except ChildFailedError as error:
-        return max(1, *(int(failure.exitcode) for failure in error.failures.values()))
-    except SignalException as stop:  # the ranks got it too, saved and left
-        return 128 + int(stop.sigval)
+    with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use
+        pass
+    train_on_ranks(job)
     return 0
 
 
 def _train_rank(args: argparse.Namespace) -> int:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     job = config.load(args.config, args.overrides)
     job.parallelism.mesh_shape.check_world_size(config.world_size_from_environment())
     from mmtrain.trainer import Trainer
 
-    Trainer(job).run()
+    with environment({}):
+        Trainer(job).run()
     return 0
 
 
@@ -246,9 +258,13 @@ def _check_parity(args: argparse.Namespace) -> int:
         print(f"data    {'synthetic' if args.synthetic else job.data.source}", flush=True)
         for note in small.notes:
             print(f"changed {note}", flush=True)
-        found = check_parity(job, num_steps=args.steps, tolerance=args.tolerance)
+        found = check_parity(job, num_steps=args.steps, tolerance=args.tolerance, say=_progress)
     print(report(found))
     return 1 if found.problems else 0
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------- data

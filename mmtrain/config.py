@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from mmtrain.errors import ConfigError
 from mmtrain.memory_amount import MemoryAmount
+from mmtrain.schedule.library.names import MEMORY_BOUNDED_SCHEDULES, ScheduleName
 from mmtrain.toml_sections import apply_override, build, dump_table, read_with_bases, shown, to_dict
 from mmtrain.topology import MeshShape
 
@@ -27,12 +28,24 @@ class JobConfig:
     """[job]: what this run is and where its files go."""
 
     description: str = ""
-    """Shown in the log's first line."""
+    """Title of the run's page and of what is exported; a file that extends this one does not inherit it."""
     dump_folder: str = "outputs"
     """Folder for the resolved config, checkpoints, metrics and traces; made if absent."""
 
+    def __post_init__(self) -> None:
+        _not_empty("job", self, "dump_folder")
+
 
 Trainable = Literal[True, False, "lora"]
+
+MOST_SEGMENTS = 1024
+"""Of one module."""
+MOST_WORKERS = 128
+"""Processes that prepare the batches of one replica."""
+MOST_SECONDS = 10_000_000
+"""Of any wait: four months."""
+MOST_RANKS = 2**16
+"""Along one axis of the mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +74,7 @@ class EncoderConfig:
     def __post_init__(self) -> None:
         _check_source("model.encoder", self)
         _at_least("model.encoder", self, num_segments=0, sub_microbatch_size=0)
+        _at_most("model.encoder", self, num_segments=MOST_SEGMENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +94,7 @@ class ProjectorConfig:
 
     def __post_init__(self) -> None:
         _at_least("model.projector", self, spatial_merge=1, hidden_size=0)
+        _at_most("model.projector", self, spatial_merge=1024)
         if self.pretrained and self.kind == "native":
             raise ConfigError(
                 f'model.projector.pretrained = {self.pretrained!r} has no effect with kind = "native", whose weights '
@@ -111,6 +126,7 @@ class LanguageConfig:
     def __post_init__(self) -> None:
         _check_source("model.language", self)
         _at_least("model.language", self, num_segments=0)
+        _at_most("model.language", self, num_segments=MOST_SEGMENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +142,7 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         _at_least("model.lora", self, rank=1, alpha=0.0)
+        _at_most("model.lora", self, alpha=1e6)
         if self.alpha == 0:
             raise ConfigError("model.lora.alpha = 0.0; it must be above 0, or adapters change nothing")
 
@@ -155,6 +172,7 @@ class DitConfig:
     def __post_init__(self) -> None:
         _check_source("model.dit", self, example="wan")
         _at_least("model.dit", self, num_segments=0, sub_microbatch_size=0)
+        _at_most("model.dit", self, num_segments=MOST_SEGMENTS)
         if self.trainable == "lora":
             raise ConfigError('model.dit.trainable = "lora": the DiT has no adapters yet; set true or false')
 
@@ -210,8 +228,8 @@ class DiffusionConfig:
 
     def __post_init__(self) -> None:
         _at_least("diffusion", self, caption_dropout=0.0)
-        if not math.isfinite(self.logit_mean):
-            raise ConfigError(f"diffusion.logit_mean = {self.logit_mean}; it must be finite")
+        if not abs(self.logit_mean) <= 100:
+            raise ConfigError(f"diffusion.logit_mean = {self.logit_mean}; it must be from -100 to 100")
         for name, most in (("logit_std", 10.0), ("shift", 1000.0)):
             if not 0 < getattr(self, name) <= most:
                 raise ConfigError(f"diffusion.{name} = {getattr(self, name)}; it must be above 0 and at most {most:g}")
@@ -241,6 +259,9 @@ class TokenizerConfig:
     [model.dit], for captions."""
     image_token: str = "<|image_pad|>"
     """The token that stands for one image feature; it must be in the vocabulary."""
+
+    def __post_init__(self) -> None:
+        _not_empty("tokenizer", self, "image_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,11 +317,16 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.source:
             raise ConfigError("data.source: is empty; name a dataset id, folder or file")
+        _not_empty("data", self, "split", "validation_split")
         _at_least("data", self, num_workers=0, prefetch=1, min_pixels=0, max_pixels=0)
-        _at_least("data", self, source_fps=0.0, max_clips=1, video_area=1)
-        for name in ("fps", "max_seconds", "max_total_seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"data.{name} = {getattr(self, name)}; it must be above 0 and finite")
+        _at_most("data", self, num_workers=MOST_WORKERS, prefetch=1024)
+        _at_least("data", self, max_clips=1, video_area=1)
+        for name, least, most in (("fps", 0.001, 1000.0), ("max_seconds", 0.001, 86400.0)):
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(f"data.{name} = {getattr(self, name)}; it must be from {least} to {most:g}")
+        if self.source_fps and not 0.001 <= self.source_fps <= 1000:
+            raise ConfigError(f"data.source_fps = {self.source_fps}; it must be from 0.001 to 1000, or 0 for data.fps")
+        _at_most("data", self, max_total_seconds=1e6)
         if self.max_seconds > self.max_total_seconds:
             raise ConfigError(
                 f"data.max_seconds = {self.max_seconds} is above data.max_total_seconds = {self.max_total_seconds}: "
@@ -310,12 +336,13 @@ class DataConfig:
             raise ConfigError('data.video_aspects is empty; write ["1:1"] for squares alone')
         for aspect in self.video_aspects:
             sides = aspect.split(":")
-            if len(sides) != 2 or not all(side.isdecimal() and int(side) for side in sides):
+            if len(sides) != 2 or not all(side.isdecimal() and len(side) <= 4 and int(side) for side in sides):
                 raise ConfigError(
-                    f'data.video_aspects names {aspect!r}; write width:height in whole numbers, as "16:9"'
+                    f"data.video_aspects names {shown(aspect)}; write width:height in whole numbers of at most four "
+                    'digits, as "16:9"'
                 )
         if any(count < 1 for count in self.video_frames):
-            raise ConfigError(f"data.video_frames = {self.video_frames}; a number of frames is at least 1")
+            raise ConfigError(f"data.video_frames = {shown(self.video_frames)}; a number of frames is at least 1")
         if self.streaming and self.shuffle:
             raise ConfigError(
                 "data.streaming = true with data.shuffle = true: a streaming shuffle buffer is refilled on "
@@ -353,6 +380,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         _at_least("training", self, steps=1, seq_len=2, global_batch_size=1, max_norm=0.0)
+        _at_most("training", self, seq_len=2**24, global_batch_size=2**20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,6 +404,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _at_least("optimizer", self, lr=0.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
+        _at_most("optimizer", self, lr=1e6, eps=1e6, weight_decay=1e6)
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise ConfigError(f"optimizer.{name} = {getattr(self, name)}; it must be below 1")
@@ -399,26 +428,6 @@ class LRSchedulerConfig:
         for name in ("decay_ratio", "min_lr_factor"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"lr_scheduler.{name} = {getattr(self, name)}; it is a fraction, at most 1")
-
-
-Schedule = Literal[
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "ZB-H1",
-    "ZB-H2",
-    "ZB-AutoSchedule",
-    "InterleavedZeroBubble",
-    "ZBV",
-    "V-half",
-    "V-min",
-    "DualPipeV",
-    "Optimus",
-    "interleave",
-]
-MEMORY_BOUNDED_SCHEDULES = ("ZB-AutoSchedule", "interleave")
-"""Those that honour `planner.memory_limit` and `planner.activation_memory_gib` by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -449,15 +458,15 @@ class ParallelismConfig:
     agree on an order of gathers."""
     pipeline_parallel_degree: int = 1
     """P: pipeline ranks."""
-    pipeline_parallel_schedule: Schedule = "interleave"
+    pipeline_parallel_schedule: ScheduleName = "interleave"
     """Order of forwards and backwards, see docs/schedules.md. interleave: DIP's greedy dual queues over the work
     graph. 1F1B: one forward, one backward. The zero-bubble and V-shaped schedules split backwards in two halves."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            if f.name.endswith("_degree") and value < 1:
-                raise ConfigError(f"parallelism.{f.name} = {value}; a degree is at least 1")
+            if f.name.endswith("_degree") and not 1 <= value <= MOST_RANKS:
+                raise ConfigError(f"parallelism.{f.name} = {value}; a degree is at least 1 and at most {MOST_RANKS}")
         _at_least("parallelism", self, context_parallel_block_size=1)
 
     @property
@@ -565,7 +574,9 @@ class PlannerConfig:
 
     def __post_init__(self) -> None:
         _at_least("planner", self, p2p_latency_s=0.0, activation_memory_gib=0.0, budget_evaluations=0, budget_s=0.0)
-        _at_least("planner", self, threads=0, patience_s=0.0)
+        _at_least("planner", self, threads=0, patience_s=0.0, flops_per_s=1.0, p2p_bytes_per_s=1.0)
+        _at_least("planner", self, host_bytes_per_s=1.0)
+        _at_most("planner", self, p2p_latency_s=3600.0, budget_s=MOST_SECONDS, patience_s=MOST_SECONDS, threads=1024)
         if self.enable and self.strategy != "first" and not self.budget_evaluations and not self.budget_s:
             raise ConfigError(
                 "planner.budget_evaluations = 0 and planner.budget_s = 0 let the search go on for ever; set one of them"
@@ -573,7 +584,7 @@ class PlannerConfig:
         for how in self.memory_strategies:
             if how not in MEMORY_STRATEGIES:
                 raise ConfigError(
-                    f"planner.memory_strategies names {how!r}, which does not exist; choose of "
+                    f"planner.memory_strategies names {shown(how)}, which does not exist; choose of "
                     f"{', '.join(MEMORY_STRATEGIES)}"
                 )
         if not self.memory_strategies:
@@ -589,9 +600,6 @@ class PlannerConfig:
                     f'planner.memory_limit = "{self.memory_limit}" and planner.activation_memory_gib = '
                     f"{self.activation_memory_gib} are two limits of one memory; remove the second"
                 )
-        for name in ("flops_per_s", "p2p_bytes_per_s", "host_bytes_per_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"planner.{name} = {getattr(self, name)}; it must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -624,11 +632,15 @@ class CheckpointConfig:
     keep_latest_k: int = 10
     """Older checkpoints are removed; 0: keep all."""
     load_step: int = -1
-    """Step to resume from; -1: the newest complete one, if there is any. Later ones are renamed aside."""
+    """Step to resume from; -1: the newest one that is whole, if there is any. Later ones are renamed aside."""
+    verify: Literal["auto", "required", "off"] = "auto"
+    """Whether files are compared with the manifest (size, SHA-256) before they are read, also by `mmtrain export` and
+    `sample`. auto: if there is one, else a warning; required: a checkpoint without one is refused; off: no."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: write in the background while training goes on."""
 
     def __post_init__(self) -> None:
+        _not_empty("checkpoint", self, "folder")
         _at_least("checkpoint", self, interval=1, keep_latest_k=0, load_step=-1)
         if self.keep_latest_k == 1:
             raise ConfigError(
@@ -655,9 +667,11 @@ class MetricsConfig:
     progress_bar: bool = True
     """A bar below the log when standard error is a terminal."""
     peak_flops: float = 0.0
-    """Peak FLOP/s of one device, the MFU's denominator; 0: known devices by name, a CPU by measuring a matmul."""
+    """Peak FLOP/s of one device, the MFU's denominator; 0: that of known accelerators, by name. Of others, and of a
+    CPU, no MFU is shown then, only FLOP/s."""
 
     def __post_init__(self) -> None:
+        _not_empty("metrics", self, "save_tb_folder")
         _at_least("metrics", self, log_freq=1, trace_freq=0, timeline_freq=0, peak_flops=0.0)
 
 
@@ -666,10 +680,12 @@ class CommConfig:
     """[comm]: process groups."""
 
     timeout_seconds: int = 300
-    """A rank that waits longer for another one stops the job."""
+    """A rank that waits longer for another one ends the job, and names the rank that does not answer. It holds for
+    every process group; set it above the slowest thing that one rank does alone."""
 
     def __post_init__(self) -> None:
         _at_least("comm", self, timeout_seconds=1)
+        _at_most("comm", self, timeout_seconds=MOST_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -684,7 +700,8 @@ class DebugConfig:
     """Prove each plan free of deadlock under three models of the transport before it runs."""
 
     def __post_init__(self) -> None:
-        _at_least("debug", self, seed=0)
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"debug.seed = {self.seed}; it must be at least 0 and below 2**63")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -959,10 +976,13 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     Raises: ConfigError: with file, dotted key, value, rule and what to change.
     """
     found = find_file(path)
-    table = read_with_bases(found, ())
-    for override in overrides:
-        apply_override(table, override)
-    config: Config = build(Config, table, "", str(found))
+    try:
+        table = read_with_bases(found, ())
+        for override in overrides:
+            apply_override(table, override)
+        config: Config = build(Config, table, "", str(found))
+    except RecursionError:
+        raise ConfigError(f"{found}: tables are nested hundreds deep; write them flatter") from None
     check(config)
     return config
 
@@ -973,17 +993,17 @@ def find_file(path: str | Path) -> Path:
     Raises: ConfigError: no such file; with the places searched and the names that exist there.
     """
     direct = Path(path)
-    if direct.is_file():
+    if os.path.isfile(direct):  # which is false of names that cannot exist
         return direct
     folders = [Path("configs"), Path(__file__).resolve().parent.parent / "configs"]
     if direct.parent == Path("."):
         for folder in folders:
-            if (folder / direct).is_file():
+            if os.path.isfile(folder / direct):
                 return folder / direct
     known = sorted({p.name for folder in folders if folder.is_dir() for p in folder.glob("*.toml")})
     near = difflib.get_close_matches(direct.name, known, 1)
     hint = f"did you mean {near[0]}?" if near else f"configs/ has {', '.join(known) or 'no file'}"
-    raise ConfigError(f"config file {str(path)!r} does not exist; {hint}")
+    raise ConfigError(f"config file {shown(str(path))} does not exist; {hint}")
 
 
 def dump(config: Config) -> str:
@@ -1005,11 +1025,30 @@ def _check_source(
         raise ConfigError(f'{path}.config: `model_type` is missing; name it, as in model_type = "{example}"')
 
 
+_LARGEST: dict[type, float] = {int: 2**31 - 1, float: 1e21}
+"""What no count, size or rate of a config is above, where nothing else is said."""
+
+
 def _at_least(section: str, values: Any, **bounds: float) -> None:
     for name, bound in bounds.items():
         value = getattr(values, name)
         if not bound <= value < math.inf:
             raise ConfigError(f"{section}.{name} = {value}; it must be at least {bound} and finite")
+        _at_most(section, values, **{name: _LARGEST[type(value)]})
+
+
+def _at_most(section: str, values: Any, **bounds: float) -> None:
+    """Refuses values that no job needs: libraries would fail on them in ways of their own."""
+    for name, bound in bounds.items():
+        value = getattr(values, name)
+        if not value <= bound:
+            raise ConfigError(f"{section}.{name} = {value}; it must be at most {bound}")
+
+
+def _not_empty(section: str, values: Any, *names: str) -> None:
+    for name in names:
+        if not getattr(values, name):
+            raise ConfigError(f"{section}.{name} is empty; give it a name, or leave the key out")
 
 
 def world_size_from_environment() -> int:
@@ -1018,6 +1057,6 @@ def world_size_from_environment() -> int:
     Raises: ConfigError: it is no number.
     """
     text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdigit() or not int(text):
-        raise ConfigError(f"the environment says WORLD_SIZE = {text!r}; it is the job's number of ranks")
+    if not text.isdecimal() or not 0 < len(text) < 10 or not int(text):
+        raise ConfigError(f"the environment says WORLD_SIZE = {shown(text)}; it is the job's number of ranks")
     return int(text)

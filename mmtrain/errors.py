@@ -23,3 +23,11 @@ class PlanError(MMTrainError):
 
 class TrainingError(MMTrainError):
     """A step that must not be applied: a loss or gradient that is not finite, ranks that disagree."""
+
+
+class CheckpointError(MMTrainError):
+    """A checkpoint that must not be loaded: damaged, not verified where that is required, or a pickle that calls."""
+
+
+class RankLostError(TrainingError):
+    """Another rank does not answer any more: it is stopped, dead or cut off, or failed for a reason of its own."""

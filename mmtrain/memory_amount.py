@@ -12,6 +12,8 @@ GIB = 2.0**30
 _UNITS = {
     "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": GIB, "TiB": 2.0**40,
 }  # fmt: skip
+_LONGEST = 20
+"""Characters of an amount, so that its number of bytes is finite."""
 _FORM = re.compile(rf"(?P<number>\d+(?:\.\d+)?)(?P<unit>%|{'|'.join(_UNITS)})")
 
 
@@ -31,10 +33,10 @@ class MemoryAmount:
         Args: key: how errors call it.
         Raises: ConfigError: another form, nothing, or more than all of a device.
         """
-        match = _FORM.fullmatch(text)
+        match = _FORM.fullmatch(text) if len(text) <= _LONGEST else None
         if not match:
             raise ConfigError(
-                f"{key} = {text!r} is not an amount of memory; write a number and a unit without a space, as in "
+                f"{key} = {text[:40]!r} is not an amount of memory; write a number and a unit without a space, as in "
                 f'"72GiB" or "500MB" (units: {", ".join(_UNITS)}), or a part of the device, as in "90%"'
             )
         number = float(match["number"])

@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,9 +46,10 @@ def setup_logging(rank: int) -> None:
 
 
 def peak_flops(section: MetricsConfig, device: torch.device) -> float:
-    """FLOP/s that MFU is measured against: configured, known by the device's name, or measured on a CPU.
+    """FLOP/s that MFU is measured against: configured, or those of the data sheet of a known accelerator.
 
-    Raises: nothing; an unknown accelerator is measured as well, and the log says so.
+    NaN where neither says: a CPU has no such number, and what a matrix product reaches at the start of a job says more
+    of its neighbours on the machine than of the CPU.
     """
     if section.peak_flops:
         return section.peak_flops
@@ -58,18 +58,8 @@ def peak_flops(section: MetricsConfig, device: torch.device) -> float:
         for known, flops in sorted(_PEAK_FLOPS.items(), key=lambda item: -len(item[0])):
             if re.search(rf"\b{known}\b", name):
                 return flops
-        logger.warning("unknown device %r: MFU is against a measured matmul; set metrics.peak_flops", name)
-    return _measured_matmul_flops(device)
-
-
-def _measured_matmul_flops(device: torch.device, size: int = 512, repeats: int = 5) -> float:
-    a, b = (torch.ones(size, size, device=device) for _ in range(2))
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        float((a @ b)[0, 0])
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+        logger.warning("unknown device %r: MFU is not known; set metrics.peak_flops", name)
+    return math.nan
 
 
 def memory_gib(device: torch.device) -> tuple[float, float]:
@@ -146,14 +136,19 @@ class ModuleMetrics:
     flops: float
     """Model FLOPs of it: frozen parts without weight gradients, nothing twice that is recomputed."""
     peak_flops: float
-    """FLOP/s of the devices that stand behind one pipeline rank."""
+    """FLOP/s of the devices that stand behind one pipeline rank; NaN: not known."""
     bubble: float
     """Fraction of the pipeline ranks' time in which they waited for this module (`schedule/waits.py`)."""
 
     @property
+    def tflops(self) -> float:
+        """Model FLOPs a second of one pipeline rank while its actions run, in 10^12; NaN if none ran."""
+        return self.flops / self.compute_s / 1e12 if self.compute_s > 0 else math.nan
+
+    @property
     def mfu(self) -> float:
-        """Model FLOPs over what the devices can do while its actions run; NaN if none ran."""
-        return self.flops / (self.compute_s * self.peak_flops) if self.compute_s > 0 else math.nan
+        """The same over what the devices can do; NaN if that is not known."""
+        return self.tflops * 1e12 / self.peak_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +184,7 @@ class StepMetrics:
     flops: float
     """Model FLOPs of one device in this step: frozen parts without weight gradients, real tokens only."""
     peak_flops: float
+    """FLOP/s of one device; NaN: not known."""
     memory_gib: float
     """Largest peak of the pipeline ranks of this replica."""
     memory_percent: float
@@ -207,6 +203,16 @@ class StepMetrics:
     """Module -> its part of the step."""
     planner: PlannerMetrics | None = None
     """None if the planner is off."""
+
+    @property
+    def tflops(self) -> float:
+        """Model FLOPs of one device a second, in 10^12."""
+        return self.flops / self.step_time_s / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """The same over what the device can do; NaN if that is not known."""
+        return self.tflops * 1e12 / self.peak_flops
 
     @property
     def slowdown(self) -> float:
@@ -255,8 +261,6 @@ class Reporter:
         tps = m.tokens / m.step_time_s / m.world_size
         items_s = (m.clips or m.images) / m.step_time_s
         item = "clips" if m.clips else "images"
-        tflops = m.flops / m.step_time_s / 1e12
-        mfu = 100 * m.flops / m.step_time_s / m.peak_flops
         self._line(
             {
                 "step": m.step,
@@ -279,11 +283,13 @@ class Reporter:
                 "memory_measured_gib": m.memory_measured_gib,
                 "memory_limit_gib": m.memory_limit_gib,
                 "tps": tps,
-                "mfu": mfu / 100,
+                "tflops": m.tflops,
+                "mfu": m.mfu,
                 "makespan_s": m.measured_s,
                 "planned_makespan_s": m.planned_s,
                 "makespan_ratio": m.slowdown,
             }
+            | {f"tflops_{name}": module.tflops for name, module in m.modules.items()}
             | {f"mfu_{name}": module.mfu for name, module in m.modules.items()}
             | {f"bubble_{name}": module.bubble for name, module in m.modules.items()}
             | ({"bubble_other": m.bubble_other} if m.modules else {})
@@ -294,8 +300,9 @@ class Reporter:
         self._say(
             f"step: {m.step:4d}  loss: {m.loss:7.4f}  grad_norm: {m.grad_norm:7.4f}  "
             f"memory: {m.memory_gib:.2f}GiB({m.memory_percent:.1f}%)  {_memory_words(m)}"
-            f"tps: {tps:,.0f}  tflops: {tflops:.4f}  "
-            f"mfu: {mfu:.1f}%  {item}/s: {items_s:.1f}  bubble: {100 * m.bubble:.0f}%"
+            f"tps: {tps:,.0f}  tflops: {m.tflops:.4f}  "
+            + (f"mfu: {100 * m.mfu:.1f}%  " if math.isfinite(m.mfu) else "")
+            + f"{item}/s: {items_s:.1f}  bubble: {100 * m.bubble:.0f}%"
             + (f"  {m.planner}" if m.planner else "")
         )
         if self._bar is not None:
@@ -309,8 +316,7 @@ class Reporter:
                 "lr": m.lr,
                 "throughput(tps)": tps,
                 f"throughput({item}/s)": items_s,
-                "tflops": tflops,
-                "mfu(%)": mfu,
+                "tflops": m.tflops,
                 "time_metrics/end_to_end(s)": m.step_time_s,
                 "time_metrics/data_loading(s)": m.data_time_s,
                 "time_metrics/data_loading(%)": 100 * m.data_time_s / m.step_time_s,
@@ -415,13 +421,15 @@ def _modality_values(m: StepMetrics) -> dict[str, float]:
 
 
 def _timing_values(m: StepMetrics) -> dict[str, float]:
-    """Makespans and the parts of the modules, as scalars; those that are known."""
+    """Utilisation, makespans and the parts of the modules, as scalars; those that are known."""
     values = {
+        "mfu(%)": 100 * m.mfu,
         "pipeline/makespan_measured(s)": m.measured_s,
         "pipeline/makespan_planned(s)": m.planned_s,
         "pipeline/makespan_ratio": m.slowdown,
     }
     for name, module in m.modules.items():
+        values[f"modality/{name}/tflops"] = module.tflops
         values[f"modality/{name}/mfu(%)"] = 100 * module.mfu
         values[f"modality/{name}/bubble(%)"] = 100 * module.bubble
     if m.modules:

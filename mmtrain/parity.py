@@ -6,17 +6,11 @@ A small job of the layout runs a step of the Trainer's own path, loader to gradi
 
 import logging
 import math
-import multiprocessing
-import multiprocessing.connection
-import os
+import sys
 import tempfile
-import time
-import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmtrain import errors
 from mmtrain.config import Config, DataConfig, DitConfig
 from mmtrain.data.batch import Batch
 from mmtrain.data.buckets import latent_channels, video_geometry
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.tokenizer import job_tokenizer
-from mmtrain.errors import MMTrainError
+from mmtrain.job_words import families
+from mmtrain.local_ranks import RankDiedError, run_on_ranks
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.models.shapes import dit_shape, language_shape, vision_shape
 from mmtrain.models.spec_builders import model_spec
-from mmtrain.models.vae_shapes import vae_shape
 from mmtrain.trainer import Trainer
 
 FLOAT32_TOLERANCE = 1e-4
@@ -119,7 +111,13 @@ def relative(ours: float, theirs: float) -> float:
     return abs(ours - theirs) / (abs(theirs) + 1e-30)
 
 
-def check_parity(config: Config, *, num_steps: int = 1, tolerance: float | None = None) -> Parity:
+def check_parity(
+    config: Config,
+    *,
+    num_steps: int = 1,
+    tolerance: float | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Parity:
     """How loss and gradients of a layout compare with one process, over the first batches of its data.
 
     Starts `world_size` processes of this machine and waits for them.
@@ -128,6 +126,7 @@ def check_parity(config: Config, *, num_steps: int = 1, tolerance: float | None 
         config: a job as `shrink` makes it.
         num_steps: batches; weights are not changed between them.
         tolerance: None: by dtype.
+        say: is told how far it is.
     Raises: MMTrainError: config or data cannot be used.
     """
     low = "bfloat16" in (config.training.mixed_precision_param, config.training.mixed_precision_reduce)
@@ -136,10 +135,15 @@ def check_parity(config: Config, *, num_steps: int = 1, tolerance: float | None 
     with tempfile.TemporaryDirectory(prefix="mmtrain-parity-") as name:
         folder = Path(name)
         job = replace(config, job=replace(config.job, dump_folder=str(folder / "run")))
-        crash = _run_processes(job, num_steps, folder)
-        if crash:
-            return Parity(low_precision=low, tolerance=tolerance, crash=crash)
-        return _compare(job, folder, low, tolerance, num_steps)
+        world = job.parallelism.mesh_shape.world_size
+        say(f"layout: starts {world} process{'es' if world > 1 else ''}")
+        try:
+            run_on_ranks(
+                _save_gradients, world, job, num_steps, folder, comm=job.comm, variables={"CUDA_VISIBLE_DEVICES": ""}
+            )
+        except RankDiedError as died:
+            return Parity(low_precision=low, tolerance=tolerance, crash=f"{died}\n{died.text}".rstrip())
+        return _compare(job, folder, low, tolerance, num_steps, say)
 
 
 def synthetic_data(config: Config, folder: Path) -> DataConfig:
@@ -197,90 +201,12 @@ def _write_latents(config: Config, dit: DitConfig, folder: Path) -> None:
 # ------------------------------------------------------------------------------------- the layout's processes
 
 
-def _run_processes(config: Config, num_steps: int, folder: Path) -> str:
-    """Runs the layout; what stopped it, in words, or an empty text. Raises: MMTrainError: as a rank raised it."""
-    context = multiprocessing.get_context("spawn")
-    world = config.parallelism.mesh_shape.world_size
-    with _environment():
-        processes = [
-            context.Process(target=_run_rank, args=(rank, world, config, num_steps, folder)) for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-    running = dict(enumerate(processes))
-    try:
-        while running:
-            multiprocessing.connection.wait([process.sentinel for process in running.values()])
-            done = [rank for rank, process in running.items() if process.exitcode is not None]
-            for rank in done:
-                if running.pop(rank).exitcode:
-                    return _reason(rank, processes[rank].exitcode, folder)
-    finally:
-        for process in running.values():
-            process.kill()
-        for process in processes:
-            process.join()
-    return ""
-
-
-def _reason(rank: int, status: int | None, folder: Path) -> str:
-    """Why the layout stopped. Raises: MMTrainError: if that is why."""
-    time.sleep(1.0)  # ranks that fail for the same reason do so at about the same time
-    found = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
-    if not found:
-        return f"rank {rank} died with exit status {status}"
-    kind, text = torch.load(found[0], weights_only=False)
-    error = getattr(errors, kind, None)
-    if error is not None:
-        raise error(text)
-    return f"rank {found[0].name.partition('-')[2]} stopped:\n{text}"
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Inside, new processes see no CUDA device, and end without a word on semaphores that a library left open."""
-    quiet = "ignore:resource_tracker:UserWarning"
-    given = os.environ.get("PYTHONWARNINGS")
-    wanted = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": f"{given},{quiet}" if given else quiet}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _run_rank(rank: int, world: int, config: Config, num_steps: int, folder: Path) -> None:
-    """The whole life of one process of the layout."""
-    status = 1
-    try:
-        warnings.simplefilter("ignore")  # the report is for the user of a layout, not for a developer of torch
-        logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-        torch.set_num_threads(1)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=config.comm.timeout_seconds),
-        )
-        _save_gradients(Trainer(config), rank, num_steps, folder)
-        dist.barrier()
-        status = 0
-    except MMTrainError as error:
-        _save((type(error).__name__, str(error)), folder / f"error-{rank}")
-    except BaseException:
-        _save(("", traceback.format_exc()), folder / f"error-{rank}")
-    os._exit(status)  # as in `cli.leave`: finalisation has nothing left to do, and may abort
-
-
-def _save_gradients(trainer: Trainer, rank: int, num_steps: int, folder: Path) -> None:
-    for step, (item, result) in enumerate(trainer.gradients(torch.device("cpu"), num_steps)):
+def _save_gradients(device: torch.device, config: Config, num_steps: int, folder: Path) -> None:
+    """Runs the steps on one rank of the layout, and writes what `_compare` reads."""
+    warnings.simplefilter("ignore")  # the report is for the user of a layout, not for a developer of torch
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    trainer, rank = Trainer(config), dist.get_rank()
+    for step, (item, result) in enumerate(trainer.gradients(device, num_steps)):
         gradients: dict[str, Tensor] = {}
         for chunk in trainer.model.chunks:
             for name, parameter in chunk.named_parameters():
@@ -296,19 +222,17 @@ def _save_gradients(trainer: Trainer, rank: int, num_steps: int, folder: Path) -
             "aliases": trainer.model.aliases,
             "batch": batch,
         }
-        _save(values, folder / f"step-{step}-rank-{rank}")
-
-
-def _save(value: Any, path: Path) -> None:
-    """Writes a file that is either absent or whole."""
-    torch.save(value, path.with_suffix(".part"))
-    os.replace(path.with_suffix(".part"), path)
+        torch.save(values, folder / f"step-{step}-rank-{rank}")
+        if rank == 0:
+            print(f"layout: step {step + 1} of {num_steps} has run", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------- comparison
 
 
-def _compare(config: Config, folder: Path, low_precision: bool, tolerance: float, num_steps: int) -> Parity:
+def _compare(
+    config: Config, folder: Path, low_precision: bool, tolerance: float, num_steps: int, say: Callable[[str], None]
+) -> Parity:
     model = ReferenceModel(config.model, model_spec(config.model), seed=config.debug.seed)
     worst: dict[str, ParameterError] = {}
     seen: set[str] = set()
@@ -323,6 +247,7 @@ def _compare(config: Config, folder: Path, low_precision: bool, tolerance: float
             token = null_token(job_tokenizer(config))
             noise = ClipNoise(config.diffusion, config.debug.seed, step + 1, null_token=token)
         wanted_loss, wanted = _reference(model, batches, noise)
+        say(f"one process: step {step + 1} of {num_steps} has run")
         wanted_norm = _norm(wanted.values())
         for path in paths:
             found = _load(path)
@@ -395,15 +320,9 @@ def describe(config: Config) -> str:
     shape = section.mesh_shape
     degrees = {"pp": shape.pp, "dp_replicate": shape.dp_replicate, "dp_shard": shape.dp_shard, "cp": shape.cp}
     layout = " x ".join(f"{name} {degree}" for name, degree in (degrees | {"tp": shape.tp}).items() if degree > 1)
-    families = {"language": language_shape(config.model).model_type}
-    if config.model.encoder is not None:
-        families["vision"] = vision_shape(config.model).model_type
-    if config.model.dit is not None:
-        families["dit"] = dit_shape(config.model).model_type
-    if config.model.vae is not None:
-        families["vae"] = vae_shape(config.model).model_type
+    running = families(config.model)
     modules = "; ".join(
-        f"{m.name} {families[m.name]}, {m.num_params:,} parameters in {len(m.layers)} layers" for m in spec.modules
+        f"{m.name} {running[m.name]}, {m.num_params:,} parameters in {len(m.layers)} layers" for m in spec.modules
     )
     training = config.training
     size = f"{training.seq_len} tokens"

@@ -16,6 +16,7 @@ import os
 import platform
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -112,6 +113,7 @@ def _load() -> str:
 
 def _measure_layers(device: torch.device, config: Config, rounds: int, steps: int, folder: str) -> Samples:
     """Actions, pauses, ends of steps and held bytes of the job's layers, on one pipeline rank."""
+    warnings.simplefilter("ignore")  # a measurement is no test of the libraries
     samples = Samples(host_copy=measure_host_copy(device))
     for number in range(rounds):
         # Where the job recomputes all blocks alike, its layers are measured so, and it has no choice.
@@ -251,6 +253,7 @@ class _Counted:
 
 def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int, folder: str) -> Samples:
     """Transfers between two pipeline ranks, and how their steps end."""
+    warnings.simplefilter("ignore")
     samples = Samples()
     plain = replace(
         config, parallelism=replace(config.parallelism, tensor_parallel_degree=1, context_parallel_degree=1)

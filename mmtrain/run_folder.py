@@ -1,6 +1,7 @@
 """What a run left in its folder, read by one process without process groups: its config, and the modules of one of
 its checkpoints as whole chunks. And new folders that are absent or whole."""
 
+import logging
 import os
 import shutil
 import warnings
@@ -10,17 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from mmtrain import config
-from mmtrain.checkpoint import complete_steps
+from mmtrain.checkpoint_files import StoredCheckpoint, complete_steps
 from mmtrain.config import Config
-from mmtrain.errors import ConfigError
+from mmtrain.errors import CheckpointError, ConfigError
 from mmtrain.models.chunk import Chunk, LanguageChunk, build_chunk, materialise
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.spec_builders import model_spec
 from mmtrain.models.vae import VaeDecoder
+
+logger = logging.getLogger("mmtrain")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +33,16 @@ class StoredRun:
     job: Config
     step: int
     """Of the checkpoint."""
-
-    @property
-    def checkpoint(self) -> Path:
-        """Its folder."""
-        return self.folder / self.job.checkpoint.folder / f"step-{self.step}"
+    checkpoint: StoredCheckpoint
 
 
 def open_run(folder: Path, step: int | None = None) -> StoredRun:
     """A run with its newest complete checkpoint, or that of a step.
 
     Args: folder: the job's dump folder, with config.toml and checkpoints.
-    Raises: ConfigError: it is no dump folder, or has no such checkpoint.
+    Raises:
+        ConfigError: it is no dump folder, or has no such checkpoint.
+        CheckpointError: the checkpoint is damaged, or refused; none other is taken in its place.
     """
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} holds no config.toml; name the job.dump_folder of a run")
@@ -55,13 +55,20 @@ def open_run(folder: Path, step: int | None = None) -> StoredRun:
         raise ConfigError(
             f"--step {step}: {checkpoints} has {', '.join(f'step-{s}' for s in steps)}; name one of these"
         )
-    return StoredRun(folder=folder, job=job, step=steps[-1] if step is None else step)
+    step = steps[-1] if step is None else step
+    with _advised():
+        stored = StoredCheckpoint.open(checkpoints / f"step-{step}", job.checkpoint.verify)
+    if stored.warning:
+        logger.warning("%s", stored.warning)
+    return StoredRun(folder=folder, job=job, step=step, checkpoint=stored)
 
 
 def load_module(run: StoredRun, module: str, device: torch.device | str = "cpu") -> Chunk:
     """All layers of a module as one chunk with the weights of the checkpoint; nothing in it is trainable.
 
-    Raises: ConfigError: the checkpoint is of another model than config.toml.
+    Raises:
+        ConfigError: the checkpoint is of another model than config.toml.
+        CheckpointError: it is damaged, or refused.
     """
     model, spec = run.job.model, model_spec(run.job.model)
     if module == "dit":  # here it reads latents, whoever made them
@@ -85,7 +92,16 @@ def load_decoder(run: StoredRun, device: torch.device | str = "cpu") -> VaeDecod
     return decoder
 
 
-def _load(chunk: Chunk, module: str, source: Path) -> None:
+@contextmanager
+def _advised() -> Iterator[None]:
+    """Says what to do about a checkpoint that is damaged or refused."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; name another checkpoint with --step") from None
+
+
+def _load(chunk: Chunk, module: str, source: StoredCheckpoint) -> None:
     """Fills a whole module from a checkpoint, in place."""
     tied = isinstance(chunk, LanguageChunk) and chunk.shape.tied
     # A tied head is the embedding, and is stored once.
@@ -94,7 +110,7 @@ def _load(chunk: Chunk, module: str, source: Path) -> None:
         for name, tensor in chunk.state_dict().items()
         if not (tied and name == "language.lm_head.weight")
     }
-    stored = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+    stored = source.metadata.state_dict_metadata
     prefixes = ("model.vision.", "model.projector.") if module == "vision" else (f"model.{module}.",)
     problems = [f"it has no {name}" for name in tensors if name not in stored]
     problems += [f"this one has no {n}" for n in sorted(stored) if n.startswith(prefixes) and n not in tensors]
@@ -104,13 +120,13 @@ def _load(chunk: Chunk, module: str, source: Path) -> None:
             problems.append(f"{name} has shape {size} there and {tuple(tensor.shape)} here")
     if problems:
         raise ConfigError(
-            f"{source} is not of the model in config.toml: {problems[0]}"
+            f"{source.folder} is not of the model in config.toml: {problems[0]}"
             + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
             + "; restore the config.toml of the run that saved it"
         )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _advised():
         warnings.filterwarnings("ignore", message="torch.distributed is")  # one process is what we want
-        dcp.load(tensors, checkpoint_id=source, no_dist=True)
+        source.load(tensors, no_dist=True)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
-from mmtrain.config import MEMORY_BOUNDED_SCHEDULES, Config, Schedule, check
+from mmtrain.config import Config, check
 from mmtrain.data.metadata import IterationMeta
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.planner.machine import Machine
@@ -18,6 +18,7 @@ from mmtrain.planner.typical_iterations import usual_workload
 from mmtrain.planner.whole_iteration import IterationSimulator, SimulatedIteration
 from mmtrain.planner.workloads import Bins, draw
 from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.library.names import MEMORY_BOUNDED_SCHEDULES, ScheduleName
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.topology import AXES
 
@@ -180,7 +181,7 @@ def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[
     if planner.memory_limit and schedule not in MEMORY_BOUNDED_SCHEDULES:
         planner = replace(planner, memory_limit="")
         notes = (f"{schedule} bounds memory by its own rule; planner.memory_limit is left out",)
-    parallelism = replace(config.parallelism, pipeline_parallel_schedule=cast(Schedule, schedule))
+    parallelism = replace(config.parallelism, pipeline_parallel_schedule=cast(ScheduleName, schedule))
     job = replace(config, parallelism=parallelism, planner=planner)
     check(job)
     return job, notes

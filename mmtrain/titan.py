@@ -20,11 +20,19 @@ if not torch.cuda.is_available():
 
 from torchtitan.components.metrics import TensorBoardLogger
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.distributed.parallel_dims import ParallelDims
 
 from mmtrain.topology import MeshShape
 
-__all__ = ["FrozenAwareOptimizers", "ParallelDims", "ParamGroupConfig", "TensorBoardLogger", "parallel_dims"]
+__all__ = [
+    "FrozenAwareOptimizers",
+    "ParallelDims",
+    "ParamGroupConfig",
+    "TensorBoardLogger",
+    "init_optim_state",
+    "parallel_dims",
+]
 
 logging.getLogger("torchtitan").setLevel(logging.WARNING)
 

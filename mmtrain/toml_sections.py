@@ -1,11 +1,14 @@
-"""Sections of a TOML file as dataclasses, and back: strict, and unaware of what they mean, but for
-one key: `config` holds an inline model config, which stays one value. Pure.
+"""Sections of a TOML file as dataclasses, and back: strict, and unaware of what they mean, but for two keys. `config`
+holds an inline model config, which stays one value; `job.description` is about one file, and is not inherited. Pure.
 
 An unknown key, a wrong type, a value outside of its choices or a missing key is refused with its dotted path.
 """
 
 import dataclasses
 import difflib
+import json
+import math
+import os
 import tomllib
 import types
 import typing
@@ -54,10 +57,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        for char, short in (("\n", "\\n"), ("\t", "\\t"), ("\r", "\\r")):
-            escaped = escaped.replace(char, short)
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's too
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"
     if isinstance(value, dict):
@@ -77,17 +77,20 @@ def read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path.name}: `extends` goes in a circle: {chain}; remove one")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, UTF-8, a number of 4300 digits, or nesting
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     base = table.pop("extends", None)
     if base is None:
         return table
     if not isinstance(base, str):
-        raise ConfigError(f"{path}: extends = {base!r}; it names one file, as a string")
+        raise ConfigError(f"{path}: extends = {shown(base)}; it names one file, as a string")
     base_path = path.parent / base
-    if not base_path.is_file():
-        raise ConfigError(f"{path}: extends = {base!r}, but {base_path} does not exist")
-    return _merge(read_with_bases(base_path, (*seen, path)), table)
+    if not os.path.isfile(base_path):  # which is false of names that cannot exist
+        raise ConfigError(f"{path}: extends = {shown(base)}, but {shown(str(base_path))} does not exist")
+    inherited = read_with_bases(base_path, (*seen, path))
+    if isinstance(inherited.get("job"), dict):
+        inherited["job"].pop("description", None)
+    return _merge(inherited, table)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -104,19 +107,20 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     text = override.removeprefix("--")
     key, equals, raw = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"override {override!r} is not of the form --section.key=value; write it with `=`")
+        raise ConfigError(f"override {shown(override)} is not of the form --section.key=value; write it with `=`")
     try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed = tomllib.loads(f"value = {raw}")
+        value = parsed["value"] if len(parsed) == 1 else raw  # a line break in it would begin another key
+    except (ValueError, RecursionError):
         value = raw
     *sections, last = key.strip().split(".")
     if not sections:
-        raise ConfigError(f"override {override!r}: {last!r} names no section; write --section.key=value")
+        raise ConfigError(f"override {shown(override)}: {shown(last)} names no section; write --section.key=value")
     node = table
     for section in sections:
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"override {override!r}: {section!r} is a value, not a section")
+            raise ConfigError(f"override {shown(override)}: {shown(section)} is a value, not a section")
     node[last] = value
 
 
@@ -127,7 +131,7 @@ def build(cls: type, table: Any, path: str, where: str) -> Any:
     Raises: ConfigError: as the module says, or what the dataclass itself refuses.
     """
     if not isinstance(table, dict):
-        raise ConfigError(f"{where}: {path} = {table!r}; it is a section, written [{path}]")
+        raise ConfigError(f"{where}: {path} = {shown(table)}; it is a section, written [{path}]")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     prefix = f"{path}." if path else ""
@@ -135,7 +139,7 @@ def build(cls: type, table: Any, path: str, where: str) -> Any:
         if key not in fields:
             near = difflib.get_close_matches(key, fields, 1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"{path or 'a file'} has {', '.join(fields)}"
-            raise ConfigError(f"{where}: unknown key {prefix}{key}; {hint}")
+            raise ConfigError(f"{where}: unknown key {prefix}{_toml_key(key)}; {hint}")
     values = {}
     for name, f in fields.items():
         if name in table:
@@ -152,6 +156,7 @@ def build(cls: type, table: Any, path: str, where: str) -> Any:
 def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value, path, where)
+    _check_representable(value, path, where)
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
@@ -166,19 +171,51 @@ def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
         return value
     if origin is dict:
         if not isinstance(value, dict):
-            raise ConfigError(f"{where}: {path} = {value!r} is {_toml_type(value)}; it must be a table")
+            raise ConfigError(f"{where}: {path} = {shown(value)} is {_toml_type(value)}; it must be a table")
         return value
     if origin is list:
         (inner,) = typing.get_args(hint)
         if not isinstance(value, list) or not all(type(item) is inner for item in value):
             kind = {str: "strings", int: "integers"}[inner]
-            raise ConfigError(f"{where}: {path} = {value!r}; it must be an array of {kind}")
+            raise ConfigError(f"{where}: {path} = {shown(value)}; it must be an array of {kind}")
         return value
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise ConfigError(f"{where}: {path} = {value!r} is {_toml_type(value)}; it must be {_TOML_TYPES[hint]}")
+        raise ConfigError(f"{where}: {path} = {shown(value)} is {_toml_type(value)}; it must be {_TOML_TYPES[hint]}")
     return value
+
+
+_DEEPEST = 32
+"""Tables and arrays inside of each other."""
+_LONGEST = 4096
+"""Characters of a string, as of a path on Linux."""
+
+
+def _check_representable(value: Any, path: str, where: str, depth: int = 0) -> None:
+    """Refuses values of TOML that a job could not use: they would end it later, in a library."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"{where}: {path} is nested more than {_DEEPEST} deep; write it flatter")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_representable(key, f"a key of {path}", where)
+            _check_representable(item, f"{path}.{key}", where, depth + 1)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_representable(item, f"{path}[{index}]", where, depth + 1)
+    elif isinstance(value, str):
+        if "\0" in value or value.encode(errors="ignore").decode() != value:
+            raise ConfigError(f"{where}: {path} = {shown(value)}; it must be text in UTF-8, without the character NUL")
+        if len(value) > _LONGEST:
+            raise ConfigError(f"{where}: {path} = {shown(value)}; it must be text of at most {_LONGEST} characters")
+    elif isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            raise ConfigError(f"{where}: {path} = {shown(value)}; it must be an integer of 64 bits")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ConfigError(f"{where}: {path} = {value}; it must be finite")
+    else:
+        raise ConfigError(f"{where}: {path} = {value}; a {type(value).__name__} has no meaning here, leave it out")
 
 
 _TOML_TYPES = {
@@ -195,6 +232,18 @@ def _toml_type(value: Any) -> str:
     return _TOML_TYPES.get(type(value), type(value).__name__)
 
 
+_SHOWN = 120
+"""Characters of a value in a message."""
+
+
 def shown(value: Any) -> str:
-    """A value as the user wrote it."""
-    return _toml_value(value) if isinstance(value, bool | str | int | float) else repr(value)
+    """A value as the user wrote it; of a long one the beginning and the end."""
+    if isinstance(value, dict):
+        text = "{" + ", ".join(f"{_toml_key(str(key))} = {shown(item)}" for key, item in value.items()) + "}"
+    elif isinstance(value, list | tuple):
+        text = "[" + ", ".join(map(shown, value)) + "]"
+    elif isinstance(value, int) and value.bit_length() > 64:  # Python writes no integer of 4300 digits
+        text = hex(value)
+    else:
+        text = _toml_value(value) if isinstance(value, bool | str | int | float) else str(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 23]}...{text[-20:]}"

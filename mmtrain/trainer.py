@@ -6,6 +6,7 @@ meanwhile.
 """
 
 import dataclasses
+import errno
 import logging
 import os
 import random
@@ -13,8 +14,9 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,9 @@ from mmtrain.data.packing import LoaderState
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.environment import write_environment
 from mmtrain.errors import ConfigError, MMTrainError, TrainingError
+from mmtrain.folder_owner import owned
 from mmtrain.host_memory import keep_freed_memory
+from mmtrain.job_words import start_lines
 from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.shapes import DitShape, dit_shape
@@ -42,22 +46,24 @@ from mmtrain.out_of_memory import Scene, explained, is_out_of_memory
 from mmtrain.parallel.activation_memory import saved_ops
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.clip_feed import ClipFeed
+from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_norm
 from mmtrain.parallel.mesh import Mesh, build_mesh, init_process_group, pick_device
 from mmtrain.parallel.planning import Fate, PlanAhead, Planned, Ticket, num_cores, ranks_here
+from mmtrain.parallel.roll_call import RollCall, common_reason, is_communication
 from mmtrain.parallel.runtime import Feed, PipelineScheduleRuntime, StepOutcome
 from mmtrain.parallel.tensor import finish_gradients
+from mmtrain.parallel.torch_private import default_store, set_default_timeout
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
-from mmtrain.planner.pipeline_layout import show_layout
 from mmtrain.planner.search import search as searching
-from mmtrain.planner.switches import Search, search_threads, show_switches
+from mmtrain.planner.switches import Search, search_threads
+from mmtrain.processes import STOPS
 from mmtrain.replica_data import Item, ReplicaData
 from mmtrain.report import count_answers, whole_predictions
 from mmtrain.step_files import StepFiles
 from mmtrain.step_memory import JobMemory, MemoryUse
 from mmtrain.step_timing import StepTiming
-from mmtrain.topology import AXES
 
 logger = logging.getLogger("mmtrain")
 
@@ -110,26 +116,89 @@ class Trainer:
         if config.model.dit is not None:
             self._dit = dit_shape(config.model)
             self._null_token = null_token(job_tokenizer(config))
+        self.reporter: Reporter | None = None
+        self.checkpointer: Checkpointer | None = None
+        self._ahead: PlanAhead | None = None
         self._stop_signal = 0
+        self._old_handlers: dict[int, Any] = {}
 
     def run(self) -> None:
-        """Trains to the last step, or until SIGTERM. Joins the job's process group unless the caller has."""
+        """Trains to the last step, or until SIGTERM or SIGINT. Joins the job's process group unless the caller has.
+
+        A run that has no step to do writes nothing.
+
+        Raises:
+            MMTrainError: the same on all ranks.
+            RankLostError: a rank does not answer. This process can only end: its process groups are of no use any more.
+        """
         setup_logging(int(os.environ.get("RANK", "0")))
         device = pick_device()
         owns_group = not dist.is_initialized()
         if owns_group:
             init_process_group(self.config.comm, device)
+        roll_call = RollCall(default_store(), dist.get_rank(), dist.get_world_size())
         try:
-            self._set_up(device)
-            self._loop()
-        except TrainingError:  # on every rank: a checkpoint that is being written is still good
-            if self.checkpointer:
-                self.checkpointer.finish()
+            timeout_s = self.config.comm.timeout_seconds
+            with common_reason(roll_call, timeout_s, self._place), self._owning_folder(), self._needing_room():
+                self._set_up(device)
+                self._train()
+        except MMTrainError as error:
+            if is_communication(error.__cause__):
+                self._ahead, owns_group = None, False  # they would wait for the lost rank
             raise
         finally:
             self._tear_down()
             if owns_group:
                 dist.destroy_process_group()
+
+    def _train(self) -> None:
+        steps = self.config.training.steps
+        if self.state.step >= steps:
+            words = "already at step %d of training.steps = %d: nothing to do; raise it, or use another job.dump_folder"
+            logger.warning(words, self.state.step, steps)
+            return
+        self._open_record()
+        try:
+            self._loop()
+        except TrainingError:  # on every rank: a checkpoint that is being written is still good
+            if self.checkpointer:
+                self.checkpointer.finish()
+            raise
+
+    @contextmanager
+    def _owning_folder(self) -> Iterator[None]:
+        """Inside, rank 0 owns the run folder. Collective over the job. Raises: ConfigError: on all ranks."""
+        with ExitStack() as stack:
+            refusal: list[ConfigError | None] = [None]
+            if dist.get_rank() == 0:
+                try:
+                    stack.enter_context(owned(self.folder))
+                except ConfigError as error:
+                    refusal = [error]
+            dist.broadcast_object_list(refusal, src=0, device=torch.device("cpu"))
+            if refusal[0]:
+                raise refusal[0]
+            yield
+
+    @contextmanager
+    def _needing_room(self) -> Iterator[None]:
+        """Says what to do where a file system is full. Raises: MMTrainError: in the place of that error."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise MMTrainError(
+                f"{self.folder}: {error.strerror}; make room and start the job again, which goes on from its checkpoint"
+            ) from None
+
+    def _place(self, function: str) -> str:
+        """Where this rank is in the job, for a message. Args: function: that it is in."""
+        if not hasattr(self, "runtime") or not hasattr(self, "state"):
+            return f"before the first step, {function}"
+        if self.runtime.doing:
+            return f"at step {self.state.step + 1}, {self.runtime.doing}"
+        return f"after step {self.state.step}, {function}"
 
     # --------------------------------------------------------------------------------------- set-up
 
@@ -138,8 +207,7 @@ class Trainer:
         _seed_everything(config.debug.seed, config.debug.deterministic)
         if device.type == "cpu":
             keep_freed_memory()
-        self.reporter: Reporter | None = None
-        self.checkpointer: Checkpointer | None = None
+        set_default_timeout(timedelta(seconds=config.comm.timeout_seconds))
         self.mesh: Mesh = build_mesh(
             config.parallelism.mesh_shape,
             device,
@@ -147,7 +215,6 @@ class Trainer:
             tie_ranks=self.partition.tie_ranks,
         )
         self.data = ReplicaData(config, self.mesh, self.partition)
-        self._ahead: PlanAhead | None = None
         self._log_start()
         self._memory = JobMemory.measured(config, self.spec, self.partition, self.mesh)
         if config.planner.enable:
@@ -196,11 +263,14 @@ class Trainer:
                     )
             self.state = dataclasses.replace(self.state, data=settings)
             self._memory.resume(self.state.memory)
+        self._items = self.data.training(LoaderState.from_dict(self.state.loader))
+        self._skipped = 0
+
+    def _open_record(self) -> None:
+        """Begins what the run leaves in its folder, and takes signals from now on."""
+        config = self.config
         self._is_reporter = self.mesh.rank == 0
-        if self._is_reporter:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.toml").write_text(config_module.dump(config))
-            write_environment(self.folder / "environment.json", self.mesh, self.state.step)
+        self._on_folder(self._write_description)
         self.reporter = Reporter(
             config.metrics,
             self.folder,
@@ -208,60 +278,52 @@ class Trainer:
             steps=config.training.steps,
             start=self.state.step,
         )
-        self.peak_flops = peak_flops(config.metrics, device)
-        self._items = self.data.training(LoaderState.from_dict(self.state.loader))
-        self._skipped = 0
-        self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self.peak_flops = peak_flops(config.metrics, self.mesh.device)
+        self._old_handlers = {number: signal.signal(number, self._on_stop) for number in STOPS}
+
+    def _on_folder(self, write: Callable[[], None]) -> None:
+        """Writes to the run's folder, on rank 0. Collective over the job. Raises: ConfigError: it cannot be done."""
+        try:
+            on_rank_zero(write)
+        except OSError as error:
+            raise ConfigError(
+                f"job.dump_folder = {str(self.folder)!r} cannot be written: {error.strerror}; name another folder"
+            ) from None
+
+    def _write_description(self) -> None:
+        (self.folder / "config.toml").write_text(config_module.dump(self.config))
+        write_environment(self.folder / "environment.json", self.mesh, self.state.step)
 
     def _log_start(self) -> None:
-        config, shape = self.config, self.config.parallelism.mesh_shape
-        logger.info("%s", config.job.description or "mmtrain")
-        for module in self.spec.modules:
-            stages = self.partition.of_module(module.name)
-            logger.info(
-                "%s: %s parameters%s, %d layers in %d chunks: %s",
-                module.name,
-                f"{module.num_params:,}",
-                "" if module.trainable else " (frozen)",
-                len(module.layers),
-                len(stages),
-                show_layout(module, [stage.layers for stage in stages]),
-            )
-        if self.planner.partition_words:
-            logger.info("%s (%.2f s)", self.planner.partition_words, self._cut_s)
-        logger.info(
-            "mesh: %s on %s; schedule %s; %d steps of %d microbatches x %d tokens",
-            ", ".join(f"{axis} {degree}" for axis, degree in zip(AXES, shape.degrees, strict=True)),
-            self.mesh.device.type,
-            config.parallelism.pipeline_parallel_schedule,
-            config.training.steps,
-            config.training.global_batch_size,
-            config.training.seq_len,
-        )
-        threads = search_threads(config.planner.threads, num_cores(), ranks_here(shape.world_size))
-        logger.info("%s", show_switches(config.planner, threads))
+        threads = search_threads(self.config.planner.threads, num_cores(), ranks_here(self.mesh.shape.world_size))
+        for line in start_lines(
+            self.config, self.planner, device=self.mesh.device.type, threads=threads, cut_s=self._cut_s
+        ):
+            logger.info("%s", line)
 
     def _tear_down(self) -> None:
-        if hasattr(self, "_old_handler"):
-            signal.signal(signal.SIGTERM, self._old_handler)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
         for part in (getattr(self, name, None) for name in ("_ahead", "reporter", "data")):
             if part is not None:
                 part.close()
 
-    def _on_sigterm(self, number: int, frame: Any) -> None:
+    def _on_stop(self, number: int, frame: Any) -> None:
+        again = number == self._stop_signal == signal.SIGINT
+        if not self._stop_signal and self._is_reporter and number == signal.SIGINT:
+            saves = "saves and " if self.checkpointer else ""
+            # Not through the log, which this signal may have interrupted.
+            os.write(2, f"Ctrl-C: the job {saves}ends after this step; once more ends it at once\n".encode())
         self._stop_signal = number
+        before = self._old_handlers.get(number)
+        if again and callable(before):  # else a launcher ends this process
+            before(number, frame)
 
     # ----------------------------------------------------------------------------------------- loop
 
     def _loop(self) -> None:
         config = self.config
         steps = config.training.steps
-        if self.state.step >= steps:
-            logger.warning(
-                "already at step %d of training.steps = %d; raise it, or use another job.dump_folder",
-                self.state.step,
-                steps,
-            )
         if config.validation.enable and self.state.step == 0:
             self.validate(0)
         batches = self._batches(self.state.step + 1, steps)
@@ -301,7 +363,8 @@ class Trainer:
             if config.validation.enable and due and not result.stop:  # a stop leaves little time
                 self.validate(step)
             if result.stop:
-                logger.warning("SIGTERM: stopped after step %d%s", step, ", saved" if self.checkpointer else "")
+                reason = signal.Signals(self._stop_signal).name if self._stop_signal else "a signal to another rank"
+                logger.info("%s: stopped after step %d%s", reason, step, ", saved" if self.checkpointer else "")
                 break
         if self.checkpointer:
             self.checkpointer.finish()

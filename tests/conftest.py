@@ -6,18 +6,41 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.cpu_time import CpuTime
 from tests.ranks import start_server
+from tests.store import stored_folder
 
 settings.register_profile("mmtrain", deadline=None)  # a shared machine is slow at times
 settings.load_profile("mmtrain")
 
-# `datasets` reads its cache's place when it is first imported, here or in a rank: a place of the tests' own.
-_cache = tempfile.TemporaryDirectory(prefix="mmtrain-datasets-")
-atexit.register(_cache.cleanup)
-os.environ.update(HF_DATASETS_CACHE=_cache.name, HF_HUB_OFFLINE="1")
+# One folder for all processes of a run of the tests: the cache of `datasets`, which is read when it is first imported,
+# and what `tests.reference.stored` computes once.
+if "MMTRAIN_TEST_STORE" not in os.environ:
+    _store = tempfile.TemporaryDirectory(prefix="mmtrain-tests-")
+    atexit.register(_store.cleanup)
+    os.environ.update(MMTRAIN_TEST_STORE=_store.name, HF_DATASETS_CACHE=f"{_store.name}/datasets", HF_HUB_OFFLINE="1")
 
 # Two workers may start torchrun at one time, which listens at port 29500 unless told otherwise.
 os.environ["PET_MASTER_PORT"] = str(29500 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-durations", action="store_true", help="write tests/durations.json anew")
+    parser.addoption("--shard", default="1/1", help="K/N: of the selected tests every N-th, from the K-th on")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuTime(config))
+
+
+@pytest.hookimpl(trylast=True)  # after tests were deselected by their markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps the tests of one shard."""
+    number, count = map(int, config.getoption("--shard").split("/"))
+    chosen = items[number - 1 :: count]
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -27,20 +50,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def charts(tmp_path_factory) -> Path:
-    """A small charts data set."""
+def charts() -> Path:
+    """A small charts data set, to be read."""
     from mmtrain.data.charts import make_charts
 
-    folder = tmp_path_factory.mktemp("charts")
-    make_charts(folder, 400, 7)
-    return folder
+    return stored_folder("charts", lambda folder: make_charts(folder / "charts", 400, 7)) / "charts"
 
 
 @pytest.fixture(scope="session")
-def shapes(tmp_path_factory) -> Path:
-    """A small data set of moving shapes."""
+def shapes() -> Path:
+    """A small data set of moving shapes, to be read."""
     from mmtrain.data.shapes import make_shapes
 
-    folder = tmp_path_factory.mktemp("shapes") / "shapes"
-    make_shapes(folder, 150, 7)
-    return folder
+    return stored_folder("shapes", lambda folder: make_shapes(folder / "shapes", 150, 7)) / "shapes"

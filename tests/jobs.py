@@ -1,12 +1,17 @@
 """Small training jobs for tests: a config, data, and rank functions that run a real Trainer."""
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from mmtrain import config
 from mmtrain.config import Config
+from tests.ranks import run_ranks
+from tests.store import stored_folder
 
 TEMPLATE = """
 [job]
@@ -120,6 +125,22 @@ def train(rank: int, path: Path, overrides: list[str]) -> None:
     Trainer(config.load(path, overrides)).run()
 
 
+def failing(rank: int, path: Path, overrides: list[str], error: type[Exception]) -> str:
+    """What a job says that ends with an error."""
+    with pytest.raises(error) as caught:
+        train(rank, path, overrides)
+    return str(caught.value)
+
+
+def finished(data: Path, world: int, overrides: list[str]) -> Path:
+    """The folder of a job that ran to its end undisturbed: to be read, not changed. Run once in a run of the tests."""
+
+    def run(folder: Path) -> None:
+        run_ranks(train, world, write_config(folder, data), overrides)
+
+    return stored_folder(repr((TEMPLATE, data, world, overrides)), run)
+
+
 def die_at(step: int) -> None:
     """This rank is killed without warning in the middle of a step."""
     from mmtrain.trainer import Trainer
@@ -143,6 +164,17 @@ def layout(pp: int = 1, shard: int = 1, replicate: int = 1, cp: int = 1, tp: int
         f"parallelism.context_parallel_degree={cp}",
         f"parallelism.tensor_parallel_degree={tp}",
     ]
+
+
+def world_size(degrees: list[str]) -> int:
+    """The number of ranks that overrides of `layout` ask for."""
+    return math.prod(int(degree.split("=")[1]) for degree in degrees)
+
+
+SHALLOW = ("model.encoder.config.depth=2", "model.language.config.num_hidden_layers=2")
+"""For the sake of time: most of it goes into the collectives of tensor-parallel ranks in each block."""
+SAVING = [*layout(pp=2), *SHALLOW, "checkpoint.enable=true", "checkpoint.interval=2"]
+"""A job of two ranks that saves steps 2, 4 and 6."""
 
 
 def metrics(folder: Path, key: str = "loss") -> dict[int, float]:

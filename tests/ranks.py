@@ -11,10 +11,17 @@ from multiprocessing import forkserver
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
+_FAMILIES = ("qwen2", "llama", "qwen2_vl", "qwen2_5_vl", "siglip", "vit", "whisper")
 _context.set_forkserver_preload(
-    ["mmtrain.trainer", "tests.reference", "datasets", "torch.utils.tensorboard"]
-    + [f"transformers.models.{m}.modeling_{m}" for m in ("qwen2", "llama", "qwen2_vl", "siglip", "vit")]
+    ["mmtrain.trainer", "tests.reference", "datasets", "torch.utils.tensorboard", "numba", "peft", "scipy.stats"]
+    + [
+        "diffusers.models.transformers.transformer_wan",
+        "diffusers.models.autoencoders",
+        "torch.utils.serialization.config",
+    ]
+    + [f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES]
 )
+"""What ranks import, some of it late (a second and more each), is imported once where they are forked."""
 
 
 def start_server() -> None:

@@ -25,6 +25,9 @@ from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.shapes import dit_shape
 from mmtrain.models.spec import ModelSpec
 from mmtrain.models.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
+from tests.store import stored
+
+Prepare = Callable[[nn.Module], None]
 
 VOCAB = 96
 ENCODERS = {
@@ -196,12 +199,31 @@ def reference_gradients(
     batches: list[tuple[Batch, IterationMeta]],
     *,
     seed: int,
-    prepare: Callable[[nn.Module], None] | None = None,
+    prepare: Prepare | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
     """(loss, name -> gradient) of the one-process model; the loss is normalised by all targets of all batches.
 
-    Args: prepare: changes the values of a chunk.
+    Computed once in a run of the tests, for all layouts and ranks.
+
+    Args:
+        batches: as of `make_batch`, whose metadata name the seeds of their values.
+        prepare: changes the values of a chunk.
     """
+    key = repr((model, [meta for _, meta in batches], seed, prepare and (prepare.__module__, prepare.__qualname__)))
+    found: tuple[float, dict[str, Tensor]] = stored(
+        key, lambda: _reference_gradients(model, spec, batches, seed=seed, prepare=prepare)
+    )
+    return found
+
+
+def _reference_gradients(
+    model: ModelConfig,
+    spec: ModelSpec,
+    batches: list[tuple[Batch, IterationMeta]],
+    *,
+    seed: int,
+    prepare: Prepare | None,
+) -> tuple[float, dict[str, Tensor]]:
     reference = ReferenceModel(model, spec, seed=seed)
     for chunk in reference.chunks.values() if prepare else ():
         prepare(chunk)

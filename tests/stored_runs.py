@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mmtrain import config
+from mmtrain.checkpoint_files import RecordingWriter, write_manifest
 from mmtrain.config import Config, DataConfig, ModelConfig, TrainingConfig
 from mmtrain.models.chunk import Chunk, build_chunk
 from mmtrain.models.initialise import init_weights
@@ -54,5 +55,7 @@ def save_checkpoint(folder: Path, model: ModelConfig, chunks: dict[str, Chunk]) 
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
-        dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+        writer = RecordingWriter(folder)
+        dcp.save(tensors, storage_writer=writer, no_dist=True)
     (folder / "train_state.json").write_text("{}")
+    write_manifest(folder, writer.files)

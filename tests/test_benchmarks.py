@@ -27,10 +27,12 @@ def test_what_a_benchmark_imports_is_there(path):
     assert found, f"{path.name} measures nothing of mmtrain"
 
 
+@pytest.mark.nightly
 def test_mmtrain_a_plain_loop_and_the_trainer_begin_with_the_same_loss():
     """The benchmark refuses other losses itself."""
     command = [sys.executable, str(FOLDER / "one_gpu.py"), "--size", "tiny", "--rounds", "1", "--steps", "1"]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    speeds = re.findall(r"^(plain torch loop|Hugging Face Trainer|mmtrain) +[\d.]+ +\d+ +[\d.]+%", done.stdout, re.M)
+    row = r"^(plain torch loop|Hugging Face Trainer|mmtrain) +[\d.]+ +\d+ +(?:[\d.]+%|-) "
+    speeds = re.findall(row, done.stdout, re.MULTILINE)
     assert speeds == ["plain torch loop", "Hugging Face Trainer", "mmtrain"], done.stdout

@@ -1,13 +1,20 @@
 """The command as a user types it: what works, and one line for everything that does not."""
 
+import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from mmtrain import cli
 from mmtrain.cli import main, train_main
+from mmtrain.config import CommConfig
+from mmtrain.errors import ConfigError
+from mmtrain.folder_owner import owned
 from tests.jobs import layout, metrics, write_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +38,7 @@ def one_line(capsys) -> str:
     [
         (["--parallelism.pipeline_parallel_degree=2"], "pp=2 = 2 ranks, but the job has 1"),
         (["--trainig.steps=3"], "unknown key trainig; did you mean training?"),
-        (["--training.steps=many"], "training.steps = 'many' is a string"),
+        (["--training.steps=many"], 'training.steps = "many" is a string'),
         (["--data.source=/nowhere/at/all"], "/nowhere/at/all"),
         (["--tokenizer.path=/nowhere/at/all"], "/nowhere/at/all"),
         (["--model.language.num_segments=7"], "needs a layer"),
@@ -57,6 +64,14 @@ def test_bad_input_ends_with_one_line(job, capsys, monkeypatch, overrides, messa
     assert message in lines[0]
 
 
+def nothing_starts(monkeypatch):
+    def started(*_):
+        raise AssertionError("processes were started")
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(cli, "train_on_ranks", started)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -73,21 +88,58 @@ def test_bad_input_ends_with_one_line(job, capsys, monkeypatch, overrides, messa
     ],
 )  # fmt: skip
 def test_bad_degrees_are_refused_before_any_process_starts(job, capsys, monkeypatch, overrides, message):
-    from torch.distributed.launcher import api
-
-    def started(*_):
-        raise AssertionError("processes were started")
-
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(api, "elastic_launch", started)
+    nothing_starts(monkeypatch)
     for command in ("train", "config"):
         assert main([command, "--config", str(job), *overrides]) == 2
         assert re.search(message, one_line(capsys))
 
 
+def test_a_run_folder_that_cannot_be_used_is_refused_before_any_process_starts(job, capsys, monkeypatch, tmp_path):
+    nothing_starts(monkeypatch)
+    (tmp_path / "file").touch()
+    assert main(["train", "--config", str(job), f"--job.dump_folder={tmp_path}/file/run"]) == 2
+    assert f"job.dump_folder = '{tmp_path}/file/run' cannot be written: Not a directory" in one_line(capsys)
+    monkeypatch.setattr(cli, "owned", lambda folder: owned(folder, patience_s=0.0))
+    command = "import sys, pathlib; from mmtrain.folder_owner import owned; o = owned(pathlib.Path(sys.argv[1]))"
+    command += "; o.__enter__(); print(1, flush=True); input()"
+    words = [sys.executable, "-c", command, str(tmp_path / "run")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert main(["train", "--config", str(job)]) == 2
+        assert f"belongs to process {other.pid} on" in capsys.readouterr().err.splitlines()[-1]
+        other.kill()
+
+
+def test_a_port_that_is_taken_is_one_line(monkeypatch):
+    from mmtrain.parallel.mesh import init_process_group
+
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError) as caught:
+            init_process_group(CommConfig(), torch.device("cpu"))
+    assert f"the ranks cannot meet at RANK=0, WORLD_SIZE=2, MASTER_ADDR=127.0.0.1, MASTER_PORT={port}" in str(
+        caught.value
+    )
+    assert "\n" not in str(caught.value)
+
+
+def test_processes_of_torchrun_say_the_same_once(capsys, monkeypatch, tmp_path):
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        assert cli._said("something else" if rank == 2 else "the same", 2) == 2
+        assert json.loads((tmp_path / str(rank) / "error.json").read_text())["message"]["message"]
+    assert capsys.readouterr().err == "error [rank 0]: the same\nerror [rank 2]: something else\n"
+
+
 def test_a_missing_config_is_one_line(capsys):
     assert main(["train", "--config", "nothing.toml"]) == 2
-    assert "config file 'nothing.toml' does not exist; configs/ has" in one_line(capsys)
+    assert 'config file "nothing.toml" does not exist; configs/ has' in one_line(capsys)
 
 
 def test_config_prints_what_load_reads(job, capsys, tmp_path):
@@ -129,6 +181,28 @@ def test_data_shapes(tmp_path, capsys):
     assert not (tmp_path / "new").exists()  # refused before anything is drawn
 
 
+def test_no_command_lists_them(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert {"train", "check-parity", "simulate"} <= {line.split()[0] for line in shown.splitlines() if line.strip()}
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean 'train'?"),
+        (["check_parity", "--config", "x"], "did you mean 'check-parity'?"),
+        (["data", "chart"], "there is no command 'chart'; did you mean 'charts'?"),
+        (["xyzzy"], "there is no command 'xyzzy'; there are train, export"),
+    ],
+)
+def test_a_misspelt_command_gets_a_suggestion(capsys, words, hint):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert hint in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_an_unknown_word_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["config", "show"])
@@ -147,7 +221,7 @@ def test_train_py_needs_no_launcher_for_one_process(job, monkeypatch):
 def test_a_world_size_that_is_no_number_is_one_line(job, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "x")
     assert train_main(["--config", str(job)]) == 2
-    assert "WORLD_SIZE = 'x'" in capsys.readouterr().err
+    assert 'WORLD_SIZE = "x"' in capsys.readouterr().err
 
 
 @pytest.mark.ranks

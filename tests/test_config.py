@@ -1,7 +1,13 @@
+import dataclasses
+import json
+import tomllib
+import typing
+
 import pytest
 
 from mmtrain import config
 from mmtrain.errors import ConfigError
+from mmtrain.toml_sections import build
 
 BASE = """
 [model.language]
@@ -49,9 +55,9 @@ def test_dump_reads_back_equal(load, tmp_path):
     [
         ("--training.stepz=1", r"unknown key training\.stepz; did you mean training\.steps\?"),
         ("--trainings.steps=1", r"unknown key trainings; did you mean training\?"),
-        ("--training.steps=ten", r"training\.steps = 'ten' is a string; it must be an integer"),
+        ("--training.steps=ten", r'training\.steps = "ten" is a string; it must be an integer'),
         ("--training.steps=2.5", r"training\.steps = 2\.5 is a float; it must be an integer"),
-        ("--training.steps=true", r"training\.steps = True is a boolean"),
+        ("--training.steps=true", r"training\.steps = true is a boolean"),
         ("--training.steps=0", r"training\.steps = 0; it must be at least 1"),
         ("--parallelism.pipeline_parallel_degree=2.5", "is a float"),
         ("--parallelism.pipeline_parallel_degree=0", "a degree is at least 1"),
@@ -67,10 +73,10 @@ def test_dump_reads_back_equal(load, tmp_path):
         ("--lr_scheduler.warmup_steps=11", "is more than training.steps = 10"),
         ("--lr_scheduler.decay_ratio=2.0", "at most 1"),
         ("--model.language.trainable=false", "nothing to train"),
-        ("--data.fps=0", r"data\.fps = 0.0; it must be above 0"),
+        ("--data.fps=0", r"data\.fps = 0.0; it must be from 0.001 to 1000"),
         ("--data.max_clips=0", r"data\.max_clips = 0; it must be at least 1"),
         ("--data.max_seconds=17", r"data\.max_seconds = 17.0 is above data\.max_total_seconds = 16.0"),
-        ("--data.video_aspects=['16/9']", "names '16/9'; write width:height"),
+        ("--data.video_aspects=['16/9']", 'names "16/9"; write width:height'),
         ("--data.video_aspects=[]", "data.video_aspects is empty"),
         ("--data.video_frames=[8, 0]", "a number of frames is at least 1"),
         ("--data.video_frames=[8, 2.5]", "it must be an array of integers"),
@@ -90,7 +96,7 @@ def test_dump_reads_back_equal(load, tmp_path):
         ("--model.language=3", "it is a section"),
         ("--checkpoint.keep_latest_k=1", "at least 2"),
         ("--checkpoint.load_step=3", "but checkpoint.enable = false"),
-        ("--planner.flops_per_s=0", "must be above 0"),
+        ("--planner.flops_per_s=0", "must be at least 1"),
         ("steps=3", "names no section"),
         ("--training.steps", "not of the form"),
         ("--training.steps.x=1", "is a value, not a section"),
@@ -174,7 +180,7 @@ def test_diffusion_belongs_to_a_dit(load):
         ("diffusion.caption_dropout=1.0", "caption_dropout = 1.0; it must be below 1"),
         ("diffusion.logit_std=0.0", "logit_std = 0.0; it must be above 0"),
         ("diffusion.logit_mean=nan", "logit_mean = nan; it must be finite"),
-        ("diffusion.shift=inf", "shift = inf; it must be above 0 and at most 1000"),
+        ("diffusion.shift=inf", "shift = inf; it must be finite"),
         ("diffusion.prediction=x", "prediction"),
         ("diffusion.logit_std=20.0", "at most 10"),
     ],
@@ -221,10 +227,91 @@ def test_extends_errors(tmp_path):
     with pytest.raises(ConfigError, match="goes in a circle"):
         config.load(tmp_path / "a.toml")
     (tmp_path / "a.toml").write_text('extends = "c.toml"\n')
-    with pytest.raises(ConfigError, match=r"c\.toml does not exist"):
+    with pytest.raises(ConfigError, match=r"c\.toml\" does not exist"):
         config.load(tmp_path / "a.toml")
     (tmp_path / "a.toml").write_text("extends = 3\n")
     with pytest.raises(ConfigError, match="names one file"):
+        config.load(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=1" + "0" * 400, r"optimizer\.lr = 0x.*\.\.\.0*; it must be an integer of 64 bits"),
+        ("debug.seed=18446744073709551616", r"debug\.seed = 0x1000000000000000?0; it must be an integer of 64 bits"),
+        ("training.steps=1" + "0" * 5000, r'training\.steps = "1000+\.\.\.0+"; it must be text of at most 4096'),
+        ("training.steps=9223372036854775807", r"training\.steps = 9223372036854775807; it must be at most 2147483647"),
+        ("training.steps=1979-05-27", "training.steps = 1979-05-27; a date has no meaning here"),
+        ("planner.flops_per_s=nan", r"planner\.flops_per_s = nan; it must be finite"),
+        ("planner.flops_per_s=1e-299", "it must be at least 1"),
+        ("planner.p2p_latency_s=1e308", r"p2p_latency_s = 1e\+308; it must be at most 1e\+21"),
+        ("optimizer.weight_decay=1e20", "it must be at most 1000000"),
+        ("comm.timeout_seconds=9223372036854775807", r"comm\.timeout_seconds = \d+; it must be at most"),
+        ("data.num_workers=100000", r"data\.num_workers = 100000; it must be at most 128"),
+        ("data.fps=1e-300", "it must be from 0.001 to 1000"),
+        ("data.video_aspects=['99999:1']", "of at most four digits"),
+        ("data.split=", "data.split is empty"),
+        ("job.dump_folder=", "job.dump_folder is empty"),
+        ('checkpoint.folder="a\\u0000b"', r'checkpoint\.folder = "a\\u0000b"; .* without the character NUL'),
+        ("metrics.save_tb_folder=\udcff", "it must be text in UTF-8"),
+        ("planner.memory_limit=" + "9" * 400 + "GiB", "is not an amount of memory"),
+        ("model.language.config={model_type='llama', x=1979-05-27}", r"config\.x = 1979-05-27; a date has no meaning"),
+        ("model.language.config={model_type='llama', x=[1, nan]}", r"config\.x\[1\] = nan; it must be finite"),
+        ("model.language.config.a" + ".b" * 40 + "=1", "is nested more than 32 deep"),
+        ("model.language.config" + ".b" * 5000 + "=1", "nested"),
+        ('training."a\\nb"=1', r'unknown key training\."'),
+        ("training.steps=1\nseed=2", r'training\.steps = "1\\nseed=2" is a string'),
+    ],
+)  # fmt: skip
+def test_values_that_would_end_a_job_later_are_refused(load, override, message):
+    with pytest.raises(ConfigError, match=message) as found:
+        load(BASE, override)
+    assert "\n" not in str(found.value) and "\0" not in str(found.value) and len(str(found.value)) < 500
+
+
+EXTREMES = (
+    "-1", "0", "9223372036854775807", "18446744073709551616", "1" + "0" * 5000, "1e308", "-1e308", "5e-324", "nan",
+    "inf", '""', '"x"', '"\\u0000"', '"\\u0001\\u007f\\\\"', "true", "[]", "[1]", '[""]', "[" * 3000, "{}",
+    "{a={b=[1]}}", "y" * 300, "1979-05-27", "\udcff",
+)  # fmt: skip
+VIDEO = '[model.dit]\nconfig = { model_type = "wan" }\n[model.vae]\nconfig = { model_type = "autoencoder_kl" }\n'
+ENCODER = '[model.encoder]\nconfig = { model_type = "qwen2_vl_vision" }\n'
+
+
+def keys(cls, path=""):
+    for name, hint in typing.get_type_hints(cls).items():
+        yield path + name
+        for section in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(section):
+                yield from keys(section, f"{path}{name}.")
+
+
+@pytest.mark.parametrize(("base", "about"), [(VIDEO, ""), (ENCODER, "model.")], ids=["video", "images"])
+def test_any_value_of_any_key_is_refused_in_one_line_or_reads_back(tmp_path, base, about):
+    path, counts = tmp_path / "job.toml", [0, 0]
+    path.write_text(base + BASE)
+    for key in keys(config.Config):
+        for value in EXTREMES if key.startswith(about) else ():
+            try:
+                made = config.load(path, [f"{key}={value}"])
+            except ConfigError as error:
+                assert "\n" not in str(error) and len(str(error)) < 900, (key, value)
+                counts[0] += 1
+                continue
+            assert build(config.Config, tomllib.loads(config.dump(made)), "", "dumped") == made, (key, value)
+            counts[1] += 1
+    assert min(counts) > 10
+
+
+def test_names_of_files_that_cannot_exist(tmp_path):
+    for name in ("x" * 300, "a\0b"):
+        with pytest.raises(ConfigError, match="does not exist"):
+            config.load(name)
+        (tmp_path / "a.toml").write_text(f"extends = {json.dumps(name)}\n")
+        with pytest.raises(ConfigError, match="does not exist"):
+            config.load(tmp_path / "a.toml")
+    (tmp_path / "a.toml").write_text("x = " + "[" * 3000)
+    with pytest.raises(ConfigError, match="not valid TOML"):
         config.load(tmp_path / "a.toml")
 
 

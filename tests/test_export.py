@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from mmtrain.cli import main
 from mmtrain.config import EncoderConfig, ModelConfig
 from mmtrain.data.bitfield import language_bits
 from mmtrain.data.metadata import DocumentMeta, MicrobatchMeta
-from mmtrain.errors import ConfigError
+from mmtrain.errors import CheckpointError, ConfigError
 from mmtrain.export import export
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.chunk import Chunk, build_chunk
@@ -314,6 +315,9 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):
         assert message in captured.err
         assert not out.exists()
     (run / "checkpoint" / "step-4" / "train_state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"train_state\.json is missing; name another .* --step"):
+        export(run, out)
+    shutil.rmtree(run / "checkpoint" / "step-4")
     with pytest.raises(ConfigError, match="has no complete checkpoint"):
         export(run, out)
 

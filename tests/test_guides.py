@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.guides import DOCS, ROOT, SHORT, Command, File, blocks, run, steps
+from tests.store import stored_folder
 
 GUIDES = ("quickstart.md", "swapping_models.md", "bringing_data.md", "choosing_parallelism.md")
 NOT_RUN = ("make", "pip", "tensorboard")
@@ -20,30 +21,31 @@ MADE_BEFORE = ("debug_vlm", "debug_t2v")
 """Jobs whose runs the pages export and sample from; each is trained once for all of them."""
 
 
-@pytest.fixture(scope="session")
-def source_tree(tmp_path_factory: pytest.TempPathFactory, charts: Path, shapes: Path) -> Path:
-    """A folder that looks like the source tree after its data sets were drawn."""
-    folder = tmp_path_factory.mktemp("source_tree")
+def make_source_tree(folder: Path, charts: Path, shapes: Path) -> None:
+    """Makes a folder look like the source tree after its data sets were drawn."""
     for name in ("configs", "train.py"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "data").mkdir()
     (folder / "data" / "charts").symlink_to(charts)
     (folder / "data" / "shapes").symlink_to(shapes)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def trained(source_tree: Path) -> Path:
-    """The same after the two small trainings."""
-    for job in MADE_BEFORE:
-        run(Command(("mmtrain", "train", "--config", f"{job}.toml")), source_tree)
-    return source_tree
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, source_tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the source tree to work in; it is the working directory."""
-    shutil.copytree(source_tree, tmp_path, symlinks=True, dirs_exist_ok=True)
+def trained(charts: Path, shapes: Path) -> Path:
+    """The runs of the two small trainings."""
+
+    def train(folder: Path) -> None:
+        make_source_tree(folder, charts, shapes)
+        for job in MADE_BEFORE:
+            run(Command(("mmtrain", "train", "--config", f"{job}.toml")), folder)
+
+    return stored_folder("guides", train) / "outputs"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, charts: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source tree to work in; it is the working directory."""
+    make_source_tree(tmp_path, charts, shapes)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -59,6 +61,7 @@ def test_files_and_commands_are_found() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("page", GUIDES)
 def test_a_guide_works(page: str, trained: Path, checkout: Path) -> None:
+    shutil.copytree(trained, checkout / "outputs")
     walk(page, checkout, everything=False)
 
 
@@ -66,9 +69,8 @@ def test_a_guide_works(page: str, trained: Path, checkout: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("page", GUIDES)
 def test_a_guide_works_with_all_of_its_trainings(page: str, trained: Path, checkout: Path) -> None:
-    shutil.rmtree(checkout / "outputs")
     if page != "quickstart.md":  # which makes them itself
-        shutil.copytree(trained / "outputs", checkout / "outputs")
+        shutil.copytree(trained, checkout / "outputs")
     walk(page, checkout, everything=True)
 
 
@@ -112,7 +114,9 @@ def test_the_worked_schedule_is_added_shown_tested_and_run(tmp_path: Path, chart
     imported, entry = [body for body in blocks(DOCS / page, "python") if len(body.splitlines()) == 1]
     _insert(tmp_path / "mmtrain/schedule/library/catalogue.py", imported, before="from mmtrain.schedule.library.zbv")
     _insert(tmp_path / "mmtrain/schedule/library/catalogue.py", entry, before='    "1F1B": Schedule(')
-    _insert(tmp_path / "mmtrain/config.py", '    "Rounds",\n', before='    "1F1B",\n    "Interleaved1F1B",')
+    _insert(
+        tmp_path / "mmtrain/schedule/library/names.py", '    "Rounds",\n', before='    "1F1B",\n    "Interleaved1F1B",'
+    )
     for example in blocks(DOCS / page, "console"):
         command, _, shown = example.partition("\n")
         assert _output(command.removeprefix("$ ").split(), tmp_path) == shown, f"{command} prints something else now"

@@ -3,22 +3,27 @@
 import ast
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = [
     "errors",
+    "processes",
+    "folder_owner",
     "topology",
     "memory_amount",
     "limits",
     "toml_sections",
+    "schedule.library.names",
     "config",
     "models.rows",
     "models.windows",
     "models.spec",
     "models.memory_strategies",
     "models.recomputation",
+    "models.config_values",
     "models.families",
     "models.shapes",
     "models.vae_shapes",
@@ -31,6 +36,7 @@ LAYERS = [
     "data.buckets",
     "schedule",
     "planner",
+    "job_words",
     "line_chart",
     "clip_pictures",
     "run_page",
@@ -44,6 +50,7 @@ LAYERS = [
     "data",
     "parallel",
     "metrics",
+    "checkpoint_files",
     "checkpoint",
     "optim",
     "replica_data",
@@ -59,8 +66,8 @@ LAYERS = [
     "step_files",
     "out_of_memory",
     "trainer",
-    "parity",
     "local_ranks",
+    "parity",
     "profiler",
     "commands",
     "cli",
@@ -68,6 +75,8 @@ LAYERS = [
 """A unit imports only units above it (and its own). The longest matching name counts."""
 
 PURE = LAYERS[: LAYERS.index("titan")]
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- layers -->\n", "<!-- end of layers -->\n"
 
 
 def unit(module: str) -> str:
@@ -162,3 +171,26 @@ def test_only_one_file_imports_torchtitan():
 def test_private_names_of_pipelining_live_in_one_file():
     users = [m for m, path in modules().items() if "torch.distributed.pipelining" in path.read_text()]
     assert users == ["mmtrain.parallel.torch_private"]
+
+
+def page_of_layers() -> str:
+    """The block of `docs/architecture.md` that `python -m tests.test_layers` writes."""
+    rows = (("pure", PURE), ("torch", LAYERS[len(PURE) :]))
+    lines = [
+        line
+        for name, units in rows
+        for line in textwrap.wrap(
+            "  ".join(units), width=115, initial_indent=f"{name:8}", subsequent_indent=" " * 8, break_on_hyphens=False
+        )
+    ]
+    return "\n".join(["", "```", *lines, "```", "", ""])
+
+
+def test_the_page_shows_the_layers():
+    text = PAGE.read_text()
+    assert text[text.index(BEGIN) + len(BEGIN) : text.index(END)] == page_of_layers()
+
+
+if __name__ == "__main__":
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(before + BEGIN + page_of_layers() + END + rest.split(END)[1])

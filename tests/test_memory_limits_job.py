@@ -38,7 +38,12 @@ def values(folder, key):
     return list(metrics(folder, key).values())
 
 
-@pytest.mark.parametrize("planner", [[], ON], ids=["off", "on"])
+PLANNER = pytest.mark.parametrize(
+    "planner", [pytest.param([], id="off", marks=pytest.mark.nightly), pytest.param(ON, id="on")]
+)
+
+
+@PLANNER
 def test_a_limit_changes_no_loss_while_all_fits(tmp_path, charts, planner):
     free, limited = (write_config(tmp_path / name, charts) for name in ("free", "limited"))
     extra = [*layout(pp=2), *planner, "metrics.enable_tensorboard=true"]
@@ -86,7 +91,7 @@ def with_ballast(rank, path, overrides, step, num_bytes):
     return limits, state, logged
 
 
-@pytest.mark.parametrize("planner", [[], ON], ids=["off", "on"])
+@PLANNER
 def test_an_overshoot_raises_the_margin_of_that_rank_and_a_resumed_run_goes_on_with_it(tmp_path, charts, planner):
     path = write_config(tmp_path / "job", charts)
     extra = [*layout(pp=2), *planner, "planner.memory_limit=2GiB", "checkpoint.enable=true", "checkpoint.interval=1"]

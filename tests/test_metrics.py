@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from mmtrain.config import MetricsConfig
-from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, memory_gib, peak_flops, setup_logging
+from mmtrain.metrics import (
+    ModuleMetrics,
+    PlannerMetrics,
+    Reporter,
+    StepMetrics,
+    Validation,
+    memory_gib,
+    peak_flops,
+    setup_logging,
+)
 
 STEP = {
     "step": 1, "loss": 2.0, "max_loss": 2.5, "grad_norm": 1.5, "lr": 0.1, "step_time_s": 0.5, "data_time_s": 0.1,
@@ -40,6 +49,7 @@ def test_a_step_is_one_line_with_rates_per_device(tmp_path, capsys):
     required = {"step", "loss", "grad_norm", "lr", "step_time_s", "tokens", "images", "bubble"}
     assert required <= set(line)
     assert line["mfu"] == pytest.approx(0.2)
+    assert line["tflops"] == pytest.approx(2e-3)
 
 
 def test_a_text_to_video_job_counts_clips_and_compares_captions(tmp_path, capsys):
@@ -135,10 +145,26 @@ def test_other_ranks_log_warnings_with_their_number(capsys):
     assert capsys.readouterr().out.endswith("[rank 3] loud\n")
 
 
-def test_peak_flops_is_configured_or_measured():
+def test_without_a_known_peak_there_is_no_mfu_but_flops(tmp_path, capsys):
+    """What one matrix product reaches on a CPU under load made 3.5 % and 60 % of one model."""
     cpu = torch.device("cpu")
     assert peak_flops(MetricsConfig(peak_flops=5.0), cpu) == 5.0
-    assert peak_flops(MetricsConfig(), cpu) > 1e7
+    peak = peak_flops(MetricsConfig(), cpu)
+    assert math.isnan(peak)
+    setup_logging(0)
+    report = reporter(tmp_path)
+    vision = ModuleMetrics(compute_s=0.25, flops=1e9, peak_flops=peak, bubble=0.25)
+    report.step(StepMetrics(**STEP | {"peak_flops": peak, "modules": {"vision": vision}}))
+    report.close()
+    out = capsys.readouterr().out
+    assert "tps: 500  tflops: 0.0020  images/s: 20.0" in out
+    (line,) = lines(tmp_path)
+    assert (line["tflops"], line["mfu"]) == (pytest.approx(2e-3), None)
+    assert (line["tflops_vision"], line["mfu_vision"]) == (pytest.approx(4e-3), None)
+
+
+def test_memory_of_a_process():
+    cpu = torch.device("cpu")
     used, percent = memory_gib(cpu)
     assert used > 0.01
     assert 0 < percent < 100

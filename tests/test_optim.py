@@ -3,9 +3,13 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mmtrain.config import LRSchedulerConfig, OptimizerConfig
-from mmtrain.optim import build_optimizers, lr_factor, set_lr
+from mmtrain.optim import LocalOptimizers, build_optimizers, lr_factor, set_lr
+from mmtrain.titan import FrozenAwareOptimizers
+from tests.ranks import run_ranks
 
 
 def test_warm_up_peak_and_decay():
@@ -85,3 +89,34 @@ def test_one_step_is_torchs_adamw():
     reference.step()
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-7), name
+
+
+def steps_of_both(rank, implementation):
+    """(weights, state) after three steps of our container, and of torchtitan's on the same DTensors."""
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for step in (LocalOptimizers.step, FrozenAwareOptimizers.step):
+        torch.manual_seed(0)
+        model = Model()
+        for module in model.children():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                divided = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+                module.register_parameter(name, nn.Parameter(divided))
+        optimizers = build_optimizers(OptimizerConfig(implementation=implementation), [model], [])
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.grad = distribute_tensor(torch.randn(parameter.shape), mesh, [Shard(0)])
+            step(optimizers)
+            optimizers.zero_grad()
+        state = optimizers.state_dict()
+        kinds = {key: type(value) for key, value in state.items()}
+        assert {DTensor} == {kind for key, kind in kinds.items() if "exp_avg" in key}
+        values = [*model.parameters(), *(value for value in state.values() if isinstance(value, torch.Tensor))]
+        found.append((kinds, [v.full_tensor() if isinstance(v, DTensor) else v for v in values]))
+    (our_kinds, ours), (their_kinds, theirs) = found
+    return our_kinds == their_kinds and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+def test_steps_on_local_parts_are_those_on_dtensors_to_the_bit(implementation):
+    assert run_ranks(steps_of_both, 2, implementation) == [True, True]

@@ -11,7 +11,7 @@ import pytest
 from mmtrain import config
 from mmtrain.checkpoint import complete_steps
 from mmtrain.errors import ConfigError, DataError, PlanError
-from tests.jobs import die_at, layout, metrics, write_config
+from tests.jobs import SAVING, SHALLOW, die_at, finished, layout, metrics, world_size, write_config
 from tests.ranks import run_ranks
 from tests.searches import Faulty, random_search
 from tests.test_trainer import CURVE_TOLERANCE, terminated
@@ -40,44 +40,41 @@ def lines(folder, key):
     return [json.loads(line)[key] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_losses_are_those_of_a_job_without_the_planner(tmp_path, charts):
+V = ["parallelism.pipeline_parallel_schedule=ZBV", "model.encoder.num_segments=2", "model.language.num_segments=2"]
+FOUR_STEPS = ["training.steps=4"]
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options", "find"),
+    [
+        pytest.param(layout(pp=2), ["planner.sub_microbatch=false"], None, id="searched"),
+        pytest.param(layout(pp=2), [], random_search, id="drawn", marks=NIGHTLY),
+        pytest.param(layout(pp=2, shard=2), [], random_search, id="replicas"),
+        pytest.param(layout(cp=2), ["planner.distributed=true"], random_search, id="plane"),
+        pytest.param(layout(), [], random_search, id="one process", marks=NIGHTLY),
+        pytest.param(layout(pp=2), V, random_search, id="v"),
+    ],
+)
+def test_losses_are_those_of_a_job_without_the_planner(tmp_path, charts, degrees, options, find):
     """Whatever the plans: searched ones, and drawn ones with split backwards, on one and on several ranks."""
-    curves = {}
-    for name, world, extra, find in (
-        ("off", 2, layout(pp=2), None),
-        ("searched", 2, [*layout(pp=2), *ON, "planner.sub_microbatch=false"], None),
-        ("drawn", 2, [*layout(pp=2), *ON], random_search),
-        ("replicas", 4, [*layout(pp=2, shard=2), *ON], random_search),
-        ("plane", 2, [*layout(cp=2), *ON, "planner.distributed=true"], random_search),
-        ("one process", 1, ON, random_search),
-        ("v", 2, [*layout(pp=2), *ON, "parallelism.pipeline_parallel_schedule=ZBV", *V], random_search),
-    ):
-        path = write_config(tmp_path / name.replace(" ", "-"), charts)
-        run_ranks(train, world, path, extra, find)
-        curves[name] = metrics(path.parent)
-        if name != "off":
-            assert lines(path.parent, "plan_late") == lines(path.parent, "plan_invalid") == [0] * 6, name
-            assert all(bound > 0 for bound in lines(path.parent, "plan_lower_bound_s"))
-    reference = curves.pop("off")
-    for name, curve in curves.items():
-        assert sorted(curve) == [1, 2, 3, 4, 5, 6]
-        worst = max(abs(curve[s] - reference[s]) / reference[s] for s in reference)
-        assert worst < CURVE_TOLERANCE, (name, worst)
-
-
-V = ["model.encoder.num_segments=2", "model.language.num_segments=2"]
+    path = write_config(tmp_path, charts)
+    run_ranks(train, world_size(degrees), path, [*degrees, *options, *ON, *FOUR_STEPS], find)
+    assert lines(tmp_path, "plan_late") == lines(tmp_path, "plan_invalid") == [0] * 4
+    assert all(bound > 0 for bound in lines(tmp_path, "plan_lower_bound_s"))
+    curve, reference = metrics(tmp_path), metrics(finished(charts, 1, FOUR_STEPS))
+    assert sorted(curve) == [1, 2, 3, 4]
+    assert max(abs(curve[s] - reference[s]) / reference[s] for s in reference) < CURVE_TOLERANCE
 
 
 def test_a_job_outlives_its_planner(tmp_path, charts):
-    extra = [*layout(pp=2), "training.steps=9"]
-    whole = write_config(tmp_path / "off", charts)
-    run_ranks(train, 2, whole, extra)
-    path = write_config(tmp_path / "on", charts)
+    extra = [*layout(pp=2), *SHALLOW, "training.steps=9"]
+    path = write_config(tmp_path, charts)
     faults = {2: "crash", 3: "deadlock", 4: "missing", 5: "foreign", 7: "late", 8: "slow"}
     warned, others = run_ranks(
         train, 2, path, [*extra, *ON, "planner.patience_s=2", "metrics.enable_tensorboard=true"], Faulty(SEED, faults)
     )
-    losses, reference = metrics(path.parent), metrics(whole.parent)
+    losses, reference = metrics(path.parent), metrics(finished(charts, 2, extra))
     assert max(abs(losses[s] - reference[s]) / reference[s] for s in range(1, 10)) < CURVE_TOLERANCE
     assert lines(path.parent, "plan_failed") == [0, 1, 1, 1, 1, 1, 1, 1, 1]
     assert lines(path.parent, "plan_invalid") == [0, 0, 1, 2, 3, 3, 3, 3, 3]
@@ -110,7 +107,7 @@ def killed_at(rank, path, overrides, step):
 
 
 def test_a_resumed_job_plans_and_trains_as_one_that_was_never_stopped(tmp_path, charts):
-    extra = [*layout(pp=2), *ON, "checkpoint.enable=true", "checkpoint.interval=2"]
+    extra = [*SAVING, *ON]
     whole = write_config(tmp_path / "whole", charts)
     run_ranks(train, 2, whole, extra, random_search)
     path = write_config(tmp_path / "killed", charts)
@@ -124,15 +121,14 @@ def test_a_resumed_job_plans_and_trains_as_one_that_was_never_stopped(tmp_path, 
 
 def test_sigterm_saves_the_step_that_was_trained_and_not_the_one_that_is_planned(tmp_path, charts):
     path = write_config(tmp_path / "a", charts)
-    extra = [*layout(pp=2), *ON, "checkpoint.enable=true", "validation.enable=true", "validation.freq=2"]
+    extra = [*SAVING, *ON, "validation.enable=true", "validation.freq=2"]
     extra += ["validation.steps=1"]
     run_ranks(terminated, 2, path, extra)
-    assert complete_steps(path.parent / "run" / "checkpoint") == [3]
+    assert complete_steps(path.parent / "run" / "checkpoint") == [2, 3]
     run_ranks(train, 2, path, extra)
-    whole = write_config(tmp_path / "whole", charts)
-    run_ranks(train, 2, whole, extra)
-    assert metrics(path.parent) == metrics(whole.parent)
-    assert metrics(path.parent, "validation_loss") == metrics(whole.parent, "validation_loss")
+    whole = finished(charts, 2, extra)
+    assert metrics(path.parent) == metrics(whole)
+    assert metrics(path.parent, "validation_loss") == metrics(whole, "validation_loss")
 
 
 def failing_data(rank, path, overrides):
@@ -227,7 +223,7 @@ def test_gradients_are_planned_too(tmp_path, charts):
 
 def run_long(tmp_path, charts, steps, timeout):
     path = write_config(tmp_path / "long", charts)
-    extra = [*layout(pp=2), *ON, f"training.steps={steps}", "debug.check_plans=false"]
+    extra = [*layout(pp=2), *ON, *SHALLOW, f"training.steps={steps}", "debug.check_plans=false"]
     run_ranks(train, 2, path, extra, timeout=timeout)
     found = {key: lines(path.parent, key) for key in ("images", "plan_late", "plan_failed", "plan_invalid", "loss")}
     assert len(found["loss"]) == steps
@@ -238,8 +234,8 @@ def run_long(tmp_path, charts, steps, timeout):
     return waits
 
 
-def test_forty_steps_without_a_stall(tmp_path, charts):
-    run_long(tmp_path, charts, 40, timeout=240)
+def test_twenty_steps_without_a_stall(tmp_path, charts):
+    run_long(tmp_path, charts, 20, timeout=240)
 
 
 @pytest.mark.nightly

@@ -7,6 +7,7 @@ Only the leader rank of a model replica runs one. With W workers, worker w makes
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from mmtrain.data.metadata import IterationMeta
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.steps import StepMaker
 from mmtrain.errors import ConfigError, DataError, MMTrainError
+from mmtrain.processes import STOPS, stops_held
 
 Step = tuple[Batch, IterationMeta, LoaderState]
 """A replica's tensors, their metadata, and the state after them."""
@@ -128,16 +130,16 @@ class Loader:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["mmtrain.data.loader"])
-        return iter(
-            DataLoader(
-                self._steps,
-                batch_size=None,
-                num_workers=self._num_workers,
-                prefetch_factor=self._prefetch,
-                multiprocessing_context=context,
-                generator=torch.Generator(),  # the default would take a number from the global random state
-            )
+        loader = DataLoader(
+            self._steps,
+            batch_size=None,
+            num_workers=self._num_workers,
+            prefetch_factor=self._prefetch,
+            multiprocessing_context=context,
+            generator=torch.Generator(),  # the default would take a number from the global random state
         )
+        with stops_held():
+            return iter(loader)
 
 
 class _Steps(IterableDataset[Any]):  # type: ignore[misc] # torch is not followed by the type checker
@@ -191,6 +193,8 @@ def _end_with_parent() -> None:
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
+    os.setsid()  # what asks the job to end goes to whole groups of processes, and this one is needed until it has
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
     def wait() -> None:
         multiprocessing.connection.wait([parent.sentinel])

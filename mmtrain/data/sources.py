@@ -344,7 +344,13 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> Any:
                 "parquet", data_files=str(path), split=split, streaming=data.streaming, cache_dir=_cache_of(path)
             )
         elif path.is_dir():
-            rows = datasets.load_dataset(str(path), split=split, streaming=data.streaming, cache_dir=_cache_of(path))
+            rows = datasets.load_dataset(
+                str(path.absolute()), split=split, streaming=data.streaming, cache_dir=_cache_of(path)
+            )
+        elif data.source.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{data.source}"):
+            raise ConfigError(  # one of them unpickles whatever the working directory holds
+                f"data.source = {data.source!r} is a file format of `datasets`; name a file, a folder or a hub id"
+            )
         else:
             rows = datasets.load_dataset(data.source, split=split, streaming=data.streaming)
         # Pictures and videos are decoded by us, and only where they are used.

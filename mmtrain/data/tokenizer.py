@@ -71,8 +71,10 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False) -> Any:
 
     path = section.path or str(SHIPPED_CAPTIONS if captions else SHIPPED)
     try:
-        loader = AutoTokenizer if section.path else PreTrainedTokenizerFast
-        tokenizer = loader.from_pretrained(path)
+        if section.path:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # unset, it asks on a terminal
+        else:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     except Exception as error:  # OSError, ValueError, hub client errors: all mean that it cannot be loaded
         reason = " ".join(str(error).split())
         raise ConfigError(f"tokenizer.path = {path!r} cannot be loaded: {reason[:300]}") from None

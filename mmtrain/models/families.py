@@ -5,7 +5,11 @@ config or by the `config.json` of a folder or hub id.
 """
 
 import difflib
+import importlib.util
 import json
+import os
+import pkgutil
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +17,8 @@ from typing import Any
 
 from mmtrain.config import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
 from mmtrain.errors import ConfigError
+from mmtrain.models.config_values import check_dropout, check_rope, check_type
+from mmtrain.toml_sections import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +28,12 @@ class Family:
     defaults: Mapping[str, Any]
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of a key that the Hugging Face class accepts."""
-    optional: tuple[str, ...] = ()
-    """Keys without a default that an inline config may hold."""
+    optional: Mapping[str, Any] = field(default_factory=dict)
+    """Keys without a default that an inline config may hold -> a value of their type; None: the class judges it."""
     parents: tuple[str, ...] = ()
     """Other values of `model_type` that name this family, or a whole model that contains it."""
     dropout: tuple[str, ...] = ()
-    """Keys that must be 0: see `_check_dropout`."""
+    """Keys that must be 0: see `config_values`."""
 
 
 ENCODERS: dict[str, Family] = {
@@ -46,7 +52,7 @@ ENCODERS: dict[str, Family] = {
             "initializer_range": 0.02,
         },
         aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "depth"},
-        optional=("rope_parameters",),
+        optional={"rope_parameters": {}},
         parents=("qwen2_vl",),
     ),
     "qwen2_5_vl_vision": Family(
@@ -67,7 +73,7 @@ ENCODERS: dict[str, Family] = {
             "initializer_range": 0.02,
         },
         aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "depth"},
-        optional=("rope_parameters",),
+        optional={"rope_parameters": {}},
         parents=("qwen2_5_vl",),
     ),
     "siglip_vision_model": Family(
@@ -83,7 +89,7 @@ ENCODERS: dict[str, Family] = {
             "layer_norm_eps": 1e-6,
             "attention_dropout": 0.0,
         },
-        optional=("vision_use_head",),
+        optional={"vision_use_head": True},
         parents=("siglip",),
         dropout=("attention_dropout",),
     ),
@@ -103,7 +109,7 @@ ENCODERS: dict[str, Family] = {
             "num_channels": 3,
             "qkv_bias": True,
         },
-        optional=("encoder_stride", "pooler_output_size", "pooler_act"),
+        optional={"encoder_stride": 16, "pooler_output_size": 768, "pooler_act": "tanh"},
         dropout=("hidden_dropout_prob", "attention_probs_dropout_prob"),
     ),
     "whisper_encoder": Family(
@@ -131,8 +137,17 @@ ENCODERS: dict[str, Family] = {
     ),
 }
 
-_LANGUAGE_OPTIONAL = ("rope_parameters", "rope_theta", "rope_scaling", "head_dim", "layer_types", "use_cache")
-_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+_LANGUAGE_OPTIONAL: dict[str, Any] = {
+    "rope_parameters": {},
+    "rope_theta": 1e4,
+    "rope_scaling": {},
+    "head_dim": 128,
+    "layer_types": ("full_attention",),
+    "use_cache": True,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 LANGUAGES: dict[str, Family] = {
     "qwen2": Family(
@@ -151,7 +166,7 @@ LANGUAGES: dict[str, Family] = {
             "use_sliding_window": False,
             "attention_dropout": 0.0,
         },
-        optional=(*_LANGUAGE_OPTIONAL, *_TOKEN_IDS, "sliding_window", "max_window_layers"),
+        optional={**_LANGUAGE_OPTIONAL, "sliding_window": 4096, "max_window_layers": None},
         dropout=("attention_dropout",),
     ),
     "llama": Family(
@@ -171,7 +186,7 @@ LANGUAGES: dict[str, Family] = {
             "attention_dropout": 0.0,
             "mlp_bias": False,
         },
-        optional=(*_LANGUAGE_OPTIONAL, *_TOKEN_IDS, "pretraining_tp"),
+        optional={**_LANGUAGE_OPTIONAL, "pretraining_tp": 1},
         dropout=("attention_dropout",),
     ),
 }
@@ -197,7 +212,7 @@ DITS: dict[str, Family] = {
             "eps": 1e-6,
             "rope_max_seq_len": 1024,
         },
-        optional=_IMAGE_KEYS,
+        optional=dict.fromkeys(_IMAGE_KEYS),
         parents=("WanTransformer3DModel",),
     ),
 }
@@ -222,7 +237,7 @@ VAES: dict[str, Family] = {
             "use_post_quant_conv": True,
             "mid_block_add_attention": True,
         },
-        optional=("shift_factor", "latents_mean", "latents_std"),
+        optional=dict.fromkeys(("shift_factor", "latents_mean", "latents_std")),
         parents=("AutoencoderKL",),
     ),
     "autoencoder_kl_wan": Family(
@@ -245,11 +260,26 @@ VAES: dict[str, Family] = {
             "in_channels": 3,
             "out_channels": 3,
         },
-        optional=("decoder_base_dim", "attn_scales", "patch_size", "scale_factor_temporal", "scale_factor_spatial"),
+        optional={
+            "decoder_base_dim": 96,
+            "attn_scales": None,
+            "patch_size": None,
+            "scale_factor_temporal": 4,
+            "scale_factor_spatial": 8,
+        },
         parents=("AutoencoderKLWan",),
         dropout=("dropout",),
     ),
 }
+
+
+_ROLES: dict[str, tuple[str, dict[str, Family]]] = {
+    "model.encoder": ("encoder", ENCODERS),
+    "model.language": ("language model", LANGUAGES),
+    "model.dit": ("diffusion transformer", DITS),
+    "model.vae": ("VAE", VAES),
+}
+"""Section of the config -> what it names, and the families that it may be of."""
 
 
 def vae_config(section: VaeConfig) -> dict[str, Any]:
@@ -260,7 +290,7 @@ def vae_config(section: VaeConfig) -> dict[str, Any]:
     """
     values, inline = _read("model.vae", section)
     model_type = values.get("model_type") or values.get("_class_name", "")
-    return _complete("model.vae", values, model_type, VAES, strict=inline)
+    return _complete("model.vae", values, model_type, strict=inline)
 
 
 def dit_config(section: DitConfig) -> dict[str, Any]:
@@ -271,21 +301,21 @@ def dit_config(section: DitConfig) -> dict[str, Any]:
     """
     values, inline = _read("model.dit", section)
     model_type = values.get("model_type") or values.get("_class_name", "")
-    out = _complete("model.dit", values, model_type, DITS, strict=inline)
+    out = _complete("model.dit", values, model_type, strict=inline)
     for key in _IMAGE_KEYS:
         if out.pop(key, None) is not None:
             raise ConfigError(
-                f"model.dit: {key} = {values[key]!r} is of a model that also reads pictures; only text-to-video models "
-                "are supported, remove it or choose another model"
+                f"model.dit: {key} = {shown(values[key])} is of a model that also reads images; only text-to-video "
+                "models are supported, remove it or choose another model"
             )
     patch = out["patch_size"] = tuple(out["patch_size"])
     if len(patch) != 3 or 0 in patch:
         raise ConfigError(
-            f"model.dit: patch_size = {list(patch)}; it is [frames, rows, columns] of latents, each at least 1"
+            f"model.dit: patch_size = {shown(patch)}; it is [frames, rows, columns] of latents, each at least 1"
         )
     if out["qk_norm"] != "rms_norm_across_heads":
         raise ConfigError(
-            f"model.dit: qk_norm = {out['qk_norm']!r}, but the class always norms queries and keys across heads; "
+            f"model.dit: qk_norm = {shown(out['qk_norm'])}, but the class always norms queries and keys across heads; "
             'write "rms_norm_across_heads", or leave it out'
         )
     return out
@@ -303,20 +333,28 @@ def encoder_config(section: EncoderConfig) -> dict[str, Any]:
     if isinstance(values.get("vision_config"), dict):
         values = values["vision_config"]
         model_type = values.get("model_type", model_type)
-    return _complete("model.encoder", values, model_type, ENCODERS, strict=inline)
+    return _complete("model.encoder", values, model_type, strict=inline)
 
 
 def language_config(section: LanguageConfig) -> dict[str, Any]:
     """The Hugging Face config of a language model, its `model_type` one of the known language families.
 
-    Raises: ConfigError: no such config, an unknown family or key, a wrong type, dropout, a sliding window.
+    Raises: ConfigError: no such config, an unknown family or key, a wrong type, dropout, a sliding window, positions
+        of several axes.
     """
     values, inline = _read("model.language", section)
-    out = _complete("model.language", values, values.get("model_type", ""), LANGUAGES, strict=inline)
+    out = _complete("model.language", values, values.get("model_type", ""), strict=inline)
     if out.get("use_sliding_window"):
         raise ConfigError(
             "model.language: use_sliding_window = true; packed documents attend in full here. Set it to false"
         )
+    if set(out.get("layer_types") or ()) - {"full_attention"}:
+        raise ConfigError(
+            f"model.language: layer_types = {shown(out['layer_types'])}; packed documents attend in full here, in "
+            'every layer. Write "full_attention" for each, or leave the key out'
+        )
+    for key in ("rope_parameters", "rope_scaling"):
+        check_rope(f"model.language: {key}", out.get(key) or {})
     return out
 
 
@@ -326,15 +364,15 @@ def find_file(where: str, source: str, name: str, *, optional: bool = False) -> 
 
     Raises: ConfigError: no such folder or id, no such file, or the hub cannot be reached.
     """
-    folder = Path(source).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(source))
+    if os.path.isdir(folder):  # which is false of names that cannot exist
         if (folder / name).is_file():
             return folder / name
         if optional:
             return None
-        raise ConfigError(f"{where}.pretrained = {source!r}: the folder has no {name}; choose another folder")
+        raise ConfigError(f"{where}.pretrained = {shown(source)}: the folder has no {name}; choose another folder")
     if folder.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
-        raise ConfigError(f"{where}.pretrained = {source!r}: there is no such folder; check the path")
+        raise ConfigError(f"{where}.pretrained = {shown(source)}: there is no such folder; check the path")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -347,7 +385,7 @@ def find_file(where: str, source: str, name: str, *, optional: bool = False) -> 
             return None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"{where}.pretrained = {source!r}: it is no local folder, and {name} could not be fetched from "
+            f"{where}.pretrained = {shown(source)}: it is no local folder, and {name} could not be fetched from "
             f"the hub ({reason}); give a folder, or an id that is cached or can be reached"
         ) from error
 
@@ -363,28 +401,21 @@ def _read(where: str, section: EncoderConfig | LanguageConfig | DitConfig | VaeC
     assert path is not None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of JSON, UTF-8, a number of 4300 digits, or nesting
         raise ConfigError(f"{where}.pretrained: {path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where}.pretrained: {path} holds no JSON object")
     return values, False
 
 
-def _complete(
-    where: str, values: dict[str, Any], model_type: str, families: dict[str, Family], *, strict: bool
-) -> dict[str, Any]:
+def _complete(where: str, values: dict[str, Any], model_type: Any, *, strict: bool) -> dict[str, Any]:
     """The values under their own names with `model_type` and all defaults."""
-    names = {alias: name for name, f in families.items() for alias in (name, *f.parents)}
-    if model_type not in names:
-        near = difflib.get_close_matches(str(model_type), names, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        kinds = {id(ENCODERS): "encoder", id(DITS): "diffusion transformer", id(VAES): "VAE"}
-        kind = kinds.get(id(families), "language model")
-        raise ConfigError(
-            f"{where}: model_type = {model_type!r} is not a known {kind}; known are {', '.join(names)}{hint}"
-        )
+    _, families = _ROLES[where]
+    names = _names(families)
+    if not isinstance(model_type, str) or model_type not in names:
+        raise _unknown_family(where, model_type)
     family = families[names[model_type]]
-    known = {**family.defaults, **dict.fromkeys(family.optional)}
+    known = {**family.defaults, **family.optional}
     out = dict(family.defaults)
     for key, value in values.items():
         name = family.aliases.get(key, key)
@@ -392,52 +423,42 @@ def _complete(
             continue
         if strict and name not in known:
             near = difflib.get_close_matches(key, [*known, *family.aliases], 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"{names[model_type]} has {', '.join(known)}"
-            raise ConfigError(f"{where}.config: unknown key {key!r}; {hint}")
-        if name in family.defaults:
-            _check_type(where, key, value, family.defaults[name])
+            hint = f"did you mean {shown(near[0])}?" if near else f"{names[model_type]} has {', '.join(known)}"
+            raise ConfigError(f"{where}.config: unknown key {shown(key)}; {hint}")
+        if name in family.defaults or (value is not None and known.get(name) is not None):
+            check_type(where, key, value, known[name])
         out[name] = value
     out["model_type"] = names[model_type]
     for key in family.dropout:
-        _check_dropout(where, key, out[key])
+        check_dropout(where, key, out[key])
     return out
 
 
-_ITEMS: dict[type, tuple[tuple[type, ...], str]] = {
-    int: ((int,), "integers of at least 0"),
-    bool: ((bool,), "true and false"),
-    float: ((int, float), "numbers"),
-    str: ((str,), "strings"),
-}
-"""Type of the items of a list -> the types that they may have, in words."""
+def _names(families: Mapping[str, Family]) -> dict[str, str]:
+    """Values of `model_type` -> the family that each names."""
+    return {name: family for family, values in families.items() for name in (family, *values.parents)}
 
 
-def _check_type(where: str, key: str, value: Any, default: Any) -> None:
-    if default is None or isinstance(default, bool):
-        fits = isinstance(value, bool) if default is not None else value is None or type(value) is int
-        wanted = "true or false" if default is not None else "an integer"
-    elif isinstance(default, float):
-        fits, wanted = type(value) in (int, float) and value >= 0, "a number of at least 0"
-    elif isinstance(default, int):
-        # Hugging Face also allows pairs for the sizes of pictures and patches; `shapes` judges those.
-        sizes = key.endswith("_size") and isinstance(value, list | tuple)
-        fits = sizes or (type(value) is int and value > 0)
-        wanted = "an integer above 0"
-    elif isinstance(default, tuple):
-        kinds, items = _ITEMS[type(default[0])]
-        fits = isinstance(value, list | tuple) and all(type(item) in kinds for item in value)
-        fits = fits and (kinds != (int,) or all(item >= 0 for item in value))
-        wanted = f"a list of {items}"
-    else:
-        fits, wanted = isinstance(value, str), "a string"
-    if not fits:
-        raise ConfigError(f"{where}: {key} = {value!r}; it must be {wanted}")
+def _unknown_family(where: str, model_type: Any) -> ConfigError:
+    """Why a `model_type` is refused.
+
+    Another one is suggested only for a slip of the pen: "qwen3" is no misspelt "qwen2", nor "llava" a "llama".
+    """
+    kind, families = _ROLES[where]
+    names, wrong, hint = list(_names(families)), str(model_type), ""
+    near = difflib.get_close_matches(wrong, names, 1, 0.75)
+    if near and re.findall(r"\d+", wrong) == re.findall(r"\d+", near[0]) and wrong not in _library_families():
+        hint = f"; did you mean {shown(near[0])}?"
+    for section, (_, others) in _ROLES.items():
+        if wrong in _names(others):
+            hint = f"; [{section}] takes it"
+    return ConfigError(
+        f"{where}: model_type = {shown(model_type)} is no supported {kind}; supported are {', '.join(names)}{hint}"
+    )
 
 
-def _check_dropout(where: str, key: str, value: float | None) -> None:
-    """Dropout is refused: its mask would depend on the pipeline layout and on recomputation."""
-    if value:
-        raise ConfigError(
-            f"{where}: {key} = {value}; dropout is not supported, since its random mask would depend on "
-            "how the pipeline is cut. Set it to 0"
-        )
+def _library_families() -> set[str]:
+    """Names of the model families of the transformers library, which is not imported for them."""
+    spec = importlib.util.find_spec("transformers")
+    folders = [f"{folder}/models" for folder in (spec and spec.submodule_search_locations) or ()]
+    return {module.name for module in pkgutil.iter_modules(folders)}

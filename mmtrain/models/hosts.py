@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
 from transformers.initialization import no_init_weights
 
 from mmtrain.data.bitfield import Bits, segment_bits
@@ -39,8 +38,6 @@ class Host(ABC):
     """Names of the first layer's modules."""
     norm: str = ""
     """Name of the norm after the last block; empty: none."""
-    activation: str = "hidden_act"
-    """Key of the config that names the activation function."""
     fused_qkv: tuple[str, ...] = ()
     """Layers of a block that make query, key and value at once, with head-major rows: see `fused_qkv`."""
 
@@ -55,10 +52,6 @@ class Host(ABC):
         """
         config_class, make = self.classes()
         given = {k: v for k, v in values.items() if v is not None and k != "model_type"}
-        activation = values[self.activation]
-        if activation not in ACT2FN:
-            known = ", ".join(sorted(ACT2FN))
-            raise ConfigError(f"{self.activation} = {activation!r} is no activation function; known: {known}")
         try:
             config = config_class(**given)
             config._attn_implementation = attention
@@ -251,7 +244,6 @@ class WhisperEncoder(FixedSizeVision):
     """The Whisper encoder: a log-mel spectrogram [mel bins, 2 x frames] is a picture of one row of frames."""
 
     blocks, embed, norm = "layers", ("conv1", "conv2", "embed_positions"), "layer_norm"
-    activation = "activation_function"
 
     def classes(self) -> tuple[type[PreTrainedConfig], Any]:
         from transformers import WhisperConfig

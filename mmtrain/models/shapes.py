@@ -7,8 +7,10 @@ from typing import Any
 
 from mmtrain.config import DitConfig, EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.errors import ConfigError
+from mmtrain.models.config_values import MOST
 from mmtrain.models.families import dit_config, encoder_config, language_config
 from mmtrain.models.windows import Grid, Places, feature_order, row_order
+from mmtrain.toml_sections import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,8 +356,8 @@ def dit_shape(model: ModelConfig) -> DitShape:
 def _single(where: str, key: str, value: Any) -> int:
     """The one number of a size that may be given as a list of equal numbers."""
     first, *others = value if isinstance(value, list | tuple) and value else [value]
-    if type(first) is not int or first < 1 or any(other != first for other in others):
-        raise ConfigError(f"{where}: {key} = {value!r}; only square sizes are supported: give one integer")
+    if type(first) is not int or not 0 < first <= MOST or any(other != first for other in others):
+        raise ConfigError(f"{where}: {key} = {shown(value)}; only square sizes are supported: give one integer")
     return first
 
 

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmtrain.config import CommConfig
 from mmtrain.errors import ConfigError
+from mmtrain.parallel.roll_call import START_S, RollCall
+from mmtrain.processes import LOOPBACK
 from mmtrain.titan import ParallelDims, parallel_dims
 from mmtrain.topology import AXES, Coordinates, MeshShape
 
@@ -18,32 +20,59 @@ from mmtrain.topology import AXES, Coordinates, MeshShape
 def pick_device() -> torch.device:
     """This process's device: its own CUDA device, or the CPU where there is none.
 
-    Raises: ConfigError: more processes on this machine than CUDA devices.
+    Raises: ConfigError: more processes on this machine than CUDA devices, on each of them if the launcher says so.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local_rank >= count:
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if num_processes > count:
         raise ConfigError(
-            f"process {local_rank} of this machine has no CUDA device of its own, there are {count}; start fewer "
-            "processes a machine, or hide the devices with CUDA_VISIBLE_DEVICES= to run on the CPU"
+            f"{num_processes} processes on this machine, but it has {count} CUDA devices and each takes its own; start "
+            "fewer processes a machine, or hide the devices with CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     return torch.device("cuda", local_rank)
 
 
-def init_process_group(comm: CommConfig, device: torch.device) -> None:
+def init_process_group(comm: CommConfig, device: torch.device, store: dist.Store | None = None) -> None:
     """Joins the job's default process group; gloo carries CPU tensors, NCCL the rest.
 
     Without a launcher the job is this process alone.
+
+    Args: store: where the ranks meet; None: as the launcher's variables say.
+    Raises:
+        ConfigError: the launcher's variables are wrong, or the port that they name is taken or cannot be reached.
+        RankLostError: another rank does not come.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=comm.timeout_seconds)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    timeout, start_s = timedelta(seconds=comm.timeout_seconds), max(START_S, comm.timeout_seconds)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if store is None:
+        store = _meet(start_s) if "RANK" in os.environ else _alone()
+    RollCall(store, rank, world_size).wait_for_all(start_s)
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+
+
+def _meet(start_s: float) -> dist.Store:
+    """The store that a launcher's variables name."""
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_s)))
+    except (ValueError, dist.DistError) as error:
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        given = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+        raise ConfigError(
+            f"the ranks cannot meet at {given}: {str(error).splitlines()[0]}; is the port taken by another job, or "
+            "the address wrong or behind a firewall?"
+        ) from None
+    return store
+
+
+def _alone() -> dist.Store:
+    os.environ.update(LOOPBACK)
+    return dist.HashStore()
 
 
 @dataclass(frozen=True, kw_only=True)

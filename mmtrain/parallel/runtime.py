@@ -1,7 +1,7 @@
 """Runs a lowered program on this rank: a table from action kind to handler, no scheduling decision.
 
-`PipelineScheduleRuntime` is torch's `_PipelineScheduleRuntime` with its dispatch loop, profiler
-ranges and error dump. Its chain topology, fixed shapes, loss order and adjacency checks are replaced
+`PipelineScheduleRuntime` is torch's `_PipelineScheduleRuntime` with its dispatch loop and profiler
+ranges. Its chain topology, fixed shapes, loss order and adjacency checks are replaced
 by the work graph: works are identified by their index, transfers by their edge, losses by work.
 """
 
@@ -26,7 +26,7 @@ from mmtrain.parallel.torch_private import (
     reduce_grads,
     wait_unsharded,
 )
-from mmtrain.schedule.action import BACKWARD, COMPUTE, STAGE_WIDE, WAITS, Action, Kind
+from mmtrain.schedule.action import BACKWARD, COMPUTE, KINDS, STAGE_WIDE, WAITS, Action, Kind
 from mmtrain.schedule.lower import Program
 from mmtrain.schedule.release import Transfer, releases, transfers
 
@@ -93,6 +93,8 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._clock = _Clock(stages[0].device)
         self._losses: dict[int, Tensor] = {}
         self._predictions: dict[int, Tensor] = {}
+        self._running: Action | None = None
+        self._awaited: Transfer | None = None
         table: dict[Any, Callable[[Any, Any], None]] = {
             TorchKind.FORWARD: self._forward,
             TorchKind.FULL_BACKWARD: self._backward,
@@ -107,8 +109,8 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         }
         builtin = {TorchKind.UNSHARD}  # torch's own branch does what we want
         assert set(table) | builtin == set(TORCH_KINDS.values()), "the dispatch table is not complete"
-        assert set(TORCH_KINDS) | WAITS == set(Kind), "a kind of action has no handler"
-        self._comp_type_to_function_map.update(table)
+        assert set(TORCH_KINDS) | WAITS == set(KINDS), "a kind of action has no handler"
+        self._comp_type_to_function_map.update({kind: self._noted(handler) for kind, handler in table.items()})
 
     def load(self, program: Program, shape_of: ShapeOf) -> None:
         """Makes `program` the one that `step` runs.
@@ -131,6 +133,10 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
                 raise PlanError(
                     f"rank {self.rank}, step {index}, action {action}: a wait must stand right before the compute "
                     f"action that needs it, but {actions[index - 1]} stands before this one"
+                )
+            if kind not in TORCH_KINDS:
+                raise PlanError(
+                    f"rank {self.rank}, step {index}: no handler runs {action}; plan without braids and instructions"
                 )
             transfer = moved.get(index)
             work = transfer[0].work if transfer else None if kind in STAGE_WIDE else graph.work_of(action)
@@ -184,10 +190,14 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._clock.start()
         try:
             self._step_microbatches()
+        except Exception as error:
+            error.add_note(f"while this rank was {self.doing}")
+            raise
         finally:
             self._feed = None
         for work, _ in self._sent.values():
             work.wait()
+        self._running = None
         self._sent.clear()
         rows, span = self._clock.stop()
         left = [text for stage in self._by_index.values() for text in stage.leftovers()]
@@ -195,6 +205,19 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         if left:
             raise PlanError(f"rank {self.rank}: a step ended with unused tensors: {'; '.join(left)}")
         return StepOutcome(losses=self._losses, predictions=self._predictions, rows=rows, span=span)
+
+    @property
+    def doing(self) -> str:
+        """Where a step that has not ended stands: its action, and what that waits for; empty between two steps."""
+        if self._running is None:
+            return ""
+        if self._awaited is None:
+            return f"in {self._running}"
+        edge, forward = self._awaited
+        stage, what = (edge.source, "output") if forward else (edge.target, "gradient")
+        graph = self._by_index[self._running.stage].graph
+        assert graph is not None
+        return f"in {self._running}, for the {what} of stage {stage} from pp rank {graph.stage_rank[stage]}"
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Times the actions of coming steps on another clock of the host; on a device events are used all the same."""
@@ -211,6 +234,13 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             super()._assert_unsharded(stage)
 
     # ------------------------------------------------------------------------------------ handlers
+
+    def _noted(self, handler: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def run(action: BoundAction, ctx: Any) -> None:
+            self._running, self._awaited = action.ours, None
+            handler(action, ctx)
+
+        return run
 
     def _forward(self, action: BoundAction, ctx: Any) -> None:
         assert self._feed is not None and action.microbatch_index is not None
@@ -270,7 +300,9 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         stage = self._by_index[action.stage_index]
         for transfer, arrived in action.waits:
             arriving, tensor = self._pending.pop(transfer)
+            self._awaited = transfer
             arriving.wait()
+            self._awaited = None
             edge, forward = transfer
             (stage.inbox if forward else stage.grad_inbox)[edge] = tensor
             for sent in arrived if tensor.numel() else ():  # what is empty was never sent, and proves nothing

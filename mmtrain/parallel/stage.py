@@ -133,10 +133,12 @@ class ModalityStage(PipelineStage):
         self.memory.offloader.settle()
         strategy = self.memory.of(self.strategies.get(work), work) if backward else nullcontext()
         with torch.set_grad_enabled(backward), self._deferring(work), strategy:
-            if inputs and args:  # the first stage of a module: features of other modules join its own input
-                output = self.submod(*args, features=self._features(inputs), **(kwargs or {}))
+            own = (*args, *(t for e, t in inputs if e.work == work))
+            others = [(e, t) for e, t in inputs if e.work != work]
+            if own and others:  # features of other modules join the stage's own input
+                output = self.submod(*own, features=self._features(others), **(kwargs or {}))
             else:
-                output = self.submod(*args, *(t for _, t in inputs), **(kwargs or {}))
+                output = self.submod(*own, *(t for _, t in others), **(kwargs or {}))
         consumers = graph.outputs(stage, work)
         root = output if isinstance(output, Tensor) else output.loss_sum
         if consumers and tuple(root.shape) != self.shape_of(stage, work):

@@ -3,9 +3,12 @@
 `tests/parallel/test_torch_private.py` says what moved when torch moves. Seen with torch 2.11 to 2.13.
 """
 
+import logging
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -20,12 +23,14 @@ __all__ = [
     "TorchAction",
     "TorchKind",
     "TorchScheduleRuntime",
+    "default_store",
     "fsdp_modules",
     "gathers_itself",
     "gradient_edge",
     "is_decomposed",
     "prepare_fsdp",
     "reduce_grads",
+    "set_default_timeout",
     "settle_grads",
     "wait_unsharded",
 ]
@@ -33,6 +38,20 @@ __all__ = [
 TorchAction = _Action
 TorchKind = _ComputationType
 TorchScheduleRuntime = _PipelineScheduleRuntime
+
+# An exception in a step would be followed by the whole program; ours names the action.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+
+
+def default_store() -> dist.Store:
+    """The store in which the ranks of the default process group met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def set_default_timeout(timeout: timedelta) -> None:
+    """How long collectives wait on groups that are made from now on without a timeout, as device meshes make theirs."""
+    dist.distributed_c10d.default_pg_timeout = timeout
+    dist.distributed_c10d.default_pg_nccl_timeout = timeout
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from reprlib import repr as show
 from typing import Any
 
 from mmtrain.errors import PlanError
@@ -11,7 +12,7 @@ from mmtrain.planner.plan import PlanResult
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.schedule.strict_json import amount, fields, integer, items, loads, show, string
+from mmtrain.schedule.strict_json import amount, fields, integer, items, loads, string
 from mmtrain.schedule.timeline import Row, Timeline
 
 VERSION = 1

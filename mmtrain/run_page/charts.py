@@ -110,6 +110,17 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
             ],
         ),
         _chart(
+            runs, "Model FLOP/s", "GFLOP/s", "Of the whole step, a device, and of each module while its actions run. "
+            "MFU needs metrics.peak_flops.",
+            [
+                _Curve(label="whole step", of=_without_mfu("tflops"), colour=GREY, scale=1000),
+                *(
+                    _Curve(label=m, of=_without_mfu(f"tflops_{m}"), colour=_hue(i), scale=1000)
+                    for i, m in enumerate(modules)
+                ),
+            ],
+        ),
+        _chart(
             runs, "Bubble by what was waited for", "%", "Idle time of the pipeline ranks, charged to the module "
             "whose computation held them up; other: transfers, starts, gathers and reductions.",
             [
@@ -258,6 +269,11 @@ def _some(key: str) -> Callable[[Run], list[float | None]]:
         return found if any(found) else [None] * len(found)
 
     return values
+
+
+def _without_mfu(key: str) -> Callable[[Run], list[float | None]]:
+    """A number, of a run that has no MFU."""
+    return lambda run: [None] * len(run.steps) if "mfu" in run.keys else run.column(key)
 
 
 def _text_tokens(run: Run) -> list[float | None]:

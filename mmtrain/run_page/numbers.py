@@ -1,7 +1,7 @@
-"""The numbers at the top of a run's page."""
+"""The numbers at the top of a run's page, and a sentence for each that is far off."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 from mmtrain.run_page.runs import Run
@@ -15,6 +15,18 @@ class Number:
     value: str
     note: str = ""
     """What it is beside it: of which steps, compared with what."""
+    advice: str = ""
+    """What to do about it, in a sentence; empty: it is not far off."""
+
+
+MOST_APART = 2.0
+"""How many times as long as planned, or as short, a makespan may be."""
+MOST_BUBBLE = 0.4
+MOST_GAP = 0.1
+"""Of a plan over the lower bound."""
+MOST_LOST = 0.1
+"""Of the steps, or of their time."""
+LEAST_MFU = 0.2
 
 
 def numbers(run: Run) -> list[Number]:
@@ -32,11 +44,12 @@ def numbers(run: Run) -> list[Number]:
         _number("training time", _sum(run.column("step_time_s")), "{}", note="without validation", show=_duration),
         _rate(run, "throughput", "tps", "{:,.0f} /s", note="tokens a device"),
         _rate(run, "step", "step_time_s", "{}", show=_duration),
-        _rate(run, "MFU", "mfu", "{:.1%}"),
+        _rate(run, "MFU", "mfu", "{:.1%}", advice=_of_mfu),
+        *(_flops_per_s(run) if "mfu" not in run.keys else ()),
         *(_rate(run, f"MFU {module}", f"mfu_{module}", "{:.1%}") for module in run.modules),
-        _rate(run, "bubble", "bubble", "{:.1%}", note=_most_waited_for(run)),
-        _rate(run, "measured / planned", "makespan_ratio", "{:.2f}", note="makespan"),
-        _rate(run, "planner gap", "plan_gap", "{:.1%}", note="over the lower bound"),
+        _rate(run, "bubble", "bubble", "{:.1%}", note=_most_waited_for(run), advice=_of_bubble),
+        _rate(run, "measured / planned", "makespan_ratio", "{:.2f}", note="makespan", advice=_of_costs(run)),
+        _rate(run, "planner gap", "plan_gap", "{:.1%}", note="over the lower bound", advice=_of_gap),
         *_fallbacks(run),
         *_memory(run),
         *_waits(run),
@@ -57,9 +70,61 @@ def _later_half(values: Sequence[float | None]) -> list[float]:
     return [value for value in values[len(values) // 2 :] if value is not None]
 
 
-def _rate(run: Run, label: str, key: str, form: str, note: str = "", show: object = None) -> Number | None:
+def _rate(
+    run: Run,
+    label: str,
+    key: str,
+    form: str,
+    note: str = "",
+    show: object = None,
+    advice: Callable[[float], str] | None = None,
+) -> Number | None:
     known = _later_half(run.column(key))
-    return _number(label, median(known) if known else None, form, note, show)
+    value = median(known) if known else None
+    found = _number(label, value, form, note, show)
+    return replace(found, advice=advice(value)) if found and advice and value is not None else found
+
+
+def _flops_per_s(run: Run) -> list[Number | None]:
+    """What stands in the place of MFU where nobody knows what the device can do."""
+    return [_rate(run, "model FLOP/s", "tflops", "{:.3g} G", note="a device; MFU needs metrics.peak_flops", show=_giga)]
+
+
+def _giga(tera: float) -> float:
+    return 1000 * tera
+
+
+def _of_mfu(mfu: float) -> str:
+    if mfu >= LEAST_MFU:
+        return ""
+    return (
+        "The devices do little of what they could: if neither the bubble nor waits say why, make works larger "
+        "(model.encoder.sub_microbatch_size, training.seq_len)."
+    )
+
+
+def _of_bubble(bubble: float) -> str:
+    if bubble <= MOST_BUBBLE:
+        return ""
+    return (
+        "Pipeline ranks idle much: more microbatches a step (training.global_batch_size), other segments "
+        "(docs/partition.md), or ranks that have a core or device of their own."
+    )
+
+
+def _of_costs(run: Run) -> Callable[[float], str]:
+    def advice(ratio: float) -> str:
+        if 1 / MOST_APART <= ratio <= MOST_APART:
+            return ""
+        if run.setting("planner", "profile"):
+            return "planner.profile is of another machine, or of one with less load: run mmtrain profile again."
+        return "Costs are not calibrated, so plans are good for another machine: run mmtrain profile."
+
+    return advice
+
+
+def _of_gap(gap: float) -> str:
+    return "" if gap <= MOST_GAP else "The search may find better plans: raise planner.budget_evaluations."
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
@@ -97,17 +162,27 @@ def _fallbacks(run: Run) -> list[Number]:
     if not known:
         return []
     words = ", ".join(f"{count} {name}" for name, count in known.items() if count)
-    return [Number(label="first plans run", value=f"{sum(known.values()):,}", note=words or "every search was used")]
+    total, advice = sum(known.values()), ""
+    if total > MOST_LOST * run.last_step:
+        advice = (
+            "Searches end too late: lower planner.budget_evaluations, or raise planner.threads or planner.patience_s."
+            if 2 * known.get("late", 0) > total
+            else "Searches fail: the log says why."
+        )
+    note = words or "every search was used"
+    return [Number(label="first plans run", value=f"{total:,}", note=note, advice=advice)]
 
 
 def _memory(run: Run) -> list[Number]:
-    both = list(zip(run.column("memory_measured_gib"), run.column("memory_predicted_gib"), strict=True))
-    measured = [pair for pair in both if pair[0] is not None]
+    columns = (run.column(f"memory_{name}_gib") for name in ("measured", "predicted", "limit"))
+    measured = [row for row in zip(*columns, strict=True) if row[0] is not None]
     if not measured:
         return []
-    peak, predicted = max(measured, key=lambda pair: pair[0] or 0.0)
-    note = "" if predicted is None else f"predicted {predicted:.2f}"
-    return [Number(label="peak memory", value=f"{peak:.2f} GiB", note=note)]
+    peak, predicted, limit = max(measured, key=lambda row: row[0] or 0.0)
+    note, advice = "" if predicted is None else f"predicted {predicted:.2f}", ""
+    if limit is not None and peak is not None and peak > limit:
+        advice = f"It was above the limit of {limit:.2f} GiB: raise planner.memory_margin (docs/memory.md)."
+    return [Number(label="peak memory", value=f"{peak:.2f} GiB", note=note, advice=advice)]
 
 
 def _waits(run: Run) -> list[Number]:
@@ -118,7 +193,13 @@ def _waits(run: Run) -> list[Number]:
     if not total or not any(seconds for seconds, _ in parts):
         return []
     words = ", ".join(f"{seconds / total:.1%} {name}" for seconds, name in parts)
-    return [Number(label="time lost to waits", value=f"{sum(s for s, _ in parts) / total:.1%}", note=words)]
+    lost, advice = sum(seconds for seconds, _ in parts) / total, ""
+    if lost > MOST_LOST:
+        advice = {
+            "data": "Steps wait for data: raise data.num_workers or data.prefetch.",
+            "plans": "Steps wait for plans: lower planner.budget_evaluations, or raise planner.threads.",
+        }[max(parts)[1]]
+    return [Number(label="time lost to waits", value=f"{lost:.1%}", note=words, advice=advice)]
 
 
 def _duration(seconds: float) -> str:

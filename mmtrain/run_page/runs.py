@@ -60,7 +60,8 @@ class Run:
     @property
     def modules(self) -> tuple[str, ...]:
         """Modality modules that the metrics tell of, in the order of the model."""
-        return tuple(key.removeprefix("mfu_") for key in self.keys if key.startswith("mfu_"))
+        parts = (key.removeprefix("bubble_") for key in self.keys if key.startswith("bubble_"))
+        return tuple(part for part in parts if part != "other")
 
     def column(self, key: str) -> list[float | None]:
         """A number of each step; None where it is not known."""

@@ -4,57 +4,125 @@ Text: `<stage><kind><microbatch>.<sub_microbatch>[>peer|<peer]`. `3F5.1` is the 
 sub-microbatch 1 of microbatch 5; `3SEND_F5.1>4` sends its output to stage 4 and `4RECV_F5.1<3`
 receives it there; `4SEND_B5.1>3` sends the gradient of that output back. The work named by a
 communication is always the work that *produced the activation*, also for its gradient. `3UNSHARD`,
-`3RESHARD` and `3REDUCE` name a stage alone.
+`3RESHARD` and `3REDUCE` name a stage alone. An entry of an order may be a *braid* of several
+compute actions that run together: `3F5.0&3B2.0`.
 """
 
 import re
+from collections.abc import Set
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import ClassVar, NamedTuple
 
 from mmtrain.errors import PlanError
 
 
-class Kind(StrEnum):
-    """What an action does."""
+class Kind(str):
+    """What an action does: one object for each name, so that kinds are compared with `is`.
 
-    F = "F"
+    The first thirteen are those of every plan; `Kind.register` adds an instruction of some policy.
+    """
+
+    __slots__ = ()
+    _known: ClassVar[dict[str, "Kind"]] = {}
+
+    F: ClassVar["Kind"]
     """Forward."""
-    B = "B"
+    B: ClassVar["Kind"]
     """Backward: gradients of input and weights together."""
-    I = "I"
+    I: ClassVar["Kind"]
     """Backward, input half."""
-    W = "W"
+    W: ClassVar["Kind"]
     """Backward, weight half; after its I."""
-    SEND_F = "SEND_F"
-    RECV_F = "RECV_F"
-    WAIT_F = "WAIT_F"
+    SEND_F: ClassVar["Kind"]
+    RECV_F: ClassVar["Kind"]
+    WAIT_F: ClassVar["Kind"]
     """The activation of RECV_F has arrived before the next action starts."""
-    SEND_B = "SEND_B"
-    RECV_B = "RECV_B"
-    WAIT_B = "WAIT_B"
+    SEND_B: ClassVar["Kind"]
+    RECV_B: ClassVar["Kind"]
+    WAIT_B: ClassVar["Kind"]
     """The gradient of RECV_B has arrived before the next action starts."""
-    UNSHARD = "UNSHARD"
+    UNSHARD: ClassVar["Kind"]
     """All-gather the stage's sharded parameters."""
-    RESHARD = "RESHARD"
+    RESHARD: ClassVar["Kind"]
     """Free the gathered parameters."""
-    REDUCE = "REDUCE"
+    REDUCE: ClassVar["Kind"]
     """Reduce the stage's gradients over its data-parallel ranks."""
 
+    def __new__(cls, name: str) -> "Kind":
+        """The kind of a name. Raises: ValueError: no kind has it."""
+        if name not in cls._known:
+            raise ValueError(f"{name!r} is not a kind of action")
+        return cls._known[name]
+
+    def __repr__(self) -> str:
+        return f"Kind.{self}"
+
+    @property
+    def value(self) -> str:
+        """The name as a plain string."""
+        return str(self)
+
+    @classmethod
+    def names(cls) -> Set[str]:
+        """Of all kinds."""
+        return cls._known.keys()
+
+    @classmethod
+    def register(cls, name: str) -> "Kind":
+        """The kind of a name, new or known; the graph's instructions say what it waits for and what waits for it.
+
+        Raises: PlanError: the name is not a word of capital letters.
+        """
+        if not re.fullmatch(r"[A-Z]+(_[A-Z]+)*", name):
+            raise PlanError(f"kind {name!r}: the name of an instruction is a word of capital letters, such as SYNC")
+        return cls._known.setdefault(name, str.__new__(cls, name))
+
+
+_NAMES = "F B I W SEND_F RECV_F WAIT_F SEND_B RECV_B WAIT_B UNSHARD RESHARD REDUCE"
+KINDS = tuple(map(Kind.register, _NAMES.split()))
+"""All kinds that are not instructions."""
+for _kind in KINDS:
+    setattr(Kind, str(_kind), _kind)
+BRAID = Kind.register("BRAID")
+"""Several actions that run as one entry of an order; its text is that of its parts."""
 
 RESULT_OF = {Kind.F: Kind.F, Kind.B: Kind.B, Kind.I: Kind.B, Kind.W: Kind.W}
 """Compute kind -> the kind of its result: B and I both give the gradient of the stage's input."""
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+SLOTS = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2}
+"""Compute kind -> number of its result among the three that a (stage, work) has."""
+
+
+class Needs(NamedTuple):
+    """What an action of one kind waits for, as kinds of results."""
+
+    own: Kind | None = None
+    """Of the same stage and work."""
+    sources: Kind | None = None
+    """Of the sources of the edges that enter (stage, work)."""
+    targets: Kind | None = None
+    """Of the targets of the edges that leave it and bring a gradient back."""
+
+
+NEEDS = {
+    Kind.F: Needs(sources=Kind.F),
+    Kind.B: Needs(own=Kind.F, targets=Kind.B),
+    Kind.I: Needs(own=Kind.F, targets=Kind.B),
+    Kind.W: Needs(own=Kind.B),
+}
+"""The one table of what waits for what."""
+
+COMPUTE = frozenset(NEEDS)
 BACKWARD = frozenset({Kind.B, Kind.I})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 WAITS = frozenset({Kind.WAIT_F, Kind.WAIT_B})
 TRANSFERS = SENDS | RECEIVES | WAITS
 STAGE_WIDE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE})
+NOT_COMPUTE = TRANSFERS | STAGE_WIDE
+"""What lowering adds. All other kinds, also registered ones, run in the orders of a plan."""
 
 _TEXT = re.compile(
-    r"(?P<stage>\d+)(?P<kind>"
-    + "|".join(sorted((k.value for k in Kind), key=len, reverse=True))
-    + r")(?:(?P<microbatch>\d+)\.(?P<sub>\d+))?(?:(?P<direction>[<>])(?P<peer>\d+))?"
+    r"(?P<stage>\d+)(?P<kind>[A-Z_]+)(?:(?P<microbatch>\d+)\.(?P<sub>\d+))?(?:(?P<direction>[<>])(?P<peer>\d+))?"
 )
 
 
@@ -70,6 +138,11 @@ class Action:
     peer: int = -1
     """The other stage of a transfer; -1 for the other kinds."""
 
+    @property
+    def parts(self) -> tuple["Action", ...]:
+        """What the entry of an order comes to: the parts of a braid, else the action alone."""
+        return (self,)
+
     def __str__(self) -> str:
         text = str(self.stage) + self.kind
         if self.microbatch >= 0:
@@ -84,8 +157,10 @@ class Action:
 
         Raises: PlanError: the text is not exactly of the form that `str` writes.
         """
+        if "&" in text:
+            return Braid.of(*map(cls.parse, text.split("&")))
         match = _TEXT.fullmatch(text)
-        if match:
+        if match and match["kind"] in Kind.names() - {BRAID}:
             kind = Kind(match["kind"])
             action = cls(
                 kind,
@@ -99,3 +174,29 @@ class Action:
             if whole and str(action) == text:  # no leading zeros, the right arrow
                 return action
         raise PlanError(f"{text!r} is not an action; write for example 3F5.1, 3SEND_F5.1>4 or 3UNSHARD")
+
+
+@dataclass(frozen=True, slots=True)
+class Braid(Action):
+    """Several compute actions of one rank that run as one entry; its stage and work are those of the first."""
+
+    sub_actions: tuple[Action, ...] = ()
+
+    @classmethod
+    def of(cls, *actions: Action) -> "Braid":
+        """The braid of some actions.
+
+        Raises: PlanError: fewer than two, or one that cannot be a part.
+        """
+        if len(actions) < 2 or any(action.kind in NOT_COMPUTE or action.kind is BRAID for action in actions):
+            raise PlanError(f"{'&'.join(map(str, actions))} is not a braid; join two or more compute actions")
+        first = actions[0]
+        return cls(BRAID, first.stage, first.microbatch, first.sub_microbatch, sub_actions=actions)
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The actions that run together."""
+        return self.sub_actions
+
+    def __str__(self) -> str:
+        return "&".join(map(str, self.sub_actions))

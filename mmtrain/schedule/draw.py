@@ -48,7 +48,7 @@ def _cells(timeline: Timeline, rank: int, width: int) -> str:
         letter = letter.lower() if row.action.kind is Kind.F else letter.upper()
         label = f"{letter}{row.action.microbatch}"
         label = label if len(label) <= high - low else letter[: high - low]
-        cells[low:high] = label.ljust(high - low, _FILL[row.action.kind])
+        cells[low:high] = label.ljust(high - low, _FILL.get(row.action.kind, "&"))
     return "".join(cells)
 
 

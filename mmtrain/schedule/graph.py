@@ -2,16 +2,19 @@
 
 A *work* is one sub-microbatch through one module. It passes through the module's chain of stages;
 `after` links it to the works whose last stage feeds its first stage (images into the language
-model). An absent modality is an absent work.
+model), `links` joins any stage of another work to any of its own (inner features of an encoder). An
+absent modality is an absent work.
 """
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import BACKWARD, Action, Kind
+from mmtrain.schedule.action import BRAID, KINDS, NEEDS, RESULT_OF, Action, Kind
+from mmtrain.schedule.items import Items
 
 Result = tuple[Kind, int, int]
 """What a compute action leaves behind: (F, B or W; stage, work). Both B and I give the result B, the
@@ -30,6 +33,39 @@ class ModuleStages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One activation that a work takes from a stage of another work."""
+
+    work: int
+    """Index of the work that makes it."""
+    source: int
+    """Position in that work's chain of the stage that makes it."""
+    target: int
+    """Position in the taking work's chain of the stage that consumes it."""
+    grad: bool = True
+    """Whether its gradient comes back, if both stages have a backward."""
+    size_bytes: float | None = None
+    """What moves over it, either way; None: what the source stage sends on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """One action of a registered kind: what it waits for, and what waits for it, all on its stage's rank.
+
+    What several ranks do together is an instruction on each of them, in the same order on all.
+    """
+
+    kind: Kind
+    stage: int
+    work: int
+    after: tuple[Result, ...] = ()
+    before: tuple[Result, ...] = ()
+    seconds: float = 0.0
+    growth_bytes: float = 0.0
+    """Bytes that it leaves behind, less those that it frees."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """One sub-microbatch of one microbatch through one module."""
 
@@ -39,11 +75,13 @@ class Work:
     sub_microbatch: int
     after: tuple[int, ...] = ()
     """Indices of the works whose last stage feeds this work's first stage."""
+    links: tuple[Link, ...] = ()
+    """What else feeds any of its stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One activation that goes from a stage to the next, and whose gradient may come back."""
+    """One activation that goes from a stage to another, and whose gradient may come back."""
 
     source: int
     """Stage that makes the activation."""
@@ -55,6 +93,8 @@ class Edge:
     """Work that consumes it; differs from `work` at the border of two modules."""
     grad: bool
     """Whether the gradient comes back over this edge."""
+    size_bytes: float | None = None
+    """What moves over it, either way; None: what the source stage sends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +110,14 @@ class WorkGraph:
     stage_rank: tuple[int, ...]
     works: tuple[Work, ...]
     backward: tuple[tuple[bool, ...], ...]
+    instructions: tuple[Instruction, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
             raise PlanError(f"num_ranks = {self.num_ranks}; a plan needs at least one rank")
         self._check_stages()
         self._check_works()
+        self._check_instructions()
 
     def _check_stages(self) -> None:
         seen: dict[int, str] = {}
@@ -114,6 +156,8 @@ class WorkGraph:
                 if other in seen:
                     raise PlanError(f"works[{index}].after[{i}] = {other} is named twice; name it once")
                 seen.add(other)
+            if work.links:
+                self._check_links(index)
             key = (work.module, work.microbatch, work.sub_microbatch)
             if key in keys:
                 raise PlanError(
@@ -125,10 +169,68 @@ class WorkGraph:
             circle = sorted(set(range(len(self.works))) - set(self.work_order))
             raise PlanError(f"works[{circle[0]}].after: the works {circle} wait for each other in a cycle; cut it")
 
+    def _check_links(self, index: int) -> None:
+        work = self.works[index]
+        ends = {(other, -1, 0) for other in work.after}
+        for i, link in enumerate(work.links):
+            where = f"works[{index}].links[{i}]"
+            if not 0 <= link.work < len(self.works) or link.work == index:
+                raise PlanError(f"{where}.work = {link.work}; name another work, 0 .. {len(self.works) - 1}")
+            source = self.modules[self.works[link.work].module].stages
+            for field, count in (("source", len(source)), ("target", len(self.modules[work.module].stages))):
+                if not 0 <= getattr(link, field) < count:
+                    raise PlanError(f"{where}.{field} = {getattr(link, field)} is outside of 0 .. {count - 1}")
+            if link.size_bytes is not None and not 0 <= link.size_bytes < math.inf:
+                raise PlanError(f"{where}.size_bytes = {link.size_bytes}; it must be finite and at least 0")
+            end = (link.work, -1 if link.source == len(source) - 1 else link.source, link.target)
+            if end in ends:
+                raise PlanError(f"{where} joins the same two stages as another link or `after`; name it once")
+            ends.add(end)
+
+    def _check_instructions(self) -> None:
+        results = {(kind, *node) for kind in RESULT_OF for node in self.nodes()} if self.instructions else set()
+        for index, given in enumerate(self.instructions):
+            where = f"instructions[{index}] = {given.kind} of stage {given.stage}, work {given.work}"
+            if given.kind in (*KINDS, BRAID):
+                raise PlanError(f"{where}: {given.kind} is a kind of every plan; register another one")
+            if (Kind.F, given.stage, given.work) not in results:
+                raise PlanError(f"{where}: the work does not pass through this stage")
+            rank = self.stage_rank[given.stage]
+            for result in (*given.after, *given.before):
+                if result not in results or self.stage_rank[result[1]] != rank:
+                    raise PlanError(f"{where}: {result} is not an earlier result on rank {rank}, which holds its stage")
+            results.add((given.kind, given.stage, given.work))
+
+    @cached_property
+    def instruction(self) -> dict[Result, Instruction]:
+        """(kind, stage, work) -> instruction."""
+        return {(given.kind, given.stage, given.work): given for given in self.instructions}
+
+    @cached_property
+    def items(self) -> Items:
+        """Numbers for all results, and what waits for what."""
+        return Items(self)
+
+    @cached_property
+    def links(self) -> tuple[tuple[Link, ...], ...]:
+        """[work] -> all that other works make for it: `after`, then `links`."""
+        depth = [len(self.modules[work.module].stages) for work in self.works]
+        return tuple(
+            (*(Link(work=other, source=depth[other] - 1, target=0) for other in work.after), *work.links)
+            for work in self.works
+        )
+
+    def sources(self, work: int) -> tuple[int, ...]:
+        """The works that feed a work, each once."""
+        given = self.works[work]
+        if not given.links:
+            return given.after
+        return tuple(dict.fromkeys((*given.after, *(link.work for link in given.links))))
+
     @cached_property
     def work_order(self) -> tuple[int, ...]:
-        """The works, each after those that it names in `after`; else in the order of the list."""
-        waiting = [len(work.after) for work in self.works]
+        """The works, each after those that feed it; else in the order of the list."""
+        waiting = [len(self.sources(work)) for work in range(len(self.works))]
         ready = [index for index, count in enumerate(waiting) if not count]
         heapq.heapify(ready)
         order: list[int] = []
@@ -152,10 +254,10 @@ class WorkGraph:
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """For each work, the works that name it in `after`."""
+        """For each work, the works that it feeds."""
         lists: list[list[int]] = [[] for _ in self.works]
-        for index, work in enumerate(self.works):
-            for other in work.after:
+        for index in range(len(self.works)):
+            for other in self.sources(index):
                 lists[other].append(index)
         return tuple(tuple(found) for found in lists)
 
@@ -197,14 +299,17 @@ class WorkGraph:
     @cached_property
     def _inputs(self) -> dict[tuple[int, int], tuple[Edge, ...]]:
         found: dict[tuple[int, int], tuple[Edge, ...]] = {}
-        for index, work in enumerate(self.works):
-            chain = self.stages(index)
+        for index in range(len(self.works)):
+            chain, flags = self.stages(index), self.backward[index]
+            entering: dict[int, list[Edge]] = {}
+            for link in self.links[index]:
+                source = self.stages(link.work)[link.source]
+                grad = link.grad and flags[link.target] and self.backward[link.work][link.source]
+                edge = Edge(source, chain[link.target], link.work, index, grad, link.size_bytes)
+                entering.setdefault(link.target, []).append(edge)
             for k, stage in enumerate(chain):
-                sources = [(chain[k - 1], index)] if k else [(self.stages(w)[-1], w) for w in work.after]
-                found[stage, index] = tuple(
-                    Edge(s, stage, w, index, self.has_backward(stage, index) and self.has_backward(s, w))
-                    for s, w in sources
-                )
+                before = (Edge(chain[k - 1], stage, index, index, flags[k] and flags[k - 1]),) if k else ()
+                found[stage, index] = (*before, *entering.get(k, ()))
         return found
 
     @cached_property
@@ -216,7 +321,7 @@ class WorkGraph:
         return {key: tuple(edges) for key, edges in lists.items()}
 
     def inputs(self, stage: int, work: int) -> tuple[Edge, ...]:
-        """Edges into (stage, work): one inside of a chain, one for each work in `after` at its start."""
+        """Edges into (stage, work): that of the chain first, then those of other works."""
         return self._inputs[stage, work]
 
     def outputs(self, stage: int, work: int) -> tuple[Edge, ...]:
@@ -243,11 +348,18 @@ class WorkGraph:
         return any(any(row) for row in self.backward)
 
     def needs(self, kind: Kind, stage: int, work: int) -> tuple[Need, ...]:
-        """The results that must be there before a compute action starts."""
-        if kind is Kind.F:
-            return tuple(((Kind.F, e.source, e.work), e) for e in self.inputs(stage, work))
-        if kind is Kind.W:
-            return (((Kind.B, stage, work), None),)
-        assert kind in BACKWARD
-        behind = [((Kind.B, e.target, e.target_work), e) for e in self.outputs(stage, work) if e.grad]
-        return (((Kind.F, stage, work), None), *behind)
+        """The results that must be there before an action of a plan starts, as the table `NEEDS` and the
+        instructions say."""
+        given = self.instruction.get((kind, stage, work))
+        if given:
+            return tuple((result, None) for result in given.after)
+        table, node = NEEDS[kind], (stage, work)
+        found: list[Need] = [((table.own, *node), None)] if table.own else []
+        if table.sources:
+            found += [((table.sources, e.source, e.work), e) for e in self.inputs(*node)]
+        if table.targets:
+            found += [((table.targets, e.target, e.target_work), e) for e in self.outputs(*node) if e.grad]
+        if self.instructions:
+            result = (RESULT_OF[kind], *node)
+            found += [(key, None) for key, given in self.instruction.items() if result in given.before]
+        return tuple(found)

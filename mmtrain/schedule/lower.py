@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import BACKWARD, TRANSFERS, Action, Kind
+from mmtrain.schedule.action import NOT_COMPUTE, RESULT_OF, Action, Kind
 from mmtrain.schedule.graph import Edge, WorkGraph
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
@@ -113,7 +113,8 @@ def order_globally(plan: Plan, problem: PlanningProblem, timeline: Timeline | No
     Both ends of a transfer stand next to each other, so every two ranks see their common transfers
     in the same order, in both directions.
     """
-    position = {action: i for i, (_, action, _, _) in enumerate(plan.run_order())}
+    steps_of = list(map(iter, plan.orders))
+    position = {next(steps_of[rank]): i for i, rank in enumerate(plan.run().ranks)}
     # Actions of no duration can start together; the run order then keeps causes before effects.
     timeline = timeline or simulate(problem, plan)
     rows = sorted(timeline.rows, key=lambda row: (row.start_s, row.end_s, position[row.action]))
@@ -131,17 +132,16 @@ def order_globally(plan: Plan, problem: PlanningProblem, timeline: Timeline | No
 
 def transfers_after(graph: WorkGraph, action: Action) -> list[Step]:
     """The transfers, send next to receive, that a compute action's result needs to reach other ranks."""
-    if action.kind is Kind.W:
-        return []
-    work = graph.work_of(action)
     steps: list[Step] = []
-    if action.kind is Kind.F:
-        for e in _remote(graph, graph.outputs(action.stage, work)):
-            steps += _pair(graph, Kind.SEND_F, e.source, Kind.RECV_F, e.target, e.work)
-    else:
-        for e in _remote(graph, graph.inputs(action.stage, work)):
-            if e.grad:
-                steps += _pair(graph, Kind.SEND_B, e.target, Kind.RECV_B, e.source, e.work)
+    for part in action.parts:
+        result = RESULT_OF.get(part.kind)
+        if result is Kind.F:
+            for e in _remote(graph, graph.outputs(part.stage, graph.work_of(part))):
+                steps += _pair(graph, Kind.SEND_F, e.source, Kind.RECV_F, e.target, e.work)
+        elif result is Kind.B:
+            for e in _remote(graph, graph.inputs(part.stage, graph.work_of(part))):
+                if e.grad:
+                    steps += _pair(graph, Kind.SEND_B, e.target, Kind.RECV_B, e.source, e.work)
     return steps
 
 
@@ -160,7 +160,7 @@ def add_waits(graph: WorkGraph, steps: list[Step]) -> list[Step]:
     """The steps with a wait for each received input directly before the compute action that consumes it."""
     found: list[Step] = []
     for rank, action in steps:
-        if action.kind not in TRANSFERS:
+        if action.kind not in NOT_COMPUTE:
             found += [(rank, wait) for wait in waits_before(graph, action)]
         found.append((rank, action))
     return found
@@ -168,14 +168,14 @@ def add_waits(graph: WorkGraph, steps: list[Step]) -> list[Step]:
 
 def waits_before(graph: WorkGraph, action: Action) -> list[Action]:
     """What must have been received before a compute action, as waits."""
-    work = graph.work_of(action)
-    if action.kind is Kind.F:
-        edges = _remote(graph, graph.inputs(action.stage, work))
-        return [graph.action(Kind.WAIT_F, e.target, e.work, e.source) for e in edges]
-    if action.kind in BACKWARD:
-        edges = _remote(graph, graph.outputs(action.stage, work))
-        return [graph.action(Kind.WAIT_B, e.source, e.work, e.target) for e in edges if e.grad]
-    return []
+    return [
+        graph.action(Kind.WAIT_F, e.target, e.work, e.source)
+        if kind is Kind.F
+        else graph.action(Kind.WAIT_B, e.source, e.work, e.target)
+        for part in action.parts
+        for (kind, _, _), e in graph.needs(part.kind, part.stage, graph.work_of(part))
+        if e is not None and not graph.is_local(e)
+    ]
 
 
 def add_stage_wide(program: Program, reduce: bool, regathered: Collection[int] = ()) -> Program:

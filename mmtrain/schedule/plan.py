@@ -3,11 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import BACKWARD, COMPUTE, RESULT_OF, Action, Kind
-from mmtrain.schedule.graph import Need, Result, WorkGraph
-from mmtrain.schedule.problem import Option, PlanningProblem
+from mmtrain.schedule.action import BRAID, COMPUTE, NOT_COMPUTE, Action, Kind
+from mmtrain.schedule.engine import Engine, Run
+from mmtrain.schedule.graph import Need, WorkGraph
+from mmtrain.schedule.problem import EntryCost, Option, PlanningProblem
 
 
 @dataclass(frozen=True)
@@ -44,54 +47,77 @@ class Plan:
     def split(self) -> frozenset[tuple[int, int]]:
         """The (stage, work) whose backward is in two halves, I and W."""
         return frozenset(
-            (action.stage, work)
-            for order, works in zip(self.orders, self.works, strict=True)
-            for action, work in zip(order, works, strict=True)
-            if action.kind is Kind.I
+            (action.stage, work) for parts in self.parts for _, action, work in parts if action.kind is Kind.I
         )
 
     def option(self, problem: PlanningProblem, stage: int, work: int) -> Option:
         """The chosen option of (stage, work)."""
         return problem.options(stage, work)[self.options.get((stage, work), 0)]
 
+    @cached_property
+    def parts(self) -> tuple[tuple[tuple[int, Action, int], ...], ...]:
+        """[rank] -> (step, action, work) of all actions, those of a braid one by one."""
+        return tuple(
+            tuple(
+                (step, part, self.graph.work_of(part) if action.kind is BRAID else work)
+                for step, (action, work) in enumerate(zip(order, works, strict=True))
+                for part in action.parts
+            )
+            for order, works in zip(self.orders, self.works, strict=True)
+        )
+
+    def run(self, seconds: Sequence[Sequence[float]] | None = None, message_s: Sequence[float] | None = None) -> Run:
+        """How the ranks run their orders.
+
+        Args:
+            seconds: [rank][step]; None: actions take no time.
+            message_s: [message] -> seconds of its transfer; None: no time.
+        Raises: PlanError: deadlock; with rank, step, the waiting action and the missing one, and the orders.
+        """
+        items = self.graph.items
+        numbers = [items.of_order(order, works) for order, works in zip(self.orders, self.works, strict=True)]
+        braids: list[dict[int, tuple[int, ...]]] = []
+        if any(action.kind is BRAID for order in self.orders for action in order):
+            for parts in self.parts:
+                steps: dict[int, tuple[int, ...]] = {}
+                for step, action, work in parts:
+                    steps[step] = (*steps.get(step, ()), items.item(action.kind, action.stage, work))
+                braids.append(steps)
+        run = Run(Engine(items, message_s), numbers, seconds, braids)
+        if not run.complete:
+            self._raise_deadlock(run)
+        return run
+
     def run_order(self) -> Iterator[tuple[int, Action, int, tuple[Need, ...]]]:
         """(rank, action, work, needs) of all actions, each after everything that it needs.
 
         Raises: PlanError: deadlock; with rank, step, the waiting action and the missing one, and the orders.
         """
-        steps = [0] * len(self.orders)
-        done: set[Result] = set()
-        progress = True
-        while progress:
-            progress = False
-            for rank, order in enumerate(self.orders):
-                while steps[rank] < len(order):
-                    action, work = order[steps[rank]], self.works[rank][steps[rank]]
-                    needs = self.graph.needs(action.kind, action.stage, work)
-                    if any(result not in done for result, _ in needs):
-                        break
-                    yield rank, action, work, needs
-                    done.add((RESULT_OF[action.kind], action.stage, work))
-                    steps[rank] += 1
-                    progress = True
-        if any(step < len(order) for step, order in zip(steps, self.orders, strict=True)):
-            self._raise_deadlock(steps, done)
+        steps = [groupby(parts, key=itemgetter(0)) for parts in self.parts]
+        for rank in self.run().ranks:
+            for _, action, work in next(steps[rank])[1]:
+                yield rank, action, work, self.graph.needs(action.kind, action.stage, work)
 
-    def _raise_deadlock(self, steps: list[int], done: set[Result]) -> None:
+    def _raise_deadlock(self, run: Run) -> None:
+        steps = list(map(len, run.starts))
         rank = next(r for r, order in enumerate(self.orders) if steps[r] < len(order))
-        action, work = self.orders[rank][steps[rank]], self.works[rank][steps[rank]]
-        needs = self.graph.needs(action.kind, action.stage, work)
-        kind, stage, other = next(result for result, _ in needs if result not in done)
+        items, end = self.graph.items, run.engine.end
+        waiting = [(a, w) for step, a, w in self.parts[rank] if step == steps[rank]]
+        kind, stage, other = next(
+            result
+            for action, work in waiting
+            for result, _ in self.graph.needs(action.kind, action.stage, work)
+            if end[items.item(*result)] is None
+        )
         missing = self.graph.action(Kind.I if (stage, other) in self.split and kind is Kind.B else kind, stage, other)
         holder = self.graph.stage_rank[stage]
+        found = next((step for step, action, _ in self.parts[holder] if action == missing), None)
         where = (
-            f"is step {self.orders[holder].index(missing)} of rank {holder}, which never gets there"
-            if missing in self.orders[holder]
-            else "is in no rank's order"
+            "is in no rank's order" if found is None else f"is step {found} of rank {holder}, which never gets there"
         )
         raise PlanError(
-            f"deadlock: rank {rank}, step {steps[rank]}: {action} waits for {missing}, which {where}; move "
-            f"one of them\n{show_steps(self.orders, dict(enumerate(steps)))}"
+            f"deadlock: rank {rank}, step {steps[rank]}: {self.orders[rank][steps[rank]]} waits for {missing}, which "
+            f"{where}; move one of them\n{show_steps(self.orders, dict(enumerate(steps)))}"
         )
 
 
@@ -123,12 +149,16 @@ def check(plan: Plan, problem: PlanningProblem | None = None) -> None:
         _check_options(plan, problem)
     seen: set[Action] = set()
     for rank, order in enumerate(plan.orders):
-        for step, action in enumerate(order):
+        for step, action in ((step, part) for step, entry in enumerate(order) for part in entry.parts):
             fault = _fault(plan, rank, action, seen)
             if fault:
                 marked = show_steps(plan.orders, {rank: step})
                 raise PlanError(f"rank {rank}, step {step}: {action} {fault}\n{marked}")
             seen.add(action)
+    for kind, stage, work in graph.instruction:
+        if graph.action(kind, stage, work) not in seen:
+            rank = graph.stage_rank[stage]
+            raise PlanError(f"rank {rank}: {graph.action(kind, stage, work)} is missing; add it")
     for stage, work in graph.nodes():
         forward, whole, half, weight = (graph.action(k, stage, work) in seen for k in "FBIW" for k in [Kind(k)])
         name = graph.action(Kind.F, stage, work)
@@ -142,23 +172,28 @@ def check(plan: Plan, problem: PlanningProblem | None = None) -> None:
             raise PlanError(
                 f"rank {rank}: the backward of {name} must be B, or I and W, but the plan has {found}; make it one"
             )
-    for _ in plan.run_order():
-        pass
+    plan.run()
     if problem is not None:
         _check_memory(plan, problem)
 
 
 def _fault(plan: Plan, rank: int, action: Action, seen: set[Action]) -> str:
     """What is wrong with one action of a rank's order, as the rest of a sentence; empty if nothing is."""
-    if action.kind not in COMPUTE:
+    if action.kind in NOT_COMPUTE:
         return "is not compute; transfers come with lowering"
     work = plan.graph.work_of(action)
     holder = plan.graph.stage_rank[action.stage]
     if holder != rank:
         return f"belongs on rank {holder}, which holds its stage"
+    if action.kind not in COMPUTE:
+        known = (action.kind, action.stage, work) in plan.graph.instruction
+        return "" if known else "is an instruction that the iteration does not have; remove it"
     if action.kind is not Kind.F and not plan.graph.has_backward(action.stage, work):
         return "has no place here: the stage has no backward for this work; remove it"
-    return f"is already step {plan.orders[rank].index(action)} of this rank; keep one" if action in seen else ""
+    if action not in seen:
+        return ""
+    step = next(step for step, entry in enumerate(plan.orders[rank]) if action in entry.parts)
+    return f"is already step {step} of this rank; keep one"
 
 
 def _check_options(plan: Plan, problem: PlanningProblem) -> None:
@@ -192,17 +227,20 @@ def exceeds(amount: float, limit: float) -> bool:
 def held_bytes(plan: Plan, problem: PlanningProblem) -> tuple[tuple[tuple[float, float], ...], ...]:
     """[rank][step] -> activation bytes while the action runs, and after it has ended."""
     ranks = []
-    places = {stage: place for stage, (_, place) in plan.graph.place.items()}
-    costs, index, chosen = problem.costs, problem.cost_index, plan.options
-    for order, works in zip(plan.orders, plan.works, strict=True):
+    for costs in entry_costs(plan, problem):
         held, steps = 0.0, []
-        for action, work in zip(order, works, strict=True):
-            stage = action.stage
-            option = costs[index[work][places[stage]]][chosen.get((stage, work), 0)]
-            # A forward without a backward takes its bytes for as long as it runs.
-            during = held + (option.activation_bytes if action.kind is Kind.F else 0.0)
-            during += option.restored_bytes if action.kind in BACKWARD else 0.0
-            held += option.growth_bytes(action.kind)
+        for _, needed, growth in costs:
+            during = held + needed
+            held += growth
             steps.append((max(during, held), held))
         ranks.append(tuple(steps))
     return tuple(ranks)
+
+
+def entry_costs(plan: Plan, problem: PlanningProblem) -> list[list[EntryCost]]:
+    """[rank][step] -> seconds and bytes."""
+    cost, chosen = problem.entry_cost, plan.options
+    return [
+        [cost(action, work, chosen) for action, work in zip(order, works, strict=True)]
+        for order, works in zip(plan.orders, plan.works, strict=True)
+    ]

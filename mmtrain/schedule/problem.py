@@ -7,15 +7,16 @@ cycle or an empty list of ranks is refused with the dotted path of the fault.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from reprlib import repr as show
+from typing import Any, NamedTuple
 
 from mmtrain.errors import PlanError
 from mmtrain.limits import BYTES, BYTES_PER_S, OPTIONS, RANKS, SECONDS, STAGES, VISITS, WORKS_BY_RANKS
-from mmtrain.schedule.action import Kind
-from mmtrain.schedule.graph import Edge, ModuleStages, Work, WorkGraph
+from mmtrain.schedule.action import BACKWARD, BRAID, COMPUTE, Action, Kind
+from mmtrain.schedule.graph import Edge, Instruction, Link, ModuleStages, Work, WorkGraph
 from mmtrain.schedule.strict_json import (
     fields,
     integer,
@@ -24,7 +25,6 @@ from mmtrain.schedule.strict_json import (
     loads,
     number,
     read_text,
-    show,
     string,
     write_text,
 )
@@ -66,6 +66,10 @@ class Option:
             return self.held_for_weight_bytes - self.activation_bytes
         return -(self.activation_bytes if kind is Kind.B else self.held_for_weight_bytes)
 
+    def needed_bytes(self, kind: Kind) -> float:
+        """Bytes that a compute action of this kind takes while it runs, on top of what was held before it."""
+        return self.activation_bytes if kind is Kind.F else self.restored_bytes if kind in BACKWARD else 0.0
+
     def duration_s(self, kind: Kind) -> float:
         """Seconds that a compute action of this kind takes."""
         if kind is Kind.F:
@@ -85,6 +89,20 @@ class P2P:
     bytes_per_s: float
 
 
+class EntryCost(NamedTuple):
+    """What an entry of an order takes."""
+
+    seconds: float
+    needed_bytes: float
+    """While it runs, on top of what was held before it."""
+    growth_bytes: float
+    """What it leaves behind, less what it frees."""
+
+
+BraidKey = tuple[tuple[Kind, int, int], ...]
+"""Of each part: kind, index of its option list in `PlanningProblem.costs`, index of the option."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanningProblem:
     """One iteration to be planned. `build` makes one; the graph's backward flags follow the options."""
@@ -99,6 +117,8 @@ class PlanningProblem:
     """[work][k] -> option list of the k-th stage of the work's module."""
     output_bytes: tuple[tuple[float, ...], ...]
     """[work][k] -> what the k-th stage sends on; its gradient is as large."""
+    braid_s: Mapping[BraidKey, float] = field(default_factory=dict)
+    """What a braid takes, by its parts; one that is absent takes as long as its parts together."""
 
     def __post_init__(self) -> None:
         graph = self.graph
@@ -140,6 +160,8 @@ class PlanningProblem:
         output_bytes: Iterable[Sequence[float]],
         p2p: P2P,
         memory_limit_bytes: Sequence[float | None] | None = None,
+        braid_s: Mapping[BraidKey, float] | None = None,
+        instructions: Iterable[Instruction] = (),
     ) -> "PlanningProblem":
         """The problem whose graph takes its backward flags from the options.
 
@@ -158,6 +180,7 @@ class PlanningProblem:
             stage_rank=tuple(stage_rank),
             works=listed,
             backward=_backward_flags([options[0].has_backward for options in table], index),
+            instructions=tuple(instructions),
         )
         limits = (None,) * num_ranks if memory_limit_bytes is None else tuple(memory_limit_bytes)
         outputs = tuple(tuple(row) for row in output_bytes)
@@ -168,6 +191,7 @@ class PlanningProblem:
             costs=table,
             cost_index=index,
             output_bytes=outputs,
+            braid_s=braid_s or {},
         )
 
     @cached_property
@@ -187,25 +211,65 @@ class PlanningProblem:
 
     def options(self, stage: int, work: int) -> tuple[Option, ...]:
         """The option list of (stage, work)."""
-        return self.costs[self.cost_index[work][self.graph.place[stage][1]]]
+        return self.costs[self._list_of(stage, work)]
 
     def transfer_s(self, edge: Edge) -> float:
         """Seconds from the end of an edge's producer to its arrival (either direction); 0 on one rank."""
-        return self._transfer_s[edge.source, edge.work] if not self.graph.is_local(edge) else 0.0
+        if self.graph.is_local(edge):
+            return 0.0
+        if edge.size_bytes is not None:
+            return self.p2p.latency_s + edge.size_bytes / self.p2p.bytes_per_s
+        return self.message_s[self.graph.items.first[edge.work] + self.graph.items.position[edge.source]]
 
     @cached_property
-    def _transfer_s(self) -> dict[tuple[int, int], float]:
-        p2p, graph = self.p2p, self.graph
-        return {
-            (stage, work): p2p.latency_s + self.output_bytes[work][graph.place[stage][1]] / p2p.bytes_per_s
-            for stage, work in graph.nodes()
-        }
+    def message_s(self) -> list[float]:
+        """[message of the graph's items] -> seconds of its transfer."""
+        latency, rate = self.p2p.latency_s, self.p2p.bytes_per_s
+        sizes = [amount for row in self.output_bytes for amount in row]
+        return [latency + amount / rate for amount in (*sizes, *self.graph.items.link_bytes)]
+
+    def entry_cost(self, entry: Action, work: int, chosen: Mapping[tuple[int, int], int]) -> EntryCost:
+        """What one entry of an order costs. Args: work: of its first part. chosen: option of each (stage, work)."""
+        if entry.kind in COMPUTE:
+            key = entry.kind, self._list_of(entry.stage, work), chosen.get((entry.stage, work), 0) if chosen else 0
+            found = self._costs_of_kind.get(key)
+            if found is None:
+                option = self.costs[key[1]][key[2]]
+                found = EntryCost(option.duration_s(key[0]), option.needed_bytes(key[0]), option.growth_bytes(key[0]))
+                self._costs_of_kind[key] = found
+            return found
+        if entry.kind is not BRAID:
+            given = self.graph.instruction[entry.kind, entry.stage, work]
+            return EntryCost(given.seconds, max(0.0, given.growth_bytes), given.growth_bytes)
+        works = list(map(self.graph.work_of, entry.parts))
+        costs = [self.entry_cost(part, w, chosen) for part, w in zip(entry.parts, works, strict=True)]
+        together = self.braid_s.get(
+            tuple(
+                (part.kind, self._list_of(part.stage, w), chosen.get((part.stage, w), 0))
+                for part, w in zip(entry.parts, works, strict=True)
+            )
+        )
+        seconds, needed, growth = map(sum, zip(*costs, strict=True))
+        return EntryCost(seconds if together is None else together, needed, growth)
+
+    @cached_property
+    def _costs_of_kind(self) -> dict[tuple[Kind, int, int], EntryCost]:
+        """(kind, option list, option) -> cost, of those that were asked for."""
+        return {}
+
+    def _list_of(self, stage: int, work: int) -> int:
+        return self.cost_index[work][self.graph.items.position[stage]]
 
     # ------------------------------------------------------------------------------------- as JSON
 
     def to_json(self) -> str:
-        """The problem as JSON text of version 1, one line a work, that `from_json` reads back equal."""
+        """The problem as JSON text of version 1, one line a work, that `from_json` reads back equal.
+
+        Raises: PlanError: it has instructions or times of braids, which the format does not have.
+        """
         graph = self.graph
+        if graph.instructions or self.braid_s:
+            raise PlanError("a problem with instructions or times of braids has no JSON form; write it without them")
         head: dict[str, Any] = {
             "version": VERSION,
             "num_ranks": graph.num_ranks,
@@ -221,6 +285,7 @@ class PlanningProblem:
                 "microbatch": w.microbatch,
                 "sub_microbatch": w.sub_microbatch,
                 "after": list(w.after),
+                **({"links": [_link_to_json(link) for link in w.links]} if w.links else {}),
                 "costs": list(self.cost_index[i]),
                 "output_bytes": list(self.output_bytes[i]),
             }
@@ -336,6 +401,24 @@ def _option_to_json(option: Option) -> dict[str, Any]:
     return table
 
 
+def _link_to_json(link: Link) -> dict[str, Any]:
+    table: dict[str, Any] = {"work": link.work, "source": link.source, "target": link.target, "grad": link.grad}
+    return table if link.size_bytes is None else {**table, "size_bytes": link.size_bytes}
+
+
+def _read_link(table: Any, where: str) -> Link:
+    fields(table, where, ("work", "source", "target"), optional=("grad", "size_bytes"))
+    if not isinstance(table.get("grad", True), bool):
+        raise PlanError(f"{where}.grad = {table['grad']!r}; it must be true or false")
+    return Link(
+        work=integer(table["work"], f"{where}.work"),
+        source=integer(table["source"], f"{where}.source"),
+        target=integer(table["target"], f"{where}.target"),
+        grad=table.get("grad", True),
+        size_bytes=number(table["size_bytes"], f"{where}.size_bytes") if "size_bytes" in table else None,
+    )
+
+
 def _read_problem(table: Any) -> PlanningProblem:
     keys = ("version", "num_ranks", "memory_limit_bytes", "p2p", "modules", "stage_rank", "costs", "works")
     fields(table, "", keys)
@@ -392,7 +475,8 @@ def _read_option(table: Any, where: str) -> Option:
 
 
 def _read_work(table: Any, where: str, names: Mapping[str, int]) -> tuple[Work, list[int], list[float]]:
-    fields(table, where, ("module", "microbatch", "sub_microbatch", "after", "costs", "output_bytes"))
+    keys = ("module", "microbatch", "sub_microbatch", "after", "costs", "output_bytes")
+    fields(table, where, keys, optional=("links",))
     module = string(table["module"], f"{where}.module")
     if module not in names:
         raise PlanError(f"{where}.module = {show(module)} does not exist; modules are {', '.join(names) or 'absent'}")
@@ -401,6 +485,10 @@ def _read_work(table: Any, where: str, names: Mapping[str, int]) -> tuple[Work, 
         microbatch=integer(table["microbatch"], f"{where}.microbatch"),
         sub_microbatch=integer(table["sub_microbatch"], f"{where}.sub_microbatch"),
         after=tuple(integers(table["after"], f"{where}.after")),
+        links=tuple(
+            _read_link(value, f"{where}.links[{i}]")
+            for i, value in enumerate(items(table.get("links", []), f"{where}.links"))
+        ),
     )
     output = [
         number(value, f"{where}.output_bytes[{k}]")

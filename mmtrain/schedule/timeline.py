@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from mmtrain.schedule.action import COMPUTE, Action
+from mmtrain.schedule.action import NOT_COMPUTE, Action
 from mmtrain.schedule.graph import WorkGraph
 
 
@@ -43,7 +43,7 @@ class Timeline:
     ) -> "Timeline":
         """The timeline of some rows (rank, action, start_s, end_s), in any order; transfers are left out."""
         names = tuple(graph.modules[graph.place[stage][0]].name for stage in range(len(graph.stage_rank)))
-        found = [Row(*row) for row in rows if row[1].kind in COMPUTE]
+        found = [Row(*row) for row in rows if row[1].kind not in NOT_COMPUTE]
         found.sort(key=lambda row: (row.rank, row.start_s, row.end_s))
         return cls(graph.num_ranks, names, tuple(found), memory, peak_bytes)
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import COMPUTE, RESULT_OF, STAGE_WIDE, TRANSFERS, WAITS, Action, Kind
+from mmtrain.schedule.action import COMPUTE, KINDS, RESULT_OF, STAGE_WIDE, TRANSFERS, WAITS, Action, Kind
 from mmtrain.schedule.graph import ModuleStages, Result, Work, WorkGraph
 from mmtrain.schedule.lower import Program, waits_before
 from mmtrain.schedule.plan import Plan, check
@@ -24,7 +24,7 @@ MODULE = "model"
 """Name of the one module of a schedule that was read."""
 
 _TO_TORCH = {Kind.REDUCE: "REDUCE_GRAD"}
-_FROM_TORCH = {_TO_TORCH.get(kind, kind.value): kind for kind in Kind if kind not in WAITS}
+_FROM_TORCH = {_TO_TORCH.get(kind, str(kind)): kind for kind in KINDS if kind not in WAITS}
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _CELL = re.compile(rf"({_NUMBER})({'|'.join(sorted(_FROM_TORCH, key=len, reverse=True))})({_NUMBER}|)")
 _SHOWN = 40
@@ -114,8 +114,10 @@ def _columns(plan: Plan) -> list[list[int]]:
 
 
 def _cell(action: Action) -> str:
+    if action.kind not in KINDS:
+        raise PlanError(f"{action}: torch's files have no braids and instructions; write a plan without them")
     microbatch = "" if action.microbatch < 0 else action.microbatch
-    return f"{action.stage}{_TO_TORCH.get(action.kind, action.kind.value)}{microbatch}"
+    return f"{action.stage}{_TO_TORCH.get(action.kind, str(action.kind))}{microbatch}"
 
 
 def _to_text(rows: Iterable[Sequence[str]]) -> str:

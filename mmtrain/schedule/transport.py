@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import COMPUTE, RECEIVES, SENDS, STAGE_WIDE, TRANSFERS, WAITS, Action, Kind
+from mmtrain.schedule.action import RECEIVES, SENDS, STAGE_WIDE, TRANSFERS, WAITS, Action, Kind
 from mmtrain.schedule.lower import Program, waits_before
 from mmtrain.schedule.plan import show_steps
 
@@ -68,7 +68,7 @@ def _message(program: Program, step: int, action: Action) -> _Message:
 def _check_own_order(program: Program, rank: int) -> None:
     """Refuses a list in which an action comes before what the same rank must do for it first."""
     seen: set[Action] = set()
-    for step, action in enumerate(program.actions[rank]):
+    for step, action in ((step, part) for step, entry in enumerate(program.actions[rank]) for part in entry.parts):
         if action.kind in STAGE_WIDE:
             continue
         fault = _fault(program, rank, action, seen)
@@ -87,12 +87,13 @@ def _fault(program: Program, rank: int, action: Action, seen: set[Action]) -> st
         return "is there twice; keep one"
     if holder != rank:
         return f"belongs on rank {holder}, which holds its stage"
-    if action.kind in COMPUTE:
+    if action.kind not in TRANSFERS:
         for wait in waits_before(graph, action):
             if wait not in seen:
                 return f"needs {wait} before it"
-        for (kind, stage, other), _ in graph.needs(action.kind, action.stage, work):
-            if graph.stage_rank[stage] == rank and not _computed(program, kind, stage, other, seen):
+        for (kind, stage, other), edge in graph.needs(action.kind, action.stage, work):
+            local = edge is None or graph.is_local(edge)
+            if local and not _computed(program, kind, stage, other, seen):
                 return f"needs {graph.action(kind, stage, other)} before it"
         return ""
     if graph.stage_rank[action.peer] == rank:

@@ -9,11 +9,12 @@ chain computed: transfers, and the start of actions.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mmtrain.schedule.action import Kind
+from mmtrain.schedule.action import BRAID
 from mmtrain.schedule.plan import Plan
 
 Floats = NDArray[np.float64]
@@ -113,40 +114,23 @@ class _Rows:
 
     @classmethod
     def of(cls, plan: Plan) -> "_Rows":
-        graph, forward_kind, weight_kind = plan.graph, Kind.F, Kind.W
-        module_of = [work.module for work in graph.works]
-        forward: dict[tuple[int, int], int] = {}
-        backward: dict[tuple[int, int], int] = {}
-        rank: list[int] = []
-        module: list[int] = []
-        row = 0
-        for number, (order, works) in enumerate(zip(plan.orders, plan.works, strict=True)):
-            rank += [number] * len(order)
-            module += [module_of[work] for work in works]
-            for action, work in zip(order, works, strict=True):
-                if action.kind is forward_kind:
-                    forward[action.stage, work] = row
-                elif action.kind is not weight_kind:
-                    backward[action.stage, work] = row
-                row += 1
-        pairs = [
-            (row, forward[edge.source, edge.work]) for node, row in forward.items() for edge in graph.inputs(*node)
-        ]
-        pairs += [
-            (row, backward[edge.target, edge.target_work])
-            for node, row in backward.items()
-            for edge in graph.outputs(*node)
-            if edge.grad
-        ]
-        ranks = np.array(rank, np.int64)
-        before = np.arange(len(rank)) - 1
+        graph, items = plan.graph, plan.graph.items
+        lengths = list(map(len, plan.orders))
+        row_of = np.full(items.num_items, -1)
+        numbers = chain.from_iterable(map(items.of_order, plan.orders, plan.works))
+        row_of[np.fromiter(numbers, np.int64, sum(lengths))] = np.arange(sum(lengths))
+        for first, order in zip(accumulate(lengths, initial=0), plan.orders, strict=False):
+            for step, entry in enumerate(order):
+                for part in entry.parts if entry.kind is BRAID else ():
+                    row_of[items.item(part.kind, part.stage, graph.work_of(part))] = first + step
+        over_edges = np.array(items.over_edges, np.int64).reshape(-1, 3)
+        pairs = row_of[over_edges[:, [1, 0]]]
+        ranks = np.repeat(np.arange(len(lengths)), lengths)
+        module_of = np.array([work.module for work in graph.works], np.int64)
+        module = module_of[np.array([work for works in plan.works for work in works], np.int64)]
+        before = np.arange(len(ranks)) - 1
         before[np.flatnonzero(np.diff(ranks, prepend=-1))] = -1
-        return cls(
-            rank=ranks,
-            module=np.array(module, np.int64),
-            before=before,
-            pairs=np.array(pairs, np.int64).reshape(-1, 2),
-        )
+        return cls(rank=ranks, module=module, before=before, pairs=pairs[(pairs >= 0).all(axis=1)])
 
     def needed_last(self, end: Floats) -> Ints:
         """For each row, the one of those that it needs that ends last; -1: it needs none."""

@@ -25,7 +25,9 @@ def to_bytes(plan: Plan) -> bytes:
     for order, works in zip(plan.orders, plan.works, strict=True):
         for action, work in zip(order, works, strict=True):
             if action.kind not in COMPUTE:
-                raise PlanError(f"{action} is not compute; transfers come with lowering")
+                raise PlanError(
+                    f"{action} is not compute; transfers come with lowering, and braids and instructions are not sent"
+                )
             numbers.extend((KINDS.index(action.kind), action.stage, work))
     for row in chosen:
         numbers.extend(row)

@@ -292,15 +292,15 @@ def test_weights_load_from_a_folder_of_diffusers(tmp_path: Any) -> None:
     ("change", "message"),
     [
         ({"text_dim": 32}, "text_dim = 32, but the text encoder (model.language) makes states of 24 columns"),
-        ({"image_dim": 8}, "image_dim = 8 is of a model that also reads pictures"),
-        ({"added_kv_proj_dim": 8}, "added_kv_proj_dim = 8 is of a model that also reads pictures"),
+        ({"image_dim": 8}, "image_dim = 8 is of a model that also reads images"),
+        ({"added_kv_proj_dim": 8}, "added_kv_proj_dim = 8 is of a model that also reads images"),
         ({"attention_head_dim": 15}, "attention_head_dim = 15; rotary positions of three axes need an even one"),
         ({"freq_dim": 7}, "freq_dim = 7; sines and cosines of timesteps need an even one"),
         ({"patch_size": [2, 2]}, "patch_size = [2, 2]; it is [frames, rows, columns]"),
-        ({"qk_norm": "layer_norm"}, "qk_norm = 'layer_norm', but the class always norms"),
-        ({"ffn_dims": 4}, "unknown key 'ffn_dims'; did you mean 'ffn_dim'?"),
-        ({"model_type": "van"}, "model_type = 'van' is not a known diffusion transformer"),
-        ({"num_layers": "3"}, "num_layers = '3'; it must be an integer above 0"),
+        ({"qk_norm": "layer_norm"}, 'qk_norm = "layer_norm", but the class always norms'),
+        ({"ffn_dims": 4}, 'unknown key "ffn_dims"; did you mean "ffn_dim"?'),
+        ({"model_type": "van"}, 'model_type = "van" is no supported diffusion transformer'),
+        ({"num_layers": "3"}, 'num_layers = "3"; it must be an integer above 0'),
     ],
 )
 def test_configs_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:

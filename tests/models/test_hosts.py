@@ -2,7 +2,9 @@
 
 import pytest
 from torch import nn
+from transformers.activations import ACT2FN
 
+from mmtrain.models.config_values import ACTIVATIONS
 from mmtrain.models.families import ENCODERS, LANGUAGES
 from mmtrain.models.hosts import DECODERS, VISION_HOSTS, parameters_on_meta
 
@@ -28,6 +30,10 @@ def test_defaults_are_those_of_hugging_face(model_type):
         assert (default, type(default)) == (expected, type(expected)), key
     for alias, key in FAMILIES[model_type].aliases.items():
         assert config_class.attribute_map.get(alias, key) == key, alias  # older versions know fewer
+
+
+def test_the_activation_functions_are_those_of_hugging_face():
+    assert set(ACTIVATIONS) <= set(ACT2FN)
 
 
 def test_parameters_on_meta_keeps_buffers_and_restores_the_class():

@@ -189,7 +189,7 @@ def test_files_of_old_versions_of_diffusers(tmp_path):
         (
             "kl",
             {"model_type": "vq"},
-            "'vq' is not a known VAE; known are autoencoder_kl, AutoencoderKL, autoencoder_kl_",
+            '"vq" is no supported VAE; supported are autoencoder_kl, AutoencoderKL, autoencoder_kl_',
         ),
         ("kl", {"latent_channels": 8}, "makes latents of 8 channels, but model.dit has in_channels = 4"),
         ("kl", {"down_block_types": ["DownEncoderBlock2D"]}, 'there must be one "DownEncoderBlock2D" for each'),
@@ -198,7 +198,7 @@ def test_files_of_old_versions_of_diffusers(tmp_path):
         ("kl", {"in_channels": 1}, "pixels are read as RGB"),
         ("kl", {"latents_mean": [0.0] * 4}, "latents_mean is given"),
         ("kl", {"shift_factor": "x"}, "shift_factor = 'x'; it must be a number"),
-        ("kl", {"colour": 1}, "unknown key 'colour'"),
+        ("kl", {"colour": 1}, 'unknown key "colour"'),
         ("kl", {"block_out_channels": [8.0]}, "block_out_channels = .* it must be a list of integers"),
         ("wan", {"is_residual": True}, "is_residual = True is of another kind of VAE"),
         ("wan", {"patch_size": 2}, "patch_size = 2 is of another kind of VAE"),
@@ -216,7 +216,7 @@ def test_what_is_not_supported_is_refused(name, changes, message):
 
 def test_a_class_of_a_folder_that_is_not_supported_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKLLTXVideo"}))
-    with pytest.raises(ConfigError, match="'AutoencoderKLLTXVideo' is not a known VAE; known are autoencoder_kl, "):
+    with pytest.raises(ConfigError, match='"AutoencoderKLLTXVideo" is no supported VAE; supported are '):
         vae_shape(dataclasses.replace(t2v(vae="kl"), vae=VaeConfig(pretrained=str(tmp_path))))
 
 

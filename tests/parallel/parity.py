@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from mmtrain.config import (
@@ -39,7 +40,8 @@ from mmtrain.schedule.lower import lower
 from mmtrain.schedule.plan import check as check_plan
 from mmtrain.schedule.split import split_backwards
 from mmtrain.schedule.transport import check_transport
-from mmtrain.topology import MeshShape
+from mmtrain.topology import AXES, MeshShape
+from tests.pairwise import covering
 from tests.reference import NOISE, PLANNER, TRAINING, make_batch, reference_gradients
 
 MIXED = [[[2, 0, 1], [0, 0], [3], [1, 1]], [[0], [4, 1], [0, 0], [2]]]
@@ -79,6 +81,45 @@ class Case:
             data_encoder=self.data_encoder and shape.tp > 1,
             attention_mask=self.model.language.attention_mask,
         )  # fmt: skip
+
+
+def shallow(case: Case) -> Case:
+    """The case with three blocks in each module, and windows in two of them: half of the time."""
+
+    def cut(section):
+        if section is None:
+            return None
+        depths = {key: 3 for key in ("depth", "num_hidden_layers", "encoder_layers") if key in section.config}
+        windows = {"fullatt_block_indexes": [1]} if "fullatt_block_indexes" in section.config else {}
+        return dataclasses.replace(section, config=section.config | depths | windows)
+
+    model = dataclasses.replace(case.model, encoder=cut(case.model.encoder), language=cut(case.model.language))
+    return dataclasses.replace(case, model=model)
+
+
+Table = dict[MeshShape, dict[str, Case]]
+"""Which cases are run on a layout."""
+
+
+def selection(table: Table) -> Table:
+    """Few of the runs of a table, in which every pair of a degree, another degree, a case and a run still occurs."""
+    rows = [(shape, name, run) for shape, cases in table.items() for name, case in cases.items() for run in case.runs]
+    found: Table = {}
+    for shape, name, run in covering(rows, lambda row: (*row[0].degrees, *row[1:]), lambda row: 2 + row[0].world_size):
+        cases = found.setdefault(shape, {})
+        runs = cases[name].runs if name in cases else ()
+        cases[name] = dataclasses.replace(table[shape][name], runs=(*runs, run))
+    return found
+
+
+def layouts(table: Table) -> pytest.MarkDecorator:
+    """The rows of a table as parameters `shape` and `cases` of a test."""
+    return pytest.mark.parametrize(("shape", "cases"), table.items(), ids=[identify(shape) for shape in table])
+
+
+def identify(shape: MeshShape) -> str:
+    """The axes above 1."""
+    return "-".join(f"{axis}{n}" for axis, n in zip(AXES, shape.degrees, strict=True) if n > 1) or "one"
 
 
 def with_mask(model: ModelConfig, mask: str) -> ModelConfig:

@@ -1,5 +1,7 @@
 """The bytes that one of the ranks that divide a work holds are those that planning counts."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from mmtrain.parallel.tensor import apply_tensor_parallel
 from tests.lora import with_lora
 from tests.models import test_spec_builders as whole
 from tests.models.conftest import tiny_model
+from tests.pairwise import covering
 from tests.parallel.test_activation_memory import SECTIONS, bytes_inside_of_a_backward, run
 from tests.parallel.test_split_backward import FAMILIES, family_model, halves, one_chunk
 from tests.ranks import run_ranks
@@ -34,49 +37,60 @@ def tensor_mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def tensor_parallel_blocks(rank, families, dtypes):
+def tensor_parallel_blocks(rank, cases):
     """What a block holds -> (bytes, what the spec says): after its forward, and between the halves of its backward."""
     mesh, found = tensor_mesh(), {}
-    for module, family in families:
-        for dtype in dtypes:
-            for adapters in (False, True):
-                model = family_model(module, family)
-                model = with_lora(model) if adapters else model
-                case = module, family, str(dtype), adapters
-                for mode, section in SECTIONS.items():
-                    (two, two_away, _, call), (one, one_away, _, _) = (
-                        run(model, module, section, count, dtype, mesh=mesh) for count in (2, 1)
-                    )
-                    block, planned = call.layers[0], Recomputation.of(section)
-                    found[*case, mode] = two - one, planned.kept_bytes(block, call.size)
-                    found[*case, f"{mode}, away"] = two_away - one_away, planned.offloaded_bytes(block, call.size)
-                if not adapters:
-                    keep, call = bytes_inside_of_a_backward(model, module, "none", dtype, mesh)
-                    (block,), planned = call.layers, Recomputation.of(SECTIONS["selective"])
-                    more = bytes_inside_of_a_backward(model, module, "selective", dtype, mesh)[0] - keep
-                    peak = planned.kept_bytes(block, call.size) + planned.peak_bytes(block, call.size)
-                    found[*case, "backward"] = more + block.activation_bytes(call.size), peak
-                chunk, x, kwargs, size = one_chunk(module, model, dtype=dtype, mesh=mesh)
-                held, left, _ = halves(chunk, x.requires_grad_(), kwargs)
-                layers = model_spec(model, dtype_bytes=dtype.itemsize).module(module).layers
-                planned = 2 * layers[1].of_rank(Division(tp=mesh.size())).linear_bytes(size)
-                found[*case, "halves"] = held, planned
-                found[*case, "halves, left"] = left, planned
+    for (module, family), dtype, adapters, mode in cases:
+        model = family_model(module, family)
+        model = with_lora(model) if adapters else model
+        case = module, family, str(dtype), adapters
+        if mode == "halves":
+            chunk, x, kwargs, size = one_chunk(module, model, dtype=dtype, mesh=mesh)
+            held, left, _ = halves(chunk, x.requires_grad_(), kwargs)
+            layers = model_spec(model, dtype_bytes=dtype.itemsize).module(module).layers
+            planned = 2 * layers[1].of_rank(Division(tp=mesh.size())).linear_bytes(size)
+            found[*case, "halves"] = held, planned
+            found[*case, "halves, left"] = left, planned
+        elif mode == "backward":
+            keep, call = bytes_inside_of_a_backward(model, module, "none", dtype, mesh)
+            (block,), planned = call.layers, Recomputation.of(SECTIONS["selective"])
+            more = bytes_inside_of_a_backward(model, module, "selective", dtype, mesh)[0] - keep
+            peak = planned.kept_bytes(block, call.size) + planned.peak_bytes(block, call.size)
+            found[*case, "backward"] = more + block.activation_bytes(call.size), peak
+        else:
+            (two, two_away, _, call), (one, one_away, _, _) = (
+                run(model, module, SECTIONS[mode], count, dtype, mesh=mesh) for count in (2, 1)
+            )
+            block, planned = call.layers[0], Recomputation.of(SECTIONS[mode])
+            found[*case, mode] = two - one, planned.kept_bytes(block, call.size)
+            found[*case, f"{mode}, away"] = two_away - one_away, planned.offloaded_bytes(block, call.size)
     return found
+
+
+EVERY_BLOCK = [
+    (family, dtype, adapters, mode)
+    for family, dtype, adapters, mode in product(
+        FAMILIES, (torch.float32, torch.bfloat16), (False, True), (*SECTIONS, "backward", "halves")
+    )
+    if not (adapters and mode == "backward")
+]
+DAILY_BLOCKS = covering(EVERY_BLOCK, lambda row: row, lambda row: 1)
+WIDE = [("vision", "siglip_vision_model"), ("vision", "qwen2_vl_vision")]
+WIDE_BLOCKS = [row for row in EVERY_BLOCK if row[0] in WIDE and row[1] == torch.float32]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("world", "families", "dtypes"),
+    ("world", "cases"),
     [
-        (2, FAMILIES, (torch.float32,)),
-        (2, [("language", "llama")], (torch.bfloat16,)),
-        (4, [("vision", "siglip_vision_model"), ("vision", "qwen2_vl_vision")], (torch.float32,)),
+        pytest.param(2, DAILY_BLOCKS, id="two ranks"),
+        pytest.param(4, covering(WIDE_BLOCKS, lambda row: row[::2], lambda row: 1), id="four ranks"),
+        pytest.param(2, EVERY_BLOCK, id="all on two ranks", marks=pytest.mark.nightly),
+        pytest.param(4, WIDE_BLOCKS, id="all on four ranks", marks=pytest.mark.nightly),
     ],
-    ids=["two ranks", "bfloat16", "four ranks"],
 )
-def test_blocks_of_tensor_parallel_ranks(world, families, dtypes):
-    for found in run_ranks(tensor_parallel_blocks, world, families, dtypes):
+def test_blocks_of_tensor_parallel_ranks(world, cases):
+    for found in run_ranks(tensor_parallel_blocks, world, cases):
         for (*case, adapters, mode), (held, planned) in found.items():
             # Planning lets frozen norms keep what those that train keep, and saved products count twice.
             least = 0.8 if adapters and not mode.startswith("halves") else 1

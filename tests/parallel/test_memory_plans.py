@@ -21,8 +21,8 @@ from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.schedule.lower import Program
 from mmtrain.topology import MeshShape
 from tests.lora import with_lora
-from tests.parallel.parity import TEXT_ON_ONE, Case, check, run_layout
-from tests.parallel.test_parity import TOLERANCE, identify
+from tests.parallel.parity import TEXT_ON_ONE, Case, check, identify, layouts, run_layout, selection, shallow
+from tests.parallel.test_parity import TOLERANCE
 from tests.parallel.test_split_backward import fill_adapters_by_name
 from tests.ranks import run_ranks
 from tests.reference import PLANNER, TRAINING, make_batch, model_config
@@ -45,8 +45,9 @@ PLANE = {
     "native merger, patches": drawn(model_config("qwen2_5_vl_vision", projector="native"), share_patches=True),
     "adapters": drawn(with_lora(model_config()), prepare=fill_adapters_by_name),
 }
+PLANE = {name: shallow(case) for name, case in PLANE.items()}
 REGATHERED = {
-    "trainable": drawn(model_config(), regathered=frozenset({"vision", "language"}), share_patches=True),
+    "trainable": shallow(drawn(model_config(), regathered=frozenset({"vision", "language"}), share_patches=True)),
 }
 BF16 = {
     "bfloat16": drawn(model_config(), training=dataclasses.replace(TRAINING, mixed_precision_param="bfloat16")),
@@ -59,18 +60,23 @@ def check_equal(ranks):
             assert errors.unequal == (), (case, rank)
 
 
+PIPELINES = dict.fromkeys((MeshShape(pp=2), MeshShape(pp=2, dp_shard=2)), CASES)
+PLANES = dict.fromkeys((MeshShape(tp=2), MeshShape(cp=2), MeshShape(dp_shard=2, tp=2)), PLANE)
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("shape", [MeshShape(pp=2), MeshShape(pp=2, dp_shard=2)], ids=identify)
-def test_pipelines_and_replicas(shape):
-    found = run_ranks(run_layout, shape.world_size, shape, CASES)
+@layouts(selection(PIPELINES) | selection(PLANES))
+def test_gradients_are_those_of_keeping_all_and_of_one_process(shape, cases):
+    found = run_ranks(run_layout, shape.world_size, shape, cases)
     check(found, TOLERANCE)
     check_equal(found)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shape", [MeshShape(tp=2), MeshShape(cp=2), MeshShape(dp_shard=2, tp=2)], ids=identify)
-def test_where_ranks_divide_works(shape):
-    found = run_ranks(run_layout, shape.world_size, shape, PLANE)
+@pytest.mark.nightly
+@layouts(PIPELINES | PLANES)
+def test_every_layout(shape, cases):
+    found = run_ranks(run_layout, shape.world_size, shape, cases, timeout=900)
     check(found, TOLERANCE)
     check_equal(found)
 

@@ -6,7 +6,18 @@ import pytest
 
 from mmtrain.topology import AXES, MeshShape
 from tests.models.dits import t2v
-from tests.parallel.parity import NO_IMAGE, TEXT_ON_ONE, Case, check, run_layout, with_mask
+from tests.parallel.parity import (
+    NO_IMAGE,
+    TEXT_ON_ONE,
+    Case,
+    check,
+    identify,
+    layouts,
+    run_layout,
+    selection,
+    shallow,
+    with_mask,
+)
 from tests.ranks import run_ranks
 from tests.reference import model_config
 
@@ -85,7 +96,7 @@ def plane_cases(shape: MeshShape) -> dict[str, Case]:
         }
     )
     frozen_encoder = model_config("qwen2_vl_vision", "llama", frozen=("encoder",), key_heads=key_heads)
-    return video | {
+    cases = video | {
         "qwen vision, qwen2, tied": Case(model=model_config(tied=True, key_heads=key_heads), split="causal"),
         "siglip, llama, frozen language": Case(
             model=model_config("siglip_vision_model", "llama", frozen=("language",), key_heads=key_heads),
@@ -104,28 +115,29 @@ def plane_cases(shape: MeshShape) -> dict[str, Case]:
             data_encoder=True,
         ),
     }
+    return cases if shape.pp > 2 else {name: shallow(case) for name, case in cases.items()}
 
 
-def identify(shape: MeshShape) -> str:
-    """The axes above 1."""
-    return "-".join(f"{axis}{n}" for axis, n in zip(AXES, shape.degrees, strict=True) if n > 1) or "one"
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("shape", PIPELINES, ids=identify)
-def test_pipelines_and_replicas(shape):
-    check(run_ranks(run_layout, shape.world_size, shape, PIPELINE_CASES), TOLERANCE)
+PLANES = {shape: plane_cases(shape) for shape in COVERING}
+DAILY = selection(dict.fromkeys(PIPELINES, PIPELINE_CASES)) | selection(PLANES)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shape", COVERING, ids=identify)
-def test_a_covering_set_of_layouts(shape):
-    check(run_ranks(run_layout, shape.world_size, shape, plane_cases(shape)), TOLERANCE)
+@layouts(DAILY)
+def test_pairs_of_degrees_cases_and_runs(shape, cases):
+    check(run_ranks(run_layout, shape.world_size, shape, cases), TOLERANCE)
 
 
-def test_the_covering_set_has_every_pair_of_axes():
+def test_the_daily_layouts_have_every_pair_of_axes():
     for pair in itertools.combinations(AXES, 2):
-        assert any(all(getattr(shape, axis) > 1 for axis in pair) for shape in [*PIPELINES, *COVERING]), pair
+        assert any(all(getattr(shape, axis) > 1 for axis in pair) for shape in DAILY), pair
+
+
+@pytest.mark.ranks
+@pytest.mark.nightly
+@layouts(dict.fromkeys(PIPELINES, PIPELINE_CASES) | PLANES)
+def test_pipelines_replicas_and_planes(shape, cases):
+    check(run_ranks(run_layout, shape.world_size, shape, cases, timeout=900), TOLERANCE)
 
 
 @pytest.mark.ranks

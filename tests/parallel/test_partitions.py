@@ -7,7 +7,7 @@ from mmtrain.cli import main
 from mmtrain.topology import MeshShape
 from mmtrain.trainer import Trainer
 from tests.jobs import layout, metrics, train, write_config
-from tests.parallel.parity import NO_IMAGE, TEXT_ON_ONE, Case, check, cut, run_layout
+from tests.parallel.parity import NO_IMAGE, TEXT_ON_ONE, Case, check, cut, identify, layouts, run_layout, selection
 from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks
 from tests.reference import model_config
@@ -65,15 +65,24 @@ def test_the_cases_have_every_place_where_modules_can_meet():
     assert not language[0].last
 
 
-@pytest.mark.parametrize("pp", [2, 4])
-def test_pipelines(pp):
-    check(run_ranks(run_layout, pp, MeshShape(pp=pp), CASES), TOLERANCE)
+TABLE = dict.fromkeys((MeshShape(pp=2), MeshShape(pp=4)), CASES)
+PLANE_TABLE = dict.fromkeys((MeshShape(pp=2, dp_shard=2), MeshShape(pp=2, tp=2), MeshShape(pp=2, cp=2)), PLANES)
 
 
-@pytest.mark.parametrize("shape", [MeshShape(pp=2, dp_shard=2), MeshShape(pp=2, tp=2), MeshShape(pp=2, cp=2)])
-def test_planes_and_replicas(shape):
+@layouts(selection(TABLE) | selection(PLANE_TABLE))
+def test_pairs_of_degrees_cases_and_runs(shape, cases):
+    check(run_ranks(run_layout, shape.world_size, shape, cases), TOLERANCE)
+
+
+@pytest.mark.nightly
+@layouts(TABLE | PLANE_TABLE)
+def test_every_layout(shape, cases):
+    check(run_ranks(run_layout, shape.world_size, shape, cases, timeout=900), TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", PLANE_TABLE, ids=identify)
+def test_the_language_model_begins_on_a_later_rank(shape):
     assert cut(PLANES["language on a later rank"], shape).text_rank == 1
-    check(run_ranks(run_layout, shape.world_size, shape, PLANES), TOLERANCE)
 
 
 OPEN_KEYS = ["model.encoder.num_segments=0", "model.language.num_segments=0", "lr_scheduler.decay_ratio=0"]

@@ -4,7 +4,7 @@ import pytest
 
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.topology import MeshShape
-from tests.parallel.parity import Case, check, run_layout
+from tests.parallel.parity import Case, check, layouts, run_layout, selection
 from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks
 from tests.reference import model_config
@@ -13,7 +13,7 @@ LOOPS = tuple((name, 1) for name, schedule in CATALOGUE.items() if schedule.plac
 VS = tuple((name, 1) for name, schedule in CATALOGUE.items() if schedule.placement == "v")
 
 CASES = {
-    "one chunk": Case(model=model_config(), runs=LOOPS),
+    "one chunk": Case(model=model_config(tied=True), runs=LOOPS),
     "two chunks": Case(model=model_config(segments=(1, 2)), runs=LOOPS),
     "v": Case(model=model_config(segments=(2, 2), tied=True), runs=VS, placement="v"),
     "v, text": Case(model=model_config(None, segments=(0, 2)), runs=VS, placement="v", images=[[[0]] * 5, [[0]] * 5]),
@@ -23,22 +23,21 @@ CASES = {
 }
 
 
-@pytest.mark.ranks
-def test_two_ranks():
-    check(run_ranks(run_layout, 2, MeshShape(pp=2), CASES), TOLERANCE)
+TABLE = {
+    MeshShape(pp=2): CASES,
+    MeshShape(pp=4): {name: CASES[name] for name in ("one chunk", "two chunks", "v")},
+    MeshShape(pp=2, dp_shard=2): {"v": CASES["v"]},
+}
 
 
 @pytest.mark.ranks
-def test_four_ranks():
-    cases = {
-        "one chunk": Case(model=model_config(tied=True), runs=LOOPS),
-        "two chunks": Case(model=model_config(segments=(1, 2)), runs=LOOPS),
-        "v": Case(model=model_config(segments=(2, 2)), runs=VS, placement="v"),
-    }
-    check(run_ranks(run_layout, 4, MeshShape(pp=4), cases), TOLERANCE)
+@layouts(selection(TABLE))
+def test_pairs_of_schedules_cases_and_degrees(shape, cases):
+    check(run_ranks(run_layout, shape.world_size, shape, cases), TOLERANCE)
 
 
 @pytest.mark.ranks
-def test_replicas_with_different_plans():
-    cases = {"v": Case(model=model_config(segments=(2, 2)), runs=VS, placement="v")}
-    check(run_ranks(run_layout, 4, MeshShape(pp=2, dp_shard=2), cases), TOLERANCE)
+@pytest.mark.nightly
+@layouts(TABLE)
+def test_every_schedule_on_every_layout(shape, cases):
+    check(run_ranks(run_layout, shape.world_size, shape, cases, timeout=900), TOLERANCE)

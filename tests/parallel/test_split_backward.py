@@ -35,9 +35,9 @@ from mmtrain.planner.partition import partition, reference_sizes
 from mmtrain.schedule.lower import Program
 from mmtrain.topology import MeshShape
 from tests.lora import with_lora
-from tests.parallel.parity import KEEP_ALL, NO_IMAGE, TEXT_ON_ONE, Case, check, run_layout
+from tests.parallel.parity import KEEP_ALL, NO_IMAGE, TEXT_ON_ONE, Case, check, layouts, run_layout, selection, shallow
 from tests.parallel.test_activation_memory import Alive
-from tests.parallel.test_parity import TOLERANCE, identify
+from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks
 from tests.reference import ENCODERS, LANGUAGES, PLANNER, TRAINING, make_batch, model_config
 
@@ -80,7 +80,7 @@ CASES = {
     "text model": split(model_config(None, "llama"), images=NO_IMAGE),
 }
 PLANE = {
-    name: dataclasses.replace(CASES[name], **options)
+    name: dataclasses.replace(shallow(CASES[name]), **options)
     for name, options in {
         "trainable": {},
         "tied": {"split": "causal"},
@@ -91,7 +91,7 @@ PLANE = {
     }.items()
 }
 REGATHERED = {
-    name: dataclasses.replace(CASES[name], regathered=frozenset({"vision", "language"}), share_patches=True)
+    name: dataclasses.replace(shallow(CASES[name]), regathered=frozenset({"vision", "language"}), share_patches=True)
     for name in ("trainable", "native merger, recomputed")
 }
 SOME = {"every second": Case(model=model_config(), runs=(("1F1B", 1, 0, 2),))}
@@ -108,16 +108,25 @@ def check_equal(ranks):
             assert errors.unequal == (), (case, rank)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("shape", [MeshShape(pp=2), MeshShape(pp=4), MeshShape(pp=2, dp_shard=2)], ids=identify)
-def test_gradients_are_those_of_whole_backwards_and_of_one_process(shape):
-    check_split(run_ranks(run_layout, shape.world_size, shape, CASES | SOME))
+PIPELINES = dict.fromkeys((MeshShape(pp=2), MeshShape(pp=4), MeshShape(pp=2, dp_shard=2)), CASES | SOME)
+DAILY = {  # each case on two ranks, and each pair of layout and run
+    shape: cases if shape.world_size == 2 else {name: cases[name] for name in ("tied", "frozen encoder")}
+    for shape, cases in PIPELINES.items()
+}
+PLANES = dict.fromkeys((MeshShape(pp=2, tp=2), MeshShape(pp=2, cp=2)), PLANE)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shape", [MeshShape(pp=2, tp=2), MeshShape(pp=2, cp=2)], ids=identify)
-def test_gradients_where_ranks_divide_works(shape):
-    check_split(run_ranks(run_layout, shape.world_size, shape, PLANE))
+@layouts(selection(DAILY) | selection(PLANES))
+def test_gradients_are_those_of_whole_backwards_and_of_one_process(shape, cases):
+    check_split(run_ranks(run_layout, shape.world_size, shape, cases))
+
+
+@pytest.mark.ranks
+@pytest.mark.nightly
+@layouts(PIPELINES | PLANES)
+def test_every_layout(shape, cases):
+    check_split(run_ranks(run_layout, shape.world_size, shape, cases, timeout=900))
 
 
 @pytest.mark.ranks

@@ -5,8 +5,8 @@ import pytest
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.topology import MeshShape
 from tests.models.dits import t2v
-from tests.parallel.parity import Case, check, cut, run_layout
-from tests.parallel.test_parity import TOLERANCE, identify
+from tests.parallel.parity import Case, check, cut, identify, layouts, run_layout, selection
+from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -34,14 +34,23 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("shape", [MeshShape(), MeshShape(pp=2), MeshShape(pp=4)], ids=identify)
-def test_pipelines(shape):
-    check(run_ranks(run_layout, shape.world_size, shape, CASES if shape.pp > 1 else FEW), TOLERANCE)
+TABLE = {
+    MeshShape(): FEW,
+    MeshShape(pp=2): CASES,
+    MeshShape(pp=4): CASES,
+    MeshShape(pp=2, dp_shard=2): FEW,
+}
 
 
-@pytest.mark.parametrize("shape", [MeshShape(pp=2, dp_shard=2)], ids=identify)
-def test_replicas(shape):
-    check(run_ranks(run_layout, shape.world_size, shape, FEW), TOLERANCE)
+@layouts(selection(TABLE))
+def test_pairs_of_degrees_cases_and_runs(shape, cases):
+    check(run_ranks(run_layout, shape.world_size, shape, cases), TOLERANCE)
+
+
+@pytest.mark.nightly
+@layouts(TABLE)
+def test_every_layout(shape, cases):
+    check(run_ranks(run_layout, shape.world_size, shape, cases, timeout=900), TOLERANCE)
 
 
 @pytest.mark.parametrize("shape", [MeshShape(pp=2, tp=2)], ids=identify)

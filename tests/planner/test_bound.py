@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from mmtrain.planner.bound import lower_bound_s, one_machine_s
 from mmtrain.planner.plan import make_plan
+from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import P2P, PlanningProblem
 from tests.schedule.problems import chain, option, problems
@@ -56,3 +57,18 @@ def test_no_plan_beats_the_bound(problem: PlanningProblem, schedule: str) -> Non
     least = lower_bound_s(problem, split=bool(result.plan.split))
     assert result.timeline.end_s >= least * (1 - 1e-12)
     assert lower_bound_s(problem) <= lower_bound_s(problem, split=False) * (1 + 1e-12)
+
+
+def test_the_way_back_from_the_busiest_rank_takes_its_transfer() -> None:
+    problem = PlanningProblem.build(
+        num_ranks=2,
+        modules=[ModuleStages(name="language", stages=(0, 1))],
+        stage_rank=[0, 1],
+        works=[Work(module=0, microbatch=m, sub_microbatch=0) for m in range(2)],
+        costs=[[option(1.0, 1.0)], [option(10.0, 10.0)]],
+        cost_index=[[0, 1]] * 2,
+        output_bytes=[[0.0, 0.0]] * 2,
+        p2p=P2P(latency_s=1.0, bytes_per_s=1e9),
+    )
+    # The second rank begins after a forward and a transfer, works for 40 s, and a transfer and a backward follow.
+    assert lower_bound_s(problem, split=False) == 44.0

@@ -121,3 +121,11 @@ def test_groups_are_those_of_the_mesh() -> None:
     noted = Ranks()
     sharding.reduce_s(noted, state.stages[0], 1)
     assert noted.groups == [[16, 18, 20, 22], [16, 24]]
+
+
+@pytest.mark.parametrize(("activation_bytes", "peak"), [(0.0, 1110.0), (5.0, 1110.0), (3000.0, 4100.0)])
+def test_reduced_gradients_come_when_activations_are_gone(activation_bytes: float, peak: float) -> None:
+    state = RankState(
+        stages=(), param_bytes=100.0, grad_bytes=0.0, reduced_bytes=10.0, optimizer_bytes=1000.0, updated_params=0.0
+    )
+    assert state.peak_bytes(activation_bytes) == peak

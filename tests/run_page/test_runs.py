@@ -114,6 +114,66 @@ def test_numbers_are_medians_of_the_later_half(tmp_path):
     assert found["time lost to waits"] == ("20.0%", "20.0% data, 0.0% plans")
 
 
+FAR_OFF = {
+    "mfu": (0.05, "The devices do little of what they could"),
+    "bubble": (0.6, "Pipeline ranks idle much"),
+    "makespan_ratio": (2.5, "Costs are not calibrated, so plans are good for another machine: run mmtrain profile"),
+    "plan_gap": (0.3, "raise planner.budget_evaluations"),
+    "plan_late": (3, "Searches end too late"),
+    "plan_failed": (3, "Searches fail"),
+    "memory_measured_gib": (1.2, "It was above the limit of 1.00 GiB"),
+    "data_time_s": (0.3, "raise data.num_workers"),
+    "plan_time_s": (0.3, "Steps wait for plans"),
+}
+WELL = {"mfu": 0.4, "bubble": 0.1, "makespan_ratio": 1.2, "plan_gap": 0.01, "plan_late": 0, "plan_failed": 0,
+        "memory_measured_gib": 0.9, "memory_predicted_gib": 0.8, "memory_limit_gib": 1.0}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", FAR_OFF)
+def test_a_number_that_is_far_off_has_a_sentence(tmp_path, key):
+    value, sentence = FAR_OFF[key]
+    well = {"step": 1} | STEP | WELL
+    assert not [number.advice for number in numbers(read_run(write_run(tmp_path / "well", [well]))) if number.advice]
+    (advice,) = [
+        number.advice
+        for number in numbers(read_run(write_run(tmp_path / "off", [well | {key: value}])))
+        if number.advice
+    ]
+    assert sentence in advice
+
+
+def test_plans_far_shorter_or_of_another_profile_are_told_apart(tmp_path):
+    def advice(ratio, config=""):
+        run = write_run(
+            tmp_path / f"{ratio}{len(config)}", [{"step": 1} | STEP | WELL | {"makespan_ratio": ratio}], config
+        )
+        return " ".join(number.advice for number in numbers(read_run(run)))
+
+    assert "not calibrated" in advice(0.4)
+    assert advice(0.6).strip() == ""
+    assert "planner.profile is of another machine" in advice(3.0, '[planner]\nprofile = "p.json"\n')
+
+
+def test_a_run_without_mfu_shows_its_flops(tmp_path):
+    line = (
+        {"step": 1}
+        | STEP
+        | {"mfu": None, "tflops": 0.004, "mfu_vision": None, "tflops_vision": 0.01, "bubble_vision": 0.1}
+    )
+    run = read_run(write_run(tmp_path / "cpu", [line]))
+    assert chart(charts([run]), "Model FLOP/s") == {"whole step": [4.0], "vision": [10.0]}
+    assert "Model FLOPs utilisation" not in titles(charts([run]))
+    found = {number.label: number.value for number in numbers(run)}
+    assert found["model FLOP/s"] == "4 G" and "MFU" not in found
+    known = read_run(write_run(tmp_path / "gpu", [line | {"mfu": 0.4, "mfu_vision": 0.5}]))
+    assert "Model FLOP/s" not in titles(charts([known])) and "Model FLOPs utilisation" in titles(charts([known]))
+
+
+def test_a_run_may_be_named_like_a_part_of_the_page(tmp_path):
+    text = page([read_run(write_run(tmp_path / "@data@", [{"step": 1} | STEP]))])
+    assert "<title>@data@ - mmtrain</title>" in text and '"name":"@data@"' in text
+
+
 def test_long_runs_are_thinned_to_means_and_counts_to_their_last():
     x, y = list(range(1, 11)), [1.0, 3.0, None, 5.0, None, None, 7.0, 9.0, 11.0, None]
     assert thinned(x, y, most=5) == ([2, 4, 6, 8, 10], [2.0, 5.0, None, 8.0, 11.0])

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import SENDS, STAGE_WIDE, TRANSFERS, Action, Kind
+from mmtrain.schedule.action import KINDS, SENDS, STAGE_WIDE, TRANSFERS, Action, Kind
 
 TEXTS = ["3F5.1", "0B0.0", "12I3.0", "12W3.0", "3SEND_F5.1>4", "4RECV_F5.1<3", "4WAIT_F5.1<3", "4SEND_B5.1>3"]
 TEXTS += ["3RECV_B5.1<4", "3WAIT_B5.1<4", "3UNSHARD", "3RESHARD", "3REDUCE"]
@@ -14,7 +14,7 @@ def test_text_is_read_and_written_back(text: str) -> None:
     assert str(Action.parse(text)) == text
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", KINDS)
 @given(numbers=st.tuples(*[st.integers(0, 999)] * 4))
 def test_every_action_has_a_text(kind: Kind, numbers: tuple[int, int, int, int]) -> None:
     stage, microbatch, sub, peer = numbers

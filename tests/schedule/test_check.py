@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.action import KINDS, Action, Kind
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
@@ -83,7 +83,7 @@ def test_another_kind_is_found(data: st.DataObject) -> None:
     problem, plan = data.draw(plans())
     rank, step = pick(data.draw, plan)
     order = list(plan.orders[rank])
-    kinds = [kind for kind in Kind if kind is not order[step].kind]
+    kinds = [kind for kind in KINDS if kind is not order[step].kind]
     order[step] = dataclasses.replace(order[step], kind=data.draw(st.sampled_from(kinds)))
     assert not accepts(with_order(plan, rank, order), problem)
 

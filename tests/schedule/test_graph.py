@@ -32,6 +32,7 @@ def test_edge_from_a_frozen_module_brings_no_gradient() -> None:
         (Kind.F, 0, 0, []),
         (Kind.F, 2, 2, [(Kind.F, 1, 0), (Kind.F, 1, 1)]),
         (Kind.B, 1, 1, [(Kind.F, 1, 1), (Kind.B, 2, 2)]),
+        (Kind.I, 1, 1, [(Kind.F, 1, 1), (Kind.B, 2, 2)]),
         (Kind.I, 3, 2, [(Kind.F, 3, 2)]),
         (Kind.W, 3, 2, [(Kind.B, 3, 2)]),
     ],

@@ -124,17 +124,21 @@ class Chart {
     });
   }
 
+  /** Values of a curve in the range of steps that is looked at. */
+  visible({ series, y }) {
+    const [first, last] = this.board.range;
+    return y.filter((v, i) => v !== null && series.x[i] >= first && series.x[i] <= last && !(this.log && v <= 0));
+  }
+
   scales(shown) {
     const [first, last] = this.board.range;
-    const values = shown.flatMap(({ series, y }) =>
-      y.filter((v, i) => v !== null && series.x[i] >= first && series.x[i] <= last && !(this.log && v <= 0)),
-    );
+    const values = shown.flatMap((curve) => this.visible(curve));
     let low = values.reduce((a, b) => Math.min(a, b), Infinity);
     let high = values.reduce((a, b) => Math.max(a, b), -Infinity);
     if (!values.length) [low, high] = this.log ? [1, 10] : [0, 1];
     if (!this.log && (this.spec.zero || this.spec.stacked)) [low, high] = [Math.min(0, low), Math.max(0, high)];
     const highest = high;
-    if (!this.log) high = Math.min(high, usual(values));
+    if (!this.log && this.spec.unit !== "%") high = usual(low, high, shown.map((curve) => this.visible(curve)));
     const cut = high < highest ? highest : null;
     if (low === high) [low, high] = this.log ? [low / 2, high * 2] : [Math.min(low, 0), high || 1];
     const place = this.log ? Math.log : (v) => v;
@@ -272,11 +276,17 @@ class Chart {
   }
 }
 
-/** The greatest value of an axis: less than the greatest of all where a few values are far above the others. */
-function usual(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  const most = sorted[Math.floor(0.97 * (sorted.length - 1))] * 1.5;
-  return sorted.length > 20 && sorted[sorted.length - 1] > 3 * most && most > 0 ? most : Infinity;
+/**
+ * The greatest value of an axis from `low`: the greatest of all, `high`, unless the highest 5 % of each curve (at least
+ * one value of two) would take more than two thirds of the axis.
+ */
+function usual(low, high, curves) {
+  const most = curves.map((values) => {
+    const sorted = [...values].sort((a, b) => a - b);
+    return sorted[sorted.length - 1 - (sorted.length > 1 ? Math.ceil(0.05 * sorted.length) : 0)];
+  });
+  const limit = Math.max(...most.filter((value) => value !== undefined));
+  return limit > low && high - low > 3 * (limit - low) ? limit : high;
 }
 
 /** Index of the point of a series that is next to a step; those without a value do not count. */

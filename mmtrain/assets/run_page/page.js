@@ -39,9 +39,15 @@ function showNumbers() {
       const value = make("div", { class: "value" }, ...(several ? [dotOf(themed(run.colour))] : []), number.value);
       return [value, make("div", { class: "note", text: number.note })];
     });
-    return make("div", { class: "card tile" }, make("div", { class: "label", text: label }), ...lines);
+    const off = DATA.runs.some((run) => run.numbers.some((n) => n.label === label && n.advice));
+    return make("div", { class: off ? "card tile off" : "card tile" }, make("div", { class: "label", text: label }), ...lines);
   });
-  byId("numbers").replaceChildren(make("div", { class: "tiles" }, ...tiles));
+  const advice = DATA.runs.flatMap((run) =>
+    run.numbers
+      .filter((number) => number.advice)
+      .map((number) => make("li", {}, ...(several ? [dotOf(themed(run.colour))] : []), make("b", { text: `${number.label} ${number.value}` }), ` ${number.advice}`)),
+  );
+  byId("numbers").replaceChildren(make("div", { class: "tiles" }, ...tiles), make("ul", { class: "advice" }, ...advice));
 }
 
 function showFacts() {
@@ -77,6 +83,7 @@ function setUpTimelines() {
   byId("timelines").hidden = false;
   byId("run-choice").hidden = runs.length < 2;
   const [runChoice, stepChoice, stretch] = ["timeline-run", "timeline-step", "timeline-stretch"].map(byId);
+  let chosen = false; // until the reader says otherwise, a timeline is stretched where it would be a sliver
   runChoice.append(...runs.map((run, index) => make("option", { value: index, text: run.name })));
   const listSteps = () => {
     const steps = runs[runChoice.value].timelines.map((timeline) => timeline.step);
@@ -85,7 +92,9 @@ function setUpTimelines() {
     showStep();
   };
   const showStep = () => {
-    view.show(runs[runChoice.value].timelines[stepChoice.value], stretch.checked);
+    view.load(runs[runChoice.value].timelines[stepChoice.value]);
+    if (!chosen) stretch.checked = view.apart > 2;
+    view.setStretch(stretch.checked);
     showLegend();
     showSummary();
   };
@@ -97,7 +106,10 @@ function setUpTimelines() {
   };
   runChoice.addEventListener("change", listSteps);
   stepChoice.addEventListener("change", showStep);
-  stretch.addEventListener("change", () => view.setStretch(stretch.checked));
+  stretch.addEventListener("change", () => {
+    chosen = true;
+    view.setStretch(stretch.checked);
+  });
   byId("timeline-before").addEventListener("click", go(-1));
   byId("timeline-after").addEventListener("click", go(1));
   byId("timeline-fit").addEventListener("click", () => view.fit());

@@ -37,7 +37,7 @@ class TimelineView {
     canvas.addEventListener("dblclick", () => this.fit());
   }
 
-  show(data, stretch) {
+  load(data) {
     this.data = data;
     this.actions = data.actions.map((row) => readAction(row, data));
     this.length = { measured: 0, planned: 0 };
@@ -45,7 +45,12 @@ class TimelineView {
       for (const name of ["measured", "planned"]) this.length[name] = Math.max(this.length[name], times[name][1]);
     }
     this.pitch = data.num_ranks > 16 ? 20 : data.num_ranks > 8 ? 26 : 34;
-    this.setStretch(stretch);
+  }
+
+  /** How many times as long as the other one the longer timeline is. */
+  get apart() {
+    const { measured, planned } = this.length;
+    return Math.max(measured / planned, planned / measured);
   }
 
   setStretch(on) {
@@ -97,7 +102,8 @@ class TimelineView {
       pen.font = "600 12.5px system-ui, sans-serif";
       pen.fillStyle = ink;
       pen.textAlign = "left";
-      pen.fillText(`${name}: ${seconds(this.length[name])}`, 0, this.top(name, 0) - HEAD_HEIGHT / 2);
+      const drawn = this.factor[name] === 1 ? "" : `, drawn ${brief(this.factor[name])} times as long`;
+      pen.fillText(`${name}: ${seconds(this.length[name])}${drawn}`, 0, this.top(name, 0) - HEAD_HEIGHT / 2);
       pen.font = "12px system-ui, sans-serif";
       for (let rank = 0; rank < ranks; rank++) {
         pen.fillStyle = soft;

@@ -6,6 +6,7 @@ takes over another profile's keys.
 
 import dataclasses
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 from mmtrain.errors import ConfigError
 from mmtrain.planner.simulator.graph import DeviceKind, OpKind, Phase
+from mmtrain.toml_sections import shown
 
 FOLDER = Path(__file__).resolve().parent.parent / "hardware"
 """The profiles that come with mmtrain."""
@@ -100,9 +102,9 @@ def load_hardware(name: str) -> Hardware:
     Raises: ConfigError: no such profile, an unknown or missing key, a wrong type, or a number out of range.
     """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
-    if not path.is_file() or name == "defaults":
+    if not os.path.isfile(path) or name == "defaults":  # false of names that cannot exist, too
         known = ", ".join(hardware_names())
-        raise ConfigError(f"hardware {name!r} does not exist; name one of {known}, or a TOML file")
+        raise ConfigError(f"hardware {shown(name)} does not exist; name one of {known}, or a TOML file")
     return _hardware(_read(path, ()), path)
 
 

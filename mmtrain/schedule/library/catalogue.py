@@ -5,7 +5,7 @@ Each stage then has a copy of its weights on two ranks, while a stage of a plan 
 idea with one copy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,10 +38,10 @@ class Schedule:
     splits_backward: bool = False
     """Whether plans have I and W where that is worth it."""
     keeps_memory_limits: bool = False
-    """Whether plans stay within the problem's memory limits; the others bound their memory by their own rule."""
+    """Whether plans stay within the problem's memory limits; see `names.MEMORY_BOUNDED_SCHEDULES`."""
 
 
-CATALOGUE: dict[str, Schedule] = {
+CATALOGUE: Mapping[str, Schedule] = {
     "GPipe": Schedule(idea="all forwards, then all backwards", make=gpipe),
     "1F1B": Schedule(
         idea="one forward, one backward; with several chunks a rank, Megatron's interleaved order", make=one_f_one_b

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mmtrain.schedule.action import Kind
+from mmtrain.schedule.engine import Engine
+from mmtrain.schedule.graph import ModuleStages, Work, WorkGraph
 from mmtrain.schedule.library.v_shape import Slot, fill
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
@@ -87,41 +89,37 @@ def with_weights(sequences: list[list[Slot]], limit: int) -> list[list[Slot]]:
 
     All actions take one unit, so that the ranks move in step.
     """
-    P = len(sequences)
-    ended: set[tuple[int, Slot]] = set()  # (rank, slot)
-    held, place = [0] * P, [0] * P
-    due: list[deque[Slot]] = [deque() for _ in range(P)]
+    P, num_microbatches = len(sequences), len(sequences[0]) // 4
+    down = tuple(range(P))
+    graph = WorkGraph(
+        num_ranks=P,
+        modules=(ModuleStages(name="v", stages=tuple(range(2 * P))),),
+        stage_rank=down + down[::-1],
+        works=tuple(Work(module=0, microbatch=m, sub_microbatch=0) for m in range(num_microbatches)),
+        backward=((True,) * (2 * P),) * num_microbatches,
+    )
+    engine = Engine(graph.items)
+    held, due = [0] * P, [deque[Slot]() for _ in range(P)]
+    left = [deque(sequence) for sequence in sequences]
     written: list[list[Slot]] = [[] for _ in range(P)]
-    while any(place[rank] < len(sequences[rank]) or due[rank] for rank in range(P)):
-        now = []
+    for now in range(sum(map(len, sequences)) * 2):
         for rank in range(P):
-            head = sequences[rank][place[rank]] if place[rank] < len(sequences[rank]) else None
-            full = head is not None and head.kind is Kind.F and held[rank] >= limit
-            if head and not full and all(needed in ended for needed in _needs(head, rank, P)):
-                place[rank] += 1
-                now.append((rank, head))
-            elif due[rank]:
-                now.append((rank, due[rank].popleft()))
-        assert now, "a building block's times respect what its actions need"
-        for rank, slot in now:
-            written[rank].append(slot)
-            ended.add((rank, slot))
-            if slot.kind is Kind.I:
-                due[rank].append(Slot(Kind.W, slot.leg, slot.microbatch))
-            else:
-                held[rank] += 1 if slot.kind is Kind.F else -1
+            if left[rank] and not (left[rank][0].kind is Kind.F and held[rank] >= limit):
+                slot = left[rank][0]
+                stage = rank if slot.leg == 0 else 2 * P - 1 - rank
+                item = graph.items.item(slot.kind, stage, slot.microbatch)
+                if not engine.waiting[item] and engine.arrival[item] <= now:
+                    engine.start(item, now + 1)
+                    written[rank].append(left[rank].popleft())
+                    if slot.kind is Kind.F:
+                        held[rank] += 1
+                    else:
+                        due[rank].append(slot._replace(kind=Kind.W))
+                    continue
+            if due[rank]:
+                written[rank].append(due[rank].popleft())
+                held[rank] -= 1
+        if not any(left) and not any(due):
+            break
+    assert not any(left), "a building block's times respect what its actions need"
     return written
-
-
-def _needs(slot: Slot, rank: int, P: int) -> list[tuple[int, Slot]]:
-    """(rank, slot) of what must have ended before a forward or an input half of one V."""
-    if slot.kind is Kind.F:
-        before = rank - 1 if slot.leg == 0 else rank + 1
-        if before < 0:
-            return []
-        return [(before, slot) if before < P else (rank, Slot(Kind.F, 0, slot.microbatch))]
-    own = [(rank, Slot(Kind.F, slot.leg, slot.microbatch))]
-    behind = rank + 1 if slot.leg == 0 else rank - 1
-    if behind < 0:
-        return own
-    return [*own, (behind, slot) if behind < P else (rank, Slot(Kind.I, 1, slot.microbatch))]

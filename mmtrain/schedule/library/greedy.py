@@ -5,18 +5,14 @@ deadlock: forwards of many microbatches may fill a rank, so that none of them ca
 Here `Memory` decides on admission, and always leaves a way to the end.
 """
 
-from mmtrain.errors import PlanError
+from collections.abc import Iterable
+
 from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.engine import Engine
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.library.memory import Memory, choose_options
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
-
-Node = tuple[int, int]
-"""(stage, work)."""
-
-Choice = tuple[Kind, Node]
-"""F or B of a node."""
 
 
 def greedy(problem: PlanningProblem) -> Plan:
@@ -40,8 +36,8 @@ def clusters(graph: WorkGraph) -> list[int]:
             work = leader[work]
         return work
 
-    for index, work in enumerate(graph.works):
-        for other in work.after:
+    for index in range(len(graph.works)):
+        for other in graph.sources(index):
             leader[find(other)] = find(index)
     oldest: dict[int, tuple[int, int]] = {}
     for index, work in enumerate(graph.works):
@@ -52,46 +48,50 @@ def clusters(graph: WorkGraph) -> list[int]:
 
 
 class _Greedy:
-    """One run of the dual-queue list scheduler."""
+    """One run of the dual-queue list scheduler: a policy of the engine."""
 
     def __init__(self, problem: PlanningProblem) -> None:
-        self.problem = problem
-        self.graph = problem.graph
-        self.cluster = clusters(self.graph)
-        self.chosen = choose_options(problem, self.cluster)
-        self.options = {n: problem.options(*n)[i] for n, i in self.chosen.items()}
-        self.memory = Memory(problem, self.cluster, self.options)
-        ranks = range(self.graph.num_ranks)
+        graph = self.graph = problem.graph
+        items = self.items = graph.items
+        cluster = clusters(graph)
+        self.chosen = choose_options(problem, cluster)
+        self.options = [problem.options(*node)[self.chosen[node]] for node in zip(items.stage, items.work, strict=True)]
+        """[node]"""
+        self.cluster = [cluster[work] for work in items.work]
+        """[node]"""
+        self.memory = Memory(problem, cluster, {n: problem.options(*n)[i] for n, i in self.chosen.items()})
+        self.engine = Engine(items, problem.message_s)
+        ranks = range(graph.num_ranks)
         self.orders: list[list[Action]] = [[] for _ in ranks]
-        self.candidates: list[tuple[float, Choice] | None] = [None for _ in ranks]
+        self.candidates: list[tuple[float, int] | None] = [None for _ in ranks]
         self.stale = set(ranks)  # ranks whose candidate must be looked for again
         self.t_last = [0.0 for _ in ranks]
-        self.ready: dict[Kind, list[dict[Node, float]]] = {k: [{} for _ in ranks] for k in (Kind.F, Kind.B)}
-        self.waiting: dict[tuple[Kind, Node], int] = {}
-        self.arrival: dict[tuple[Kind, Node], float] = {}
-        self.priority: dict[Kind, dict[Node, tuple[int, ...]]] = {Kind.F: {}, Kind.B: {}}
-        for place, (stage, work) in enumerate(self.graph.nodes()):
-            w = self.graph.works[work]
-            self.priority[Kind.F][stage, work] = (self.cluster[work], w.microbatch, place)
-            self.priority[Kind.B][stage, work] = (self.cluster[work], w.microbatch, -place)
-        for node in self.graph.nodes():
-            for kind in (Kind.F, Kind.B) if self.graph.has_backward(*node) else (Kind.F,):
-                self.waiting[kind, node] = len(self.graph.needs(kind, *node))
-                self.arrival[kind, node] = 0.0
-                if not self.waiting[kind, node]:
-                    self._rank_queue(kind, node)[node] = 0.0
+        self.ready: list[list[list[int]]] = [[[] for _ in ranks] for _ in range(2)]
+        """[0: F, 1: B][rank] -> items."""
+        self.priority: list[tuple[int, int, int]] = [(0, 0, 0)] * (2 * items.num_nodes)
+        """[item]"""
+        for place, (stage, work) in enumerate(graph.nodes()):
+            age = cluster[work], graph.works[work].microbatch
+            for kind, sign in ((Kind.F, 1), (Kind.B, -1)):
+                self.priority[items.item(kind, stage, work)] = (*age, sign * place)
+        self._queue(node for node in range(items.num_nodes) if not items.num_needs[node])
 
-    def _rank_queue(self, kind: Kind, node: Node) -> dict[Node, float]:
-        return self.ready[kind][self.graph.stage_rank[node[0]]]
+    def _queue(self, found: Iterable[int]) -> None:
+        for item in found:
+            slot, node = divmod(item, self.items.num_nodes)
+            if slot < 2:
+                rank = self.items.rank[node]
+                self.ready[slot][rank].append(item)
+                self.stale.add(rank)
 
     def run(self) -> Plan:
         """The plan."""
-        for _ in range(len(self.waiting)):
-            kind, node = self._next() or self._forced()
-            self._schedule(kind, node)
+        for _ in range(self.items.num_nodes + sum(self.items.has_backward)):
+            item = self._next()
+            self._schedule(self._forced() if item is None else item)
         return Plan(self.graph, tuple(map(tuple, self.orders)), {n: i for n, i in self.chosen.items() if i})
 
-    def _next(self) -> Choice | None:
+    def _next(self) -> int | None:
         """What the rank that can start earliest does next; None if nothing may start."""
         for rank in self.stale:
             self.candidates[rank] = self._candidate(rank)
@@ -99,70 +99,54 @@ class _Greedy:
         found = [(c[0], rank) for rank, c in enumerate(self.candidates) if c]
         return self.candidates[min(found)[1]][1] if found else None  # type: ignore[index]
 
-    def _candidate(self, rank: int) -> tuple[float, Choice] | None:
+    def _candidate(self, rank: int) -> tuple[float, int] | None:
         """The earliest start on a rank and what starts then; None if nothing may start there."""
-        last = self.t_last[rank]
-        heads: dict[Kind, tuple[float, Node]] = {}
+        last, arrival, priority = self.t_last[rank], self.engine.arrival, self.priority
+        heads: list[tuple[float, tuple[int, int, int], int] | None] = [None, None]
         fits = self.memory.room(rank)
-        for kind, ready in ((Kind.F, self.ready[Kind.F][rank]), (Kind.B, self.ready[Kind.B][rank])):
+        for slot in range(2):
             # What has already arrived by priority, else what arrives first.
-            priority = self.priority[kind]
-            best: tuple[float, tuple[int, ...], Node] | None = None
-            for node, arrival in ready.items():
-                entry = (max(arrival, last), priority[node], node)
+            best = None
+            for item in self.ready[slot][rank]:
+                entry = (max(arrival[item], last), priority[item], item)
                 if best is not None and entry >= best:
                     continue
-                if kind is Kind.B or fits(self.cluster[node[1]], self.options[node]):
+                if slot or fits(self.cluster[item], self.options[item]):
                     best = entry
-            if best:
-                heads[kind] = best[0], best[2]
-        if not heads:
-            return None
-        kind = min(heads, key=lambda k: heads[k][0])
-        if len(heads) == 2 and heads[Kind.F][0] == heads[Kind.B][0]:
-            previous = self.orders[rank][-1].kind if self.orders[rank] else Kind.B
-            kind = Kind.B if previous is Kind.F else Kind.F
-        return heads[kind][0], (kind, heads[kind][1])
+            heads[slot] = best
+        forward, backward = heads
+        if forward is None or backward is None:
+            head = forward or backward
+            return None if head is None else (head[0], head[2])
+        if forward[0] != backward[0]:
+            turn = forward[0] < backward[0]
+        else:
+            turn = not self.orders[rank] or self.orders[rank][-1].kind is Kind.B
+        return (forward[0], forward[2]) if turn else (backward[0], backward[2])
 
-    def _forced(self) -> Choice:
+    def _forced(self) -> int:
         """The oldest forward that fits, where the promise cannot be kept (a stage without a backward whose
         inputs have one). Raises: PlanError: none fits."""
-        waiting = [(self.priority[Kind.F][node], node) for rank_queue in self.ready[Kind.F] for node in rank_queue]
-        for _, node in sorted(waiting):
-            if self.memory.fits_now(self.graph.stage_rank[node[0]], self.options[node]):
-                return Kind.F, node
-        _, node = min(waiting)
-        rank = self.graph.stage_rank[node[0]]
-        raise PlanError(
-            f"rank {rank}: no forward fits into the memory limit of {self.memory.limit(rank):.4g} bytes; "
-            f"the oldest that waits, {self.graph.action(Kind.F, *node)}, takes "
-            f"{self.options[node].activation_bytes:.4g}; raise the limit"
-        )
+        waiting = sorted((item for queue in self.ready[0] for item in queue), key=self.priority.__getitem__)
+        for node in waiting:
+            if self.memory.fits_now(self.items.rank[node], self.options[node]):
+                return node
+        node = waiting[0]
+        name = self.graph.action(Kind.F, self.items.stage[node], self.items.work[node])
+        raise self.memory.refusal(self.items.rank[node], name, self.options[node])
 
-    def _schedule(self, kind: Kind, node: Node) -> None:
-        stage, work = node
-        rank, option, cluster = self.graph.stage_rank[stage], self.options[node], self.cluster[work]
-        start = max(self.t_last[rank], self.ready[kind][rank].pop(node))
-        end = self.t_last[rank] = start + option.duration_s(kind)
-        self.orders[rank].append(self.graph.action(kind, stage, work))
+    def _schedule(self, item: int) -> None:
+        items = self.items
+        slot, node = divmod(item, items.num_nodes)
+        kind = Kind.B if slot else Kind.F
+        rank, option = items.rank[node], self.options[node]
+        end = max(self.t_last[rank], self.engine.arrival[item]) + option.duration_s(kind)
+        self.t_last[rank] = end
+        self.ready[slot][rank].remove(item)
+        self.orders[rank].append(self.graph.action(kind, items.stage[node], items.work[node]))
         self.stale.add(rank)
-        if kind is Kind.F:
-            finished = self.memory.start_forward(cluster, rank, option)
-            for edge in self.graph.outputs(stage, work):
-                self._arrive(Kind.F, (edge.target, edge.target_work), end + self.problem.transfer_s(edge))
-            if option.has_backward:
-                self._arrive(Kind.B, node, end)
-        else:
-            finished = self.memory.end_backward(cluster, rank, option)
-            for edge in self.graph.inputs(stage, work):
-                if edge.grad:
-                    self._arrive(Kind.B, (edge.source, edge.work), end + self.problem.transfer_s(edge))
-        if finished:  # the promise to this cluster is kept: others may have more room, on all ranks
+        take = self.memory.end_backward if slot else self.memory.start_forward
+        if take(self.cluster[node], rank, option):
+            # The promise to this cluster is kept: others may have more room, on all ranks.
             self.stale.update(range(self.graph.num_ranks))
-
-    def _arrive(self, kind: Kind, node: Node, when: float) -> None:
-        self.arrival[kind, node] = max(self.arrival[kind, node], when)
-        self.waiting[kind, node] -= 1
-        if not self.waiting[kind, node]:
-            self._rank_queue(kind, node)[node] = self.arrival[kind, node]
-            self.stale.add(self.graph.stage_rank[node[0]])
+        self._queue(self.engine.start(item, end))

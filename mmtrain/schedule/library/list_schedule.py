@@ -20,8 +20,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mmtrain.errors import PlanError
 from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.engine import Engine
 from mmtrain.schedule.library.greedy import clusters
 from mmtrain.schedule.library.memory import Memory
 from mmtrain.schedule.library.weights import worth_splitting
@@ -78,25 +78,25 @@ class ListScheduler:
                 self.split.discard(node)
                 self.options[node] = option
         self.stages = [graph.stages_of_rank(rank) for rank in range(graph.num_ranks)]
-        self.priority: dict[tuple[Kind, Node], Priority] = {}
-        self.needs: dict[tuple[Kind, Node], int] = {}
-        self.sends: dict[tuple[Kind, Node], list[tuple[int, Node, float]]] = {}
-        """What a forward or backward sends: (rank, node, seconds)."""
+        items = graph.items
+        nodes = list(zip(items.stage, items.work, strict=True))
+        self.option_of = [self.options[node] for node in nodes]
+        """[node]"""
+        self.cluster_of = [self.cluster[work] for work in items.work]
+        """[node]"""
+        self.done_as = [Kind.F] * items.num_nodes + [Kind.I if node in self.split else Kind.B for node in nodes]
+        """[item of F or I] -> the kind of the action that is done: B where an I is not worth its own action."""
+        self.seconds = [self.option_of[i % items.num_nodes].duration_s(kind) for i, kind in enumerate(self.done_as)]
+        """[item of F or I]"""
+        self.priority: list[Priority] = [(0, 0, 0)] * len(self.done_as)
+        """[item of F or I]"""
+        self.forwards = []
+        """The items of F, in the order of the graph's nodes."""
         for place, node in enumerate(graph.nodes()):
             age = (self.cluster[node[1]], graph.works[node[1]].microbatch)
-            kinds = (Kind.F, Kind.I) if graph.has_backward(*node) else (Kind.F,)
-            for kind in kinds:
-                self.priority[kind, node] = (*age, place if kind is Kind.F else -place)
-                self.needs[kind, node] = len(graph.needs(kind, *node))
-            self.sends[Kind.F, node] = [
-                (graph.stage_rank[e.target], (e.target, e.target_work), problem.transfer_s(e))
-                for e in graph.outputs(*node)
-            ]
-            self.sends[Kind.I, node] = [
-                (graph.stage_rank[e.source], (e.source, e.work), problem.transfer_s(e))
-                for e in graph.inputs(*node)
-                if e.grad
-            ]
+            self.forwards.append(items.item(Kind.F, *node))
+            for kind, sign in ((Kind.F, 1), (Kind.I, -1)):
+                self.priority[items.item(kind, *node)] = (*age, sign * place)
 
     def run(self, *, eager: bool = False, patient: bool = False) -> Outcome:
         """The plan of one run of the rules, and its times.
@@ -117,25 +117,17 @@ class ListScheduler:
     @cached_property
     def first_backwards(self) -> list[float]:
         """[rank] -> the earliest time at which any of its backwards could start, by dependencies alone; inf: none."""
-        arrival = dict.fromkeys(self.needs, 0.0)
+        items = self.graph.items
+        engine = Engine(items, self.problem.message_s)
         first = [math.inf] * self.graph.num_ranks
-        nodes = list(self.options)
-        for kind, order in ((Kind.F, nodes), (Kind.I, [n for n in nodes[::-1] if (Kind.I, n) in self.needs])):
-            for node in order:
-                start, option = arrival[kind, node], self.options[node]
-                end = start + option.duration_s(self.done_as(kind, node))
-                for _, target, seconds in self.sends[kind, node]:
-                    arrival[kind, target] = max(arrival[kind, target], end + seconds)
-                if kind is Kind.I:
-                    rank = self.graph.stage_rank[node[0]]
-                    first[rank] = min(first[rank], start)
-                elif option.has_backward:
-                    arrival[Kind.I, node] = max(arrival[Kind.I, node], end)
+        backwards = [items.num_nodes + n for n in reversed(self.forwards) if items.has_backward[n]]
+        for item in (*self.forwards, *backwards):
+            start = engine.arrival[item]
+            engine.start(item, start + self.seconds[item])
+            if item >= items.num_nodes:
+                rank = items.rank[item - items.num_nodes]
+                first[rank] = min(first[rank], start)
         return first
-
-    def done_as(self, kind: Kind, node: Node) -> Kind:
-        """The kind of the action that is done: B in the place of an I that is not worth its own action."""
-        return Kind.B if kind is Kind.I and node not in self.split else kind
 
 
 def rank_footprints(problem: PlanningProblem, microbatches: float) -> list[float]:
@@ -158,25 +150,26 @@ def _widest(option: Option) -> Option:
 
 
 class _Run:
-    """One run of the list scheduler, in the order of time."""
+    """One run of the list scheduler, in the order of time: a policy of the engine."""
 
     def __init__(self, setting: ListScheduler, *, eager: bool, patient: bool) -> None:
-        graph, ranks = setting.graph, range(setting.graph.num_ranks)
-        self.setting, self.graph, self.eager, self.patient = setting, graph, eager, patient
-        self.cluster, self.options = setting.cluster, setting.options
-        self.memory = Memory(setting.problem, self.cluster, self.options, setting.limits)
-        self.ready: dict[Kind, list[list[tuple[Priority, Node]]]] = {
-            kind: [[] for _ in graph.stage_rank] for kind in (Kind.F, Kind.I)
-        }
-        """[stage] -> heap of what could start."""
-        self.due: list[deque[Node]] = [deque() for _ in ranks]
+        graph, ranks, items = setting.graph, range(setting.graph.num_ranks), setting.graph.items
+        self.setting, self.graph, self.items, self.eager, self.patient = setting, graph, items, eager, patient
+        self.cluster, self.options = setting.cluster_of, setting.option_of
+        self.memory = Memory(setting.problem, setting.cluster, setting.options, setting.limits)
+        self.message_s = [*setting.problem.message_s, 0.0]
+        self.engine = Engine(items, setting.problem.message_s)
+        self.ready: list[list[list[tuple[Priority, int]]]] = [[[] for _ in graph.stage_rank] for _ in range(2)]
+        """[0: F, 1: I][stage] -> heap of what could start."""
+        self.due: list[deque[int]] = [deque() for _ in ranks]
+        """[rank] -> nodes."""
         self.begun: set[tuple[int, int]] = set()
         """(rank, cluster) with a forward that has a backward to come or behind it."""
         self.in_flight = [0.0 for _ in ranks]
         self.most_in_flight = [math.inf for _ in ranks]
         self.backwards = [0 for _ in ranks]
         self.gradients: list[list[float]] = [[] for _ in ranks]
-        """[rank] -> heap of the times at which gradients arrive there."""
+        """[rank] -> heap of the times at which gradients arrive there, if it is patient."""
         self.alarm = [False for _ in ranks]
         self.busy = [False for _ in ranks]
         self.orders: list[list[Action]] = [[] for _ in ranks]
@@ -184,15 +177,15 @@ class _Run:
         self.start_s = [math.inf for _ in ranks]
         self.end_s = [0.0 for _ in ranks]
         self.work_s = [0.0 for _ in ranks]
-        self.events: list[tuple[float, int, int, bool, Kind, Node]] = []
-        """Heap of (time, number, rank, whether an action ended there (else an input of it arrived), the action)."""
+        self.events: list[tuple[float, int, int, int, Kind | None]] = []
+        """Heap of (time, number, rank, item, the kind of its action, which ended; None: the item is ready). A rank
+        looks again at the time of an event of item -1."""
         self.count = 0
-        self.waiting = dict(setting.needs)
-        self.left = len(self.waiting)
-        for (kind, node), needs in self.waiting.items():
-            self.backwards[graph.stage_rank[node[0]]] += kind is Kind.I
-            if not needs:
-                heapq.heappush(self.ready[kind][node[0]], (setting.priority[kind, node], node))
+        self.left = items.num_nodes + sum(items.has_backward)
+        for node in range(items.num_nodes):
+            self.backwards[items.rank[node]] += items.has_backward[node]
+            if not items.num_needs[node]:
+                self._queue(node)
 
     def run(self) -> Outcome:
         """The plan."""
@@ -205,12 +198,13 @@ class _Run:
                 self._force(now)
             now, awake = self.events[0][0], set()
             while self.events and self.events[0][0] <= now:
-                _, _, rank, ended, kind, node = heapq.heappop(self.events)
+                _, _, rank, item, kind = heapq.heappop(self.events)
                 awake.add(rank)
-                if ended and self._end(rank, kind, node, now):
+                if kind is None:
+                    if item >= 0:
+                        self._queue(item)
+                elif self._end(rank, kind, item % self.items.num_nodes):
                     awake.update(range(self.graph.num_ranks))  # others may have more room
-                elif not ended:
-                    self._arrive(kind, node)
         plan = Plan(self.graph, tuple(map(tuple, self.orders)), self.setting.chosen)
         spans = [end - start for start, end in zip(self.start_s, self.end_s, strict=True) if start < math.inf]
         makespan, longest = max(self.end_s), max(spans, default=0.0)
@@ -218,31 +212,35 @@ class _Run:
         perfect = makespan <= earliest * (1 + 1e-9) and longest <= max(self.work_s) * (1 + 1e-9)
         return Outcome(plan, makespan, longest, perfect)
 
+    def _queue(self, item: int) -> None:
+        slot, node = divmod(item, self.items.num_nodes)
+        heapq.heappush(self.ready[slot][self.items.stage[node]], (self.setting.priority[item], item))
+
     def _serve(self, rank: int, now: float) -> None:
         """Starts what the rules tell an idle rank to start, if anything."""
-        backward = min((queue[0] for queue in self._queues(Kind.I, rank)), default=None)
+        backward = min((queue[0] for queue in self._queues(1, rank)), default=None)
         turn = backward is None or self.previous[rank] is Kind.I
         forward = self._forward(rank, now) if turn else None
-        if forward:
-            self._start(Kind.F, forward, now)
+        if forward is not None:
+            self._start(forward, now)
         elif backward:
-            self._start(Kind.I, backward[1], now)
+            self._start(backward[1], now)
         elif self.due[rank] and not self._too_long(rank, now):
-            self._start(Kind.W, self.due[rank].popleft(), now)
+            self._run_action(Kind.W, self.due[rank].popleft() + 2 * self.items.num_nodes, now)
 
-    def _queues(self, kind: Kind, rank: int) -> list[list[tuple[Priority, Node]]]:
-        ready = self.ready[kind]
+    def _queues(self, slot: int, rank: int) -> list[list[tuple[Priority, int]]]:
+        ready = self.ready[slot]
         return [ready[stage] for stage in self.setting.stages[rank] if ready[stage]]
 
-    def _forward(self, rank: int, now: float) -> Node | None:
+    def _forward(self, rank: int, now: float) -> int | None:
         """The oldest forward that the rules admit, those that are next on a stage before the others."""
-        queues = self._queues(Kind.F, rank)
+        queues = self._queues(0, rank)
         if not queues:
             return None
         fits = self.memory.room(rank)
 
-        def admits(node: Node) -> bool:
-            option, cluster = self.options[node], self.cluster[node[1]]
+        def admits(node: int) -> bool:
+            option, cluster = self.options[node], self.cluster[node]
             opens = not self.eager and option.has_backward and (rank, cluster) not in self.begun
             return not (opens and self._holds_up(rank, now, option.forward_s)) and fits(cluster, option)
 
@@ -261,70 +259,73 @@ class _Run:
         if now < first < math.inf and now + seconds > first * (1 + 1e-9):
             if not self.alarm[rank]:  # the backward may come later than its earliest time: then go on
                 self.alarm[rank] = True
-                self._post(first, rank, False, Kind.W, (-1, -1))
+                self._post(first, rank, -1)
             return True
         return False
 
     def _force(self, now: float) -> None:
         """Starts the oldest forward where rule 1 or 2 admits none; if none keeps the promise, one that fits at all."""
-        ready = sorted(entry for queue in self.ready[Kind.F] for entry in queue)
+        ready = sorted(entry for queue in self.ready[0] for entry in queue)
         for _, node in ready:
-            rank, option = self.graph.stage_rank[node[0]], self.options[node]
-            if self.memory.room(rank)(self.cluster[node[1]], option):
-                return self._start(Kind.F, node, now)
+            if self.memory.room(self.items.rank[node])(self.cluster[node], self.options[node]):
+                return self._start(node, now)
         for _, node in ready:
-            rank, option = self.graph.stage_rank[node[0]], self.options[node]
-            if rank in self.setting.soft or self.memory.fits_now(rank, option):
-                return self._start(Kind.F, node, now)
+            rank = self.items.rank[node]
+            if rank in self.setting.soft or self.memory.fits_now(rank, self.options[node]):
+                return self._start(node, now)
         _, node = ready[0]
-        rank = self.graph.stage_rank[node[0]]
-        raise PlanError(
-            f"rank {rank}: no forward fits into the memory limit of {self.memory.limit(rank):.4g} bytes; "
-            f"the oldest that waits, {self.graph.action(Kind.F, *node)}, takes "
-            f"{self.options[node].activation_bytes:.4g}; raise the limit"
-        )
+        name = self.graph.action(Kind.F, self.items.stage[node], self.items.work[node])
+        raise self.memory.refusal(self.items.rank[node], name, self.options[node])
 
-    def _start(self, kind: Kind, node: Node, now: float) -> None:
-        """Starts F, I (or B in its place) or W of a node."""
-        rank, option = self.graph.stage_rank[node[0]], self.options[node]
-        if kind is not Kind.W:
-            queue = self.ready[kind][node[0]]
-            if queue[0][1] == node:
-                heapq.heappop(queue)
-            else:
-                queue.remove((self.setting.priority[kind, node], node))
-                heapq.heapify(queue)
-            self.left -= 1
-            self.previous[rank] = kind
-        if kind is Kind.F:
-            self.memory.start_forward(self.cluster[node[1]], rank, option)
+    def _start(self, item: int, now: float) -> None:
+        """Starts F, or I (or B in its place), of a node."""
+        slot, node = divmod(item, self.items.num_nodes)
+        rank, option, cluster = self.items.rank[node], self.options[node], self.cluster[node]
+        queue = self.ready[slot][self.items.stage[node]]
+        if queue[0][1] == item:
+            heapq.heappop(queue)
+        else:
+            queue.remove((self.setting.priority[item], item))
+            heapq.heapify(queue)
+        self.left -= 1
+        if not slot:
+            self.previous[rank] = Kind.F
+            self.memory.start_forward(cluster, rank, option)
             if option.has_backward:
-                self.begun.add((rank, self.cluster[node[1]]))
+                self.begun.add((rank, cluster))
                 self.in_flight[rank] += option.forward_s
-        elif kind is Kind.I:
+        else:
+            self.previous[rank] = Kind.I
             self.most_in_flight[rank] = min(self.most_in_flight[rank], self.in_flight[rank])
             self.in_flight[rank] -= option.forward_s
             self.backwards[rank] -= 1
-        done = self.setting.done_as(kind, node)
-        self.orders[rank].append(self.graph.action(done, *node))
+        self._run_action(self.setting.done_as[item], item, now)
+
+    def _run_action(self, kind: Kind, item: int, now: float) -> None:
+        node = item % self.items.num_nodes
+        rank = self.items.rank[node]
+        self.orders[rank].append(self.graph.action(kind, self.items.stage[node], self.items.work[node]))
         self.busy[rank] = True
         self.start_s[rank] = min(self.start_s[rank], now)
-        seconds = option.duration_s(done)
+        seconds = self.options[node].duration_s(kind)
         end = self.end_s[rank] = now + seconds
         self.work_s[rank] += seconds
-        self._post(end, rank, True, done, node)
-        for target_rank, target, transfer_s in self.setting.sends.get((kind, node), ()):
-            self._post(end + transfer_s, target_rank, False, kind, target)
-            if kind is Kind.I:
-                heapq.heappush(self.gradients[target_rank], end + transfer_s)
+        self._post(end, rank, item, kind)
+        for ready in self.engine.start(item, end):
+            if ready < 2 * self.items.num_nodes:  # a weight half is due at the end of its I
+                self._post(self.engine.arrival[ready], self.items.rank[ready % self.items.num_nodes], ready)
+        if self.patient and kind is not Kind.F and kind is not Kind.W:
+            for dependent, message in self.items.dependents[item]:
+                if dependent < 2 * self.items.num_nodes:
+                    arrives, target = end + self.message_s[message], self.items.rank[dependent - self.items.num_nodes]
+                    heapq.heappush(self.gradients[target], arrives)
+                    self._post(arrives, target, -1)
 
-    def _end(self, rank: int, kind: Kind, node: Node, now: float) -> bool:
-        """What is there once an action has ended; tells whether its cluster may be finished by it."""
+    def _end(self, rank: int, kind: Kind, node: int) -> bool:
+        """Frees what an action that ended held; tells whether its cluster may be finished by it."""
         self.busy[rank] = False
-        cluster, option = self.cluster[node[1]], self.options[node]
+        cluster, option = self.cluster[node], self.options[node]
         if kind is Kind.F:
-            if option.has_backward:
-                self._arrive(Kind.I, node)
             return not option.has_backward
         if kind is Kind.I:
             self.due[rank].append(node)
@@ -342,14 +343,6 @@ class _Run:
         weight = self.options[self.due[rank][0]].backward_weight_s
         return bool(gradients) and gradients[0] < now + weight * (1 - 1e-9)
 
-    def _arrive(self, kind: Kind, node: Node) -> None:
-        """Counts an input of a node that has arrived."""
-        if kind is Kind.W:  # nothing arrived: a rank looks again
-            return
-        self.waiting[kind, node] -= 1
-        if not self.waiting[kind, node]:
-            heapq.heappush(self.ready[kind][node[0]], (self.setting.priority[kind, node], node))
-
-    def _post(self, when: float, rank: int, ended: bool, kind: Kind, node: Node) -> None:
+    def _post(self, when: float, rank: int, item: int, kind: Kind | None = None) -> None:
         self.count += 1
-        heapq.heappush(self.events, (when, self.count, rank, ended, kind, node))
+        heapq.heappush(self.events, (when, self.count, rank, item, kind))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import Kind
+from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.plan import exceeds
 from mmtrain.schedule.problem import Option, PlanningProblem
 
@@ -134,6 +134,13 @@ class Memory:
     def fits_now(self, rank: int, option: Option) -> bool:
         """Whether a forward fits into what is free on its rank, promise or not."""
         return not exceeds(self._total[rank] + option.activation_bytes, self._limit[rank])
+
+    def refusal(self, rank: int, forward: Action, option: Option) -> PlanError:
+        """The error of a forward that fits into no rank's memory, the oldest that waits."""
+        return PlanError(
+            f"rank {rank}: no forward fits into the memory limit of {self.limit(rank):.4g} bytes; the oldest that "
+            f"waits, {forward}, takes {option.activation_bytes:.4g}; raise the limit"
+        )
 
     def start_forward(self, cluster: int, rank: int, option: Option) -> bool:
         """Takes the memory of a forward; tells whether the cluster is finished."""

@@ -24,9 +24,10 @@ from collections.abc import Callable
 from typing import Any
 
 from mmtrain.schedule.action import Action, Kind
-from mmtrain.schedule.graph import Result, WorkGraph
+from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.table import Table
 
 Node = tuple[int, int]
 """(stage, work)."""
@@ -51,7 +52,30 @@ def alternate(graph: WorkGraph, ahead: int | None = None) -> tuple[tuple[Action,
     Args: ahead: pairs that a rank may start before its first backward for each rank behind it; 1 or 2. None: as in
         1F1B, 1 on a rank with one segment and 2 on a rank with several.
     """
-    return _Ranks(graph, ahead).run()
+    items = graph.items
+    together = joined(graph)
+    nodes = list(zip(items.stage, items.work, strict=True))
+    names = [(together.get(stage, stage), graph.works[work].microbatch) for stage, work in nodes]
+    works = Counter(names)
+    number = {name: place for place, name in enumerate(works)}
+    tick = math.lcm(*works.values(), 1)
+    trained: list[set[int]] = [set() for _ in range(graph.num_ranks)]
+    for node, has_backward in enumerate(items.has_backward):
+        if has_backward:
+            trained[items.rank[node]].add(names[node][0])
+    return Table(
+        forwards=[items.item(Kind.F, *node) for node in forward_order(graph)],
+        backwards=[items.item(Kind.B, *node) for node in backward_order(graph)],
+        pair=[number[name] for name in names],
+        in_flight=[_limit(graph.num_ranks, rank, len(stages), ahead) for rank, stages in enumerate(trained)],
+        ticks=[tick // works[name] for name in names],
+    ).run(graph)
+
+
+def _limit(P: int, rank: int, V: int, ahead: int | None) -> int:
+    """Pairs that a rank with V segments that train may have in flight."""
+    ahead = ahead or (1 if V <= 1 else 2)
+    return ahead * (P - rank - 1) + max(V - 1, 0) * P + 1
 
 
 def segments(graph: WorkGraph) -> dict[int, int]:
@@ -95,7 +119,7 @@ def _goes_round(graph: WorkGraph, module: int) -> bool:
 
 def module_order(graph: WorkGraph) -> list[int]:
     """The modules, each after those that feed it in this iteration; else (or in a circle) by index."""
-    feeds = {(graph.works[o].module, w.module) for w in graph.works for o in w.after}
+    feeds = {(graph.works[o].module, w.module) for i, w in enumerate(graph.works) for o in graph.sources(i)}
     left = list(range(len(graph.modules)))
     order: list[int] = []
     while left:
@@ -107,42 +131,29 @@ def module_order(graph: WorkGraph) -> list[int]:
 
 def forward_order(graph: WorkGraph, group_size: int = 0) -> list[Node]:
     """All (stage, work) by group of microbatches (of P; or `group_size`), segment, microbatch and sub-microbatch."""
-    segment, group = segments(graph), _groups(graph, group_size)
-
-    def key(node: Node) -> tuple[int, ...]:
-        stage, work = node
-        w = graph.works[work]
-        return (
-            group[w.microbatch],
-            segment[stage],
-            w.microbatch,
-            w.sub_microbatch,
-            graph.place[stage][1],
-            stage,
-        )
-
     nodes = list(graph.nodes())
-    return linear_extension(nodes, lambda n: [(e.source, e.work) for e in graph.inputs(*n)], key)
+    before = {n: [(e.source, e.work) for e in graph.inputs(*n)] for n in nodes}
+    return _in_groups(graph, before, group_size, 1)
 
 
 def backward_order(graph: WorkGraph, group_size: int = 0) -> list[Node]:
     """All (stage, work) with a backward by group of microbatches, segment from the last, and microbatch."""
+    nodes = [node for node in graph.nodes() if graph.has_backward(*node)]
+    before = {n: [(e.target, e.target_work) for e in graph.outputs(*n) if e.grad] for n in nodes}
+    return _in_groups(graph, before, group_size, -1)
+
+
+def _in_groups(graph: WorkGraph, before: dict[Node, list[Node]], group_size: int, way: int) -> list[Node]:
+    """The nodes by group of microbatches, but each after what must come before it; way: 1 forward, -1 backward."""
     segment, group = segments(graph), _groups(graph, group_size)
 
     def key(node: Node) -> tuple[int, ...]:
         stage, work = node
         w = graph.works[work]
-        return (
-            group[w.microbatch],
-            -segment[stage],
-            w.microbatch,
-            w.sub_microbatch,
-            -graph.place[stage][1],
-            stage,
-        )
+        place = graph.place[stage][1]
+        return group[w.microbatch], way * segment[stage], w.microbatch, w.sub_microbatch, way * place, stage
 
-    nodes = [node for node in graph.nodes() if graph.has_backward(*node)]
-    return linear_extension(nodes, lambda n: [(e.target, e.target_work) for e in graph.outputs(*n) if e.grad], key)
+    return linear_extension(list(before), before.__getitem__, key)
 
 
 def _groups(graph: WorkGraph, size: int) -> dict[int, int]:
@@ -170,114 +181,3 @@ def linear_extension(
             if not waiting[other]:
                 heapq.heappush(ready, (key(other), other))
     return order
-
-
-class _Ranks:
-    """Unit-time ranks that follow a forward and a backward order under a limit of pairs in flight."""
-
-    def __init__(self, graph: WorkGraph, ahead: int | None) -> None:
-        ranks = range(graph.num_ranks)
-        self.graph = graph
-        self.ahead = ahead
-        self.together = joined(graph)
-        self.forward_order, backwards = forward_order(graph), backward_order(graph)
-        self.queue = {
-            Kind.F: [[n for n in self.forward_order if graph.stage_rank[n[0]] == r] for r in ranks],
-            Kind.B: [[n for n in backwards if graph.stage_rank[n[0]] == r] for r in ranks],
-        }
-        self.needs = {
-            kind: {node: [r for r, _ in graph.needs(kind, *node)] for queue in self.queue[kind] for node in queue}
-            for kind in (Kind.F, Kind.B)
-        }
-        self.next = {kind: [0 for _ in ranks] for kind in (Kind.F, Kind.B)}
-        self.started: set[Result] = set()
-        self.done: set[Result] = set()
-        self.orders: list[list[Action]] = [[] for _ in ranks]
-        works = Counter(self._pair(node) for node in graph.nodes())
-        self.tick = math.lcm(*works.values(), 1)
-        self.ticks = {pair: self.tick // count for pair, count in works.items()}
-        self.owed = Counter(self._pair(node) for node in graph.nodes() if graph.has_backward(*node))
-        self.open: list[set[tuple[int, int]]] = [set() for _ in ranks]
-        self.limit = [self._limit(rank) for rank in ranks]
-
-    def _pair(self, node: Node) -> tuple[int, int]:
-        stage, work = node
-        return self.together.get(stage, stage), self.graph.works[work].microbatch
-
-    def _limit(self, rank: int) -> int:
-        P = self.graph.num_ranks
-        V = len({stage for stage, _ in self.owed if self.graph.stage_rank[stage] == rank})
-        ahead = self.ahead or (1 if V <= 1 else 2)
-        return ahead * (P - rank - 1) + max(V - 1, 0) * P + 1
-
-    def run(self) -> tuple[tuple[Action, ...], ...]:
-        """The order of each rank."""
-        total = sum(len(queue) for queues in self.queue.values() for queue in queues)
-        running: list[tuple[int, int, Kind, Node]] = []  # (end, rank, kind, node)
-        idle = set(range(self.graph.num_ranks))
-        now = 0
-        while sum(map(len, self.orders)) < total:
-            # Whose turn it is to go forward but cannot decides last: it may wait for what now starts.
-            for rank in sorted(idle, key=lambda r: (self._lacks_forward(r), r)):
-                kind = self._choose(rank)
-                if kind:
-                    self._start(rank, kind, now, running)
-                    idle.discard(rank)
-            if not running:
-                # The limit of pairs stands in the way (possible on unusual placements only): the
-                # earliest forward of all may exceed it, so that something always goes on.
-                rank = self._earliest_forward()
-                self._start(rank, Kind.F, now, running)
-                idle.discard(rank)
-            now = running[0][0]
-            while running and running[0][0] == now:
-                _, rank, kind, node = heapq.heappop(running)
-                self._finish(rank, kind, node)
-                idle.add(rank)
-        return tuple(map(tuple, self.orders))
-
-    def _head(self, rank: int, kind: Kind, results: set[Result]) -> Node | None:
-        """The next of a rank's queue if all that it needs is among the results and the limit admits it."""
-        queue, place = self.queue[kind][rank], self.next[kind][rank]
-        if place == len(queue):
-            return None
-        node = queue[place]
-        if not results.issuperset(self.needs[kind][node]):
-            return None
-        opens = kind is Kind.F and self.graph.has_backward(*node) and self._pair(node) not in self.open[rank]
-        return None if opens and len(self.open[rank]) >= self.limit[rank] else node
-
-    def _lacks_forward(self, rank: int) -> bool:
-        """Whether the rank just did a backward and its next forward is not possible yet."""
-        after_backward = bool(self.orders[rank]) and self.orders[rank][-1].kind is Kind.B
-        return after_backward and self._head(rank, Kind.F, self.done) is None
-
-    def _choose(self, rank: int) -> Kind | None:
-        """What an idle rank does next; None: it waits."""
-        forward, backward = self._head(rank, Kind.F, self.done), self._head(rank, Kind.B, self.done)
-        if self._lacks_forward(rank) and self._head(rank, Kind.F, self.started):
-            return None
-        if forward and backward:
-            return Kind.F if self.orders[rank][-1].kind is Kind.B else Kind.B
-        return Kind.F if forward else Kind.B if backward else None
-
-    def _earliest_forward(self) -> int:
-        stage, _ = next(n for n in self.forward_order if (Kind.F, *n) not in self.done)
-        return self.graph.stage_rank[stage]
-
-    def _start(self, rank: int, kind: Kind, now: int, running: list[tuple[int, int, Kind, Node]]) -> None:
-        node = self.queue[kind][rank][self.next[kind][rank]]
-        self.next[kind][rank] += 1
-        self.orders[rank].append(self.graph.action(kind, *node))
-        self.started.add((kind, *node))
-        if kind is Kind.F and self.graph.has_backward(*node):
-            self.open[rank].add(self._pair(node))
-        heapq.heappush(running, (now + self.ticks[self._pair(node)], rank, kind, node))
-
-    def _finish(self, rank: int, kind: Kind, node: Node) -> None:
-        self.done.add((kind, *node))
-        if kind is Kind.B:
-            pair = self._pair(node)
-            self.owed[pair] -= 1
-            if not self.owed[pair]:
-                self.open[rank].discard(pair)

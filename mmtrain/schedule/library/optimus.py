@@ -19,7 +19,7 @@ def optimus(problem: PlanningProblem) -> Plan:
     Source: Feng et al., Optimus, arXiv:2408.03505, section 4 (coarse-grained bubble exploitation).
     """
     graph = problem.graph
-    encoders = {graph.works[other].module for work in graph.works for other in work.after}
+    encoders = {graph.works[other].module for work in range(len(graph.works)) for other in graph.sources(work)}
     rest = [index for index, work in enumerate(graph.works) if work.module not in encoders]
     middle = alternate(_without_inputs(graph, rest))
     before = _orders(graph, Kind.F, [n for n in forward_order(graph) if graph.works[n[1]].module in encoders])
@@ -33,7 +33,7 @@ def _without_inputs(graph: WorkGraph, kept: list[int]) -> WorkGraph:
         num_ranks=graph.num_ranks,
         modules=graph.modules,
         stage_rank=graph.stage_rank,
-        works=tuple(replace(graph.works[index], after=()) for index in kept),
+        works=tuple(replace(graph.works[index], after=(), links=()) for index in kept),
         backward=tuple(graph.backward[index] for index in kept),
     )
 

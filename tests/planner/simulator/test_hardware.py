@@ -76,7 +76,7 @@ def test_a_key_that_is_missing(tmp_path) -> None:  # type: ignore[no-untyped-def
         load_hardware(str(tmp_path / "short.toml"))
 
 
-@pytest.mark.parametrize("name", ["defaults", "h900", "nowhere.toml"])
+@pytest.mark.parametrize("name", ["defaults", "h900", "nowhere.toml", "h" * 300])
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match="name one of a100, a40"):
         load_hardware(name)

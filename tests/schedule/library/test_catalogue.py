@@ -5,8 +5,8 @@ import typing
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from mmtrain import config
 from mmtrain.schedule.action import Kind
+from mmtrain.schedule.library import names
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.library.forward_only import forward_only
 from mmtrain.schedule.library.weights import worth_splitting
@@ -73,5 +73,5 @@ def test_plans_without_any_backward_have_forwards_alone(name: str, problem: Plan
 
 
 def test_config_offers_the_catalogue() -> None:
-    assert typing.get_args(config.Schedule) == tuple(CATALOGUE)
-    assert list(config.MEMORY_BOUNDED_SCHEDULES) == MEMORY_BOUNDED
+    assert typing.get_args(names.ScheduleName) == tuple(CATALOGUE)
+    assert list(names.MEMORY_BOUNDED_SCHEDULES) == MEMORY_BOUNDED

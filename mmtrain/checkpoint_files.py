@@ -1,0 +1,350 @@
+"""The files of one checkpoint: a manifest of what was written, and reading that trusts none of them.
+
+A file counts as whole if it has the size and the SHA-256 that the manifest records. Whatever a file holds, reading it
+makes tensors and plain values and calls nothing else: torch's own reader would unpickle what it finds.
+"""
+
+import hashlib
+import io
+import json
+import pickle
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from mmtrain.errors import CheckpointError, MMTrainError
+
+MANIFEST, METADATA, STATE = "manifest.json", ".metadata", "train_state.json"
+"""Size and SHA-256 of all other files; which tensor lies where; step and position in the data."""
+
+_FOLDER = re.compile(r"step-(\d+)")
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints that were written to their end, ascending. A file may have been damaged since."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for entry in folder.iterdir():
+        match = _FOLDER.fullmatch(entry.name)
+        if match and any((entry / name).exists() for name in (MANIFEST, METADATA, STATE)):
+            found.append(int(match[1]))
+    return sorted(found)
+
+
+# ------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a manifest says of one file."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> "FileRecord":
+        """Of a file, which is read a block at a time. Raises: OSError."""
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return cls(file.tell(), digest.hexdigest())
+
+
+class RecordingWriter(dcp.FileSystemWriter):
+    """torch's writer, which also records the files that it wrote: after a save, in `files`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.files: dict[str, FileRecord] = {}
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """As torch's. Raises: OSError: what torch hides behind an error of its own."""
+        try:
+            results = super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None
+        names = {result.storage_data.relative_path for result in results.wait()}
+        self.files = {name: FileRecord.of(Path(self.path) / name) for name in sorted(names)}
+        return results
+
+
+def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Writes the manifest of a checkpoint. Args: files: by name; those of `METADATA` and `STATE` are added.
+
+    Raises: OSError: also if one of the files is no longer there.
+    """
+    for name in files:
+        (folder / name).stat()
+    own = {name: FileRecord.of(folder / name) for name in (METADATA, STATE)}
+    rows = {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in sorted({**own, **files}.items())}
+    (folder / MANIFEST).write_text(json.dumps({"version": 1, "files": rows}, indent=1) + "\n")
+
+
+# ------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(slots=True)
+class StoredCheckpoint:
+    """A checkpoint that is open for reading: what it says of itself is read and checked, its tensors not yet."""
+
+    folder: Path
+    manifest: dict[str, FileRecord] | None
+    """By file; None: there is none, or it is not to be used."""
+    warning: str = ""
+    """What the user is to know if it is loaded."""
+    state: dict[str, Any] = field(init=False)
+    """What `STATE` holds."""
+    metadata: Metadata = field(init=False)
+    _ends: dict[str, int] = field(init=False)
+    """File -> bytes that the metadata want it to have at least."""
+    _compared: set[str] = field(default_factory=set)
+
+    @classmethod
+    def open(cls, folder: Path, verify: str) -> "StoredCheckpoint":
+        """A checkpoint whose manifest, metadata and state are whole.
+
+        Args: verify: as `checkpoint.verify`.
+        Raises:
+            CheckpointError: one of them is damaged, or refused; no manifest, and verify = "required".
+            MMTrainError: a file cannot be read.
+        """
+        found = cls(folder, None)
+        with found.reading():
+            if verify != "off" and (folder / MANIFEST).exists():
+                found.manifest = found._read_manifest()
+            elif verify == "required":
+                raise CheckpointError(
+                    f'{folder} has no {MANIFEST}, but checkpoint.verify = "required"; set "auto" to load it unverified'
+                )
+            found.state = found._read_state()
+            found._read_metadata()
+        if verify == "auto" and found.manifest is None:
+            found.warning = f"{folder} has no {MANIFEST}: damage to its files may go unnoticed"
+        return found
+
+    def load(self, tensors: dict[str, Any], *, no_dist: bool = False) -> None:
+        """Fills tensors in place and replaces other values. Collective over the job, unless `no_dist`.
+
+        Each file is hashed by one of the ranks that read it; what one finds, all raise.
+        Raises: each leaves the values undefined.
+            CheckpointError: a file is damaged, or holds an object that is no plain value.
+            MMTrainError: a file cannot be read.
+        """
+        with self.reading():
+            try:
+                dcp.load(tensors, storage_reader=_Reader(self), planner=_Planner(self), no_dist=no_dist)
+            except CheckpointException as error:
+                raise first_failure(error) from error
+
+    def check_sizes(self, names: Iterable[str]) -> None:
+        """Looks whether files of tensors are there, and as long as they should be. Raises: as `load`."""
+        with self.reading():
+            for name in sorted(set(names)):
+                size = self._regular(name).stat().st_size
+                if size < self._ends[name]:
+                    raise self.damaged(f"{name} has {size} bytes and needs {self._ends[name]}")
+
+    def check_contents(self, names: Iterable[str]) -> None:
+        """Compares files of tensors with the manifest, each once. Raises: as `load`."""
+        with self.reading():
+            for name in sorted(set(names) - self._compared) if self.manifest is not None else ():
+                self._compare(name, FileRecord.of(self.folder / name))
+                self._compared.add(name)
+
+    def damaged(self, what: str) -> CheckpointError:
+        """The error that says so, in one line whatever the files hold."""
+        return CheckpointError(f"{self.folder} is damaged: {_printable(what)}")
+
+    def refused(self, part: str, name: str) -> CheckpointError:
+        """The error that a part of the checkpoint asks for something that is no data."""
+        return CheckpointError(
+            f"{self.folder} is refused: {_printable(part)} asks for {_printable(name)}, which no checkpoint needs; "
+            "loading it could run any program"
+        )
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Names whatever comes of reading the files inside of it."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise self.damaged(f"{Path(error.filename or '').name} is missing") from None
+        except OSError as error:
+            raise MMTrainError(f"checkpoint: {error}") from None
+        except MMTrainError:
+            raise
+        except Exception as error:
+            if self.manifest is not None:  # these are the bytes that were saved, so the mistake is not theirs
+                raise
+            reason, _, _ = str(error).partition("\n")
+            raise self.damaged(f"it cannot be read: {type(error).__name__}: {reason}") from None
+
+    def _regular(self, name: str) -> Path:
+        path = self.folder / name
+        path.stat()
+        if not path.is_file():  # reading a pipe or a device may never end
+            raise self.damaged(f"{name} is no file")
+        return path
+
+    def _compare(self, name: str, found: FileRecord) -> None:
+        wanted = (self.manifest or {}).get(name)
+        if wanted is None:
+            raise self.damaged(f"{MANIFEST} does not know {name}")
+        if found.bytes != wanted.bytes:
+            raise self.damaged(f"{name} has {found.bytes} bytes, not {wanted.bytes} as when it was saved")
+        if found.sha256 != wanted.sha256:
+            raise self.damaged(f"the content of {name} is not what was saved (its SHA-256 differs)")
+
+    def _bytes(self, name: str) -> bytes:
+        """A small file, compared with the manifest."""
+        found = self._regular(name).read_bytes()
+        if self.manifest is not None:
+            self._compare(name, FileRecord(len(found), hashlib.sha256(found).hexdigest()))
+        return found
+
+    def _read_manifest(self) -> dict[str, FileRecord]:
+        try:
+            table = json.loads(self._regular(MANIFEST).read_bytes())
+            if table["version"] != 1:
+                raise ValueError(f"version {table['version']}")
+            return {name: FileRecord(row["bytes"], row["sha256"]) for name, row in table["files"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise self.damaged(f"{MANIFEST} cannot be read: {error!r}") from None
+
+    def _read_state(self) -> dict[str, Any]:
+        raw = self._bytes(STATE)
+        try:
+            table = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise self.damaged(f"{STATE} cannot be read: {error}") from None
+        if not isinstance(table, dict):
+            raise self.damaged(f"{STATE} holds no table")
+        return table
+
+    def _read_metadata(self) -> None:
+        raw = self._bytes(METADATA)
+        try:
+            self.metadata = _MetadataUnpickler(io.BytesIO(raw)).load()
+            self._ends = {}
+            for stored in self.metadata.storage_data.values():
+                name, end = stored.relative_path, stored.offset + stored.length
+                if not name or Path(name).name != name or not 0 <= stored.offset <= end:
+                    raise ValueError(f"bytes {stored.offset} to {end} of {name!r}")
+                self._ends[name] = max(end, self._ends.get(name, 0))
+            self.metadata.state_dict_metadata.keys()
+        except _ForbiddenError as error:
+            raise self.refused(METADATA, str(error)) from None
+        except Exception as error:
+            raise self.damaged(f"{METADATA} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def first_failure(error: CheckpointException) -> BaseException:
+    """What stopped a save or load: what we raised on purpose, else that of the lowest rank."""
+    causes: list[BaseException] = [cause for _, (cause, _) in sorted(error.failures.items())]
+    return next((cause for cause in causes if isinstance(cause, MMTrainError)), causes[0])
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+class _ForbiddenError(Exception):
+    """A name that a pickle must not use."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes of torch's checkpoint metadata, and nothing else."""
+
+    _KNOWN: Mapping[str, frozenset[str]] = {
+        "torch.distributed.checkpoint.metadata": frozenset(
+            {
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "TensorProperties",
+                "_MEM_FORMAT_ENCODING",
+            }
+        ),
+        "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+        "torch.serialization": frozenset({"_get_layout"}),
+        "torch": frozenset({"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))}),
+        "pathlib": frozenset({"PosixPath"}),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self._KNOWN.get(module, ()):
+            raise _ForbiddenError(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader of a checkpoint whose metadata have been read, and whose files are checked before they are."""
+
+    def __init__(self, stored: StoredCheckpoint) -> None:
+        super().__init__(stored.folder)
+        self._stored = stored
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._stored.metadata
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        self._stored.check_sizes(map(self._file, plan.items))
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Has each file hashed by one of its readers: who reads most of it, or else has least to hash."""
+        readers: dict[str, Counter[int]] = defaultdict(Counter)
+        for rank, plan in enumerate(plans):
+            for item in plan.items:
+                readers[self._file(item)][rank] += max(1, item.lengths.numel())
+        files: list[list[str]] = [[] for _ in plans]
+        for name, counts in sorted(readers.items()):
+            most = max(counts.values())
+            rank = min((r for r in counts if counts[r] == most), key=lambda r: (len(files[r]), r))
+            files[rank].append(name)
+        return [replace(plan, storage_data=own) for plan, own in zip(plans, files, strict=True)]
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        self._stored.check_contents(plan.storage_data)
+        return super().read_data(plan, planner)
+
+    def _file(self, item: Any) -> str:
+        name: str = self.storage_data[item.storage_index].relative_path
+        return name
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """torch's planner for a flat table, whose values other than tensors are plain ones."""
+
+    def __init__(self, stored: StoredCheckpoint) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._stored = stored
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self.state_dict[name] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:
+            unsafe: list[str] = []
+            value.seek(0)
+            with suppress(Exception):
+                unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(value)
+            if not unsafe:
+                file = self.metadata.storage_data[read_item.storage_index].relative_path
+                raise self._stored.damaged(f"{name} in {file} cannot be read") from None
+            raise self._stored.refused(name, unsafe[0]) from None

@@ -1,0 +1,174 @@
+"""One job at a time writes into a run folder: whoever holds the lock on its `owner.json`, which says who that is.
+
+The kernel drops the lock of a process that ends, however it ends, also over NFS with its lock service. A mount without
+one locks each machine for itself; therefore the owner also touches the file every few seconds, and a new one that gets
+the lock although another machine is named watches the file first: if it changes, its owner is alive.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from mmtrain.errors import ConfigError
+
+logger = logging.getLogger("mmtrain")
+
+FILE = "owner.json"
+
+PATIENCE_S = 10.0
+"""How long a job that was just killed may take to end."""
+
+BEAT_S = 3.0
+"""Between two touches; an owner on another machine that does not touch for three of them is gone."""
+
+
+@contextmanager
+def owned(folder: Path, patience_s: float = PATIENCE_S, beat_s: float = BEAT_S) -> Iterator[None]:
+    """Inside, this process alone writes into the folder, which is made if it is absent.
+
+    Args: patience_s: waits so long for an owner to end.
+    Raises: ConfigError: the folder cannot be made or written, or another process owns it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _locked(folder / FILE, patience_s, beat_s)
+    except OSError as error:
+        raise ConfigError(
+            f"job.dump_folder = {str(folder)!r} cannot be written: {error.strerror or error} "
+            f"({error.filename or folder}); name another folder, or correct its rights"
+        ) from None
+    ended = threading.Event()
+    beat = threading.Thread(target=_touch, args=(file, ended, beat_s), name="owner", daemon=True)
+    with file:
+        file.truncate(0)
+        file.write(json.dumps(_record()) + "\n")
+        file.flush()
+        beat.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            beat.join()
+            with suppress(OSError):
+                os.unlink(folder / FILE)  # before the lock is dropped: who waits for it sees that the file is another
+
+
+def _locked(path: Path, patience_s: float, beat_s: float) -> TextIO:
+    """The file, locked. Raises: ConfigError: it belongs to another process. OSError: it cannot be opened."""
+    deadline, waits = time.monotonic() + patience_s, False
+    while True:
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  # it stays open
+        if _lock(file):
+            if _is_at(file, path) and not _is_alive(_read(file), path, 3 * beat_s):
+                return file
+        elif not waits:
+            waits = True
+            logger.warning("%s: waits for the end of %s", path.parent, _describe(_read(file)))
+        owner = _read(file)
+        file.close()
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"job.dump_folder = {str(path.parent)!r} belongs to {_describe(owner)}; wait for its end, end it, or "
+                f"name another folder. If no such process runs on any machine, remove {path}"
+            )
+        time.sleep(0.2)
+
+
+def _lock(file: TextIO) -> bool:
+    """Whether nobody else has the lock now. True as well where there are no locks: then only the record counts."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_alive(owner: dict[str, Any], path: Path, watch_s: float) -> bool:
+    """Whether the process of a record that nobody locks still runs: one on a machine whose locks we do not see."""
+    if not owner:
+        return False
+    if owner.get("boot") == _boot():
+        return owner.get("pid") != os.getpid() and owner.get("start") == _start_of(owner.get("pid"))
+    before, deadline = _time_of(path), time.monotonic() + watch_s
+    while time.monotonic() < deadline:
+        time.sleep(watch_s / 20)
+        if _time_of(path) != before:
+            return True
+    return False
+
+
+def _record() -> dict[str, Any]:
+    """What tells this process from all others."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        "start": _start_of(os.getpid()),
+        "boot": _boot(),
+    }
+
+
+def _read(file: TextIO) -> dict[str, Any]:
+    """The record in the file; empty if there is none, or half of one."""
+    file.seek(0)
+    try:
+        found = json.loads(file.read())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _describe(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "another job"
+    return f"process {owner.get('pid')} on {owner.get('host')}, which writes into it since {owner.get('since')}"
+
+
+def _start_of(pid: Any) -> int:
+    """When a process of this machine started, in ticks since its boot; 0: there is none, or it is dead already."""
+    try:
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return 0 if state in "ZX" else int(numbers[18])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _boot() -> str:
+    """Names this boot of this machine, and the processes that this one can see."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return socket.gethostname()
+
+
+def _time_of(path: Path) -> int:
+    """When the file was touched, by the file server's clock. It is opened: over NFS that asks the server."""
+    try:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _touch(file: TextIO, ended: threading.Event, beat_s: float) -> None:
+    while not ended.wait(beat_s):
+        with suppress(OSError):  # a file system that is away for a moment
+            os.utime(file.fileno())

@@ -1,0 +1,166 @@
+"""Why a collective failed: asked through the store in which the ranks met, which answers when collectives do not.
+
+A rank that fails leaves its reason in the store, so that all ranks end with the same one. A rank whose collective fails
+asks for such a reason; where there is none, the ranks that do not answer are to blame: stopped, killed, or cut off.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from mmtrain import errors
+from mmtrain.errors import MMTrainError, RankLostError
+
+START_S = 120.0
+"""Ranks may start this long after each other, whatever comm.timeout_seconds says."""
+
+_LEAST_PATIENCE_S = 5.0
+"""Ranks that wait for each other find out within about a step."""
+
+
+class RollCall:
+    """This rank's part in finding out which ranks are there. Every rank of the job makes one at the same time."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.rank, self._world_size = rank, world_size
+        mine = dist.PrefixStore("roll call", store)
+        turn = mine.add(f"turn {rank}", 1)  # a process may run several trainers one after another
+        self._store = dist.PrefixStore(f"roll call {turn}", store)
+        self._store.set(f"name {rank}", f"rank {rank} (process {os.getpid()} on {socket.gethostname()})")
+
+    def wait_for_all(self, wait_s: float) -> None:
+        """Returns when all ranks have started.
+
+        Raises: RankLostError: naming those that have not.
+        """
+        if self._store.add("started", 1) == self._world_size:
+            self._store.set("all started", "")
+        try:
+            self._store.wait(["all started"], timedelta(seconds=wait_s))
+        except RuntimeError:  # each store raises another one
+            absent = [rank for rank in range(self._world_size) if not self._store.check([f"name {rank}"])]
+            raise RankLostError(
+                f"rank {self.rank} waited {wait_s:g} s for the job to start, but {_ranks(absent)} of "
+                f"{self._world_size} did not come; look for the errors of the missing processes, and whether all "
+                "machines reach each other"
+            ) from None
+
+    def tell(self, error: BaseException) -> None:
+        """Leaves for the other ranks why this one ends, unless one has done so before."""
+        if isinstance(error, MMTrainError):
+            told = error
+        else:
+            words = traceback.format_exception_only(error)[0].strip()
+            told = RankLostError(f"rank {self.rank} failed: {words}; see its traceback")
+        _within(_LEAST_PATIENCE_S, lambda: self._first_reason(told))
+
+    def reason(self, what: str, timeout_s: float) -> MMTrainError:
+        """Why a collective of this rank failed, the same on all ranks that ask within a few seconds.
+
+        Args:
+            what: what this rank did, as the beginning of a sentence.
+            timeout_s: of collectives.
+        """
+        found: list[MMTrainError] = []
+        patience_s = max(_LEAST_PATIENCE_S, timeout_s / 10)
+        _within(patience_s + _LEAST_PATIENCE_S, lambda: found.append(self._ask(what, patience_s)))
+        return found[0] if found else RankLostError(f"{what}; the job's store does not answer either")
+
+    def _ask(self, what: str, patience_s: float) -> MMTrainError:
+        self._store.set(f"here {self.rank}", "")
+        asking = self._store.add("asking", 1)
+        deadline = time.monotonic() + patience_s
+        while not self._store.check(["reason"]) and asking < self._world_size and time.monotonic() < deadline:
+            time.sleep(0.2)
+            asking = self._store.add("asking", 0)
+        silent = [rank for rank in range(self._world_size) if not self._store.check([f"here {rank}"])]
+        if not silent:
+            return self._first_reason(
+                RankLostError(
+                    f"{what}; all ranks answer: one was slower than that, or they wait for each other. Raise "
+                    "comm.timeout_seconds, or look at the processes while they hang (py-spy dump)"
+                )
+            )
+        names = [self._store.get(f"name {rank}").decode() for rank in silent]
+        does_not, it_is = ("does not", "it is") if len(silent) == 1 else ("do not", "they are")
+        return self._first_reason(
+            RankLostError(
+                f"{what}; {', '.join(names)} {does_not} answer: {it_is} stopped, dead or busy for longer than "
+                "comm.timeout_seconds, or the network is down"
+            )
+        )
+
+    def _first_reason(self, mine: MMTrainError) -> MMTrainError:
+        """The reason of the rank that came first, perhaps this one's."""
+        if self._store.add("reasons", 1) == 1:
+            self._store.set("reason", json.dumps([type(mine).__name__, str(mine)]))
+        kind, text = json.loads(self._store.get("reason"))
+        return getattr(errors, kind, MMTrainError)(text)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def common_reason(roll_call: RollCall, timeout_s: float, place: Callable[[str], str]) -> Iterator[None]:
+    """What ends one rank is raised on all of them, and ranks that do not answer are named.
+
+    Args:
+        timeout_s: of collectives.
+        place: where this rank is, from the function of mmtrain that it is in.
+    Raises: MMTrainError: in the place of an exception of communication, or of the operating system.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        where = place(_innermost(error))
+        if is_communication(error):
+            verb = f"waited {timeout_s:g} s (comm.timeout_seconds)" if _is_timeout(error) else "lost its connections"
+            raise roll_call.reason(f"rank {roll_call.rank} {verb} {where}", timeout_s) from error
+        if isinstance(error, OSError):
+            told = MMTrainError(f"rank {roll_call.rank} {where}: {error}")
+            roll_call.tell(told)
+            raise told from error
+        roll_call.tell(error)
+        raise
+
+
+def is_communication(error: BaseException | None) -> bool:
+    """Whether an exception is that of a process group or store whose other side is gone or late."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "Wait timeout" in str(error))
+
+
+def _is_timeout(error: BaseException) -> bool:
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
+def _innermost(error: BaseException) -> str:
+    package = Path(errors.__file__).parent
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if package in Path(f.filename).parents]
+    return f"in {Path(frames[-1].filename).relative_to(package)}, {frames[-1].name}" if frames else ""
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+
+
+def _within(seconds: float, ask: Callable[[], object]) -> None:
+    """Runs something that may hang, as a store does whose server is stopped; gives it up after so long."""
+
+    def run() -> None:
+        with suppress(RuntimeError, OSError):  # the store is gone as well
+            ask()
+
+    thread = threading.Thread(target=run, name="roll-call", daemon=True)
+    thread.start()
+    thread.join(seconds)

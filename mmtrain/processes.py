@@ -1,0 +1,82 @@
+"""How the processes of a job on one machine start, end with each other, and leave nothing behind."""
+
+import ctypes
+import multiprocessing.util
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from typing import NoReturn
+
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Variables that keep the sockets of process groups from other machines."""
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
+"""What asks a job to end."""
+
+_QUIET_TRACKER = "ignore:resource_tracker:UserWarning"
+"""For PYTHONWARNINGS: no warning about the semaphores of a process that was killed, which are removed all the same."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """From now on the kernel kills this process when the one that started it ends, however that ends (Linux).
+
+    Args: parent: its id, where it is known: it may have ended already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+@contextmanager
+def stops_held() -> Iterator[None]:
+    """`STOPS` wait until the end, and for processes that are started inside until these call `take_stops`."""
+    resource_tracker.ensure_running()  # its start would let them through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def take_stops() -> None:
+    """From now on `STOPS` end this process without a word, also those that came since it was started."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Inside, new processes see these variables, and say nothing of semaphores that a killed process left."""
+    given = os.environ.get("PYTHONWARNINGS")
+    wanted = {**variables, "PYTHONWARNINGS": f"{given},{_QUIET_TRACKER}" if given else _QUIET_TRACKER}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def leave(status: int) -> NoReturn:
+    """Ends a process that trained, without Python's own finalisation.
+
+    A thread of the process groups may still drop its last tensor, which needs the interpreter; if that is being
+    finalised just then, the process aborts after all its work was done (seen once in some thirty jobs). Only the
+    temporary folder and the semaphores of `multiprocessing` are removed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "torch" in sys.modules:
+        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
+        os._exit(status)
+    sys.exit(status)

@@ -1,0 +1,24 @@
+"""The names of the schedules, where a config can read them without loading any schedule."""
+
+from typing import Literal
+
+ScheduleName = Literal[
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "ZB-H1",
+    "ZB-H2",
+    "ZB-AutoSchedule",
+    "InterleavedZeroBubble",
+    "ZBV",
+    "V-half",
+    "V-min",
+    "DualPipeV",
+    "Optimus",
+    "interleave",
+]
+"""The keys of `catalogue.CATALOGUE`, in its order."""
+
+MEMORY_BOUNDED_SCHEDULES: tuple[ScheduleName, ...] = ("ZB-AutoSchedule", "interleave")
+"""Those whose plans stay within a problem's memory limits; the others bound their memory by their own rule."""

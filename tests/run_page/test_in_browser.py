@@ -1,0 +1,63 @@
+"""What only a browser shows of a page: advice, the axis of a loss with spikes, the timeline's length."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from mmtrain.run_page.page import write_page
+from mmtrain.run_page.runs import read_run
+from tests.browser import BROWSER, DRIVER, MISSING, Browser, browser
+from tests.run_page.test_runs import STEP, write_run
+
+pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason=MISSING)
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A page of two timelines, one 4 times and one 1.25 times as long as planned, of a loss that begins with spikes."""
+    lines = [
+        {"step": step} | STEP | {"loss": 60.0 if step < 5 else 1 + 1 / step, "mfu": 0.5, "makespan_ratio": 4.0}
+        for step in range(1, 201)
+    ]
+    run = write_run(tmp_path_factory.mktemp("page") / "run", lines)
+    (run / "timelines").mkdir()
+    for step, end in ((100, 1.25), (200, 4.0)):
+        action = [0, "F", 0, 0, 0.0, end, 0.0, 1.0, 10, 1e9]
+        data = {"step": step, "modules": ["language"], "num_ranks": 1, "stages": [[0, 0, 0, 1]], "actions": [action]}
+        data["waits"] = {"measured": [], "planned": []}
+        (run / "timelines" / f"step-{step}.json").write_text(json.dumps(data))
+    assert len(read_run(run).timelines) == 2
+    write_page([run], run / "page.html")
+    with browser() as found:
+        found.resize(1400, 1000)
+        found.open(run / "page.html")
+        yield found
+
+
+def test_advice_stands_below_the_numbers(window: Browser) -> None:
+    advice = window.run("return [...document.querySelectorAll('.advice li')].map((item) => item.textContent)")
+    assert any(text.startswith("measured / planned 4.00 Costs are not calibrated") for text in advice)
+    off = window.run("return [...document.querySelectorAll('.tile.off .label')].map((label) => label.textContent)")
+    assert len(off) == len(advice) and "measured / planned" in off
+
+
+def test_a_few_high_values_do_not_flatten_the_loss(window: Browser) -> None:
+    first = "[...document.querySelectorAll('.chart')][0]"
+    assert window.run(f"return {first}.querySelector('.cut').textContent") == "cut off: values up to 60"
+    marks = window.run(
+        f"return [...{first}.querySelectorAll('text[text-anchor=end]:not(.cut)')].map((m) => m.textContent)"
+    )
+    assert max(map(float, marks)) < 2
+
+
+def test_a_planned_timeline_is_stretched_where_it_is_far_from_the_measured_one(window: Browser) -> None:
+    checked = "return document.getElementById('timeline-stretch').checked"
+    assert window.run(checked) is True
+    window.click("#timeline-before")
+    assert window.run(checked) is False
+    window.click("#timeline-stretch")  # what the reader chose stays
+    window.click("#timeline-stretch")
+    window.click("#timeline-after")
+    assert window.run(checked) is False
+    assert window.errors() == []
