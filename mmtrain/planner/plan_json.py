@@ -159,7 +159,7 @@ def plan_of(problem: PlanningProblem, said: PlanText) -> Plan:
     Raises: PlanError: it says that there is none, or its actions or options are not the problem's or fail `check`.
     """
     if said.status == "infeasible":
-        raise PlanError(f"the file holds no plan: {said.message}")
+        raise PlanError(f"the file holds no plan, since {show(said.message)}; plan the problem again")
     graph = problem.graph
     options: dict[tuple[int, int], int] = {}
     for rank, rows in enumerate(said.orders):

@@ -6,11 +6,19 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from reprlib import repr as show  # which leaves out the middle of what is long
+from reprlib import Repr
 from typing import Any
 
 from mmtrain.errors import PlanError
 from mmtrain.limits import FILE_BYTES
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
+
+
+def show(value: Any) -> str:
+    """A value from a file as errors name it: in one line, without the middle of what is long."""
+    return _SHORT.repr(value)
 
 
 def read_text(path: str | Path) -> str:

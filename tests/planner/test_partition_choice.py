@@ -170,6 +170,40 @@ def test_the_planners_search_can_judge_candidates(job) -> None:
     assert found["language"] > 1
 
 
+def test_a_short_job_is_cut_without_the_kernels_of_the_search(job, tmp_path) -> None:
+    """They take 10 s to compile on a machine that never ran them, more than hundreds of steps of such a job."""
+    for flops_per_s, is_short in ((1e10, True), (1e7, False)):
+        chosen = job("planner.enable=true", f"planner.flops_per_s={flops_per_s}")
+        planner = IterationPlanner.of(chosen)
+        typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+        assert typical.is_short is is_short
+    script = "import sys; from mmtrain import config; from mmtrain.planner.iteration import IterationPlanner as I\n"
+    script += "print(I.of(config.load(sys.argv[1], sys.argv[2:])).partition_words[:10])\n"
+    script += "print('numba.np.arraymath' in sys.modules)"  # which the first call of a kernel loads
+    words = [
+        sys.executable,
+        "-c",
+        script,
+        str(tmp_path / "job.toml"),
+        "planner.enable=true",
+        "planner.flops_per_s=1e10",
+    ]
+    root = Path(__file__).resolve().parents[2]
+    answer = subprocess.run(words, capture_output=True, text=True, check=True, cwd=root)
+    assert answer.stdout.split() == ["partition:", "False"]
+
+
+def test_an_iteration_counts_whole_where_part_of_it_is_drawn(job) -> None:
+    chosen = job("training.global_batch_size=4096", "planner.flops_per_s=1e10")
+    planner = IterationPlanner.of(chosen)
+    few, typical = (
+        TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size, most_microbatches=most)
+        for most in (2, 32)
+    )
+    assert (few.shortened, typical.shortened) == (2048, 128)
+    assert not few.is_short and not typical.is_short
+
+
 @pytest.mark.parametrize(
     ("keys", "module", "count"),
     [

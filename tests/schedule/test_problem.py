@@ -136,7 +136,7 @@ def test_files_round_trip(tmp_path: Path, ending: str) -> None:
             [{**TABLE["works"][0], "microbatch": m} for m in range(50_001)],
             r"pass through = 100002; .* 100,000",
         ),
-        ("works.0.microbatch", 10**60, r"works\[0\]\.microbatch = 10+\.\.\.0+ must be an integer of 64 bits"),
+        ("works.0.microbatch", 10**60, r"works\[0\]\.microbatch = 10+ must be an integer of 64 bits"),
         ("works.0.module", "a" * 10**6, r"works\[0\]\.module = 'a{8,}\.\.\.a+' does not exist"),
     ],
 )

@@ -1,3 +1,4 @@
+import threading
 import time
 from dataclasses import replace
 
@@ -178,7 +179,7 @@ def test_a_search_finds_plans_where_the_greedy_order_has_none() -> None:
     [
         ({"budget_evaluations": -1}, "budget_evaluations = -1; it must be finite and at least 0"),
         ({"budget_s": float("inf")}, "budget_s = inf; it must be finite"),
-        ({"threads": 0}, "threads = 0; it must be between 1 and 1,024"),
+        ({"threads": 0}, "threads = 0; it must be between 1 and 1,024 threads"),
         ({"strategy": "best"}, "strategy 'best' does not exist; choose one of anneal, mcts, random, dfs, first"),
     ],
 )
@@ -190,3 +191,15 @@ def test_bad_options_are_refused(keys: dict[str, object], words: str) -> None:
 def test_a_search_needs_a_budget() -> None:
     with pytest.raises(PlanError, match="no budget and would never end; give it evaluations or seconds"):
         search(mixed(), SearchOptions(budget_evaluations=0))
+
+
+def test_one_thread_is_the_caller_s() -> None:
+    """On a busy machine each hand-over to another thread costs more than a small search."""
+    seen: set[int] = set()
+
+    def cancelled() -> bool:
+        seen.add(threading.get_ident())
+        return False
+
+    search(mixed(), SearchOptions(budget_evaluations=60, threads=1), cancelled=cancelled)
+    assert seen == {threading.get_ident()}
