@@ -273,6 +273,11 @@ class DataConfig:
     """Smallest image area after resizing (native-resolution encoders); 0: the processor's value."""
     max_pixels: int = 0
     """Largest image area after resizing (native-resolution encoders); 0: the processor's value."""
+    max_media_bytes: int = 2**30
+    """Largest encoded image or file of latents, bytes, and largest array in one; a larger one is a bad sample."""
+    max_decoded_pixels: int = 2**26
+    """Largest image or frame before resizing, in pixels; a larger one is a bad sample. Decoding takes about 8 bytes a
+    pixel. At most 178956970, where Pillow stops; it warns from half of that on."""
     blank_images: bool = False
     """Replace the content of every picture by grey: a control that shows what the pictures are worth."""
     fps: float = 16.0
@@ -297,7 +302,9 @@ class DataConfig:
         if not self.source:
             raise ConfigError("data.source: is empty; name a dataset id, folder or file")
         _at_least("data", self, num_workers=0, prefetch=1, min_pixels=0, max_pixels=0)
-        _at_least("data", self, source_fps=0.0, max_clips=1, video_area=1)
+        _at_least("data", self, source_fps=0.0, max_clips=1, video_area=1, max_media_bytes=1, max_decoded_pixels=1)
+        if self.max_decoded_pixels > 178_956_970:
+            raise ConfigError(f"data.max_decoded_pixels = {self.max_decoded_pixels}; it must be at most 178956970")
         for name in ("fps", "max_seconds", "max_total_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"data.{name} = {getattr(self, name)}; it must be above 0 and finite")

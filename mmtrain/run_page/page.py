@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -38,19 +39,16 @@ def page(runs: Sequence[Run]) -> str:
     names = ", ".join(run.name for run in runs)
     data = json.dumps(_data(runs), separators=(",", ":")).replace("<", "\\u003c")  # no end tag inside of a script
     text = (assets / "page.html").read_text(encoding="utf-8")
-    for mark, value in (
-        ("@title@", html.escape(f"{names} - mmtrain")),
-        ("@style@", (assets / "page.css").read_text(encoding="utf-8")),
-        (
-            "@script@",
-            "".join((assets / f"{name}.js").read_text(encoding="utf-8") for name in ("chart", "timeline", "page")),
+    values = {
+        "title": html.escape(f"{names} - mmtrain"),
+        "style": (assets / "page.css").read_text(encoding="utf-8"),
+        "script": "".join(
+            (assets / f"{name}.js").read_text(encoding="utf-8") for name in ("chart", "timeline", "page")
         ),
-        ("@data@", data),
-    ):
-        before, found, after = text.partition(mark)
-        assert found, f"page.html lacks {mark}"
-        text = before + value + after
-    return text
+        "data": data,
+    }
+    # In one pass: what is put in may contain the same marks.
+    return re.sub(f"@({'|'.join(values)})@", lambda mark: values[mark[1]], text)
 
 
 def _data(runs: Sequence[Run]) -> dict[str, Any]:
