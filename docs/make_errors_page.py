@@ -259,6 +259,7 @@ NOTES: dict[str, str] = {
     "its latents hold values": "Look for overflow in the VAE that made them (in float16?), and make the file again.",
     "its latents have become": "Files must not change while a job runs: write new ones beside them.",
     "its latents are a damaged": "Make the file again with `numpy.savez`.",
+    "its .npz file cannot": "Make the file again with `numpy.savez`.",
     "its latents are no .npy": "Write it with `numpy.save`, as floats [channels, frames, height, width].",
     "it does not say how many frames": "Write the video again with `ffmpeg -i old.mp4 new.mp4`.",
     "the content of its video": "Cut short or damaged: fetch it again, or leave it out.",
@@ -281,19 +282,36 @@ NOTES: dict[str, str] = {
     "its content is corrupt": "The picture's header is fine, the rest is not: fetch it again, or leave it out.",
     "it decodes to": "A damaged file, or one whose format Pillow reads in another way: write the picture anew.",
     "its {number} bytes are not": "Not a picture, or a format that Pillow does not know: write it as PNG or JPEG.",
+    "{where}: a message has the role": (
+        "ShareGPT's `human` is `user`, its `gpt` is `assistant`: [a script](bringing_data.md#from-llavas-form) renames "
+        "them. `tool` needs a chat template that knows it."
+    ),
     "its header is corrupt": "Fetch the file again, or leave the record out.",
     "image {index} of sample": "See the second half of the message; it is one of those of pictures.",
     "{where}: the chat template refuses it": (
         "Its words follow. Many templates want user and assistant in turns, and a system message at the beginning only."
     ),
     "its file {path} cannot be read": (
-        "Check that the path exists on every machine; in jsonl it is relative to the file."
+        "Check that the path exists on every machine; a relative one starts at the folder of the file that names it."
     ),
     "{where}: `messages` is not": 'It is `[{"role": "user", "content": "..."}, ...]`, see [records](data.md#records).',
     "{where}: it has neither bytes": "A row whose picture is empty: leave the record out, or its `images` away.",
     "{where}: its base64": "Write the `data:` URL anew.",
-    "{path}, record {index}: not valid JSON": (
+    "sample {index} of {path}: not valid JSON": (
         "Each line of a .jsonl file is one JSON object, without line breaks inside."
+    ),
+    "sample {index}: its row": "Its text is not UTF-8, or the file is damaged: write it anew, or leave the row out.",
+    "sample {sample} cannot be used": (
+        "A library's error that has no message of its own here; its kind and words follow. Look at the sample alone."
+    ),
+    "data.source = '{source}' does not exist": (
+        "Paths start where the job was started. The nearest name, or all names beside it, follow."
+    ),
+    "data.source = '{source}': no such folder; ": (
+        "Local paths come first. For a data set of the hub whose owner is called like a folder start the job elsewhere."
+    ),
+    "data.source = '{source}': no such folder, and the hub": (
+        "A path is misspelt, or there is no network: download the data set before, and name its folder."
     ),
     "data.source = '{path}' is one file": "Name a folder with both splits, or set `validation.enable = false`.",
     "data.source = '{source}': a file must end": (

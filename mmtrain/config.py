@@ -294,6 +294,11 @@ class DataConfig:
     """Smallest image area after resizing (native-resolution encoders); 0: the processor's value."""
     max_pixels: int = 0
     """Largest image area after resizing (native-resolution encoders); 0: the processor's value."""
+    max_media_bytes: int = 2**30
+    """Largest encoded image or file of latents, bytes, and largest array in one; a larger one is a bad sample."""
+    max_decoded_pixels: int = 2**26
+    """Largest image or frame before resizing, in pixels; a larger one is a bad sample. Decoding takes about 8 bytes a
+    pixel. At most 178956970, where Pillow stops; it warns from half of that on."""
     blank_images: bool = False
     """Replace the content of every picture by grey: a control that shows what the pictures are worth."""
     fps: float = 16.0
@@ -320,13 +325,15 @@ class DataConfig:
         _not_empty("data", self, "split", "validation_split")
         _at_least("data", self, num_workers=0, prefetch=1, min_pixels=0, max_pixels=0)
         _at_most("data", self, num_workers=MOST_WORKERS, prefetch=1024)
-        _at_least("data", self, max_clips=1, video_area=1)
+        _at_least("data", self, max_clips=1, video_area=1, max_media_bytes=1, max_decoded_pixels=1)
         for name, least, most in (("fps", 0.001, 1000.0), ("max_seconds", 0.001, 86400.0)):
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(f"data.{name} = {getattr(self, name)}; it must be from {least} to {most:g}")
         if self.source_fps and not 0.001 <= self.source_fps <= 1000:
             raise ConfigError(f"data.source_fps = {self.source_fps}; it must be from 0.001 to 1000, or 0 for data.fps")
         _at_most("data", self, max_total_seconds=1e6)
+        if self.max_decoded_pixels > 178_956_970:
+            raise ConfigError(f"data.max_decoded_pixels = {self.max_decoded_pixels}; it must be at most 178956970")
         if self.max_seconds > self.max_total_seconds:
             raise ConfigError(
                 f"data.max_seconds = {self.max_seconds} is above data.max_total_seconds = {self.max_total_seconds}: "

@@ -31,3 +31,19 @@ class CheckpointError(MMTrainError):
 
 class RankLostError(TrainingError):
     """Another rank does not answer any more: it is stopped, dead or cut off, or failed for a reason of its own."""
+
+
+def one_line(message: object, max_length: int = 600) -> str:
+    """The text of a message or error as one line that can be printed anywhere; a longer one loses its middle."""
+    line = " ".join(str(message).split()) or type(message).__name__
+    printable = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return _shortened(printable, max_length)
+
+
+def shown(value: object) -> str:
+    """A value of the user's as it stands in a message: its `repr`, without the middle of a long one."""
+    return _shortened(repr(value), 200)
+
+
+def _shortened(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else f"{text[: max_length // 2]} ... {text[-max_length // 2 :]}"

@@ -234,8 +234,9 @@ def _readme(run: StoredRun, out: Path, final: Path) -> str:
         made = (
             "its own merger makes the tokens of the language model."
             if projector.kind == "native"
-            else "use its `last_hidden_state`, without a class token; a pooler or merger of its own was not trained "
-            "and is left out."
+            else "use its `last_hidden_state`, without a class token. A pooler or merger of its own was not trained "
+            "and is left out: where the class makes one all the same, `from_pretrained` rightly reports its weights as "
+            "missing."
         )
         lines.append(f"- `vision/`: the encoder, `{_class_name(out / 'vision')}`; {made}")
         if projector.kind == "mlp" and vision_shape(job.model).window:

@@ -214,6 +214,18 @@ def test_an_encoder_has_the_same_features(tmp_path, encoder, projector, way):
     close(features_of(chunk, pixels, grids), their_features(encoder, projector, theirs, pixels, grids))
 
 
+@pytest.mark.parametrize("projector", ["mlp", "native"])
+def test_a_qwen_encoder_lacks_at_most_the_merger_and_its_page_says_so(tmp_path, projector):
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel as Theirs
+
+    save_run(tmp_path / "run", model_config(projector=projector))
+    export(tmp_path / "run", tmp_path / "out")
+    _, found = Theirs.from_pretrained(tmp_path / "out/vision", output_loading_info=True)
+    assert {name.partition(".")[0] for name in found["missing_keys"]} == ({"merger"} if projector == "mlp" else set())
+    page = (tmp_path / "out/README.md").read_text()
+    assert ("`from_pretrained` rightly reports its weights as missing" in page) == (projector == "mlp")
+
+
 @pytest.mark.parametrize(("encoder", "projector"), ENCODERS)
 def test_a_job_starts_from_an_exported_folder(tmp_path, encoder, projector):
     model = encoder_model(encoder, projector, tied=encoder == "vit")

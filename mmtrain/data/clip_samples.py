@@ -41,7 +41,7 @@ class Clips:
         data, dit = config.data, config.model.dit
         assert dit is not None
         self._geometry = video_geometry(dit, data, config.model.vae)
-        self._processor = ClipProcessor(job_tokenizer(config), self._geometry, data.source_fps)
+        self._processor = ClipProcessor(job_tokenizer(config), self._geometry, data)
         self._source = open_source(data, split, CLIPS)
         self.num_samples = self._source.num_samples
         frames = most_frames(data)

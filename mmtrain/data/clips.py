@@ -13,12 +13,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from mmtrain.config import DataConfig
 from mmtrain.data.buckets import VideoGeometry, crop
+from mmtrain.data.media import RawImage
 from mmtrain.data.metadata import ClipMeta
 from mmtrain.data.pixels import decode, header_size
-from mmtrain.data.sources import RawImage
 from mmtrain.data.video_records import VideoRecord
-from mmtrain.errors import DataError
+from mmtrain.errors import DataError, one_line, shown
 from mmtrain.models.vae_shapes import PIXEL_CHANNELS
 
 
@@ -40,13 +41,14 @@ class ClipProcessor:
     Args:
         tokenizer: a fast Hugging Face tokenizer; its own special tokens are added to captions.
         geometry: the buckets.
-        source_fps: frames a second of records that do not say; 0: those of the geometry.
+        data: limits of what is read, and frames a second of records that do not say.
     """
 
-    def __init__(self, tokenizer: Any, geometry: VideoGeometry, source_fps: float = 0.0) -> None:
+    def __init__(self, tokenizer: Any, geometry: VideoGeometry, data: DataConfig) -> None:
         self.tokenizer = tokenizer
         self.geometry = geometry
-        self._source_fps = source_fps or geometry.fps
+        self._source_fps = data.source_fps or geometry.fps
+        self._max_bytes, self._max_pixels = data.max_media_bytes, data.max_decoded_pixels
 
     def clip(self, record: VideoRecord) -> Clip:
         """The tokens and the bucket of a record; content is read only up to its header.
@@ -56,7 +58,7 @@ class ClipProcessor:
         where = f"sample {record.sample}"
         ids = np.array(self.tokenizer(record.caption, verbose=False)["input_ids"], np.int64)
         if not len(ids):
-            raise DataError(f"{where}: its caption {record.caption!r} has no token in this tokenizer")
+            raise DataError(f"{where}: its caption {shown(record.caption)} has no token in this tokenizer")
         try:
             bucket, places = self._latent_bucket(record) if record.latents else self._pixel_bucket(record)
             bucket = self.geometry.latents(*bucket)
@@ -107,13 +109,13 @@ class ClipProcessor:
             )
         fps = record.fps or self._source_fps
         if record.video:
-            video = _open_video(record.video)
+            video = self._video(record.video)
             num_frames, (height, width) = video.num_frames, video.size
             fps = record.fps or video.fps
         else:
             num_frames = len(record.frames)
             try:
-                height, width = header_size(record.frames[0].read())
+                height, width = header_size(record.frames[0].read(self._max_bytes), self._max_pixels)
             except DataError as error:
                 raise DataError(f"frame 0: {error}") from None
         count = self.geometry.longest(self.geometry.sampled(num_frames, fps))
@@ -134,8 +136,8 @@ class ClipProcessor:
                 f"its latents have {fps:g} frames a second, but data.fps = {self.geometry.fps:g}, and latents cannot "
                 "be sampled anew; make the two agree"
             )
-        with _array_file(record.latents) as file:
-            shape, _, dtype = _header(file)
+        with self._array_file(record.latents) as (_, shape, dtype):
+            pass
         if len(shape) != 4 or dtype.kind != "f" or min(shape) < 1:
             raise DataError(
                 f"its latents are {dtype} of shape {shape}; they must be floats of shape [channels, frames, height, "
@@ -153,12 +155,13 @@ class ClipProcessor:
 
     def _read_latents(self, clip: Clip) -> Tensor:
         assert clip.record.latents
-        with _array_file(clip.record.latents) as file:
+        with self._array_file(clip.record.latents) as (file, _, _):
             try:
                 found = np.lib.format.read_array(file, allow_pickle=False)
-            except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-                raise DataError(f"the content of its latents is corrupt: {_one_line(error)}") from None
-        values = np.ascontiguousarray(found[:, : clip.meta.frames], np.float32)
+            except Exception as error:  # of numpy, and of the archive's compression
+                raise DataError(f"the content of its latents is corrupt: {one_line(error)}") from None
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite
+            values = np.ascontiguousarray(found[:, : clip.meta.frames], np.float32)
         if not np.isfinite(values).all():
             raise DataError("its latents hold values that are not finite")
         if (values.shape[0], *clip.meta.bucket) != values.shape:
@@ -169,28 +172,47 @@ class ClipProcessor:
         """[3, F, H, W] float32 between -1 and 1."""
         size = self.geometry.pixels(clip.meta.bucket)[1:]
         if clip.record.video:
-            pictures: Iterator[Image.Image] = iter(_open_video(clip.record.video).read(clip.places))
+            pictures: Iterator[Image.Image] = self._video(clip.record.video).read(clip.places)
         else:
-            pictures = _read_frames(clip.record.frames, clip.places)
+            pictures = self._frames(clip.record.frames, clip.places)
         frames_FHWC = np.stack([_resized(picture, size) for picture in pictures])
         values = frames_FHWC.astype(np.float32) / np.float32(127.5) - np.float32(1)
         return torch.from_numpy(np.ascontiguousarray(values.transpose(3, 0, 1, 2)))
 
+    def _frames(self, frames: Sequence[RawImage], places: Sequence[int]) -> Iterator[Image.Image]:
+        """The frames of some places; a place that follows itself is decoded once."""
+        first: tuple[int, int] | None = None
+        last, picture = -1, None
+        for place in places:
+            if place != last or picture is None:
+                try:
+                    picture, last = decode(frames[place].read(self._max_bytes), self._max_pixels), place
+                except DataError as error:
+                    raise DataError(f"frame {place}: {error}") from None
+                first = first or picture.size
+                if picture.size != first:
+                    raise DataError(f"frame {place} has {picture.size} pixels (width, height), but frame 0 has {first}")
+            yield picture
 
-def _read_frames(frames: Sequence[RawImage], places: Sequence[int]) -> Iterator[Image.Image]:
-    """The frames of some places; a place that follows itself is decoded once."""
-    first: tuple[int, int] | None = None
-    last, picture = -1, None
-    for place in places:
-        if place != last or picture is None:
-            try:
-                picture, last = decode(frames[place].read()), place
-            except DataError as error:
-                raise DataError(f"frame {place}: {error}") from None
-            first = first or picture.size
-            if picture.size != first:
-                raise DataError(f"frame {place} has {picture.size} pixels (width, height), but frame 0 has {first}")
-        yield picture
+    def _video(self, raw: RawImage) -> "_Video":
+        return _Video(_video_decoder(raw), self._max_pixels)
+
+    @contextmanager
+    def _array_file(self, raw: RawImage) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[Any]]]:
+        """A .npy file, or the one array (or the one called `latents`) of a .npz file; its shape and dtype.
+
+        Raises: DataError: it is neither, or says that it is larger than what is read.
+        """
+        with raw.open(self._max_bytes) as file, _npy_file(file) as npy:
+            shape, dtype = _header(npy)
+            num_bytes = math.prod(shape) * dtype.itemsize
+            if num_bytes > self._max_bytes:
+                raise DataError(
+                    f"its latents say that they are {dtype} of shape {shape}: {num_bytes} bytes, more than "
+                    f"data.max_media_bytes = {self._max_bytes}; raise that limit if they are right"
+                )
+            npy.seek(0)
+            yield npy, shape, dtype
 
 
 def _resized(picture: Image.Image, size: tuple[int, int]) -> np.ndarray:
@@ -206,43 +228,40 @@ def _resized(picture: Image.Image, size: tuple[int, int]) -> np.ndarray:
 
 
 @contextmanager
-def _array_file(raw: RawImage) -> Iterator[IO[bytes]]:
-    """The .npy content of a .npy file, or of the one array (or the one called `latents`) of a .npz file.
-
-    Raises: DataError: it is neither.
-    """
-    with raw.open() as file:
-        start = file.read(2)
-        file.seek(0)
-        if start != b"PK":
-            yield file
-            return
+def _npy_file(file: IO[bytes]) -> Iterator[IO[bytes]]:
+    """The .npy file that a file is, or has in it as a .npz archive."""
+    start = file.read(2)
+    file.seek(0)
+    if start != b"PK":
+        yield file
+        return
+    try:
+        archive = zipfile.ZipFile(file)
+    except Exception as error:  # a damaged archive shows in many ways
+        raise DataError(f"its latents are a damaged .npz file: {one_line(error)}") from None
+    with archive:
+        names = [name for name in archive.namelist() if name.endswith(".npy")]
+        chosen = "latents.npy" if "latents.npy" in names else names[0] if len(names) == 1 else None
+        if chosen is None:
+            has = ", ".join(name.removesuffix(".npy") for name in names) or "none"
+            raise DataError(f"its .npz file has the arrays {has}; name one of them `latents`")
         try:
-            archive = zipfile.ZipFile(file)
-        except (zipfile.BadZipFile, OSError) as error:
-            raise DataError(f"its latents are a damaged .npz file: {_one_line(error)}") from None
-        with archive:
-            names = [name for name in archive.namelist() if name.endswith(".npy")]
-            chosen = "latents.npy" if "latents.npy" in names else names[0] if len(names) == 1 else None
-            if chosen is None:
-                has = ", ".join(name.removesuffix(".npy") for name in names) or "none"
-                raise DataError(f"its .npz file has the arrays {has}; name one of them `latents`")
-            with archive.open(chosen) as member:
-                yield member
+            member = archive.open(chosen)
+        except Exception as error:  # a password, an unknown compression
+            raise DataError(f"its .npz file cannot be read: {one_line(error)}") from None
+        with member:
+            yield member
 
 
-def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, order and dtype of a .npy file, without its content."""
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of a .npy file, without its content."""
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        return read(file)
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise DataError(f"its latents are no .npy or .npz file: {_one_line(error)}") from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        shape, _, dtype = read(file)
+    except Exception as error:  # of numpy, and of the archive's compression
+        raise DataError(f"its latents are no .npy or .npz file: {one_line(error, 150)}") from None
+    return shape, dtype
 
 
 # ---------------------------------------------------------------------------------------------- videos
@@ -251,40 +270,53 @@ def _one_line(error: Exception) -> str:
 class _Video:
     """A video file, decoded by torchcodec."""
 
-    def __init__(self, decoder: Any) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Any, max_pixels: int) -> None:
+        self._decoder, self._max_pixels = decoder, max_pixels
         found = decoder.metadata
         if not all((found.num_frames, found.average_fps, found.height, found.width)):
             raise DataError("it does not say how many frames, how many a second, or of which size it has")
         self.num_frames: int = found.num_frames
         self.fps: float = found.average_fps
         self.size: tuple[int, int] = (found.height, found.width)
+        if found.height * found.width > max_pixels:
+            raise DataError(
+                f"its frames have {found.width} x {found.height} pixels, more than data.max_decoded_pixels = "
+                f"{max_pixels}; make them smaller, or raise that"
+            )
 
-    def read(self, places: Sequence[int]) -> list[Image.Image]:
-        """The frames of some places.
+    def read(self, places: Sequence[int]) -> Iterator[Image.Image]:
+        """The frames of some places; no more are decoded at once than have `max_pixels` in all.
 
         Raises: DataError: the content is corrupt.
         """
-        try:
-            frames_FCHW = self._decoder.get_frames_at(indices=list(places)).data
-        except Exception as error:  # whatever the codec says
-            raise DataError(f"the content of its video is corrupt: {_one_line(error)}") from None
-        return [Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames_FCHW]
+        at_once = self._max_pixels // math.prod(self.size)
+        for start in range(0, len(places), at_once):
+            try:
+                frames_FCHW = self._decoder.get_frames_at(indices=list(places[start : start + at_once])).data
+            except Exception as error:  # whatever the codec says
+                raise DataError(f"the content of its video is corrupt: {one_line(error)}") from None
+            for frame in frames_FCHW:
+                yield Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy())
 
 
-def _open_video(raw: RawImage) -> _Video:
+def _video_decoder(raw: RawImage) -> Any:
+    """torchcodec's decoder of a video.
+
+    Raises: DataError: torchcodec is not here, or the file is none that it reads.
+    """
     try:
         from torchcodec.decoders import VideoDecoder
     except Exception as error:  # not installed, or installed without the libraries of FFmpeg
-        reason = "" if isinstance(error, ModuleNotFoundError) else f" ({_one_line(error)[:200]})"
+        reason = "" if isinstance(error, ModuleNotFoundError) else f" ({one_line(error, 200)})"
         raise DataError(
             f"it has a `video`, which needs the package torchcodec and FFmpeg{reason}; install them, or give the clip "
             "as `frames` (a list of pictures) or `latents` (an array)"
         ) from None
+    source = raw.data if raw.data is not None else raw.local_path()
     try:
-        return _Video(VideoDecoder(raw.data if raw.data is not None else raw.path))
+        return VideoDecoder(source)
     except Exception as error:  # whatever the codec says
-        raise DataError(f"its video cannot be opened: {_one_line(error)}") from None
+        raise DataError(f"its video cannot be opened: {one_line(error)}") from None
 
 
 def npy_bytes(values: np.ndarray) -> bytes:

@@ -81,7 +81,7 @@ def make_processor(config: Config) -> Processor:
     """
     tokenizer = job_tokenizer(config)
     geometry, rules = picture_rules(config)
-    return Processor(tokenizer, config.tokenizer.image_token, geometry, rules, blank_images=config.data.blank_images)
+    return Processor(tokenizer, config.tokenizer.image_token, geometry, rules, config.data)
 
 
 def picture_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None]:

@@ -17,11 +17,15 @@ from PIL import Image
 from torch import Tensor
 
 from mmtrain.data.geometry import ImageGeometry
-from mmtrain.errors import ConfigError, DataError
+from mmtrain.errors import ConfigError, DataError, one_line
 
 _GREY = (128, 128, 128)
 _ORIENTATION = 0x0112
 """EXIF tag: how a camera was held."""
+_BITS_PER_SAMPLE = 258
+"""TIFF tag."""
+_SCALED_TO_16_BITS = ("PNG", "PPM", "JPEG2000")
+"""Formats whose grey values of 9 to 16 bits Pillow gives as 0 .. 65535, in mode I;16 or I."""
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -114,27 +118,29 @@ def _read_rules(name: str, config: Mapping[str, Any], default: PixelRules) -> Pi
     )
 
 
-def header_size(data: bytes) -> tuple[int, int]:
-    """Height and width of a picture as it will be decoded, from its header alone.
+def header_size(data: bytes, max_pixels: int) -> tuple[int, int]:
+    """Height and width of an image as it will be decoded, from its header alone.
 
-    Raises: DataError: not a picture that Pillow knows.
+    Raises: DataError: not an image that Pillow knows, more than max_pixels, or of a kind that `decode` refuses.
     """
-    image = _open(data)
+    image = _open(data, max_pixels)
     return _upright_size(image, _orientation(image))
 
 
-def decode(data: bytes) -> Image.Image:
-    """The picture in RGB, turned upright as its EXIF header asks, of the size that `header_size` tells.
+def decode(data: bytes, max_pixels: int) -> Image.Image:
+    """The image in RGB, turned upright as its EXIF header asks, of the size that `header_size` tells.
 
-    Raises: DataError: its content is corrupt or cut off.
+    Grey values of more than 8 bits are rescaled by their number of bits: of 16 bits, 0 .. 65535 become 0 .. 255.
+    Raises: DataError: its content is corrupt or cut off, or as `header_size`.
     """
-    image = _open(data)
+    image = _open(data, max_pixels)
     orientation = _orientation(image)
     expected = _upright_size(image, orientation)
+    bits = _grey_bits(image)
     try:
-        image = image.convert("RGB")
+        image = (_rescaled(image, bits) if bits else image).convert("RGB")
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
-        raise DataError(f"its content is corrupt: {_one_line(error)}") from None
+        raise DataError(f"its content is corrupt: {one_line(error)}") from None
     if orientation in _TRANSPOSE:
         image = image.transpose(_TRANSPOSE[orientation])
     if (image.height, image.width) != expected:
@@ -142,13 +148,43 @@ def decode(data: bytes) -> Image.Image:
     return image
 
 
-def _open(data: bytes) -> Image.Image:
+def _open(data: bytes, max_pixels: int) -> Image.Image:
+    """The image with its content not yet decoded, of a size and a kind that can be."""
     try:
-        return Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data))
     except Image.UnidentifiedImageError:
-        raise DataError(f"its {len(data)} bytes are not a picture in a known format") from None
+        raise DataError(f"its {len(data)} bytes are not an image in a known format") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):  # far above what can be allowed
+        raise DataError(f"it has more pixels than data.max_decoded_pixels = {max_pixels}; make it smaller") from None
     except Exception as error:  # as in `decode`: a damaged header shows in many ways
-        raise DataError(f"its header is corrupt: {_one_line(error)}") from None
+        raise DataError(f"its header is corrupt: {one_line(error)}") from None
+    if not 0 < image.width * image.height <= max_pixels:
+        raise DataError(
+            f"it has {image.width} x {image.height} pixels; 1 to data.max_decoded_pixels = {max_pixels} are decoded: "
+            "make it smaller, or raise that"
+        )
+    if image.format == "EPS":  # Pillow has another program run it
+        raise DataError("it is a PostScript program; write it as PNG")
+    if image.mode == "F" or (image.mode.startswith("I") and not _grey_bits(image)):
+        kind = "floats" if image.mode == "F" else "integers of 32 bits, or signed ones"
+        raise DataError(f"its grey values are {kind}, of which nothing says what is white; write it with 8 or 16 bits")
+    return image
+
+
+def _grey_bits(image: Image.Image) -> int | None:
+    """Bits of the grey values of an image that has more than 8 of them, or None: it has not, or they are not known."""
+    if not image.mode.startswith("I"):
+        return None
+    if image.format == "TIFF":
+        is_unsigned = image.mode != "I"
+        return int(image.tag_v2[_BITS_PER_SAMPLE][0]) if is_unsigned else None  # type: ignore[attr-defined]
+    return 16 if image.format in _SCALED_TO_16_BITS else None
+
+
+def _rescaled(image: Image.Image, bits: int) -> Image.Image:
+    """Grey values of some bits as 8-bit ones, white as white; rounded to the nearest."""
+    table = np.rint(np.arange(2**bits) * (255 / (2**bits - 1))).astype(np.uint8)
+    return Image.fromarray(table[np.asarray(image)])
 
 
 def _orientation(image: Image.Image) -> int:
@@ -168,10 +204,6 @@ def _orientation(image: Image.Image) -> int:
 def _upright_size(image: Image.Image, orientation: int) -> tuple[int, int]:
     """Height and width after turning; the orientations from 5 on swap the axes."""
     return (image.width, image.height) if orientation >= 5 else (image.height, image.width)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def blank(image: Image.Image) -> Image.Image:

@@ -5,6 +5,7 @@ rendering prefixes of the conversation with the tokenizer's own chat template an
 characters, so any template serves whose rendering of a turn does not depend on later turns.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,15 +13,20 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from mmtrain.config import DataConfig
 from mmtrain.data.batch import IGNORE_INDEX
 from mmtrain.data.geometry import ImageGeometry
+from mmtrain.data.media import RawImage, check_text
 from mmtrain.data.metadata import DocumentMeta, ImageMeta
 from mmtrain.data.pixels import PixelRules, blank, decode, header_size, pixel_values
-from mmtrain.data.sources import RawImage, Record
-from mmtrain.errors import DataError
+from mmtrain.data.sources import Record
+from mmtrain.errors import DataError, one_line, shown
 
 PLACEHOLDER = "<image>"
 """What stands in a record's text where a picture goes."""
+
+ROLES = ("system", "user", "assistant")
+"""Who speaks in a message; "tool" too, with a chat template that names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,7 +48,7 @@ class Processor:
         tokenizer: a fast Hugging Face tokenizer with a chat template.
         image_token: the token that stands for one image feature.
         geometry, rules: of the encoder's pictures; None for a model without an encoder.
-        blank_images: grey pictures instead of their content.
+        data: limits of what is read, and whether pictures are grey instead of their content.
     """
 
     def __init__(
@@ -51,17 +57,17 @@ class Processor:
         image_token: str,
         geometry: ImageGeometry | None,
         rules: PixelRules | None,
-        *,
-        blank_images: bool = False,
+        data: DataConfig,
     ) -> None:
         self.tokenizer = tokenizer
         self.geometry = geometry
         self._rules = rules
-        self._blank_images = blank_images
+        self._data = data
         vocabulary = tokenizer.get_vocab()
         self.image_token_id: int = vocabulary[image_token]
         frame = [token for token in ("<|vision_start|>", "<|vision_end|>") if token in vocabulary]
         self._image_text = image_token.join(frame) if len(frame) == 2 else image_token
+        self._roles = (*ROLES, "tool") if re.search("""["']tool["']""", str(tokenizer.chat_template)) else ROLES
 
     def document(self, record: Record) -> Document:
         """The tokens, labels and picture sizes of a record; pictures are read only up to their header.
@@ -131,10 +137,10 @@ class Processor:
             assert self.geometry is not None
             assert self._rules is not None
             try:
-                picture = decode(raw.read())
+                picture = decode(raw.read(self._data.max_media_bytes), self._data.max_decoded_pixels)
             except DataError as error:
                 raise DataError(f"{image.name}: {error}") from None
-            out.append(pixel_values(blank(picture) if self._blank_images else picture, self.geometry, self._rules))
+            out.append(pixel_values(blank(picture) if self._data.blank_images else picture, self.geometry, self._rules))
         return out
 
     def _image_metas(self, record: Record) -> tuple[ImageMeta, ...]:
@@ -147,7 +153,8 @@ class Processor:
         for index, raw in enumerate(record.images):
             assert self.geometry is not None
             try:
-                grid = self.geometry.grid(*header_size(raw.read()))
+                data = raw.read(self._data.max_media_bytes)
+                grid = self.geometry.grid(*header_size(data, self._data.max_decoded_pixels))
             except DataError as error:
                 raise DataError(f"image {index} of sample {record.sample}: {error}") from None
             num_tokens = self.geometry.num_tokens(grid)
@@ -182,19 +189,20 @@ class Processor:
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # templates are programs: jinja errors, and whatever their filters raise
-            raise DataError(f"{where}: the chat template refuses it: {' '.join(str(error).split())}") from None
+            raise DataError(f"{where}: the chat template refuses it: {one_line(error)}") from None
         return text
 
     def _message(self, where: str, message: Mapping[str, Any]) -> dict[str, str]:
         role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str):
-            raise DataError(f"{where}: a message has the role {role!r}; it must be a string")
+        if not isinstance(role, str) or role not in self._roles:
+            raise DataError(f"{where}: a message has the role {shown(role)}; the roles are {', '.join(self._roles)}")
         if isinstance(content, list):
             content = "".join(self._part(where, part) for part in content)
         if not isinstance(content, str):
             raise DataError(
                 f"{where}: a message's content is a {type(content).__name__}; write text or a list of parts"
             )
+        content = check_text(content, f"{where}: the {role}'s text")
         return {"role": role, "content": content.replace(PLACEHOLDER, self._image_text)}
 
     def _part(self, where: str, part: Any) -> str:
@@ -203,7 +211,7 @@ class Processor:
             return PLACEHOLDER
         if kind == "text" and isinstance(part.get("text"), str):
             return str(part["text"])
-        raise DataError(f"{where}: a part of its content is of type {kind!r}; supported are 'text' and 'image'")
+        raise DataError(f"{where}: a part of its content is of type {shown(kind)}; supported are 'text' and 'image'")
 
 
 def _make_document(

@@ -2,75 +2,33 @@
 
 A source is read by index, or as a stream: in order, from any position, without an index. A record
 has `messages` (a list of role and content), optionally `images` and `grade`; what records of video
-clips have is in `video_records`. Pictures stay encoded.
+clips have is in `video_records`. Images stay encoded, see `media`.
 
-Pictures in parquet and hub data are the `Image` feature (bytes or a path). In jsonl they are paths,
-relative to the file's folder, or `data:image/...;base64,` URLs.
+Images in parquet and hub data are the `Image` feature (bytes or a path). In json and jsonl they are paths
+or `data:image/...;base64,` URLs. A relative path starts at the folder of the file that holds the record.
 """
 
-import base64
-import binascii
 import bisect
 import difflib
 import hashlib
 import importlib.util
-import io
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from mmtrain.config import DataConfig
-from mmtrain.errors import ConfigError, DataError
+from mmtrain.data.media import RawImage, check_text, raw_image
+from mmtrain.errors import ConfigError, DataError, one_line, shown
 
 R_co = TypeVar("R_co", covariant=True)
-T = TypeVar("T")
 
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+"""What a data set on the hub can be called: OWNER/NAME, or NAME alone."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RawImage:
-    """An encoded picture (or another file of a record), in memory or in a file."""
-
-    data: bytes | None
-    path: str = ""
-    """Local path or URL; read when `data` is None."""
-
-    def read(self) -> bytes:
-        """The encoded bytes.
-
-        Raises: DataError: the file cannot be read.
-        """
-        with self.open() as file:
-            return self._guarded(file.read)
-
-    @contextmanager
-    def open(self) -> Iterator[IO[bytes]]:
-        """The encoded bytes as a file, for what reads a part of them.
-
-        Raises: DataError: the file cannot be opened.
-        """
-        if self.data is not None:
-            yield io.BytesIO(self.data)
-            return
-        with self._guarded(self._open_path) as file:
-            yield file
-
-    def _open_path(self) -> IO[bytes]:
-        if "://" in self.path:  # hf://, zip://: what `datasets` names when it streams
-            import fsspec
-
-            opened: IO[bytes] = fsspec.open(self.path, "rb").open()
-            return opened
-        return Path(self.path).open("rb")
-
-    def _guarded(self, action: Callable[[], T]) -> T:
-        try:
-            return action()
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-            raise DataError(f"its file {self.path} cannot be read: {reason}") from None
+_END = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +46,8 @@ class Record:
 class RecordForm(Generic[R_co]):
     """What the rows of a source must be, and how a record is made of one."""
 
+    columns: tuple[str, ...]
+    """All that `make` reads; others are not decoded."""
     check: Callable[[str, list[str]], None]
     """(how errors call the source, names of its columns); raises ConfigError where a record cannot be made of them."""
     make: Callable[[Any, int, str, str], R_co]
@@ -103,7 +63,7 @@ class Source(Protocol[R_co]):
     def __getitem__(self, index: int) -> R_co | None:
         """The record of that index, or None behind the end of a stream.
 
-        Raises: DataError: the record has not the form of a sample.
+        Raises: DataError: the record has not the form of a sample. ConfigError: the source itself cannot be read.
         """
 
 
@@ -119,11 +79,18 @@ class IndexedSource(Generic[R_co]):
         return self.num_samples
 
     def __getitem__(self, index: int) -> R_co | None:
-        return self._form.make(self._rows[index], index, self._name, self._folder)
+        try:
+            row = self._rows[index]
+        except OSError as error:
+            raise _unreadable(self._name, index, error) from None
+        return self._form.make(row, index, self._name, self._folder)
 
 
 class StreamSource(Generic[R_co]):
-    """Records of a stream, by rising index; reading again any but the last one opens the stream anew."""
+    """Records of a stream, by rising index; reading again any but the last one opens the stream anew.
+
+    A `DataError` of a stream concerns one record; after any other error nothing tells where it stands.
+    """
 
     def __init__(
         self, open_at: Callable[[int], Iterator[Any]], form: RecordForm[R_co], name: str, folder: str = ""
@@ -137,12 +104,21 @@ class StreamSource(Generic[R_co]):
         if index != self._last[0]:
             if self._rows is None or index != self._last[0] + 1:
                 self._rows = self._open_at(index)
-            row = next(self._rows, None)
-            if row is None:
-                self._rows = None
+            rows, self._rows = self._rows, None  # an iterator that has failed or ended is not asked again
+            try:
+                row = next(rows, _END)
+            except DataError:
+                raise
+            except Exception as error:
+                raise _unreadable(self._name, index, error) from None
+            if row is _END:
                 return None
-            self._last = (index, row)
+            self._last, self._rows = (index, row), rows
         return self._form.make(self._last[1], index, self._name, self._folder)
+
+
+def _unreadable(name: str, index: int, error: Exception) -> ConfigError:
+    return ConfigError(f"data.source {name} cannot be read at sample {index}: {one_line(error)}; restore its files")
 
 
 def open_source(data: DataConfig, split: str, form: RecordForm[R_co]) -> Source[R_co]:
@@ -152,27 +128,34 @@ def open_source(data: DataConfig, split: str, form: RecordForm[R_co]) -> Source[
     """
     path = Path(data.source).expanduser()
     name = f"{data.source} ({split})"
-    jsonl = _jsonl_file(path, split)
-    if jsonl:
-        rows = JsonLines(jsonl)
-        form.check(name, rows.columns)
-        if data.streaming:
-            return StreamSource(rows.lines_from, form, name, str(jsonl.parent))
-        return IndexedSource(rows, form, name, str(jsonl.parent))
-    if not path.exists() and (path.suffix in (".parquet", ".jsonl") or data.source.startswith((".", "/", "~"))):
-        raise ConfigError(f"data.source = {data.source!r} does not exist; {_siblings(path)}")
+    if jsonl := _jsonl_file(path, split):
+        return _local(JsonLines(jsonl), data, form, name, str(jsonl.parent))
+    if not path.exists():
+        _check_may_be_on_hub(data.source, path)
     if not _has_datasets():
-        table = ParquetRows(_parquet_files(path, split))
-        form.check(name, table.columns)
-        if data.streaming:
-            return StreamSource(lambda i: (table[j] for j in range(i, len(table))), form, name)
-        return IndexedSource(table, form, name)
-    rows = _load_dataset(data, path, split)
+        return _local(ParquetRows(files := _parquet_files(path, split)), data, form, name, _folder_of(files, path))
+    rows, folder = _load_dataset(data, path, split)
     if rows.column_names is not None:
         form.check(name, rows.column_names)
+        rows = rows.select_columns([column for column in rows.column_names if column in form.columns])
     if data.streaming:
-        return StreamSource(lambda i: iter(rows.skip(i)), form, name)
-    return IndexedSource(rows, form, name)
+        return StreamSource(lambda i: iter(rows.skip(i)), form, name, folder)
+    return IndexedSource(rows, form, name, folder)
+
+
+def _local(
+    rows: "JsonLines | ParquetRows", data: DataConfig, form: RecordForm[R_co], name: str, folder: str
+) -> Source[R_co]:
+    form.check(name, rows.columns)
+    if data.streaming:
+        return StreamSource(lambda i: map(rows.__getitem__, range(i, len(rows))), form, name, folder)
+    return IndexedSource(rows, form, name, folder)
+
+
+def _folder_of(files: Sequence[Path], source: Path) -> str:
+    """The folder that the files of a split have in common, which relative paths start at; of several the source's."""
+    folders = {file.parent for file in files}
+    return str(folders.pop() if len(folders) == 1 else source)
 
 
 def make_record(row: Any, index: int, name: str, folder: str = "") -> Record:
@@ -195,33 +178,10 @@ def make_record(row: Any, index: int, name: str, folder: str = "") -> Record:
     if not isinstance(images, list):
         raise DataError(f"{where}: `images` is a {type(images).__name__}; it must be a list")
     raw = tuple(raw_image(image, f"image {i} of {where}", folder) for i, image in enumerate(images))
-    return Record(sample=index, messages=tuple(messages), images=raw, grade=row.get("grade") or "")
-
-
-def raw_image(value: Any, where: str, folder: str) -> RawImage:
-    """The picture (or other file) that a value of a row holds or names: bytes, a path, a `data:` URL, or a struct.
-
-    Raises: DataError: it is none of these.
-    """
-    if isinstance(value, Mapping):
-        data, path = value.get("bytes"), value.get("path")
-        if data is None and not path:
-            raise DataError(f"{where}: it has neither bytes nor a path")
-        return RawImage(data=data, path=_place(path or "", folder))
-    if isinstance(value, bytes):
-        return RawImage(data=value)
-    if isinstance(value, str) and value.startswith("data:"):
-        try:
-            return RawImage(data=base64.b64decode(value.partition(",")[2], validate=True))
-        except binascii.Error as error:
-            raise DataError(f"{where}: its base64 text is damaged: {error}") from None
-    if isinstance(value, str) and value:
-        return RawImage(data=None, path=_place(value, folder))
-    raise DataError(f"{where}: a {type(value).__name__}; it must be a path, a data: URL, or bytes")
-
-
-def _place(path: str, folder: str) -> str:
-    return path if not path or "://" in path else str(Path(folder) / path)
+    grade = row.get("grade") or ""
+    if not isinstance(grade, str):
+        raise DataError(f"{where}: `grade` = {shown(grade)}; it must be text")
+    return Record(sample=index, messages=tuple(messages), images=raw, grade=check_text(grade, f"{where}: `grade`"))
 
 
 # ---------------------------------------------------------------------------------------------- readers
@@ -232,17 +192,21 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.columns: list[str] = []
         self._starts: list[int] = []
         with path.open("rb") as file:
-            first = b""
             for line in iter(file.readline, b""):
                 if line.strip():
-                    first = first or line
                     self._starts.append(file.tell() - len(line))
-        if not first:
+        if not self._starts:
             raise ConfigError(f"{path} is empty; it needs one JSON object a line")
-        row = self._parse(first, 0)
-        self.columns = list(row) if isinstance(row, dict) else []
+        for index in range(len(self)):  # the first lines may be damaged
+            try:
+                self.columns = list(self[index].keys())
+                break
+            except (AttributeError, DataError):
+                if index + 1 == len(self):
+                    raise ConfigError(f"{path}: no line of it is a JSON object; it needs one a line") from None
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -250,17 +214,11 @@ class JsonLines:
     def __getitem__(self, index: int) -> Any:
         with self.path.open("rb") as file:
             file.seek(self._starts[index])
-            return self._parse(file.readline(), index)
-
-    def lines_from(self, index: int) -> Iterator[Any]:
-        """The lines from an index to the end."""
-        return (self[i] for i in range(index, len(self)))
-
-    def _parse(self, line: bytes, index: int) -> Any:
+            line = file.readline()
         try:
             return json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{self.path}, record {index}: not valid JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"sample {index} of {self.path}: not valid JSON: {error}") from None
 
 
 class ParquetRows:
@@ -286,7 +244,10 @@ class ParquetRows:
             file, group = self._groups[at]
             self._cached = (at, file.read_row_group(group))
         row = index - (self._ends[at - 1] if at else 0)
-        found: dict[str, Any] = self._cached[1].slice(row, 1).to_pylist()[0]
+        try:
+            found: dict[str, Any] = self._cached[1].slice(row, 1).to_pylist()[0]
+        except ValueError as error:  # text that is not UTF-8
+            raise DataError(f"sample {index}: its row cannot be read: {error}") from None
         return found
 
 
@@ -332,40 +293,81 @@ def _has_datasets() -> bool:
         return False
 
 
-def _load_dataset(data: DataConfig, path: Path, split: str) -> Any:
+def _check_may_be_on_hub(source: str, path: Path) -> None:
+    """Refuses what does not exist here and is no id of the hub's, or one whose owner is a folder here: a typing error.
+
+    Raises: ConfigError: with a name that is near.
+    """
+    named = path.suffix in (".parquet", ".json", ".jsonl") or source.startswith((".", "/", "~"))
+    if named or not HUB_ID.fullmatch(source):
+        raise ConfigError(f"data.source = {source!r} does not exist; {_siblings(path)}")
+    if "/" in source and path.parent.is_dir():
+        raise ConfigError(
+            f"data.source = {source!r}: no such folder; {_siblings(path)} (it is not looked for on the hub, since "
+            f"{str(path.parent)!r} is a folder here)"
+        )
+
+
+def _check_reachable(source: str, path: Path) -> None:
+    """Asks the hub once, for `datasets` would ask for a minute.
+
+    Raises: ConfigError: it does not answer, and no copy of the data set is in the cache of `datasets`.
+    """
+    import datasets
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi(endpoint=datasets.config.HF_ENDPOINT).dataset_info(source, timeout=10)
+    except HfHubHTTPError:  # an answer, which `datasets` explains
+        return
+    except Exception as error:  # no network, a time-out, HF_HUB_OFFLINE
+        try:
+            datasets.load.CachedDatasetModuleFactory(source).get_module()
+        except FileNotFoundError:
+            reason, near = one_line(error).rstrip("."), _near(path)
+            raise ConfigError(
+                f"data.source = {source!r}: no such folder, and the hub cannot be asked: {reason}"
+                + (f"; {near}" if near else "")
+            ) from None
+
+
+def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, str]:
+    """The rows of a split as `datasets` opens them, and the folder of relative paths."""
     import datasets
 
     datasets.disable_progress_bars()
     try:
+        folder = ""
         if path.is_file():
             if path.suffix != ".parquet":
                 raise ConfigError(f"data.source = {data.source!r}: a file must end in .parquet or .jsonl")
-            rows = datasets.load_dataset(
-                "parquet", data_files=str(path), split=split, streaming=data.streaming, cache_dir=_cache_of(path)
-            )
+            what = {"path": "parquet", "data_files": str(path), "cache_dir": _cache_of(path)}
+            folder = str(path.parent)
         elif path.is_dir():
-            rows = datasets.load_dataset(
-                str(path.absolute()), split=split, streaming=data.streaming, cache_dir=_cache_of(path)
-            )
+            what = {"path": str(path.absolute()), "cache_dir": _cache_of(path)}
+            files = datasets.load_dataset_builder(**what).config.data_files or {}
+            folder = _folder_of([Path(file) for file in files.get(split, ())], path)
         elif data.source.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{data.source}"):
             raise ConfigError(  # one of them unpickles whatever the working directory holds
                 f"data.source = {data.source!r} is a file format of `datasets`; name a file, a folder or a hub id"
             )
         else:
-            rows = datasets.load_dataset(data.source, split=split, streaming=data.streaming)
-        # Pictures and videos are decoded by us, and only where they are used.
+            _check_reachable(data.source, path)
+            what = {"path": data.source}
+        rows = datasets.load_dataset(**what, split=split, streaming=data.streaming)
+        # Images and videos are decoded by us, and only where they are used.
         for column, feature in (rows.features or {}).items():
-            inner = getattr(feature, "feature", None)
-            if isinstance(inner, datasets.Image):
-                rows = rows.cast_column(column, type(feature)(datasets.Image(decode=False)))
-            elif isinstance(feature, datasets.Video):
-                rows = rows.cast_column(column, datasets.Video(decode=False))
+            inner = getattr(feature, "feature", feature)
+            if isinstance(inner, datasets.Image | datasets.Video):
+                encoded = type(inner)(decode=False)
+                rows = rows.cast_column(column, encoded if inner is feature else type(feature)(encoded))
     except (ConfigError, DataError):
         raise
     except Exception as error:  # builders, hub clients and file systems raise whatever they like
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error, 300)
         raise ConfigError(f"data.source = {data.source!r}, split {split!r} cannot be opened: {reason}") from None
-    return rows
+    return rows, folder
 
 
 def _cache_of(path: Path) -> str:
@@ -388,22 +390,35 @@ def check_column(wanted: str, name: str, columns: list[str]) -> None:
     Raises: ConfigError: with the columns that it has, and one whose name is near.
     """
     if wanted not in columns:
-        near = difflib.get_close_matches(wanted, columns, 1)
+        near = difflib.get_close_matches(wanted, columns, 1, cutoff=0.75)
         hint = f"; did you mean {near[0]!r}? rename it" if near else ""
         raise ConfigError(f"data.source {name} has no column `{wanted}`; it has {', '.join(columns)}{hint}")
 
 
 def _check_conversations(name: str, columns: list[str]) -> None:
+    if "messages" not in columns and "conversations" in columns:
+        raise ConfigError(
+            f"data.source {name} has `conversations` (from, value), which are not read yet; write them as `messages`: "
+            '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}] (docs/bringing_data.md has '
+            "a script)"
+        )
     check_column("messages", name, columns)
 
 
-CONVERSATIONS = RecordForm(check=_check_conversations, make=make_record)
+CONVERSATIONS = RecordForm(columns=("messages", "images", "grade"), check=_check_conversations, make=make_record)
 """Records with `messages`."""
+
+
+def _near(path: Path) -> str:
+    """A question for what is in the folder of a path and has nearly its name; empty if nothing has."""
+    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, 1)
+    return f"did you mean {path.parent / near[0]}?" if near else ""
 
 
 def _siblings(path: Path) -> str:
     if not path.parent.is_dir():
         return f"neither does its folder {path.parent}"
     names = sorted(p.name for p in path.parent.iterdir() if not p.name.startswith("."))
-    near = difflib.get_close_matches(path.name, names, 1)
-    return f"did you mean {path.parent / near[0]}?" if near else f"{path.parent} has {', '.join(names) or 'no file'}"
+    listed = ", ".join([*names[:10], "..."] if len(names) > 10 else names) or "no file"
+    return _near(path) or f"{path.parent.absolute()} has {listed}"

@@ -5,7 +5,8 @@ only the pictures and clips of its own microbatches.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from mmtrain.config import Config
@@ -14,13 +15,14 @@ from mmtrain.data.clip_samples import Clips
 from mmtrain.data.conversations import Conversations
 from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.data.packing import Dropped, EpochOrder, Limit, LoaderState, Size, StepPlan, bins_of_replica, plan_step
-from mmtrain.errors import DataError
+from mmtrain.errors import ConfigError, DataError, one_line
 from mmtrain.models.vae_shapes import latent_scale
 
 M = TypeVar("M")
 """A sample whose size is known and whose pictures or frames are still encoded."""
 R = TypeVar("R")
 """The same with its content decoded."""
+T = TypeVar("T")
 
 
 class Samples(Protocol[M, R]):
@@ -119,7 +121,7 @@ class StepMaker:
         if sample in self._measured:
             return samples.size(self._measured[sample])
         try:
-            measured = samples.measured(sample)
+            measured = _made(sample, partial(samples.measured, sample))
             if measured is None:
                 return None
         except DataError as error:
@@ -142,11 +144,27 @@ class StepMaker:
         readable = []
         for sample, occurrence in places:
             try:
-                readable.append(self._samples.read(self._measured[sample], occurrence))
+                read = partial(self._samples.read, self._measured[sample], occurrence)
+                readable.append(_made(sample, read))
             except DataError:
                 if self._config.data.on_error == "raise":
                     raise
         return readable
+
+
+def _made(sample: int, make: Callable[[], T]) -> T:
+    """What `make` makes of a sample. Whatever can be wrong with one comes out of here as a `DataError`.
+
+    Raises: DataError: one line that names the sample. ConfigError: the source as a whole cannot be read.
+    """
+    try:
+        return make()
+    except (ConfigError, AssertionError):
+        raise
+    except DataError as error:
+        raise DataError(one_line(error)) from error
+    except Exception as error:  # libraries raise whatever they like
+        raise DataError(f"sample {sample} cannot be used: {type(error).__name__}: {one_line(error)}") from error
 
 
 def _with_occurrences(plan: StepPlan) -> list[list[tuple[int, int]]]:

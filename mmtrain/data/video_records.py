@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmtrain.data.sources import RawImage, RecordForm, check_column, raw_image
-from mmtrain.errors import ConfigError, DataError
+from mmtrain.data.media import RawImage, check_text, raw_image
+from mmtrain.data.sources import RecordForm, check_column
+from mmtrain.errors import ConfigError, DataError, shown
 
 CONTENTS = ("frames", "latents", "video")
 """The columns of which a record has one."""
@@ -47,15 +48,16 @@ def make_video_record(row: Any, index: int, name: str, folder: str = "") -> Vide
         raise DataError(f"{where}: a {type(row).__name__}; it must have a `caption` and frames, latents or a video")
     caption = row.get("caption")
     if not isinstance(caption, str) or not caption.strip():
-        shown = "no `caption`" if caption is None else f"`caption` = {caption!r}"
-        raise DataError(f"{where}: {shown}; it must be a text that is not empty")
+        found = "no `caption`" if caption is None else f"`caption` = {shown(caption)}"
+        raise DataError(f"{where}: {found}; it must be a text that is not empty")
     held = [column for column in CONTENTS if row.get(column) is not None]
     if len(held) != 1:
         has = " and ".join(f"`{column}`" for column in held) or ", ".join(map(str, row))
         raise DataError(f"{where}: it has {has}; it must have one of `frames`, `latents` and `video`")
     fps = row.get("fps")
     if fps is not None and (type(fps) not in (int, float) or not 0 < fps < math.inf):
-        raise DataError(f"{where}: `fps` = {fps!r}; it must be a number above 0")
+        raise DataError(f"{where}: `fps` = {shown(fps)}; it must be a number above 0")
+    check_text(caption, f"{where}: `caption`")
     made = VideoRecord(sample=index, caption=caption, fps=None if fps is None else float(fps))
     return _with_content(made, held[0], row[held[0]], where, folder)
 
@@ -72,17 +74,19 @@ def _frames(value: Any, where: str, folder: str) -> tuple[RawImage, ...]:
     if isinstance(value, str):
         return _folder_frames(Path(folder) / value, where)
     if not isinstance(value, list) or not value:
-        shown = "an empty list" if isinstance(value, list) else f"a {type(value).__name__}"
-        raise DataError(f"{where}: `frames` is {shown}; it must be a list of pictures, or one folder of them")
+        found = "an empty list" if isinstance(value, list) else f"a {type(value).__name__}"
+        raise DataError(f"{where}: `frames` is {found}; it must be a list of pictures, or one folder of them")
     return tuple(raw_image(frame, f"frame {i} of {where}", folder) for i, frame in enumerate(value))
 
 
 def _folder_frames(path: Path, where: str) -> tuple[RawImage, ...]:
     if not path.is_dir():
-        raise DataError(f"{where}: `frames` names {path}, which is no folder; name a folder, or list the pictures")
+        raise DataError(
+            f"{where}: `frames` names {shown(str(path))}, which is no folder; name a folder, or list the pictures"
+        )
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in PICTURES)
     if not files:
-        raise DataError(f"{where}: its folder {path} has no picture; its endings are {', '.join(PICTURES)}")
+        raise DataError(f"{where}: its folder {shown(str(path))} has no picture; its endings are {', '.join(PICTURES)}")
     return tuple(RawImage(data=None, path=str(file)) for file in files)
 
 
@@ -94,5 +98,5 @@ def _check(name: str, columns: list[str]) -> None:
         )
 
 
-CLIPS = RecordForm(check=_check, make=make_video_record)
+CLIPS = RecordForm(columns=("caption", *CONTENTS, "fps"), check=_check, make=make_video_record)
 """Records of video clips with captions."""

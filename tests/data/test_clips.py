@@ -3,6 +3,7 @@
 import io
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,17 @@ from PIL import Image
 
 from mmtrain.config import DitConfig, TokenizerConfig, VaeConfig
 from mmtrain.data.buckets import video_geometry
-from mmtrain.data.clips import ClipProcessor, npy_bytes
-from mmtrain.data.sources import RawImage, Source
+from mmtrain.data.clips import ClipProcessor, _Video, npy_bytes
+from mmtrain.data.media import RawImage
+from mmtrain.data.sources import Source
 from mmtrain.data.sources import open_source as open_any
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.data.video_records import CLIPS, VideoRecord, make_video_record
 from mmtrain.errors import ConfigError, DataError
 from tests.data.samples import png
 from tests.data.videos import frame, make_video_config, save_latents, write_clip, write_videos
+from tests.faults.bad_samples import LATENTS as LATENT_FILES
+from tests.faults.bad_samples import npy
 from tests.models.dits import VAES
 
 
@@ -31,7 +35,7 @@ def processor(dit: dict[str, Any] | None = None, **data: Any) -> ClipProcessor:
     config = make_video_config("x", **data)
     section = DitConfig(config={"model_type": "wan", "in_channels": 3, "patch_size": [1, 2, 2], **(dit or {})})
     tokenizer = load_tokenizer(TokenizerConfig(), captions=True)
-    return ClipProcessor(tokenizer, video_geometry(section, config.data), config.data.source_fps)
+    return ClipProcessor(tokenizer, video_geometry(section, config.data), config.data)
 
 
 def encoded(image: Image.Image) -> RawImage:
@@ -57,8 +61,8 @@ def test_jsonl_with_a_folder_or_a_list_of_frames(tmp_path: Path, streaming: bool
     one, two = source[0], source[2]
     assert one and two
     assert (one.caption, one.fps, len(one.frames)) == ("a red circle moves right on ", 8.0, 8)
-    assert [f.read() for f in one.frames] == [p.read_bytes() for p in sorted((tmp_path / "clip0").glob("*.png"))]
-    assert [f.read() for f in two.frames] == [(tmp_path / "clip1" / f"00{i}.png").read_bytes() for i in (4, 2)]
+    assert [f.read(10**6) for f in one.frames] == [p.read_bytes() for p in sorted((tmp_path / "clip0").glob("*.png"))]
+    assert [f.read(10**6) for f in two.frames] == [(tmp_path / "clip1" / f"00{i}.png").read_bytes() for i in (4, 2)]
     assert two.fps is None
     if streaming:
         assert source[4] is None
@@ -81,10 +85,10 @@ def test_parquet_with_pictures_and_with_latents(tmp_path: Path, streaming: bool)
     found = open_source(tmp_path / "frames.parquet", streaming=streaming, shuffle=not streaming)[1]
     assert found
     assert (found.caption, found.fps, len(found.frames)) == ("two", 12.5, 1)
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(found.frames[0].read()))), np.asarray(pictures[0]))
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(found.frames[0].read(10**6)))), np.asarray(pictures[0]))
     found = open_source(tmp_path / "latents.parquet", streaming=streaming, shuffle=not streaming)[0]
     assert found and found.latents
-    assert np.array_equal(np.load(io.BytesIO(found.latents.read())), values)
+    assert np.array_equal(np.load(io.BytesIO(found.latents.read(10**6))), values)
 
 
 def test_missing_columns_are_named(tmp_path: Path) -> None:
@@ -111,8 +115,8 @@ def test_missing_columns_are_named(tmp_path: Path) -> None:
         ({"caption": "a", "frames": []}, "`frames` is an empty list"),
         ({"caption": "a", "frames": {"0": "x"}}, "`frames` is a dict"),
         ({"caption": "a", "frames": ["0.png", 3]}, "frame 1 of sample 5 of here: a int; it must be a path"),
-        ({"caption": "a", "frames": "absent"}, "names .*absent, which is no folder; name a folder, or list"),
-        ({"caption": "a", "frames": "empty"}, "its folder .*empty has no picture; its endings are .png"),
+        ({"caption": "a", "frames": "absent"}, "names .*absent', which is no folder; name a folder, or list"),
+        ({"caption": "a", "frames": "empty"}, "its folder .*empty' has no picture; its endings are .png"),
         ({"caption": "a", "latents": 3.5}, "`latents` of sample 5 of here: a float"),
     ],
 )
@@ -175,7 +179,7 @@ def test_frames_are_cropped_at_their_middle_and_resized_to_the_nearest_aspect() 
 def test_corrupt_frames_are_named(tmp_path: Path) -> None:
     made = processor()
     good = encoded(frame(0, 99, 99))
-    for data, stage in ((b"no picture", "not a picture"), (png(99, 99)[:120], "its content is corrupt")):
+    for data, stage in ((b"no picture", "are not an image"), (png(99, 99)[:120], "its content is corrupt")):
         first, second = (
             VideoRecord(sample=3, caption="a", frames=(RawImage(data=data), good)),
             VideoRecord(sample=3, caption="a", frames=(good, RawImage(data=data))),
@@ -189,7 +193,7 @@ def test_corrupt_frames_are_named(tmp_path: Path) -> None:
         made.latents(clip)
     gone = made.clip(record(frames=(RawImage(data=None, path=str(write_clip(tmp_path / "c") / "000.png")),)))
     (tmp_path / "c" / "000.png").unlink()
-    with pytest.raises(DataError, match=r"^sample 3: frame 0: its file .*000.png cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"^sample 3: frame 0: its file .*000.png' cannot be read: No such file"):
         made.latents(gone)
 
 
@@ -292,8 +296,30 @@ def test_bad_content_of_latents_is_named_when_it_is_read(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"have become"):
         made.latents(clip)
     path.unlink()
-    with pytest.raises(DataError, match=r"^sample 7: its file .*a.npy cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"^sample 7: its file .*a.npy' cannot be read: No such file"):
         made.clip(latent_record(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            npy((4, 2**38 // 192, 6, 10), "<f8"),
+            r"its latents say that they are float64 of shape .*: 27487\d+ bytes, more",
+        ),
+        (npy((4, 8, 10**19, 10**19)), "its latents say that they are"),
+        (npy("(" * 5000), "its latents are no .npy or .npz file: .*EOF in multi-line"),
+        (npy((4, 8, 6, 10), "|O"), "its latents are object of shape"),
+        (LATENT_FILES["an archive with a password"](), "its .npz file cannot be read: .* password required"),
+        (LATENT_FILES["an archive of unknown compression"](), "its .npz file cannot be read: .* not supported"),
+        (LATENT_FILES["latents beyond float32"](), "its latents hold values that are not finite"),
+    ],
+)
+def test_latents_that_claim_or_hide_too_much(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.npy").write_bytes(content)
+    made = processor(**LATENTS)
+    with pytest.raises(DataError, match=f"^sample 7: {message}"):
+        made.latents(made.clip(latent_record(tmp_path / "a.npy")))
 
 
 def test_a_large_file_of_latents_is_planned_from_its_header(tmp_path: Path) -> None:
@@ -301,11 +327,36 @@ def test_a_large_file_of_latents_is_planned_from_its_header(tmp_path: Path) -> N
     whole = npy_bytes(np.zeros((4, 8, 2, 2), np.float32))
     header = whole[: whole.index(b"\n") + 1].replace(b"(4, 8, 2, 2)", b"(4, 64, 2000, 2000)"[:19])
     (tmp_path / "a.npy").write_bytes(header)
-    clip = processor(**LATENTS).clip(latent_record(tmp_path / "a.npy"))
+    clip = processor(**LATENTS, max_media_bytes=2**33).clip(latent_record(tmp_path / "a.npy"))
     assert clip.meta.bucket == (16, 2000, 2000)
+    message = r"of shape \(4, 64, 2000, 2000\): 4096000000 bytes, more than data.max_media_bytes = 1073741824; raise"
+    with pytest.raises(DataError, match=f"^sample 7: its latents say that they are float32 {message}"):
+        processor(**LATENTS).clip(latent_record(tmp_path / "a.npy"))
 
 
 # ---------------------------------------------------------------------------------------------- videos
+
+
+class Decoder:
+    """Has the interface of torchcodec's decoder; frame i is grey i."""
+
+    def __init__(self, num_frames: int, height: int, width: int) -> None:
+        self.metadata = SimpleNamespace(num_frames=num_frames, average_fps=8.0, height=height, width=width)
+        self.asked: list[list[int]] = []
+
+    def get_frames_at(self, indices: list[int]) -> Any:
+        self.asked.append(indices)
+        size = (3, self.metadata.height, self.metadata.width)
+        return SimpleNamespace(data=torch.stack([torch.full(size, index, dtype=torch.uint8) for index in indices]))
+
+
+def test_no_more_frames_of_a_video_are_decoded_at_once_than_allowed() -> None:
+    decoder = Decoder(9, 10, 20)
+    video = _Video(decoder, max_pixels=799)
+    assert [np.asarray(image)[0, 0, 0] for image in video.read([0, 0, 2, 4, 5, 7, 8])] == [0, 0, 2, 4, 5, 7, 8]
+    assert decoder.asked == [[0, 0, 2], [4, 5, 7], [8]]
+    with pytest.raises(DataError, match=r"^its frames have 20 x 10 pixels, more than data.max_decoded_pixels = 199"):
+        _Video(decoder, max_pixels=199)
 
 
 def test_a_video_says_what_it_needs_where_it_cannot_be_decoded() -> None:
@@ -329,7 +380,7 @@ def test_a_column_of_videos_stays_encoded(tmp_path: Path, streaming: bool) -> No
     datasets.Dataset.from_dict(rows, features).to_parquet(tmp_path / "a.parquet")
     found = open_source(tmp_path / "a.parquet", streaming=streaming, shuffle=not streaming)[0]
     assert found and found.video
-    assert found.video.read() == b"mp4"
+    assert found.video.read(10**6) == b"mp4"
 
 
 def test_zip_files_that_lie(tmp_path: Path) -> None:
@@ -343,7 +394,7 @@ def behind_vae(name: str, **data: Any) -> ClipProcessor:
     config = make_video_config("x", **data)
     section = DitConfig(config={"model_type": "wan", "in_channels": 4, "patch_size": [1, 1, 1]})
     geometry = video_geometry(section, config.data, VaeConfig(config=VAES[name]))
-    return ClipProcessor(load_tokenizer(TokenizerConfig(), captions=True), geometry, config.data.source_fps)
+    return ClipProcessor(load_tokenizer(TokenizerConfig(), captions=True), geometry, config.data)
 
 
 def test_with_a_vae_pixels_are_read_and_the_metadata_counts_latents() -> None:

@@ -171,7 +171,7 @@ def damaged(folder: Path, header: bool) -> Path:
 @pytest.mark.parametrize("header", [True, False])
 def test_a_corrupt_image_stops_with_its_name(tmp_path: Path, header: bool, num_workers: int) -> None:
     config = make_config(damaged(tmp_path, header), seq_len=128, shuffle=False)
-    reason = "not a picture" if header else "its content is corrupt"
+    reason = "not an image" if header else "its content is corrupt"
     with pytest.raises(DataError, match=f"^image 0 of sample 4: .*{reason}") as failure:
         steps(config, 3, num_workers=num_workers)
     assert "\n" not in str(failure.value)
@@ -197,6 +197,26 @@ def test_a_corrupt_image_is_skipped_and_counted_once(tmp_path: Path, header: boo
         without = [[[s for s in samples if s != 4] for samples in step] for step in sample_sequence(whole)]
         assert without == sample_sequence(found)
         assert [state for _, _, state in whole] == [state for _, _, state in found]
+
+
+def test_whatever_a_library_raises_of_a_sample_is_named_and_follows_the_policy(tmp_path: Path) -> None:
+    row = {"role": ["user"], "content": ["columns", "of unequal length"]}
+    source = write_jsonl(tmp_path, 12, {3: {"messages": row}})
+    with pytest.raises(DataError, match=r"^sample 3 cannot be used: ValueError: zip\(\) argument 2 is longer"):
+        steps(make_config(source, seq_len=128, shuffle=False), 1)
+    found = steps(make_config(source, seq_len=128, shuffle=False, on_error="skip"), 1)
+    assert found[0][1].num_skipped == 1
+    assert 3 not in functools.reduce(operator.iadd, sample_sequence(found)[0], [])
+
+
+def test_a_bug_of_ours_is_no_bad_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: object) -> None:
+        raise AssertionError("ours")
+
+    monkeypatch.setattr("mmtrain.data.processor.Processor.document", wrong)
+    config = make_config(write_jsonl(tmp_path, 3), shuffle=False, on_error="skip")
+    with pytest.raises(AssertionError, match="ours"):
+        steps(config, 1)
 
 
 def test_an_emptied_microbatch_keeps_text_without_targets(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
+import functools
 import io
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
+from mmtrain.data import pixels
 from mmtrain.data.geometry import image_geometry, smart_resize
-from mmtrain.data.pixels import blank, decode, header_size, pixel_rules, pixel_values
+from mmtrain.data.pixels import blank, pixel_rules, pixel_values
 from mmtrain.errors import ConfigError, DataError
 from tests.data.samples import png
+
+decode = functools.partial(pixels.decode, max_pixels=10**6)
+header_size = functools.partial(pixels.header_size, max_pixels=10**6)
 
 SIZES = [(60, 100), (56, 168), (168, 167), (30, 31), (300, 20), (14, 14)]
 
@@ -111,11 +117,91 @@ def test_other_colour_modes_become_rgb(mode: str) -> None:
     assert header_size(buffer.getvalue()) == (7, 9)
 
 
+GREY_16 = np.array([[0, 256, 257, 385, 386, 128 * 257, 65534, 65535]], np.uint16)
+GREY_8 = [0, 1, 1, 1, 2, 128, 255, 255]
+"""The nearest of value / 257."""
+
+
+def encoded(values: np.ndarray, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(values).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def tiff(bits: int, content: bytes, width: int = 4, signed: bool = False) -> bytes:
+    """An uncompressed TIFF of one row."""
+    tags = {256: width, 257: 1, 258: bits, 259: 1, 262: 1, 273: 8 + 2 + 10 * 12 + 4, 277: 1, 278: 1, 279: len(content)}
+    entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in (tags | {339: 1 + signed}).items()]
+    return b"II*\0" + struct.pack("<IH", 8, len(entries)) + b"".join(entries) + bytes(4) + content
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(pytest.param(encoded(GREY_16, kind), id=kind) for kind in ("PNG", "TIFF", "PPM")),
+        pytest.param(encoded(GREY_16.astype(">u2"), "TIFF"), id="big-endian TIFF"),
+        pytest.param(tiff(16, GREY_16.tobytes(), 8), id="TIFF by hand"),
+    ],
+)
+def test_grey_values_of_16_bits_are_rescaled(data: bytes) -> None:
+    assert header_size(data) == (1, 8)
+    for channel in range(3):
+        assert np.asarray(decode(data))[0, :, channel].tolist() == GREY_8
+
+
+def test_grey_values_of_10_and_12_bits_are_rescaled() -> None:
+    ten = b"P5\n4 1\n1023\n" + np.array([0, 4, 512, 1023], ">u2").tobytes()
+    assert np.asarray(decode(ten))[0, :, 0].tolist() == [0, 1, 128, 255]
+    twelve = tiff(12, bytes([0x00, 0x00, 0x10, 0x80, 0x0F, 0xFF]))
+    assert np.asarray(decode(twelve))[0, :, 0].tolist() == [0, 1, 128, 255]
+
+
+def test_a_16_bit_photo_in_jpeg_2000_keeps_its_greys() -> None:
+    ramp = np.tile(np.arange(64, dtype=np.uint16) * 1040, (64, 1))
+    greys = np.asarray(decode(encoded(ramp, "JPEG2000")))[..., 1].astype(int)
+    assert np.abs(greys - np.rint(ramp / 257)).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (encoded(np.array([[0, 0.5, 1, 300]], np.float32), "TIFF"), "floats"),
+        (b"Pf\n2 1\n-1.0\n" + np.array([0, 1], "<f4").tobytes(), "floats"),
+        (encoded(GREY_16.astype(np.int32), "TIFF"), "integers of 32 bits"),
+        (tiff(32, GREY_16.astype(np.uint32).tobytes(), 8), "integers of 32 bits"),
+        (tiff(16, np.array([-5, 0, 100, 32767], "<i2").tobytes(), signed=True), "signed"),
+    ],
+)
+def test_grey_values_without_a_known_white_are_refused(data: bytes, kind: str) -> None:
+    for read in (header_size, decode):  # so that such a sample is left out while packing
+        with pytest.raises(DataError, match=rf"^its grey values are .*{kind}.*; write it with 8 or 16 bits$"):
+            read(data)
+
+
+def test_images_of_too_many_pixels_are_refused_from_their_header() -> None:
+    data = png(200, 100)
+    assert pixels.header_size(data, 20_000) == (100, 200)
+    for read in (pixels.header_size, pixels.decode):
+        with pytest.raises(DataError, match=r"^it has 200 x 100 pixels; 1 to data.max_decoded_pixels = 19999 are dec"):
+            read(data, 19_999)
+    claim = b"P6 99999999 99999999 255\n"
+    with pytest.raises(
+        DataError, match=r"^it has more pixels than data.max_decoded_pixels = 1000000; make it smaller$"
+    ):
+        header_size(claim)
+
+
+def test_a_program_is_no_image() -> None:
+    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 60\n%%EndComments\nshowpage\n"
+    with pytest.raises(DataError, match="it is a PostScript program; write it as PNG"):
+        decode(program)
+
+
 def test_corrupt_header_and_body() -> None:
     whole = png(200, 200)
-    with pytest.raises(DataError, match="5 bytes are not a picture"):
+    with pytest.raises(DataError, match="5 bytes are not an image"):
         header_size(b"hello")
-    with pytest.raises(DataError, match="not a picture"):
+    with pytest.raises(DataError, match="not an image"):
         header_size(whole[:10])
     cut = whole[: len(whole) // 2]
     assert header_size(cut) == (200, 200)  # the header is whole

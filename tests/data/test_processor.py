@@ -1,14 +1,16 @@
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mmtrain.config import TokenizerConfig
+from mmtrain.config import DataConfig, TokenizerConfig
 from mmtrain.data.batch import IGNORE_INDEX
 from mmtrain.data.geometry import image_geometry
+from mmtrain.data.media import RawImage
 from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.processor import Document, Processor
-from mmtrain.data.sources import RawImage, Record
+from mmtrain.data.sources import Record
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import DataError
 from tests.data.samples import png
@@ -33,7 +35,7 @@ def make_processor(template: str | None = None, **options: Any) -> Processor:
     if template:
         tokenizer.chat_template = template
     geometry = image_geometry({"model_type": "qwen2_vl"}, spatial_merge=2)
-    return Processor(tokenizer, "<|image_pad|>", geometry, pixel_rules("qwen2_vl"), **options)
+    return Processor(tokenizer, "<|image_pad|>", geometry, pixel_rules("qwen2_vl"), DataConfig(source="x", **options))
 
 
 def record(*turns: Any, images: int = 0, role: str = "user") -> Record:
@@ -115,12 +117,44 @@ def test_content_parts_are_the_same_as_placeholders() -> None:
         (record("hello", role="assistant"), "a conversation needs an assistant's answer, after a question"),
         (record(7, "yes"), "content is a int"),
         (record([{"type": "video"}], "yes"), "of type 'video'; supported are"),
-        (record("?", "yes", role=3), "has the role 3"),  # type: ignore[arg-type]
+        (record("?", "yes", role=3), "has the role 3; the roles are system, user, assistant$"),  # type: ignore[arg-type]
+        (record("?", "yes", role="human"), "has the role 'human'; the roles are system, user, assistant$"),
+        (record("?", "yes", "3", role="tool"), "has the role 'tool'; the roles are system, user, assistant$"),
+        (record("?\ud800", "yes"), r"the user's text has half of a character, '\\ud800', at 1; write it whole"),
+        (record("?", [{"type": "text", "text": "\udfff"}]), "the assistant's text has half of a character"),
     ],
 )
 def test_refusals(bad: Record, message: str) -> None:
     with pytest.raises(DataError, match=message):
         make_processor().document(bad)
+
+
+def test_a_tool_speaks_where_the_template_knows_it() -> None:
+    rest = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    knows = make_processor(
+        "{% for m in messages %}{% if m.role == 'tool' %}<tool>{{ m.content }}</tool>{% else %}"
+        + rest.replace("{% endfor %}", "{% endif %}{% endfor %}")
+        + prompt
+    )
+    turns = [("user", "2 + 1?"), ("assistant", "add(2, 1)"), ("tool", "3"), ("assistant", "It is 3.")]
+    messages = tuple({"role": role, "content": text} for role, text in turns)
+    document = knows.document(Record(sample=5, messages=messages, images=()))
+    assert targets(knows, document) == ["add(2, 1)<|im_end|>", "It is 3.<|im_end|>"]
+    unknown = dataclasses.replace(record("a"), messages=({"role": "human", "content": "a"}, *messages))
+    with pytest.raises(DataError, match=r"has the role 'human'; the roles are system, user, assistant, tool$"):
+        knows.document(unknown)
+
+
+def test_pictures_in_an_answer_are_no_targets() -> None:
+    processor = make_processor()
+    document = processor.document(record("Draw <image> again", "like <image> this", images=2))
+    at = np.flatnonzero(document.input_ids == processor.image_token_id)
+    assert [image.num_tokens for image in document.meta.images] == [4, 6]
+    assert at[4] > document.meta.prefix  # the second one is inside of the answer
+    assert processor.image_token_id not in document.labels
+    (answer,) = targets(processor, document)
+    assert answer == "like <|vision_start|><|vision_end|> this<|im_end|>"
 
 
 def test_templates_that_refuse_or_rewrite_history_are_named() -> None:
@@ -136,7 +170,7 @@ def test_templates_that_refuse_or_rewrite_history_are_named() -> None:
 
 
 def test_a_model_without_encoder_takes_text_alone() -> None:
-    processor = Processor(load_tokenizer(TokenizerConfig()), "<|image_pad|>", None, None)
+    processor = Processor(load_tokenizer(TokenizerConfig()), "<|image_pad|>", None, None, DataConfig(source="x"))
     assert processor.document(record("Hi", "yes")).meta.images == ()
     with pytest.raises(DataError, match="1 images, but the model has no encoder"):
         processor.document(record("<image>", "yes", images=1))

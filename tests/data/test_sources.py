@@ -1,8 +1,11 @@
 import base64
 import json
+import re
 import shutil
+import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +43,7 @@ def test_parquet_by_index_and_as_a_stream(charts: Path, streaming: bool) -> None
             assert record.sample == index
             assert record.grade == rows[index]["grade"]
             assert list(record.messages) == rows[index]["messages"]
-            assert [image.read() for image in record.images] == [i["bytes"] for i in rows[index]["images"]]
+            assert [image.read(10**6) for image in record.images] == [i["bytes"] for i in rows[index]["images"]]
     source = open_source(data(charts, streaming=streaming), "validation")
     assert source.num_samples == (None if streaming else 20)
     if streaming:
@@ -67,9 +70,9 @@ def test_jsonl_paths_are_relative_to_the_file(tmp_path: Path, streaming: bool) -
     url = "data:image/png;base64," + base64.b64encode(png(9, 9)).decode()
     path = write_jsonl(tmp_path, 4, {2: {"images": [url, "0.png"], "grade": "hard"}, 3: {"images": None}})
     source = open_source(data(path, streaming=streaming), "train")
-    assert read(source, 1).images[0].read() == (tmp_path / "1.png").read_bytes()
+    assert read(source, 1).images[0].read(10**6) == (tmp_path / "1.png").read_bytes()
     record = read(source, 2)
-    assert [i.read() for i in record.images] == [png(9, 9), (tmp_path / "0.png").read_bytes()]
+    assert [i.read(10**6) for i in record.images] == [png(9, 9), (tmp_path / "0.png").read_bytes()]
     assert record.grade == "hard"
     assert read(source, 3).images == ()
     if streaming:
@@ -98,14 +101,137 @@ def test_missing_sources_name_what_exists(tmp_path: Path, charts: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b\n")
     with pytest.raises(ConfigError, match=r"must end in \.parquet or \.jsonl"):
         open_source(data(tmp_path / "x.csv"), "train")
-    with pytest.raises(ConfigError, match="cannot be opened") as failure:
-        open_source(data("nobody/has-this"), "train")
-    assert "\n" not in str(failure.value)
+
+
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hosts whose address was asked for; none is told, as on a machine without network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    hosts: list[str] = []
+
+    def refuse(host: str, *_: Any, **__: Any) -> Any:
+        hosts.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    return hosts
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "data/chart",
+            r"data.source = 'data/chart': no such folder; did you mean data/charts\? \(it is not looked for",
+        ),
+        ("data/x", r"data.source = 'data/x': no such folder; .*/data has charts"),
+        ("data/charts/train", r"data.source = 'data/charts/train' does not exist"),
+        ("./chart", "data.source = './chart' does not exist"),
+        ("chart.json", "data.source = 'chart.json' does not exist"),
+        ("a chart", "data.source = 'a chart' does not exist"),
+    ],
+)
+def test_a_misspelt_folder_is_never_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lookups: list[str], source: str, message: str
+) -> None:
+    (tmp_path / "data" / "charts").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        open_source(data(source), "train")
+    assert lookups == []
+
+
+@pytest.mark.parametrize(("source", "near"), [("nobody/has-this", ""), ("chart", "; did you mean charts?")])
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lookups: list[str], source: str, near: str
+) -> None:
+    (tmp_path / "charts").mkdir()
+    monkeypatch.chdir(tmp_path)
+    said = f"data.source = {source!r}: no such folder, and the hub cannot be asked: "
+    with pytest.raises(ConfigError) as failure:
+        open_source(data(source), "train")
+    assert str(failure.value) == f"{said}[Errno -2] Name or service not known{near}"
+    before = len(lookups)
+    assert 1 <= before <= 2  # `datasets` asks six times
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=f"^{said}.*offline mode is enabled.*{re.escape(near)}$"):
+        open_source(data(source), "train")
+    assert len(lookups) == before
+
+
+def test_relative_paths_start_at_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where images of the same names are others
+    (tmp_path / "0.png").write_bytes(png(5, 5))
+    folder = tmp_path / "set" / "data"
+    (folder / "images").mkdir(parents=True)
+    (folder / "0.png").write_bytes(png(9, 9))
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "red"}]
+    for split in ("train", "test"):
+        (folder / f"{split}.json").write_text(json.dumps([{"messages": turns, "images": ["0.png"]}]))
+    for source in ("set", str(tmp_path / "set")):
+        for streaming in (False, True):
+            record = read(open_source(data(source, streaming=streaming), "train"), 0)
+            assert record.images[0].read(10**6) == png(9, 9)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"messages": turns, "images": [{"bytes": None, "path": "0.png"}]}]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
+    for hidden in (False, True):
+        if hidden:
+            monkeypatch.setitem(sys.modules, "datasets", None)
+        record = read(open_source(data(folder / "a.parquet"), "train"), 0)
+        assert record.images[0].read(10**6) == png(9, 9)
+
+
+def test_a_column_that_is_not_read_is_not_decoded(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "red"}]
+    rows = {"messages": [turns], "thumbnail": [{"bytes": b"no image", "path": None}]}
+    made = datasets.Dataset.from_dict(rows).cast_column("thumbnail", datasets.Image(decode=False))
+    made.cast_column("thumbnail", datasets.Image()).to_parquet(tmp_path / "a.parquet")
+    assert read(open_source(data(tmp_path / "a.parquet"), "train"), 0).messages == tuple(turns)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_lines_that_are_no_record_end_neither_the_stream_nor_the_opening(tmp_path: Path, streaming: bool) -> None:
+    good = write_jsonl(tmp_path, 2).read_bytes().splitlines()
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(b"\n".join([b"{broken", b"null", good[0], b"[" * 10**5, good[1]]) + b"\n")
+    source = open_source(data(path, streaming=streaming), "train")
+    for index, message in enumerate(("not valid JSON", "no `messages`; it has NoneType", "", "not valid JSON", "")):
+        if message:
+            with pytest.raises(DataError, match=rf"sample {index} of .*some\.jsonl.*: {message}"):
+                source[index]
+        else:
+            assert read(source, index).sample == index
+    if streaming:
+        assert source[5] is None
+    path.write_text("5\n{broken\n")
+    with pytest.raises(ConfigError, match="no line of it is a JSON object"):
+        open_source(data(path), "train")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_source_that_is_gone_is_no_bad_sample(tmp_path: Path, streaming: bool) -> None:
+    path = write_jsonl(tmp_path, 2)
+    source = open_source(data(path, streaming=streaming), "train")
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"^data.source .* cannot be read at sample 0: .*No such file.*; restore"):
+        source[0]
 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"message": [], "images": []}) + "\n")
     with pytest.raises(ConfigError, match="no column `messages`; it has message, images; did you mean 'message'"):
+        open_source(data(tmp_path / "a.jsonl"), "train")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": 1, "image": "a.png", "conversations": []}) + "\n")
+    with pytest.raises(
+        ConfigError, match=r"has `conversations` \(from, value\), which are not read yet; .*`messages`: \["
+    ):
+        open_source(data(tmp_path / "a.jsonl"), "train")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": 1, "image": "a.png"}) + "\n")
+    with pytest.raises(ConfigError, match=r"no column `messages`; it has id, image$"):
         open_source(data(tmp_path / "a.jsonl"), "train")
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -140,11 +266,11 @@ def test_a_bad_row_is_named(tmp_path: Path) -> None:
     for index, message in enumerate(messages):
         with pytest.raises(DataError, match=f"sample {index} of .*{message}"):
             source[index]
-    with pytest.raises(DataError, match="record 6: not valid JSON"):
+    with pytest.raises(DataError, match=r"sample 6 of .*train.jsonl: not valid JSON"):
         source[6]
     (tmp_path / "5.png").unlink()
-    with pytest.raises(DataError, match=r"5.png cannot be read: No such file"):
-        read(source, 5).images[0].read()
+    with pytest.raises(DataError, match=r"5.png' cannot be read: No such file"):
+        read(source, 5).images[0].read(10**6)
 
 
 def test_folders_of_one_name_and_a_folder_written_anew_keep_their_own_samples(tmp_path: Path) -> None:

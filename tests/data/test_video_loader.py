@@ -197,7 +197,7 @@ def damaged(folder: Path, header: bool) -> Path:
 @pytest.mark.parametrize("header", [True, False])
 def test_a_corrupt_clip_stops_with_its_name(tmp_path: Path, header: bool, num_workers: int) -> None:
     config = make_video_config(damaged(tmp_path, header), shuffle=False)
-    reason = "not a picture" if header else "its content is corrupt"
+    reason = "are not an image" if header else "its content is corrupt"
     with pytest.raises(DataError, match=f"^sample 4: frame 0: .*{reason}") as failure:
         steps(config, 3, num_workers=num_workers)
     assert "\n" not in str(failure.value)

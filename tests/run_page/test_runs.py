@@ -221,3 +221,10 @@ def test_nothing_in_a_run_can_end_the_page_s_script(tmp_path):
     text = page([read_run(write_run(tmp_path / "<b>run</b>", [{"step": 1} | STEP], config=evil))])
     assert text.count("</script>") == 2  # the page's own
     assert "<img" not in text and "<b>run" not in text
+
+
+def test_a_run_may_be_called_like_a_mark_of_the_page(tmp_path):
+    text = page([read_run(write_run(tmp_path / "@data@", [{"step": 1} | STEP], '[job]\ndescription = "@script@"\n'))])
+    assert "<title>@data@ - mmtrain</title>" in text
+    data = json.loads(text.partition('<script type="application/json" id="data">')[2].partition("</script>")[0])
+    assert (data["runs"][0]["name"], data["runs"][0]["description"]) == ("@data@", "@script@")
