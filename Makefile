@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train train-video test nightly check docs data shapes venv clean
+.PHONY: train train-video test nightly mutants check docs data shapes venv clean
 
 venv: $(VENV)/installed
 
@@ -40,6 +40,10 @@ SHARD ?= 1/1
 
 nightly: venv
 	$(PYTEST) -m nightly --shard $(SHARD) --durations=20
+
+# Small mistakes, one after the other, each of which some test must notice: tests/mutants.toml.
+mutants: venv
+	$(BIN)/python tests/run_mutants.py
 
 check: venv
 	$(BIN)/ruff check .

@@ -59,6 +59,6 @@ def run(words, folder):
 
 def test_make_targets_that_the_readme_names_exist():
     targets = {line.split()[1] for line in LINES if line.startswith("make ")}
-    assert targets == {"train", "train-video", "test", "nightly", "check"}
+    assert targets == {"train", "train-video", "test", "nightly", "mutants", "check"}
     makefile = (ROOT / "Makefile").read_text()
     assert all(f"\n{target}:" in makefile for target in targets)
