@@ -140,9 +140,10 @@ class PlanningProblem:
         for work, row in enumerate(self.output_bytes):
             for k, amount in enumerate(row):
                 if not 0 <= amount <= most:
-                    where = f"works[{work}].output_bytes[{k}]"
-                    BYTES.check(where, amount)
-                    SECONDS.check(f"{where} = {amount:g}: its transfer at p2p.bytes_per_s = {rate:g}", amount / rate)
+                    _refuse_output(f"works[{work}].output_bytes[{k}]", amount, rate)
+            for i, link in enumerate(graph.works[work].links):
+                if link.size_bytes is not None and not 0 <= link.size_bytes <= most:
+                    _refuse_output(f"works[{work}].links[{i}].size_bytes", link.size_bytes, rate)
         flags = [options[0].has_backward for options in self.costs]
         if graph.backward != _backward_flags(flags, self.cost_index):
             raise PlanError("the graph's backward flags differ from those of the options; use PlanningProblem.build")
@@ -333,6 +334,11 @@ def check_sizes(num_ranks: int, modules: Sequence[ModuleStages], works: Sequence
     visits = sum(depth[work.module] for work in works if 0 <= work.module < len(depth))
     VISITS.check("works: number of stages that they pass through", visits)
     WORKS_BY_RANKS.check("works: their number times num_ranks", len(works) * num_ranks)
+
+
+def _refuse_output(where: str, amount: float, rate: float) -> None:
+    BYTES.check(where, amount)
+    SECONDS.check(f"{where} = {amount:g}: its transfer at p2p.bytes_per_s = {rate:g}", amount / rate)
 
 
 def _check_options(costs: tuple[tuple[Option, ...], ...]) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 MOST_CPU_S = 8.0
 """Of one command, in a process that has compiled the kernels."""
+MOST_LETTERS = 4000
+"""Of an error."""
 MOST_WALL_S = 900.0
 """Of one command: it hangs. Machines are busy at times."""
 
@@ -103,7 +105,9 @@ class Outcome:
             return f"exit status {self.status}"
         drawn = all(line.startswith("  rank ") for line in lines[1:])  # the orders around the step that is wrong
         if self.status == 2 and not (lines and lines[0].startswith("error: ") and drawn):
-            return f"not one line of an error: {lines[:5]}"
+            return f"not one line of an error: {self.err[:1000]}"
+        if len(self.err) > MOST_LETTERS:
+            return f"an error of {len(self.err)} letters: {self.err[:1000]}"
         if self.status != 2 and lines:
             return f"words on standard error: {lines[:5]}"
         if self.status == 1 and len(self.out.splitlines()) != 1:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,22 @@ import pytest
 
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_json import plan_to_json
+from mmtrain.schedule.graph import Link
+from mmtrain.schedule.problem import PlanningProblem
 from tests.faults.mutations import NUMBERS, OTHERS, TEXTS, damaged, mutated, report, run_all
 from tests.planner.search.test_search import mixed
 from tests.schedule.problems import chain, option, two_modules
+
+
+def linked() -> PlanningProblem:
+    """Vision works that also feed the second stage of the language model."""
+    base = two_modules(2, [1, 2], memory_limit_bytes=[40.0, 40.0])
+    works = [
+        replace(work, links=tuple(Link(work=other, source=0, target=1, size_bytes=3.0) for other in work.after))
+        for work in base.graph.works
+    ]
+    return replace(base, graph=replace(base.graph, works=tuple(works)))
+
 
 NUM_PROBLEMS, NUM_PLANS = 1000, 1000
 POOL: list[Any] = [*NUMBERS, *TEXTS, *OTHERS, None, "\ud800", "vision", "keep", "F", "infeasible"]
@@ -21,6 +35,7 @@ PROBLEMS = [
     two_modules(2, [2, 1], memory_limit_bytes=[6.0, 7.0]),
     chain(3, 4, num_segments=2, memory_limit_bytes=[9.0, None, 9.0]),
     mixed(2, limit=20.0),
+    linked(),
 ]
 
 

@@ -32,7 +32,7 @@ def main(path: str) -> None:
                 died = f"it left with {left.code}: {err.getvalue()[-500:]}"
             except BaseException:
                 died = traceback.format_exc()[-3000:]
-        row = {"words": words, "status": status, "out": out.getvalue()[-20_000:], "err": err.getvalue()[-5000:]}
+        row = {"words": words, "status": status, "out": out.getvalue()[:50_000], "err": err.getvalue()[:50_000]}
         row |= {"cpu_s": time.process_time() - start, "died": died}
         print(json.dumps(row), file=results, flush=True)
 

@@ -33,7 +33,7 @@ def clusters(graph: WorkGraph) -> list[int]:
 
     def find(work: int) -> int:
         while leader[work] != work:
-            work = leader[work]
+            leader[work] = work = leader[leader[work]]
         return work
 
     for index in range(len(graph.works)):
