@@ -667,6 +667,9 @@ class CommConfig:
 
     timeout_seconds: int = 300
     """A rank that waits longer for another one stops the job."""
+    share_device: bool = False
+    """Ranks of a machine may share its CUDA devices, in turns. They talk over gloo and through host memory, since NCCL
+    refuses two ranks on one device: to try a layout on fewer devices, not to train."""
 
     def __post_init__(self) -> None:
         _at_least("comm", self, timeout_seconds=1)

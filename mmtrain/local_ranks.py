@@ -16,7 +16,7 @@ import torch.multiprocessing
 from mmtrain import errors
 from mmtrain.config import CommConfig
 from mmtrain.errors import MMTrainError
-from mmtrain.parallel.mesh import pick_device
+from mmtrain.parallel.mesh import backend_of, pick_device
 
 
 def run_on_ranks(fn: Callable[..., Any], world: int, *args: Any, comm: CommConfig, copies: int = 1) -> list[Any]:
@@ -51,11 +51,11 @@ def _rank(
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store, limit = dist.FileStore(f"{folder}/store-{group}", world), timedelta(seconds=comm.timeout_seconds)
     try:
-        device = pick_device()
+        device = pick_device(comm)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            backend_of(comm, device),
             store=store,
             rank=rank,
             world_size=world,

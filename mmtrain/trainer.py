@@ -115,7 +115,7 @@ class Trainer:
     def run(self) -> None:
         """Trains to the last step, or until SIGTERM. Joins the job's process group unless the caller has."""
         setup_logging(int(os.environ.get("RANK", "0")))
-        device = pick_device()
+        device = pick_device(self.config.comm)
         owns_group = not dist.is_initialized()
         if owns_group:
             init_process_group(self.config.comm, device)
@@ -145,6 +145,7 @@ class Trainer:
             device,
             data_encoder=config.data_encoder,
             tie_ranks=self.partition.tie_ranks,
+            share_device=config.comm.share_device,
         )
         self.data = ReplicaData(config, self.mesh, self.partition)
         self._ahead: PlanAhead | None = None

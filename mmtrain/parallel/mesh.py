@@ -15,30 +15,36 @@ from mmtrain.titan import ParallelDims, parallel_dims
 from mmtrain.topology import AXES, Coordinates, MeshShape
 
 
-def pick_device() -> torch.device:
-    """This process's device: its own CUDA device, or the CPU where there is none.
+def pick_device(comm: CommConfig) -> torch.device:
+    """This process's device: its own CUDA device (with `comm.share_device`: one of them), or the CPU where none is.
 
     Raises: ConfigError: more processes on this machine than CUDA devices.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local_rank >= count:
+    if local_rank >= count and not comm.share_device:
         raise ConfigError(
             f"process {local_rank} of this machine has no CUDA device of its own, there are {count}; start fewer "
-            "processes a machine, or hide the devices with CUDA_VISIBLE_DEVICES= to run on the CPU"
+            "processes a machine, set comm.share_device = true to try a layout on fewer devices, or hide the devices "
+            "with CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank % count)
+
+
+def backend_of(comm: CommConfig, device: torch.device) -> str:
+    """The backend of process groups: gloo carries CPU tensors, NCCL those of a device that is not shared."""
+    return "gloo" if device.type == "cpu" or comm.share_device else "cpu:gloo,cuda:nccl"
 
 
 def init_process_group(comm: CommConfig, device: torch.device) -> None:
-    """Joins the job's default process group; gloo carries CPU tensors, NCCL the rest.
+    """Joins the job's default process group.
 
     Without a launcher the job is this process alone.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = backend_of(comm, device)
     timeout = timedelta(seconds=comm.timeout_seconds)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
@@ -148,12 +154,18 @@ class Channels:
     so that the two directions never wait for each other; another pair uses the pipeline's group.
     """
 
+    through_host: bool
+    """Whether messages go through host memory: gloo sends no memory of a device from one rank to another."""
+
     def __init__(
         self,
         pp_ranks: tuple[int, ...],
         pp_group: dist.ProcessGroup,
         directed: dict[tuple[int, int], dist.ProcessGroup],
+        *,
+        through_host: bool = False,
     ) -> None:
+        self.through_host = through_host
         self._pp_ranks = pp_ranks
         self._pp_group = pp_group
         self._directed = directed
@@ -168,13 +180,19 @@ class Channels:
 
 
 def build_mesh(
-    shape: MeshShape, device: torch.device, *, data_encoder: bool = False, tie_ranks: tuple[int, int] = (0, -1)
+    shape: MeshShape,
+    device: torch.device,
+    *,
+    data_encoder: bool = False,
+    tie_ranks: tuple[int, int] = (0, -1),
+    share_device: bool = False,
 ) -> Mesh:
     """All process groups of this rank. Every rank of the job must call it.
 
     Args:
         data_encoder: tensor-parallel ranks hold whole encoders (`parallelism.encoder_tensor_parallel = "data"`).
         tie_ranks: pp_ranks of the language model's first and last stage; the last may be counted from the end.
+        share_device: all groups are gloo's (`comm.share_device`).
     """
     rank = dist.get_rank()
     dims = parallel_dims(shape)
@@ -191,7 +209,7 @@ def build_mesh(
             pp_group = group
         if rank in (ranks[first], ranks[last]):
             tie_group = tie
-        if device.type != "cpu" and shape.pp > 1:
+        if device.type != "cpu" and not share_device and shape.pp > 1:
             hops = {(s, t % shape.pp) for s in range(shape.pp) for t in (s + 1, s - 1)}
             for source, target in sorted(hops):
                 pair = dist.new_group([ranks[source], ranks[target]])
@@ -220,7 +238,7 @@ def build_mesh(
         cp_group=cp_group,
         encoder_mesh=encoder_mesh,
         batch_group=dims.get_mesh("batch").get_group() if shape.dp > 1 else None,
-        channels=Channels(mine, pp_group, directed),
+        channels=Channels(mine, pp_group, directed, through_host=share_device),
         tie_group=tie_group,
     )
 
