@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mmtrain.data.bitfield import Bits, allowed, language_bits
 from mmtrain.data.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
-from mmtrain.models.attention.context import attention_context, packed_attention
 from mmtrain.modality.token_split import split_tokens
+from mmtrain.models.attention.context import attention_context, packed_attention
 
 KINDS = ("causal", "image_bidirectional", "prefix")
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from mmtrain.data.bitfield import Bits, language_bits
 from mmtrain.data.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
-from mmtrain.models.attention.flex import visible_blocks
 from mmtrain.modality.token_split import _longest_first, attended_pairs, block_work, split_tokens
+from mmtrain.models.attention.flex import visible_blocks
 
 BLOCK_SIZE = 128
 SHORT, LONG = (100, 4000), (16000, 60000)

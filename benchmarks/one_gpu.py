@@ -84,6 +84,18 @@ SIZES = {
         sub_microbatch=16,
         text=(50, 600),
     ),
+    "medium": Size(
+        encoder='{ model_type = "vit", hidden_size = 512, intermediate_size = 2048, num_hidden_layers = 8, '
+        "num_attention_heads = 8, image_size = 224, patch_size = 14, hidden_dropout_prob = 0.0, "
+        "attention_probs_dropout_prob = 0.0 }",
+        language='{ model_type = "qwen2", hidden_size = 1024, intermediate_size = 4096, num_hidden_layers = 8, '
+        "num_attention_heads = 16, num_key_value_heads = 4, vocab_size = 8000, max_position_embeddings = 4096, "
+        "tie_word_embeddings = false }",
+        seq_len=2048,
+        microbatches=4,
+        sub_microbatch=8,
+        text=(50, 400),
+    ),
     "tiny": Size(
         encoder='{ model_type = "vit", hidden_size = 128, intermediate_size = 512, num_hidden_layers = 4, '
         "num_attention_heads = 4, image_size = 112, patch_size = 14, hidden_dropout_prob = 0.0, "

@@ -689,6 +689,9 @@ class CommConfig:
     timeout_seconds: int = 300
     """A rank that waits longer for another one ends the job, and names the rank that does not answer. It holds for
     every process group; set it above the slowest thing that one rank does alone."""
+    share_device: bool = False
+    """Ranks of a machine may share its CUDA devices, in turns. They talk over gloo and through host memory, since NCCL
+    refuses two ranks on one device: to try a layout on fewer devices, not to train."""
 
     def __post_init__(self) -> None:
         _at_least("comm", self, timeout_seconds=1)

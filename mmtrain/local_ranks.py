@@ -202,7 +202,7 @@ def _value(
     rank, group = index % world, index // world
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    device, store = pick_device(), dist.FileStore(f"{folder}/store-{group}", world)
+    device, store = pick_device(comm), dist.FileStore(f"{folder}/store-{group}", world)
     init_process_group(comm, device, store)
     value = fn(device, *args)
     # Who closes its connections while another rank still reads from them resets these.

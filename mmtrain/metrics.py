@@ -250,7 +250,10 @@ class Reporter:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = _continue_jsonl(folder / "metrics.jsonl", start)
         if section.enable_tensorboard:
-            self._board = TensorBoardLogger(str(folder / section.save_tb_folder))
+            try:
+                self._board = TensorBoardLogger(str(folder / section.save_tb_folder))
+            except ModuleNotFoundError as error:  # torchtitan's needs it when it is imported
+                logger.warning("metrics.enable_tensorboard: no files for it, as %s is not installed", error.name)
         if section.progress_bar and sys.stderr.isatty():
             self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
 

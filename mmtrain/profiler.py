@@ -61,12 +61,18 @@ def profile_job(config: Config, *, rounds: int = 3, steps: int = 4, say: Say = p
     """The profile of a job on this machine.
 
     Args: rounds: over everything. steps: of each trainer in a round, after one that warms up.
-    Raises: ConfigError: fewer CUDA devices than ranks that share a work, or activations that are offloaded.
+    Raises: ConfigError: fewer CUDA devices than ranks that share a work, ranks that share a device, or activations that
+        are offloaded.
     """
     if config.activation_checkpoint.mode == "offload":
         raise ConfigError(
             'profile: activation_checkpoint.mode = "offload" would be measured as part of the layers; profile with '
             'another mode ("none"): copies to the host are measured apart'
+        )
+    if config.comm.share_device:
+        raise ConfigError(
+            "profile: comm.share_device = true; ranks that take turns on a device say nothing of ranks with one each; "
+            "remove it"
         )
     section = config.parallelism
     plane = section.tensor_parallel_degree * section.context_parallel_degree

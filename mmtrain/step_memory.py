@@ -48,16 +48,23 @@ class DeviceMemory:
     @classmethod
     def agreed(cls, device: torch.device, num_ranks: int) -> "DeviceMemory":
         """What all ranks of the job can rely on. Collective over the job. Args: num_ranks: on this machine."""
-        device_bytes, process_bytes = _cuda_memory(device) if device.type == "cuda" else _host_memory(num_ranks)
+        memory = _cuda_memory(device, _sharers(num_ranks)) if device.type == "cuda" else _host_memory(num_ranks)
+        device_bytes, process_bytes = memory
         found = torch.tensor([-device_bytes, process_bytes], dtype=torch.float64)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         rounded = -(-float(found[1]) // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
         return cls(device_bytes=-float(found[0]), process_bytes=rounded)
 
 
-def _cuda_memory(device: torch.device) -> tuple[float, float]:
+def _sharers(num_ranks: int) -> int:
+    """Ranks on one CUDA device of this machine: 1, but with comm.share_device."""
+    return -(-num_ranks // int(torch.cuda.device_count()))
+
+
+def _cuda_memory(device: torch.device, sharers: int = 1) -> tuple[float, float]:
+    """Bytes of a device for one of the ranks that share it, and those beside tensors, while no rank has any."""
     free, total = torch.cuda.mem_get_info(device)
-    return float(total), max(0.0, float(total - free - torch.cuda.memory_reserved(device)))
+    return total / sharers, max(0.0, float(total - free - torch.cuda.memory_reserved(device))) / sharers
 
 
 def _host_memory(num_ranks: int) -> tuple[float, float]:
@@ -83,9 +90,12 @@ def _status_bytes(key: str) -> float | None:
 class PeakMeter:
     """Most memory that this rank takes from one moment to another."""
 
-    def __init__(self, device: torch.device, process_bytes: float) -> None:
-        """Args: process_bytes: counted beside an accelerator's tensors; on a CPU it is in what is measured."""
-        self._device = device
+    def __init__(self, device: torch.device, process_bytes: float, *, shared: bool = False) -> None:
+        """Args:
+        process_bytes: counted beside an accelerator's tensors; on a CPU it is in what is measured.
+        shared: other ranks are on the same CUDA device.
+        """
+        self._device, self._shared = device, shared
         self._process_bytes = process_bytes
         self._resets = True
 
@@ -99,7 +109,9 @@ class PeakMeter:
     def peak_bytes(self) -> float | None:
         """The peak since `start`; None: this system does not say."""
         if self._device.type == "cuda":
-            outside = max(self._process_bytes, _cuda_memory(self._device)[1])  # NCCL's buffers come later
+            outside = self._process_bytes
+            if not self._shared:  # else tensors of other ranks are there too
+                outside = max(outside, _cuda_memory(self._device)[1])  # NCCL's buffers come later
             return float(torch.cuda.max_memory_allocated(self._device)) + outside
         return _status_bytes("VmHWM") if self._resets else None
 
@@ -135,9 +147,11 @@ class MemoryUse:
 class JobMemory:
     """The memory of a job's ranks from step to step. Every rank makes one, and calls it at the same places."""
 
-    def __init__(self, device: torch.device, pp_rank: int, budgets: BudgetHistory) -> None:
+    def __init__(
+        self, device: torch.device, pp_rank: int, budgets: BudgetHistory, *, shares_device: bool = False
+    ) -> None:
         self._device, self._pp_rank, self._budgets = device, pp_rank, budgets
-        self._meter = PeakMeter(device, budgets.budget.ranks[pp_rank].process_bytes)
+        self._meter = PeakMeter(device, budgets.budget.ranks[pp_rank].process_bytes, shared=shares_device)
 
     @classmethod
     def measured(cls, config: Config, spec: ModelSpec, partition: Partition, mesh: Mesh) -> "JobMemory":
@@ -150,7 +164,8 @@ class JobMemory:
         budget.check()
         if budget.limited:
             logger.info("%s", budget.table())
-        made = cls(mesh.device, mesh.pp_rank, BudgetHistory(budget=budget, device=mesh.device.type))
+        budgets = BudgetHistory(budget=budget, device=mesh.device.type)
+        made = cls(mesh.device, mesh.pp_rank, budgets, shares_device=config.comm.share_device)
         made.start_step()
         if made.peak_bytes() is None:
             logger.info("memory: this system does not say what a step takes at most, so it is not measured")

@@ -3,6 +3,8 @@
 What of torchtitan 0.3 serves is taken as it is. Not taken, because it does not fit: its checkpoint
 manager writes in place (ours renames a finished folder), its learning-rate container refuses a rank
 without trainable parameters (a pipeline rank of frozen layers), its metrics line is fixed.
+
+Where torchtitan (or a package that it imports) is not installed, `without_titan` has the same from torch.
 """
 
 import logging
@@ -12,16 +14,26 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.testing._internal.distributed.fake_pg  # registers the backend of size-1 axes
-import torchtitan.tools.utils as _titan_utils
 
-if not torch.cuda.is_available():
-    # torchtitan falls back to "cuda" on a machine without one; the names below are read at import.
-    _titan_utils.device_type, _titan_utils.device_module = "cpu", torch.cpu
+try:
+    import torchtitan.tools.utils as _titan_utils
 
-from torchtitan.components.metrics import TensorBoardLogger
-from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
-from torchtitan.components.optimizer.utils import init_optim_state
-from torchtitan.distributed.parallel_dims import ParallelDims
+    if not torch.cuda.is_available():
+        # torchtitan falls back to "cuda" on a machine without one; the names below are read at import.
+        _titan_utils.device_type, _titan_utils.device_module = "cpu", torch.cpu
+
+    from torchtitan.components.metrics import TensorBoardLogger
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+    from torchtitan.components.optimizer.utils import init_optim_state
+    from torchtitan.distributed.parallel_dims import ParallelDims
+except ModuleNotFoundError:
+    from mmtrain.without_titan import (
+        OptimizersContainer,
+        ParallelDims,
+        ParamGroupConfig,
+        TensorBoardLogger,
+        init_optim_state,
+    )
 
 from mmtrain.topology import MeshShape
 

@@ -132,7 +132,7 @@ class Trainer:
             RankLostError: a rank does not answer. This process can only end: its process groups are of no use any more.
         """
         setup_logging(int(os.environ.get("RANK", "0")))
-        device = pick_device()
+        device = pick_device(self.config.comm)
         owns_group = not dist.is_initialized()
         if owns_group:
             init_process_group(self.config.comm, device)
@@ -213,6 +213,7 @@ class Trainer:
             device,
             data_encoder=config.data_encoder,
             tie_ranks=self.partition.tie_ranks,
+            share_device=config.comm.share_device,
         )
         self.data = ReplicaData(config, self.mesh, self.partition)
         self._log_start()

@@ -15,7 +15,7 @@ Source of the virtual clock: Lamport, Time, clocks, and the ordering of events i
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from mmtrain.errors import PlanError
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
-from mmtrain.parallel.stage import ModalityStage, ShapeOf
+from mmtrain.parallel.stage import Arriving, ModalityStage, ShapeOf
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.graph import Edge, WorkGraph
 from mmtrain.schedule.lower import Program, lower
@@ -139,19 +139,6 @@ class _Chunk(nn.Module):
         return _Output(y.sum()) if shape is None else y.reshape(()).expand(shape).contiguous()
 
 
-class _Arriving(dist.Work):
-    """A message that is received, and what is to be done with it."""
-
-    def __init__(self, message: dist.Work, then: Callable[[], None]) -> None:
-        super().__init__()
-        self._message, self._then = message, then
-
-    def wait(self, timeout: Any = None) -> bool:
-        self._message.wait()
-        self._then()
-        return True
-
-
 class EmulatedStage(ModalityStage):
     """A stage that spends what its plan says; its messages carry the time at which they left."""
 
@@ -210,7 +197,7 @@ class EmulatedStage(ModalityStage):
         Raises: PlanError: from that wait, if another message came.
         """
         work, tensor = super().receive(edge, forward)
-        return _Arriving(work, lambda: self._arrive(tensor, edge, forward)), tensor
+        return Arriving(work, lambda: self._arrive(tensor, edge, forward)), tensor
 
     def _arrive(self, message: Tensor, edge: Edge, forward: bool) -> None:
         left_s, *name = message[:_HEADER].view(torch.float64).tolist()

@@ -17,8 +17,8 @@ from mmtrain.titan import ParallelDims, parallel_dims
 from mmtrain.topology import AXES, Coordinates, MeshShape
 
 
-def pick_device() -> torch.device:
-    """This process's device: its own CUDA device, or the CPU where there is none.
+def pick_device(comm: CommConfig) -> torch.device:
+    """This process's device: its own CUDA device (with `comm.share_device`: one of them), or the CPU where none is.
 
     Raises: ConfigError: more processes on this machine than CUDA devices, on each of them if the launcher says so.
     """
@@ -26,16 +26,22 @@ def pick_device() -> torch.device:
         return torch.device("cpu")
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
-    if num_processes > count:
+    if num_processes > count and not comm.share_device:
         raise ConfigError(
             f"{num_processes} processes on this machine, but it has {count} CUDA devices and each takes its own; start "
-            "fewer processes a machine, or hide the devices with CUDA_VISIBLE_DEVICES= to run on the CPU"
+            "fewer processes a machine, set comm.share_device = true to try a layout on fewer devices, or hide the "
+            "devices with CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank % count)
+
+
+def backend_of(comm: CommConfig, device: torch.device) -> str:
+    """The backend of process groups: gloo carries CPU tensors, NCCL those of a device that is not shared."""
+    return "gloo" if device.type == "cpu" or comm.share_device else "cpu:gloo,cuda:nccl"
 
 
 def init_process_group(comm: CommConfig, device: torch.device, store: dist.Store | None = None) -> None:
-    """Joins the job's default process group; gloo carries CPU tensors, NCCL the rest.
+    """Joins the job's default process group.
 
     Without a launcher the job is this process alone.
 
@@ -46,7 +52,7 @@ def init_process_group(comm: CommConfig, device: torch.device, store: dist.Store
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = backend_of(comm, device)
     timeout, start_s = timedelta(seconds=comm.timeout_seconds), max(START_S, comm.timeout_seconds)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if store is None:
@@ -177,12 +183,18 @@ class Channels:
     so that the two directions never wait for each other; another pair uses the pipeline's group.
     """
 
+    through_host: bool
+    """Whether messages go through host memory: gloo sends no memory of a device from one rank to another."""
+
     def __init__(
         self,
         pp_ranks: tuple[int, ...],
         pp_group: dist.ProcessGroup,
         directed: dict[tuple[int, int], dist.ProcessGroup],
+        *,
+        through_host: bool = False,
     ) -> None:
+        self.through_host = through_host
         self._pp_ranks = pp_ranks
         self._pp_group = pp_group
         self._directed = directed
@@ -197,13 +209,19 @@ class Channels:
 
 
 def build_mesh(
-    shape: MeshShape, device: torch.device, *, data_encoder: bool = False, tie_ranks: tuple[int, int] = (0, -1)
+    shape: MeshShape,
+    device: torch.device,
+    *,
+    data_encoder: bool = False,
+    tie_ranks: tuple[int, int] = (0, -1),
+    share_device: bool = False,
 ) -> Mesh:
     """All process groups of this rank. Every rank of the job must call it.
 
     Args:
         data_encoder: tensor-parallel ranks hold whole encoders (`parallelism.encoder_tensor_parallel = "data"`).
         tie_ranks: pp_ranks of the language model's first and last stage; the last may be counted from the end.
+        share_device: all groups are gloo's (`comm.share_device`).
     """
     rank = dist.get_rank()
     dims = parallel_dims(shape)
@@ -220,7 +238,7 @@ def build_mesh(
             pp_group = group
         if rank in (ranks[first], ranks[last]):
             tie_group = tie
-        if device.type != "cpu" and shape.pp > 1:
+        if device.type != "cpu" and not share_device and shape.pp > 1:
             hops = {(s, t % shape.pp) for s in range(shape.pp) for t in (s + 1, s - 1)}
             for source, target in sorted(hops):
                 pair = dist.new_group([ranks[source], ranks[target]])
@@ -249,7 +267,7 @@ def build_mesh(
         cp_group=cp_group,
         encoder_mesh=encoder_mesh,
         batch_group=dims.get_mesh("batch").get_group() if shape.dp > 1 else None,
-        channels=Channels(mine, pp_group, directed),
+        channels=Channels(mine, pp_group, directed, through_host=share_device),
         tie_group=tie_group,
     )
 

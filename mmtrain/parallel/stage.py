@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,19 @@ class _NothingSent(dist.Work):
     """The transfer of an empty tensor: done before it starts."""
 
     def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class Arriving(dist.Work):
+    """A message that is received, and what is to be done with it."""
+
+    def __init__(self, message: dist.Work, then: Callable[[], Any]) -> None:
+        super().__init__()
+        self._message, self._then = message, then
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._message.wait()
+        self._then()
         return True
 
 
@@ -225,6 +239,8 @@ class ModalityStage(PipelineStage):
         tensor = box.pop(edge).contiguous()
         if not tensor.numel():  # this rank has no picture of the work, and its peer knows it
             return _NothingSent(), tensor
+        if self.channels.through_host:
+            tensor = tensor.cpu()
         peer, group = self._peer(edge, forward)
         work = dist.isend(tensor, peer, group=group)
         assert work is not None
@@ -238,6 +254,7 @@ class ModalityStage(PipelineStage):
         if not tensor.numel():
             return _NothingSent(), tensor
         peer, group = self._peer(edge, forward)
-        work = dist.irecv(tensor, peer, group=group)
+        arriving = torch.empty_like(tensor, device="cpu") if self.channels.through_host else tensor
+        work = dist.irecv(arriving, peer, group=group)
         assert work is not None
-        return work, tensor
+        return (work if arriving is tensor else Arriving(work, partial(tensor.copy_, arriving))), tensor

@@ -15,9 +15,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+
+from mmtrain.planner.search.numba_start import HAS_NUMBA
+
+if HAS_NUMBA:
+    from llvmlite import ir
+    from numba import njit, types
+    from numba.extending import intrinsic
+else:  # nothing here is called then
+
+    def njit(function: Any = None, **_: Any) -> Any:
+        return function or njit
+
+    intrinsic = njit
 
 F, B, I, W = 0, 1, 2, 3
 """Kinds of actions; an action is the number 4 x node + kind."""

@@ -1,6 +1,10 @@
-"""What numba loads before it runs a first kernel, less what no kernel of ours needs."""
+"""Whether numba is there, and what it loads before it runs a first kernel, less what no kernel of ours needs."""
 
+import importlib.util
 import sys
+
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
+"""Without it no plan is searched, and those of `interleave` take their place."""
 
 
 def load_numba() -> None:

@@ -32,7 +32,7 @@ from mmtrain.planner.search.chains import AnnealChain, Chain, DepthFirstChain, R
 from mmtrain.planner.search.evaluate import choose, evaluate
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels import Decoder, Workspace
-from mmtrain.planner.search.numba_start import load_numba
+from mmtrain.planner.search.numba_start import HAS_NUMBA, load_numba
 from mmtrain.planner.search.orders import Order, by_cluster, cluster_orders
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.greedy import clusters
@@ -99,7 +99,8 @@ def search(
 ) -> PlanResult:
     """The best checked plan that the search found, with its timeline.
 
-    An infeasible problem is a result with that status and a sentence, never an exception.
+    An infeasible problem is a result with that status and a sentence, never an exception. Without numba it is the plan
+    of `interleave`.
 
     Room is left on each rank for the most that any option's backward brings back, chosen or not. Where options without
     that exist for everything, half of the budget goes to plans of these alone, which have all of the limit.
@@ -107,7 +108,7 @@ def search(
     Args: cancelled: asked now and then; the search ends early where it says True.
     Raises: PlanError: no budget at all.
     """
-    if options.strategy == "first" or not problem.graph.has_any_backward:
+    if options.strategy == "first" or not HAS_NUMBA or not problem.graph.has_any_backward:
         return replace(make_plan(problem, "interleave"), seed=options.seed)
     if not options.budget_evaluations and not options.budget_s:
         raise PlanError("the search has no budget and would never end; give it evaluations or seconds")
@@ -173,8 +174,12 @@ def _search(problem: PlanningProblem, options: SearchOptions, cancelled: Callabl
 def fit_memory(problem: PlanningProblem, plan: Plan, *, iterations: int = LAST_ITERATIONS) -> Plan | None:
     """The plan with the same orders and the memory options that take the least time within the limits.
 
-    None: even the options of least memory do not fit into these orders. Args: iterations: of the choice.
+    None: even the options of least memory do not fit into these orders, or there is no numba to choose them.
+
+    Args: iterations: of the choice.
     """
+    if not HAS_NUMBA:
+        return None
     load_numba()
     searched = Searched.of(problem)
     w = searched.load(plan)

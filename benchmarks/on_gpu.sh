@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# benchmarks/on_gpu.sh PART    (from the root of the tree)
+#
+# What only a machine with a CUDA device can show, in parts of at most ten minutes, 25 in all. The machine needs Python
+# 3.12, torch with CUDA and transformers, and no network: what else is missing comes as wheels.
+#
+#   pack FOLDER  here, with a network: FOLDER/mmtrain (the tree of HEAD) and FOLDER/mmtrain/wheels, 64 MiB at most
+#   setup        installs those wheels that are missing, and says what is still not there
+#   tests        pytest -m gpu
+#   ranks        two ranks on one device over gloo: streams, events, offloading, memory limits, all axes
+#   attention    FlexAttention against SDPA: times and memory (that they give the same is one of the tests)
+#   one_gpu      mmtrain, a plain loop and Hugging Face's Trainer on one device
+#   all          setup to one_gpu, one after the other
+#
+# Each part leaves its output in REPORT/PART.txt and its line in REPORT/report.md, and exits with 1 if it failed.
+#
+#   REPORT=on_gpu_report    folder of the report
+#   WHEELS=wheels           folder of the wheels
+#   SITE=/tmp/mmtrain-site  folder that they are installed into; nothing else on the machine is changed
+
+set -u
+cd "$(dirname "$0")/.." || exit 1
+REPORT=${REPORT:-on_gpu_report} WHEELS=${WHEELS:-wheels} SITE=${SITE:-/tmp/mmtrain-site} PYTHON=${PYTHON:-python3}
+export PYTHONPATH="$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=1
+
+# Small enough to carry. numba (64 MB with llvmlite) and pyarrow (50 MB) are not: mmtrain runs without them.
+CARRIED="torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing==0.1.1 torchdata==0.11.0 tyro==1.0.17
+  docstring_parser==0.18.0 typeguard==4.6.0 einops==0.8.2 diffusers==0.42.1 importlib_metadata==10.2.0 zipp==4.1.2
+  accelerate==1.15.0 peft==0.21.2 tqdm==4.70.1 pillow==13.0.0 safetensors==0.8.0 pytest==9.2.0 pluggy==1.7.0
+  iniconfig==2.3.1 hypothesis==6.170.15 sortedcontainers==2.4.0 tensorboard==2.21.0 absl-py==2.5.1
+  protobuf==7.36.2 Markdown==3.11.3 Werkzeug==3.1.9"
+LARGEST_KIB=65536
+
+pack() {
+  local folder=${1:?name a folder to make}/mmtrain
+  [ -e "$folder" ] && { echo "$folder exists already; remove it or name another folder"; return 1; }
+  mkdir -p "$folder" && git archive HEAD | tar -x -C "$folder" || return 1
+  # shellcheck disable=SC2086  # a list of words
+  "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+    --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
+    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d "$folder/wheels" $CARRIED || return 1
+  local kib
+  kib=$(du -sk "$folder" | cut -f1)
+  echo "$folder: $(du -sk "$folder/wheels" | cut -f1) KiB of wheels, $kib KiB in all"
+  [ "$kib" -le "$LARGEST_KIB" ] || { echo "that is more than $LARGEST_KIB KiB; shorten CARRIED"; return 1; }
+}
+
+setup() {
+  "$PYTHON" benchmarks/on_gpu_setup.py "$WHEELS" "$SITE"
+}
+
+tests() {
+  # Warnings of another torch are no failures; and only these files need what they import.
+  grep -rlZ --include='test_*.py' 'mark\.gpu' tests | xargs -0 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider -W default
+}
+
+ranks() {
+  "$PYTHON" benchmarks/on_gpu_ranks.py
+}
+
+attention() {
+  "$PYTHON" benchmarks/attention.py
+}
+
+one_gpu() {
+  "$PYTHON" benchmarks/one_gpu.py --rounds 2
+}
+
+# Seconds that a part may take: all of them together 25 minutes.
+declare -A LIMIT=([setup]=60 [tests]=240 [ranks]=420 [attention]=360 [one_gpu]=420)
+
+run_part() {
+  local part=$1 start=$SECONDS status
+  mkdir -p "$REPORT"
+  export -f "$part"
+  export REPORT WHEELS SITE PYTHON
+  timeout --kill-after=10 "${LIMIT[$part]}" bash -c "$part" 2>&1 | tee "$REPORT/$part.txt"
+  status=${PIPESTATUS[0]}
+  [ "$status" = 124 ] && echo "stopped after ${LIMIT[$part]} s" | tee -a "$REPORT/$part.txt"
+  [ -e "$REPORT/report.md" ] || printf '# On a GPU\n\n| part | status | seconds |\n|---|---|---|\n' >"$REPORT/report.md"
+  echo "| [$part]($part.txt) | $([ "$status" = 0 ] && echo ok || echo "failed ($status)") | $((SECONDS - start)) |" \
+    >>"$REPORT/report.md"
+  return $((status != 0))
+}
+
+case "${1:-}" in
+  pack) pack "${2:-}" ;;
+  setup | tests | ranks | attention | one_gpu) run_part "$1" ;;
+  all)
+    failed=0
+    for part in setup tests ranks attention one_gpu; do run_part "$part" || failed=1; done
+    cat "$REPORT/report.md"
+    exit $failed
+    ;;
+  *)
+    sed -n '2,/^$/{/^#/p}' "$0" | cut -c3-
+    exit 2
+    ;;
+esac
