@@ -188,7 +188,7 @@ class StoredCheckpoint:
         except Exception as error:
             if self.manifest is not None:  # these are the bytes that were saved, so the mistake is not theirs
                 raise
-            reason, _, _ = str(error).partition("\n")
+            reason = re.split(r"\.\s|\n", str(error), maxsplit=1)[0]  # torch goes on with advice to trust the file
             raise self.damaged(f"it cannot be read: {type(error).__name__}: {reason}") from None
 
     def _regular(self, name: str) -> Path:
