@@ -208,7 +208,7 @@ def test_a_job_trains_on_what_is_left(folder: Path, tmp_path: Path) -> None:
     found = [step["skipped_samples"] for step in steps]
     print(f"a job of {len(steps)} steps: left out so far {found}")
     assert found == expected
-    assert found[-1] > len(bad)
+    assert found[-1] > 100
 
 
 @pytest.mark.nightly
