@@ -325,7 +325,9 @@ class DataConfig:
         _not_empty("data", self, "split", "validation_split")
         _at_least("data", self, num_workers=0, prefetch=1, min_pixels=0, max_pixels=0)
         _at_most("data", self, num_workers=MOST_WORKERS, prefetch=1024)
-        _at_least("data", self, max_clips=1, video_area=1, max_media_bytes=1, max_decoded_pixels=1)
+        _at_least("data", self, max_clips=1, video_area=1, max_decoded_pixels=1)
+        if self.max_media_bytes < 1:
+            raise ConfigError(f"data.max_media_bytes = {self.max_media_bytes}; it must be at least 1")
         for name, least, most in (("fps", 0.001, 1000.0), ("max_seconds", 0.001, 86400.0)):
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(f"data.{name} = {getattr(self, name)}; it must be from {least} to {most:g}")
