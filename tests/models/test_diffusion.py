@@ -127,6 +127,6 @@ def test_the_null_token_is_padding_where_there_is_one():
     assert found == [padding, end, 0]
 
 
-@pytest.mark.parametrize("mean", [-1000.0, 1000.0])
+@pytest.mark.parametrize("mean", [-100.0, 100.0])
 def test_no_clip_is_without_noise_or_without_data(mean):
     assert 0 < noise_of(logit_mean=mean).timestep(CLIP) < 1000
