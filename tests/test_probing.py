@@ -89,7 +89,7 @@ def test_the_curve_grows_by_one_picture_of_one_size_at_first():
 
 def test_without_an_encoder_a_frozen_language_model_trains():
     config = config_module.load("debug_vlm.toml", ["--model.language.trainable=false"])
-    text = small_job(config, folder="")
+    text = small_job(config, folder="unused")
     assert [module.name for module in model_spec(text.model).modules] == ["language"]
     assert model_spec(text.model).module("language").trainable
     config_module.check(text)
@@ -165,12 +165,12 @@ def test_the_curve_grows_by_one_clip_of_one_bucket(tmp_path):
 @pytest.mark.parametrize("frozen", ["language", "dit"])
 def test_the_small_text_to_video_job_has_few_parameters_and_trains(tmp_path, frozen):
     config = video_config(tmp_path, f"--model.{frozen}.trainable=false", "--parallelism.tensor_parallel_degree=2")
-    small = small_job(config, folder="")
+    small = small_job(config, folder="unused")
     config_module.check(small)
     spec = model_spec(small.model)
     assert (spec.module("language").trainable, spec.module("dit").trainable) == (False, True)
     assert [len(module.layers) for module in spec.modules] == [3, 3]
-    probing = model_spec(probing_job(config, num_blocks=2, cut=CUTS[0], folder="").model)
+    probing = model_spec(probing_job(config, num_blocks=2, cut=CUTS[0], folder="unused").model)
     trained = sum(module.num_trainable_params for module in probing.modules)
     assert spec.module("dit").num_trainable_params < trained
     assert IterationPlanner.of(small).plan(probing_iteration(small)).result.timeline is not None

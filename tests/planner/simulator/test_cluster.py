@@ -25,7 +25,7 @@ def test_nodes_are_full(name: str) -> None:
 
 
 def test_unknown_hardware_is_named() -> None:
-    with pytest.raises(ConfigError, match="hardware 'h900x8' does not exist"):
+    with pytest.raises(ConfigError, match='hardware "h900x8" does not exist'):
         Cluster.of("h900x8")
 
 
