@@ -1037,8 +1037,8 @@ def _check_source(
         raise ConfigError(f'{path}.config: `model_type` is missing; name it, as in model_type = "{example}"')
 
 
-_LARGEST: dict[type, float] = {int: 2**31 - 1, float: 1e21}
-"""What no count, size or rate of a config is above, where nothing else is said."""
+MOST_INTEGER, MOST_FLOAT = 2**31 - 1, 1e21
+"""What no count or size, and no rate, is above, where nothing less is said."""
 
 
 def _at_least(section: str, values: Any, **bounds: float) -> None:
@@ -1046,7 +1046,7 @@ def _at_least(section: str, values: Any, **bounds: float) -> None:
         value = getattr(values, name)
         if not bound <= value < math.inf:
             raise ConfigError(f"{section}.{name} = {value}; it must be at least {bound} and finite")
-        _at_most(section, values, **{name: _LARGEST[type(value)]})
+        _at_most(section, values, **{name: MOST_INTEGER if isinstance(value, int) else MOST_FLOAT})
 
 
 def _at_most(section: str, values: Any, **bounds: float) -> None:
