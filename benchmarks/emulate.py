@@ -27,7 +27,7 @@ from typing import get_args
 import torch
 
 from mmtrain import config as config_module
-from mmtrain.config import CommConfig, Config, Schedule
+from mmtrain.config import CommConfig, Config
 from mmtrain.local_ranks import run_on_ranks
 from mmtrain.parallel.emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
 from mmtrain.parallel.mesh import build_mesh
@@ -38,6 +38,7 @@ from mmtrain.planner.typical_iterations import usual_workload
 from mmtrain.planner.workloads import Bins, draw
 from mmtrain.schedule.action import RESULT_OF
 from mmtrain.schedule.graph import Result
+from mmtrain.schedule.library.names import ScheduleName
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import P2P, PlanningProblem
 from mmtrain.schedule.simulate import simulate
@@ -106,7 +107,7 @@ def job(name: str, args: argparse.Namespace) -> Config:
 def planned(config: Config, name: str, iteration: int) -> tuple[PlanningProblem, PlanResult]:
     """One drawn batch and its plan by a named schedule, or by the search."""
     if name != PLANNED:
-        schedule = next(known for known in get_args(Schedule) if known == name)
+        schedule = next(known for known in get_args(ScheduleName) if known == name)
         config = with_schedule(config, schedule)[0]
     planner = IterationPlanner.of(config)
     meta = draw(usual_workload(config), Bins.of(config), seed=0, iteration=iteration)
