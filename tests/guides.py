@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmtrain import cli
+from tests.store import stored_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -74,3 +75,27 @@ def run(command: Command, folder: Path) -> None:
         words += SHORT
     done = subprocess.run([sys.executable, *start, *words], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+MADE_BEFORE = ("debug_vlm", "debug_t2v")
+"""Jobs whose runs pages export and sample from; each is trained once for all of them."""
+
+
+def make_source_tree(folder: Path, charts: Path, shapes: Path) -> None:
+    """Makes a folder look like the source tree after its data sets were drawn."""
+    for name in ("configs", "train.py"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "data").mkdir()
+    (folder / "data" / "charts").symlink_to(charts)
+    (folder / "data" / "shapes").symlink_to(shapes)
+
+
+def small_trainings(charts: Path, shapes: Path) -> Path:
+    """The folder `outputs` after the small trainings, made once in a run of the tests: to be read or copied."""
+
+    def train(folder: Path) -> None:
+        make_source_tree(folder, charts, shapes)
+        for job in MADE_BEFORE:
+            run(Command(("mmtrain", "train", "--config", f"{job}.toml")), folder)
+
+    return stored_folder("small trainings", train) / "outputs"

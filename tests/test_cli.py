@@ -224,6 +224,7 @@ def test_a_world_size_that_is_no_number_is_one_line(job, capsys, monkeypatch):
     assert 'WORLD_SIZE = "x"' in capsys.readouterr().err
 
 
+@pytest.mark.nightly  # daily the README's commands start jobs both ways
 @pytest.mark.ranks
 def test_mmtrain_train_starts_all_ranks(job):
     """`mmtrain train` launches the job itself; torchrun starts train.py with the same result."""

@@ -12,34 +12,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.guides import DOCS, ROOT, SHORT, Command, File, blocks, run, steps
-from tests.store import stored_folder
+from tests.guides import (
+    DOCS,
+    MADE_BEFORE,
+    ROOT,
+    SHORT,
+    Command,
+    File,
+    blocks,
+    make_source_tree,
+    run,
+    small_trainings,
+    steps,
+)
 
 GUIDES = ("quickstart.md", "swapping_models.md", "bringing_data.md", "choosing_parallelism.md")
 NOT_RUN = ("make", "pip", "tensorboard")
-MADE_BEFORE = ("debug_vlm", "debug_t2v")
-"""Jobs whose runs the pages export and sample from; each is trained once for all of them."""
-
-
-def make_source_tree(folder: Path, charts: Path, shapes: Path) -> None:
-    """Makes a folder look like the source tree after its data sets were drawn."""
-    for name in ("configs", "train.py"):
-        (folder / name).symlink_to(ROOT / name)
-    (folder / "data").mkdir()
-    (folder / "data" / "charts").symlink_to(charts)
-    (folder / "data" / "shapes").symlink_to(shapes)
 
 
 @pytest.fixture
 def trained(charts: Path, shapes: Path) -> Path:
     """The runs of the two small trainings."""
-
-    def train(folder: Path) -> None:
-        make_source_tree(folder, charts, shapes)
-        for job in MADE_BEFORE:
-            run(Command(("mmtrain", "train", "--config", f"{job}.toml")), folder)
-
-    return stored_folder("guides", train) / "outputs"
+    return small_trainings(charts, shapes)
 
 
 @pytest.fixture
