@@ -35,7 +35,7 @@ def without_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
     own = staticmethod(titan.FrozenAwareOptimizers._build_param_groups)
     made = type("FrozenAware", (without_titan.OptimizersContainer,), {"_build_param_groups": own})
     monkeypatch.setattr(titan, "OptimizersContainer", without_titan.OptimizersContainer)
-    monkeypatch.setattr("mmtrain.optim.FrozenAwareOptimizers", made)
+    monkeypatch.setattr("mmtrain.optim.LocalOptimizers", made)
     monkeypatch.setattr("mmtrain.optim.ParamGroupConfig", without_titan.ParamGroupConfig)
 
 

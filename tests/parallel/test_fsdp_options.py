@@ -8,7 +8,7 @@ import torch
 from mmtrain import config
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.action import Kind
-from tests.jobs import SHALLOW, write_config
+from tests.jobs import write_config
 from tests.ranks import run_ranks
 
 AXES = {
@@ -34,7 +34,7 @@ def differences(rank, path, layout, variants):
 
     found, first = [], None
     for overrides in variants:
-        trainer = Trainer(config.load(path, [*degrees(layout), *SHALLOW, *overrides]))
+        trainer = Trainer(config.load(path, [*degrees(layout), *overrides]))
         for _, result in trainer.gradients(torch.device("cpu"), 1):
             gradients = {
                 name: parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
