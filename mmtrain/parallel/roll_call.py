@@ -6,6 +6,7 @@ asks for such a reason; where there is none, the ranks that do not answer are to
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -26,6 +27,11 @@ START_S = 120.0
 
 _LEAST_PATIENCE_S = 5.0
 """Ranks that wait for each other find out within about a step."""
+
+_LOST = re.compile(
+    r"gloo|pair closure|by peer|socket closed|socket timeout|wait timeout|timed out waiting", re.IGNORECASE
+)
+"""What gloo and the stores say, not all of them in exceptions of their own."""
 
 
 def wait_for_all(store: dist.Store, rank: int, world_size: int, wait_s: float) -> None:
@@ -138,9 +144,7 @@ def common_reason(roll_call: RollCall, timeout_s: float, place: Callable[[str], 
 
 def is_communication(error: BaseException | None) -> bool:
     """Whether an exception is that of a process group or store whose other side is gone or late."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "Wait timeout" in str(error))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))
 
 
 def _is_timeout(error: BaseException) -> bool:
