@@ -93,7 +93,7 @@ def _open_url(url: str, max_bytes: int) -> IO[bytes]:
     import fsspec
 
     archive = url.rpartition("::")[2]  # looked at first, for opening it may be reading it to its end
-    for part in (archive, url):
+    for part in dict.fromkeys((archive, url)):
         system, path = fsspec.url_to_fs(part)
         found = system.info(path)
         if found["type"] != "file":

@@ -63,7 +63,7 @@ class TookTooLong(BaseException):
 
 
 @contextmanager
-def bounded(seconds: int = 20, num_bytes: int = 2**31) -> Iterator[None]:
+def bounded(seconds: int = 300, num_bytes: int = 2**31) -> Iterator[None]:
     """Fails if what is done takes longer, or needs more memory."""
 
     def ring(*_: object) -> None:
@@ -113,9 +113,9 @@ def outcome(config: Callable[..., Config], source: Path) -> str | None:
     return str(failure.value)
 
 
-def write(source: Path, good: dict[str, Any], bad: bytes, at: int = BAD) -> Path:
+def write(source: Path, good: dict[str, Any], bad: bytes) -> Path:
     lines = [json.dumps(good).encode()] * NUM_GOOD
-    source.write_bytes(b"\n".join([*lines[:at], bad, *lines[at:]]) + b"\n")
+    source.write_bytes(b"\n".join([*lines[:BAD], bad, *lines[BAD:]]) + b"\n")
     return source
 
 
