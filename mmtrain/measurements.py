@@ -192,7 +192,7 @@ class _Probe:
         calm: Calm,
         held: Mapping[tuple[int, int], float],
     ) -> None:
-        jobs = [probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="") for cut in CUTS]
+        jobs = [probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="unused") for cut in CUTS]
         dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
         self.meta, self._held = meta, held
         self.spec = model_spec(jobs[0].model, dtype_bytes=dtype_bytes)
@@ -330,8 +330,8 @@ def _medians(
 
 def _step(config: Config, steps: Sequence[StepSample], calm: Calm) -> StepProfile:
     """Two jobs of different sizes tell what a parameter costs from what a step costs."""
-    whole = _trainable(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[0], folder=""))
-    small = _trainable(small_job(config, folder=""))
+    whole = _trainable(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[0], folder="unused"))
+    small = _trainable(small_job(config, folder="unused"))
     joined = Cut(stages="modules", splits=False)
     ends = [
         calm.median((step.outside_speed_s, step.outside_s) for step in steps if step.job == job)
@@ -360,7 +360,7 @@ def _pipeline_end(config: Config, pairs: Sequence[Samples], step: StepProfile) -
         max(end for _, end in both) - max(done for done, _ in both)
         for both in zip(*(samples.spans for samples in pairs), strict=True)
     ]
-    two = probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder="")
+    two = probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder="unused")
     spec = model_spec(two.model)
     parts = partition_of(two, spec)
     largest = max(trainable_params(spec, parts, rank) for rank in range(2))

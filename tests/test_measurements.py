@@ -48,7 +48,7 @@ def samples_of(config, costs=FLOPS) -> Samples:
     found = Samples()
     meta = everything(config)
     for cut in (*CUTS, *REPEATS.values()):
-        job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="")
+        job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="unused")
         added = next((ADDED[how] for how, other in REPEATS.items() if other == cut), (0.0, 0.0))
         planner = IterationPlanner.of(job)
         batching = make_batching(meta, planner.spec)
@@ -76,7 +76,9 @@ def samples_of(config, costs=FLOPS) -> Samples:
 
 def sample(cut, config, rows, pauses) -> StepSample:
     job = (
-        small_job(config, folder="") if cut is None else probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="")
+        small_job(config, folder="unused")
+        if cut is None
+        else probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="unused")
     )
     params = sum(module.num_trainable_params for module in model_spec(job.model).modules)
     return StepSample(
@@ -226,7 +228,7 @@ def test_the_curve_is_one_stage_of_the_job(config, samples):
 
 
 def test_transfers_and_the_pipelines_part_of_a_step_come_from_two_ranks(config, samples):
-    two = IterationPlanner.of(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder=""))
+    two = IterationPlanner.of(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder="unused"))
     largest = max(trainable_params(two.spec, two.partition, rank) for rank in range(2))
     end = STEP_S + PARAM_S * largest + PIPELINE_S
     sizes = [2**k for k in range(10, 24, 2)]
