@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +20,9 @@ class Job:
     """A job that was started in `folder`; its output goes to `folder`/output, its temporary files to `folder`/tmp."""
 
     def __init__(self, folder: Path, *words: str) -> None:
-        self.tmp, self._output = folder / "tmp", folder / "output"
-        self.tmp.mkdir(exist_ok=True)
+        # A short name, since those of sockets below it have at most 107 characters.
+        self.tmp = Path(tempfile.mkdtemp(prefix="job-", dir=os.environ["MMTRAIN_TEST_STORE"]))
+        self._output = folder / "output"
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *words],

@@ -184,7 +184,7 @@ def test_a_text_to_video_job_is_measured_and_planned_with(tmp_path: Path, capsys
         (["--rounds", "0"], "--rounds 0; it is at least 1"),
         (["--out", "profile.txt"], "must end in .json or .json.gz"),
         (["--out", "/nowhere/p.json"], "the folder /nowhere does not exist"),
-        (["--hardware", "abacus"], "'abacus' does not exist"),
+        (["--hardware", "abacus"], '"abacus" does not exist'),
         (["--model.language.num_segments=7"], "needs a layer"),
     ],
 )

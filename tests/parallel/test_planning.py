@@ -172,7 +172,7 @@ def run_errors(rank):
 def test_errors_of_an_iteration_are_raised_on_every_rank():
     one, two = run_ranks(run_errors, 2)
     assert one == two
-    assert "microbatch 0 has no token" in one[0]
+    assert "microbatch 0 has no document" in one[0]
     assert "over the memory limit" in one[1]
 
 

@@ -25,7 +25,7 @@ def test_ranks_take_their_own_device_or_share_them_in_turns(monkeypatch: pytest.
     assert pick_device(CommConfig()) == pick_device(SHARED) == torch.device("cuda", 1)
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert pick_device(SHARED) == torch.device("cuda", 0)
-    with pytest.raises(ConfigError, match=r"process 2 .* there are 2; .* set comm\.share_device = true"):
+    with pytest.raises(ConfigError, match=r"3 processes .* has 2 CUDA .* set comm\.share_device = true"):
         pick_device(CommConfig())
 
 
