@@ -100,6 +100,7 @@ def test_fitted_efficiencies_are_a_hardware_profile(measured):
     assert float(after) <= float(before) + 1
 
 
+@pytest.mark.nightly  # daily `test_measurements.py` has such samples, and `test_held_bytes.py` such ranks
 def test_ranks_that_share_works_are_measured_together(tmp_path: Path, capsys):
     job, out = write_config(tmp_path, tmp_path), tmp_path / "p.json"
     words = ["--training.seq_len=64", "--parallelism.tensor_parallel_degree=2"]
