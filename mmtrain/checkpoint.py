@@ -364,8 +364,8 @@ def _together(*, alike: bool = False) -> Iterator[None]:
     error: MMTrainError | None = None
     try:
         yield
-    except MMTrainError as found:
-        error = found
+    except MMTrainError as raised:
+        error = raised
     errors: list[MMTrainError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     for rank, first in enumerate(errors):
