@@ -73,8 +73,8 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         _check_source("model.encoder", self)
-        _at_least("model.encoder", self, num_segments=0, sub_microbatch_size=0)
         _at_most("model.encoder", self, num_segments=MOST_SEGMENTS)
+        _at_least("model.encoder", self, num_segments=0, sub_microbatch_size=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +93,8 @@ class ProjectorConfig:
     """Whether the projector's parameters train."""
 
     def __post_init__(self) -> None:
-        _at_least("model.projector", self, spatial_merge=1, hidden_size=0)
         _at_most("model.projector", self, spatial_merge=1024)
+        _at_least("model.projector", self, spatial_merge=1, hidden_size=0)
         if self.pretrained and self.kind == "native":
             raise ConfigError(
                 f'model.projector.pretrained = {self.pretrained!r} has no effect with kind = "native", whose weights '
@@ -125,8 +125,8 @@ class LanguageConfig:
 
     def __post_init__(self) -> None:
         _check_source("model.language", self)
-        _at_least("model.language", self, num_segments=0)
         _at_most("model.language", self, num_segments=MOST_SEGMENTS)
+        _at_least("model.language", self, num_segments=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +141,8 @@ class LoRAConfig:
     """Last names of the linear layers that get an adapter; empty: all linear layers of the blocks."""
 
     def __post_init__(self) -> None:
-        _at_least("model.lora", self, rank=1, alpha=0.0)
         _at_most("model.lora", self, alpha=1e6)
+        _at_least("model.lora", self, rank=1, alpha=0.0)
         if self.alpha == 0:
             raise ConfigError("model.lora.alpha = 0.0; it must be above 0, or adapters change nothing")
 
@@ -171,8 +171,8 @@ class DitConfig:
 
     def __post_init__(self) -> None:
         _check_source("model.dit", self, example="wan")
-        _at_least("model.dit", self, num_segments=0, sub_microbatch_size=0)
         _at_most("model.dit", self, num_segments=MOST_SEGMENTS)
+        _at_least("model.dit", self, num_segments=0, sub_microbatch_size=0)
         if self.trainable == "lora":
             raise ConfigError('model.dit.trainable = "lora": the DiT has no adapters yet; set true or false')
 
@@ -323,8 +323,8 @@ class DataConfig:
         if not self.source:
             raise ConfigError("data.source: is empty; name a dataset id, folder or file")
         _not_empty("data", self, "split", "validation_split")
-        _at_least("data", self, num_workers=0, prefetch=1, min_pixels=0, max_pixels=0)
         _at_most("data", self, num_workers=MOST_WORKERS, prefetch=1024)
+        _at_least("data", self, num_workers=0, prefetch=1, min_pixels=0, max_pixels=0)
         _at_least("data", self, max_clips=1, video_area=1, max_decoded_pixels=1)
         if self.max_media_bytes < 1:
             raise ConfigError(f"data.max_media_bytes = {self.max_media_bytes}; it must be at least 1")
@@ -388,8 +388,8 @@ class TrainingConfig:
     """Keep sharded parameters, gradients and optimizer state in host memory (FSDP2)."""
 
     def __post_init__(self) -> None:
-        _at_least("training", self, steps=1, seq_len=2, global_batch_size=1, max_norm=0.0)
         _at_most("training", self, seq_len=2**24, global_batch_size=2**20)
+        _at_least("training", self, steps=1, seq_len=2, global_batch_size=1, max_norm=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,8 +412,8 @@ class OptimizerConfig:
     """Kernel of torch's optimizer."""
 
     def __post_init__(self) -> None:
-        _at_least("optimizer", self, lr=0.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
         _at_most("optimizer", self, lr=1e6, eps=1e6, weight_decay=1e6)
+        _at_least("optimizer", self, lr=0.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise ConfigError(f"optimizer.{name} = {getattr(self, name)}; it must be below 1")
@@ -582,10 +582,10 @@ class PlannerConfig:
     """File that `mmtrain profile` wrote: costs are what it measured, whatever `hardware` says; empty: none."""
 
     def __post_init__(self) -> None:
+        _at_most("planner", self, p2p_latency_s=3600.0, budget_s=MOST_SECONDS, patience_s=MOST_SECONDS, threads=1024)
         _at_least("planner", self, p2p_latency_s=0.0, activation_memory_gib=0.0, budget_evaluations=0, budget_s=0.0)
         _at_least("planner", self, threads=0, patience_s=0.0, flops_per_s=1.0, p2p_bytes_per_s=1.0)
         _at_least("planner", self, host_bytes_per_s=1.0)
-        _at_most("planner", self, p2p_latency_s=3600.0, budget_s=MOST_SECONDS, patience_s=MOST_SECONDS, threads=1024)
         if self.enable and self.strategy != "first" and not self.budget_evaluations and not self.budget_s:
             raise ConfigError(
                 "planner.budget_evaluations = 0 and planner.budget_s = 0 let the search go on for ever; set one of them"
@@ -696,8 +696,8 @@ class CommConfig:
     refuses two ranks on one device: to try a layout on fewer devices, not to train."""
 
     def __post_init__(self) -> None:
-        _at_least("comm", self, timeout_seconds=1)
         _at_most("comm", self, timeout_seconds=MOST_SECONDS)
+        _at_least("comm", self, timeout_seconds=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
