@@ -2,8 +2,8 @@
 
 import sys
 
-from mmtrain.cli import train_main
-from mmtrain.processes import leave
+from mmtrain.commands.cli import train_main
+from mmtrain.launch.processes import leave
 
 if __name__ == "__main__":
     leave(train_main(sys.argv[1:]))

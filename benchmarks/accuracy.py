@@ -30,16 +30,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mmtrain import config as config_module
-from mmtrain.config import Config
-from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.commands.local_ranks import run_on_ranks
+from mmtrain.commands.profiler import profile_job
+from mmtrain.config import config as config_module
+from mmtrain.config.config import Config
 from mmtrain.data.noise import noise_batch
-from mmtrain.local_ranks import run_on_ranks
-from mmtrain.machine_speed import WatchedClock
-from mmtrain.measurements import trainable_params
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.observe.machine_speed import WatchedClock
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
-from mmtrain.planner.profile import Profile
-from mmtrain.profiler import profile_job
+from mmtrain.planner.profile.measurements import trainable_params
+from mmtrain.planner.profile.profile import Profile
 from mmtrain.trainer import Trainer
 
 SEQ_LEN = 512

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtrain.data.bitfield import Bits, allowed, language_bits
-from mmtrain.data.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
+from mmtrain.modality.bitfield import Bits, allowed, language_bits
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
 from mmtrain.modality.token_split import split_tokens
 from mmtrain.models.attention.context import attention_context, packed_attention
 

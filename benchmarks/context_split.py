@@ -13,8 +13,8 @@ import time
 
 import numpy as np
 
-from mmtrain.data.bitfield import Bits, language_bits
-from mmtrain.data.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
+from mmtrain.modality.bitfield import Bits, language_bits
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
 from mmtrain.modality.token_split import _longest_first, attended_pairs, block_work, split_tokens
 from mmtrain.models.attention.flex import visible_blocks
 

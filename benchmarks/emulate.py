@@ -25,17 +25,19 @@ from itertools import combinations
 from typing import get_args
 
 import torch
+from emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
 
-from mmtrain import config as config_module
-from mmtrain.config import CommConfig, Config
-from mmtrain.local_ranks import run_on_ranks
-from mmtrain.parallel.emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
+from mmtrain.commands.local_ranks import run_on_ranks
+from mmtrain.config import config as config_module
+from mmtrain.config.config import CommConfig, Config
+from mmtrain.config.topology import MeshShape
 from mmtrain.parallel.mesh import build_mesh
+from mmtrain.planner.forecast.study import with_schedule
+from mmtrain.planner.forecast.typical_iterations import usual_workload
+from mmtrain.planner.forecast.workloads import Bins, draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.search.search import SearchOptions, search
-from mmtrain.planner.typical_iterations import usual_workload
-from mmtrain.planner.workloads import Bins, draw
 from mmtrain.schedule.action import RESULT_OF
 from mmtrain.schedule.graph import Result
 from mmtrain.schedule.library.names import ScheduleName
@@ -43,8 +45,6 @@ from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import P2P, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Row, Timeline
-from mmtrain.simulate import with_schedule
-from mmtrain.topology import MeshShape
 
 PLANNED = "planned"
 """The searched plan, beside the named schedules."""

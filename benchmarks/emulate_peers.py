@@ -32,20 +32,20 @@ from dataclasses import dataclass
 import torch
 from emulate import Case, print_order, scaled_cases
 from emulate_torch import SCHEDULES, Meter, TorchPipeline, as_torch_splits
+from emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
 from peers_setups import CLUSTERS, DEFAULT, PEERS, Outcome, Question, chain_outcomes, other_outcome
 
-from mmtrain.config import CommConfig
+from mmtrain.commands.local_ranks import run_on_ranks
+from mmtrain.config.config import CommConfig
+from mmtrain.config.topology import MeshShape
 from mmtrain.errors import PlanError
-from mmtrain.local_ranks import run_on_ranks
-from mmtrain.parallel.emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.planner.search.search import warm
-from mmtrain.schedule.lower import lower
+from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Row
-from mmtrain.topology import MeshShape
 
 OURS = ", our runtime"
 """After the name of a peer whose own classes run too."""

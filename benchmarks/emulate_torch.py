@@ -18,12 +18,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from emulation import EmulatedClock, message_shapes
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from mmtrain.errors import PlanError
-from mmtrain.parallel.emulation import EmulatedClock, message_shapes
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.graph import Edge

@@ -25,12 +25,12 @@ def measure() -> dict[str, float]:
 
     from mmtrain.schedule.chain import plain_chain
     from mmtrain.schedule.library.catalogue import CATALOGUE
-    from mmtrain.schedule.lower import lower
+    from mmtrain.schedule.passes.lower import lower
     from mmtrain.schedule.plan import check
     from mmtrain.schedule.problem import PlanningProblem
     from mmtrain.schedule.simulate import simulate
     from mmtrain.schedule.transport import check_transport
-    from mmtrain.schedule.waits import waits
+    from mmtrain.schedule.view.waits import waits
 
     found: dict[str, float] = {}
 

@@ -1,7 +1,7 @@
 """python benchmarks/host_memory.py [--rounds 3] [--steps 8]
 
-What it is worth on a CPU that a process keeps the memory of freed tensors (`mmtrain/host_memory.py`): page faults and
-seconds of a step with it and without it, for the configurations of `accuracy.py` at one pipeline rank.
+What it is worth on a CPU that a process keeps the memory of freed tensors (`mmtrain/observe/host_memory.py`): page
+faults and seconds of a step with it and without it, for the configurations of `accuracy.py` at one pipeline rank.
 
 Each round starts one process with it and one without, in turns; steps are real ones of the trainer, after one that
 warms up. Medians over all rounds: page faults, milliseconds of the kernel's and of all processor time of a step; and
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from accuracy import CASES, Case, iteration, job
 
+from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.data.noise import noise_batch
-from mmtrain.local_ranks import run_on_ranks
 from mmtrain.trainer import Trainer
 
 DECLINED = "MALLOC_PERTURB_"

@@ -27,15 +27,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmtrain import config as config_module
-from mmtrain.config import Config
-from mmtrain.data.metadata import IterationMeta
+from mmtrain.commands.local_ranks import run_on_ranks
+from mmtrain.commands.profiler import profile_job
+from mmtrain.config import config as config_module
+from mmtrain.config.config import Config
 from mmtrain.data.noise import noise_batch
-from mmtrain.local_ranks import run_on_ranks
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.planner.forecast.typical_iterations import WORKLOAD
+from mmtrain.planner.forecast.workloads import Bins, draw
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.typical_iterations import WORKLOAD
-from mmtrain.planner.workloads import Bins, draw
-from mmtrain.profiler import profile_job
 from mmtrain.schedule.plan import held_bytes
 from mmtrain.trainer import Trainer
 

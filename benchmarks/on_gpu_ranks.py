@@ -22,14 +22,14 @@ from itertools import cycle, islice, pairwise
 import torch
 from one_gpu import SIZES, batches, job
 
-from mmtrain import config as config_module
-from mmtrain.config import Config
-from mmtrain.data.batch import Batch
-from mmtrain.data.metadata import IterationMeta
+from mmtrain.commands.local_ranks import run_on_ranks
+from mmtrain.config import config as config_module
+from mmtrain.config.config import Config
 from mmtrain.data.noise import noise_batch
-from mmtrain.local_ranks import run_on_ranks
-from mmtrain.planner.typical_iterations import usual_workload
-from mmtrain.planner.workloads import Bins, draw
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.models.batch import Batch
+from mmtrain.planner.forecast.typical_iterations import usual_workload
+from mmtrain.planner.forecast.workloads import Bins, draw
 from mmtrain.trainer import TimedStep, Trainer
 
 SAME = 1e-3

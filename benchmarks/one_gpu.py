@@ -37,18 +37,18 @@ from torch.utils.data import IterableDataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTModel
 from transformers.utils import is_flash_attn_2_available
 
-from mmtrain import config as config_module
 from mmtrain import trainer as mmtrain_trainer
-from mmtrain.config import Config
-from mmtrain.data.batch import Batch, Microbatch
-from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.commands.local_ranks import run_on_ranks
+from mmtrain.config import config as config_module
+from mmtrain.config.config import Config
 from mmtrain.data.noise import noise_batch
-from mmtrain.local_ranks import run_on_ranks
-from mmtrain.metrics import peak_flops
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.models.batch import Batch, Microbatch
 from mmtrain.models.projector import Projector
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.models.spec_builders import model_spec
+from mmtrain.observe.metrics import peak_flops
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.spec.builders import model_spec
 
 WARM = 2
 """Steps before those that are timed."""

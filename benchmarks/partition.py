@@ -12,12 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-from mmtrain import config
-from mmtrain.config import Config
+from mmtrain.config import config
+from mmtrain.config.config import Config
+from mmtrain.planner.forecast.machine import Machine
+from mmtrain.planner.forecast.whole_iteration import IterationSimulator
+from mmtrain.planner.forecast.workloads import Bins, draw
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.machine import Machine
-from mmtrain.planner.whole_iteration import IterationSimulator
-from mmtrain.planner.workloads import Bins, draw
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = {"vlm_s": "h800x16", "vlm_m": "h800x32", "vlm_l": "h800x64"}

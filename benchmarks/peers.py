@@ -37,9 +37,9 @@ from peers_setups import (
     workload_of,
 )
 
-from mmtrain.line_chart import png
+from mmtrain.planner.forecast.workloads import RISE_AND_FALL_PERIOD
 from mmtrain.planner.search.search import warm
-from mmtrain.planner.workloads import RISE_AND_FALL_PERIOD
+from mmtrain.run_page.line_chart import png
 
 PROCESSES = 2
 ABLATED = ("vlm_s", "t2v_s")

@@ -22,26 +22,26 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from mmtrain import config as config_module
-from mmtrain.config import Config
-from mmtrain.data.metadata import IterationMeta
+from mmtrain.config import config as config_module
+from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError, PlanError
+from mmtrain.modality.metadata import IterationMeta
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.first_plan import first_plan
+from mmtrain.planner.forecast.typical_iterations import TypicalIterations, usual_workload
+from mmtrain.planner.forecast.workloads import Bins, draw
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.memory_limit import MemoryRule
-from mmtrain.planner.partition import Partition, mixed_partition
+from mmtrain.planner.memory.limit import MemoryRule
+from mmtrain.planner.memory.rank_state import RankState, Sharding
+from mmtrain.planner.partition.partition import Partition, mixed_partition
 from mmtrain.planner.plan import PlanResult
-from mmtrain.planner.rank_state import RankState, Sharding
+from mmtrain.planner.plan_choice import choose_plan, search_options, search_seed
 from mmtrain.planner.search.chains import Start, TreeChain
 from mmtrain.planner.search.evaluate import evaluate
 from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels import Decoder
 from mmtrain.planner.search.orders import by_cluster, cluster_orders
 from mmtrain.planner.search.search import ITERATIONS, LAST_ITERATIONS, search
-from mmtrain.planner.switches import choose_plan, search_options, search_seed
-from mmtrain.planner.typical_iterations import TypicalIterations, usual_workload
-from mmtrain.planner.workloads import Bins, draw
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan, check, exceeds, held_bytes

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mmtrain import config
+from mmtrain.config import config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,7 +38,7 @@ def main() -> None:
             command = [
                 sys.executable,
                 "-m",
-                "mmtrain.cli",
+                "mmtrain.commands.cli",
                 "train",
                 "--config",
                 args.config,

@@ -1,6 +1,6 @@
 """Planning problems of the paper's models, for benchmarks of the planner.
 
-Costs, stages and works are those of the configs on simulated H800s (`mmtrain/planner/simulator`), batches those of the
+Costs, stages and works are those of the configs on simulated H800s (`mmtrain/planner/operators`), batches those of the
 workload "mix". Memory options are not the trainer's own but assumed, a stage's layers one after the other: keep all;
 or repeat the attention and MLP inner products (12 % of the forward, 55 % of the bytes left); or repeat all (all of the
 forward, 5 % of the bytes left). In between some of the layers do, in eight steps. The limit is 92 % of the memory, less
@@ -12,11 +12,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from mmtrain import config as config_module
+from mmtrain.config import config as config_module
+from mmtrain.planner.forecast.machine import Machine
+from mmtrain.planner.forecast.workloads import Bins, draw
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.machine import Machine
-from mmtrain.planner.rank_state import Sharding
-from mmtrain.planner.workloads import Bins, draw
+from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.schedule.problem import Option, PlanningProblem
 
 CLUSTERS = {"vlm_s": "h800x16", "vlm_m": "h800x32", "vlm_l": "h800x64"}

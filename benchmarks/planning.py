@@ -10,11 +10,11 @@ import statistics
 import time
 from pathlib import Path
 
-from mmtrain import config
-from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.config import config
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
-from mmtrain.schedule.lower import lower
+from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.transport import check_transport
 
 REPETITIONS = 15

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
+from mmtrain.config.topology import MeshShape
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.schedule.lower import lower
-from mmtrain.topology import MeshShape
+from mmtrain.schedule.passes.lower import lower
 
 WIDTH = 16
 

@@ -28,14 +28,14 @@ from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.library.forward_only import forward_only
-from mmtrain.schedule.lower import check_edges, lower
+from mmtrain.schedule.passes.lower import check_edges, lower
+from mmtrain.schedule.passes.release import releases
+from mmtrain.schedule.passes.split import split_backwards
 from mmtrain.schedule.plan import Plan, check, held_bytes
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
-from mmtrain.schedule.release import releases
 from mmtrain.schedule.simulate import simulate
-from mmtrain.schedule.split import split_backwards
 from mmtrain.schedule.transport import check_transport
-from mmtrain.schedule.waits import waits
+from mmtrain.schedule.view.waits import waits
 
 PROBLEMS = sorted((Path(__file__).parent / "problems").glob("*.json.gz"))
 

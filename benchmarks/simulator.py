@@ -15,24 +15,25 @@ from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
-from mmtrain import config
-from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
-from mmtrain.models.spec import WorkSize, documents_work, images_work
+from subgraph_reuse.flat import flatten
+from subgraph_reuse.nest import Call, Leaf, Nest, chain
+from subgraph_reuse.reuse import Reuse
+
+from mmtrain.config import config
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.batching import Batching
-from mmtrain.planner.cost_model import equal_layers
+from mmtrain.planner.costs.cost_model import equal_layers
+from mmtrain.planner.costs.operator_costs import OperatorCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.operator_costs import OperatorCosts
+from mmtrain.planner.operators.amount import Amount
+from mmtrain.planner.operators.execution import run
+from mmtrain.planner.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase
+from mmtrain.planner.operators.hardware import load_hardware
+from mmtrain.planner.operators.latency import Latencies
 from mmtrain.planner.plan import make_plan
-from mmtrain.planner.simulator.amount import Amount
-from mmtrain.planner.simulator.engine import run
-from mmtrain.planner.simulator.flat import flatten
-from mmtrain.planner.simulator.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase
-from mmtrain.planner.simulator.hardware import load_hardware
-from mmtrain.planner.simulator.latency import Latencies
-from mmtrain.planner.simulator.nest import Call, Leaf, Nest, chain
-from mmtrain.planner.simulator.reuse import Reuse
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import Plan
+from mmtrain.spec.spec import WorkSize, documents_work, images_work
 
 REPETITIONS = 5
 ROOT = Path(__file__).resolve().parent.parent

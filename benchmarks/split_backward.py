@@ -15,17 +15,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mmtrain.config import ActivationCheckpointConfig, LanguageConfig, ModelConfig
-from mmtrain.data.bitfield import language_bits
-from mmtrain.data.metadata import DocumentMeta, MicrobatchMeta
+from mmtrain.config.config import ActivationCheckpointConfig, LanguageConfig, ModelConfig
+from mmtrain.modality.bitfield import language_bits
+from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.chunk import build_chunk
+from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
-from mmtrain.models.recomputation import Recomputation
-from mmtrain.models.spec import documents_work
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.weight_grads import WeightGrads
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.recomputation import Recomputation
+from mmtrain.spec.spec import documents_work
 
 
 def seconds(device: torch.device, run: Callable[[], None]) -> float:

@@ -10,10 +10,10 @@ import dataclasses
 import statistics
 import time
 
-from mmtrain import config
-from mmtrain.planner.machine import Machine
-from mmtrain.planner.whole_iteration import IterationSimulator
-from mmtrain.planner.workloads import Bins, draw
+from mmtrain.config import config
+from mmtrain.planner.forecast.machine import Machine
+from mmtrain.planner.forecast.whole_iteration import IterationSimulator
+from mmtrain.planner.forecast.workloads import Bins, draw
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.simulate import simulate

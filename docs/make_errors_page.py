@@ -78,13 +78,13 @@ class Group:
 GROUPS = (
     Group(
         "The configuration",
-        ("toml_sections.py", "config.py", "memory_amount.py", "topology.py"),
+        ("config/toml_sections.py", "config/config.py", "config/memory_amount.py", "config/topology.py"),
         "The file is checked before any process starts. `mmtrain config --config FILE` does the same check alone; "
         "every key is under [configuration](config.md).",
     ),
     Group(
         "Models and weights",
-        ("models/",),
+        ("models/", "spec/"),
         "From `[model.*]`: inline configs, `config.json` files, stored weights, frozen parts and adapters; see "
         "[models](models.md) and [swapping models](swapping_models.md).",
         errors=("ConfigError",),
@@ -92,9 +92,9 @@ GROUPS = (
     Group(
         "How the model is cut and divided",
         (
-            "planner/partition.py",
-            "planner/partition_choice.py",
-            "planner/pipeline_layout.py",
+            "planner/partition/partition.py",
+            "planner/partition/choice.py",
+            "planner/partition/pipeline_layout.py",
             "planner/sub_microbatch.py",
             "modality/token_split.py",
             "modality/clips.py",
@@ -109,17 +109,17 @@ GROUPS = (
     Group(
         "Memory",
         (
-            "planner/memory_limit.py",
-            "planner/costs.py",
+            "planner/memory/limit.py",
+            "planner/problem.py",
             "planner/iteration.py",
             "schedule/library/",
-            "out_of_memory.py",
+            "observe/out_of_memory.py",
         ),
         "A limit that nothing fits into, or a device that is full; see [memory](memory.md).",
     ),
     Group(
         "Data: batches",
-        ("data/batch.py", "data/bitfield.py"),
+        ("models/batch.py", "modality/bitfield.py"),
         "These compare the tensors of a batch with its metadata, before each step. Data from `mmtrain`'s own "
         "loader cannot break them: if you wrote a source or loader, it made a batch whose parts disagree at the "
         "place that is named; otherwise it is a bug, to be reported with the config and the message.",
@@ -127,14 +127,14 @@ GROUPS = (
     ),
     Group(
         "Data: sources and samples",
-        ("data/", "replica_data.py"),
+        ("data/", "modality/metadata.py", "modality/geometry.py", "modality/buckets.py", "parallel/replica_data.py"),
         "Where samples come from and what each must be: [bringing your own data](bringing_data.md) has examples "
         'that work, [data](data.md) the rules. With `data.on_error = "skip"` a bad sample is left out and counted '
         "instead of ending the job.",
     ),
     Group(
         "Works of a batch",
-        ("planner/batching.py", "modality/", "models/"),
+        ("planner/batching.py", "modality/", "models/", "spec/"),
         "These prove that every picture, clip and token of a batch is processed exactly once, and that a chunk "
         "gets the rows that its metadata names. A model of another kind than the data is named with the section to "
         "add; all others are bugs, unless you wrote the data source or the chunk: report them with the config and "
@@ -154,14 +154,14 @@ GROUPS = (
         (
             "schedule/action.py",
             "schedule/chain.py",
-            "schedule/lower.py",
+            "schedule/passes/lower.py",
             "schedule/plan.py",
-            "schedule/split.py",
+            "schedule/passes/split.py",
             "schedule/transport.py",
-            "schedule/wire.py",
+            "schedule/io/wire.py",
             "planner/plan.py",
             "planner/search/",
-            "models/memory_strategies.py",
+            "spec/memory_strategies.py",
             "parallel/",
         ),
         "A plan is checked when it is made, when it is lowered and while it runs. You meet these messages with a "
@@ -174,10 +174,10 @@ GROUPS = (
     Group(
         "Files of problems and plans",
         (
-            "schedule/strict_json.py",
+            "schedule/io/strict_json.py",
             "schedule/problem.py",
             "schedule/graph.py",
-            "schedule/torch_csv.py",
+            "schedule/io/torch_csv.py",
             "planner/plan_json.py",
             "planner/judge.py",
         ),
@@ -189,15 +189,15 @@ GROUPS = (
     Group(
         "Costs: profiles, hardware, the simulator",
         (
-            "planner/profile.py",
-            "planner/machine.py",
-            "planner/operator_costs.py",
-            "planner/simulator/",
-            "planner/workloads.py",
-            "planner/whole_iteration.py",
-            "profiler.py",
-            "simulate.py",
-            "line_chart.py",
+            "planner/profile/profile.py",
+            "planner/forecast/machine.py",
+            "planner/costs/operator_costs.py",
+            "planner/operators/",
+            "planner/forecast/workloads.py",
+            "planner/forecast/whole_iteration.py",
+            "commands/profiler.py",
+            "planner/forecast/study.py",
+            "run_page/line_chart.py",
         ),
         "A profile that is damaged is best measured anew with `mmtrain profile` ([calibration](calibration.md)). A "
         "hardware file of your own is wrong at the key that is named ([hardware and "
@@ -207,7 +207,13 @@ GROUPS = (
     ),
     Group(
         "Training, checkpoints, run folders",
-        ("trainer.py", "checkpoint.py", "checkpoint_files.py", "run_folder.py", "folder_owner.py"),
+        (
+            "trainer.py",
+            "checkpoint/checkpoint.py",
+            "checkpoint/files.py",
+            "checkpoint/run_folder.py",
+            "launch/folder_owner.py",
+        ),
         "While a job starts, runs or is read again; see [checkpoints](checkpoints.md).",
     ),
     Group(

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmtrain.schedule import draw
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE
@@ -17,6 +16,7 @@ from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
+from mmtrain.schedule.view import draw
 
 DOCS = Path(__file__).resolve().parent
 RANKS, MICROBATCHES = 4, 8

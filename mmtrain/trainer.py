@@ -24,25 +24,27 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mmtrain import config as config_module
-from mmtrain.checkpoint import Checkpointer, TrainState
-from mmtrain.config import Config
-from mmtrain.data.batch import Batch, check_batch, with_other_captions
-from mmtrain.data.buckets import check_video
-from mmtrain.data.metadata import IterationMeta
+from mmtrain.checkpoint.checkpoint import Checkpointer, TrainState
+from mmtrain.config import config as config_module
+from mmtrain.config.config import Config
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.tokenizer import job_tokenizer
-from mmtrain.environment import write_environment
 from mmtrain.errors import ConfigError, MMTrainError, TrainingError
-from mmtrain.folder_owner import owned
-from mmtrain.host_memory import keep_freed_memory
-from mmtrain.job_words import start_lines
-from mmtrain.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
+from mmtrain.launch.folder_owner import owned
+from mmtrain.launch.processes import STOPS
+from mmtrain.modality.buckets import check_video
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.models.batch import Batch, check_batch, with_other_captions
 from mmtrain.models.diffusion import ClipNoise, null_token
-from mmtrain.models.shapes import DitShape, dit_shape
-from mmtrain.models.vae_shapes import latent_scale
-from mmtrain.optim import build_optimizers, lr_factor, set_lr
-from mmtrain.out_of_memory import Scene, explained, is_out_of_memory
+from mmtrain.observe.environment import write_environment
+from mmtrain.observe.host_memory import keep_freed_memory
+from mmtrain.observe.job_summary import start_lines
+from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
+from mmtrain.observe.out_of_memory import Scene, explained, is_out_of_memory
+from mmtrain.observe.step_files import StepFiles
+from mmtrain.observe.step_memory import JobMemory, MemoryUse
+from mmtrain.observe.step_timing import StepTiming
+from mmtrain.observe.validation import count_answers, whole_predictions
 from mmtrain.parallel.activation_memory import saved_ops
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.collectives import on_rank_zero
@@ -50,20 +52,18 @@ from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_norm
 from mmtrain.parallel.mesh import Mesh, build_mesh, init_process_group, pick_device
+from mmtrain.parallel.optim import build_optimizers, lr_factor, set_lr
 from mmtrain.parallel.planning import Fate, PlanAhead, Planned, Ticket, num_cores, ranks_here
+from mmtrain.parallel.replica_data import Item, ReplicaData
 from mmtrain.parallel.roll_call import RollCall, common_reason, is_communication
 from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.parallel.torch_private import default_store, set_default_timeout
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.planner.plan_choice import Search, search_threads
 from mmtrain.planner.search import search as searching
-from mmtrain.planner.switches import Search, search_threads
-from mmtrain.processes import STOPS
-from mmtrain.replica_data import Item, ReplicaData
-from mmtrain.report import count_answers, whole_predictions
-from mmtrain.step_files import StepFiles
-from mmtrain.step_memory import JobMemory, MemoryUse
-from mmtrain.step_timing import StepTiming
+from mmtrain.spec.shapes import DitShape, dit_shape
+from mmtrain.spec.vae_shapes import latent_scale
 
 logger = logging.getLogger("mmtrain")
 

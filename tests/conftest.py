@@ -52,7 +52,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def charts() -> Path:
     """A small charts data set, to be read."""
-    from mmtrain.data.charts import make_charts
+    from mmtrain.data.toy.charts import make_charts
 
     return stored_folder("charts", lambda folder: make_charts(folder / "charts", 400, 7)) / "charts"
 
@@ -60,6 +60,6 @@ def charts() -> Path:
 @pytest.fixture(scope="session")
 def shapes() -> Path:
     """A small data set of moving shapes, to be read."""
-    from mmtrain.data.shapes import make_shapes
+    from mmtrain.data.toy.shapes import make_shapes
 
     return stored_folder("shapes", lambda folder: make_shapes(folder / "shapes", 150, 7)) / "shapes"

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmtrain import cli
+from mmtrain.commands import cli
 from tests.store import stored_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +70,9 @@ def run(command: Command, folder: Path) -> None:
     if program == "mmtrain" and words[0] in IN_THIS_PROCESS:
         assert cli.main(words) == 0, command
         return
-    start = {"mmtrain": ["-m", "mmtrain.cli"], "torchrun": ["-m", "torch.distributed.run"], "python": []}[program]
+    start = {"mmtrain": ["-m", "mmtrain.commands.cli"], "torchrun": ["-m", "torch.distributed.run"], "python": []}[
+        program
+    ]
     if "train" in words or "train.py" in words:
         words += SHORT
     done = subprocess.run([sys.executable, *start, *words], cwd=folder, capture_output=True, text=True)

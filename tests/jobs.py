@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain import config
-from mmtrain.config import Config
+from mmtrain.config import config
+from mmtrain.config.config import Config
 from tests.ranks import run_ranks
 from tests.store import stored_folder
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-MMTRAIN = ("-m", "mmtrain.cli", "train")
+MMTRAIN = ("-m", "mmtrain.commands.cli", "train")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 """To be followed by the number of processes and train.py."""
 

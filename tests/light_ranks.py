@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from mmtrain.processes import STOPS, take_stops
+from mmtrain.launch.processes import STOPS, take_stops
 
 
 def ends(status: int, seconds: float = 0.0) -> None:

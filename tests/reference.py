@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from mmtrain.config import (
+from mmtrain.config.config import (
     CommConfig,
     DiffusionConfig,
     EncoderConfig,
@@ -18,13 +18,13 @@ from mmtrain.config import (
     ProjectorConfig,
     TrainingConfig,
 )
-from mmtrain.data.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
-from mmtrain.data.metadata import ClipMeta, DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.modality.metadata import ClipMeta, DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.models.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.models.shapes import dit_shape
-from mmtrain.models.spec import ModelSpec
-from mmtrain.models.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
+from mmtrain.spec.shapes import dit_shape
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
 from tests.store import stored
 
 Prepare = Callable[[nn.Module], None]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from mmtrain.planner.plan import PlanResult
+from mmtrain.planner.plan_choice import search_seed
 from mmtrain.planner.search.search import SearchOptions
-from mmtrain.planner.switches import search_seed
 from mmtrain.schedule.action import RESULT_OF, Action, Kind
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mmtrain import config
-from mmtrain.checkpoint_files import RecordingWriter, write_manifest
-from mmtrain.config import Config, DataConfig, ModelConfig, TrainingConfig
-from mmtrain.models.chunk import Chunk, build_chunk
+from mmtrain.checkpoint.files import RecordingWriter, write_manifest
+from mmtrain.config import config
+from mmtrain.config.config import Config, DataConfig, ModelConfig, TrainingConfig
+from mmtrain.models.build import build_chunk
+from mmtrain.models.chunk import Chunk
 from mmtrain.models.initialise import init_weights
-from mmtrain.models.spec_builders import model_spec
+from mmtrain.spec.builders import model_spec
 from tests.lora import fill_adapters
 
 

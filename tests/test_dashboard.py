@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain import config
+from mmtrain.config import config
 from mmtrain.run_page.page import write_page
-from mmtrain.schedule.picture import COLOURS
+from mmtrain.schedule.view.picture import COLOURS
 from tests.browser import BROWSER, DRIVER, MISSING, Browser, browser
 from tests.jobs import layout, metrics, train, write_config
 from tests.ranks import run_ranks

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain import cli, config
+from mmtrain.commands import cli
+from mmtrain.config import config
 from tests.guides import BLOCK, DOCS, ROOT, File, blocks, steps
 
 PAGES = [path for pattern in ("*.md", "docs/*.md") for path in sorted(ROOT.glob(pattern))]
@@ -135,7 +136,7 @@ def test_drawn_examples_are_what_the_command_prints(tmp_path, monkeypatch, capsy
 
 
 def test_the_swapped_encoder_is_a_whole_config(tmp_path):
-    from mmtrain.models.spec_builders import model_spec
+    from mmtrain.spec.builders import model_spec
 
     (text,) = blocks(DOCS / "models.md", "toml")
     base = str(ROOT / "configs" / "debug_vlm.toml")

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel, Qwen2Config
 
-from mmtrain.config import DiffusionConfig, LanguageConfig, ModelConfig
-from mmtrain.export import export
+from mmtrain.commands.export import export
+from mmtrain.config.config import DiffusionConfig, LanguageConfig, ModelConfig
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.chunk import Chunk
 from mmtrain.models.pretrained import load_pretrained
-from mmtrain.models.spec_builders import model_spec
+from mmtrain.spec.builders import model_spec
 from tests.lora import with_lora
 from tests.models.dits import TEXT, Clips, t2v
 from tests.models.test_dit import causal_bits
@@ -160,7 +160,7 @@ def test_the_scheduler_is_that_of_the_training(
 
 
 def test_large_weights_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmtrain.export.MAX_SHARD_SIZE", "40KB")
+    monkeypatch.setattr("mmtrain.commands.export.MAX_SHARD_SIZE", "40KB")
     saved = save_run(tmp_path / "run", t2v())
     export(tmp_path / "run", tmp_path / "out")
     for folder, stem in (("language", "model"), ("dit", "diffusion_pytorch_model")):

@@ -127,7 +127,7 @@ def _insert(file: Path, text: str, before: str) -> None:
 
 def _output(words: list[str], folder: Path) -> str:
     """What a command prints that runs the copy of the package in a folder."""
-    start = ["-m", "mmtrain.cli"] if words[0] == "mmtrain" else []
+    start = ["-m", "mmtrain.commands.cli"] if words[0] == "mmtrain" else []
     done = subprocess.run([sys.executable, *start, *words[1:]], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout

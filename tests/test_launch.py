@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.checkpoint import complete_steps
+from mmtrain.checkpoint.checkpoint import complete_steps
 from tests.jobs import layout, metrics, write_config
 from tests.launched import MMTRAIN, TORCHRUN, Job, is_alive, is_loopback, kill, listening
 

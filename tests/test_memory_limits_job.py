@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmtrain import config
-from mmtrain.cli import main
+from mmtrain.commands.cli import main
+from mmtrain.config import config
 from mmtrain.errors import ConfigError, MMTrainError
 from tests.jobs import layout, metrics, write_config
 from tests.ranks import run_ranks

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from mmtrain import config
-from mmtrain.checkpoint import complete_steps
+from mmtrain.checkpoint.checkpoint import complete_steps
+from mmtrain.config import config
 from mmtrain.errors import ConfigError, DataError, PlanError, RankLostError
 from tests.jobs import SAVING, SHALLOW, die_at, finished, layout, metrics, world_size, write_config
 from tests.ranks import run_ranks
@@ -145,9 +145,9 @@ def failing_data(rank, path, overrides):
                 raise DataError("the third batch is broken")
             return super().__next__()
 
-    import mmtrain.replica_data
+    import mmtrain.parallel.replica_data
 
-    mmtrain.replica_data.Loader = Short
+    mmtrain.parallel.replica_data.Loader = Short
     trainer = Trainer(config.load(path, overrides))
     with pytest.raises(DataError, match="the third batch is broken"):
         trainer.run()

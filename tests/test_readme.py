@@ -47,7 +47,7 @@ def test_a_command_works(checkout, command, charts, shapes):
 
 
 def run(words, folder):
-    start = {"mmtrain": ["-m", "mmtrain.cli"], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
+    start = {"mmtrain": ["-m", "mmtrain.commands.cli"], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
     done = subprocess.run([sys.executable, *start, *words[1:]], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from mmtrain import config
-from mmtrain.checkpoint import complete_steps
+from mmtrain.checkpoint.checkpoint import complete_steps
+from mmtrain.config import config
 from mmtrain.errors import ConfigError
 from tests.jobs import SAVING, SHALLOW, die_at, failing, finished, layout, metrics, train, write_config
 from tests.ranks import run_ranks
@@ -43,7 +43,7 @@ def test_a_killed_job_continues_exactly(tmp_path, charts, step):
 
 def killed_while_saving(rank, path, overrides, where):
     """Rank 0 is killed while step 4's checkpoint is written, before or after the tensors are on disk."""
-    import mmtrain.checkpoint as checkpoint
+    import mmtrain.checkpoint.checkpoint as checkpoint
 
     if where == "before the tensors":
         original = checkpoint.dcp.save

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmtrain import config
+from mmtrain.config import config
 from mmtrain.trainer import Trainer
 from tests.jobs import layout, train, write_config
 from tests.ranks import run_ranks

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from mmtrain.checkpoint import complete_steps
+from mmtrain.checkpoint.checkpoint import complete_steps
 from mmtrain.errors import DataError, MMTrainError, TrainingError
 from tests.jobs import SAVING, SHALLOW, failing, finished, layout, metrics, train, world_size, write_config
 from tests.ranks import run_ranks

@@ -6,7 +6,7 @@ import re
 import pytest
 from PIL import Image
 
-from mmtrain.cli import main
+from mmtrain.commands.cli import main
 from tests.jobs import layout, metrics, train, write_vae_config
 from tests.ranks import run_ranks
 

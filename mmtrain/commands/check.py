@@ -22,8 +22,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def _check(args: argparse.Namespace) -> int:
     from mmtrain.planner.judge import judge
+    from mmtrain.schedule.io.strict_json import read_text
     from mmtrain.schedule.problem import PlanningProblem
-    from mmtrain.schedule.strict_json import read_text
 
     problem, text = PlanningProblem.read(args.problem), read_text(args.plan)
     try:

@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from mmtrain.config import Strategy
+from mmtrain.config.config import Strategy
+from mmtrain.config.memory_amount import show_bytes
 from mmtrain.errors import ConfigError
-from mmtrain.limits import THREADS
-from mmtrain.memory_amount import show_bytes
+from mmtrain.schedule.limits import THREADS
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -42,8 +42,8 @@ def _plan(args: argparse.Namespace) -> int:
     from mmtrain.planner.plan_json import plan_to_json
     from mmtrain.planner.search.numba_start import HAS_NUMBA
     from mmtrain.planner.search.search import SearchOptions, search, warm
+    from mmtrain.schedule.io.strict_json import json_path, write_text
     from mmtrain.schedule.problem import PlanningProblem
-    from mmtrain.schedule.strict_json import json_path, write_text
 
     for name, value in (("--budget-s", args.budget_s), ("--budget-evaluations", args.budget_evaluations)):
         if value is not None and not 0 < value < float("inf"):

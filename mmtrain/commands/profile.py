@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from mmtrain import config
+from mmtrain.config import config
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -33,7 +33,7 @@ def _profile(args: argparse.Namespace) -> int:
 
     from mmtrain.errors import ConfigError
     from mmtrain.planner.iteration import IterationPlanner
-    from mmtrain.planner.simulator.hardware import load_hardware
+    from mmtrain.planner.operators.hardware import load_hardware
 
     for name, value in (("--rounds", args.rounds), ("--steps", args.steps)):
         if value < 1:
@@ -51,10 +51,10 @@ def _profile(args: argparse.Namespace) -> int:
     if hardware:
         load_hardware(hardware)  # refuses one that does not exist
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from mmtrain.commands.profiler import profile_job
     from mmtrain.modality.plane import Plane
-    from mmtrain.planner.calibration import calibrate
-    from mmtrain.planner.profile_table import table
-    from mmtrain.profiler import profile_job
+    from mmtrain.planner.profile.calibration import calibrate
+    from mmtrain.planner.profile.table import table
 
     profile = profile_job(job, rounds=args.rounds, steps=args.steps, say=lambda text: print(text, flush=True))
     out.parent.mkdir(parents=True, exist_ok=True)

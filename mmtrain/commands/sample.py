@@ -48,7 +48,7 @@ def _sample(args: argparse.Namespace) -> int:
     import torch
     from tqdm import tqdm
 
-    from mmtrain.sample import Wanted, sample
+    from mmtrain.commands.sampling import Wanted, sample
 
     wanted = Wanted(
         prompts=tuple(args.prompt),

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from mmtrain.errors import ConfigError, MMTrainError, PlanError
 
 if TYPE_CHECKING:
-    from mmtrain.config import PlannerConfig
+    from mmtrain.config.config import PlannerConfig
     from mmtrain.planner.plan import PlanResult
-    from mmtrain.schedule.lower import Program
+    from mmtrain.schedule.passes.lower import Program
     from mmtrain.schedule.plan import Plan
     from mmtrain.schedule.problem import PlanningProblem
     from mmtrain.schedule.timeline import Timeline
@@ -132,7 +132,8 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     from mmtrain.planner.plan_json import plan_to_json
-    from mmtrain.schedule import draw, torch_csv
+    from mmtrain.schedule.io import torch_csv
+    from mmtrain.schedule.view import draw
 
     _check(args, "show")
     if args.format == "png" and args.out is None:
@@ -174,11 +175,11 @@ def _from_file(args: argparse.Namespace) -> _Planned:
     from mmtrain.planner.plan import PlanResult
     from mmtrain.planner.plan_json import plan_from_json
     from mmtrain.schedule.chain import chain_problem
-    from mmtrain.schedule.lower import lower
+    from mmtrain.schedule.io.strict_json import read_text
+    from mmtrain.schedule.io.torch_csv import has_transfers, read_plan, read_program
+    from mmtrain.schedule.passes.lower import lower
     from mmtrain.schedule.problem import PlanningProblem
     from mmtrain.schedule.simulate import simulate
-    from mmtrain.schedule.strict_json import read_text
-    from mmtrain.schedule.torch_csv import has_transfers, read_plan, read_program
 
     path = Path(args.name)
     if path.suffix == ".csv":
@@ -213,7 +214,7 @@ def _named(path: Path, read: Callable[[], _T]) -> _T:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from mmtrain.planner.switches import SEARCHED
+    from mmtrain.planner.plan_choice import SEARCHED
     from mmtrain.schedule.library.catalogue import CATALOGUE
 
     _check(args, "compare")
@@ -322,7 +323,7 @@ class _Search:
 
     def section(self, given: "PlannerConfig | None" = None) -> "PlannerConfig":
         """What a job that searches has as [planner]. Args: given: of the job."""
-        from mmtrain.config import PlannerConfig
+        from mmtrain.config.config import PlannerConfig
 
         return replace(given or PlannerConfig(), enable=True, budget_evaluations=self.evaluations, budget_s=0.0)
 
@@ -358,7 +359,7 @@ def _planner(args: argparse.Namespace) -> _Planner:
 
 
 def _of_config(args: argparse.Namespace) -> _Planner:
-    from mmtrain import config
+    from mmtrain.config import config
     from mmtrain.data.loader import Loader
     from mmtrain.planner.iteration import IterationPlanner
 
@@ -390,8 +391,8 @@ def _plan(
     section: "PlannerConfig | None",
 ) -> _Planned:
     from mmtrain.planner.plan import make_plan
-    from mmtrain.planner.switches import searched_plan
-    from mmtrain.schedule import lower as lowering
+    from mmtrain.planner.plan_choice import searched_plan
+    from mmtrain.schedule.passes import lower as lowering
 
     result = searched_plan(problem, name, section, seed=search.seed) if search and section else make_plan(problem, name)
     return _Planned(name, problem, result, lower or (lambda plan: lowering.lower(plan, problem, sharded=False)))

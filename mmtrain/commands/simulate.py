@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from mmtrain import config
+from mmtrain.config import config
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -47,11 +47,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def _simulate(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from mmtrain import line_chart
     from mmtrain.errors import ConfigError
-    from mmtrain.planner.switches import SEARCHED
-    from mmtrain.schedule.draw import trace_events
-    from mmtrain.simulate import Question, simulate_job, table, to_json
+    from mmtrain.planner.forecast.study import Question, simulate_job, table, to_json
+    from mmtrain.planner.plan_choice import SEARCHED
+    from mmtrain.run_page import line_chart
+    from mmtrain.schedule.view.draw import trace_events
 
     for option, path in (("--trace", args.trace), ("--png", args.png)):
         if path is not None and not path.parent.is_dir():

@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtrain.config import Config
-from mmtrain.data.batch import Batch, ClipMicrobatch
-from mmtrain.data.buckets import most_frames, video_geometry
+from mmtrain.config.config import Config
 from mmtrain.data.clips import Clip, ClipProcessor
-from mmtrain.data.metadata import ClipMeta, MicrobatchMeta
 from mmtrain.data.packing import Limit
 from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.data.video_records import CLIPS
+from mmtrain.modality.buckets import most_frames, video_geometry
+from mmtrain.modality.metadata import ClipMeta, MicrobatchMeta
+from mmtrain.models.batch import Batch, ClipMicrobatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

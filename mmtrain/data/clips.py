@@ -13,14 +13,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmtrain.config import DataConfig
-from mmtrain.data.buckets import VideoGeometry, crop
+from mmtrain.config.config import DataConfig
 from mmtrain.data.media import RawImage
-from mmtrain.data.metadata import ClipMeta
 from mmtrain.data.pixels import decode, header_size
 from mmtrain.data.video_records import VideoRecord
 from mmtrain.errors import DataError, one_line, shown
-from mmtrain.models.vae_shapes import PIXEL_CHANNELS
+from mmtrain.modality.buckets import VideoGeometry, crop
+from mmtrain.modality.metadata import ClipMeta
+from mmtrain.spec.vae_shapes import PIXEL_CHANNELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,17 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtrain.config import Config
-from mmtrain.data.batch import Batch, Microbatch
-from mmtrain.data.geometry import ImageGeometry, image_geometry
-from mmtrain.data.metadata import MicrobatchMeta
+from mmtrain.config.config import Config
 from mmtrain.data.packing import Limit
 from mmtrain.data.pixels import PixelRules, pixel_rules
 from mmtrain.data.processor import Document, Processor
 from mmtrain.data.sources import CONVERSATIONS, open_source
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError
-from mmtrain.models.families import encoder_config
+from mmtrain.modality.geometry import ImageGeometry, image_geometry
+from mmtrain.modality.metadata import MicrobatchMeta
+from mmtrain.models.batch import Batch, Microbatch
+from mmtrain.spec.families import encoder_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mmtrain import errors
-from mmtrain.config import Config
-from mmtrain.data.batch import Batch, ClipMicrobatch, Microbatch
-from mmtrain.data.metadata import IterationMeta
+from mmtrain.config.config import Config
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.steps import StepMaker
 from mmtrain.errors import ConfigError, DataError, MMTrainError
-from mmtrain.processes import STOPS, stops_held
+from mmtrain.launch.processes import STOPS, stops_held
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch
 
 Step = tuple[Batch, IterationMeta, LoaderState]
 """A replica's tensors, their metadata, and the state after them."""

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from mmtrain.config import ModelConfig
-from mmtrain.data.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
-from mmtrain.data.buckets import latent_channels
-from mmtrain.data.metadata import ImageMeta, IterationMeta, MicrobatchMeta
-from mmtrain.models.shapes import VisionShape, language_shape, vision_shape
-from mmtrain.models.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
+from mmtrain.config.config import ModelConfig
+from mmtrain.modality.buckets import latent_channels
+from mmtrain.modality.metadata import ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.models.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
+from mmtrain.spec.shapes import VisionShape, language_shape, vision_shape
+from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
 
 
 def noise_batch(model: ModelConfig, meta: IterationMeta, seed: int) -> Batch:

@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmtrain.data.geometry import ImageGeometry
 from mmtrain.errors import ConfigError, DataError, one_line
+from mmtrain.modality.geometry import ImageGeometry
 
 _GREY = (128, 128, 128)
 _ORIENTATION = 0x0112

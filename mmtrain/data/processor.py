@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mmtrain.config import DataConfig
-from mmtrain.data.batch import IGNORE_INDEX
-from mmtrain.data.geometry import ImageGeometry
+from mmtrain.config.config import DataConfig
 from mmtrain.data.media import RawImage, check_text
-from mmtrain.data.metadata import DocumentMeta, ImageMeta
 from mmtrain.data.pixels import PixelRules, blank, decode, header_size, pixel_values
 from mmtrain.data.sources import Record
 from mmtrain.errors import DataError, one_line, shown
+from mmtrain.modality.geometry import ImageGeometry
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta
+from mmtrain.models.batch import IGNORE_INDEX
 
 PLACEHOLDER = "<image>"
 """What stands in a record's text where a picture goes."""

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from mmtrain.config import Config
-from mmtrain.data.batch import Batch, check_batch
+from mmtrain.config.config import Config
 from mmtrain.data.clip_samples import Clips
 from mmtrain.data.conversations import Conversations
-from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.data.packing import Dropped, EpochOrder, Limit, LoaderState, Size, StepPlan, bins_of_replica, plan_step
 from mmtrain.errors import ConfigError, DataError, one_line
-from mmtrain.models.vae_shapes import latent_scale
+from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.models.batch import Batch, check_batch
+from mmtrain.spec.vae_shapes import latent_scale
 
 M = TypeVar("M")
 """A sample whose size is known and whose pictures or frames are still encoded."""

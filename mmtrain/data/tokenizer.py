@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mmtrain.config import Config, TokenizerConfig
+from mmtrain.config.config import Config, TokenizerConfig
 from mmtrain.errors import ConfigError
-from mmtrain.models.families import language_config
+from mmtrain.spec.families import language_config
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tokenizer"
 """Folder of the tokenizer that `tokenizer.path = ""` means."""
@@ -141,8 +141,8 @@ def save_tokenizer(tokenizer: Any, out: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Trains a shipped tokenizer on the text of the charts data set, or on the captions of the shapes data set."""
-    from mmtrain.data.charts import chart_texts
-    from mmtrain.data.shapes import shape_captions
+    from mmtrain.data.toy.charts import chart_texts
+    from mmtrain.data.toy.shapes import shape_captions
 
     parser = argparse.ArgumentParser(prog="python -m mmtrain.data.tokenizer", description=main.__doc__)
     parser.add_argument("out", type=Path, help="folder to write")

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.plane import Plane
 from mmtrain.modality.split import split_evenly
-from mmtrain.models.spec import Division, ModuleSpec, Rates, WorkSize
 from mmtrain.schedule.graph import Work
+from mmtrain.spec.spec import Division, ModuleSpec, Rates, WorkSize
 
 Unit = Any
 """The smallest part of a batch that a work consumes whole: the metadata of an image, a document or a clip. Hashable;

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from mmtrain.data.bitfield import LanguageMask
 from mmtrain.modality.base import Modality
+from mmtrain.modality.bitfield import LanguageMask
 from mmtrain.modality.clips import Captions, Frames, Latents
 from mmtrain.modality.documents import Documents
 from mmtrain.modality.images import Images
 from mmtrain.modality.plane import Plane
-from mmtrain.models.spec import Division, ModelSpec, ModuleSpec
+from mmtrain.spec.spec import Division, ModelSpec, ModuleSpec
 
 MODALITIES: dict[str, Callable[[LanguageMask], Modality]] = {
     "images": lambda mask: Images(),

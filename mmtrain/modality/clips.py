@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 from functools import cache
 
-from mmtrain.data.metadata import ClipMeta, IterationMeta, MicrobatchMeta
 from mmtrain.errors import PlanError
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem, forward_rates
+from mmtrain.modality.metadata import ClipMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.plane import Plane
-from mmtrain.models.rows import share_of
-from mmtrain.models.spec import Division, ModuleSpec, WorkSize, clips_work, documents_work, frames_work
+from mmtrain.spec.rows import share_of
+from mmtrain.spec.spec import Division, ModuleSpec, WorkSize, clips_work, documents_work, frames_work
 
 
 class Clips(Modality):

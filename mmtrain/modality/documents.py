@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmtrain.data.bitfield import Bits, LanguageMask, language_bits, two_way_spans
-from mmtrain.data.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem
+from mmtrain.modality.bitfield import Bits, LanguageMask, language_bits, two_way_spans
+from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.plane import Places, Plane, pad_places
 from mmtrain.modality.token_split import split_tokens
-from mmtrain.models.rows import share_of
-from mmtrain.models.spec import ModuleSpec, WorkSize, documents_work
+from mmtrain.spec.rows import share_of
+from mmtrain.spec.spec import ModuleSpec, WorkSize, documents_work
 
 
 @dataclass(frozen=True)

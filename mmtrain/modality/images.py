@@ -6,12 +6,12 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from mmtrain.data.metadata import ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem, first_of, forward_rates
+from mmtrain.modality.metadata import ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.plane import Places, Plane, longest_first, pad_places
-from mmtrain.models.rows import part_of, share_of
-from mmtrain.models.spec import Division, ModuleSpec, WorkSize, images_work
-from mmtrain.models.windows import feature_order, row_order
+from mmtrain.spec.rows import part_of, share_of
+from mmtrain.spec.spec import Division, ModuleSpec, WorkSize, images_work
+from mmtrain.spec.windows import feature_order, row_order
 
 
 class Images(Modality):

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.config import Config
-from mmtrain.data.bitfield import LanguageMask
+from mmtrain.config.config import Config
+from mmtrain.modality.bitfield import LanguageMask
 from mmtrain.modality.token_split import SplitPolicy
-from mmtrain.models.rows import padded
+from mmtrain.spec.rows import padded
 
 Places = npt.NDArray[np.int64]
 

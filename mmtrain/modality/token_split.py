@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.data.bitfield import Bits, visible_keys
 from mmtrain.errors import DataError
+from mmtrain.modality.bitfield import Bits, visible_keys
 
 SplitPolicy = Literal["causal", "balanced"]
 Places = npt.NDArray[np.int64]

@@ -20,22 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmtrain.config import ModelConfig
-from mmtrain.data.batch import IGNORE_INDEX
-from mmtrain.errors import ConfigError, DataError
+from mmtrain.config.config import ModelConfig
+from mmtrain.errors import DataError
 from mmtrain.models.attention.context import AttentionContext, Backend, Gather, attention_context
-from mmtrain.models.families import encoder_config, language_config
+from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.fused_qkv import reorder_output
-from mmtrain.models.hosts import DECODERS, VISION_HOSTS, Decoder, VisionHost, check_grids
-from mmtrain.models.linears import adapted_linears
+from mmtrain.models.hosts import Decoder, VisionHost, check_grids
 from mmtrain.models.loss import LossFunction, cross_entropy_sum
 from mmtrain.models.projector import Grid, Projector
-from mmtrain.models.rows import RowSharding, WholeRows, padded, share_of
 from mmtrain.models.scatter import scatter_tokens
-from mmtrain.models.shapes import LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
-from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
 from mmtrain.models.trainable import set_trainable
-from mmtrain.models.vae_shapes import vae_shape
+from mmtrain.spec.families import encoder_config, language_config
+from mmtrain.spec.linears import adapted_linears
+from mmtrain.spec.rows import RowSharding, WholeRows, padded, share_of
+from mmtrain.spec.shapes import LanguageShape, VisionShape, language_shape
+from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
 
 
 class LanguageOutput(NamedTuple):
@@ -316,69 +315,6 @@ class LanguageChunk(Chunk):
         logits = self.language.lm_head(self.language.model.norm(x_TD.index_select(0, rows)))
         loss, predictions = self.loss(logits, labels[rows], want_predictions)
         return LanguageOutput(loss_sum=loss, predictions=predictions)
-
-
-def build_chunk(
-    model: ModelConfig,
-    spec: ModelSpec,
-    module: str,
-    layers: tuple[int, int],
-    *,
-    device: torch.device | str = "meta",
-    dtype: torch.dtype = torch.float32,
-) -> Chunk:
-    """Layers [lo, hi) of a module, with real buffers and parameters whose values are not yet set.
-
-    Layers of other chunks are dropped while they are still on the meta device.
-    Args: module: `vision`, `language`, `dit` or `vae`. device: `meta` defers the parameters to `materialise`.
-    Raises: ConfigError: a config that cannot be built, or layers that do not exist.
-    """
-    lo, hi = layers
-    num_layers = len(spec.module(module).layers)
-    if not 0 <= lo < hi <= num_layers:
-        raise ConfigError(f"{module}: layers {lo}..{hi - 1} were asked for, but it has 0..{num_layers - 1}")
-    chunk: Chunk
-    try:
-        if module == "vision":
-            vision = vision_shape(model)
-            chunk = VisionChunk(model, vision, VISION_HOSTS[vision.model_type], spec, layers)
-        elif module == "dit":
-            from mmtrain.models.dit import DitChunk  # it is a kind of chunk, and needs this module
-
-            chunk = DitChunk(model, dit_shape(model), spec, layers)
-        elif module == "vae":
-            from mmtrain.models.vae import VaeChunk
-
-            chunk = VaeChunk(model, vae_shape(model), spec, layers)
-        else:
-            language = language_shape(model)
-            chunk = LanguageChunk(model, language, DECODERS[language.model_type], spec, layers)
-    except ConfigError as error:
-        where = {"vision": "model.encoder"}.get(module, f"model.{module}")
-        text = str(error)
-        raise ConfigError(text if text.startswith("model.") else f"{where}: {text}") from error
-    materialise(chunk, device, dtype)
-    chunk.train()
-    return chunk
-
-
-def materialise(chunk: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Gives the parameters of a chunk memory on a device, with undefined values, and moves its buffers there.
-
-    Buffers keep their dtype: rotary frequencies stay float32. A shared parameter stays shared.
-    """
-    done: dict[nn.Parameter, nn.Parameter] = {}
-    for module in chunk.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                if param not in done:
-                    empty = torch.empty_like(param, device=device, dtype=dtype)
-                    done[param] = nn.Parameter(empty, requires_grad=param.requires_grad)
-                module._parameters[name] = done[param]
-        if torch.device(device).type != "meta":
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
 
 
 def _owned(x: Tensor) -> Tensor:

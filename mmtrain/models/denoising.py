@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmtrain.data.bitfield import prompt_bits
+from mmtrain.modality.bitfield import prompt_bits
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.chunk import LanguageChunk
 from mmtrain.models.dit import DitChunk

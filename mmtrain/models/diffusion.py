@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmtrain.config import DiffusionConfig
-from mmtrain.data.buckets import clip_seed
-from mmtrain.data.metadata import ClipMeta
+from mmtrain.config.config import DiffusionConfig
 from mmtrain.errors import ConfigError
+from mmtrain.modality.buckets import clip_seed
+from mmtrain.modality.metadata import ClipMeta
 
 NUM_TIMESTEPS = 1000
 """A DiT is told 1000 t."""

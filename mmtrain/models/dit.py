@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmtrain.config import ModelConfig
+from mmtrain.config.config import ModelConfig
 from mmtrain.errors import DataError
 from mmtrain.models.chunk import Chunk
-from mmtrain.models.families import dit_config
 from mmtrain.models.hosts import build_diffusers, keep_blocks
 from mmtrain.models.projector import Grid
-from mmtrain.models.rows import share_of
-from mmtrain.models.shapes import DitShape
-from mmtrain.models.spec import TIME_ROWS, ModelSpec
+from mmtrain.spec.families import dit_config
+from mmtrain.spec.rows import share_of
+from mmtrain.spec.shapes import DitShape
+from mmtrain.spec.spec import TIME_ROWS, ModelSpec
 
 FromClean = Callable[[Tensor], Tensor]
 """Clean latents [C, F, H, W] of one clip in float32 -> what is made of them: noisy ones, or a target."""

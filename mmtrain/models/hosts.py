@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from mmtrain.data.bitfield import Bits, segment_bits
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.modality.bitfield import Bits, segment_bits
 from mmtrain.models.attention.context import PACKED, AttentionContext
 from mmtrain.models.projector import Grid
-from mmtrain.models.shapes import VisionShape
-from mmtrain.models.windows import window_rows
+from mmtrain.spec.shapes import VisionShape
+from mmtrain.spec.windows import window_rows
 
 Attend = Callable[[Bits], AttentionContext]
 """The mask of the rows of all pictures -> the context of attention on this rank."""

@@ -11,15 +11,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mmtrain.config import DitConfig, EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig, VaeConfig
+from mmtrain.config.config import DitConfig, EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig, VaeConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
-from mmtrain.models.families import find_file
 from mmtrain.models.fused_qkv import is_fused, to_head_major
 from mmtrain.models.projector import Projector
 from mmtrain.models.trainable import is_adapter, plain_name
 from mmtrain.models.vae import VaeChunk, VaeDecoder
+from mmtrain.spec.families import find_file
 
 _PREFIXES = {
     "qwen2_vl_vision": ("model.visual.", "visual."),

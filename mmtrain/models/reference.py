@@ -5,20 +5,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from mmtrain.config import ModelConfig
-from mmtrain.data.batch import Batch, ClipMicrobatch, Microbatch
-from mmtrain.data.bitfield import language_bits, prompt_bits
-from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.config.config import ModelConfig
+from mmtrain.modality.bitfield import language_bits, prompt_bits
+from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.chunk import LanguageOutput, build_chunk
+from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch
+from mmtrain.models.build import build_chunk
+from mmtrain.models.chunk import LanguageOutput
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.dit import DitOutput
-from mmtrain.models.families import vae_config
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
-from mmtrain.models.shapes import dit_shape
-from mmtrain.models.spec import ModelSpec
 from mmtrain.models.vae import HOSTS, VaeChunk
+from mmtrain.spec.families import vae_config
+from mmtrain.spec.shapes import dit_shape
+from mmtrain.spec.spec import ModelSpec
 
 
 class ReferenceModel(nn.Module):

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from mmtrain.config import LoRAConfig, Trainable
-from mmtrain.models.linears import Linear
+from mmtrain.config.config import LoRAConfig, Trainable
+from mmtrain.spec.linears import Linear
 
 _ADAPTER = "default"
 _BASE = ".base_layer"

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmtrain.config import ModelConfig
+from mmtrain.config.config import ModelConfig
 from mmtrain.errors import DataError
 from mmtrain.models.chunk import Chunk
-from mmtrain.models.families import vae_config
 from mmtrain.models.hosts import build_diffusers
-from mmtrain.models.spec import ModelSpec
-from mmtrain.models.vae_shapes import PIXEL_CHANNELS, Size, VaeShape, vae_shape
+from mmtrain.spec.families import vae_config
+from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, Size, VaeShape, vae_shape
 
 _PIXELS_AT_ONCE = 1 << 20
 """Pixels of the frames that a VAE of single pictures encodes together."""

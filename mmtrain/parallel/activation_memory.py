@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from mmtrain.config import ActivationCheckpointConfig
+from mmtrain.config.config import ActivationCheckpointConfig
 from mmtrain.errors import ConfigError
-from mmtrain.models.memory_strategies import BlockMemory, StageMemory
-from mmtrain.models.recomputation import STATIC, Recomputation
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.offload import Offloaded, Offloader
 from mmtrain.parallel.torch_private import is_decomposed
+from mmtrain.spec.memory_strategies import BlockMemory, StageMemory
+from mmtrain.spec.recomputation import STATIC, Recomputation
 
 
 class ActivationMemory:

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from mmtrain.config import ActivationCheckpointConfig, ModelConfig, TrainingConfig, uses_fsdp
+from mmtrain.config.config import ActivationCheckpointConfig, ModelConfig, TrainingConfig, uses_fsdp
 from mmtrain.errors import PlanError
-from mmtrain.models.chunk import Chunk, build_chunk, fsdp_units
+from mmtrain.models.build import build_chunk
+from mmtrain.models.chunk import Chunk, fsdp_units
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
-from mmtrain.models.spec import ModelSpec
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.fsdp import DTYPES, apply_fsdp
 from mmtrain.parallel.mesh import Mesh
@@ -20,7 +20,8 @@ from mmtrain.parallel.offload import Offloader
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.planner.batching import VISION
-from mmtrain.planner.partition import Partition
+from mmtrain.planner.partition.partition import Partition
+from mmtrain.spec.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from mmtrain.models.spec import ModuleSpec
 from mmtrain.parallel.feeds.clips import CaptionsFeed, FramesFeed, LatentsFeed
 from mmtrain.parallel.feeds.documents import DocumentsFeed
 from mmtrain.parallel.feeds.images import ImagesFeed
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
-from mmtrain.planner.partition import Partition
+from mmtrain.planner.partition.partition import Partition
+from mmtrain.spec.spec import ModuleSpec
 
 ModuleFeed = Callable[[bool, bool, int], Arguments]
 """(whether the module begins and ends with a stage, work) -> arguments of that stage's chunk."""

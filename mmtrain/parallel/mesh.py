@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mmtrain.config import CommConfig
+from mmtrain.config.config import CommConfig
+from mmtrain.config.topology import AXES, Coordinates, MeshShape
 from mmtrain.errors import ConfigError
+from mmtrain.launch.processes import LOOPBACK
 from mmtrain.parallel.roll_call import START_S, wait_for_all
-from mmtrain.processes import LOOPBACK
-from mmtrain.titan import ParallelDims, parallel_dims
-from mmtrain.topology import AXES, Coordinates, MeshShape
+from mmtrain.parallel.titan import ParallelDims, parallel_dims
 
 
 def pick_device(comm: CommConfig) -> torch.device:

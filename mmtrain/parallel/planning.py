@@ -22,18 +22,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmtrain.config import PlannerConfig
-from mmtrain.data.metadata import IterationMeta
+from mmtrain.config.config import PlannerConfig
 from mmtrain.errors import PlanError
+from mmtrain.modality.metadata import IterationMeta
 from mmtrain.parallel.build import check_same_program
 from mmtrain.parallel.mesh import Mesh, second_replica_group
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.iteration import Iteration, IterationPlan, IterationPlanner
 from mmtrain.planner.plan import PlanResult
-from mmtrain.planner.switches import Search, choose_plan, search_options, search_seed, search_threads
+from mmtrain.planner.plan_choice import Search, choose_plan, search_options, search_seed, search_threads
+from mmtrain.schedule.io.wire import from_bytes, to_bytes
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.simulate import simulate
-from mmtrain.schedule.wire import from_bytes, to_bytes
 
 logger = logging.getLogger("mmtrain")
 

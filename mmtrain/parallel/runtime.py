@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.errors import PlanError
-from mmtrain.models.memory_strategies import StageMemory
 from mmtrain.parallel.stage import ModalityStage, ShapeOf
 from mmtrain.parallel.torch_private import (
     TorchAction,
@@ -27,8 +26,9 @@ from mmtrain.parallel.torch_private import (
     wait_unsharded,
 )
 from mmtrain.schedule.action import BACKWARD, COMPUTE, KINDS, STAGE_WIDE, WAITS, Action, Kind
-from mmtrain.schedule.lower import Program
-from mmtrain.schedule.release import Transfer, releases, transfers
+from mmtrain.schedule.passes.lower import Program
+from mmtrain.schedule.passes.release import Transfer, releases, transfers
+from mmtrain.spec.memory_strategies import StageMemory
 
 TORCH_KINDS: dict[Kind, Any] = {
     Kind.F: TorchKind.FORWARD,

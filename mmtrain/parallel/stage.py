@@ -10,15 +10,15 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from mmtrain.config import ActivationCheckpointConfig
+from mmtrain.config.config import ActivationCheckpointConfig
 from mmtrain.errors import PlanError
-from mmtrain.models.memory_strategies import StageMemory
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.mesh import Channels
 from mmtrain.parallel.offload import Offloader
 from mmtrain.parallel.torch_private import PipelineStage, gradient_edge, settle_grads
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.schedule.graph import Edge, WorkGraph
+from mmtrain.spec.memory_strategies import StageMemory
 
 ShapeOf = Callable[[int, int], tuple[int, ...]]
 """(stage, work) -> shape of the activation that the stage sends on for the work."""

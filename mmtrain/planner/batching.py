@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
 
-from mmtrain.data.bitfield import LanguageMask
-from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.errors import DataError
 from mmtrain.modality.base import Modality, Units, WorkItem
+from mmtrain.modality.bitfield import LanguageMask
 from mmtrain.modality.catalogue import MODALITIES, modalities
-from mmtrain.models.spec import ModelSpec, WorkSize
+from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.schedule.graph import Work
+from mmtrain.spec.spec import ModelSpec, WorkSize
 
 VISION = "vision"
 LANGUAGE = "language"

@@ -4,35 +4,35 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from mmtrain.config import Config, PlannerConfig, uses_fsdp
-from mmtrain.data.metadata import IterationMeta
+from mmtrain.config.config import Config, PlannerConfig, uses_fsdp
+from mmtrain.config.memory_amount import show_bytes
 from mmtrain.errors import ConfigError, PlanError
-from mmtrain.memory_amount import show_bytes
+from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.plane import Plane
-from mmtrain.models.degrees import check_tensor_degree
-from mmtrain.models.shapes import check_patches_split
-from mmtrain.models.spec import Flops, ModelSpec, WorkSize
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
-from mmtrain.planner.cost_model import CostModel
-from mmtrain.planner.costs import make_problem
+from mmtrain.planner.costs.cost_model import CostModel
+from mmtrain.planner.costs.job_costs import cost_model, on_partition
 from mmtrain.planner.first_plan import first_plan
-from mmtrain.planner.job_costs import cost_model, on_partition
 from mmtrain.planner.layout import IterationLayout
-from mmtrain.planner.memory_limit import MemoryRule, least_activation_bytes
-from mmtrain.planner.memory_options import MemoryChoices
-from mmtrain.planner.partition import Partition
-from mmtrain.planner.partition_choice import choose_partition
+from mmtrain.planner.memory.limit import MemoryRule, least_activation_bytes
+from mmtrain.planner.memory.options import MemoryChoices
+from mmtrain.planner.partition.choice import choose_partition
+from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan import PlanResult
-from mmtrain.planner.switches import may_split
-from mmtrain.planner.vision_works import sub_microbatch_size
+from mmtrain.planner.plan_choice import may_split
+from mmtrain.planner.problem import make_problem
+from mmtrain.planner.work_size import sub_microbatch_size
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.schedule.lower import Program, lower
+from mmtrain.schedule.passes.lower import Program, lower
 from mmtrain.schedule.plan import Plan, check, exceeds
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.schedule.transport import check_transport
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.degrees import check_tensor_degree
+from mmtrain.spec.shapes import check_patches_split
+from mmtrain.spec.spec import Flops, ModelSpec, WorkSize
 
 
 @dataclass(frozen=True, kw_only=True)

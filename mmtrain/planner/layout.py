@@ -3,12 +3,12 @@
 Every rank computes the same layout from the metadata.
 """
 
-from mmtrain.data.metadata import IterationMeta
 from mmtrain.modality.base import Layout
 from mmtrain.modality.documents import DocumentsLayout
+from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.plane import Plane
-from mmtrain.models.spec import WorkSize
 from mmtrain.planner.batching import Batching
+from mmtrain.spec.spec import WorkSize
 
 
 class IterationLayout:

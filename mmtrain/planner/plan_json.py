@@ -10,9 +10,9 @@ from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import PlanResult
 from mmtrain.schedule.action import Kind
+from mmtrain.schedule.io.strict_json import amount, fields, integer, items, loads, string
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.schedule.strict_json import amount, fields, integer, items, loads, string
 from mmtrain.schedule.timeline import Row, Timeline
 
 VERSION = 1

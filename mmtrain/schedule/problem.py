@@ -1,7 +1,7 @@
 """The planning problem: a work graph with costs, options, transfers and memory limits, and its JSON form.
 
 All times are seconds, all sizes bytes. The JSON form is version 1 of mmtrain's planning format: an
-unknown key, a wrong type, an index out of range, a number outside of its range (`mmtrain.limits`), a
+unknown key, a wrong type, an index out of range, a number outside of its range (`mmtrain.schedule.limits`), a
 cycle or an empty list of ranks is refused with the dotted path of the fault.
 """
 
@@ -14,10 +14,9 @@ from reprlib import repr as show
 from typing import Any, NamedTuple
 
 from mmtrain.errors import PlanError
-from mmtrain.limits import BYTES, BYTES_PER_S, OPTIONS, RANKS, SECONDS, STAGES, VISITS, WORKS_BY_RANKS
 from mmtrain.schedule.action import BACKWARD, BRAID, COMPUTE, Action, Kind
 from mmtrain.schedule.graph import Edge, Instruction, Link, ModuleStages, Work, WorkGraph
-from mmtrain.schedule.strict_json import (
+from mmtrain.schedule.io.strict_json import (
     fields,
     integer,
     integers,
@@ -28,6 +27,7 @@ from mmtrain.schedule.strict_json import (
     string,
     write_text,
 )
+from mmtrain.schedule.limits import BYTES, BYTES_PER_S, OPTIONS, RANKS, SECONDS, STAGES, VISITS, WORKS_BY_RANKS
 
 VERSION = 1
 """Version of the JSON form."""

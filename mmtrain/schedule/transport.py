@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import RECEIVES, SENDS, STAGE_WIDE, TRANSFERS, WAITS, Action, Kind
-from mmtrain.schedule.lower import Program, waits_before
+from mmtrain.schedule.passes.lower import Program, waits_before
 from mmtrain.schedule.plan import show_steps
 
 Stream = tuple[int, ...]

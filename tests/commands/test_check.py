@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from mmtrain.cli import main
+from mmtrain.commands.cli import main
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_json import plan_to_json
 from tests.schedule.problems import two_modules

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.cli import main
+from mmtrain.commands.cli import main
 from tests.planner.search.test_search import mixed
 from tests.schedule.problems import two_modules
 

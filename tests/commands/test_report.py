@@ -1,4 +1,4 @@
-from mmtrain.cli import main
+from mmtrain.commands.cli import main
 from tests.run_page.test_runs import STEP, write_run
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.cli import main
+from mmtrain.commands.cli import main
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import PlanningProblem

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from mmtrain.data.bitfield import Bits, word
-from mmtrain.data.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
+from mmtrain.modality.bitfield import Bits, word
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
 
 KINDS = ("causal", "image_bidirectional", "prefix")
 

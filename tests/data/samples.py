@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmtrain.config import Config, DataConfig, EncoderConfig, LanguageConfig, ModelConfig, TrainingConfig
+from mmtrain.config.config import Config, DataConfig, EncoderConfig, LanguageConfig, ModelConfig, TrainingConfig
 
 QWEN = {"model_type": "qwen2_vl_vision", "depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 16}
 SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 16, "num_hidden_layers": 1, "image_size": 56}

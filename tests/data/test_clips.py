@@ -11,8 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmtrain.config import DitConfig, TokenizerConfig, VaeConfig
-from mmtrain.data.buckets import video_geometry
+from mmtrain.config.config import DitConfig, TokenizerConfig, VaeConfig
 from mmtrain.data.clips import ClipProcessor, _Video, npy_bytes
 from mmtrain.data.media import RawImage
 from mmtrain.data.sources import Source
@@ -20,6 +19,7 @@ from mmtrain.data.sources import open_source as open_any
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.data.video_records import CLIPS, VideoRecord, make_video_record
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.modality.buckets import video_geometry
 from tests.data.samples import png
 from tests.data.videos import frame, make_video_config, save_latents, write_clip, write_videos
 from tests.faults.bad_samples import LATENTS as LATENT_FILES

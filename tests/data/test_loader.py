@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from mmtrain.config import Config, TokenizerConfig
-from mmtrain.data.batch import IGNORE_INDEX, Batch
+from mmtrain.config.config import Config, TokenizerConfig
 from mmtrain.data.loader import Loader, Step
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.models.batch import IGNORE_INDEX, Batch
 from tests.data.samples import SIGLIP, make_config, png, text_row, write_jsonl
 
 

@@ -3,13 +3,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmtrain import config as config_module
-from mmtrain.data.batch import IGNORE_INDEX, check_batch
+from mmtrain.config import config as config_module
 from mmtrain.data.noise import noise_batch
+from mmtrain.models.batch import IGNORE_INDEX, check_batch
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.models.spec_builders import model_spec
-from mmtrain.models.vae_shapes import latent_scale
-from mmtrain.probing import work_curve
+from mmtrain.planner.profile.probing import work_curve
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.vae_shapes import latent_scale
 from tests.models.dits import t2v
 from tests.reference import ENCODERS, make_clips
 
@@ -28,7 +28,7 @@ def test_noise_is_what_its_metadata_says_and_a_model_takes_it(encoder):
 
 def test_noise_follows_its_seed_and_labels_the_ends_of_documents():
     config = config_module.load("debug_text.toml", [])
-    from mmtrain.probing import probing_iteration
+    from mmtrain.planner.profile.probing import probing_iteration
 
     meta = probing_iteration(config)
     one, same, other = (noise_batch(config.model, meta, seed) for seed in (1, 1, 2))
@@ -44,7 +44,7 @@ def test_noise_follows_its_seed_and_labels_the_ends_of_documents():
 
 
 def test_noise_of_clips_is_what_its_metadata_says():
-    from mmtrain.planner.workloads import Bins, draw
+    from mmtrain.planner.forecast.workloads import Bins, draw
     from tests.data.videos import make_video_config
 
     config = make_video_config("x", dit={"in_channels": 5}, video_area=64)

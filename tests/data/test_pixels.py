@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from mmtrain.data import pixels
-from mmtrain.data.geometry import image_geometry, smart_resize
 from mmtrain.data.pixels import blank, pixel_rules, pixel_values
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.modality.geometry import image_geometry, smart_resize
 from tests.data.samples import png
 
 decode = functools.partial(pixels.decode, max_pixels=10**6)

@@ -4,15 +4,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmtrain.config import DataConfig, TokenizerConfig
-from mmtrain.data.batch import IGNORE_INDEX
-from mmtrain.data.geometry import image_geometry
+from mmtrain.config.config import DataConfig, TokenizerConfig
 from mmtrain.data.media import RawImage
 from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.processor import Document, Processor
 from mmtrain.data.sources import Record
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import DataError
+from mmtrain.modality.geometry import image_geometry
+from mmtrain.models.batch import IGNORE_INDEX
 from tests.data.samples import png
 
 TEMPLATES = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mmtrain.config import DataConfig
-from mmtrain.data.charts import make_charts
+from mmtrain.config.config import DataConfig
 from mmtrain.data.sources import CONVERSATIONS, Record, Source
 from mmtrain.data.sources import open_source as open_any
+from mmtrain.data.toy.charts import make_charts
 from mmtrain.errors import ConfigError, DataError
 from tests.data.samples import png, write_jsonl
 

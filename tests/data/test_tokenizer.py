@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.config import TokenizerConfig
-from mmtrain.data.charts import chart_texts
-from mmtrain.data.shapes import shape_captions, shape_clips
+from mmtrain.config.config import TokenizerConfig
 from mmtrain.data.tokenizer import (
     CAPTION_VOCAB_SIZE,
     SHIPPED,
@@ -19,6 +17,8 @@ from mmtrain.data.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
+from mmtrain.data.toy.charts import chart_texts
+from mmtrain.data.toy.shapes import shape_captions, shape_clips
 from mmtrain.errors import ConfigError
 
 

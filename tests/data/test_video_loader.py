@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from mmtrain.config import Config
+from mmtrain.config.config import Config
 from mmtrain.data.loader import Loader, Step
 from mmtrain.data.packing import LoaderState
-from mmtrain.data.shapes import make_shapes
+from mmtrain.data.toy.shapes import make_shapes
 from mmtrain.errors import ConfigError, DataError
 from tests.data.samples import png
 from tests.data.videos import make_video_config, save_latents, write_clip, write_videos
@@ -76,11 +76,11 @@ def test_microbatches_of_clips(shapes: Path) -> None:
 
 
 def test_captions_belong_to_their_clips(shapes: Path) -> None:
-    from mmtrain.config import TokenizerConfig
-    from mmtrain.data.made import COLOURS
-    from mmtrain.data.shape_clips import SIZES
-    from mmtrain.data.shapes import shape_clips
+    from mmtrain.config.config import TokenizerConfig
     from mmtrain.data.tokenizer import load_tokenizer
+    from mmtrain.data.toy.folder import COLOURS
+    from mmtrain.data.toy.shape_clips import SIZES
+    from mmtrain.data.toy.shapes import shape_clips
 
     tokenizer = load_tokenizer(TokenizerConfig(), captions=True)
     made = list(shape_clips("train", 90, 5))

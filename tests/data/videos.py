@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmtrain.config import Config, DataConfig, DitConfig, LanguageConfig, ModelConfig, TrainingConfig
+from mmtrain.config.config import Config, DataConfig, DitConfig, LanguageConfig, ModelConfig, TrainingConfig
 
 
 def make_video_config(

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from mmtrain.checkpoint import Checkpointer, TrainState
-from mmtrain.checkpoint_files import MANIFEST
-from mmtrain.config import CheckpointConfig, OptimizerConfig
+from mmtrain.checkpoint.checkpoint import Checkpointer, TrainState
+from mmtrain.checkpoint.files import MANIFEST
+from mmtrain.config.config import CheckpointConfig, OptimizerConfig
 from mmtrain.errors import MMTrainError
-from mmtrain.optim import build_optimizers
+from mmtrain.parallel.optim import build_optimizers
 
 KINDS = ("flip", "zeros", "cut", "half", "longer", "missing", "stale", "pipe")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mmtrain.config import Config, load
+from mmtrain.config.config import Config, load
 from mmtrain.data.loader import Loader
 from mmtrain.errors import DataError
 from tests.data.samples import make_config

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mmtrain import config
+from mmtrain.config import config
 from tests.faults.mutations import NUMBERS, OTHERS, ROOT, TEXTS, Outcome, damaged, mutated, report, run_all
 
 NUM_FILES, NUM_OVERRIDES = 1600, 400

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmtrain.checkpoint_files import complete_steps
+from mmtrain.checkpoint.files import complete_steps
+from mmtrain.checkpoint.run_folder import load_module, open_run
 from mmtrain.errors import CheckpointError, MMTrainError
-from mmtrain.run_folder import load_module, open_run
 from tests.faults.storage import Damage, damages, load_damaged
 from tests.jobs import layout, metrics, train, write_config
 from tests.ranks import run_ranks

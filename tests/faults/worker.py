@@ -16,7 +16,7 @@ from tests.faults.mutations import MOST_WALL_S
 def main(path: str) -> None:
     """Args: path: file with a JSON list of commands."""
     resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))  # what grows without end dies here alone
-    from mmtrain import cli
+    from mmtrain.commands import cli
     from mmtrain.planner.search.search import warm
 
     warm()

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.data.bitfield import allowed, language_bits, num_pairs, segment_bits
-from mmtrain.data.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.errors import DataError
+from mmtrain.modality.bitfield import allowed, language_bits, num_pairs, segment_bits
+from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.modality.token_split import attended_pairs, block_work, split_tokens
 from tests.data.masks import KINDS, example, microbatches, words
 

@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.errors import DataError
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem, forward_rates
 from mmtrain.modality.catalogue import MODALITIES
+from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.plane import Plane
-from mmtrain.models.rows import share_of
-from mmtrain.models.spec import ModelSpec, ModuleSpec, WorkSize
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.layout import IterationLayout
+from mmtrain.spec.rows import share_of
+from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
 from tests.planner.specs import microbatch, vlm
 
 

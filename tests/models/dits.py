@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmtrain.config import DitConfig, LanguageConfig, ModelConfig, VaeConfig
-from mmtrain.models.chunk import Chunk, build_chunk
+from mmtrain.config.config import DitConfig, LanguageConfig, ModelConfig, VaeConfig
+from mmtrain.models.build import build_chunk
+from mmtrain.models.chunk import Chunk
 from mmtrain.models.initialise import init_weights
-from mmtrain.models.spec import ModelSpec, WorkSize, clips_work
-from mmtrain.models.spec_builders import model_spec
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.spec import ModelSpec, WorkSize, clips_work
 
 TEXT = {
     "model_type": "qwen2",

@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from mmtrain.data.bitfield import language_bits
-from mmtrain.data.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.modality.bitfield import language_bits
+from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.chunk import build_chunk, fsdp_units
+from mmtrain.models.build import build_chunk
+from mmtrain.models.chunk import fsdp_units
 from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.hosts import DECODERS, VISION_HOSTS
 from mmtrain.models.initialise import init_weights
-from mmtrain.models.spec import documents_work, images_work
-from mmtrain.models.spec_builders import model_spec
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.spec import documents_work, images_work
 
 TOLERANCE = 2e-6
 """Float32, relative to the largest number of a tensor plus a thousandth of the largest of all gradients."""

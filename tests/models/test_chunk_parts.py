@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmtrain.errors import DataError
-from mmtrain.models.rows import part_of
+from mmtrain.spec.rows import part_of
 from tests.models.test_chunk import TOLERANCE, assert_equal_gradients, build, grads, vision_inputs
 
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from mmtrain.config import DiffusionConfig, TokenizerConfig
-from mmtrain.data.metadata import ClipMeta
+from mmtrain.config.config import DiffusionConfig, TokenizerConfig
 from mmtrain.data.tokenizer import load_tokenizer
+from mmtrain.modality.metadata import ClipMeta
 from mmtrain.models.diffusion import ClipNoise, make_scheduler, null_token
 
 CLIP = ClipMeta(sample=3, frames=2, height=4, width=6, num_tokens=12, num_text_tokens=5)

@@ -10,17 +10,18 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmtrain.config import DitConfig
+from mmtrain.config.config import DitConfig
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.chunk import Chunk, build_chunk
+from mmtrain.models.build import build_chunk
+from mmtrain.models.chunk import Chunk
 from mmtrain.models.dit import Conditioned, DitChunk, from_patches
-from mmtrain.models.families import dit_config
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
-from mmtrain.models.shapes import dit_shape
-from mmtrain.models.spec import WorkSize
-from mmtrain.models.spec_builders import model_spec
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.families import dit_config
+from mmtrain.spec.shapes import dit_shape
+from mmtrain.spec.spec import WorkSize
 from tests.models.dits import TEXT, WAN, Clips, chunk, t2v
 
 CUTS = {
@@ -31,8 +32,8 @@ CUTS = {
 
 
 def causal_bits(lengths: tuple[int, ...]) -> Any:
-    from mmtrain.data.bitfield import language_bits
-    from mmtrain.data.metadata import DocumentMeta, MicrobatchMeta
+    from mmtrain.modality.bitfield import language_bits
+    from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 
     documents = [DocumentMeta(sample=i, num_tokens=n, num_targets=0, images=()) for i, n in enumerate(lengths)]
     return language_bits(MicrobatchMeta(documents=tuple(documents)))

@@ -4,9 +4,9 @@ import pytest
 from torch import nn
 from transformers.activations import ACT2FN
 
-from mmtrain.models.config_values import ACTIVATIONS
-from mmtrain.models.families import ENCODERS, LANGUAGES
 from mmtrain.models.hosts import DECODERS, VISION_HOSTS, parameters_on_meta
+from mmtrain.spec.config_values import ACTIVATIONS
+from mmtrain.spec.families import ENCODERS, LANGUAGES
 
 HOSTS = {**VISION_HOSTS, **DECODERS}
 FAMILIES = {**ENCODERS, **LANGUAGES}

@@ -3,9 +3,9 @@ import itertools
 import pytest
 import torch
 
-from mmtrain.models.chunk import build_chunk
+from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
-from mmtrain.models.spec_builders import model_spec
+from mmtrain.spec.builders import model_spec
 
 CHOICES = [
     ("vision", {"encoder": "qwen2_vl", "projector": {"kind": "native"}}),

@@ -5,9 +5,9 @@ import torch
 import transformers
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
-from mmtrain import config
-from mmtrain.models.families import dit_config, encoder_config, language_config
-from mmtrain.models.spec_builders import model_spec
+from mmtrain.config import config
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.families import dit_config, encoder_config, language_config
 
 NAMES = ("vlm_s", "vlm_m", "vlm_l", "vlm_xl_8k", "vlm_xl_16k")
 TABLE = {  # layers, width, MLP width, heads, groups (table 2); GPT 175B as in arXiv:2005.14165
@@ -62,7 +62,7 @@ def test_parameters_are_those_of_the_hugging_face_classes(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes_are_those_of_the_papers_tables(name):
-    from mmtrain.models.shapes import language_shape, vision_shape
+    from mmtrain.spec.shapes import language_shape, vision_shape
 
     model = config.load(f"{name}.toml").model
     vision, language = vision_shape(model), language_shape(model)
@@ -111,7 +111,7 @@ def test_the_gated_block_has_the_parameters_of_gpt_3s():
 def test_the_diffusion_transformers_are_those_of_the_papers_tables(name, sizes, billions):
     from diffusers import WanTransformer3DModel
 
-    from mmtrain.models.shapes import dit_shape, language_shape
+    from mmtrain.spec.shapes import dit_shape, language_shape
 
     model = config.load(f"{name}.toml").model
     shape, text = dit_shape(model), language_shape(model)

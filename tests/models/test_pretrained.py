@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmtrain.config import EncoderConfig, LanguageConfig, ModelConfig
+from mmtrain.config.config import EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models import pretrained
-from mmtrain.models.chunk import build_chunk
+from mmtrain.models.build import build_chunk
 from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.hosts import DECODERS, VISION_HOSTS
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
-from mmtrain.models.spec_builders import model_spec
+from mmtrain.spec.builders import model_spec
 
 
 def hugging_face(host, values):

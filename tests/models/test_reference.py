@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from mmtrain.data.batch import Batch, Microbatch
-from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.models.batch import Batch, Microbatch
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.models.spec_builders import model_spec
+from mmtrain.spec.builders import model_spec
 
 
 def batch(packed: bool) -> tuple[Batch, IterationMeta]:

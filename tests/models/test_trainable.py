@@ -10,16 +10,16 @@ from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmtrain.config import LanguageConfig, ModelConfig
-from mmtrain.data.bitfield import segment_bits
+from mmtrain.config.config import LanguageConfig, ModelConfig
+from mmtrain.modality.bitfield import segment_bits
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.chunk import build_chunk
+from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
-from mmtrain.models.linears import adapted_linears
 from mmtrain.models.pretrained import load_pretrained
-from mmtrain.models.spec import WorkSize
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.models.trainable import is_adapter, plain_name
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.linears import adapted_linears
+from mmtrain.spec.spec import WorkSize
 from tests.lora import ALPHA, RANK, fill_adapters, with_lora
 
 FAMILIES = [

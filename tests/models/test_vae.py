@@ -10,16 +10,16 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmtrain.config import VaeConfig
+from mmtrain.config.config import VaeConfig
 from mmtrain.errors import ConfigError, DataError
-from mmtrain.models.chunk import materialise
-from mmtrain.models.families import VAES as FAMILIES
+from mmtrain.models.build import materialise
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
-from mmtrain.models.spec import WorkSize, frames_work
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.models.vae import HOSTS, VaeDecoder
-from mmtrain.models.vae_shapes import _SHAPES, LatentScale, vae_shape
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.families import VAES as FAMILIES
+from mmtrain.spec.spec import WorkSize, frames_work
+from mmtrain.spec.vae_shapes import _SHAPES, LatentScale, vae_shape
 from tests.models.dits import KL, VAES, WAN_VAE, chunk, t2v
 
 CLASSES = {"kl": diffusers.AutoencoderKL, "wan": diffusers.AutoencoderKLWan}

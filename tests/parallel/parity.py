@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mmtrain.config import (
+from mmtrain.config.config import (
     ActivationCheckpointConfig,
     Config,
     DataConfig,
@@ -18,29 +18,29 @@ from mmtrain.config import (
     TrainingConfig,
     uses_fsdp,
 )
+from mmtrain.config.topology import AXES, MeshShape
 from mmtrain.modality.plane import Plane
-from mmtrain.models.memory_strategies import BlockMemory, StageMemory
-from mmtrain.models.shapes import dit_shape
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import fill_missing_grads, local_part, sync_tied, total_norm
 from mmtrain.parallel.mesh import build_mesh
+from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.tensor import finish_gradients
-from mmtrain.planner.cost_model import FlopsCosts
+from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.memory_options import MemoryChoices
-from mmtrain.planner.partition import partition, reference_sizes
-from mmtrain.planner.partition_choice import partition_of
-from mmtrain.replica_data import ReplicaData
+from mmtrain.planner.memory.options import MemoryChoices
+from mmtrain.planner.partition.choice import partition_of
+from mmtrain.planner.partition.partition import partition, reference_sizes
 from mmtrain.schedule.library.catalogue import Placement
-from mmtrain.schedule.lower import lower
+from mmtrain.schedule.passes.lower import lower
+from mmtrain.schedule.passes.split import split_backwards
 from mmtrain.schedule.plan import check as check_plan
-from mmtrain.schedule.split import split_backwards
 from mmtrain.schedule.transport import check_transport
-from mmtrain.topology import AXES, MeshShape
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.memory_strategies import BlockMemory, StageMemory
+from mmtrain.spec.shapes import dit_shape
 from tests.pairwise import covering
 from tests.reference import NOISE, PLANNER, TRAINING, make_batch, reference_gradients
 

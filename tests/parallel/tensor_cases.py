@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from mmtrain.config import EncoderConfig, LanguageConfig, LoRAConfig, ModelConfig, ProjectorConfig
-from mmtrain.data.bitfield import language_bits
-from mmtrain.data.metadata import DocumentMeta, MicrobatchMeta
+from mmtrain.config.config import EncoderConfig, LanguageConfig, LoRAConfig, ModelConfig, ProjectorConfig
+from mmtrain.modality.bitfield import language_bits
+from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.chunk import build_chunk
+from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
-from mmtrain.models.rows import padded
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.tensor import apply_tensor_parallel
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.rows import padded
 
 LENGTHS = (7, 1, 9)
 SLOTS = (1, 2, 10, 12)

@@ -10,28 +10,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmtrain.config import ActivationCheckpointConfig, PlannerConfig
-from mmtrain.data.bitfield import language_bits
-from mmtrain.data.metadata import DocumentMeta, MicrobatchMeta
+from mmtrain.config.config import ActivationCheckpointConfig, PlannerConfig
 from mmtrain.errors import ConfigError, PlanError
+from mmtrain.modality.bitfield import language_bits
+from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.chunk import build_chunk
+from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
-from mmtrain.models.linears import block_linears
-from mmtrain.models.memory_strategies import StageMemory
-from mmtrain.models.recomputation import Recomputation
-from mmtrain.models.shapes import language_shape, vision_shape
-from mmtrain.models.spec import Division, documents_work, images_work
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.models.trainable import is_adapter
 from mmtrain.parallel.activation_memory import ActivationMemory, saved_ops
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.parallel.weight_grads import WeightGrads
-from mmtrain.planner.cost_model import FlopsCosts
+from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.memory_options import MemoryChoices
-from mmtrain.planner.partition import partition, reference_sizes
+from mmtrain.planner.memory.options import MemoryChoices
+from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.linears import block_linears
+from mmtrain.spec.memory_strategies import StageMemory
+from mmtrain.spec.recomputation import Recomputation
+from mmtrain.spec.shapes import language_shape, vision_shape
+from mmtrain.spec.spec import Division, documents_work, images_work
 from tests.lora import with_lora
 from tests.reference import ENCODERS, LANGUAGES, make_batch, model_config
 

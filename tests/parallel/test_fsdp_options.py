@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from mmtrain import config
+from mmtrain.config import config
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.action import Kind
 from tests.jobs import write_config

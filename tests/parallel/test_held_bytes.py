@@ -8,24 +8,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from mmtrain.data.bitfield import language_bits
-from mmtrain.data.metadata import DocumentMeta, MicrobatchMeta
+from mmtrain.modality.bitfield import language_bits
+from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.chunk import build_chunk
+from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
-from mmtrain.models.recomputation import Recomputation
-from mmtrain.models.spec import Division, documents_work, images_work
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.context import KeyValueGather, RowExchange
 from mmtrain.parallel.tensor import apply_tensor_parallel
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.recomputation import Recomputation
+from mmtrain.spec.spec import Division, documents_work, images_work
 from tests.lora import with_lora
-from tests.models import test_spec_builders as whole
 from tests.models.conftest import tiny_model
 from tests.pairwise import covering
 from tests.parallel.test_activation_memory import SECTIONS, bytes_inside_of_a_backward, run
 from tests.parallel.test_split_backward import FAMILIES, family_model, halves, one_chunk
 from tests.ranks import run_ranks
 from tests.reference import LANGUAGES
+from tests.spec import test_builders as whole
 
 LENGTHS = (37, 27)
 GRIDS = ((1, 4, 4), (1, 4, 8))

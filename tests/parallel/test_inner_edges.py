@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+from mmtrain.config.topology import MeshShape
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.schedule.graph import Link, ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.schedule.lower import lower
+from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.transport import check_transport
-from mmtrain.topology import MeshShape
 from tests.ranks import run_ranks
 
 ROWS, WIDTH, MICROBATCHES = 3, 4, 3

@@ -5,23 +5,23 @@ import dataclasses
 import pytest
 import torch
 
-from mmtrain.config import uses_fsdp
+from mmtrain.config.config import uses_fsdp
+from mmtrain.config.topology import MeshShape
 from mmtrain.errors import PlanError
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.plane import Plane
-from mmtrain.models.recomputation import Recomputation
-from mmtrain.models.spec import documents_work
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
-from mmtrain.planner.cost_model import FlopsCosts
+from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.partition import partition, reference_sizes
-from mmtrain.schedule.lower import Program
-from mmtrain.topology import MeshShape
+from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.schedule.passes.lower import Program
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.recomputation import Recomputation
+from mmtrain.spec.spec import documents_work
 from tests.lora import with_lora
 from tests.parallel.parity import TEXT_ON_ONE, Case, check, identify, layouts, run_layout, selection, shallow
 from tests.parallel.test_parity import TOLERANCE

@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 import torch
 
+from mmtrain.config.topology import MeshShape
 from mmtrain.modality.plane import Plane
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
-from mmtrain.planner.cost_model import FlopsCosts
+from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.partition import partition, reference_sizes
-from mmtrain.topology import MeshShape
+from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.spec.builders import model_spec
 from tests.parallel.parity import MIXED, run_step
 from tests.ranks import run_ranks
 from tests.reference import PLANNER, TRAINING, make_batch, model_config, reference_gradients

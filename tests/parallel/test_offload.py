@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mmtrain.config import ActivationCheckpointConfig
-from mmtrain.models.memory_strategies import BlockMemory, StageMemory
+from mmtrain.config.config import ActivationCheckpointConfig
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.offload import Offloaded, Offloader, PlainCopies
+from mmtrain.spec.memory_strategies import BlockMemory, StageMemory
 from tests.parallel.test_activation_memory import MEMORIES, SECTIONS, Call, check_equal, family_model
 from tests.reference import model_config
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from mmtrain.topology import AXES, MeshShape
+from mmtrain.config.topology import AXES, MeshShape
 from tests.models.dits import t2v
 from tests.parallel.parity import (
     NO_IMAGE,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mmtrain import config
-from mmtrain.cli import main
-from mmtrain.topology import MeshShape
+from mmtrain.commands.cli import main
+from mmtrain.config import config
+from mmtrain.config.topology import MeshShape
 from mmtrain.trainer import Trainer
 from tests.jobs import layout, metrics, train, write_config
 from tests.parallel.parity import NO_IMAGE, TEXT_ON_ONE, Case, check, cut, identify, layouts, run_layout, selection

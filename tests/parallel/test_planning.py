@@ -12,23 +12,23 @@ import torch
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from mmtrain.config import PlannerConfig, uses_fsdp
-from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.config.config import PlannerConfig, uses_fsdp
+from mmtrain.config.topology import MeshShape
 from mmtrain.errors import DataError, PlanError
-from mmtrain.models.spec_builders import model_spec
+from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.planning import Fate, PlanAhead
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
-from mmtrain.planner.cost_model import FlopsCosts
+from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
-from mmtrain.planner.partition import partition, reference_sizes
+from mmtrain.planner.partition.partition import partition, reference_sizes
 from mmtrain.planner.plan import PlanResult
+from mmtrain.planner.plan_choice import search_options, search_seed
 from mmtrain.planner.search.search import SearchOptions, search
-from mmtrain.planner.switches import search_options, search_seed
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.simulate import simulate
-from mmtrain.topology import MeshShape
+from mmtrain.spec.builders import model_spec
 from tests.parallel.parity import MIXED, check, compare, run_step, take_gradients
 from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks

@@ -6,19 +6,19 @@ import weakref
 import pytest
 import torch
 
+from mmtrain.config.topology import MeshShape
 from mmtrain.errors import DataError, PlanError
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
-from mmtrain.planner.cost_model import FlopsCosts
+from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.partition import partition, reference_sizes
+from mmtrain.planner.partition.partition import partition, reference_sizes
 from mmtrain.schedule.action import Action, Kind
-from mmtrain.schedule.release import releases
-from mmtrain.topology import MeshShape
+from mmtrain.schedule.passes.release import releases
+from mmtrain.spec.builders import model_spec
 from tests.ranks import run_ranks
 from tests.reference import PLANNER, TRAINING, make_batch, model_config, reference_gradients
 
@@ -180,7 +180,7 @@ def test_releases_follow_from_the_program():
     from mmtrain.planner.plan import make_plan
     from mmtrain.schedule.chain import plain_chain
     from mmtrain.schedule.library.catalogue import CATALOGUE
-    from mmtrain.schedule.lower import lower
+    from mmtrain.schedule.passes.lower import lower
 
     problem = plain_chain(2, 3, CATALOGUE["1F1B"])
     program = lower(make_plan(problem, "1F1B").plan, problem, sharded=False)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from mmtrain.config.topology import MeshShape
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.topology import MeshShape
 from tests.parallel.parity import Case, check, layouts, run_layout, selection
 from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmtrain.config import CommConfig
+from mmtrain.commands.profiler import profile_job
+from mmtrain.config.config import CommConfig
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import ConfigError
 from mmtrain.parallel.mesh import backend_of, pick_device
-from mmtrain.planner.workloads import Bins, draw
-from mmtrain.profiler import profile_job
+from mmtrain.planner.forecast.workloads import Bins, draw
 from tests.jobs import layout, video_config
 from tests.ranks import run_ranks
 

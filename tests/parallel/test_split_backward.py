@@ -9,17 +9,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from mmtrain.config import ActivationCheckpointConfig
-from mmtrain.data.batch import IGNORE_INDEX
-from mmtrain.data.bitfield import language_bits
-from mmtrain.data.metadata import DocumentMeta, MicrobatchMeta
+from mmtrain.config.config import ActivationCheckpointConfig
+from mmtrain.config.topology import MeshShape
 from mmtrain.errors import PlanError
+from mmtrain.modality.bitfield import language_bits
+from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.chunk import build_chunk
+from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
-from mmtrain.models.shapes import vision_shape
-from mmtrain.models.spec import documents_work, images_work
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.models.trainable import is_adapter
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.build import build_local_model
@@ -30,11 +28,13 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.parallel.weight_grads import WeightGrads
-from mmtrain.planner.cost_model import FlopsCosts
+from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.partition import partition, reference_sizes
-from mmtrain.schedule.lower import Program
-from mmtrain.topology import MeshShape
+from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.schedule.passes.lower import Program
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.shapes import vision_shape
+from mmtrain.spec.spec import documents_work, images_work
 from tests.lora import with_lora
 from tests.parallel.parity import KEEP_ALL, NO_IMAGE, TEXT_ON_ONE, Case, check, layouts, run_layout, selection, shallow
 from tests.parallel.test_activation_memory import Alive

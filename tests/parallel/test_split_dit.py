@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel.weight_grads import WeightGrads
+from mmtrain.spec.builders import model_spec
 from tests.models.dits import Clips, chunk, t2v
 
 

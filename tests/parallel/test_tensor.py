@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from mmtrain.data.bitfield import segment_bits
 from mmtrain.errors import ConfigError
+from mmtrain.modality.bitfield import segment_bits
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.rows import padded
 from mmtrain.parallel import tensor
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.parallel.tensor_plans import PLANS
+from mmtrain.spec.rows import padded
 from tests.parallel.tensor_cases import (
     EMBEDDING,
     HEAD,

@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from mmtrain.config import ActivationCheckpointConfig
-from mmtrain.data.bitfield import prompt_bits
+from mmtrain.config.config import ActivationCheckpointConfig
+from mmtrain.config.topology import MeshShape
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.modality.bitfield import prompt_bits
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.chunk import fsdp_units
-from mmtrain.models.rows import padded
-from mmtrain.models.spec import Division
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.parallel import tensor
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.fsdp import apply_fsdp
@@ -29,12 +27,14 @@ from mmtrain.parallel.tensor import apply_tensor_parallel, finish_gradients
 from mmtrain.parallel.tensor_plans import PLANS
 from mmtrain.parallel.torch_private import keep_grads_local
 from mmtrain.parallel.weight_grads import WeightGrads
-from mmtrain.topology import MeshShape
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.rows import padded
+from mmtrain.spec.spec import Division
 from tests.models.dits import Clips, chunk, t2v
-from tests.models.test_spec_builders import dit_inputs, kept_bytes
 from tests.parallel.tensor_cases import gradients, largest_error, whole_gradients_agree
 from tests.ranks import run_ranks
 from tests.reference import TRAINING
+from tests.spec.test_builders import dit_inputs, kept_bytes
 
 TOLERANCE = 1e-5
 """Of gradients, see `largest_error`; measured: at most 3.5e-6."""

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from mmtrain.config import OptimizerConfig
+from mmtrain.config.config import OptimizerConfig
+from mmtrain.config.topology import MeshShape
 from mmtrain.models.chunk import fsdp_units
-from mmtrain.optim import build_optimizers
 from mmtrain.parallel.fsdp import apply_fsdp
 from mmtrain.parallel.grads import total_norm
 from mmtrain.parallel.mesh import build_mesh
+from mmtrain.parallel.optim import build_optimizers
 from mmtrain.parallel.torch_private import keep_grads_local
-from mmtrain.topology import MeshShape
 from tests.parallel.tensor_cases import (
     build,
     full,

@@ -19,9 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mmtrain.schedule.action import COMPUTE, TRANSFERS, WAITS
 from mmtrain.schedule.chain import plain_chain
+from mmtrain.schedule.io.torch_csv import read_plan, read_program, write_plan, write_program
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.schedule.lower import lower
-from mmtrain.schedule.torch_csv import read_plan, read_program, write_plan, write_program
+from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.transport import check_transport
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 8

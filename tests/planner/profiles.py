@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable
 
-from mmtrain.config import Config
-from mmtrain.models.recomputation import KEEP_ALL, Recomputation
-from mmtrain.models.spec import ModelSpec, WorkSize
+from mmtrain.config.config import Config
 from mmtrain.planner.batching import make_batching
-from mmtrain.planner.cost_model import CostModel
-from mmtrain.planner.profile import HELD, LayerProfile, Profile, StepProfile, TransferProfile, job_of, role
+from mmtrain.planner.costs.cost_model import CostModel
+from mmtrain.planner.profile.probing import probing_iteration
+from mmtrain.planner.profile.profile import HELD, LayerProfile, Profile, StepProfile, TransferProfile, job_of, role
 from mmtrain.planner.sub_microbatch import Curve
-from mmtrain.probing import probing_iteration
+from mmtrain.spec.recomputation import KEEP_ALL, Recomputation
+from mmtrain.spec.spec import ModelSpec, WorkSize
 
 MACHINE = {
     "date": "2026-01-01", "processor": "none", "device": "cpu", "cores": 2, "threads": 1, "copies": 2, "load": 0.0,

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from mmtrain.data.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
-from mmtrain.models.spec import LayerSpec, ModelSpec, ModuleSpec, Rates
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec, Rates
 
 
 def layers(count: int, *, flops: float = 1.0, trainable: bool = True, name: str = "layers") -> list[LayerSpec]:

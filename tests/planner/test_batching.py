@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from mmtrain.data.bitfield import LanguageMask, language_bits, num_pairs
-from mmtrain.data.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.errors import DataError
-from mmtrain.models.spec import ModelSpec, Rates, WorkSize
+from mmtrain.modality.bitfield import LanguageMask, language_bits, num_pairs
+from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.schedule.graph import Work
+from mmtrain.spec.spec import ModelSpec, Rates, WorkSize
 from tests.data.masks import KINDS, microbatches
 from tests.planner.specs import META, microbatch, vlm
 

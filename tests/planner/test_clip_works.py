@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.config import PlannerConfig
-from mmtrain.data.metadata import ClipMeta, IterationMeta, MicrobatchMeta
+from mmtrain.config.config import PlannerConfig
 from mmtrain.errors import DataError, PlanError
+from mmtrain.modality.metadata import ClipMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.plane import Plane
-from mmtrain.models.spec import Division, ModelSpec, WorkSize
-from mmtrain.models.spec_builders import model_spec
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
-from mmtrain.planner.cost_model import FlopsCosts
-from mmtrain.planner.costs import make_problem
+from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.layout import IterationLayout
-from mmtrain.planner.partition import partition, reference_sizes
+from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.planner.problem import make_problem
 from mmtrain.schedule.graph import Work
+from mmtrain.spec.builders import model_spec
+from mmtrain.spec.spec import Division, ModelSpec, WorkSize
 from tests.models.dits import t2v
 from tests.planner.specs import microbatch, vlm
 from tests.planner.test_batching import with_items

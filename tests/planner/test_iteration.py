@@ -1,11 +1,11 @@
 import pytest
 
-from mmtrain import config
+from mmtrain.config import config
 from mmtrain.errors import ConfigError
-from mmtrain.models.spec_builders import model_spec
-from mmtrain.planner.partition import Partition
-from mmtrain.planner.partition_choice import partition_of
+from mmtrain.planner.partition.choice import partition_of
+from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.spec.builders import model_spec
 
 TEXT = """
 [model.language]

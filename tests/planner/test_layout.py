@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.data.metadata import IterationMeta
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.images import Images, ImagesLayout
+from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.plane import Plane, longest_first, pad_places
-from mmtrain.models.spec import Division, ModelSpec
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.layout import IterationLayout
+from mmtrain.spec.spec import Division, ModelSpec
 from tests.planner.specs import microbatch, vlm
 
 PICTURES = [(4, 4), (2, 8), (6, 2), (2, 2), (8, 8)]

@@ -4,16 +4,16 @@ import pytest
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import BRAID, KINDS, Action, Kind
-from mmtrain.schedule.draw import text
 from mmtrain.schedule.graph import Edge, Instruction, Link, ModuleStages, Work
+from mmtrain.schedule.io.wire import to_bytes
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.schedule.lower import lower
+from mmtrain.schedule.passes.lower import lower
+from mmtrain.schedule.passes.release import transfers
 from mmtrain.schedule.plan import Plan, check, held_bytes
 from mmtrain.schedule.problem import P2P, PlanningProblem
-from mmtrain.schedule.release import transfers
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.transport import check_transport
-from mmtrain.schedule.wire import to_bytes
+from mmtrain.schedule.view.draw import text
 from tests.schedule.problems import chain, halves
 
 COST = halves(1.0, 1.0, 1.0)

@@ -1,7 +1,7 @@
 import pytest
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.lower import Program, lower
+from mmtrain.schedule.passes.lower import Program, lower
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.transport import MODELS, check_transport
 from tests.schedule.problems import chain

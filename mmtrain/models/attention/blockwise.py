@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mmtrain.data.bitfield import (
+from mmtrain.modality.bitfield import (
     DOCUMENT_SHIFT,
     FULL_SHIFT,
     GROUP_MASK,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from mmtrain.data.bitfield import Bits
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.modality.bitfield import Bits
 from mmtrain.models.attention.blockwise import diagonal_attention, piecewise_attention
 from mmtrain.models.attention.flex import LEAST_COLUMNS, block_attention, make_block_mask
 from mmtrain.models.attention.pieces import Piece, is_block_diagonal, make_pieces

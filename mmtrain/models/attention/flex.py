@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from mmtrain.data.bitfield import (
+from mmtrain.modality.bitfield import (
     DOCUMENT_SHIFT,
     FULL_SHIFT,
     GROUP_SHIFT,

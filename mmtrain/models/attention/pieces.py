@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from mmtrain.data.bitfield import GROUP_SHIFT, OWN_GROUP_MASK, Bits, visible_keys
+from mmtrain.modality.bitfield import GROUP_SHIFT, OWN_GROUP_MASK, Bits, visible_keys
 
 MASK_SIZE = 1 << 23
 """Most numbers in the mask of one piece: 32 MiB where a kernel wants it as float32."""

@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtrain.data.batch import ClipMicrobatch
-from mmtrain.data.bitfield import prompt_bits
 from mmtrain.modality.base import first_of
+from mmtrain.modality.bitfield import prompt_bits
 from mmtrain.modality.clips import ClipsLayout
 from mmtrain.modality.plane import pad_places
 from mmtrain.models.attention.context import AttentionContext, attention_context
+from mmtrain.models.batch import ClipMicrobatch
 from mmtrain.models.diffusion import ClipNoise
-from mmtrain.models.spec import ModuleSpec
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
+from mmtrain.spec.spec import ModuleSpec
 
 
 class ClipsFeed:

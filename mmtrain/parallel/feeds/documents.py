@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtrain.data.batch import IGNORE_INDEX
 from mmtrain.modality.documents import DocumentsLayout
 from mmtrain.modality.images import ImagesLayout
 from mmtrain.modality.plane import Places
 from mmtrain.models.attention.context import AttentionContext, attention_context
-from mmtrain.models.spec import ModuleSpec
+from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.parallel.context import RowExchange
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
+from mmtrain.spec.spec import ModuleSpec
 
 
 class DocumentsFeed:

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from mmtrain.data.batch import Microbatch
 from mmtrain.modality.base import first_of
 from mmtrain.modality.images import ImagesLayout
-from mmtrain.models.spec import ModuleSpec
+from mmtrain.models.batch import Microbatch
 from mmtrain.parallel.context import KeyValueGather
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
+from mmtrain.spec.spec import ModuleSpec
 
 
 class ImagesFeed:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtrain.data.batch import Batch
-from mmtrain.data.metadata import IterationMeta
+from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.plane import Places, pad_places
 from mmtrain.models.attention.context import Backend
+from mmtrain.models.batch import Batch
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.parallel.context import KeyValueGather, RowExchange
 from mmtrain.parallel.mesh import Mesh

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.limits import GROUPS_BY_RANKS
 from mmtrain.planner.search import kernels
 from mmtrain.planner.search.kernels import Instance, Workspace
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.limits import GROUPS_BY_RANKS
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem
 

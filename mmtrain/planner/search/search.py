@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmtrain.errors import PlanError
-from mmtrain.limits import THREADS
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.search import kernels
@@ -37,12 +36,13 @@ from mmtrain.planner.search.orders import Order, by_cluster, cluster_orders
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.greedy import clusters
 from mmtrain.schedule.library.memory import choose_options
+from mmtrain.schedule.limits import THREADS
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
 if TYPE_CHECKING:  # a search needs no config, and its sections take as long to import as the rest of the planner
-    from mmtrain.config import Strategy
+    from mmtrain.config.config import Strategy
 
 CHAINS: Mapping[str, type[Chain]] = {
     "anneal": AnnealChain,

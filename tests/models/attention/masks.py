@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmtrain.data.bitfield import Bits, allowed
+from mmtrain.modality.bitfield import Bits, allowed
 
 SCALE = 0.3
 

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmtrain.data.bitfield import language_bits, segment_bits
-from mmtrain.data.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.modality.bitfield import language_bits, segment_bits
+from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention import pieces
 from mmtrain.models.attention.context import PACKED, attention_context, packed_attention
 from tests.data.masks import KINDS, microbatches, words

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from mmtrain.data.bitfield import allowed, language_bits, segment_bits
+from mmtrain.modality.bitfield import allowed, language_bits, segment_bits
 from mmtrain.models.attention.context import attention_context, packed_attention
 from mmtrain.models.attention.flex import BLOCK_SIZE, make_block_mask, visible_blocks
 from tests.data.masks import KINDS, example, microbatches, words

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.data.bitfield import GROUP_SHIFT, OWN_GROUP_MASK, allowed, language_bits, segment_bits, word
-from mmtrain.data.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
+from mmtrain.modality.bitfield import GROUP_SHIFT, OWN_GROUP_MASK, allowed, language_bits, segment_bits, word
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
 from mmtrain.models.attention import pieces as module
 from mmtrain.models.attention.pieces import is_block_diagonal, make_pieces
 from tests.data.masks import KINDS, microbatches, words

@@ -6,7 +6,7 @@ import sys
 from mmtrain.planner.search.search import warm
 warm()
 assert "numba.np.arraymath" in sys.modules
-assert not {"scipy.linalg", "mmtrain.config", "torch"} & set(sys.modules), sys.modules
+assert not {"scipy.linalg", "mmtrain.config.config", "torch"} & set(sys.modules), sys.modules
 """
 
 PRODUCT = """

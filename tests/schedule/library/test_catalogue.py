@@ -10,7 +10,7 @@ from mmtrain.schedule.library import names
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.library.forward_only import forward_only
 from mmtrain.schedule.library.weights import worth_splitting
-from mmtrain.schedule.lower import lower
+from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate

@@ -1,0 +1,1 @@
+"""Graphs of repeated calls, simulated once for each subgraph: what the operator simulator could reuse, measured."""

@@ -1,0 +1,1 @@
+"""Checkpoints and run folders: written aside, renamed, verified."""

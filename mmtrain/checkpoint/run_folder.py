@@ -1,0 +1,148 @@
+"""What a run left in its folder, read by one process without process groups: its config, and the modules of one of
+its checkpoints as whole chunks. And new folders that are absent or whole."""
+
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mmtrain.checkpoint.files import StoredCheckpoint, complete_steps
+from mmtrain.config import config
+from mmtrain.config.config import Config
+from mmtrain.errors import CheckpointError, ConfigError
+from mmtrain.models.build import build_chunk, materialise
+from mmtrain.models.chunk import Chunk, LanguageChunk
+from mmtrain.models.initialise import init_weights
+from mmtrain.models.pretrained import load_pretrained
+from mmtrain.models.vae import VaeDecoder
+from mmtrain.spec.builders import model_spec
+
+logger = logging.getLogger("mmtrain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """A run and the checkpoint of it that was chosen."""
+
+    folder: Path
+    job: Config
+    step: int
+    """Of the checkpoint."""
+    checkpoint: StoredCheckpoint
+
+
+def open_run(folder: Path, step: int | None = None) -> StoredRun:
+    """A run with its newest complete checkpoint, or that of a step.
+
+    Args: folder: the job's dump folder, with config.toml and checkpoints.
+    Raises:
+        ConfigError: it is no dump folder, or has no such checkpoint.
+        CheckpointError: the checkpoint is damaged, or refused; none other is taken in its place.
+    """
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"{folder} holds no config.toml; name the job.dump_folder of a run")
+    job = config.load(folder / "config.toml")
+    checkpoints = folder / job.checkpoint.folder
+    steps = complete_steps(checkpoints)
+    if not steps:
+        raise ConfigError(f"{checkpoints} has no complete checkpoint; train with checkpoint.enable = true")
+    if step is not None and step not in steps:
+        raise ConfigError(
+            f"--step {step}: {checkpoints} has {', '.join(f'step-{s}' for s in steps)}; name one of these"
+        )
+    step = steps[-1] if step is None else step
+    with _advised():
+        stored = StoredCheckpoint.open(checkpoints / f"step-{step}", job.checkpoint.verify)
+    if stored.warning:
+        logger.warning("%s", stored.warning)
+    return StoredRun(folder=folder, job=job, step=step, checkpoint=stored)
+
+
+def load_module(run: StoredRun, module: str, device: torch.device | str = "cpu") -> Chunk:
+    """All layers of a module as one chunk with the weights of the checkpoint; nothing in it is trainable.
+
+    Raises:
+        ConfigError: the checkpoint is of another model than config.toml.
+        CheckpointError: it is damaged, or refused.
+    """
+    model, spec = run.job.model, model_spec(run.job.model)
+    if module == "dit":  # here it reads latents, whoever made them
+        model = replace(model, vae=None)
+    chunk = build_chunk(model, spec, module, (0, len(spec.module(module).layers)), device=device)
+    chunk.requires_grad_(False)
+    _load(chunk, module, run.checkpoint)
+    return chunk
+
+
+def load_decoder(run: StoredRun, device: torch.device | str = "cpu") -> VaeDecoder:
+    """The decoder of the run's VAE with the weights of `model.vae.pretrained`, else with initial ones. A checkpoint has
+    the encoder alone.
+
+    Raises: ConfigError: weights that are missing or of another shape.
+    """
+    decoder = VaeDecoder(run.job.model)
+    materialise(decoder, device, torch.float32)
+    init_weights(decoder, run.job.debug.seed)
+    load_pretrained(decoder, run.job.model)
+    return decoder
+
+
+@contextmanager
+def _advised() -> Iterator[None]:
+    """Says what to do about a checkpoint that is damaged or refused."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; name another checkpoint with --step") from None
+
+
+def _load(chunk: Chunk, module: str, source: StoredCheckpoint) -> None:
+    """Fills a whole module from a checkpoint, in place."""
+    tied = isinstance(chunk, LanguageChunk) and chunk.shape.tied
+    # A tied head is the embedding, and is stored once.
+    tensors = {
+        f"model.{name}": tensor
+        for name, tensor in chunk.state_dict().items()
+        if not (tied and name == "language.lm_head.weight")
+    }
+    stored = source.metadata.state_dict_metadata
+    prefixes = ("model.vision.", "model.projector.") if module == "vision" else (f"model.{module}.",)
+    problems = [f"it has no {name}" for name in tensors if name not in stored]
+    problems += [f"this one has no {n}" for n in sorted(stored) if n.startswith(prefixes) and n not in tensors]
+    for name, tensor in tensors.items():
+        size = tuple(getattr(stored.get(name), "size", tensor.shape))
+        if size != tuple(tensor.shape):
+            problems.append(f"{name} has shape {size} there and {tuple(tensor.shape)} here")
+    if problems:
+        raise ConfigError(
+            f"{source.folder} is not of the model in config.toml: {problems[0]}"
+            + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+            + "; restore the config.toml of the run that saved it"
+        )
+    with warnings.catch_warnings(), _advised():
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # one process is what we want
+        source.load(tensors, no_dist=True)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out`, that is renamed to `out` at the end, and removed if anything fails.
+
+    Raises: ConfigError: `out` exists.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists already; remove it or name another folder")
+    aside = out.with_name(out.name + ".tmp")
+    shutil.rmtree(aside, ignore_errors=True)  # of a command that was killed
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        os.replace(aside, out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,338 @@
+"""The `mmtrain` command. Bad input ends with one line on standard error and exit status 2."""
+
+import argparse
+import difflib
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmtrain import __version__
+from mmtrain.commands import check, plan, profile, report, sample, schedule, simulate
+from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
+from mmtrain.config import config
+from mmtrain.errors import MMTrainError
+from mmtrain.launch.folder_owner import owned
+from mmtrain.launch.processes import end_with_parent, environment, leave
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse's, with the nearest name for a command that does not exist."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action.choices, dict) and value not in action.choices:
+            near = difflib.get_close_matches(value, action.choices, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(action.choices)}"
+            raise argparse.ArgumentError(None, f"there is no command {value!r}; {hint}")
+        super()._check_value(action, value)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `mmtrain` command. Returns the exit status."""
+    parser: argparse.ArgumentParser = _Parser(
+        prog="mmtrain",
+        description="Trains large multimodal models on pipelines that are planned anew for every batch.",
+    )
+    parser.add_argument("--version", action="version", version=f"mmtrain {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_train(commands)
+    _add_export(commands)
+    sample.add(commands)
+    _add_check_parity(commands)
+    _add_config(commands)
+    _add_data(commands)
+    schedule.add(commands)
+    plan.add(commands)
+    check.add(commands)
+    profile.add(commands)
+    simulate.add(commands)
+    report.add(commands)
+    args, rest = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    if rest:
+        if not getattr(args, "takes_overrides", False):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.overrides = rest
+    return _guarded(args.run, args)
+
+
+def train_main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of train.py: one rank under torchrun, or the whole job of one rank. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        usage="train.py [-h] --config CONFIG [--section.key=value ...]",
+        description="Runs one rank of a training job. Any --section.key=value, in TOML syntax, overrides the file.",
+    )
+    parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
+    args, overrides = parser.parse_known_args(argv)
+    args.overrides = overrides
+    return _guarded(_train_rank, args)
+
+
+def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """The exit status of a command; what went wrong is one line on standard error."""
+    try:
+        return run(args)
+    except MMTrainError as error:
+        return _said(str(error), 2)
+    except RankDiedError as error:
+        if error.text:
+            print(error.text, file=sys.stderr)
+        return _said(str(error), error.exit_status)
+    except Stopped as stop:
+        return stop.exit_status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _said(str(error), 2)
+
+
+def _said(text: str, status: int) -> int:
+    """The status, after the text was printed. Of the processes that torchrun started here, one prints what all say."""
+    if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        file, summary = Path(report), {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        try:
+            file.write_text(json.dumps({"message": summary}))  # torchrun's own last lines show it
+            file.parent.parent.joinpath(f"said-{zlib.crc32(text.encode())}").touch(exist_ok=False)
+        except FileExistsError:
+            return status
+        except OSError:  # then each process says it
+            pass
+    rank = os.environ.get("RANK")
+    print(f"error{'' if rank is None else f' [rank {rank}]'}: {text}", file=sys.stderr, flush=True)
+    return status
+
+
+# ------------------------------------------------------------------------------------------------ train
+
+
+def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model",
+        usage="mmtrain train [-h] --config CONFIG [--section.key=value ...]",
+        description="Trains the model of a TOML file. Starts all ranks of the job on this machine, unless a "
+        "launcher (torchrun) already did. Any --section.key=value overrides the file.",
+    )
+    parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
+    parser.set_defaults(run=_train, takes_overrides=True, overrides=[])
+
+
+def _train(args: argparse.Namespace) -> int:
+    """Checks the config, then runs this rank or launches all ranks."""
+    job = config.load(args.config, args.overrides)
+    if "WORLD_SIZE" in os.environ:
+        return _train_rank(args)
+    from mmtrain.modality.buckets import check_video
+    from mmtrain.planner.iteration import IterationPlanner
+
+    check_video(job)
+    IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided, before any process starts
+    with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use
+        pass
+    train_on_ranks(job)
+    return 0
+
+
+def _train_rank(args: argparse.Namespace) -> int:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+    job = config.load(args.config, args.overrides)
+    job.parallelism.mesh_shape.check_world_size(config.world_size_from_environment())
+    from mmtrain.trainer import Trainer
+
+    with environment({}):
+        Trainer(job).run()
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------- export
+
+
+def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a checkpoint as Hugging Face folders",
+        description="Writes a checkpoint as folders that Hugging Face classes and this trainer read: language, "
+        "vision, projector, dit with its scheduler, and adapters, with a README.md. Needs one process, and memory for "
+        "one module at a time.",
+    )
+    parser.add_argument("source", type=Path, metavar="RUN", help="job.dump_folder of the job that trained")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to take (default: the newest)")
+    parser.add_argument(
+        "--merge-adapters", action="store_true", help="add low-rank adapters to the weights that they adapt"
+    )
+    parser.set_defaults(run=_export)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from mmtrain.commands.export import export
+
+    made = export(args.source, args.out, step=args.step, merge_adapters=args.merge_adapters)
+    print(f"{args.out}: step {made.step} as {', '.join(made.folders)}, {made.num_bytes / 1e6:.1f} MB")
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------- config
+
+
+def _add_config(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "config",
+        help="print a config with all its defaults",
+        usage="mmtrain config [-h] --config CONFIG [--section.key=value ...]",
+        description="Prints a TOML file resolved: bases, overrides and defaults included. Then checks that its model, "
+        "whose config.json may come from the hub, can be built, cut and divided as it says. Any --section.key=value "
+        "overrides the file.",
+    )
+    parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
+    parser.set_defaults(run=_config, takes_overrides=True, overrides=[])
+
+
+def _config(args: argparse.Namespace) -> int:
+    from mmtrain.planner.iteration import IterationPlanner
+
+    job = config.load(args.config, args.overrides)
+    print(config.dump(job), end="", flush=True)
+    planner = IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided
+    if planner.partition_words:
+        print(f"\n# {planner.partition_words}")
+    return 0
+
+
+# ----------------------------------------------------------------------------------------- check-parity
+
+
+def _add_check_parity(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "check-parity",
+        help="compare a layout with one process",
+        usage="mmtrain check-parity [-h] --config CONFIG [options] [--section.key=value ...]",
+        description="Whether a job's layout computes what one process computes. Makes the model and the batch of a "
+        "config small, runs a step of the layout on processes of this machine (CPU), and compares loss, gradient norm "
+        "and every gradient with the one-process model. Exit status 0: they agree; 1: they do not; 2: bad config or "
+        "data. Any --section.key=value overrides the file.",
+    )
+    parser.add_argument("--config", required=True, help="TOML file; a bare name is looked up in configs/")
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="batches to compare (default 1)")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="T", help="relative (default 1e-4; 0.03 of all gradients with bfloat16)"
+    )
+    parser.add_argument("--seq-len", type=int, metavar="T", help="tokens of a small microbatch (default 512)")
+    parser.add_argument(
+        "--synthetic", action="store_true", help="drawn charts, text or clips instead of the config's data"
+    )
+    parser.set_defaults(run=_check_parity, takes_overrides=True, overrides=[])
+
+
+def _check_parity(args: argparse.Namespace) -> int:
+    import tempfile
+    from dataclasses import replace
+
+    from mmtrain.errors import ConfigError
+    from mmtrain.planner.shrink import SEQ_LEN, shrink
+
+    seq_len = SEQ_LEN if args.seq_len is None else args.seq_len
+    for name, value, least in (("--steps", args.steps, 1), ("--seq-len", seq_len, 2)):
+        if value < least:
+            raise ConfigError(f"check-parity: {name} {value}; it is at least {least}")
+    if args.tolerance is not None and not args.tolerance > 0:
+        raise ConfigError(f"check-parity: --tolerance {args.tolerance}; it is above 0")
+    small = shrink(config.load(args.config, args.overrides), seq_len=seq_len)
+    from mmtrain.commands.parity import check_parity, describe, report, synthetic_data
+
+    with tempfile.TemporaryDirectory(prefix="mmtrain-parity-") as folder:
+        job = small.config
+        if args.synthetic:
+            job = replace(job, data=synthetic_data(job, Path(folder)))
+        print(describe(job))
+        print(f"data    {'synthetic' if args.synthetic else job.data.source}", flush=True)
+        for note in small.notes:
+            print(f"changed {note}", flush=True)
+        found = check_parity(job, num_steps=args.steps, tolerance=args.tolerance, say=_progress)
+    print(report(found))
+    return 1 if found.problems else 0
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------- data
+
+
+def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    data = commands.add_parser("data", help="make the built-in data sets")
+    kinds = data.add_subparsers(dest="dataset", required=True, metavar="DATASET")
+    charts = kinds.add_parser(
+        "charts",
+        help="bar, line and pie charts with questions",
+        description="Draws charts and writes question-answer conversations about them, as parquet.",
+    )
+    charts.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    charts.add_argument("--num-samples", type=int, default=4000, metavar="N", help="samples (default 4000)")
+    charts.add_argument("--seed", type=int, default=0, metavar="S", help="seed of all choices (default 0)")
+    charts.set_defaults(run=_charts)
+    shapes = kinds.add_parser(
+        "shapes",
+        help="short clips of moving shapes with captions, for text-to-video",
+        description="Draws clips of one to three moving, coloured shapes and writes them with captions that describe "
+        "them, as parquet.",
+    )
+    shapes.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    shapes.add_argument("--num-samples", type=int, default=4000, metavar="N", help="clips (default 4000)")
+    shapes.add_argument("--seed", type=int, default=0, metavar="S", help="seed of all choices (default 0)")
+    shapes.add_argument(
+        "--preview",
+        type=Path,
+        metavar="FILE",
+        help="also draw the first 12 training clips: .png, their frames side by side, or .gif, moving",
+    )
+    shapes.set_defaults(run=_shapes)
+
+
+def _shapes(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from mmtrain.data.toy.shapes import check_preview, make_shapes, shape_clips, write_preview
+
+    if args.preview:
+        check_preview(args.preview)
+    with tqdm(total=args.num_samples, unit="clip", disable=not sys.stderr.isatty()) as bar:
+        made = make_shapes(args.out, args.num_samples, args.seed, progress=lambda done, total: bar.update(done - bar.n))
+    print(
+        f"{args.out}: {made.num_train} training and {made.num_validation} validation clips with "
+        f"{made.num_frames} frames, {made.num_bytes / 1e6:.1f} MB"
+    )
+    if args.preview:
+        write_preview(args.preview, shape_clips("train", min(12, made.num_train), args.seed))
+        print(f"{args.preview}: the first clips")
+    return 0
+
+
+def _charts(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from mmtrain.data.toy.charts import make_charts
+
+    with tqdm(total=args.num_samples, unit="sample", disable=not sys.stderr.isatty()) as bar:
+        made = make_charts(args.out, args.num_samples, args.seed, progress=lambda done, total: bar.update(done - bar.n))
+    print(
+        f"{args.out}: {made.num_train} training and {made.num_validation} validation samples with "
+        f"{made.num_images} pictures, {made.num_bytes / 1e6:.1f} MB"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())

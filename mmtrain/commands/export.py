@@ -1,0 +1,303 @@
+"""A job's checkpoint as Hugging Face folders, in one process without process groups, module by module.
+
+OUT/language, OUT/vision     what `from_pretrained` of the real classes reads, and `pretrained = ...` here
+OUT/dit                      the same of a diffusion transformer, by its class in diffusers
+OUT/scheduler                the scheduler of diffusers that samples from it
+OUT/*_adapter                low-rank adapters, for `peft`; absent where they were merged into the weights
+OUT/projector                the projector of kind `mlp`, for [model.projector] pretrained = ...
+OUT/README.md                what is what
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mmtrain.checkpoint.run_folder import StoredRun, load_module, new_folder, open_run
+from mmtrain.config.config import EncoderConfig, LanguageConfig, LoRAConfig
+from mmtrain.data.tokenizer import load_tokenizer
+from mmtrain.errors import ConfigError
+from mmtrain.modality.buckets import latent_channels
+from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
+from mmtrain.models.diffusion import make_scheduler, null_token
+from mmtrain.models.dit import DitChunk, build_dit
+from mmtrain.models.fused_qkv import from_head_major, is_fused
+from mmtrain.models.pretrained import projector_sizes
+from mmtrain.models.trainable import adapter_names, is_adapter, plain_name, stored_adapter_name, target_pattern
+from mmtrain.spec.families import dit_config, encoder_config, find_file, language_config
+from mmtrain.spec.linears import adapted_linears
+from mmtrain.spec.shapes import vision_shape
+
+MAX_SHARD_SIZE = "5GB"
+"""Of one safetensors file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export wrote."""
+
+    step: int
+    """Of the checkpoint."""
+    folders: tuple[str, ...]
+    """Inside of the exported folder."""
+    num_bytes: int
+
+
+def export(folder: Path, out: Path, *, step: int | None = None, merge_adapters: bool = False) -> Exported:
+    """What was written to `out`, which appears only when it is complete.
+
+    Args:
+        folder: a job's dump folder, with config.toml and checkpoints.
+        step: of the checkpoint; None: the newest complete one.
+        merge_adapters: add W + (alpha / rank) B A to the weights instead of writing adapters beside them.
+    Raises: ConfigError: `out` exists, `folder` is no dump folder, no such checkpoint, or one of another model.
+    """
+    run = open_run(folder, step)
+    model = run.job.model
+    sections = (model.encoder, model.language)
+    if merge_adapters and not any(section is not None and section.trainable == "lora" for section in sections):
+        raise ConfigError(f'{folder}: no module was trained with trainable = "lora", so there is nothing to merge')
+    with new_folder(out) as aside:
+        _export_language(run, aside, merge_adapters)
+        if model.encoder is not None:
+            _export_vision(run, aside, merge_adapters)
+        if model.dit is not None:
+            _export_dit(run, aside)
+        tokenizer = load_tokenizer(run.job.tokenizer, captions=model.dit is not None)
+        tokenizer.save_pretrained(aside / "language")
+        readme = _video_readme(run, aside, out, null_token(tokenizer)) if model.dit else _readme(run, aside, out)
+        (aside / "README.md").write_text(readme, encoding="utf-8")
+    files = [path for path in out.rglob("*") if path.is_file()]
+    return Exported(
+        step=run.step,
+        folders=tuple(sorted(path.name for path in out.iterdir() if path.is_dir())),
+        num_bytes=sum(path.stat().st_size for path in files),
+    )
+
+
+# --------------------------------------------------------------------------------------- the modules
+
+
+def _export_vision(run: StoredRun, out: Path, merge_adapters: bool) -> None:
+    section = run.job.model.encoder
+    assert section is not None
+    chunk = load_module(run, "vision")
+    assert isinstance(chunk, VisionChunk)
+    if chunk.projector is not None:
+        _save_projector(chunk, out / "projector")
+    weights = {name: _in_their_order(chunk, name, tensor) for name, tensor in chunk.vision.state_dict().items()}
+    theirs = chunk.host.build(encoder_config(section), "sdpa")
+    pattern = target_pattern(adapted_linears(run.job.model, "vision"), chunk.host.blocks)
+    adapters = _Adapters(run.job.model.lora, pattern, _base(section), None, out / "vision_adapter")
+    _fill(theirs, _plain(weights, adapters, merge_adapters))
+    theirs.save_pretrained(out / "vision", max_shard_size=MAX_SHARD_SIZE)
+
+
+def _export_language(run: StoredRun, out: Path, merge_adapters: bool) -> None:
+    section = run.job.model.language
+    chunk = load_module(run, "language")
+    assert isinstance(chunk, LanguageChunk)
+    weights, blocks = chunk.language.state_dict(), chunk.host.blocks
+    values = language_config(section)
+    theirs: Any = chunk.host.build(values, "sdpa")
+    theirs.config.use_cache = values.get("use_cache", True)  # was off for training
+    if not chunk.has_head:  # a text encoder: the class without a head, whose names lack the first part
+        prefix = f"{theirs.base_model_prefix}."
+        theirs, blocks = theirs.base_model, blocks.removeprefix(prefix)
+        weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    pattern = target_pattern(adapted_linears(run.job.model, "language"), blocks)
+    task = "CAUSAL_LM" if chunk.has_head else None
+    adapters = _Adapters(run.job.model.lora, pattern, _base(section), task, out / "language_adapter")
+    _fill(theirs, _plain(weights, adapters, merge_adapters))
+    theirs.save_pretrained(out / "language", max_shard_size=MAX_SHARD_SIZE)
+    if chunk.has_head and section.pretrained:
+        settings = find_file("model.language", section.pretrained, "generation_config.json", optional=True)
+        if settings is not None:
+            shutil.copyfile(settings, out / "language" / "generation_config.json")
+
+
+def _export_dit(run: StoredRun, out: Path) -> None:
+    """The diffusion transformer and its scheduler."""
+    section = run.job.model.dit
+    assert section is not None
+    chunk = load_module(run, "dit")
+    assert isinstance(chunk, DitChunk)
+    theirs = build_dit(dit_config(section))
+    theirs.load_state_dict(chunk.dit.state_dict(), assign=True, strict=True)
+    theirs.save_pretrained(out / "dit", max_shard_size=MAX_SHARD_SIZE)
+    make_scheduler(run.job.diffusion).save_pretrained(out / "scheduler")
+
+
+def _in_their_order(chunk: Chunk, name: str, tensor: Tensor) -> Tensor:
+    """The tensor with its rows as Hugging Face orders them."""
+    if isinstance(chunk, VisionChunk) and is_fused(name, chunk.host.fused_qkv):
+        return from_head_major(tensor, chunk.shape.num_heads)
+    return tensor
+
+
+# ------------------------------------------------------------------------------------------- adapters
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapters:
+    """What besides its tensors makes a folder of adapters."""
+
+    lora: LoRAConfig
+    pattern: str
+    """Of the names of the layers that have one."""
+    base: str | None
+    """What the adapted weights were loaded from."""
+    task: str | None
+    folder: Path
+
+
+def _base(section: EncoderConfig | LanguageConfig) -> str | None:
+    return (section.pretrained if section.weights == "pretrained" else "") or None
+
+
+def _plain(weights: dict[str, Tensor], adapters: _Adapters, merge: bool) -> dict[str, Tensor]:
+    """The weights of a module without adapters, under the names that they have there; adapters are added to them, or
+    written to their folder."""
+    found = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
+    if found and merge:
+        _merge(weights, found, adapters.lora)
+    elif found:
+        _save_adapters(found, adapters)
+    return {plain_name(name): tensor for name, tensor in weights.items() if name not in found}
+
+
+def _merge(weights: dict[str, Tensor], adapters: dict[str, Tensor], lora: LoRAConfig) -> None:
+    """Adds each adapter to the weight that it adapts, in place."""
+    for name in [n for n in weights if n not in adapters and plain_name(n) != n and n.endswith(".weight")]:
+        down, up = (adapters[adapter] for adapter in adapter_names(name))
+        weights[name].add_(up @ down, alpha=lora.alpha / lora.rank)
+
+
+def _save_adapters(tensors: dict[str, Tensor], adapters: _Adapters) -> None:
+    """A folder for `PeftModel.from_pretrained`."""
+    from peft import LoraConfig
+
+    settings = LoraConfig(
+        r=adapters.lora.rank,
+        lora_alpha=adapters.lora.alpha,
+        target_modules=adapters.pattern,
+        lora_dropout=0.0,
+        bias="none",
+        task_type=adapters.task,
+        base_model_name_or_path=adapters.base,
+        inference_mode=True,
+    )
+    adapters.folder.mkdir()
+    settings.save_pretrained(adapters.folder)
+    stored = {stored_adapter_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(stored, adapters.folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+# ------------------------------------------------------------------------------------ into their modules
+
+
+def _fill(module: PreTrainedModel, weights: dict[str, Tensor]) -> None:
+    """Gives a Hugging Face module on the meta device its weights, without a copy."""
+    absent = [name for name, _ in module.named_children() if not any(k.startswith(f"{name}.") for k in weights)]
+    for name in absent:  # a merger that was not trained, since the projector is our own
+        if any(True for _ in module.get_submodule(name).parameters()):
+            setattr(module, name, None)
+    module.load_state_dict(weights, assign=True, strict=True)
+
+
+def _save_projector(chunk: VisionChunk, folder: Path) -> None:
+    assert chunk.projector is not None
+    folder.mkdir()
+    save_file(chunk.projector.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(projector_sizes(chunk.projector), indent=2) + "\n")
+
+
+# ----------------------------------------------------------------------------------------- read me
+
+
+def _readme(run: StoredRun, out: Path, final: Path) -> str:
+    """What is what in the exported folder. Args: out: where it is now. final: where it will be."""
+    job = run.job
+    lines = [
+        *_title(run),
+        f"- `language/`: `{_class_name(out / 'language')}` with its tokenizer; "
+        "`transformers.AutoModelForCausalLM.from_pretrained` reads it.",
+    ]
+    again = ["[model.language]", f'pretrained = "{final / "language"}"']
+    if job.model.encoder is not None:
+        projector = job.model.projector
+        made = (
+            "its own merger makes the tokens of the language model."
+            if projector.kind == "native"
+            else "use its `last_hidden_state`, without a class token. A pooler or merger of its own was not trained "
+            "and is left out: where the class makes one all the same, `from_pretrained` rightly reports its weights as "
+            "missing."
+        )
+        lines.append(f"- `vision/`: the encoder, `{_class_name(out / 'vision')}`; {made}")
+        if projector.kind == "mlp" and vision_shape(job.model).window:
+            lines.append(
+                "  These features come window by window, and so do the tokens that the projector makes of them."
+            )
+        again += ["[model.encoder]", f'pretrained = "{final / "vision"}"', "[model.projector]"]
+        again += [f'kind = "{projector.kind}"', f"spatial_merge = {projector.spatial_merge}"]
+        if projector.kind == "mlp":
+            lines.append(
+                "- `projector/`: from these features to tokens of the language model, "
+                "`mmtrain.models.projector.Projector`, its sizes in `config.json`."
+            )
+            again += [f"hidden_size = {projector.hidden_size}", f'pretrained = "{final / "projector"}"']
+    return _ended(lines, again, out)
+
+
+def _video_readme(run: StoredRun, out: Path, final: Path, null: int) -> str:
+    """The same for a text-to-video model. Args: null: the token of a hidden caption."""
+    section = run.job.model.dit
+    assert section is not None
+    pixels, vae, made_by = latent_channels(section) == 3, run.job.model.vae, ""
+    if vae is not None:  # frozen, so there is nothing to export
+        source = (
+            f"`{vae.pretrained}`" if vae.pretrained else "[model.vae] of the run's config.toml, with its debug.seed"
+        )
+        made_by = f"those of the VAE of {source}, normalised."
+    (scheduler,) = (json.loads(path.read_text())["_class_name"] for path in (out / "scheduler").iterdir())
+    lines = [
+        *_title(run),
+        f"- `language/`: the text encoder, `{_class_name(out / 'language')}` with its tokenizer; "
+        "`transformers.AutoModel.from_pretrained` reads it. Its `last_hidden_state` of a caption conditions the DiT; "
+        f"for guidance, no caption is token {null}, as often as the caption has tokens.",
+        "- `dit/`: `diffusers.WanTransformer3DModel.from_pretrained` reads it. Its latents are "
+        + (made_by or ("pixels from -1 to 1." if pixels else "those that it was trained on.")),
+        f"- `scheduler/`: `diffusers.{scheduler}.from_pretrained` reads it.",
+    ]
+    again = ["[model.language]", f'pretrained = "{final / "language"}"', "[model.dit]"]
+    again.append(f'pretrained = "{final / "dit"}"')
+    if vae is not None and vae.pretrained:
+        again += ["[model.vae]", f'pretrained = "{vae.pretrained}"']
+    return _ended(lines, again, out)
+
+
+def _title(run: StoredRun) -> list[str]:
+    title = run.job.job.description or "A model trained by mmtrain"
+    return [f"# {title}", "", f"Weights after step {run.step}, float32.", ""]
+
+
+def _ended(lines: list[str], again: list[str], out: Path) -> str:
+    """The page, with its adapters and the config that trains on. Args: again: lines of that config."""
+    adapters = [module for module in ("language", "vision") if (out / f"{module}_adapter").is_dir()]
+    for module in adapters:
+        lines.append(
+            f"- `{module}_adapter/`: low-rank adapters, which the weights of `{module}/` do not contain; "
+            f"`peft.PeftModel.from_pretrained(model, '{module}_adapter')`."
+        )
+    note = "To train on from here" + (" (without the adapters; --merge-adapters keeps them):" if adapters else ":")
+    return "\n".join([*lines, "", note, "", "```toml", *again, "```", ""])
+
+
+def _class_name(folder: Path) -> str:
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return str(values["architectures"][0])

@@ -1,0 +1,336 @@
+"""Measures what a job's layers, actions, transfers and step ends take on this machine, by its own trainer and runtime.
+
+A trainer runs batches of noise with each layer as a stage of its own, then with each module as one stage, with whole
+and with split backwards. The first gives a layer's seconds, what the second saves is what an action costs by itself,
+and the pauses between actions are the runtime's. With several pipeline ranks, as many copies as there are cores for
+run side by side, since ranks share caches and memory; two real ranks exchange messages and end steps.
+
+Everything is measured in rounds over all of this. On a CPU, what one thread computes is timed on that thread's own
+clock, which other processes do not move, and only those actions count beside which a fixed piece of work ran about as
+fast as it ever did.
+"""
+
+import itertools
+import math
+import os
+import platform
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain.commands.local_ranks import run_on_ranks
+from mmtrain.config.config import Config
+from mmtrain.config.topology import MeshShape
+from mmtrain.data.noise import noise_batch
+from mmtrain.errors import ConfigError
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.observe.machine_speed import WatchedClock
+from mmtrain.parallel.grads import local_part
+from mmtrain.parallel.mesh import build_mesh
+from mmtrain.parallel.stage import ModalityStage
+from mmtrain.planner.costs.cost_model import HostCopy
+from mmtrain.planner.profile.measurements import NUM_BLOCKS, Samples, StepSample, assemble, slowest
+from mmtrain.planner.profile.probing import CUTS, REPEATS, Cut, probing_iteration, probing_job, small_job, work_curve
+from mmtrain.planner.profile.profile import Profile
+from mmtrain.trainer import TimedStep, Trainer
+
+MESSAGE_BYTES = tuple(4**k for k in range(5, 13))
+"""Sizes of the measured transfers: 1 KiB to 16 MiB."""
+
+_LOOK_EVERY_S = 2e-3
+"""From one look at the machine's speed to the next; each takes a tenth of it."""
+_MESSAGES = 12
+"""Of each size, each way, in one round."""
+_COMPUTED_S = 6e-3
+"""That a CPU computes after it has sent one: longer than a slice of the scheduler."""
+
+Say = Callable[[str], None]
+
+
+def profile_job(config: Config, *, rounds: int = 3, steps: int = 4, say: Say = print) -> Profile:
+    """The profile of a job on this machine.
+
+    Args: rounds: over everything. steps: of each trainer in a round, after one that warms up.
+    Raises: ConfigError: fewer CUDA devices than ranks that share a work, ranks that share a device, or activations that
+        are offloaded.
+    """
+    if config.activation_checkpoint.mode == "offload":
+        raise ConfigError(
+            'profile: activation_checkpoint.mode = "offload" would be measured as part of the layers; profile with '
+            'another mode ("none"): copies to the host are measured apart'
+        )
+    if config.comm.share_device:
+        raise ConfigError(
+            "profile: comm.share_device = true; ranks that take turns on a device say nothing of ranks with one each; "
+            "remove it"
+        )
+    section = config.parallelism
+    plane = section.tensor_parallel_degree * section.context_parallel_degree
+    copies = _copies(section.pipeline_parallel_degree, plane)
+    meta = _everything(config)
+    say(
+        f"profile: {len(meta.microbatches)} batches of noise, {rounds} rounds of {steps} steps, {copies} x {plane} "
+        f"processes; load of this machine before {_load()}"
+    )
+    if not torch.cuda.is_available() and plane > (os.cpu_count() or 1):
+        say(f"profile: {plane} ranks share {os.cpu_count()} cores, so they are slower than with a core each")
+    with tempfile.TemporaryDirectory(prefix="mmtrain-profile-") as folder:
+        found = run_on_ranks(_measure_layers, plane, config, rounds, steps, folder, comm=config.comm, copies=copies)
+        pairs: list[Samples] = []
+        if section.pipeline_parallel_degree > 1 and (not torch.cuda.is_available() or torch.cuda.device_count() > 1):
+            say("profile: transfers and ends of steps, 2 processes")
+            pairs = run_on_ranks(_measure_pair, 2, config, rounds, steps, folder, comm=config.comm)
+    say(f"profile: load of this machine after {_load()}")
+    together = [slowest(found[first : first + plane]) for first in range(0, len(found), plane)]
+    return assemble(config, meta, together, pairs, _machine(copies))
+
+
+def _copies(pp: int, plane: int) -> int:
+    if not torch.cuda.is_available():
+        return max(1, min(pp, (os.cpu_count() or 1) // plane))
+    if torch.cuda.device_count() < plane:
+        raise ConfigError(
+            f"profile: {plane} tensor- and context-parallel ranks share a work, but there are "
+            f"{torch.cuda.device_count()} CUDA devices; lower the degrees, or measure on a machine with more"
+        )
+    return 1
+
+
+def _everything(job: Config) -> IterationMeta:
+    return IterationMeta(microbatches=(*probing_iteration(job).microbatches, *work_curve(job).microbatches))
+
+
+def _load() -> str:
+    return f"{os.getloadavg()[0]:.2f} on {os.cpu_count()} cores"
+
+
+# ------------------------------------------------------------------------------------------- measurements
+
+
+def _measure_layers(device: torch.device, config: Config, rounds: int, steps: int, folder: str) -> Samples:
+    """Actions, pauses, ends of steps and held bytes of the job's layers, on one pipeline rank."""
+    warnings.simplefilter("ignore")  # a measurement is no test of the libraries
+    samples = Samples(host_copy=measure_host_copy(device))
+    for number in range(rounds):
+        # Where the job recomputes all blocks alike, its layers are measured so, and it has no choice.
+        repeats = REPEATS.values() if config.activation_checkpoint.mode == "none" else ()
+        for cut in (*CUTS, *repeats):
+            job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder=_dump_folder(folder))
+            clock = _watched_clock(device)
+            with _steps(job, _everything(job), device, clock) as (trainer, timed):
+                samples.steps += _samples(cut, timed, steps, clock)
+                if cut == Cut(stages="layers", splits=False) and number == 0:
+                    with _counting(trainer.model.stages, samples.held, device):
+                        next(timed)
+        small = small_job(config, folder=_dump_folder(folder))
+        last = IterationMeta(microbatches=probing_iteration(small).microbatches[-1:])
+        clock = _watched_clock(device)
+        with _steps(small, last, device, clock) as (_, timed):
+            samples.steps += _samples(None, timed, steps, clock)
+    return samples
+
+
+def _samples(job: Cut | None, timed: Iterator[TimedStep], steps: int, clock: WatchedClock) -> Iterator[StepSample]:
+    """Args: clock: of the timed steps."""
+    clock.look()
+    for step in itertools.islice(timed, steps):
+        clock.look()
+        rows, pauses, speeds = {}, {}, {}
+        start, end = step.outcome.span
+        last, graph = start, step.plan.problem.graph
+        for action, begin, done in step.outcome.rows:
+            place = (action.stage, graph.work_of(action), action.kind)
+            rows[place], pauses[place] = done - begin, begin - last
+            speeds[place] = clock.speed_s(last, done)
+            last = done
+        yield StepSample(
+            job=job,
+            rows=rows,
+            pauses=pauses,
+            speeds_s=speeds,
+            outside_s=(step.end_s - step.start_s) - (end - start),
+            outside_speed_s=clock.speed_s(end, step.end_s),
+        )
+
+
+def measure_host_copy(device: torch.device, num_bytes: int = 1 << 26) -> HostCopy:
+    """How fast memory of the device goes to host memory and back: the slower way, at its best of five."""
+    cuda = device.type == "cuda"
+    here = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    there = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=cuda)
+    rates = []
+    for target, source in ((there, here), (here, there)):
+        found = []
+        for _ in range(5):
+            if cuda:
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            if cuda:
+                torch.cuda.synchronize(device)
+            found.append(time.perf_counter() - start)
+        rates.append(num_bytes / min(found))
+    return HostCopy(bytes_per_s=min(rates), overlaps=cuda)
+
+
+@contextmanager
+def _steps(
+    job: Config, meta: IterationMeta, device: torch.device, clock: Callable[[], float]
+) -> Iterator[tuple[Trainer, Iterator[TimedStep]]]:
+    """A trainer of a job and its steps on noise, the first of them done."""
+    trainer = Trainer(job)
+    batches = itertools.repeat((noise_batch(job.model, meta, job.debug.seed), meta))
+    timed = trainer.timed_steps(device, batches, clock=clock)
+    try:
+        next(timed)
+        yield trainer, timed
+    finally:
+        timed.close()  # type: ignore[attr-defined]
+
+
+def _watched_clock(device: torch.device) -> WatchedClock:
+    """On a CPU a thread's own clock, if there is no other rank to wait for: other processes do not move it. Else the
+    host's, which looks between steps alone, as the other ranks would wait for each look, and never on a device."""
+    if device.type != "cpu":
+        return WatchedClock(time.perf_counter, every_s=None)
+    if dist.get_world_size() == 1:
+        return WatchedClock(time.thread_time, every_s=_LOOK_EVERY_S)
+    return WatchedClock(time.perf_counter, every_s=math.inf)
+
+
+def _dump_folder(folder: str) -> str:
+    return f"{folder}/{os.getpid()}"
+
+
+@contextmanager
+def _counting(
+    stages: Sequence[ModalityStage], held: dict[tuple[int, int], float], device: torch.device
+) -> Iterator[None]:
+    """Inside, the bytes that each forward leaves for its backward are counted: each storage once, no parameter."""
+    for stage in stages:
+        stage.forward_one_chunk = _Counted(stage, held, device)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        for stage in stages:
+            del stage.forward_one_chunk
+
+
+class _Counted:
+    """A stage's forward that counts what autograd keeps of it."""
+
+    def __init__(self, stage: ModalityStage, held: dict[tuple[int, int], float], device: torch.device) -> None:
+        self._forward, self._held, self._device = stage.forward_one_chunk, held, device
+        self._stage, self._chunk, self._offloader = stage.stage_index, stage.submod, stage.memory.offloader
+
+    def __call__(self, work: int, *args: Any, **kwargs: Any) -> Any:
+        if self._device.type == "cuda":  # what the allocator has more after than before, the output apart
+            before = torch.cuda.memory_allocated(self._device)
+            output = self._forward(work, *args, **kwargs)
+            self._offloader.settle()  # what was offloaded is gone, but for its copies
+            root = output if isinstance(output, Tensor) else output.loss_sum
+            used = torch.cuda.memory_allocated(self._device) - before - root.untyped_storage().nbytes()
+            self._held[self._stage, work] = float(max(0, used))
+            return output
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = self._forward(work, *args, **kwargs)
+        # Afterwards: FSDP2 gathers parameters in the forward.
+        own = {local_part(parameter).untyped_storage().data_ptr() for parameter in self._chunk.parameters()}
+        self._held[self._stage, work] = float(sum(size for place, size in kept.items() if place not in own))
+        return output
+
+
+def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int, folder: str) -> Samples:
+    """Transfers between two pipeline ranks, and how their steps end."""
+    warnings.simplefilter("ignore")
+    samples = Samples()
+    plain = replace(
+        config, parallelism=replace(config.parallelism, tensor_parallel_degree=1, context_parallel_degree=1)
+    )
+    for _ in range(rounds):
+        _measure_messages(samples, device)
+        job = probing_job(plain, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder=_dump_folder(folder))
+        with _steps(job, probing_iteration(job), device, time.perf_counter) as (_, timed):
+            for _ in range(steps):
+                step = next(timed)
+                samples.spans.append((step.outcome.span[1], step.end_s))
+    return samples
+
+
+def _measure_messages(samples: Samples, device: torch.device) -> None:
+    """Messages to and fro, on a CPU while the sender goes on computing.
+
+    What moves a message there is a thread that has to get a core from those that compute, which may take milliseconds.
+    """
+    mesh = build_mesh(MeshShape(pp=2), device)
+    me, other = mesh.pp_rank, 1 - mesh.pp_rank
+    to, fro = mesh.channels.group(me, other), mesh.channels.group(other, me)
+    peer = mesh.channels.global_rank(other)
+    clock = time.perf_counter  # one for all processes of a machine
+    square = torch.ones(96, 96)
+    for num_bytes in MESSAGE_BYTES:
+        sent = torch.ones(num_bytes // 4, device=device)
+        for turn in range(2 * (1 + _MESSAGES)):
+            sender, got = turn % 2, torch.empty_like(sent)
+            dist.barrier()
+            start = clock()
+            work = dist.isend(sent, peer, group=to) if me == sender else dist.irecv(got, peer, group=fro)
+            samples.posts.append(clock() - start)
+            assert work is not None
+            if me == sender:
+                while device.type == "cpu" and clock() - start < _COMPUTED_S:
+                    square @ square
+            work.wait()
+            _settle(device)
+            moments: list[float] = [0.0, 0.0]
+            dist.all_gather_object(moments, start if me == sender else clock())
+            if turn > 1:  # the first ones also fetch memory
+                samples.trips[num_bytes].append(moments[1 - sender] - moments[sender])
+
+
+def _settle(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+# -------------------------------------------------------------------------------------------- the machine
+
+
+def _machine(copies: int) -> dict[str, str | int | float]:
+    cuda = torch.cuda.is_available()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "processor": torch.cuda.get_device_name() if cuda else _processor(),
+        "device": "cuda" if cuda else "cpu",
+        "cores": os.cpu_count() or 1,
+        "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
+        "copies": copies,
+        "load": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,372 @@
+"""Clips for prompts, from a checkpoint of a text-to-video job, in one process without process groups.
+
+OUT/01-<prompt>.gif ...      a clip each, moving at the job's rate (.npy: latents that are no pixels)
+OUT/sheet.png                all of them, their frames side by side under their prompts
+OUT/samples.json             how they were made
+
+Shape legend: N clips; T text tokens of one prompt; C, F, H, W channels, frames, rows and columns of latents.
+"""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mmtrain.checkpoint.run_folder import StoredRun, load_decoder, load_module, new_folder, open_run
+from mmtrain.config.config import Config
+from mmtrain.data.clip_images import enlarged, save_gif, sheet
+from mmtrain.data.tokenizer import job_tokenizer
+from mmtrain.errors import ConfigError, MMTrainError
+from mmtrain.modality.buckets import VideoGeometry, check_video, clip_seed, video_geometry
+from mmtrain.models.chunk import LanguageChunk
+from mmtrain.models.denoising import denoise, encode_prompts
+from mmtrain.models.diffusion import NUM_TIMESTEPS, make_scheduler, null_token
+from mmtrain.models.dit import DitChunk
+from mmtrain.spec.shapes import dit_shape
+
+logger = logging.getLogger("mmtrain")
+
+GUIDANCE = 3.0
+"""Of a job that learned to do without captions, if nothing else is asked for."""
+
+_SHEET_FRAMES = 16
+"""Frames of one clip on the sheet, at most."""
+_LEAST_SIDE = 96
+"""Pixels of a picture's longer side, at least: smaller clips are enlarged."""
+
+Progress = Callable[[int, int], None]
+"""Told (steps done, steps in all)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be sampled.
+
+    Raises: ConfigError: a value out of its range.
+    """
+
+    prompts: tuple[str, ...]
+    negative: str | None = None
+    """What guidance leads away from; None: null tokens, with which training hides captions."""
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    """Of latents, which are pixels if they have 3 channels; with a VAE of pixels. None: as `default_bucket`."""
+    num_steps: int = 30
+    guidance: float | None = None
+    """1: none. None: `GUIDANCE`, or 1 where the job hid no captions."""
+    num_samples: int = 1
+    """Clips of each prompt."""
+    seed: int = 0
+    """Of the noise."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ConfigError("sample: there is no prompt; give one with --prompt")
+        for name in ("frames", "height", "width", "num_steps", "num_samples", "seed", "guidance"):
+            value, least = getattr(self, name), 0 if name in ("seed", "guidance") else 1
+            most = NUM_TIMESTEPS if name == "num_steps" else math.inf
+            if value is not None and not (math.isfinite(value) and least <= value <= most):
+                above = "" if most == math.inf else f" and at most {most}"
+                raise ConfigError(f"sample: --{name.replace('_', '-')} {value}; it is at least {least}{above}")
+        if self.negative is not None and self.guidance == 1:
+            raise ConfigError("sample: --negative has no effect with --guidance 1; raise the guidance or leave it out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What was sampled."""
+
+    step: int
+    """Of the checkpoint."""
+    shape: tuple[int, int, int, int]
+    """Channels, frames, height and width of what was written."""
+    guidance: float
+    files: tuple[str, ...]
+    """One a clip, the samples of a prompt one after another; then the sheet, if these are pictures and no latents."""
+
+    @property
+    def is_pixels(self) -> bool:
+        """Whether the files are pictures; else latents."""
+        return self.shape[0] == 3
+
+
+def sample(
+    folder: Path,
+    out: Path,
+    wanted: Wanted,
+    *,
+    step: int | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Sampled:
+    """What was written to `out`, which appears only when it is complete. Equal arguments give equal bytes.
+
+    Args:
+        folder: a job's dump folder, with config.toml and checkpoints.
+        step: of the checkpoint; None: the newest complete one.
+    Raises:
+        ConfigError: `out` exists, `folder` is no dump folder of a text-to-video job, no such checkpoint, or a prompt
+            or size that the model cannot take.
+        MMTrainError: the model makes values that are not finite.
+    """
+    run = open_run(folder, step)
+    question = _resolved(run, wanted)
+    with new_folder(out) as aside:
+        where = torch.device(device)
+        clips = _decoded(run, _latents(run, wanted, question, where, progress), where)
+        for prompt, clip in zip(_of_clips(wanted), clips, strict=True):
+            if not clip.isfinite().all():
+                raise MMTrainError(
+                    f"{folder}: after step {run.step} the model makes values that are not finite for the prompt "
+                    f"{_shown(prompt)}; name an earlier checkpoint with --step"
+                )
+        files = _write(aside, run.job.data.fps, wanted, clips)
+        channels, frames, height, width = clips.shape[1:]
+        made = Sampled(
+            step=run.step,
+            shape=(channels, frames, height, width),
+            guidance=question.guidance,
+            files=tuple(files),
+        )
+        (aside / "samples.json").write_text(_record(run.job, wanted, made), encoding="utf-8")
+    return made
+
+
+def to_pixels(latents_CFHW: Tensor) -> npt.NDArray[np.uint8] | None:
+    """[F, H, W, 3] of latents that are pixels from -1 to 1; None: they are none."""
+    if len(latents_CFHW) != 3:
+        return None
+    levels = ((latents_CFHW.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return np.ascontiguousarray(levels.permute(1, 2, 3, 0).numpy())
+
+
+def default_bucket(geometry: VideoGeometry) -> tuple[int, int, int]:
+    """Frames, height and width of the bucket that is nearest to half of the longest and has the first aspect."""
+    return min(geometry.frames, key=lambda count: abs(2 * count - geometry.frames[0])), *geometry.sizes[0]
+
+
+# ------------------------------------------------------------------------------------------ question
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """What is to be sampled, as the model takes it."""
+
+    prompts: tuple[Tensor, ...]
+    """Token ids, [T] each."""
+    others: tuple[Tensor, ...] | None
+    """What guidance leads away from, of each prompt; None: there is no guidance."""
+    guidance: float
+    shape: tuple[int, int, int, int]
+    """Channels, frames, height and width."""
+
+
+def _resolved(run: StoredRun, wanted: Wanted) -> _Question:
+    job = run.job
+    if job.model.dit is None:
+        raise ConfigError(f"{run.folder}: only a text-to-video model makes clips, and this run has no [model.dit]")
+    check_video(job)
+    _check_num_steps(job.diffusion.prediction, wanted.num_steps)
+    geometry = video_geometry(job.model.dit, job.data, job.model.vae)
+    shape = (geometry.channels, *geometry.latents(*_bucket(job, geometry, wanted)))
+    guidance = wanted.guidance
+    if guidance is None:
+        guidance = GUIDANCE if job.diffusion.caption_dropout or wanted.negative is not None else 1.0
+    tokenizer = job_tokenizer(job)
+
+    def ids(text: str, option: str) -> Tensor:
+        found = tokenizer(text, verbose=False)["input_ids"] if text.strip() else []
+        if not found:
+            advice = (
+                "describe what the clip shows" if option == "--prompt" else "leave it out to lead away from no caption"
+            )
+            raise ConfigError(f"sample: {option} {_shown(text)} has no token; {advice}")
+        if len(found) > job.training.seq_len:
+            raise ConfigError(
+                f"sample: {option} {_shown(text)} has {len(found)} tokens, but the job trained with captions of at "
+                f"most training.seq_len = {job.training.seq_len}; shorten it"
+            )
+        return torch.tensor(found, dtype=torch.int64)
+
+    prompts = tuple(ids(prompt, "--prompt") for prompt in wanted.prompts)
+    others = None
+    if guidance != 1 and wanted.negative is not None:
+        others = (ids(wanted.negative, "--negative"),) * len(prompts)
+    elif guidance != 1:
+        others = tuple(torch.full_like(prompt, null_token(tokenizer)) for prompt in prompts)
+    return _Question(prompts=prompts, others=others, guidance=guidance, shape=shape)
+
+
+def _check_num_steps(prediction: str, num_steps: int) -> None:
+    """Refuses numbers with which the scheduler of epsilon and v begins where clips are not yet noise: it goes by whole
+    steps of 1000 // num_steps, and the first one follows from the others."""
+    first = NUM_TIMESTEPS // num_steps * (num_steps - 1)
+    if prediction != "flow" and not 0.9 * NUM_TIMESTEPS <= first < NUM_TIMESTEPS - 1:
+        raise ConfigError(
+            f'sample: --num-steps {num_steps} with diffusion.prediction = "{prediction}" would begin at timestep '
+            f"{first}, but clips are noise from {0.9 * NUM_TIMESTEPS:g} to {NUM_TIMESTEPS - 2} of {NUM_TIMESTEPS}; "
+            "choose 10 to 100, 200, 250 or 500"
+        )
+
+
+def _bucket(job: Config, geometry: VideoGeometry, wanted: Wanted) -> tuple[int, int, int]:
+    """Frames, height and width; with a VAE of pixels."""
+    if geometry.channels != 3 and geometry.vae is None and (wanted.height is None or wanted.width is None):
+        raise ConfigError(
+            f"sample: the model's latents have {geometry.channels} channels, so they are no pixels, and the job does "
+            "not say their size; name it with --height and --width, in places of latents"
+        )
+    most = dit_shape(job.model).max_positions
+    asked = (wanted.frames, wanted.height, wanted.width)
+    sides = [value or default for value, default in zip(asked, default_bucket(geometry), strict=True)]
+    if geometry.vae is not None:
+        return _pixel_bucket(geometry, sides, most)
+    for name, side, patch in zip(("frames", "height", "width"), sides, geometry.patch, strict=True):
+        if side % patch or side > patch * most:
+            raise ConfigError(
+                f"sample: --{name} {side}; it is a multiple of the {patch} of one patch (patch_size = "
+                f"{list(geometry.patch)} of model.dit) and at most {patch * most} (rope_max_seq_len = {most}), such as "
+                f"{min(most, max(1, round(side / patch))) * patch}"
+            )
+    frames, height, width = sides
+    return frames, height, width
+
+
+def _pixel_bucket(geometry: VideoGeometry, sides: Sequence[int], most: int) -> tuple[int, int, int]:
+    """Frames, height and width of pixels that a VAE makes of whole patches of latents."""
+    frames, height, width = sides
+    scale = geometry.vae
+    assert scale is not None
+    latents = geometry.latents(frames, height, width)
+    for name, side, latent, patch in zip(("frames", "height", "width"), sides, latents, geometry.patch, strict=True):
+        fits = side == (scale.frames_of(latent) if name == "frames" else latent * scale.side)
+        if not fits or latent < 1 or latent % patch or latent > patch * most:
+            whole = min(most, max(1, round(latent / patch))) * patch
+            such = scale.frames_of(whole) if name == "frames" else whole * scale.side
+            raise ConfigError(
+                f"sample: --{name} {side}; the VAE makes it of whole patches of latents (patch_size = "
+                f"{list(geometry.patch)} of model.dit), at most {most} of them (rope_max_seq_len), such as {such}"
+            )
+    return frames, height, width
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+# ------------------------------------------------------------------------------------------ sampling
+
+
+def _latents(
+    run: StoredRun, wanted: Wanted, question: _Question, device: torch.device, progress: Progress | None
+) -> Tensor:
+    """[N, C, F, H, W] on the CPU; the samples of a prompt one after another.
+
+    Sample k begins with the same noise whatever the prompt, so what differs is the prompt's doing.
+    """
+    texts = [ids.to(device) for ids in (*question.prompts, *(question.others or ()))]
+    states = [state for state in _states(run, texts, device) for _ in range(wanted.num_samples)]
+    noise = torch.stack([_noise(question.shape, wanted.seed, k) for k in range(wanted.num_samples)])
+    noise = noise.repeat(len(wanted.prompts), 1, 1, 1, 1).to(device)
+    dit = load_module(run, "dit", device).eval()
+    assert isinstance(dit, DitChunk)
+    return denoise(
+        dit,
+        make_scheduler(run.job.diffusion),
+        noise,
+        states[: len(noise)],
+        states[len(noise) :] or None,
+        guidance=question.guidance,
+        num_steps=wanted.num_steps,
+        progress=progress,
+    ).cpu()
+
+
+def _decoded(run: StoredRun, latents_NCFHW: Tensor, device: torch.device) -> Tensor:
+    """[N, 3, frames, height, width] on the CPU; the latents themselves where there is no VAE."""
+    section = run.job.model.vae
+    if section is None or not latents_NCFHW.isfinite().all():
+        return latents_NCFHW
+    if not section.pretrained or section.weights == "random":
+        logger.warning("[model.vae] has random weights, so its decoder shows nothing that the model learned")
+    decoder = load_decoder(run, device).eval()
+    return torch.stack([decoder(clip.to(device)).cpu() for clip in latents_NCFHW])
+
+
+def _states(run: StoredRun, texts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """What the text encoder makes of them; it is freed before the DiT is loaded."""
+    chunk = load_module(run, "language", device).eval()
+    assert isinstance(chunk, LanguageChunk)
+    states: list[Tensor] = encode_prompts(chunk, texts)
+    return states
+
+
+def _noise(shape: tuple[int, int, int, int], seed: int, index: int) -> Tensor:
+    """[C, F, H, W] drawn on the CPU, so that all devices begin alike."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(clip_seed(seed, 0, 0, index)))
+
+
+# ------------------------------------------------------------------------------------------- writing
+
+
+def _of_clips(wanted: Wanted) -> list[str]:
+    """The prompt of each clip."""
+    return [prompt for prompt in wanted.prompts for _ in range(wanted.num_samples)]
+
+
+def _names(wanted: Wanted) -> list[str]:
+    """The name of each clip's file, without ending: its prompt's number and first words, and which sample it is."""
+    found = []
+    for number, prompt in enumerate(wanted.prompts, 1):
+        words = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:48].strip("-")
+        for k in range(1, wanted.num_samples + 1):
+            parts = [f"{number:02}", words, str(k) if wanted.num_samples > 1 else ""]
+            found.append("-".join(part for part in parts if part))
+    return found
+
+
+def _write(folder: Path, fps: float, wanted: Wanted, clips_NCFHW: Tensor) -> list[str]:
+    """The names of the files, those of the clips first.
+
+    A long clip shows some of its frames on the sheet, equally far apart, the first and the last among them.
+    """
+    files, rows = [], []
+    for name, prompt, clip in zip(_names(wanted), _of_clips(wanted), clips_NCFHW, strict=True):
+        pixels = to_pixels(clip)
+        if pixels is None:
+            files.append(f"{name}.npy")
+            np.save(folder / files[-1], clip.numpy())
+            continue
+        files.append(f"{name}.gif")
+        pictures = enlarged(pixels, math.ceil(_LEAST_SIDE / max(pixels.shape[1:3])))
+        save_gif(folder / files[-1], pictures, fps)
+        places = np.linspace(0, len(pictures) - 1, min(len(pictures), _SHEET_FRAMES)).round().astype(int)
+        rows.append((prompt, [pictures[place] for place in places]))
+    if rows:
+        files.append("sheet.png")
+        sheet(rows).save(folder / files[-1])
+    return files
+
+
+def _record(job: Config, wanted: Wanted, made: Sampled) -> str:
+    clips = zip(_of_clips(wanted), made.files, strict=False)  # the sheet shows them all
+    table = {
+        "step": made.step,
+        "seed": wanted.seed,
+        "num_steps": wanted.num_steps,
+        "guidance": made.guidance,
+        "negative": wanted.negative,
+        "shape": made.shape,
+        "fps": job.data.fps,
+        "clips": [{"prompt": prompt, "file": file} for prompt, file in clips],
+    }
+    return json.dumps(table, indent=1, ensure_ascii=False) + "\n"

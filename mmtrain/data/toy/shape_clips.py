@@ -1,0 +1,232 @@
+"""Clips of moving shapes as values, their drawing with numpy, and their captions."""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mmtrain.data.toy.folder import COLOURS
+
+Kind = Literal["circle", "square", "triangle", "diamond", "cross"]
+Motion = Literal["right", "left", "up", "down", "still", "sideways", "vertical"]
+"""A direction; or at rest; or bouncing off two opposite edges."""
+
+KINDS: tuple[Kind, ...] = ("circle", "square", "triangle", "diamond", "cross")
+MOTIONS: tuple[Motion, ...] = ("right", "left", "up", "down", "still", "sideways", "vertical")
+BACKGROUNDS = {"black": (0, 0, 0), "white": (255, 255, 255), "grey": (128, 128, 128)}
+SIZES = {"small": 0.13, "large": 0.23}
+"""Half of a shape's extent, as a part of the frame's shorter side."""
+
+FPS = 8
+"""Frames a second of every clip."""
+NUM_FRAMES = (4, 8, 12, 16)
+FRAME_SIZES = ((24, 24), (32, 32), (24, 32), (32, 24))
+"""Height and width in pixels."""
+
+SPEEDS = {"slowly": 0.16, "quickly": 0.34}
+"""Frame sides a second of a shape that moves in one direction; one that bounces is twice as fast."""
+
+_HELD_OUT = 7
+"""One in so many combinations of colour, kind and motion is seen in the validation split alone."""
+
+_WAYS = {
+    "right": ("{} right", "{} to the right"),
+    "left": ("{} left", "{} to the left"),
+    "up": ("{} up", "{} upwards"),
+    "down": ("{} down", "{} downwards"),
+}
+_VERBS = ("moves", "slides", "goes", "drifts")
+_STILL = ("stays still", "does not move", "rests")
+_BOUNCES = {
+    "sideways": ("bounces left and right", "bounces from side to side"),
+    "vertical": ("bounces up and down", "bounces between top and bottom"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One shape and its way through the clip."""
+
+    kind: Kind
+    colour: str
+    size: str
+    motion: Motion
+    speed: str
+    """A word of `SPEEDS`; empty for a shape at rest."""
+    x: float
+    """Place of its centre in the first frame, as a part of the frame's width."""
+    y: float
+    """The same of its height."""
+    heading: int
+    """-1 or 1: where a bouncing shape goes first (left or up; right or down)."""
+
+    @property
+    def combination(self) -> tuple[str, str, str]:
+        """What the splits do not share."""
+        return self.colour, self.kind, self.motion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeClip:
+    """One clip: up to three shapes on a plain background."""
+
+    shapes: tuple[Shape, ...]
+    """In the order of the caption."""
+    background: str
+    num_frames: int
+    height: int
+    width: int
+    caption: str
+
+
+def held_out(combination: tuple[str, str, str]) -> bool:
+    """Whether a combination of colour, kind and motion belongs to the validation split, for every seed."""
+    colour, kind, motion = combination
+    places = list(COLOURS).index(colour), KINDS.index(kind), MOTIONS.index(motion)  # type: ignore[arg-type]
+    # A sum modulo 7 spreads them: each colour with each kind lacks one motion of seven in training.
+    return (2 * places[0] + 3 * places[1] + places[2]) % _HELD_OUT == 0
+
+
+class ClipMaker:
+    """Makes clips one after another; the sequence depends on the seed text alone."""
+
+    def __init__(self, seed: str, *, validation: bool) -> None:
+        self._random = random.Random(seed)
+        self._combinations = [
+            (colour, kind, motion)
+            for colour in COLOURS
+            for kind in KINDS
+            for motion in MOTIONS
+            if held_out((colour, kind, motion)) == validation
+        ]
+
+    def __call__(self) -> ShapeClip:
+        """The next clip."""
+        rng = self._random
+        num_frames = rng.choice(NUM_FRAMES)
+        height, width = rng.choice(FRAME_SIZES)
+        background = rng.choice(tuple(BACKGROUNDS))
+        shapes: list[Shape] = []
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            used = {shape.colour for shape in shapes}
+            free = [found for found in self._combinations if found[0] not in used]
+            shapes.append(self._shape(rng.choice(free), num_frames, height, width))
+        return ShapeClip(
+            shapes=tuple(shapes),
+            background=background,
+            num_frames=num_frames,
+            height=height,
+            width=width,
+            caption=self._caption(shapes, background),
+        )
+
+    def _shape(self, combination: tuple[str, Kind, Motion], num_frames: int, height: int, width: int) -> Shape:
+        rng = self._random
+        colour, kind, motion = combination
+        size = rng.choice(tuple(SIZES))
+        speed = "" if motion == "still" else rng.choice(tuple(SPEEDS))
+        heading = rng.choice((-1, 1))
+        travel = SPEEDS[speed] * (num_frames - 1) / FPS if speed else 0.0
+        radius = SIZES[size] * min(height, width)
+        low_x, low_y = radius / width, radius / height
+        x, y = rng.uniform(low_x, 1 - low_x), rng.uniform(low_y, 1 - low_y)
+        if motion in ("right", "left"):
+            x = self._start(low_x / 2, travel, 1 if motion == "right" else -1)
+        elif motion in ("up", "down"):
+            y = self._start(low_y / 2, travel, 1 if motion == "down" else -1)
+        elif motion == "sideways":
+            x = _before_edge(low_x, travel, heading)
+        elif motion == "vertical":
+            y = _before_edge(low_y, travel, heading)
+        return Shape(kind=kind, colour=colour, size=size, motion=motion, speed=speed, x=x, y=y, heading=heading)
+
+    def _start(self, edge: float, travel: float, sign: int) -> float:
+        """Where a shape starts that goes one way and stays between the edges."""
+        from_behind = self._random.uniform(edge, max(edge, 1 - edge - travel))
+        return from_behind if sign > 0 else 1 - from_behind
+
+    def _caption(self, shapes: list[Shape], background: str) -> str:
+        parts = [self._phrase(shape) for shape in shapes]
+        text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+        form = self._random.choice(("{} on {}", "{} on a {} background", "on a {1} background {0}"))
+        return form.format(text, background)
+
+    def _phrase(self, shape: Shape) -> str:
+        rng = self._random
+        if shape.motion == "still":
+            what = rng.choice(_STILL)
+        else:
+            if shape.motion in _BOUNCES:
+                what = rng.choice(_BOUNCES[shape.motion])
+            else:
+                what = rng.choice(_WAYS[shape.motion]).format(rng.choice(_VERBS))
+            verb, _, rest = what.partition(" ")
+            what = rng.choice((f"{verb} {shape.speed} {rest}", f"{what} {shape.speed}"))
+        return f"a {shape.size} {shape.colour} {shape.kind} {what}"
+
+
+def _before_edge(edge: float, travel: float, heading: int) -> float:
+    """Where a shape starts that is at the edge it heads for in the middle of the clip."""
+    from_edge = min(travel, 1 - 2 * edge)  # it is twice as fast as one that goes one way: half of 2 * travel
+    return 1 - edge - from_edge if heading > 0 else edge + from_edge
+
+
+# ---------------------------------------------------------------------------------------------- drawing
+
+
+def draw(clip: ShapeClip) -> np.ndarray:
+    """[F, H, W, 3] uint8: the frames of a clip, with soft edges; equal clips give equal pixels."""
+    frames = np.empty((clip.num_frames, clip.height, clip.width, 3))
+    frames[:] = BACKGROUNDS[clip.background]
+    for shape in sorted(clip.shapes, key=lambda shape: -SIZES[shape.size]):  # small ones in front
+        x_F, y_F = _path(shape, clip)
+        radius = SIZES[shape.size] * min(clip.height, clip.width)
+        dx_FHW = np.arange(clip.width) + 0.5 - x_F[:, None, None]
+        dy_FHW = np.arange(clip.height)[:, None] + 0.5 - y_F[:, None, None]
+        cover = np.clip(0.5 - _outside(shape.kind, dx_FHW, dy_FHW, radius), 0, 1)[..., None]
+        frames += cover * (np.array(COLOURS[shape.colour]) - frames)
+    return np.rint(frames).astype(np.uint8)
+
+
+def _path(shape: Shape, clip: ShapeClip) -> tuple[np.ndarray, np.ndarray]:
+    """Centre of a shape in each frame, in pixels."""
+    time_s = np.arange(clip.num_frames) / FPS
+    x, y = np.full(clip.num_frames, shape.x), np.full(clip.num_frames, shape.y)
+    radius = SIZES[shape.size] * min(clip.height, clip.width)
+    speed = SPEEDS[shape.speed] if shape.speed else 0.0
+    if shape.motion in ("right", "left"):
+        x = x + (speed if shape.motion == "right" else -speed) * time_s
+    elif shape.motion in ("up", "down"):
+        y = y + (speed if shape.motion == "down" else -speed) * time_s
+    elif shape.motion == "sideways":
+        x = _reflected(x + 2 * speed * shape.heading * time_s, radius / clip.width)
+    elif shape.motion == "vertical":
+        y = _reflected(y + 2 * speed * shape.heading * time_s, radius / clip.height)
+    return x * clip.width, y * clip.height
+
+
+def _reflected(place: np.ndarray, edge: float) -> np.ndarray:
+    """Places of something that is thrown back at `edge` and at 1 - `edge`."""
+    room = 1 - 2 * edge
+    phase = (place - edge) % (2 * room)
+    return edge + np.minimum(phase, 2 * room - phase)
+
+
+def _outside(kind: Kind, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
+    """About how many pixels a point lies outside of a shape; negative inside."""
+    if kind == "circle":
+        return np.asarray(np.hypot(dx, dy) - radius)
+    across, along = np.abs(dx), np.abs(dy)
+    if kind == "square":
+        return np.asarray(np.maximum(across, along) - 0.88 * radius)
+    if kind == "diamond":
+        return np.asarray((across + along - 1.2 * radius) / math.sqrt(2))
+    if kind == "cross":  # the nearer one of two bars, a third as wide as long
+        level = np.maximum(across - radius, along - radius / 3)
+        upright = np.maximum(across - radius / 3, along - radius)
+        return np.asarray(np.minimum(level, upright))
+    # The triangle points up: below its two slanted sides and above its base.
+    slant = (across - (dy + radius) / 2) * 2 / math.sqrt(5)
+    return np.asarray(np.maximum(slant, dy - radius))

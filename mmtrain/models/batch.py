@@ -1,0 +1,187 @@
+"""The tensors of one step on one model replica."""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from mmtrain.errors import DataError
+from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale
+
+IGNORE_INDEX = -100
+"""Label of a position that has no target."""
+
+
+@dataclass(kw_only=True)
+class Microbatch:
+    """One packed sequence and its pictures.
+
+    Shapes: T packed tokens; V image tokens among them; N pictures.
+    """
+
+    input_ids: Tensor
+    """[T] int64."""
+    position_ids: Tensor
+    """[T] int64; restarts at 0 with each document."""
+    labels: Tensor
+    """[T] int64, already shifted: `labels[t]` is what should be predicted at position t, or IGNORE_INDEX."""
+    image_slots: Tensor
+    """[V] int64: rows of `input_ids` that image features fill, in the order of the pictures."""
+    pixel_values: list[Tensor]
+    """One tensor a picture, float32, that concatenate along dim 0: [patches, patch_dim] for packed
+    native-resolution encoders, [1, channels, height, width] for encoders of a fixed size."""
+    image_names: list[tuple[int, int]]
+    """(sample, index) of each picture, which must be those of the metadata."""
+
+
+@dataclass(kw_only=True)
+class ClipMicrobatch:
+    """Video clips and their captions. Noise, timesteps and dropped captions are not part of it: the rank that needs
+    them draws them, see `mmtrain.modality.buckets.clip_seed`.
+
+    Shapes: T tokens of all captions; C latent channels; F, H, W frames, rows and columns of one clip's latents.
+    """
+
+    text_ids: Tensor
+    """[T] int64: the captions one after another, in the order of the clips; their lengths are in the metadata."""
+    latents: list[Tensor]
+    """[C, F, H, W] float32 of each clip. Clips of one bucket have equal shapes. Of a job with a VAE, which makes the
+    latents, the pixels: [3, frames, height, width] between -1 and 1."""
+    clip_names: list[tuple[int, int]]
+    """(sample, index) of each clip, which must be those of the metadata."""
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """All microbatches of one step on one model replica, in the order of the metadata."""
+
+    microbatches: list[Microbatch] = field(default_factory=list)
+    clips: list[ClipMicrobatch] = field(default_factory=list)
+    """The microbatches of a text-to-video job; one of the two lists is empty."""
+
+
+def without_pictures(batch: Batch) -> Batch:
+    """The batch as a rank needs it that has tokens to embed, but no pictures to encode, and no clips to take in."""
+    return Batch(
+        microbatches=[replace(m, pixel_values=[], image_names=[]) for m in batch.microbatches],
+        clips=[replace(m, latents=[], clip_names=[]) for m in batch.clips],
+    )
+
+
+def with_other_captions(batch: Batch, meta: IterationMeta) -> tuple[Batch, IterationMeta]:
+    """The clips of a replica's batch, each with the caption of the one after it: a control that shows what captions are
+    worth."""
+    captions = [
+        caption
+        for tensors, counts in zip(batch.clips, meta.microbatches, strict=True)
+        for caption in tensors.text_ids.split(list(counts.text_lengths))
+    ]
+    captions = captions[1:] + captions[:1]
+    clips, metas, taken = [], [], 0
+    for tensors, counts in zip(batch.clips, meta.microbatches, strict=True):
+        mine = captions[taken : taken + len(counts.clips)]
+        taken += len(mine)
+        clips.append(replace(tensors, text_ids=torch.cat(mine)))
+        renamed = (replace(clip, num_text_tokens=len(text)) for clip, text in zip(counts.clips, mine, strict=True))
+        metas.append(MicrobatchMeta(clips=tuple(renamed)))
+    return Batch(clips=clips), replace(meta, microbatches=tuple(metas))
+
+
+def check_batch(batch: Batch, meta: IterationMeta, vae: LatentScale | None = None) -> None:
+    """Refuses a batch that does not hold exactly what its metadata says: each picture and clip once, in its place.
+
+    Args: vae: what becomes one latent place, of a job with a VAE.
+    Raises: DataError: naming the microbatch and the picture or clip that is lost, doubled, moved or of a wrong size.
+    """
+    number = len(batch.microbatches) + len(batch.clips)
+    if number != len(meta.microbatches):
+        raise DataError(f"batch: {number} microbatches, but the metadata names {len(meta.microbatches)}")
+    found: list[Microbatch | ClipMicrobatch] = [*batch.microbatches, *batch.clips]
+    for index, (tensors, counts) in enumerate(zip(found, meta.microbatches, strict=True)):
+        where = f"microbatch {index}"
+        if isinstance(tensors, ClipMicrobatch):
+            _check_clips(where, tensors, counts, vae)
+        else:
+            _check_microbatch(where, tensors, counts)
+
+
+def _check_clips(where: str, tensors: ClipMicrobatch, meta: MicrobatchMeta, vae: LatentScale | None) -> None:
+    expected = [(clip.sample, clip.index) for clip in meta.clips]
+    if tensors.clip_names != expected:
+        _name_difference(where, "clip", tensors.clip_names, expected)
+    if tensors.text_ids.shape != (meta.num_text_tokens,):
+        raise DataError(
+            f"{where}: text_ids has shape {tuple(tensors.text_ids.shape)}, but its captions have "
+            f"{meta.num_text_tokens} tokens"
+        )
+    if len(tensors.latents) != len(expected):
+        raise DataError(f"{where}: {len(tensors.latents)} latent tensors for {len(expected)} clips")
+    for clip, latents in zip(meta.clips, tensors.latents, strict=True):
+        found = tuple(latents.shape)
+        if vae is None and found[1:] != clip.bucket:
+            raise DataError(
+                f"{where}: {clip.name} has latents of shape {found}; its bucket is {clip.bucket} (frames, height, "
+                "width)"
+            )
+        if vae is not None and found != (wanted := (PIXEL_CHANNELS, *vae.pixels(clip.bucket))):
+            raise DataError(
+                f"{where}: {clip.name} has pixels of shape {found}; its latents {clip.bucket} (frames, height, width) "
+                f"are made of {wanted}"
+            )
+
+
+def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> None:
+    for name in ("input_ids", "position_ids", "labels"):
+        if getattr(tensors, name).shape != (meta.num_tokens,):
+            shape = tuple(getattr(tensors, name).shape)
+            raise DataError(f"{where}: {name} has shape {shape}, but its documents have {meta.num_tokens} tokens")
+    num_labels = int((tensors.labels != IGNORE_INDEX).sum())
+    if num_labels != meta.num_targets:
+        raise DataError(f"{where}: {num_labels} labelled positions, but the metadata names {meta.num_targets}")
+    expected = [(image.sample, image.index) for image in meta.images]
+    if tensors.image_names != expected:
+        _name_difference(where, "image", tensors.image_names, expected)
+    if len(tensors.pixel_values) != len(expected):
+        raise DataError(f"{where}: {len(tensors.pixel_values)} pixel tensors for {len(expected)} images")
+    for image, pixels in zip(meta.images, tensors.pixel_values, strict=True):
+        rows = image.num_patches if pixels.dim() == 2 else 1
+        if pixels.shape[0] != rows:
+            raise DataError(f"{where}: {image.name} has {pixels.shape[0]} pixel rows; its grid {image.grid} has {rows}")
+    _check_slots(where, tensors, meta)
+
+
+def _name_difference(where: str, what: str, names: list[tuple[int, int]], expected: list[tuple[int, int]]) -> NoReturn:
+    """Raises: DataError: the picture or clip by which the names differ from those of the metadata."""
+    found, owed = Counter(names), Counter(expected)
+    for verb, different in (("lost", owed - found), ("there once too often", found - owed)):
+        for sample, index in different:
+            raise DataError(f"{where}: {what} {index} of sample {sample} is {verb}")
+    order = "their tokens" if what == "image" else "their captions"
+    raise DataError(f"{where}: its {what}s are in another order than {order}: {names}")
+
+
+def _check_slots(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> None:
+    """Each image's slots are one run inside of its own document."""
+    slots = tensors.image_slots.tolist()
+    at = document_start = 0
+    for document in meta.documents:
+        document_end = document_start + document.num_tokens
+        for image in document.images:
+            run = slots[at : at + image.num_tokens]
+            whole = len(run) == image.num_tokens and run == list(range(run[0], run[0] + len(run)))
+            if not whole or not document_start <= run[0] <= run[-1] < document_end:
+                raise DataError(
+                    f"{where}: {image.name} needs {image.num_tokens} image tokens in one run inside of its "
+                    f"document ({document_start} .. {document_end - 1}), but its slots are {_brief(run)}"
+                )
+            at += image.num_tokens
+        document_start = document_end
+    if at != len(slots):
+        raise DataError(f"{where}: {len(slots)} image tokens, but its images fill {at}")
+
+
+def _brief(values: list[int]) -> str:
+    return str(values) if len(values) <= 4 else f"[{values[0]}, {values[1]}, .., {values[-1]}] ({len(values)} of them)"

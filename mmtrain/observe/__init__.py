@@ -1,0 +1,1 @@
+"""What a job measures of itself and shows: metrics, timelines, memory."""

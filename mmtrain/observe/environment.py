@@ -1,0 +1,82 @@
+"""Where a run was started: versions, devices, ranks, commit. Kept for those who look at the run later."""
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmtrain import __version__
+from mmtrain.config.topology import AXES
+from mmtrain.parallel.mesh import Mesh
+from mmtrain.parallel.planning import ranks_here
+
+
+def environment(mesh: Mesh) -> dict[str, Any]:
+    """What a start of a job should be remembered by."""
+    shape = mesh.shape
+    found: dict[str, Any] = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "mmtrain": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "device": _device_name(mesh.device),
+        "ranks": shape.world_size,
+        "ranks_per_host": ranks_here(shape.world_size),
+        "mesh": {axis: degree for axis, degree in zip(AXES, shape.degrees, strict=True) if degree > 1},
+        "system": platform.platform(terse=True),
+    }
+    if mesh.device.type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+    return found
+
+
+def write_environment(path: Path, mesh: Mesh, step: int) -> None:
+    """Writes environment.json; a resumed run adds its start to those before.
+
+    Args: step: the run goes on after it; what was started at it or later is forgotten.
+    """
+    starts: list[dict[str, Any]] = []
+    if step and path.exists():
+        try:
+            starts = [start for start in json.loads(path.read_text())["starts"] if start["step"] < step]
+        except (ValueError, KeyError, TypeError):  # it is for reading only: not worth a run
+            starts = []
+    text = json.dumps({"starts": [*starts, {"step": step, **environment(mesh)}]}, indent=2)
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(text + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()} ({os.cpu_count()} cores)"
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that runs, with `+` if files differ from it; None: there is no checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head, changed = _git(root, "rev-parse", "--short=12", "HEAD"), _git(root, "status", "--porcelain", "-uno")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head + ("+" if changed else "")
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What a git command prints. Raises: OSError, SubprocessError: there is no git, or it fails."""
+    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()

@@ -1,0 +1,72 @@
+"""What a job runs, in words of its resolved config: for the log's first lines. Pure."""
+
+from collections.abc import Callable
+
+from mmtrain.config.config import Config, DitConfig, EncoderConfig, LanguageConfig, ModelConfig, VaeConfig
+from mmtrain.config.topology import AXES
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.partition.pipeline_layout import show_layout
+from mmtrain.planner.plan_choice import show_switches
+from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
+from mmtrain.spec.vae_shapes import VaeShape, vae_shape
+
+_SHAPES: dict[str, Callable[[ModelConfig], VisionShape | VaeShape | LanguageShape | DitShape]] = {
+    "vision": vision_shape,
+    "vae": vae_shape,
+    "language": language_shape,
+    "dit": dit_shape,
+}
+"""Module -> the numbers of its model."""
+
+
+def families(model: ModelConfig) -> dict[str, str]:
+    """Module -> the `model_type` that runs."""
+    return {module: _SHAPES[module](model).model_type for module in _sections(model)}
+
+
+def start_lines(config: Config, planner: IterationPlanner, *, device: str, threads: int, cut_s: float) -> list[str]:
+    """What runs: the models on which data, each module with its size and cut, mesh and planner.
+
+    Args: device: its type. threads: of one rank's search. cut_s: seconds that the partition took.
+    """
+    known = families(config.model)
+    names = [section.pretrained or known[module] for module, section in _sections(config.model).items()]
+    lines = [f"{' + '.join(names)} on {config.data.source}, into {config.job.dump_folder}"]
+    for module in planner.spec.modules:
+        stages = planner.partition.of_module(module.name)
+        total, trained = module.num_params, module.num_trainable_params
+        part = "" if trained == total else f" ({trained:,} train)" if trained else " (frozen)"
+        lines.append(
+            f"{module.name}: {_model(config.model, module.name)}; {total:,} parameters{part}, "
+            f"{len(module.layers)} layers in {len(stages)} chunk{'' if len(stages) == 1 else 's'}: "
+            f"{show_layout(module, [stage.layers for stage in stages])}"
+        )
+    if planner.partition_words:
+        lines.append(f"{planner.partition_words} ({cut_s:.2f} s)")
+    degrees = zip(AXES, config.parallelism.mesh_shape.degrees, strict=True)
+    training = config.training
+    lines.append(
+        f"mesh: {', '.join(f'{axis} {degree}' for axis, degree in degrees)} on {device}; "
+        f"schedule {config.parallelism.pipeline_parallel_schedule}; {training.steps} steps of "
+        f"{training.global_batch_size} microbatches x {training.seq_len} tokens"
+    )
+    return [*lines, show_switches(config.planner, threads)]
+
+
+def _sections(model: ModelConfig) -> dict[str, EncoderConfig | VaeConfig | LanguageConfig | DitConfig]:
+    """Module, in the order of the data -> its section; those that the model has."""
+    sections = {"vision": model.encoder, "vae": model.vae, "language": model.language, "dit": model.dit}
+    return {module: section for module, section in sections.items() if section is not None}
+
+
+def _model(model: ModelConfig, module: str) -> str:
+    """Family and size of a module's model, and where its weights come from."""
+    section, shape = _sections(model)[module], _SHAPES[module](model)
+    words = [f"{section.pretrained} ({shape.model_type})" if section.pretrained else shape.model_type]
+    if isinstance(shape, VaeShape):
+        words.append(f"latents of {shape.channels} channels")
+    else:
+        words.append(f"{shape.depth} blocks of width {shape.width}")
+    words += [f"projector {model.projector.kind}"] if module == "vision" else []
+    words += ["random weights"] if section.config or section.weights == "random" else []
+    return ", ".join(words)

@@ -1,0 +1,475 @@
+"""What a user sees of a run: the log line, the progress bar, tensorboard, metrics.jsonl."""
+
+import io
+import json
+import logging
+import math
+import os
+import re
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+from mmtrain.config.config import MetricsConfig
+from mmtrain.parallel.titan import TensorBoardLogger
+
+logger = logging.getLogger("mmtrain")
+
+_PEAK_FLOPS = {  # dense bf16, from the vendors' data sheets
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "B200": 2250e12,
+}
+
+
+def setup_logging(rank: int) -> None:
+    """Rank 0 logs information, the others warnings, to standard output."""
+    handler = logging.StreamHandler(sys.stdout)
+    prefix = "" if rank == 0 else f"[rank {rank}] "
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+def peak_flops(section: MetricsConfig, device: torch.device) -> float:
+    """FLOP/s that MFU is measured against: configured, or those of the data sheet of a known accelerator.
+
+    NaN where neither says: a CPU has no such number, and what a matrix product reaches at the start of a job says more
+    of its neighbours on the machine than of the CPU.
+    """
+    if section.peak_flops:
+        return section.peak_flops
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, flops in sorted(_PEAK_FLOPS.items(), key=lambda item: -len(item[0])):
+            if re.search(rf"\b{known}\b", name):
+                return flops
+        logger.warning("unknown device %r: MFU is not known; set metrics.peak_flops", name)
+    return math.nan
+
+
+def memory_gib(device: torch.device) -> tuple[float, float]:
+    """(peak memory of this rank in GiB, percent of the device): the allocator's on a GPU, else the process's.
+
+    Since the peak was last reset, which each step of a job does.
+    """
+    if device.type == "cuda":
+        used, total = (
+            torch.cuda.max_memory_reserved(device),
+            torch.cuda.get_device_properties(device).total_memory,
+        )
+    else:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return used / 2**30, 100 * used / total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerMetrics:
+    """What the search came to: of one step on this replica; of the run over all replicas where it says so."""
+
+    evaluations: int
+    """Plans that were tried; 0 if that is not known, as of a late search."""
+    search_s: float
+    """Seconds that the search took, beside the step before."""
+    makespan_s: float
+    """Simulated, of the plan that ran."""
+    first_s: float
+    """Simulated, of the first plan; NaN if none fits."""
+    bound_s: float
+    """No plan is shorter; NaN if that is not known."""
+    late: int
+    """Steps of the run with the first plan since the searched one was not there in time, over all replicas."""
+    failed: int
+    """Since the search raised or found nothing."""
+    invalid: int
+    """Since the searched plan broke a rule."""
+    age_s: float = 0.0
+    """How long the searched plan lay ready before its step took it; 0 for a first plan, which is made for its step."""
+
+    @property
+    def gap(self) -> float:
+        """How much longer the plan is than the bound, as a fraction of the bound."""
+        return self.makespan_s / self.bound_s - 1 if self.bound_s > 0 else math.nan
+
+    @property
+    def change(self) -> float:
+        """How much longer the plan is than the first one, as a fraction of that; negative if it is shorter."""
+        return self.makespan_s / self.first_s - 1 if self.first_s > 0 else math.nan
+
+    def __str__(self) -> str:
+        """A few words for the log line; what is not known is left out."""
+        parts = [f"{_percent(self.change):+.1f}% vs first"] if math.isfinite(self.change) else []
+        parts += [f"gap {_percent(self.gap):.1f}%"] if math.isfinite(self.gap) else []
+        parts += [f"{self.evaluations} tried in {self.search_s:.2f}s"] if self.evaluations else []
+        text = f"plan: {', '.join(parts) or 'first'}"
+        if self.late or self.failed or self.invalid:
+            text += f"; first plans: {self.late} late, {self.failed} failed, {self.invalid} invalid"
+        return text
+
+
+def _percent(fraction: float) -> float:
+    """Of a fraction, with one digit; what rounds to nothing has no sign."""
+    return round(100 * fraction, 1) + 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleMetrics:
+    """One modality module in one step, on this replica."""
+
+    compute_s: float
+    """Seconds of its actions, all pipeline ranks together."""
+    flops: float
+    """Model FLOPs of it: frozen parts without weight gradients, nothing twice that is recomputed."""
+    peak_flops: float
+    """FLOP/s of the devices that stand behind one pipeline rank; NaN: not known."""
+    bubble: float
+    """Fraction of the pipeline ranks' time in which they waited for this module (`schedule/view/waits.py`)."""
+
+    @property
+    def tflops(self) -> float:
+        """Model FLOPs a second of one pipeline rank while its actions run, in 10^12; NaN if none ran."""
+        return self.flops / self.compute_s / 1e12 if self.compute_s > 0 else math.nan
+
+    @property
+    def mfu(self) -> float:
+        """The same over what the devices can do; NaN if that is not known."""
+        return self.tflops * 1e12 / self.peak_flops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """Numbers of one step, over all replicas where not said otherwise."""
+
+    step: int
+    loss: float
+    max_loss: float
+    """Largest mean loss of one replica."""
+    grad_norm: float
+    lr: float
+    step_time_s: float
+    data_time_s: float
+    """Waiting for the loader; with the planner on, for the batch of the next step."""
+    plan_time_s: float
+    """Planning, lowering and checking; with the planner on, what the step waits for it."""
+    tokens: int
+    images: int
+    image_tokens: int
+    """Those of `tokens` that stand for pictures."""
+    patches: int
+    """Encoder rows."""
+    clips: int
+    frames: int
+    """Latent frames of the clips."""
+    video_tokens: int
+    """Those of `tokens` that are latents."""
+    skipped_samples: int
+    """Samples dropped since the run started."""
+    bubble: float
+    """Idle fraction of the pipeline ranks of this replica."""
+    flops: float
+    """Model FLOPs of one device in this step: frozen parts without weight gradients, real tokens only."""
+    peak_flops: float
+    """FLOP/s of one device; NaN: not known."""
+    memory_gib: float
+    """Largest peak of the pipeline ranks of this replica."""
+    memory_percent: float
+    world_size: int
+    memory_predicted_gib: float = math.nan
+    """Of the fullest rank: what is there in any case, and the plan's peak of activations."""
+    memory_measured_gib: float = math.nan
+    """Peak of this step on the fullest rank; NaN where the system does not say."""
+    memory_limit_gib: float = math.nan
+    """What a rank may take; NaN: no limit."""
+    measured_s: float = math.nan
+    """Makespan of the pipeline of this replica: from the first start of an action to the last end."""
+    planned_s: float = math.nan
+    """The same, simulated."""
+    modules: Mapping[str, ModuleMetrics] = field(default_factory=dict)
+    """Module -> its part of the step."""
+    planner: PlannerMetrics | None = None
+    """None if the planner is off."""
+
+    @property
+    def tflops(self) -> float:
+        """Model FLOPs of one device a second, in 10^12."""
+        return self.flops / self.step_time_s / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """The same over what the device can do; NaN if that is not known."""
+        return self.tflops * 1e12 / self.peak_flops
+
+    @property
+    def slowdown(self) -> float:
+        """Measured over planned makespan."""
+        return self.measured_s / self.planned_s if self.planned_s > 0 else math.nan
+
+    @property
+    def bubble_other(self) -> float:
+        """What of the bubble is charged to no module: transfers, starts of actions, gathers and reductions."""
+        return self.bubble - sum(module.bubble for module in self.modules.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """What one validation found, over all replicas."""
+
+    loss: float
+    """Mean over labelled tokens, or over all numbers of the latents."""
+    accuracy: Mapping[str, tuple[int, int]]
+    """Grade -> (answers right, answers)."""
+    shuffled_loss: float | None = None
+    """With each clip under the caption of another; None: not asked for."""
+
+
+class Reporter:
+    """Writes a run's metrics; does nothing on a rank that is not asked to."""
+
+    def __init__(self, section: MetricsConfig, folder: Path, *, enabled: bool, steps: int, start: int) -> None:
+        self._enabled = enabled
+        self._board: TensorBoardLogger | None = None
+        self._file: TextIO | None = None
+        self._bar: Any = None
+        if not enabled:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = _continue_jsonl(folder / "metrics.jsonl", start)
+        if section.enable_tensorboard:
+            try:
+                self._board = TensorBoardLogger(str(folder / section.save_tb_folder))
+            except ModuleNotFoundError as error:  # torchtitan's needs it when it is imported
+                logger.warning("metrics.enable_tensorboard: no files for it, as %s is not installed", error.name)
+        if section.progress_bar and sys.stderr.isatty():
+            self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
+
+    def step(self, m: StepMetrics, *, quiet: bool = False) -> None:
+        """Reports one training step. Args: quiet: to metrics.jsonl alone."""
+        if not self._enabled:
+            return
+        tps = m.tokens / m.step_time_s / m.world_size
+        items_s = (m.clips or m.images) / m.step_time_s
+        item = "clips" if m.clips else "images"
+        self._line(
+            {
+                "step": m.step,
+                "loss": m.loss,
+                "grad_norm": m.grad_norm,
+                "lr": m.lr,
+                "step_time_s": m.step_time_s,
+                "data_time_s": m.data_time_s,
+                "plan_time_s": m.plan_time_s,
+                "tokens": m.tokens,
+                "images": m.images,
+                "image_tokens": m.image_tokens,
+                "patches": m.patches,
+                "clips": m.clips,
+                "frames": m.frames,
+                "video_tokens": m.video_tokens,
+                "skipped_samples": m.skipped_samples,
+                "bubble": m.bubble,
+                "memory_predicted_gib": m.memory_predicted_gib,
+                "memory_measured_gib": m.memory_measured_gib,
+                "memory_limit_gib": m.memory_limit_gib,
+                "tps": tps,
+                "tflops": m.tflops,
+                "mfu": m.mfu,
+                "makespan_s": m.measured_s,
+                "planned_makespan_s": m.planned_s,
+                "makespan_ratio": m.slowdown,
+            }
+            | {f"tflops_{name}": module.tflops for name, module in m.modules.items()}
+            | {f"mfu_{name}": module.mfu for name, module in m.modules.items()}
+            | {f"bubble_{name}": module.bubble for name, module in m.modules.items()}
+            | ({"bubble_other": m.bubble_other} if m.modules else {})
+            | _planner_values(m.planner, "plan_{}")
+        )
+        if quiet:
+            return
+        self._say(
+            f"step: {m.step:4d}  loss: {m.loss:7.4f}  grad_norm: {m.grad_norm:7.4f}  "
+            f"memory: {m.memory_gib:.2f}GiB({m.memory_percent:.1f}%)  {_memory_words(m)}"
+            f"tps: {tps:,.0f}  tflops: {m.tflops:.4f}  "
+            + (f"mfu: {100 * m.mfu:.1f}%  " if math.isfinite(m.mfu) else "")
+            + f"{item}/s: {items_s:.1f}  bubble: {100 * m.bubble:.0f}%"
+            + (f"  {m.planner}" if m.planner else "")
+        )
+        if self._bar is not None:
+            self._bar.update(m.step - self._bar.n)
+            self._bar.set_postfix(loss=f"{m.loss:.3f}")
+        self._scalars(
+            {
+                "loss_metrics/global_avg_loss": m.loss,
+                "loss_metrics/global_max_loss": m.max_loss,
+                "grad_norm": m.grad_norm,
+                "lr": m.lr,
+                "throughput(tps)": tps,
+                f"throughput({item}/s)": items_s,
+                "tflops": m.tflops,
+                "time_metrics/end_to_end(s)": m.step_time_s,
+                "time_metrics/data_loading(s)": m.data_time_s,
+                "time_metrics/data_loading(%)": 100 * m.data_time_s / m.step_time_s,
+                "time_metrics/planning(s)": m.plan_time_s,
+                "memory/max_reserved(GiB)": m.memory_gib,
+                "memory/max_reserved(%)": m.memory_percent,
+            }
+            | _memory_values(m)
+            | {
+                "pipeline/bubble(%)": 100 * m.bubble,
+                "modality/text/tokens": m.tokens - m.image_tokens - m.video_tokens,
+            }
+            | _modality_values(m)
+            | {
+                "data/skipped_samples": m.skipped_samples,
+            }
+            | _timing_values(m)
+            | _planner_values(m.planner, "planner/{}"),
+            m.step,
+        )
+
+    def validation(self, step: int, found: Validation) -> None:
+        """Reports one validation."""
+        if not self._enabled:
+            return
+        shares = {grade: right / count for grade, (right, count) in sorted(found.accuracy.items()) if count}
+        words = "".join(f"  {grade}: {100 * share:.1f}%" for grade, share in shares.items())
+        words = f"  accuracy{words}" if words else ""
+        shuffled = found.shuffled_loss
+        if shuffled is not None:
+            words += f"  with shuffled captions: {shuffled:.4f}"
+        self._say(f"validate step: {step:4d}  loss: {found.loss:7.4f}{words}")
+        extra = {} if shuffled is None else {"validation_metrics/loss_shuffled_captions": shuffled}
+        self._scalars(
+            {"validation_metrics/loss": found.loss, **extra}
+            | {f"validation_metrics/accuracy/{grade}": share for grade, share in shares.items()},
+            step,
+        )
+        line = {"step": step, "validation_loss": found.loss, "accuracy": shares}
+        self._line(line if shuffled is None else line | {"shuffled_captions_loss": shuffled})
+
+    def picture(self, step: int, name: str, make: Callable[[], bytes]) -> None:
+        """Shows a picture in tensorboard. Args: make: its PNG file; called only if there is a tensorboard."""
+        if self._board is None:
+            return
+        with Image.open(io.BytesIO(make())) as image:
+            self._board.writer.add_image(name, np.asarray(image), step, dataformats="HWC")
+
+    def close(self) -> None:
+        """Flushes and closes all files."""
+        for thing in (self._board, self._file, self._bar):
+            if thing is not None:
+                thing.close()
+
+    def _say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        logger.info(text)
+
+    def _scalars(self, values: Mapping[str, float], step: int) -> None:
+        if self._board is not None:
+            self._board.log(dict(values), step)
+
+    def _line(self, values: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
+        self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
+        self._file.flush()
+
+
+def _memory_words(m: StepMetrics) -> str:
+    """A step's memory beside its limit, for the log line; nothing without a limit."""
+    if not math.isfinite(m.memory_limit_gib):
+        return ""
+    measured = f"{m.memory_measured_gib:.2f}" if math.isfinite(m.memory_measured_gib) else "-"
+    return f"predicted: {m.memory_predicted_gib:.2f} measured: {measured} of {m.memory_limit_gib:.2f}GiB  "
+
+
+def _memory_values(m: StepMetrics) -> dict[str, float]:
+    """Those of a step's memory that are known, as scalars."""
+    values = {
+        "memory/predicted(GiB)": m.memory_predicted_gib,
+        "memory/measured(GiB)": m.memory_measured_gib,
+        "memory/limit(GiB)": m.memory_limit_gib,
+    }
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def _modality_values(m: StepMetrics) -> dict[str, float]:
+    """Counts of what a step had besides text: clips or pictures."""
+    if m.clips:
+        return {
+            "modality/video/tokens": m.video_tokens,
+            "modality/video/frames": m.frames,
+            "modality/video/count": m.clips,
+        }
+    return {
+        "modality/image/tokens": m.image_tokens,
+        "modality/image/patches": m.patches,
+        "modality/image/count": m.images,
+    }
+
+
+def _timing_values(m: StepMetrics) -> dict[str, float]:
+    """Utilisation, makespans and the parts of the modules, as scalars; those that are known."""
+    values = {
+        "mfu(%)": 100 * m.mfu,
+        "pipeline/makespan_measured(s)": m.measured_s,
+        "pipeline/makespan_planned(s)": m.planned_s,
+        "pipeline/makespan_ratio": m.slowdown,
+    }
+    for name, module in m.modules.items():
+        values[f"modality/{name}/tflops"] = module.tflops
+        values[f"modality/{name}/mfu(%)"] = 100 * module.mfu
+        values[f"modality/{name}/bubble(%)"] = 100 * module.bubble
+    if m.modules:
+        values["pipeline/bubble_other(%)"] = 100 * m.bubble_other
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def _planner_values(m: PlannerMetrics | None, name: str) -> dict[str, float]:
+    """The planner's numbers under names of a form; NaN where one is not known. Empty if the planner is off."""
+    if m is None:
+        return {}
+    values = {
+        "evaluations": m.evaluations,
+        "search_s": m.search_s,
+        "makespan_s": m.makespan_s,
+        "first_makespan_s": m.first_s,
+        "lower_bound_s": m.bound_s,
+        "gap": m.gap,
+        "late": m.late,
+        "failed": m.failed,
+        "invalid": m.invalid,
+        "age_s": m.age_s,
+    }
+    return {name.format(key): value for key, value in values.items()}
+
+
+def _continue_jsonl(path: Path, start: int) -> TextIO:
+    """The metrics file, opened to append, without lines of steps that a resumed run does again."""
+    if path.exists():
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                if start and json.loads(line)["step"] <= start:
+                    kept.append(line + "\n")
+            except (json.JSONDecodeError, KeyError):
+                continue  # cut short by a kill
+        aside = path.with_name(path.name + ".tmp")
+        aside.write_text("".join(kept))
+        os.replace(aside, path)
+    return open(path, "a", encoding="utf-8")

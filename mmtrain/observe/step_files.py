@@ -1,0 +1,137 @@
+"""Files about one step: its measured timeline beside the planned one, as a trace, a picture and data."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mmtrain.observe.step_timing import StepTiming, planned_timing
+from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.timeline import Timeline
+from mmtrain.schedule.view.draw import png, svg, trace_events
+from mmtrain.spec.spec import Flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFiles:
+    """What can be written about a step, on replica 0."""
+
+    step: int
+    planner: IterationPlanner
+    plan: IterationPlan
+    timing: StepTiming
+
+    @cached_property
+    def timelines(self) -> dict[str, Timeline]:
+        """Both, by name."""
+        assert self.plan.result.timeline is not None
+        return {"measured": self.timing.timeline(), "planned": self.plan.result.timeline}
+
+    def write_trace(self, path: Path) -> None:
+        """Writes a Chrome / Perfetto trace with two groups of rows and arrows for what ranks needed of each other."""
+        graph = self.plan.problem.graph
+        details = {action: self._details(action) for order in self.timing.plan.orders for action in order}
+        _write(path, json.dumps(trace_events(self.timelines, graph=graph, details=details)))
+
+    def write_timeline(self, path: Path) -> None:
+        """Writes PATH.svg, both timelines at one scale, and PATH.json, from which `mmtrain report` draws them.
+
+        The JSON object has `modules` (names), `stages` ([module, rank, first layer, last layer]), and for each action
+        of all ranks' orders, one after the other, a row of `actions`: [stage, kind, microbatch, sub-microbatch,
+        measured start, measured end, planned start, planned end, rows, FLOPs]. `waits` has of both timelines the idle
+        stretches: [rank, start, end, action that was waited for, or -1]. Seconds, each from its own first start.
+        """
+        _write(path.with_suffix(".svg"), svg(self.timelines))
+        _write(path.with_suffix(".json"), json.dumps(self._record(), separators=(",", ":")))
+
+    def picture(self) -> bytes:
+        """Both timelines as a PNG file."""
+        return png(self.timelines, width=1200, scale=1)
+
+    def _record(self) -> dict[str, Any]:
+        graph = self.plan.problem.graph
+        planned = planned_timing(self.timing.plan, self.timelines["planned"])
+        both = {"measured": self.timing, "planned": planned}
+        zeros = {name: self.timelines[name].start_s for name in both}
+        actions = []
+        for rank, order in enumerate(self.timing.plan.orders):
+            for index, action in enumerate(order):
+                times = [
+                    round(float(times[rank][index]) - zeros[name], 7)
+                    for name, timing in both.items()
+                    for times in (timing.starts_s, timing.ends_s)
+                ]
+                work = self._works[action]
+                actions.append(
+                    [
+                        action.stage, action.kind, action.microbatch, action.sub_microbatch, *times,
+                        self.plan.batching.sizes[work].rows, round(self._flops(action)),
+                    ]
+                )  # fmt: skip
+        return {
+            "step": self.step,
+            "modules": [module.name for module in graph.modules],
+            "num_ranks": graph.num_ranks,
+            "stages": [
+                [graph.place[stage.index][0], stage.pp_rank, stage.layers[0], stage.layers[1] - 1]
+                for stage in self.planner.partition.stages
+            ],
+            "actions": actions,
+            "waits": {name: _waits(timing, zeros[name]) for name, timing in both.items()},
+        }
+
+    @cached_property
+    def _works(self) -> Mapping[Action, int]:
+        plan = self.timing.plan
+        pairs = zip(plan.orders, plan.works, strict=True)
+        return {action: work for order, works in pairs for action, work in zip(order, works, strict=True)}
+
+    def _flops(self, action: Action) -> float:
+        """Model FLOPs of an action."""
+        stage, size = self.planner.partition.stages[action.stage], self.plan.batching.sizes[self._works[action]]
+        return flops_of(action.kind, self.planner.spec.flops(stage.module, size, range(*stage.layers)))
+
+    def _details(self, action: Action) -> dict[str, Any]:
+        """What a trace says of an action."""
+        stage, work = self.planner.partition.stages[action.stage], self._works[action]
+        size = self.plan.batching.sizes[work]
+        return {
+            "module": stage.module,
+            "layers": f"{stage.layers[0]}-{stage.layers[1] - 1}",
+            "microbatch": action.microbatch,
+            "sub_microbatch": action.sub_microbatch,
+            "work": work,
+            "rows": size.rows,
+            "model_flops": self._flops(action),
+            "memory": self.timing.plan.option(self.plan.problem, action.stage, work).name,
+        }
+
+
+def flops_of(kind: Kind, flops: Flops) -> float:
+    """Those of a compute action of a kind, of all of a stage and work."""
+    if kind is Kind.F:
+        return flops.forward
+    if kind is Kind.I:
+        return flops.backward_input
+    if kind is Kind.W:
+        return flops.backward_weight
+    return flops.backward_input + flops.backward_weight
+
+
+def _waits(timing: StepTiming, zero: float) -> list[list[float]]:
+    found = timing.waits
+    columns = (found.rank, found.start_s - zero, found.end_s - zero, found.action)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [[rank, round(start, 7), round(end, 7), action] for rank, start, end, action in rows]
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file that is whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)

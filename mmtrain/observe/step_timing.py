@@ -1,0 +1,126 @@
+"""When the actions of a step ran on all pipeline ranks of a replica, and what follows for each module."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mmtrain.observe.metrics import ModuleMetrics
+from mmtrain.parallel.mesh import Mesh
+from mmtrain.parallel.planning import ranks_here
+from mmtrain.parallel.runtime import StepOutcome
+from mmtrain.schedule.plan import Plan
+from mmtrain.schedule.timeline import Timeline
+from mmtrain.schedule.view.waits import Floats, Waits, waits
+from mmtrain.spec.spec import Flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTiming:
+    """One step as its pipeline ranks ran it; equal on all of them.
+
+    Seconds on a clock that the ranks share. Ranks of several machines have no such clock: there the programs of all
+    ranks count as started at the same time, which they are but for the time that the end of the step before takes.
+    """
+
+    plan: Plan
+    starts_s: tuple[Floats, ...]
+    """[pp_rank] -> of each action of its order."""
+    ends_s: tuple[Floats, ...]
+    spans_s: tuple[float, ...]
+    """[pp_rank] -> seconds of its whole program, with gathers and reductions of parameters."""
+
+    @classmethod
+    def gathered(cls, mesh: Mesh, plan: Plan, outcome: StepOutcome) -> "StepTiming":
+        """The timing of a step. Collective over pp: one gather. Args: outcome: of this rank, which ran `plan`."""
+        counts = [len(order) for order in plan.orders]
+        assert tuple(a for a, _, _ in outcome.rows) == plan.orders[mesh.pp_rank], "the runtime ran another order"
+        mine = torch.zeros(2 + 2 * max(counts), dtype=torch.float64)
+        times = [*outcome.span, *(s for _, s, _ in outcome.rows), *(e for _, _, e in outcome.rows)]
+        mine[: len(times)] = torch.tensor(times, dtype=torch.float64)
+        found = [mine]
+        if mesh.shape.pp > 1:
+            found = [torch.empty_like(mine) for _ in counts]
+            dist.all_gather(found, mine, group=mesh.pp_group)
+        own_clocks = ranks_here(mesh.shape.world_size) < mesh.shape.world_size
+        starts, ends, spans = [], [], []
+        for count, row in zip(counts, found, strict=True):
+            values = row.numpy()
+            zero = values[0] if own_clocks else 0.0
+            starts.append(values[2 : 2 + count] - zero)
+            ends.append(values[2 + count : 2 + 2 * count] - zero)
+            spans.append(float(values[1] - values[0]))
+        return cls(plan=plan, starts_s=tuple(starts), ends_s=tuple(ends), spans_s=tuple(spans))
+
+    @cached_property
+    def waits(self) -> Waits:
+        """What idle ranks waited for."""
+        return waits(self.plan, self.starts_s, self.ends_s)
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the first start of an action to the last end."""
+        return float(max(row.max() for row in self.ends_s if row.size) - min(r.min() for r in self.starts_s if r.size))
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of rank-seconds without compute while the longest program runs."""
+        busy = sum(float((end - start).sum()) for start, end in zip(self.starts_s, self.ends_s, strict=True))
+        return 1 - busy / self._available_s
+
+    @property
+    def _available_s(self) -> float:
+        return max(self.spans_s) * len(self.spans_s)
+
+    def modules(self, flops: Mapping[str, Flops], peak_flops: float) -> dict[str, ModuleMetrics]:
+        """Module -> what its actions took, and what was waited for them.
+
+        Args:
+            flops: module -> model FLOPs of the step on this replica.
+            peak_flops: of all devices that a pipeline rank stands for (cp x tp), together.
+        """
+        graph = self.plan.graph
+        seconds = [0.0] * len(graph.modules)
+        for order, start, end in zip(self.plan.orders, self.starts_s, self.ends_s, strict=True):
+            for action, length in zip(order, (end - start).tolist(), strict=True):
+                seconds[graph.place[action.stage][0]] += length
+        waited = self.waits.module_s(len(graph.modules))
+        return {
+            module.name: ModuleMetrics(
+                compute_s=seconds[index],
+                flops=flops[module.name].total if module.name in flops else 0.0,
+                peak_flops=peak_flops,
+                bubble=waited[index] / self._available_s,
+            )
+            for index, module in enumerate(graph.modules)
+        }
+
+    def timeline(self) -> Timeline:
+        """As the drawing functions want it."""
+        rows = [
+            (rank, *row)
+            for rank, columns in enumerate(zip(self.plan.orders, self.starts_s, self.ends_s, strict=True))
+            for row in zip(columns[0], columns[1].tolist(), columns[2].tolist(), strict=True)
+        ]
+        return Timeline.from_rows(self.plan.graph, rows)
+
+
+def planned_timing(plan: Plan, timeline: Timeline) -> StepTiming:
+    """A simulated timeline in the same form."""
+    starts: list[list[float]] = [[] for _ in plan.orders]
+    ends: list[list[float]] = [[] for _ in plan.orders]
+    times = {row.action: (row.start_s, row.end_s) for row in timeline.rows}
+    for rank, order in enumerate(plan.orders):
+        for action in order:
+            start, end = times[action]
+            starts[rank].append(start)
+            ends[rank].append(end)
+    return StepTiming(
+        plan=plan,
+        starts_s=tuple(np.array(row) for row in starts),
+        ends_s=tuple(np.array(row) for row in ends),
+        spans_s=(timeline.makespan_s,) * len(plan.orders),
+    )

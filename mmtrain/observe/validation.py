@@ -1,0 +1,61 @@
+"""What validation is computed from: answers by grade."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.parallel.mesh import Mesh
+from mmtrain.planner.iteration import IterationPlan
+
+
+def count_answers(
+    plan: IterationPlan,
+    meta: IterationMeta,
+    labels: Sequence[Tensor],
+    predictions: Mapping[int, Tensor],
+    counts: dict[str, tuple[int, int]],
+) -> None:
+    """Adds to grade -> (answers right, answers) what one batch's predictions say.
+
+    Args:
+        labels: [T] of each microbatch.
+        predictions: work -> [L] predicted token of each labelled position of its microbatch, in order.
+    """
+    for work, predicted in predictions.items():
+        index = plan.batching.works[work].microbatch
+        targets = labels[index][labels[index] != IGNORE_INDEX]
+        hits = (predicted.cpu() == targets).tolist()
+        position = 0
+        for document in meta.microbatches[index].documents:
+            for length in document.answers:
+                right = all(hits[position : position + length])
+                before = counts.get(document.grade, (0, 0))
+                counts[document.grade] = (before[0] + right, before[1] + 1)
+                position += length
+
+
+def whole_predictions(
+    plan: IterationPlan, labels: Sequence[Tensor], predictions: Mapping[int, Tensor], mesh: Mesh
+) -> dict[int, Tensor]:
+    """work -> [L] predicted token of each labelled position, from those of each cp rank's tokens.
+
+    Collective over cp. Args: labels: [T] of each microbatch. predictions: of this rank's labelled positions.
+    """
+    if mesh.cp_group is None:
+        return dict(predictions)
+    parts: list[dict[int, Tensor]] = [{}] * mesh.shape.cp
+    dist.all_gather_object(parts, {work: found.cpu() for work, found in predictions.items()}, group=mesh.cp_group)
+    whole = {}
+    for work in predictions:
+        microbatch = plan.batching.works[work].microbatch
+        tokens = torch.full_like(labels[microbatch], IGNORE_INDEX)
+        labelled = labels[microbatch] != IGNORE_INDEX
+        for part, places in zip(parts, plan.layout.documents.tokens(microbatch), strict=True):
+            mine = torch.from_numpy(places)
+            tokens[mine[labelled[mine]]] = part[work]
+        whole[work] = tokens[labelled]
+    return whole

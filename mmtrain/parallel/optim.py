@@ -1,0 +1,140 @@
+"""The optimizer of one rank's chunks and the learning rate as a pure function of the step."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from mmtrain.config.config import LRSchedulerConfig, OptimizerConfig
+from mmtrain.parallel.grads import local_part
+from mmtrain.parallel.titan import FrozenAwareOptimizers, ParamGroupConfig, init_optim_state
+
+
+class LocalOptimizers(FrozenAwareOptimizers):
+    """torchtitan's container, whose optimizers compute on this rank's parts of DTensors.
+
+    Updates are elementwise, so that plain tensors give what DTensors would, bit for bit, without the sharding rules of
+    operations on whole lists of DTensors (0.8 s of the first step on a CPU). What is kept and saved stays DTensors.
+    """
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Updates every parameter that has a gradient."""
+        for optimizer in self.optimizers:
+            with _on_local_parts(optimizer):
+                optimizer.step(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Name -> value of every moment and setting."""
+        self._init_state()
+        return super().state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
+        self._init_state()
+        super().load_state_dict(state_dict)
+
+    def _init_state(self) -> None:
+        for optimizer in self.optimizers:
+            with _on_local_parts(optimizer):
+                init_optim_state(optimizer)
+
+
+def lr_factor(section: LRSchedulerConfig, step: int, steps: int) -> float:
+    """The learning rate of a step as a fraction of the peak.
+
+    Linear warm-up over `warmup_steps`, then the peak, then the decay over the last
+    `decay_ratio` of the remaining steps down to `min_lr_factor`, which the last step has.
+
+    Args: step: 1 .. steps.
+    """
+    if step <= section.warmup_steps:
+        return step / section.warmup_steps
+    decay_steps = round((steps - section.warmup_steps) * section.decay_ratio)
+    done = step - (steps - decay_steps)
+    if done <= 0:
+        return 1.0
+    progress = done / decay_steps
+    shape = {
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[section.decay_type]
+    return section.min_lr_factor + (1 - section.min_lr_factor) * shape
+
+
+def build_optimizers(
+    section: OptimizerConfig, chunks: Sequence[nn.Module], tied: Sequence[nn.Parameter]
+) -> LocalOptimizers:
+    """torchtitan's container over the trainable parameters of this rank's chunks (there may be none).
+
+    Matrices are decayed; vectors, embeddings and the tied head, which is an embedding, are not.
+
+    Plain and distributed tensors are in different groups, since one kernel call cannot take both.
+
+    Args: tied: copies of the tied embedding among the parameters.
+    """
+    kinds: dict[tuple[bool, bool], set[str]] = {}
+    for chunk in chunks:
+        embeddings = {id(m.weight) for m in chunk.modules() if isinstance(m, nn.Embedding)}
+        for name, parameter in chunk.named_parameters():
+            kept = parameter.ndim < 2 or id(parameter) in embeddings or any(parameter is t for t in tied)
+            kinds.setdefault((not kept, isinstance(parameter, DTensor)), set()).add(name)
+    shared = {"lr": section.lr, "betas": (section.beta1, section.beta2), "eps": section.eps}
+    groups = [
+        ParamGroupConfig(
+            pattern="^(?:" + "|".join(re.escape(name) for name in sorted(names)) + ")$",
+            optimizer_name=section.name,
+            optimizer_kwargs={**shared, "weight_decay": section.weight_decay if decayed else 0.0},
+        )
+        for (decayed, _), names in sorted(kinds.items(), key=lambda item: item[0])
+    ]
+    config = LocalOptimizers.Config(param_groups=groups, implementation=section.implementation)
+    return LocalOptimizers(config, model_parts=list(chunks))
+
+
+def set_lr(optimizers: FrozenAwareOptimizers, lr: float) -> None:
+    """Gives every parameter group a learning rate."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+
+@contextmanager
+def _on_local_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within it, an optimizer's parameters, gradients and moments are this rank's parts of them."""
+    whole = [group["params"] for group in optimizer.param_groups]
+    local = [[_local_parameter(parameter) for parameter in parameters] for parameters in whole]
+    pairs = [(w, x) for ws, xs in zip(whole, local, strict=True) for w, x in zip(ws, xs, strict=True) if w is not x]
+    state = optimizer.state
+    for parameter, part in pairs:
+        part.grad = None if parameter.grad is None else local_part(parameter.grad)
+        if parameter in state:
+            state[part] = {key: local_part(value) for key, value in state[parameter].items()}
+    for group, parts in zip(optimizer.param_groups, local, strict=True):
+        group["params"] = parts
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters
+        for parameter, part in pairs:
+            made = state.pop(part, None)
+            if made and parameter not in state:  # the first step
+                state[parameter] = {
+                    key: value if key == "step" else _as_dtensor(value, parameter) for key, value in made.items()
+                }
+
+
+def _local_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    return local_part(parameter).detach().requires_grad_() if isinstance(parameter, DTensor) else parameter
+
+
+def _as_dtensor(part: torch.Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -1,0 +1,141 @@
+"""One replica's data: read by its leader, and given to each of its ranks as far as that needs them.
+
+Everyone gets the metadata and the labels. The tensors go to the pipeline ranks where a module takes them in: the first
+one, which holds the leader; where the language model begins, if that is another one (a mixed partition); and of a
+text-to-video model where the DiT begins, and where it ends and its targets are formed. With a VAE, whose pixels the
+leader itself takes in, the DiT gets nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mmtrain.config.config import Config
+from mmtrain.data.loader import Loader
+from mmtrain.data.packing import LoaderState
+from mmtrain.errors import DataError, MMTrainError
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.models.batch import Batch, without_pictures
+from mmtrain.parallel.mesh import Mesh
+from mmtrain.planner.batching import DIT, VAE
+from mmtrain.planner.partition.partition import Partition
+
+Change = Callable[[Batch, IterationMeta], tuple[Batch, IterationMeta]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One step's data on one rank."""
+
+    meta: IterationMeta
+    labels: list[Tensor]
+    """[T] of each microbatch; empty for clips, whose targets are formed where they are needed."""
+    state: LoaderState
+    """Where the loader stands after this batch."""
+    batch: Batch | None
+    """What this rank needs of it."""
+
+
+class ReplicaData:
+    """Gives out the data of a job's splits to one rank."""
+
+    def __init__(self, config: Config, mesh: Mesh, partition: Partition) -> None:
+        self._config, self._mesh = config, mesh
+        ends = partition.of_module(DIT)
+        self._takes_latents = bool(ends) and not partition.of_module(VAE)
+        """Whether the DiT takes in what the batch has of clips."""
+        takers = {partition.text_rank}
+        if self._takes_latents:
+            takers |= {ends[0].pp_rank, ends[-1].pp_rank}
+        self._takers = tuple(sorted(takers - {0}))
+        """Pipeline ranks besides the first that need tensors."""
+        self._loader: Loader | None = None
+
+    def item(self, batch: Batch, meta: IterationMeta) -> Item:
+        """A batch that every rank has as an item of this one."""
+        rank = self._mesh.pp_rank
+        mine = batch if rank == 0 else self._part(batch) if rank in self._takers else None
+        state = LoaderState(seed=self._config.debug.seed)
+        return Item(meta=meta, labels=[m.labels for m in batch.microbatches], state=state, batch=mine)
+
+    def training(self, state: LoaderState) -> Iterator[Item]:
+        """The batches of the training split from a state on. Each `next` is collective over the replica."""
+
+        def open_loader() -> Loader:
+            self._loader = self._open(self._config.data.split, state)
+            return self._loader
+
+        return self._share(open_loader)
+
+    def validation(self, num_steps: int, change: Change | None = None) -> Iterator[Item]:
+        """The first batches of the validation split, as `change` makes them. Each `next` is collective."""
+        split, state = self._config.data.validation_split, LoaderState(seed=0)
+        return self._share(lambda: self._open(split, state, num_steps), change)
+
+    def close(self) -> None:
+        """Ends the processes that read training data."""
+        if self._loader is not None:
+            self._loader.close()
+
+    def _open(self, split: str, state: LoaderState, num_steps: int | None = None) -> Loader:
+        """Args: num_steps: of a validation, which reads in order and in this process."""
+        validating = num_steps is not None
+        return Loader(
+            self._config,
+            split=split,
+            dp_rank=self._mesh.dp_rank,
+            dp_degree=self._mesh.shape.dp,
+            state=state,
+            shuffle=False if validating else None,
+            num_steps=num_steps,
+            num_workers=0 if validating else None,
+        )
+
+    def _part(self, batch: Batch) -> Batch:
+        """What the pipeline ranks besides the first need."""
+        return batch if self._takes_latents else without_pictures(batch)
+
+    def _share(self, open_loader: Callable[[], Loader], change: Change | None = None) -> Iterator[Item]:
+        """The leader's items on every rank of its replica; an error of the loader is raised on all of them."""
+        source: Iterator[tuple[Batch, IterationMeta, LoaderState]] | None = None
+        mesh = self._mesh
+        while True:
+            batch: Batch | None = None
+            message: tuple[IterationMeta, list[Tensor], LoaderState] | MMTrainError | None = None
+            if mesh.is_leader:
+                try:
+                    if source is None:
+                        source = iter(open_loader())
+                    batch, meta, state = next(source)
+                    if change is not None:
+                        batch, meta = change(batch, meta)
+                    message = meta, [m.labels for m in batch.microbatches], state
+                except StopIteration:
+                    message = None
+                except MMTrainError as error:
+                    message = error
+                except OSError as error:
+                    message = DataError(f"data.source cannot be read: {error}")
+            message = mesh.broadcast_object(message)
+            if isinstance(message, MMTrainError):
+                raise message
+            if message is None:
+                return
+            meta, labels, state = message
+            yield Item(meta=meta, labels=labels, state=state, batch=self._hand_out(batch))
+
+    def _hand_out(self, batch: Batch | None) -> Batch | None:
+        """This rank's part of the leader's batch."""
+        mesh = self._mesh
+        if mesh.place.cp == mesh.place.tp == 0:
+            if batch is not None:
+                part = self._part(batch) if self._takers else None
+                for pp_rank in self._takers:
+                    mesh.send_object(part, pp_rank)
+            elif mesh.pp_rank in self._takers:
+                batch = mesh.receive_object(0)
+        if mesh.pp_rank == 0 or mesh.pp_rank in self._takers:
+            batch = mesh.broadcast_over_plane(batch)
+            return batch
+        return None

@@ -1,0 +1,87 @@
+"""The only file that imports torchtitan: its mesh algebra, optimizer container and tensorboard writer.
+
+What of torchtitan 0.3 serves is taken as it is. Not taken, because it does not fit: its checkpoint
+manager writes in place (ours renames a finished folder), its learning-rate container refuses a rank
+without trainable parameters (a pipeline rank of frozen layers), its metrics line is fixed.
+
+Where torchtitan (or a package that it imports) is not installed, `without_titan` has the same from torch.
+"""
+
+import logging
+import re
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.testing._internal.distributed.fake_pg  # registers the backend of size-1 axes
+
+try:
+    import torchtitan.tools.utils as _titan_utils
+
+    if not torch.cuda.is_available():
+        # torchtitan falls back to "cuda" on a machine without one; the names below are read at import.
+        _titan_utils.device_type, _titan_utils.device_module = "cpu", torch.cpu
+
+    from torchtitan.components.metrics import TensorBoardLogger
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+    from torchtitan.components.optimizer.utils import init_optim_state
+    from torchtitan.distributed.parallel_dims import ParallelDims
+except ModuleNotFoundError:
+    from mmtrain.parallel.without_titan import (
+        OptimizersContainer,
+        ParallelDims,
+        ParamGroupConfig,
+        TensorBoardLogger,
+        init_optim_state,
+    )
+
+from mmtrain.config.topology import MeshShape
+
+__all__ = [
+    "FrozenAwareOptimizers",
+    "ParallelDims",
+    "ParamGroupConfig",
+    "TensorBoardLogger",
+    "init_optim_state",
+    "parallel_dims",
+]
+
+logging.getLogger("torchtitan").setLevel(logging.WARNING)
+
+
+def parallel_dims(shape: MeshShape) -> ParallelDims:
+    """torchtitan's meshes for our degrees; the process group must exist. Axes of size 1 get no group."""
+    dims = ParallelDims(
+        dp_replicate=shape.dp_replicate,
+        dp_shard=shape.dp_shard,
+        cp=shape.cp,
+        tp=shape.tp,
+        pp=shape.pp,
+        ep=1,
+        world_size=shape.world_size,
+        spmd_backend="partial_dtensor",
+    )
+    dims.build_mesh()
+    return dims
+
+
+class FrozenAwareOptimizers(OptimizersContainer):  # type: ignore[type-arg]
+    """torchtitan's container, for model parts in which a parameter group (or every group) may be empty."""
+
+    @staticmethod
+    def _build_param_groups(
+        model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
+    ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
+        names = [name for name, param in model.named_parameters() if param.requires_grad]
+        used, left = [], set(names)
+        for group in param_group_configs:
+            matched = {name for name in left if re.search(group.pattern, name)}
+            if matched:
+                used.append(group)
+            left -= matched
+        groups: tuple[Any, Any] = OptimizersContainer._build_param_groups(model, used, impl_kwargs)
+        return groups
+
+    def _post_init(self, all_params: list[Any]) -> None:
+        # torch's Optimizer refuses an empty list; a parameter of no element that nothing steps satisfies it
+        super()._post_init(all_params or [nn.Parameter(torch.empty(0))])

@@ -1,0 +1,220 @@
+"""Costs from operator graphs on a hardware profile: for machines that nobody has run on yet. Pure."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+
+from mmtrain.config.config import Config
+from mmtrain.config.topology import MeshShape
+from mmtrain.errors import ConfigError
+from mmtrain.modality.catalogue import division_of
+from mmtrain.modality.plane import Plane
+from mmtrain.planner.batching import DIT, VAE, VISION
+from mmtrain.planner.costs.cost_model import HostCopy, LayerTimes, equal_layers
+from mmtrain.planner.operators.cluster import Cluster
+from mmtrain.planner.operators.execution import makespan_s
+from mmtrain.planner.operators.graph import DeviceKind, Graph, OpKind, Phase
+from mmtrain.planner.operators.latency import Latencies, Rule
+from mmtrain.planner.operators.layers import LayerDescriber, LinkedDivision
+from mmtrain.schedule.action import Kind
+from mmtrain.schedule.problem import P2P
+from mmtrain.spec.linears import adapted_linears
+from mmtrain.spec.recomputation import ATTENTION, PRODUCTS, Recomputation
+from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
+from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.spec.vae_shapes import VaeShape, vae_shape
+
+OPTIMIZER_BYTES = 7 * 4
+"""AdamW reads parameter, gradient and two moments, and writes all but the gradient, in float32."""
+
+_REMEMBERED = 1 << 16
+
+
+class OperatorCosts:
+    """What layers take as graphs of operators on one kind of accelerator: a `CostModel`.
+
+    A layer's seconds are those of its operators on one rank of the plane, collectives exposed. F, I and W are simulated
+    apart, as the schedule may run them apart. Each kind of layer is described once, and simulated once for each size.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        describers: Mapping[str, LayerDescriber],
+        latencies: Mapping[str, Latencies],
+        p2p: P2P,
+        host_copy: HostCopy,
+    ) -> None:
+        """Args:
+        describers: of each module's layers.
+        latencies: of each module's operators; they know the links that its division uses.
+        p2p: between pipeline ranks.
+        host_copy: between an accelerator and its host.
+        """
+        self._p2p, self._host_copy = p2p, host_copy
+        self._describers, self._latencies = describers, latencies
+        self._hardware = next(iter(latencies.values())).hardware
+        self._kinds = {module.name: equal_layers(module) for module in spec.modules}
+        self._layers = {module.name: module.layers for module in spec.modules}
+        self._graphs: dict[tuple[str, int, bool], _Phases] = {}
+        self._times = lru_cache(maxsize=_REMEMBERED)(self._simulate)
+        self._repeats = lru_cache(maxsize=_REMEMBERED)(self._simulate_repeated)
+
+    @classmethod
+    def of(
+        cls, config: Config, spec: ModelSpec, cluster: Cluster | None = None, rule: Rule | None = None
+    ) -> "OperatorCosts":
+        """The costs of a job on a cluster, by default the one that `planner.hardware` names.
+
+        Args: rule: what overrides the seconds of an operator.
+        Raises: ConfigError: no such hardware, or tensor parallelism beyond a node.
+        """
+        shape = config.parallelism.mesh_shape
+        if cluster is None:
+            cluster = Cluster.of(config.planner.hardware, shape.world_size)
+        plane = Plane.of(config)
+        if plane.tp > cluster.hardware.gpus_per_node:
+            raise ConfigError(
+                f"parallelism.tensor_parallel_degree = {plane.tp}, but a node of {cluster.hardware.name} has "
+                f"{cluster.hardware.gpus_per_node} accelerators; tensor parallelism stays inside of a node, lower it"
+            )
+        dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
+        divisions = {module.name: linked_division(plane, cluster, module) for module in spec.modules}
+        return cls(
+            spec,
+            {
+                name: describer(config, name, divided, dtype_bytes, cluster.hardware.compute)
+                for name, divided in divisions.items()
+            },
+            {name: Latencies(cluster.hardware, dtype_bytes=dtype_bytes, rule=rule) for name in divisions},
+            p2p_between_stages(cluster, shape),
+            host_copy_of(cluster),
+        )
+
+    def layer(self, module: ModuleSpec, index: int, size: WorkSize, *, input_grad: bool) -> LayerTimes:
+        """Seconds of a layer's operators."""
+        return self._times(module.name, self._kinds[module.name][index], size, input_grad)
+
+    def repeated_s(self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation) -> float:
+        """Seconds of the forward's operators, without those whose results were saved; collectives run again."""
+        layer = module.layers[index]
+        if not recomputation.recomputes(layer):
+            return 0.0
+        saved = (recomputation.saves(PRODUCTS), recomputation.saves(ATTENTION))
+        return self._repeats(module.name, self._kinds[module.name][index], size, *saved)
+
+    def action_s(self, kind: Kind) -> float:
+        """0: the fixed part of each operator is in its layer."""
+        return 0.0
+
+    @property
+    def p2p(self) -> P2P:
+        """Between two pipeline ranks that are as far apart as any."""
+        return self._p2p
+
+    @property
+    def host_copy(self) -> HostCopy:
+        """Over PCIe, beside compute."""
+        return self._host_copy
+
+    def step_s(self, num_params: int) -> float:
+        """Seconds in which AdamW reads and writes its state once, at the memory rate of elementwise kernels."""
+        reached = self._hardware.efficiency_of(OpKind.ELEMENTWISE, Phase.FORWARD).memory
+        return num_params * OPTIMIZER_BYTES / (self._hardware.memory_bytes_per_s * reached)
+
+    def graph(self, module: ModuleSpec, index: int, *, input_grad: bool) -> Graph:
+        """The operators of a layer, forward and backward."""
+        return self._phases(module.name, self._kinds[module.name][index], input_grad).whole
+
+    def _phases(self, module: str, kind: int, input_grad: bool) -> "_Phases":
+        key = (module, kind, input_grad)
+        if key not in self._graphs:
+            layer = self._layers[module][kind]
+            self._graphs[key] = _Phases(self._describers[module].graph(layer, input_grad=input_grad))
+        return self._graphs[key]
+
+    def _simulate(self, module: str, kind: int, size: WorkSize, input_grad: bool) -> LayerTimes:
+        phases = self._phases(module, kind, input_grad)
+        seconds = self._latencies[module](phases.whole, size)
+        forward, inside, later = (makespan_s(graph, seconds[mine]) for graph, mine in phases.parts)
+        return LayerTimes(forward_s=forward, backward_input_s=inside, backward_weight_s=later)
+
+    def _simulate_repeated(
+        self, module: str, kind: int, size: WorkSize, keeps_products: bool, keeps_attention: bool
+    ) -> float:
+        phases = self._phases(module, kind, True)
+        graph, mine = phases.parts[0]
+        keeps = {OpKind.MATMUL: keeps_products, OpKind.ATTENTION: keeps_attention}
+        runs = np.array([not keeps.get(op.kind, False) for op in graph.operators])
+        return makespan_s(graph, self._latencies[module](phases.whole, size)[mine] * runs)
+
+
+class _Phases:
+    """A layer's operators, and those of each phase with their places among all."""
+
+    def __init__(self, whole: Graph) -> None:
+        self.whole = whole
+        self.parts = [
+            (whole.only(phase), np.flatnonzero([op.phase is phase for op in whole.operators])) for phase in Phase
+        ]
+
+
+def linked_division(plane: Plane, cluster: Cluster, module: ModuleSpec) -> LinkedDivision:
+    """How the ranks of a plane of a cluster divide a module."""
+    division = division_of(plane, module)
+    return LinkedDivision(
+        tp=division.tp,
+        groups=division.groups,
+        key_groups=division.key_groups,
+        tp_link=cluster.device(range(division.tp)),
+        group_link=cluster.device(range(0, plane.size, plane.tp)),
+    )
+
+
+def describer(
+    config: Config, module: str, divided: LinkedDivision, dtype_bytes: int, compute: DeviceKind
+) -> LayerDescriber:
+    """What describes the layers of a module of a job."""
+    model = config.model
+    language = language_shape(model)
+    vision = vision_shape(model) if model.encoder is not None else None
+    native = model.projector.kind == "native"
+    merged = vision.width * vision.patches_per_token if vision else 0
+    shape: VisionShape | LanguageShape | DitShape | VaeShape = language
+    if module == DIT:
+        shape = dit_shape(model)
+    elif module == VAE:
+        shape = vae_shape(model)
+    elif module == VISION and vision is not None:
+        shape = vision
+    return LayerDescriber(
+        shape=shape,
+        division=divided,
+        dtype_bytes=dtype_bytes,
+        compute=compute,
+        adapted=adapted_linears(model, module),
+        rank=model.lora.rank,
+        projector_width=merged if native else model.projector.hidden_size or merged,
+        native_projector=native,
+        language_width=language.width,
+        has_features=vision is not None,
+    )
+
+
+def p2p_between_stages(cluster: Cluster, shape: MeshShape) -> P2P:
+    """What a transfer between pipeline ranks takes, which are the mesh's outermost axis: in one node over NVLink if all
+    of them fit there, else over one network card."""
+    stride = shape.world_size // shape.pp
+    device = cluster.device(range(0, shape.world_size, stride))
+    link = cluster.hardware.links[device]
+    reached = cluster.hardware.efficiency_of(OpKind.P2P, Phase.FORWARD).network
+    return P2P(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s * reached)
+
+
+def host_copy_of(cluster: Cluster) -> HostCopy:
+    """Copies between an accelerator and its host; a CPU has no engine that copies beside it."""
+    hardware = cluster.hardware
+    reached = hardware.efficiency_of(OpKind.HOST_COPY, Phase.FORWARD).network
+    rate = hardware.links[DeviceKind.PCIE].bytes_per_s * reached
+    return HostCopy(bytes_per_s=rate, overlaps=hardware.compute is not DeviceKind.CPU)

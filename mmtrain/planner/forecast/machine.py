@@ -1,0 +1,85 @@
+"""The machine that a job is simulated on, as far as whole iterations need it. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mmtrain.config.config import Config
+from mmtrain.errors import ConfigError
+from mmtrain.planner.operators.cluster import Cluster, sent_bytes
+from mmtrain.planner.operators.graph import OpKind
+from mmtrain.schedule.problem import P2P
+
+
+class Network(Protocol):
+    """What connects the ranks."""
+
+    def collective_s(self, kind: OpKind, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Seconds of a collective among some global ranks, whose whole buffer has `num_bytes`; 0 for one rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NominalNetwork:
+    """Every rank sends to every other one at one rate."""
+
+    p2p: P2P
+
+    def collective_s(self, kind: OpKind, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Seconds of a ring of messages, at full rate and one latency; 0 for one rank."""
+        if len(ranks) < 2:
+            return 0.0
+        return self.p2p.latency_s + sent_bytes(kind, num_bytes, len(ranks)) / self.p2p.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What connects the ranks, what a rank's device can do and hold, and names for people."""
+
+    name: str
+    costs: str
+    """Where the seconds of layers come from, in a few words."""
+    network: Network
+    peak_flops: float | None
+    """FLOP/s that MFU is measured against; None: unknown."""
+    memory_bytes: float | None
+    """Of one device; None: unknown."""
+
+    @classmethod
+    def of(cls, config: Config) -> "Machine":
+        """The machine that a job's `[planner]` names; a nominal one without a name.
+
+        Raises: ConfigError: it does not exist, or has another number of accelerators than the job has ranks.
+        """
+        section = config.planner
+        costs = f"FLOPs over planner.flops_per_s = {section.flops_per_s:.3g}"
+        if section.hardware:
+            costs = "operators on the hardware's profile"
+        if section.profile:
+            costs = f"measured, {section.profile}"
+        peak = config.metrics.peak_flops or None
+        if not section.hardware:
+            p2p = P2P(latency_s=section.p2p_latency_s, bytes_per_s=section.p2p_bytes_per_s)
+            return cls(
+                name="a nominal device",
+                costs=costs,
+                network=NominalNetwork(p2p=p2p),
+                peak_flops=peak,
+                memory_bytes=None,
+            )
+        world = config.parallelism.mesh_shape.world_size
+        cluster = Cluster.of(section.hardware, world)
+        hardware = cluster.hardware
+        if not world <= cluster.num_gpus < world + hardware.gpus_per_node:
+            raise ConfigError(
+                f"planner.hardware = {section.hardware!r} (--cluster) has {cluster.num_gpus} accelerators, but the "
+                f"degrees of [parallelism] make {world} ranks; change a degree, or name {hardware.name}x{world}"
+            )
+        dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
+        return cls(
+            name=f"{hardware.name}x{cluster.num_gpus}",
+            costs=costs,
+            network=cluster,
+            peak_flops=peak or hardware.flops_per_s(dtype_bytes),
+            memory_bytes=hardware.memory_bytes,
+        )

@@ -1,0 +1,378 @@
+"""What `mmtrain simulate` does: iterations of a drawn workload, under several schedules, on hardware that is not there.
+
+Pure: nothing is trained or loaded, and torch is not imported.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+from mmtrain.config.config import Config, check
+from mmtrain.config.topology import AXES
+from mmtrain.errors import ConfigError, PlanError
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.planner.forecast.machine import Machine
+from mmtrain.planner.forecast.typical_iterations import usual_workload
+from mmtrain.planner.forecast.whole_iteration import IterationSimulator, SimulatedIteration
+from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.memory.limit import MemoryBudget, MemoryRule
+from mmtrain.planner.plan_choice import SEARCHED
+from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.library.names import MEMORY_BOUNDED_SCHEDULES, ScheduleName
+from mmtrain.schedule.timeline import Timeline
+
+SEARCHED_LIMIT = "90%"
+"""Of a device's memory, where a search is simulated on hardware that is known and the job has no limit of its own."""
+
+_GIB = 2.0**30
+_COLUMNS = ("schedule", "iteration s", "min", "max", "MFU", "bubble", "gather s", "reduce s", "step s", "peak GiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be simulated."""
+
+    config: Config
+    """The job; its [planner] says on which hardware."""
+    schedules: tuple[str, ...]
+    """Names of schedules; `SEARCHED`: the plans that the job's planner searches, whatever planner.enable says."""
+    evaluations: int = 100
+    """Plans that a search tries for each iteration and replica."""
+    workload: str = ""
+    """Name of one in `planner.workloads`; empty: the usual one of such jobs."""
+    num_iterations: int = 40
+    num_replicas: int = 2
+    """Data-parallel replicas to simulate, at most; each reads batches of its own."""
+    seed: int = 0
+    """Of the workload."""
+    picture_side: int | None = None
+    """Pixels along a side of every picture or clip; None: as `planner.workloads` says."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_iterations", "num_replicas", "picture_side", "evaluations"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"simulate: {name} = {value}; it is at least 1")
+        if self.seed < 0:
+            raise ConfigError(f"simulate: seed = {self.seed}; it is at least 0")
+        for index, schedule in enumerate(self.schedules):
+            if schedule not in (*CATALOGUE, SEARCHED):
+                known = ", ".join((*CATALOGUE, SEARCHED))
+                raise ConfigError(f"simulate: schedule {schedule!r} does not exist; choose of {known}")
+            if schedule in self.schedules[:index]:
+                raise ConfigError(f"simulate: schedule {schedule!r} is named twice; name it once")
+
+    @property
+    def drawn_workload(self) -> str:
+        """The workload that batches are drawn from."""
+        return self.workload or usual_workload(self.config)
+
+    @property
+    def counted(self) -> str:
+        """What a microbatch has some of."""
+        return "pictures" if self.config.model.dit is None else "clips"
+
+    @property
+    def simulated_replicas(self) -> int:
+        """How many replicas are simulated."""
+        return min(self.num_replicas, self.config.parallelism.mesh_shape.dp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one schedule came to."""
+
+    schedule: str
+    iterations: tuple[SimulatedIteration, ...] = ()
+    first: Timeline | None = None
+    """The pipeline of the first iteration's slowest replica."""
+    budget: MemoryBudget | None = None
+    """What the ranks' memory is for; None: there is no limit."""
+    problem: str = ""
+    """Why there is no answer; empty if there is one."""
+    notes: tuple[str, ...] = ()
+    """What a reader has to know of these numbers."""
+
+    def mean(self, field: str) -> float:
+        """The mean of a number over the iterations."""
+        return statistics.fmean(getattr(step, field) for step in self.iterations)
+
+    def mfu(self, ranks: int, peak_flops: float) -> float:
+        """Model FLOPs over what `ranks` ranks of one replica could do in the time of all iterations."""
+        seconds = sum(step.iteration_s for step in self.iterations)
+        return sum(step.flops for step in self.iterations) / (seconds * ranks * peak_flops)
+
+    @property
+    def fullest(self) -> tuple[int, float]:
+        """The pipeline rank that needs the most memory in any iteration, and its bytes."""
+        peaks = [max(step.peak_bytes[rank] for step in self.iterations) for rank in range(self.num_ranks)]
+        rank = max(range(self.num_ranks), key=peaks.__getitem__)
+        return rank, peaks[rank]
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.iterations[0].peak_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The answers for all schedules of a question; all read the same batches."""
+
+    question: Question
+    machine: Machine
+    answers: tuple[Answer, ...]
+    images: tuple[float, ...]
+    """[iteration] -> pictures (of a text-to-video job clips) of a microbatch, mean."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader has to know, of all schedules."""
+        return (*_notes(self.question, self.machine), *(note for answer in self.answers for note in answer.notes))
+
+
+def simulate_job(question: Question, progress: Callable[[str, int], None] = lambda schedule, done: None) -> Report:
+    """The simulated iterations of a job under each schedule.
+
+    A schedule without a plan is an answer that says why.
+
+    Args: progress: told the schedule and how many of its iterations are done.
+    Raises:
+        ConfigError: model, degrees, hardware, workload or schedule do not fit together.
+        DataError: a batch that the model cannot read.
+    """
+    config = question.config
+    machine = Machine.of(config)
+    bins = Bins.of(config, question.picture_side or 0)
+    batches = [
+        [
+            draw(question.drawn_workload, bins, seed=question.seed, iteration=iteration, replica=replica)
+            for replica in range(question.simulated_replicas)
+        ]
+        for iteration in range(question.num_iterations)
+    ]
+    answers = []
+    for schedule in question.schedules:
+        job, notes = with_schedule(config, schedule, question.evaluations)
+        answers.append(_answer(question, job, schedule, machine, batches, notes, progress))
+    images = tuple(_mean_images(step) for step in batches)
+    return Report(question=question, machine=machine, answers=tuple(answers), images=images)
+
+
+def _mean_images(step: Sequence[IterationMeta]) -> float:
+    """Pictures or clips of a microbatch."""
+    return sum(b.num_images + b.num_clips for b in step) / sum(len(b.microbatches) for b in step)
+
+
+def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[Config, tuple[str, ...]]:
+    """The job under another schedule, and notes on what else had to change.
+
+    Args: schedule: also `SEARCHED`. evaluations: plans that a search tries for an iteration.
+    Raises: ConfigError: the job does not go with the schedule.
+    """
+    notes: tuple[str, ...] = ()
+    planner = config.planner
+    if schedule == SEARCHED:
+        return _with_search(config, evaluations)
+    if planner.activation_memory_gib and schedule not in MEMORY_BOUNDED_SCHEDULES:
+        planner = replace(planner, activation_memory_gib=0.0)
+        notes = (f"{schedule} bounds activations by its own rule; planner.activation_memory_gib is left out",)
+    if planner.memory_limit and schedule not in MEMORY_BOUNDED_SCHEDULES:
+        planner = replace(planner, memory_limit="")
+        notes = (f"{schedule} bounds memory by its own rule; planner.memory_limit is left out",)
+    parallelism = replace(config.parallelism, pipeline_parallel_schedule=cast(ScheduleName, schedule))
+    job = replace(config, parallelism=parallelism, planner=planner)
+    check(job)
+    return job, notes
+
+
+def _with_search(config: Config, evaluations: int) -> tuple[Config, tuple[str, ...]]:
+    """As `with_schedule`, for plans that the job's planner searches."""
+    planner = replace(config.planner, enable=True, budget_evaluations=evaluations, budget_s=0.0)
+    notes = [f"{SEARCHED}: the planner tries {evaluations} plans for each iteration (--evaluations)"]
+    if planner.hardware and not planner.memory_limit and not planner.activation_memory_gib:
+        planner = replace(planner, memory_limit=SEARCHED_LIMIT)
+        notes.append(
+            f'{SEARCHED}: planner.memory_limit = "{SEARCHED_LIMIT}", as the job sets none; without a limit a searched '
+            "plan may hold more than a device has"
+        )
+    job = replace(config, planner=planner)
+    check(job)
+    return job, tuple(notes)
+
+
+def _answer(
+    question: Question,
+    job: Config,
+    schedule: str,
+    machine: Machine,
+    batches: Sequence[Sequence[IterationMeta]],
+    notes: tuple[str, ...],
+    progress: Callable[[str, int], None],
+) -> Answer:
+    simulator = IterationSimulator.of(job, machine.network, searches=schedule == SEARCHED)
+    budget = MemoryRule.of(job).budget(simulator.planner.spec, simulator.planner.partition)
+    limited = budget if budget.limited else None
+    steps: list[SimulatedIteration] = []
+    first: Timeline | None = None
+    for metas in batches:
+        try:
+            step, timeline = simulator.simulate(metas, seed=question.seed, step=len(steps))
+        except PlanError as error:
+            fault = f"iteration {len(steps)}: {error}"
+            return Answer(schedule=schedule, problem=fault, budget=limited, notes=notes)
+        first = first or timeline
+        steps.append(step)
+        progress(schedule, len(steps))
+    return Answer(schedule=schedule, iterations=tuple(steps), first=first, budget=limited, notes=notes)
+
+
+def _notes(question: Question, machine: Machine) -> list[str]:
+    """What is not simulated, or not as the job would run."""
+    config, notes = question.config, []
+    dp = config.parallelism.mesh_shape.dp
+    if question.simulated_replicas < dp:
+        notes.append(
+            f"{question.simulated_replicas} of {dp} data-parallel replicas are simulated (--replicas); the slowest of "
+            "all is slower than the slowest of these"
+        )
+    if machine.peak_flops is None:
+        notes.append(
+            f"no --cluster and no planner.hardware: links take planner.p2p_latency_s and p2p_bytes_per_s = "
+            f"{config.planner.p2p_bytes_per_s:.3g}; MFU and the device's memory are unknown"
+        )
+    if config.model.dit is not None and config.model.vae is None:
+        notes.append("latents count as given: no VAE runs here")
+    if config.planner.enable and SEARCHED not in question.schedules:
+        notes.append(
+            f"planner.enable is left out: the orders are those of the schedules named here (--schedule {SEARCHED} has "
+            "the planner's)"
+        )
+    if config.regathered:
+        notes.append('the gathers of parallelism.fsdp_reshard_after_forward = "always" count as hidden behind compute')
+    if config.training.enable_cpu_offload:
+        notes.append("the copies of training.enable_cpu_offload between host and device take no time here")
+    return notes
+
+
+# ------------------------------------------------------------------------------------------- for people
+
+
+def table(report: Report) -> str:
+    """The report as text: the job, one line a schedule, what is too large, and notes."""
+    question, machine = report.question, report.machine
+    config, shape = question.config, question.config.parallelism.mesh_shape
+    degrees = ", ".join(f"{axis} {degree}" for axis, degree in zip(AXES, shape.degrees, strict=True))
+    lines = [
+        config.job.description or "a job",
+        f"{shape.world_size} ranks of {machine.name} ({degrees}); costs: {machine.costs}",
+        f"workload {question.drawn_workload}, seed {question.seed}: {question.num_iterations} iterations of "
+        f"{config.training.global_batch_size} microbatches{_most_tokens(config)}, "
+        f"{_span(report.images)} {question.counted} a microbatch",
+        "",
+    ]
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    rows += [_row(answer, machine, shape.world_size // shape.dp) for answer in report.answers if not answer.problem]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    lines += _budgets(report)
+    lines += [""] * any((report.notes, _faults(report)))
+    lines += _faults(report)
+    lines += [f"note: {note}" for note in report.notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _most_tokens(config: Config) -> str:
+    return "" if config.model.dit is not None else f" of up to {config.training.seq_len} tokens"
+
+
+def _row(answer: Answer, machine: Machine, ranks: int) -> tuple[str, ...]:
+    times = [step.iteration_s for step in answer.iterations]
+    rank, peak = answer.fullest
+    mfu = "-" if machine.peak_flops is None else f"{100 * answer.mfu(ranks, machine.peak_flops):.1f} %"
+    return (
+        answer.schedule,
+        f"{sum(times) / len(times):.3f}",
+        f"{min(times):.3f}",
+        f"{max(times):.3f}",
+        mfu,
+        f"{100 * answer.mean('bubble'):.1f} %",
+        f"{answer.mean('gather_s'):.3f}",
+        f"{answer.mean('reduce_s'):.3f}",
+        f"{answer.mean('optimizer_s'):.3f}",
+        f"{peak / _GIB:.3g} (pp_rank {rank})",
+    )
+
+
+def _budgets(report: Report) -> list[str]:
+    """What memory is for under a limit, once for all schedules that cut the model alike."""
+    schedules: dict[str, list[str]] = {}
+    for answer in report.answers:
+        if answer.budget:
+            schedules.setdefault(answer.budget.table(), []).append(answer.schedule)
+    return [line for text, names in schedules.items() for line in ("", f"{', '.join(names)}: {text}")]
+
+
+def _faults(report: Report) -> list[str]:
+    """Schedules that have no plan or do not fit into the device's memory, each in a line."""
+    faults = []
+    for answer in report.answers:
+        if answer.problem:
+            faults.append(f"{answer.schedule}: NO PLAN: {answer.problem}")
+            continue
+        rank, peak = answer.fullest
+        limit = report.machine.memory_bytes
+        if limit is not None and peak > limit:
+            fixed = peak - max(step.activation_bytes[rank] for step in answer.iterations)
+            faults.append(
+                f"{answer.schedule}: OUT OF MEMORY: pp_rank {rank} needs {peak / _GIB:.3g} GiB ({fixed / _GIB:.3g} of "
+                "them parameters, gradients and optimizer state), but a device of "
+                f"{report.machine.name} has {limit / _GIB:.3g}; recompute more (activation_checkpoint.mode), raise a "
+                "degree, or set planner.memory_limit"
+            )
+    return faults
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.1f}" if round(low, 1) == round(high, 1) else f"{low:.1f} to {high:.1f}"
+
+
+# ----------------------------------------------------------------------------------------- for programs
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The report as plain values: seconds, bytes, and every iteration."""
+    question, machine = report.question, report.machine
+    shape = question.config.parallelism.mesh_shape
+    return {
+        "description": question.config.job.description,
+        "ranks": shape.world_size,
+        "hardware": machine.name,
+        "costs": machine.costs,
+        "workload": question.drawn_workload,
+        "seed": question.seed,
+        "replicas": question.simulated_replicas,
+        "notes": list(report.notes),
+        f"{'images' if question.config.model.dit is None else 'clips'}_per_microbatch": list(report.images),
+        "schedules": [_answer_json(answer, machine, shape.world_size // shape.dp) for answer in report.answers],
+    }
+
+
+def _answer_json(answer: Answer, machine: Machine, ranks: int) -> dict[str, Any]:
+    if answer.problem:
+        return {"schedule": answer.schedule, "problem": answer.problem}
+    rank, peak = answer.fullest
+    return {
+        "schedule": answer.schedule,
+        "iteration_s": answer.mean("iteration_s"),
+        "mfu": None if machine.peak_flops is None else answer.mfu(ranks, machine.peak_flops),
+        "bubble": answer.mean("bubble"),
+        "peak_bytes": peak,
+        "peak_pp_rank": rank,
+        "fits": None if machine.memory_bytes is None else peak <= machine.memory_bytes,
+        "iterations": [asdict(step) for step in answer.iterations],
+    }

@@ -1,0 +1,194 @@
+"""Iterations as a job might read them, drawn from its config alone, and what they take on a partition. Pure.
+
+Every rank, and a run that goes on from a checkpoint, draws the same ones, before any data are read.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from mmtrain.config.config import Config, PlannerConfig
+from mmtrain.errors import PlanError
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.plane import Plane
+from mmtrain.planner.batching import Batching, make_batching
+from mmtrain.planner.costs.cost_model import CostModel, equal_layers
+from mmtrain.planner.costs.job_costs import on_partition
+from mmtrain.planner.first_plan import first_plan
+from mmtrain.planner.forecast.workloads import VIDEO_CAPTIONS, Bins, draw
+from mmtrain.planner.memory.limit import MemoryRule
+from mmtrain.planner.memory.options import MemoryChoices
+from mmtrain.planner.partition.partition import Partition
+from mmtrain.planner.plan import PlanResult
+from mmtrain.planner.plan_choice import may_split
+from mmtrain.planner.problem import make_problem
+from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.spec.recomputation import Recomputation
+from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
+
+WORKLOAD = "mix"
+"""What is drawn of a job with pictures or text alone, in `workloads.WORKLOADS`."""
+MOST_MICROBATCHES = 32
+"""Of one drawn iteration, and of all drawn iterations together, but for the first."""
+MOST_ITERATIONS = 4
+
+SHORT_S = 1.0
+"""Where a rank computes for less than this in an iteration, orders of `interleave` stand for those of the planner's
+search: to load its kernels, or on a new machine to compile them, would take longer than many such iterations."""
+
+_EVALUATIONS = 16
+"""Plans that the planner's search tries for each drawn iteration."""
+
+
+def usual_workload(config: Config) -> str:
+    """What stands for a job's data where nothing is known of them."""
+    return WORKLOAD if config.model.dit is None else VIDEO_CAPTIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypicalIterations:
+    """Some iterations of a job, and what planning them needs."""
+
+    spec: ModelSpec
+    costs: CostModel
+    section: PlannerConfig
+    schedule: str
+    num_ranks: int
+    """Pipeline ranks."""
+    shortened: float
+    """Microbatches of one of the job's iterations over those of a drawn one."""
+    memory: MemoryChoices
+    plane: Plane
+    """The ranks of a stage."""
+    batchings: tuple[Batching, ...]
+    """The works of each iteration."""
+    memory_rule: MemoryRule | None = None
+    """What activations may take on a partition; None: as planner.activation_memory_gib says."""
+
+    @classmethod
+    def draw(
+        cls,
+        config: Config,
+        spec: ModelSpec,
+        costs: CostModel,
+        sub_microbatch_size: int,
+        *,
+        most_microbatches: int = MOST_MICROBATCHES,
+        most_iterations: int = MOST_ITERATIONS,
+    ) -> "TypicalIterations":
+        """Iterations of one replica of a job with pictures or clips of typical size, fewer of them the larger they are.
+
+        Args: most_microbatches: of each; a job may have more.
+        Raises: ConfigError: the encoder reads no pictures.
+        """
+        whole = Bins.typical(config)
+        bins = replace(whole, num_microbatches=min(whole.num_microbatches, most_microbatches))
+        plane = Plane.of(config)
+        number = max(1, min(most_iterations, MOST_MICROBATCHES // bins.num_microbatches))
+        name = usual_workload(config)
+        metas: list[IterationMeta] = [draw(name, bins, seed=0, iteration=i) for i in range(number)]
+        return cls(
+            spec=spec,
+            costs=costs,
+            section=config.planner,
+            schedule=config.parallelism.pipeline_parallel_schedule,
+            num_ranks=config.parallelism.pipeline_parallel_degree,
+            shortened=whole.num_microbatches / bins.num_microbatches,
+            memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
+            plane=plane,
+            memory_rule=MemoryRule.of(config),
+            batchings=tuple(make_batching(m, spec, sub_microbatch_size, plane.attention_mask) for m in metas),
+        )
+
+    def seconds(self, parts: Partition, *, within: MemoryRule | None = None) -> float:
+        """The mean simulated makespan on a partition, planned as the job will; infinite if one has no plan.
+
+        Args: within: infinite, too, if a plan takes more memory than this rule leaves, even if the job has no limit.
+            The planner's search can keep it, so that it is given this limit; an order by name is as it is.
+        """
+        return sum(self._makespan_s(parts, batching, within) for batching in self.batchings) / len(self.batchings)
+
+    def layer_seconds(self) -> dict[str, list[float]]:
+        """[layer] of each module: seconds of forward and backward of all works of all iterations."""
+        static = Recomputation.of(self.memory.section)
+        totals = {module.name: [0.0] * len(module.layers) for module in self.spec.modules}
+        for batching in self.batchings:
+            for work, size in zip(batching.works, batching.sizes, strict=True):
+                name = batching.modules[work.module]
+                module = self.spec.module(name)
+                enters = bool(work.after) and self.spec.grad_enters(name)
+                found = layer_seconds(module, size, self.costs, static, input_grad=enters)
+                totals[name] = [total + more for total, more in zip(totals[name], found, strict=True)]
+        return totals
+
+    @property
+    def _searches(self) -> bool:
+        return self.section.enable and self.section.interleave
+
+    @cached_property
+    def is_short(self) -> bool:
+        """Whether one of the job's iterations has less than `SHORT_S` of compute for a pipeline rank."""
+        drawn_s = sum(map(sum, self.layer_seconds().values())) / len(self.batchings)
+        return self.shortened * drawn_s < SHORT_S * self.num_ranks
+
+    def _makespan_s(self, parts: Partition, batching: Batching, within: MemoryRule | None) -> float:
+        rule = within if within and self._searches else self.memory_rule
+        budget = rule.budget(self.spec, parts) if rule else None
+        if budget and not budget.is_enough:
+            return math.inf  # parameters and gradients alone do not fit
+        try:
+            problem = make_problem(
+                self.spec,
+                parts,
+                batching,
+                on_partition(self.costs, parts),
+                self.section,
+                memory=self.memory,
+                plane=self.plane,
+                splits_backward=CATALOGUE[self.schedule].splits_backward or may_split(self.section),
+                limits=budget.activation_limits if budget else None,
+            )
+            result = self._plan(problem)
+        except PlanError:  # over a memory limit
+            return math.inf
+        timeline = result.timeline
+        if timeline is None or (within and not within.budget(self.spec, parts).holds(timeline.peak_bytes)):
+            return math.inf
+        return timeline.makespan_s
+
+    def _plan(self, problem: PlanningProblem) -> PlanResult:
+        section = self.section
+        if not self._searches or self.is_short:
+            return first_plan(problem, "interleave" if self._searches else self.schedule, section)
+        options = SearchOptions(
+            budget_evaluations=_EVALUATIONS,
+            strategy=section.strategy,
+            reorder=section.reorder,
+            split=section.split_backward,
+            memory=section.memory,
+        )
+        return search(problem, options)
+
+
+def layer_seconds(
+    module: ModuleSpec, size: WorkSize, costs: CostModel, recomputation: Recomputation, *, input_grad: bool
+) -> Sequence[float]:
+    """[layer] -> seconds of forward and backward for one work, recomputation included.
+
+    Args: input_grad: whether a gradient has to leave the module's first layer.
+    """
+    found: list[float] = []
+    known: dict[tuple[int, bool], float] = {}
+    for index, kind in enumerate(equal_layers(module)):
+        if (kind, input_grad) not in known:
+            times = costs.layer(module, index, size, input_grad=input_grad)
+            total = times.forward_s + times.backward_input_s + times.backward_weight_s
+            if input_grad or module.layers[index].trainable:
+                total += costs.repeated_s(module, index, size, recomputation)
+            known[kind, input_grad] = total
+        found.append(known[kind, input_grad])
+        input_grad = input_grad or module.layers[index].trainable
+    return found

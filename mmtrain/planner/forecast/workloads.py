@@ -1,0 +1,362 @@
+"""Metadata of iterations drawn from distributions: what a job would read, without any data. Pure and deterministic.
+
+A workload draws samples (pictures and text tokens, or video clips with captions), packs them greedily into
+microbatches, and gives the `IterationMeta` that the loader would give. Which moments are published and which are
+assumed is in docs/workloads.md.
+
+Sources: DIP, arXiv:2504.14145, sections 2.2, 7.1 and 7.2; OBELICS, arXiv:2306.16527; ScienceQA, arXiv:2209.09513.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mmtrain.config.config import Config, EncoderConfig
+from mmtrain.errors import ConfigError
+from mmtrain.modality.geometry import ImageGeometry, image_geometry
+from mmtrain.modality.metadata import ClipMeta, DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
+from mmtrain.planner.forecast.captioned_clips import FRAMES_PER_S, MOST_S, CaptionedClip, video_captions
+from mmtrain.spec.families import encoder_config
+from mmtrain.spec.shapes import DitShape, dit_shape
+
+Counts = npt.NDArray[np.int64]
+
+PICTURE_SIDE = 728
+"""Pixels along a side of every picture (DIP, section 7.1)."""
+
+CLIP_SIDE = 256
+"""Pixels along a side of every video clip, if nothing else is asked for (MovieGen's first stage, arXiv:2410.13720)."""
+FRAMES_PER_LATENT = 4
+"""Frames behind the first one that a VAE joins to one latent frame, as Wan's does (arXiv:2503.20314)."""
+PIXELS_PER_LATENT = 8
+"""Pixels along a side that a VAE joins to one latent place, as Wan's does."""
+VIDEO_CAPTIONS = "video_captions"
+"""Name of the workload of text-to-video models."""
+
+_AT_ONCE = 256
+"""Samples drawn together; the values do not depend on how many of them are used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipShape:
+    """What a DiT reads of square clips."""
+
+    side: int
+    """Latent places along a side."""
+    patch: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, shape: DitShape, pixels: int) -> "ClipShape":
+        """The latents of clips of so many pixels along a side, cut to whole patches.
+
+        Raises: ConfigError: not one patch, or more than the DiT has positions for.
+        """
+        most = max(shape.patch[1:])
+        side = pixels // PIXELS_PER_LATENT // most * most
+        found = cls(side=side, patch=shape.patch)
+        longest = found.latent_frames(round(MOST_S * FRAMES_PER_S))
+        sides = (longest // shape.patch[0], side // shape.patch[1], side // shape.patch[2])
+        if min(sides) < 1 or max(sides) > shape.max_positions:
+            raise ConfigError(
+                f"clips of {pixels} x {pixels} pixels and {MOST_S:g} s have {list(sides)} patches along their axes, "
+                f"but the DiT takes 1 to {shape.max_positions} (model.dit: rope_max_seq_len); choose another size "
+                "(--picture-side) or raise it"
+            )
+        return found
+
+    def latent_frames(self, frames: int) -> int:
+        """Latent frames of a clip, whole patches of them."""
+        made, patch = 1 + (frames - 1) // FRAMES_PER_LATENT, self.patch[0]
+        return -(-made // patch) * patch
+
+    def clip(self, drawn: CaptionedClip, most_text: int) -> ClipMeta:
+        """The metadata of a drawn clip. Args: most_text: tokens that its caption is cut to."""
+        frames = self.latent_frames(drawn.num_frames)
+        return ClipMeta(
+            sample=drawn.sample,
+            frames=frames,
+            height=self.side,
+            width=self.side,
+            num_tokens=frames * self.side * self.side // math.prod(self.patch),
+            num_text_tokens=min(drawn.caption_tokens, most_text),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bins:
+    """What a workload fills: the microbatches of one step on one model replica, and what a picture or clip takes."""
+
+    num_microbatches: int
+    seq_len: int
+    """Tokens of one microbatch, image tokens included."""
+    grid: tuple[int, int, int] | None
+    """Patches (time, height, width) of every picture; None: the model reads no pictures; samples keep their text."""
+    picture_tokens: int = 0
+    """Tokens that a picture fills."""
+    clip: ClipShape | None = None
+    """Of every clip; None: the model makes no video. Microbatches of clips are not filled with tokens: seq_len bounds a
+    caption."""
+
+    @classmethod
+    def of(cls, config: Config, picture_side: int = 0) -> "Bins":
+        """The bins of one replica of a job, for square pictures or clips.
+
+        Args: picture_side: pixels, 0: `PICTURE_SIDE`, of clips `CLIP_SIDE`. Of pictures before the encoder's own
+            resizing, for which `data.min_pixels` and `data.max_pixels` (else Qwen2-VL's limits) hold; encoders of one
+            size have their own.
+        Raises: ConfigError: a picture with one token of text does not fit into training.seq_len, or the encoder reads
+            no pictures.
+        """
+        training, dp = config.training, config.parallelism.mesh_shape.dp
+        bins = cls(num_microbatches=training.global_batch_size // dp, seq_len=training.seq_len, grid=None)
+        if config.model.dit is not None:
+            return replace(bins, clip=ClipShape.of(dit_shape(config.model), picture_side or CLIP_SIDE))
+        if config.model.encoder is None:
+            return bins
+        picture_side = picture_side or PICTURE_SIDE
+        geometry = _geometry(config, config.model.encoder)
+        grid = geometry.grid(picture_side, picture_side)
+        tokens = geometry.num_tokens(grid)
+        if tokens >= training.seq_len:
+            raise ConfigError(
+                f"a picture of {picture_side} x {picture_side} pixels makes {tokens} tokens, which with text do not "
+                f"fit into training.seq_len = {training.seq_len}; choose smaller pictures (--picture-side) or "
+                "raise seq_len"
+            )
+        return cls(num_microbatches=bins.num_microbatches, seq_len=bins.seq_len, grid=grid, picture_tokens=tokens)
+
+    @classmethod
+    def typical(cls, config: Config) -> "Bins":
+        """The bins of one replica of a job whose pictures nobody has seen: of `PICTURE_SIDE`, or half of it, and so on,
+        until four of them fit into a microbatch; no pictures where not even one fits with a token of text. Clips are of
+        `CLIP_SIDE`.
+
+        Raises: ConfigError: the encoder reads no pictures.
+        """
+        training, dp = config.training, config.parallelism.mesh_shape.dp
+        bins = cls(num_microbatches=training.global_batch_size // dp, seq_len=training.seq_len, grid=None)
+        if config.model.dit is not None:
+            return cls.of(config)
+        if config.model.encoder is None:
+            return bins
+        geometry, side = _geometry(config, config.model.encoder), PICTURE_SIDE
+        while geometry.num_tokens(geometry.grid(side, side)) * 4 > training.seq_len and side > 1:
+            side //= 2
+        grid = geometry.grid(side, side)
+        tokens = geometry.num_tokens(grid)
+        return replace(bins, grid=grid, picture_tokens=tokens) if tokens < training.seq_len else bins
+
+    @property
+    def most_pictures(self) -> int:
+        """Pictures that fit into one microbatch with a token of text."""
+        return (self.seq_len - 1) // self.picture_tokens if self.grid else 0
+
+
+def _geometry(config: Config, encoder: EncoderConfig) -> ImageGeometry:
+    return image_geometry(
+        encoder_config(encoder),
+        spatial_merge=config.model.projector.spatial_merge,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+    )
+
+
+class Samples(NamedTuple):
+    """Samples of a source, column by column."""
+
+    pictures: Counts
+    text: Counts
+    """Tokens that are not pictures'; at least 1."""
+    prompt: Counts
+    """Of these, tokens without a label, in front; fewer than all."""
+
+
+Source = Callable[[np.random.Generator, int], Samples]
+"""(generator, number of samples) -> samples."""
+
+
+# ---------------------------------------------------------------------------------------------- sources
+
+
+def image_text_pairs(rng: np.random.Generator, count: int) -> Samples:
+    """One picture and a short caption each, as in LAION-2B: 16.4 text tokens a picture on average."""
+    text = _log_normal(rng, count, mean=16.4, sigma=0.5)
+    return Samples(np.ones(count, np.int64), text, np.zeros(count, np.int64))
+
+
+def interleaved(rng: np.random.Generator, count: int) -> Samples:
+    """Web documents with pictures between paragraphs, as in OBELICS: 2.5 pictures and 815 text tokens on average."""
+    pictures = rng.geometric(1 / 2.5, count).astype(np.int64)
+    return Samples(pictures, _log_normal(rng, count, mean=815, sigma=1.0), np.zeros(count, np.int64))
+
+
+def science_qa(rng: np.random.Generator, count: int) -> Samples:
+    """Questions with answer and explanation, as in ScienceQA: a picture in 48.7 % of them, a text context in 48.2 %,
+    both in 30.8 %, a lecture in 83.9 % and an explanation in 90.5 %."""
+    picture, context, lecture, explanation = (rng.random(count) for _ in range(4))
+    pictures = picture < 0.487
+    contexts = context < np.where(pictures, 0.308 / 0.487, (0.482 - 0.308) / (1 - 0.487))
+    prompt = _log_normal(rng, count, mean=40, sigma=0.4)
+    for there, mean in ((contexts, 50), (lecture < 0.839, 165)):
+        prompt += np.where(there, _log_normal(rng, count, mean=mean, sigma=0.5), 0)
+    answer = 2 + np.where(explanation < 0.905, _log_normal(rng, count, mean=60, sigma=0.5), 0)
+    return Samples(pictures.astype(np.int64), prompt + answer, prompt)
+
+
+def mix(rng: np.random.Generator, count: int) -> Samples:
+    """Samples of the three sources above in equal numbers, at random."""
+    which = rng.integers(3, size=count)
+    drawn = [source(rng, count) for source in (image_text_pairs, interleaved, science_qa)]
+    return Samples(*(np.choose(which, columns) for columns in zip(*drawn, strict=True)))
+
+
+def _log_normal(rng: np.random.Generator, count: int, *, mean: float, sigma: float) -> Counts:
+    """Whole numbers of at least 1 with about that mean; sigma: of the logarithm."""
+    values = rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
+    return np.maximum(1, np.rint(values)).astype(np.int64)
+
+
+# ------------------------------------------------------------------------------------------ workloads
+
+
+Workload = Callable[[np.random.Generator, Bins, int], Iterator[list[tuple[int, int, int]]]]
+"""(generator, bins, iteration) -> microbatches without end, each a list of (pictures, text, prompt)."""
+
+
+def packed(source: Source) -> Workload:
+    """The workload that packs samples of a source in the order in which they come.
+
+    A sample that does not fit closes the microbatch and opens the next one. Pictures and text beyond what an empty
+    microbatch holds are cut off the end of a sample.
+    """
+
+    def microbatches(rng: np.random.Generator, bins: Bins, iteration: int) -> Iterator[list[tuple[int, int, int]]]:
+        taken: list[tuple[int, int, int]] = []
+        room = bins.seq_len
+        while True:
+            samples = source(rng, _AT_ONCE)
+            pictures = np.minimum(samples.pictures, bins.most_pictures)
+            text = np.minimum(samples.text, bins.seq_len - pictures * bins.picture_tokens)
+            prompt = np.minimum(samples.prompt, text - 1)
+            lengths = pictures * bins.picture_tokens + text
+            rows = zip(pictures.tolist(), text.tolist(), prompt.tolist(), strict=True)
+            for row, length in zip(rows, lengths.tolist(), strict=True):
+                if length > room:
+                    yield taken
+                    taken, room = [], bins.seq_len
+                taken.append(row)
+                room -= length
+
+    return microbatches
+
+
+RISE_AND_FALL_PERIOD = 20
+"""Iterations from one rise of the number of pictures to the next (DIP, figure 8b: two of them in 40 iterations)."""
+
+
+def picture_bounds(iteration: int) -> tuple[int, int]:
+    """Least and most pictures of a microbatch of `rise_and_fall`, for iterations counted from 0.
+
+    In the first five iterations of a period the lower bound rises from 0 to 16 and the upper one stays at 32; in the
+    other fifteen both fall to 0.
+    """
+    step = iteration % RISE_AND_FALL_PERIOD
+    if step < 5:
+        return 4 * step, 32
+    left = (RISE_AND_FALL_PERIOD - 1 - step) / 15
+    return round(16 * left), round(32 * left)
+
+
+def rise_and_fall(rng: np.random.Generator, bins: Bins, iteration: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Full microbatches of interleaved documents whose number of pictures stays within `picture_bounds`.
+
+    The number is normal around 16 with a deviation of 9, cut at the bounds: 22 on average at the peak, as in DIP,
+    figure 8b. Where 32 pictures do not fit, bounds shrink in proportion.
+    """
+    scale = min(1.0, bins.most_pictures / 32)
+    low, high = (math.floor(scale * bound) for bound in picture_bounds(iteration))
+    counts = np.arange(low, high + 1)
+    weights = np.exp(-0.5 * ((counts - 16 * scale) / (9 * scale)) ** 2) if scale else np.ones(1)
+    while True:
+        for pictures in rng.choice(counts, size=_AT_ONCE, p=weights / weights.sum()).tolist():
+            yield _interleaved_microbatch(rng, bins, pictures)
+
+
+def _interleaved_microbatch(rng: np.random.Generator, bins: Bins, pictures: int) -> list[tuple[int, int, int]]:
+    """Documents with so many pictures in all that fill a microbatch."""
+    text = bins.seq_len - pictures * bins.picture_tokens
+    samples = interleaved(rng, 1 + max(pictures, bins.seq_len // 815))
+    owned = np.diff(np.minimum(np.cumsum(samples.pictures), pictures), prepend=0) if pictures else samples.pictures * 0
+    kept = max(1, np.count_nonzero(owned) if pictures else round(text / 815))
+    owned, weights = owned[: min(kept, text)], samples.text[: min(kept, text)]
+    owned[-1] += pictures - owned.sum()
+    # Every document has a token of text; the rest in proportion to what was drawn.
+    ends = np.rint(np.cumsum(weights) / weights.sum() * (text - len(weights))).astype(np.int64)
+    return [(n, 1 + more, 0) for n, more in zip(owned.tolist(), np.diff(ends, prepend=0).tolist(), strict=True)]
+
+
+WORKLOADS: dict[str, Workload] = {
+    "image_text_pairs": packed(image_text_pairs),
+    "interleaved": packed(interleaved),
+    "science_qa": packed(science_qa),
+    "mix": packed(mix),
+    "rise_and_fall": rise_and_fall,
+}
+"""Those that vision-language and language models read, by name."""
+
+
+def draw(name: str, bins: Bins, *, seed: int, iteration: int, replica: int = 0) -> IterationMeta:
+    """The metadata of one iteration of a workload on one model replica: the same for the same arguments.
+
+    Args: seed, iteration, replica: key the random stream, so that any iteration can be drawn without those before it.
+    Raises: ConfigError: there is no workload of that name, or it is of another kind of model.
+    """
+    known = (*WORKLOADS, VIDEO_CAPTIONS)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"workload {name!r} does not exist{hint}; choose one of {', '.join(known)}")
+    if (name == VIDEO_CAPTIONS) != (bins.clip is not None):
+        needs = f"choose {VIDEO_CAPTIONS!r}" if bins.clip else f"choose one of {', '.join(WORKLOADS)}"
+        reads = "reads prompts and video clips" if bins.clip else "reads no video clips"
+        raise ConfigError(f"workload {name!r} does not go with a model that {reads}; {needs}")
+    if bins.clip is not None:
+        groups = video_captions(bins.num_microbatches, seed=seed, iteration=iteration, replica=replica)
+        shape, most = bins.clip, bins.seq_len
+        clips = [tuple(shape.clip(drawn, most) for drawn in group) for group in groups]
+        return IterationMeta(microbatches=tuple(MicrobatchMeta(clips=group) for group in clips))
+    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, iteration, replica))))
+    endless = WORKLOADS[name](rng, bins, iteration)
+    sample, microbatches = 0, []
+    for _ in range(bins.num_microbatches):
+        rows = next(endless)
+        documents = tuple(_document(bins, sample + i, *row) for i, row in enumerate(rows))
+        sample += len(rows)
+        microbatches.append(MicrobatchMeta(documents=documents))
+    return IterationMeta(microbatches=tuple(microbatches))
+
+
+def _document(bins: Bins, sample: int, pictures: int, text: int, prompt: int) -> DocumentMeta:
+    """A document whose pictures stand before equal parts of its text."""
+    size, grid = bins.picture_tokens, bins.grid
+    places = [i * size + i * text // pictures for i in range(pictures)]
+    images = tuple(
+        ImageMeta(sample=sample, index=i, grid=grid, num_tokens=size, start=place)
+        for i, place in enumerate(places)
+        if grid is not None
+    )
+    # The first label is that of the first text token behind the prompt and the pictures that stand before it.
+    before = sum(i * text // pictures <= prompt for i in range(pictures))
+    return DocumentMeta(
+        sample=sample,
+        num_tokens=pictures * size + text,
+        num_targets=text - prompt,
+        images=images,
+        answers=(text - prompt,),
+        prefix=before * size + prompt,
+    )

@@ -1,0 +1,173 @@
+"""What a rank holds and exchanges beside activations: parameters, gradients, optimizer state under FSDP2. Pure.
+
+Follows the runtime: a step gathers the parameters of all stages first, keeps gradients whole and unreduced until the
+REDUCE at its end, and updates float32 shards (ZeRO-2 inside of a step, ZeRO-3 between steps).
+"""
+
+from dataclasses import dataclass
+
+from mmtrain.config.config import Config, uses_fsdp
+from mmtrain.config.topology import Coordinates, MeshShape
+from mmtrain.planner.batching import VISION
+from mmtrain.planner.forecast.machine import Network
+from mmtrain.planner.operators.graph import OpKind
+from mmtrain.planner.partition.partition import Partition, StageSpec
+from mmtrain.spec.spec import ModelSpec
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+_MASTER = 4
+"""Bytes of a number in parameter shards, reduced gradients and each of Adam's two moments."""
+_GATHERED_LAYERS = 2
+"""Layers that are there at once where FSDP2 gathers before each use: the one in use and the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageState:
+    """One stage as one rank of its plane holds it; amounts are of that rank, before FSDP2 shards them."""
+
+    stage: int
+    num_params: float
+    num_trainable: float
+    gathered_params: float
+    """Most parameters that are there whole at once."""
+    shards: int
+    """Ranks that FSDP2 shards the stage over."""
+    whole: bool
+    """Tensor-parallel ranks do not divide the stage."""
+    gathered_once: bool
+    """Gathered at the start of a step; otherwise before each use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """All stages of a pipeline rank, and the bytes that they take during a step."""
+
+    stages: tuple[StageState, ...]
+    param_bytes: float
+    """Float32 shards, and what is gathered in the dtype of compute."""
+    grad_bytes: float
+    """Gradients as they accumulate, whole."""
+    reduced_bytes: float
+    """Shards of the reduced gradients; there at the end of a step, when activations are gone."""
+    optimizer_bytes: float
+    """Two moments a trainable parameter, sharded."""
+    updated_params: float
+    """Trainable parameters of this rank's shards."""
+
+    def peak_bytes(self, activation_bytes: float) -> float:
+        """Most bytes at any instant of a step, given the most of activations.
+
+        Not counted: the communication library, the allocator's fragments, temporary tensors of an operator.
+        """
+        fixed = self.param_bytes + self.grad_bytes + self.optimizer_bytes
+        return fixed + max(activation_bytes, self.reduced_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How a job's ranks share parameters: the degrees and dtypes that matter."""
+
+    shape: MeshShape
+    enabled: bool
+    """Whether FSDP2 shards at all."""
+    whole: frozenset[str]
+    """Modules that tensor-parallel ranks hold whole, so that FSDP2 shards them over tp too."""
+    regathered: frozenset[str]
+    """Modules that are gathered before each use."""
+    param_dtype_bytes: int
+    """Of gathered parameters."""
+    reduce_dtype_bytes: int
+    """Of gradients that wait for their reduction, and of the reduction."""
+    offload: bool
+    """Shards, reduced gradients and optimizer state are in host memory."""
+
+    @classmethod
+    def of(cls, config: Config) -> "Sharding":
+        """The sharding of a job."""
+        shape, training = config.parallelism.mesh_shape, config.training
+        return cls(
+            shape=shape,
+            enabled=uses_fsdp(shape, training, data_encoder=config.data_encoder),
+            whole=frozenset({VISION} if config.data_encoder else ()),
+            regathered=config.regathered,
+            param_dtype_bytes=_BYTES[training.mixed_precision_param],
+            reduce_dtype_bytes=_BYTES[training.mixed_precision_reduce],
+            offload=training.enable_cpu_offload,
+        )
+
+    def stage_state(self, spec: ModelSpec, stage: StageSpec) -> StageState:
+        """What one rank holds of a stage. Norms and biases, which tp ranks hold whole, count as divided."""
+        layers = spec.module(stage.module).layers[slice(*stage.layers)]
+        whole = stage.module in self.whole
+        divided = 1 if whole or spec.module(stage.module).is_whole else self.shape.tp
+        once = stage.module not in self.regathered
+        params = [layer.num_params / divided for layer in layers]
+        return StageState(
+            stage=stage.index,
+            num_params=sum(params),
+            num_trainable=sum(layer.num_trainable_params for layer in layers) / divided,
+            gathered_params=sum(params) if once else min(sum(params), _GATHERED_LAYERS * max(params)),
+            shards=self.shape.dp_shard * self.shape.cp * (self.shape.tp if whole else 1),
+            whole=whole,
+            gathered_once=once,
+        )
+
+    def rank_state(self, spec: ModelSpec, partition: Partition, pp_rank: int) -> RankState:
+        """What one rank of a pipeline rank's plane holds during a step."""
+        stages = tuple(self.stage_state(spec, stage) for stage in partition.of_rank(pp_rank))
+        if not self.enabled:
+            params, trainable = (sum(getattr(s, name) for s in stages) for name in ("num_params", "num_trainable"))
+            return RankState(
+                stages=stages,
+                param_bytes=_MASTER * params,
+                grad_bytes=_MASTER * trainable,
+                reduced_bytes=0.0,
+                optimizer_bytes=2 * _MASTER * trainable,
+                updated_params=trainable,
+            )
+        updated = sum(s.num_trainable / s.shards for s in stages)
+        on_device = 0.0 if self.offload else 1.0
+        shards = sum(s.num_params / s.shards for s in stages)
+        gathered = _most_gathered(stages)
+        return RankState(
+            stages=stages,
+            param_bytes=_MASTER * shards * on_device + self.param_dtype_bytes * gathered,
+            grad_bytes=self.reduce_dtype_bytes * sum(s.num_trainable for s in stages),
+            reduced_bytes=_MASTER * updated * on_device,
+            optimizer_bytes=2 * _MASTER * updated * on_device,
+            updated_params=updated,
+        )
+
+    def gather_s(self, network: Network, stage: StageState, pp_rank: int) -> float:
+        """Seconds of a stage's UNSHARD: an all-gather of its parameters in the dtype of compute."""
+        if not self.enabled or not stage.gathered_once:
+            return 0.0
+        num_bytes = self.param_dtype_bytes * stage.num_params
+        return network.collective_s(OpKind.ALL_GATHER, num_bytes, self._shard_ranks(pp_rank, stage.whole))
+
+    def reduce_s(self, network: Network, stage: StageState, pp_rank: int) -> float:
+        """Seconds of a stage's REDUCE: a reduce-scatter over the shards, an all-reduce of a shard over their copies."""
+        if not self.enabled:
+            return 0.0
+        num_bytes = self.reduce_dtype_bytes * stage.num_trainable
+        scatter = network.collective_s(OpKind.REDUCE_SCATTER, num_bytes, self._shard_ranks(pp_rank, stage.whole))
+        copies = [
+            self.shape.rank(Coordinates(pp=pp_rank, dp_replicate=r, dp_shard=0)) for r in range(self.shape.dp_replicate)
+        ]
+        return scatter + network.collective_s(OpKind.ALL_REDUCE, num_bytes / stage.shards, copies)
+
+    def _shard_ranks(self, pp_rank: int, whole: bool) -> list[int]:
+        """The global ranks of one group that FSDP2 shards over."""
+        shape = self.shape
+        return [
+            shape.rank(Coordinates(pp=pp_rank, dp_replicate=0, dp_shard=d, cp=c, tp=t))
+            for d in range(shape.dp_shard)
+            for c in range(shape.cp)
+            for t in range(shape.tp if whole else 1)
+        ]
+
+
+def _most_gathered(stages: tuple[StageState, ...]) -> float:
+    """Parameters that are whole at once: all that stay so, and of the others those of one stage."""
+    kept = sum(s.gathered_params for s in stages if s.gathered_once)
+    return kept + max((s.gathered_params for s in stages if not s.gathered_once), default=0.0)

@@ -1,0 +1,420 @@
+"""The operators of each layer that mmtrain hosts, on one rank of the plane that shares it. Pure.
+
+They follow what the layers run: Hugging Face's modules kernel by kernel, tensor parallelism with rows divided between
+the layers (`parallel/tensor_plans.py`), keys and values gathered over context-parallel ranks, adapters beside their
+linear layers. FLOPs, parameters and what has a backward are those of the layer's `LayerSpec` for one rank.
+
+A DiT's blocks and head run for one clip after another, see `Operator.each_clip`. The tp ranks divide its latent
+tokens, and each has all text tokens and timesteps.
+
+Not here: the exchange of image features before the first language layer, FSDP2's gathers, padding, the copies that join
+a DiT's rows at the end of a chunk, that the gradients of its shifts and scales are exchanged in float32, and the gather
+of clean latents in its head.
+
+Shape legend: D width; C columns of all query heads; K columns of all key heads; I width inside of an MLP; X columns of
+the text encoder.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mmtrain.planner.operators.amount import Amount
+from mmtrain.planner.operators.cluster import sent_bytes
+from mmtrain.planner.operators.exchanges import (
+    RowSums,
+    gather,
+    gather_for_parts,
+    shard,
+    sum_shard,
+    sum_whole,
+    use_for_parts,
+)
+from mmtrain.planner.operators.functions import add, bundle, concat, replace_rows, reshape, select, split
+from mmtrain.planner.operators.graph import DeviceKind, Graph, OpKind
+from mmtrain.planner.operators.modules import (
+    AddRow,
+    Attention,
+    Convolution,
+    CrossEntropy,
+    Elementwise,
+    Embedding,
+    Linear,
+    Norm,
+    SquaredError,
+    activation,
+    multiply,
+)
+from mmtrain.planner.operators.tape import Tape, Var
+from mmtrain.planner.operators.vae_layer import encode
+from mmtrain.spec.linears import Linear as NamedLinear
+from mmtrain.spec.linears import block_linears
+from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape
+from mmtrain.spec.spec import TIME_ROWS, Division, LayerSpec
+from mmtrain.spec.vae_shapes import VaeShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkedDivision(Division):
+    """How the ranks of a plane divide a module, and over what they talk."""
+
+    tp_link: DeviceKind = DeviceKind.NVLINK
+    group_link: DeviceKind = DeviceKind.NVLINK
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDescriber:
+    """Makes the graphs of a module's layers."""
+
+    shape: VisionShape | LanguageShape | DitShape | VaeShape
+    division: LinkedDivision = field(default_factory=LinkedDivision)
+    dtype_bytes: int = 2
+    compute: DeviceKind = DeviceKind.GPU
+    adapted: tuple[NamedLinear, ...] = ()
+    """Linear layers of a block with an adapter."""
+    rank: int = 0
+    """Of the adapters."""
+    projector_width: int = 0
+    """Of the projector of a vision module, between its linear layers."""
+    native_projector: bool = False
+    language_width: int = 0
+    """Columns that the projector makes."""
+    has_features: bool = False
+    """Whether image features replace rows of a language model's first activation."""
+
+    def graph(self, layer: LayerSpec, *, input_grad: bool) -> Graph:
+        """Forward and backward of one layer. Args: input_grad: whether a gradient has to leave it backwards."""
+        return self.tape(layer, input_grad=input_grad).graph()
+
+    def tape(self, layer: LayerSpec, *, input_grad: bool) -> Tape:
+        """The same, with the parameters."""
+        each_clip = isinstance(self.shape, DitShape) and layer.name != "embed"
+        tape = Tape(dtype_bytes=self.dtype_bytes, compute=self.compute, each_clip=each_clip)
+        if isinstance(self.shape, DitShape):
+            tape.backward(_DitLayer(self, self.shape, tape, layer, input_grad).build())
+        elif isinstance(self.shape, VaeShape):
+            encode(tape, self.shape)
+        else:
+            tape.backward(_Layer(self, self.shape, tape, layer, input_grad).build())
+        return tape
+
+
+class _Builder:
+    """One layer on one tape, and the parts that all modules have."""
+
+    def __init__(self, describer: LayerDescriber, tape: Tape, layer: LayerSpec, input_grad: bool) -> None:
+        self.of, self.tape, self.layer, self.input_grad = describer, tape, layer, input_grad
+        self.trainable = layer.trainable and layer.adapters is None
+        self.adapted: Mapping[str, NamedLinear] = {x.name: x for x in describer.adapted} if layer.adapters else {}
+        division = describer.division
+        self.tp, self.link = division.tp, division.tp_link
+        self.rows = Amount(row=1 / division.groups)
+        """All rows of a group; a rank holds 1 / tp of them between layers."""
+        self.outputs = Amount(output=1 / division.groups)
+
+    def _columns(self, name: str, x: Var, inputs: float, outputs: float, *, bias: bool) -> Var:
+        """A linear layer whose outputs the tp ranks divide, with its adapter."""
+        out = self._linear(name, inputs, outputs / self.tp, bias=bias)(x)
+        return self._with_adapter(name, x, out, inputs, outputs / self.tp, sums=False)
+
+    def _rows(self, name: str, x: Var, inputs: float, outputs: float, *, bias: bool) -> Var:
+        """A linear layer whose inputs the tp ranks divide, with its adapter: what a rank takes of the sum."""
+        out = self._linear(name, inputs / self.tp, outputs, bias=bias and self.tp == 1)(x)
+        out = sum_shard(f"{name}.sum", self.tp, self.link)(out)
+        if bias and self.tp > 1:
+            out = AddRow(f"{name}.bias", outputs, trainable=self.trainable)(out)
+        return self._with_adapter(name, x, out, inputs / self.tp, outputs, sums=True)
+
+    def _linear(self, name: str, inputs: float, outputs: float, *, bias: bool) -> Linear:
+        return Linear(name, inputs, outputs, bias=bias, trainable=self.trainable)
+
+    def _with_adapter(self, name: str, x: Var, out: Var, inputs: float, outputs: float, *, sums: bool) -> Var:
+        if name not in self.adapted:
+            return out
+        narrow = Linear(f"{name}.lora_A", inputs, self.of.rank)(x)
+        if sums:
+            narrow = sum_shard(f"{name}.lora_A.sum", self.tp, self.link)(narrow)
+        wide = Linear(f"{name}.lora_B", self.of.rank, outputs)(narrow)
+        return add(f"{name}.adapted", out, Elementwise(f"{name}.scaling", 2.0, 2.0)(wide))
+
+    def _seen(self, key: Var, value: Var) -> tuple[Var, ...]:
+        """The keys and values of all rows that attention sees."""
+        division = self.of.division
+        if division.key_groups == 1:
+            return key, value
+        both = concat("key_value", key, value)
+        return (gather_for_parts("key_value.gather", division.key_groups, division.group_link)(both),)
+
+
+class _Layer(_Builder):
+    """A layer of a vision or language module."""
+
+    def __init__(
+        self,
+        describer: LayerDescriber,
+        shape: VisionShape | LanguageShape,
+        tape: Tape,
+        layer: LayerSpec,
+        input_grad: bool,
+    ) -> None:
+        super().__init__(describer, tape, layer, input_grad)
+        self.shape = shape
+
+    def build(self) -> Var:
+        shape, name = self.shape, self.layer.name
+        if self.layer.is_block:
+            return self._block()
+        if name == "norm":
+            return self._norm("norm", shape.width)(self._between())
+        if isinstance(shape, LanguageShape):
+            return self._words(shape) if name == "embed" else self._head(shape)
+        if name == "embed":
+            return self._sound(shape) if shape.one_row else self._patches(shape)
+        return self._projector(shape)
+
+    def _between(self) -> Var:
+        """What the layer before hands on: this rank's rows."""
+        rows, width = self.rows * (1 / self.tp), self.shape.width
+        return self.tape.input("x", rows=rows, columns=width, needs_grad=self.input_grad)
+
+    def _norm(self, name: str, columns: float) -> Norm:
+        shape = self.shape
+        rms = isinstance(shape, LanguageShape) or (shape.rms_norm and self.layer.is_block)
+        return Norm(name, columns, rms=rms, trainable=self.trainable)
+
+    # ----------------------------------------------------------------------------------------- blocks
+
+    def _block(self) -> Var:
+        x, shape, D = self._between(), self.shape, self.shape.width
+        gathered = gather_for_parts("attention.gather", self.tp, self.link)(self._norm("norm1", D)(x))
+        attended = self._attention(shape, gathered)
+        x = add("attention.residual", x, attended)
+        gathered = gather_for_parts("mlp.gather", self.tp, self.link)(self._norm("norm2", D)(x))
+        return add("mlp.residual", x, self._mlp(shape, gathered))
+
+    def _attention(self, shape: VisionShape | LanguageShape, x: Var) -> Var:
+        D = shape.width
+        names = self._names(0)
+        if isinstance(shape, LanguageShape):
+            C, K, head = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.head_dim
+            biases, out_bias = (shape.qkv_bias,) * 3, shape.output_bias
+        else:
+            C, K, head = D, D, D // shape.num_heads
+            biases, out_bias = (shape.qkv_bias, shape.qkv_bias and shape.key_bias, shape.qkv_bias), True
+        if len(names) == 1:  # query, key and value in one
+            query, key, value = split("qkv", self._columns(names[0], x, D, 3 * D, bias=biases[0]), 3)
+        else:
+            widths = (C, K, K)
+            query, key, value = (
+                self._columns(name, x, D, width, bias=bias)
+                for name, width, bias in zip(names, widths, biases, strict=True)
+            )
+        if isinstance(shape, LanguageShape):  # in the model's dtype
+            query, key = (Elementwise(f"rotary.{i}", 9.0, 11.0, 5, 7)(v) for i, v in enumerate((query, key)))
+        elif shape.packed:  # through float32
+            query, key = (Elementwise(f"rotary.{i}", 24.0, 26.0, 7, 9)(v) for i, v in enumerate((query, key)))
+        per_pair = 1 / self.of.division.groups
+        windowed = bool(self.layer.attention_flops.window_pair)
+        pairs = Amount(window_pair=per_pair) if windowed else Amount(pair=per_pair)
+        out = Attention("attention", pairs, head)(query, *self._seen(key, value))
+        out = Elementwise("attention.join", 2.0, 2.0)(out)  # results of single pictures or documents
+        return self._rows(self._names(1)[0], out, C, D, bias=out_bias)
+
+    def _mlp(self, shape: VisionShape | LanguageShape, x: Var) -> Var:
+        D, I = shape.width, shape.mlp_width
+        bias = shape.mlp_bias if isinstance(shape, LanguageShape) else True
+        first = [self._columns(name, x, D, I, bias=bias) for name in self._names(2)]
+        inner = activation("mlp.activation", shape.hidden_act)(first[0])
+        if len(first) > 1:
+            inner = multiply("mlp.gated", inner, first[1])
+        return self._rows(self._names(3)[0], inner, I, D, bias=bias)
+
+    def _names(self, place: int) -> list[str]:
+        return [linear.name for linear in block_linears(self.shape) if linear.place == place]
+
+    # -------------------------------------------------------------------------------- first and last
+
+    def _patches(self, shape: VisionShape) -> Var:
+        patches = self.outputs * shape.patches_per_token
+        pixels = self.tape.input("pixels", rows=patches, columns=shape.patch_dim)
+        bias = not shape.packed
+        x = Convolution("patches", shape.patch_dim, shape.width, bias=bias, trainable=self.trainable)(pixels)
+        x = reshape(x, rows=self.rows, columns=shape.width)  # with a class token, of which no pixel is read
+        if shape.fixed_grid is not None:
+            count = (shape.fixed_grid[1] * shape.fixed_grid[2] + 2 * shape.class_token) * shape.width
+            x = AddRow("positions", count, trainable=self.trainable)(x)
+        return shard("rows", self.tp, self.link)(x)
+
+    def _sound(self, shape: VisionShape) -> Var:
+        assert shape.fixed_grid is not None
+        D, trainable = shape.width, self.trainable
+        x = self.tape.input("frames", rows=self.rows * 2, columns=shape.patch_dim / 2)
+        x = Convolution("conv1", shape.patch_dim / 2, D, taps=3, bias=True, trainable=trainable)(x)
+        x = activation("conv1.activation", "gelu")(x)
+        x = Convolution("conv2", D, D, taps=3, stride=2, bias=True, trainable=trainable)(x)
+        x = activation("conv2.activation", "gelu")(x)
+        x = AddRow("positions", shape.fixed_grid[2] * D, trainable=False)(x)
+        return shard("rows", self.tp, self.link)(x)
+
+    def _projector(self, shape: VisionShape) -> Var:
+        D, merged, inner = shape.width, shape.width * shape.patches_per_token, self.of.projector_width
+        x = gather("projector.rows", self.tp, self.link)(self._between())
+        x = reshape(x, rows=self.outputs * shape.patches_per_token, columns=D)  # without class tokens
+        rms = self.of.native_projector and shape.rms_norm
+        x = Norm("projector.norm", D, rms=rms, trainable=self.trainable)(x)
+        x = reshape(x, rows=self.outputs, columns=merged)
+        x = use_for_parts("projector.parts", self.tp, self.link)(x)
+        x = self._linear("projector.fc1", merged, inner / self.tp, bias=True)(x)
+        x = activation("projector.activation", "gelu")(x)
+        x = self._linear("projector.fc2", inner / self.tp, self.of.language_width, bias=True)(x)
+        x = sum_whole("projector.sum", self.tp, self.link)(x)
+        return shard("projector.shard", self.tp, self.link)(x)
+
+    def _words(self, shape: LanguageShape) -> Var:
+        ids = self.tape.input("ids", rows=self.rows, columns=0)
+        x = Embedding("embed", shape.vocab_size / self.tp, shape.width, trainable=self.trainable)(ids)
+        x = sum_shard("embed.sum", self.tp, self.link)(x)
+        if not self.of.has_features:
+            return x
+        features = self.tape.input("features", rows=Amount(), columns=shape.width, needs_grad=self.input_grad)
+        return replace_rows(x, features)
+
+    def _head(self, shape: LanguageShape) -> Var:
+        x = gather("head.rows", self.tp, self.link)(self._between())
+        x = self._norm("head.norm", shape.width)(select("labelled", x, self.outputs))
+        x = use_for_parts("head.parts", self.tp, self.link)(x)
+        logits = self._linear("lm_head", shape.width, shape.vocab_size / self.tp, bias=False)(x)
+        loss = CrossEntropy("loss", shape.vocab_size / self.tp)(logits)
+        if self.tp > 1:  # the largest logit; then the sum of exponentials and the target's logit
+            sent = sent_bytes(OpKind.ALL_REDUCE, 4.0, self.tp)
+            for numbers in (1, 2):
+                self.tape.op(
+                    f"loss.sum{numbers}",
+                    OpKind.ALL_REDUCE,
+                    device=self.link,
+                    inputs=(loss.tensor,),
+                    net_bytes=self.outputs * (numbers * sent),
+                )
+        return loss
+
+
+class _DitLayer(_Builder):
+    """A layer of a diffusion transformer: latent tokens, and the text and timestep rows that travel beside them."""
+
+    def __init__(
+        self, describer: LayerDescriber, shape: DitShape, tape: Tape, layer: LayerSpec, input_grad: bool
+    ) -> None:
+        super().__init__(describer, tape, layer, input_grad)
+        self.shape = shape
+        self.texts, self.clips = (Amount(**{name: 1 / describer.division.groups}) for name in ("text", "clip"))
+        self.narrow = tape.dtype_bytes < 4
+        """Whether norms and gates go through float32 and back."""
+
+    def build(self) -> Var:
+        if self.layer.is_block:
+            return self._block()
+        return self._embed() if self.layer.name == "embed" else self._head()
+
+    def _input(self, name: str, rows: Amount) -> Var:
+        return self.tape.input(name, rows=rows, columns=self.shape.width, needs_grad=self.input_grad)
+
+    def _embed(self) -> Var:
+        D, tape = self.shape.width, self.tape
+        patches = tape.input("latents", rows=self.rows, columns=self.shape.patch_dim)
+        # A convolution whose windows do not overlap is a product.
+        x = self._linear("patch_embedding", self.shape.patch_dim, D, bias=True)(patches)
+        X, mine = self.shape.text_width, self.texts * (1 / self.tp)
+        states = tape.input("states", rows=mine, columns=X, needs_grad=self.input_grad)
+        states = gather("states.gather", self.tp, self.link)(states)
+        text = self._two_linears("text_embedder", states, X, "gelu_pytorch_tanh")
+        waves = tape.input("waves", rows=self.clips, columns=self.shape.time_width)
+        time = self._two_linears("time_embedder", waves, self.shape.time_width, "silu")
+        parts = self._for_parts("time_proj", activation("time_proj.activation", "silu")(time))
+        made = self._linear("time_proj", D, (TIME_ROWS - 1) * D / self.tp, bias=True)(parts)
+        made = reshape(made, rows=self.clips * ((TIME_ROWS - 1) / self.tp), columns=D)
+        x = shard("rows", self.tp, self.link)(x)
+        return bundle(x, text, gather("time_proj.columns", self.tp, self.link)(made), time)
+
+    def _two_linears(self, name: str, x: Var, inputs: float, function: str) -> Var:
+        """Two linear layers, the columns between them divided; whole rows come out."""
+        D = self.shape.width
+        x = self._for_parts(name, x)
+        x = self._linear(f"{name}.linear_1", inputs, D / self.tp, bias=True)(x)
+        x = activation(f"{name}.activation", function)(x)
+        x = self._linear(f"{name}.linear_2", D / self.tp, D, bias=True)(x)
+        return sum_whole(f"{name}.sum", self.tp, self.link)(x)
+
+    def _block(self) -> Var:
+        D, I = self.shape.width, self.shape.mlp_width
+        x, text = self._between(), self._input("text", self.texts)
+        time = self._input("time", self.clips * (TIME_ROWS - 1))
+        moved = AddRow("modulation", (TIME_ROWS - 1) * D, trainable=self.trainable)(time)
+        moved = self._for_parts("modulation", moved)
+        per_pair = 1 / self.of.division.groups
+
+        parts = self._gathered("attn1", self._modulated("norm1", x, moved))
+        query, key, value = (self._columns(f"attn1.to_{n}", parts, D, D, bias=True) for n in "qkv")
+        query, key = (self._head_norm(f"attn1.norm_{n}", v) for n, v in (("q", query), ("k", key)))
+        query, key = (self._rotary(f"attn1.rotary_{n}", v) for n, v in (("q", query), ("k", key)))
+        out = self._attend("attn1", Amount(pair=per_pair), query, self._seen(key, value))
+        x = self._gated("attn1.gated", x, out, moved)
+
+        parts = self._gathered("attn2", self._cross_norm(x))
+        query = self._head_norm("attn2.norm_q", self._columns("attn2.to_q", parts, D, D, bias=True))
+        shared = self._for_parts("attn2.texts", text)
+        key, value = (self._columns(f"attn2.to_{n}", shared, D, D, bias=True) for n in "kv")
+        keys = (self._head_norm("attn2.norm_k", key), value)
+        x = add("attn2.residual", x, self._attend("attn2", Amount(cross_pair=per_pair), query, keys))
+
+        parts = self._gathered("ffn", self._modulated("norm3", x, moved))
+        inner = activation("ffn.activation", "gelu_pytorch_tanh")(self._columns("ffn.0", parts, D, I, bias=True))
+        x = self._gated("ffn.gated", x, self._rows("ffn.2", inner, I, D, bias=True), moved)
+        return bundle(x, text, time)
+
+    def _head(self) -> Var:
+        x, time = gather("head.rows", self.tp, self.link)(self._between()), self._input("time", self.clips)
+        moved = AddRow("modulation", 2 * self.shape.width, trainable=self.trainable)(time)
+        x = self._modulated("norm_out", x, moved)
+        x = self._linear("proj_out", self.shape.width, self.shape.output_dim, bias=True)(x)
+        return SquaredError("loss")(x)
+
+    def _between(self) -> Var:
+        """This rank's rows."""
+        return self._input("x", self.rows * (1 / self.tp))
+
+    def _gathered(self, name: str, x: Var) -> Var:
+        return gather_for_parts(f"{name}.gather", self.tp, self.link)(x)
+
+    def _for_parts(self, name: str, x: Var) -> Var:
+        return use_for_parts(f"{name}.parts", self.tp, self.link)(x)
+
+    # Reads and writes below are in numbers of the model's dtype; through float32 each number counts twice.
+
+    def _modulated(self, name: str, x: Var, moved: Var) -> Var:
+        """A norm without parameters, times one plus a scale, plus a shift, of each clip."""
+        normed = Norm(name, self.shape.width, affine=False)(x)
+        cost = (16.0, 19.0, 4, 7) if self.narrow else (4.0, 5.0, 2, 4)
+        return Elementwise(f"{name}.moved", *cost).of((normed, moved))
+
+    def _cross_norm(self, x: Var) -> Var:
+        if self.shape.cross_norm:
+            x = Norm("norm2", self.shape.width, trainable=self.trainable)(x)
+        return Elementwise("norm2.casts", 8.0, 8.0, 2, 2)(x) if self.narrow else x
+
+    def _gated(self, name: str, x: Var, branch: Var, moved: Var) -> Var:
+        """x plus a branch times a gate of each clip."""
+        cost = (15.0, 16.0, 4, 7) if self.narrow else (5.0, 5.0, 2, 3)
+        return Elementwise(name, *cost).of((x, branch, moved))
+
+    def _head_norm(self, name: str, x: Var) -> Var:
+        """The norm of queries or keys over the columns of all heads; one kernel where they are not divided."""
+        x = Norm(name, self.shape.width / self.tp, rms=True, fused=self.tp == 1, trainable=self.trainable)(x)
+        return RowSums(f"{name}.sum", self.tp, self.link)(x)
+
+    def _rotary(self, name: str, x: Var) -> Var:
+        cost = (15.0, 24.0, 8, 14) if self.narrow else (9.0, 14.0, 8, 14)
+        return Elementwise(name, *cost)(x)
+
+    def _attend(self, name: str, pairs: Amount, query: Var, keys: tuple[Var, ...]) -> Var:
+        D = self.shape.width
+        out = Attention(name, pairs, D / self.shape.num_heads)(query, *keys)
+        return self._rows(f"{name}.to_out", out, D, D, bias=True)

@@ -1,0 +1,200 @@
+"""Describes a model in a PyTorch-like way: calls add forward operators, `backward` adds theirs by rule. Pure.
+
+    tape = Tape(dtype_bytes=2)
+    x = tape.input("x", rows=Amount(row=1.0), columns=512, needs_grad=True)
+    y = Sequential(Norm("norm", 512), Linear("fc", 512, 2048))(x)
+    tape.backward(y)
+    graph = tape.graph()
+
+A gradient is made where something before needs it or a weight trains, as autograd does. The weight gradients of linear
+layers are operators of their own phase; where a value is used twice its gradients are summed.
+
+Source: PipeWeaver's SEMU, section 4.1 (gradient and weight backward of a linear layer are two operators).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mmtrain.planner.operators.amount import NOTHING, Amount
+from mmtrain.planner.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, Shape, TensorNode
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Var:
+    """An activation [rows, columns] on a tape."""
+
+    tape: "Tape"
+    tensor: int
+    rows: Amount
+    columns: float
+    needs_grad: bool
+
+    @property
+    def num_bytes(self) -> Amount:
+        """What it holds."""
+        return self.rows * (self.columns * self.tape.dtype_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A weight on a tape."""
+
+    tensor: int
+    count: float
+    """Numbers that this rank holds of it."""
+    trainable: bool
+
+
+Gradients = Callable[[int], Mapping[Var, int]]
+"""Gradient of what a call made -> those of what it read: adds the operators of a backward."""
+
+
+class Tape:
+    """Collects the operators and tensors of one rank."""
+
+    def __init__(self, *, dtype_bytes: int = 2, compute: DeviceKind = DeviceKind.GPU, each_clip: bool = False) -> None:
+        """Args: each_clip: operators run for one clip after another."""
+        self.each_clip = each_clip
+        self.dtype_bytes = dtype_bytes
+        self.compute = Device(compute)
+        self.parameters: list[Parameter] = []
+        self._tensors: list[TensorNode] = []
+        self._operators: list[Operator] = []
+        self._calls: list[tuple[Var, Gradients]] = []
+
+    # --------------------------------------------------------------------------------- what there is
+
+    def tensor(self, name: str, num_bytes: Amount = NOTHING, *, persistent: bool = False) -> int:
+        """A new buffer."""
+        self._tensors.append(TensorNode(name=name, num_bytes=num_bytes, persistent=persistent))
+        return len(self._tensors) - 1
+
+    def input(self, name: str, *, rows: Amount, columns: float, needs_grad: bool = False) -> Var:
+        """An activation that is there from the start. Args: needs_grad: whether a gradient has to reach it."""
+        return self.var(name, rows=rows, columns=columns, needs_grad=needs_grad)
+
+    def var(self, name: str, *, rows: Amount, columns: float, needs_grad: bool) -> Var:
+        """An activation in a new buffer."""
+        tensor = self.tensor(name, rows * (columns * self.dtype_bytes))
+        return Var(self, tensor, rows, columns, needs_grad)
+
+    def parameter(self, name: str, count: float, *, trainable: bool = True) -> Parameter:
+        """A weight of `count` numbers on this rank."""
+        tensor = self.tensor(name, Amount(fixed=count * self.dtype_bytes), persistent=True)
+        made = Parameter(tensor, count, trainable)
+        self.parameters.append(made)
+        return made
+
+    # ------------------------------------------------------------------------------- what is done
+
+    def op(
+        self,
+        name: str,
+        kind: OpKind,
+        *,
+        phase: Phase = Phase.FORWARD,
+        device: DeviceKind | None = None,
+        inputs: tuple[int, ...] = (),
+        outputs: tuple[int, ...] = (),
+        flops: Amount = NOTHING,
+        mem_bytes: Amount = NOTHING,
+        net_bytes: Amount = NOTHING,
+        shape: Shape | None = None,
+        launches: int = 1,
+    ) -> None:
+        """Adds an operator. Args: device: None: the one that computes."""
+        self._operators.append(
+            Operator(
+                name=name,
+                kind=kind,
+                device=self.compute if device is None else Device(device),
+                phase=phase,
+                inputs=inputs,
+                outputs=outputs,
+                flops=flops,
+                mem_bytes=mem_bytes,
+                net_bytes=net_bytes,
+                shape=shape,
+                launches=launches,
+                each_clip=self.each_clip,
+            )
+        )
+
+    def stream(
+        self,
+        name: str,
+        *,
+        num_bytes: Amount,
+        phase: Phase = Phase.FORWARD,
+        kind: OpKind = OpKind.ELEMENTWISE,
+        inputs: tuple[int, ...] = (),
+        outputs: tuple[int, ...] = (),
+        launches: int = 1,
+    ) -> None:
+        """Adds an operator that only reads and writes memory."""
+        self.op(name, kind, phase=phase, inputs=inputs, outputs=outputs, mem_bytes=num_bytes, launches=launches)
+
+    def product(
+        self,
+        name: str,
+        m: Amount,
+        n: Amount,
+        k: Amount,
+        *,
+        flops: Amount,
+        num_bytes: Amount,
+        phase: Phase,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        kind: OpKind = OpKind.MATMUL,
+    ) -> None:
+        """Adds a matrix product [m, k] x [k, n]."""
+        self.op(
+            name,
+            kind,
+            phase=phase,
+            inputs=inputs,
+            outputs=outputs,
+            flops=flops,
+            mem_bytes=num_bytes,
+            shape=Shape(m=m, n=n, k=k),
+        )
+
+    def accumulate(self, name: str, parameter: Parameter, gradient: int, phase: Phase) -> None:
+        """Adds a weight's gradient to the sum over the microbatches: two reads and a write."""
+        num_bytes = Amount(fixed=3 * parameter.count * self.dtype_bytes)
+        self.stream(f"{name}.accumulate", num_bytes=num_bytes, phase=phase, inputs=(gradient,))
+
+    def record(self, result: Var, gradients: Gradients) -> Var:
+        """The result of a call, which `backward` will differentiate if anything before it needs that."""
+        if result.needs_grad:
+            self._calls.append((result, gradients))
+        return result
+
+    def backward(self, result: Var) -> None:
+        """Adds the backward of all that was called, from the gradient of `result`, which is there from the start."""
+        if not result.needs_grad:
+            return
+        grads = {result: self.tensor("grad", result.num_bytes)}
+        for made, gradients in reversed(self._calls):
+            if made not in grads:
+                continue
+            for var, grad in gradients(grads.pop(made)).items():
+                if var.needs_grad:
+                    grads[var] = self._sum(var, grads[var], grad) if var in grads else grad
+        self._calls.clear()
+
+    def _sum(self, var: Var, first: int, second: int) -> int:
+        total = self.tensor("grad.sum", var.num_bytes)
+        self.stream(
+            "grad.sum",
+            num_bytes=3 * var.num_bytes,
+            phase=Phase.BACKWARD_INPUT,
+            inputs=(first, second),
+            outputs=(total,),
+        )
+        return total
+
+    def graph(self) -> Graph:
+        """All that was added."""
+        return Graph(operators=tuple(self._operators), tensors=tuple(self._tensors))

@@ -1,0 +1,62 @@
+"""The operators of a frozen VAE's encoder: convolutions, norms and activation functions one after another. Pure.
+
+Not here: what convolutions on the way around a residual block could do beside it, copies that pad, and a first call a
+frame: all clips of a work count as one call.
+"""
+
+from mmtrain.planner.operators.amount import Amount
+from mmtrain.planner.operators.functions import reshape, split
+from mmtrain.planner.operators.graph import OpKind, Phase
+from mmtrain.planner.operators.modules import Attention, Elementwise, Norm
+from mmtrain.planner.operators.tape import Tape, Var
+from mmtrain.spec.spec import Rates
+from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, EncoderConvolution, VaeShape
+
+
+def encode(tape: Tape, shape: VaeShape) -> None:
+    """Adds the forward of the encoder, which has no backward, to a tape."""
+    first = shape.convolutions[0]
+    x = tape.input("pixels", rows=_amount(first.places), columns=PIXEL_CHANNELS)
+    for convolution in shape.convolutions:
+        if convolution.normed:
+            x = Norm(
+                f"{convolution.name}.norm",
+                x.columns,
+                trainable=False,
+            )(x)
+        if convolution.activated:
+            x = Elementwise(f"{convolution.name}.activation", 2.0, 3.0)(x)
+        if convolution.name == "mid_block.proj":
+            x = _attended(x, shape)
+        x = _convolved(x, convolution)
+
+
+def _attended(qkv: Var, shape: VaeShape) -> Var:
+    """Attention of the places of each latent frame, with one head."""
+    return Attention("mid_block.attention", Amount(pair=1.0), shape.attention_width)(*split("mid_block.qkv", qkv, 3))
+
+
+def _convolved(x: Var, convolution: EncoderConvolution) -> Var:
+    """The result of a convolution, its residual added in the same pass over memory."""
+    tape, e = x.tape, x.tape.dtype_bytes
+    x = reshape(x, rows=x.rows, columns=convolution.inputs)  # of one around a block: the width before that
+    weight = tape.parameter(f"{convolution.name}.weight", convolution.num_params, trainable=False)
+    rows = _amount(convolution.places)
+    out = tape.var(convolution.name, rows=rows, columns=convolution.outputs, needs_grad=False)
+    tape.product(
+        convolution.name,
+        rows,
+        Amount(fixed=convolution.outputs),
+        Amount(fixed=convolution.inputs * convolution.taps),
+        flops=_amount(convolution.flops),
+        num_bytes=x.num_bytes + out.num_bytes + Amount(fixed=convolution.num_params * e),
+        phase=Phase.FORWARD,
+        inputs=(x.tensor, weight.tensor),
+        outputs=(out.tensor,),
+        kind=OpKind.CONVOLUTION,
+    )
+    return out
+
+
+def _amount(rates: Rates) -> Amount:
+    return Amount(row=rates.row, output=rates.output)

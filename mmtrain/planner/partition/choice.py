@@ -1,0 +1,293 @@
+"""Which partition a job gets: what its config says, and where that leaves it open, a rule or a search. Pure.
+
+The choice follows from the config alone, so that all ranks make the same one, before any data are read.
+
+Sources: DIP, arXiv:2504.14145, sections 4 and 7.1, which names the mixed partitions of its baselines: Megatron-LM's by
+parameters, and nnScaler's (Lin et al., OSDI 2024) by time.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from mmtrain.config.config import Config
+from mmtrain.errors import ConfigError
+from mmtrain.planner.costs.cost_model import CostModel
+from mmtrain.planner.costs.job_costs import cost_model
+from mmtrain.planner.forecast.typical_iterations import MOST_MICROBATCHES, TypicalIterations
+from mmtrain.planner.memory.limit import MemoryRule
+from mmtrain.planner.partition.partition import Partition, mixed_partition, partition, reference_sizes
+from mmtrain.planner.work_size import sub_microbatch_size
+from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
+from mmtrain.spec.spec import ModelSpec
+
+MOST_SEGMENTS = 4
+"""K that the search tries at most."""
+WORTH = 0.005
+"""Part of an iteration that each segment more has to save: it costs launches and messages that no cost model sees."""
+CHAIN_WORTH = 0.03
+"""Part of an iteration that a chain has to save besides: its ranks are equal for one mixture of modalities alone."""
+FINALISTS = 3
+"""Candidates that are simulated on all iterations, after all were on a part of one. A chain among them takes no place
+from separated modules: these are compared as if there were no chains."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to cut a model that the search may choose."""
+
+    segments: tuple[int, ...]
+    """K of each module that is cut, in the model's order; of a chain one number, its chunks on each rank."""
+    is_chain: bool = False
+    """Whether all modules are one chain, cut by time."""
+
+    @property
+    def worth(self) -> float:
+        """Part of an iteration that it has to save."""
+        return WORTH * sum(self.segments) + (CHAIN_WORTH if self.is_chain else 0.0)
+
+    def __str__(self) -> str:
+        return f"chain x {self.segments[0]}" if self.is_chain else " + ".join(map(str, self.segments))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A job's partition, and how it was found."""
+
+    partition: Partition
+    words: str = ""
+    """For the log; empty if the config left nothing open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search over ways to cut came to."""
+
+    best: Cut
+    finalists: tuple[tuple[Cut, float], ...]
+    """With seconds of a mean iteration, chains last, fewest segments first."""
+    num_tried: int
+
+
+def partition_of(config: Config, spec: ModelSpec) -> Partition:
+    """The partition that a job's config asks for, placed as its schedule wants. Errors: see `choose_partition`."""
+    costs = cost_model(config, spec)
+    return choose_partition(config, spec, costs, sub_microbatch_size(config, spec, costs)).partition
+
+
+def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice:
+    """The partition that a job's config asks for, placed as its schedule wants, and how it was found.
+
+    Args: sub_microbatch: pictures in a vision work, or clips in a DiT work; 0: all of a microbatch.
+    Raises: ConfigError: fewer layers than chunks, fewer or more chunks than the schedule needs, or a way to cut that
+        does not go with the schedule.
+    """
+    how = config.planner.partition
+    if how == "mixed-parameters" or how == "mixed-latency":
+        return _mixed(config, spec, costs, sub_microbatch)
+    if how == "search":
+        found = _searched(config, spec, costs, sub_microbatch)
+        if found is not None:
+            return found
+    return Choice(partition=_separated(config, spec, _given_segments(config)))
+
+
+def best_cut(candidates: Sequence[Cut], quick: Callable[[Cut], float], exact: Callable[[Cut], float]) -> Found | None:
+    """The candidate with the least seconds x (1 + `Cut.worth`); None: none has a plan.
+
+    Ties go to separated modules, then to fewer segments, first of all modules, then of the first ones.
+
+    Args:
+        quick: seconds by which finalists are picked; infinite: no plan.
+        exact: seconds that decide.
+    """
+
+    def ranked(times: Mapping[Cut, float]) -> list[Cut]:
+        kept = [c for c, seconds in times.items() if seconds < math.inf]
+        return sorted(kept, key=lambda c: (times[c] * (1 + c.worth), *_simplicity(c)))
+
+    first = ranked({c: quick(c) for c in candidates})
+    finalists = {*first[:FINALISTS], *[c for c in first if not c.is_chain][:FINALISTS]}
+    times = {c: exact(c) for c in sorted(finalists, key=_simplicity)}
+    order = ranked(times)
+    if not order:
+        return None
+    return Found(best=order[0], finalists=tuple(times.items()), num_tried=len(candidates))
+
+
+def _simplicity(cut: Cut) -> tuple[bool, int, tuple[int, ...]]:
+    """The less, the simpler."""
+    return cut.is_chain, sum(cut.segments), cut.segments
+
+
+# ------------------------------------------------------------------------------------------- separated
+
+
+def _given_segments(config: Config) -> dict[str, int]:
+    """K of each module as the config gives it; 0: left open."""
+    found = {"language": config.model.language.num_segments}
+    if config.model.encoder:
+        found["vision"] = config.model.encoder.num_segments
+    if config.model.dit:
+        found["dit"] = config.model.dit.num_segments
+    return found
+
+
+def _layouts(config: Config) -> dict[str, str]:
+    found = {"language": config.model.language.pipeline_layout}
+    if config.model.encoder:
+        found["vision"] = config.model.encoder.pipeline_layout
+    if config.model.dit:
+        found["dit"] = config.model.dit.pipeline_layout
+    return found
+
+
+def _separated(config: Config, spec: ModelSpec, segments: Mapping[str, int]) -> Partition:
+    """The separated partition with K of each module, by DIP's rule where that is 0, and enough for the schedule."""
+    sizes, layouts = reference_sizes(spec, config.training.seq_len), _layouts(config)
+    num_ranks = config.parallelism.pipeline_parallel_degree
+    schedule = _schedule(config)
+    found = partition(spec, num_ranks, segments, sizes, schedule.placement, layouts)
+    cut = sum(len(found.of_module(module.name)) for module in spec.modules if not module.is_whole)
+    missing = schedule.least_passes - cut // num_ranks
+    if missing > 0 and not segments["language"] and not layouts["language"]:
+        return partition(spec, num_ranks, {**segments, "language": 1 + missing}, sizes, schedule.placement, layouts)
+    if missing > 0:
+        key = f"model.language.num_segments = {segments['language']}"
+        if layouts["language"]:
+            key = f"model.language.pipeline_layout = {layouts['language']!r}"
+        _refuse_few_passes(config, key, schedule.least_passes - missing)
+    return found
+
+
+def _schedule(config: Config) -> Schedule:
+    return CATALOGUE[config.parallelism.pipeline_parallel_schedule]
+
+
+def _refuse_few_passes(config: Config, key: str, passes: int) -> None:
+    raise ConfigError(
+        f'parallelism.pipeline_parallel_schedule = "{config.parallelism.pipeline_parallel_schedule}" needs at least '
+        f"{_schedule(config).least_passes} chunks on each pipeline rank, but {key} makes {passes}; raise it, leave it "
+        "out, or choose another schedule"
+    )
+
+
+# --------------------------------------------------------------------------------------------- searched
+
+
+def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice | None:
+    """The choice of a search; None: nothing is open, or nothing can be searched."""
+    memory = MemoryRule.of_device(config)
+    apart, chains = _separated_cuts(config, spec), _chains(config, spec, memory)
+    if _schedule(config).placement == "v" or not (apart or chains) or not any(_open(config).values()):
+        return None
+    num_ranks = config.parallelism.pipeline_parallel_degree
+    names = [module.name for module in spec.modules if not module.is_whole]
+
+    def separated(cut: Cut) -> Partition:
+        return _separated(config, spec, dict(zip(names, cut.segments, strict=True)))
+
+    if num_ranks == 1 or (len(apart) == 1 and not chains):  # one rank has nothing to interleave
+        return Choice(partition=separated(min(apart, key=_simplicity)))
+    try:
+        few = TypicalIterations.draw(
+            config,
+            spec,
+            costs,
+            sub_microbatch,
+            most_microbatches=min(2 * num_ranks, MOST_MICROBATCHES),
+            most_iterations=1,
+        )
+        typical = TypicalIterations.draw(config, spec, costs, sub_microbatch)
+    except ConfigError:  # the encoder reads something else than pictures: no workload stands for it
+        return None
+    weights = typical.layer_seconds() if chains else {}
+
+    @cache
+    def parts(cut: Cut) -> Partition:
+        return mixed_partition(spec, num_ranks, cut.segments[0], weights) if cut.is_chain else separated(cut)
+
+    def seconds(iterations: TypicalIterations, cut: Cut) -> float:
+        return iterations.seconds(parts(cut), within=memory if cut.is_chain else None)
+
+    found = best_cut([*apart, *chains], lambda c: seconds(few, c), lambda c: seconds(typical, c))
+    return None if found is None else Choice(partition=parts(found.best), words=_words(found, names))
+
+
+def _open(config: Config) -> dict[str, bool]:
+    """Which modules have neither a K nor a layout."""
+    layouts = _layouts(config)
+    return {name: not count and not layouts[name] for name, count in _given_segments(config).items()}
+
+
+def _separated_cuts(config: Config, spec: ModelSpec) -> list[Cut]:
+    """Numbers of segments that layers and schedule allow; a module with a layout has the number that it was given."""
+    num_ranks, given, left_open = config.parallelism.pipeline_parallel_degree, _given_segments(config), _open(config)
+    ranges = []
+    for module in (module for module in spec.modules if not module.is_whole):
+        most = min(MOST_SEGMENTS, len(module.layers) // num_ranks)
+        ranges.append(range(1, most + 1) if left_open[module.name] else [given[module.name]])
+    found = list(itertools.product(*ranges))
+    layouts = any(_layouts(config).values())  # which may make any number of passes
+    return [Cut(c) for c in found if layouts or sum(c) >= _schedule(config).least_passes]
+
+
+def _chains(config: Config, spec: ModelSpec, memory: MemoryRule) -> list[Cut]:
+    """The chains of several modules, all of them open, that layers and schedule allow.
+
+    None where the memory of a device is not known: ranks of a chain hold unequal parts of the parameters.
+    """
+    num_ranks = config.parallelism.pipeline_parallel_degree
+    several = num_ranks > 1 and len(spec.modules) > 1
+    if not several or not all(_open(config).values()) or memory.limit_bytes is None:
+        return []
+    most = min(MOST_SEGMENTS, sum(len(module.layers) for module in spec.modules) // num_ranks)
+    return [Cut((passes,), is_chain=True) for passes in range(_schedule(config).least_passes, most + 1)]
+
+
+def _words(found: Found, names: Sequence[str]) -> str:
+    segments = found.best.segments
+    if found.best.is_chain:
+        best = f"one chain of all modules, {segments[0]} on each rank"
+    else:
+        best = ", ".join(f"{name} {count}" for name, count in zip(names, segments, strict=True)) + " segments"
+    tried = ", ".join(f"{cut}: {seconds:.4g} s" for cut, seconds in found.finalists if seconds < math.inf)
+    return f"partition: {best}, by search; simulated iterations of the best of {found.num_tried} tried: {tried}"
+
+
+# ------------------------------------------------------------------------------------------------ mixed
+
+
+def _mixed(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice:
+    """All modules cut as one chain of equal parameters or of equal seconds."""
+    how, schedule = config.planner.partition, _schedule(config)
+    if schedule.placement == "v":
+        raise ConfigError(
+            f'planner.partition = "{how}" goes round the pipeline ranks, but parallelism.pipeline_parallel_schedule = '
+            f'"{config.parallelism.pipeline_parallel_schedule}" wants each module down the ranks and back up; choose '
+            'another schedule, or planner.partition = "search"'
+        )
+    passes = config.model.language.num_segments
+    if 0 < passes < schedule.least_passes:
+        _refuse_few_passes(config, f"model.language.num_segments = {passes}", passes)
+    passes = passes or schedule.least_passes
+    if how == "mixed-parameters":
+        weights: Mapping[str, Sequence[float]] = {m.name: [x.num_params for x in m.layers] for m in spec.modules}
+    else:
+        weights = _typical_layer_seconds(config, spec, costs, sub_microbatch)
+    parts = mixed_partition(spec, config.parallelism.pipeline_parallel_degree, passes, weights)
+    return Choice(partition=parts, words=f"partition: {how}, one chain of all modules, {passes} on each rank")
+
+
+def _typical_layer_seconds(
+    config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int
+) -> Mapping[str, Sequence[float]]:
+    try:
+        return TypicalIterations.draw(config, spec, costs, sub_microbatch).layer_seconds()
+    except ConfigError as error:
+        raise ConfigError(
+            'planner.partition = "mixed-latency" needs the times of typical pictures, which cannot be drawn for this '
+            f'model ({error}); choose "mixed-parameters" or "search"'
+        ) from error

@@ -1,0 +1,286 @@
+"""The partition, made once: which layers form which stage, and which pipeline rank holds it.
+
+A *separated* partition cuts each module by itself, so that all pipeline ranks hold an equal part of it. A *mixed* one
+cuts the layers of all modules as one chain; a rank in the middle may then hold the end of one module and the beginning
+of the next, and a module need not reach every rank. Which one a job gets is decided in `partition_choice`.
+
+Source: DIP, arXiv:2504.14145, sections 3.1 and 4: separated partitioning, K_i = floor(T_i / T_1).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from mmtrain.errors import ConfigError
+from mmtrain.modality.split import split_evenly
+from mmtrain.planner.partition.balance import level_owners
+from mmtrain.planner.partition.pipeline_layout import chunk_bounds
+from mmtrain.schedule.graph import ModuleStages
+from mmtrain.schedule.library.catalogue import Placement
+from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize, clips_work, documents_work, frames_work
+
+CONFIG_SECTION = {"vision": "model.encoder", "language": "model.language", "dit": "model.dit", "vae": "model.vae"}
+"""Where the user sets a module's number of segments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """One chunk of one module and its place."""
+
+    index: int
+    """Global over all modules."""
+    module: str
+    layers: tuple[int, int]
+    """Range of the module's layers, the end excluded."""
+    pp_rank: int
+    segment: int
+    """Which pass over the pipeline ranks, within the module; of a mixed partition, within the chain of all modules."""
+    first: bool
+    """Holds the module's first layer."""
+    last: bool
+    """Holds the module's last layer."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """All stages of a model, by index."""
+
+    num_ranks: int
+    stages: tuple[StageSpec, ...]
+    passes: int = 0
+    """v of a mixed partition, the parts of its chain on each rank; 0: it is separated."""
+
+    def __str__(self) -> str:
+        """Chunks on each rank: of the chain, or K of each module."""
+        if self.passes:
+            return f"chain x {self.passes}"
+        return " + ".join(str(len(module.stages) // self.num_ranks) for module in self.modules)
+
+    def of_rank(self, pp_rank: int) -> tuple[StageSpec, ...]:
+        """The stages that a pipeline rank holds, ascending."""
+        return tuple(stage for stage in self.stages if stage.pp_rank == pp_rank)
+
+    def of_module(self, module: str) -> tuple[StageSpec, ...]:
+        """The stages of a module, in forward order."""
+        return tuple(stage for stage in self.stages if stage.module == module)
+
+    @property
+    def text_rank(self) -> int:
+        """The pipeline rank where the language model begins: 0, unless the partition is mixed."""
+        return next(stage.pp_rank for stage in self.stages if stage.module == "language")
+
+    @property
+    def tie_ranks(self) -> tuple[int, int]:
+        """The pipeline ranks of the language model's first and last stage, which hold the copies of a tied matrix."""
+        stages = self.of_module("language")
+        return stages[0].pp_rank, stages[-1].pp_rank
+
+    @cached_property
+    def modules(self) -> tuple[ModuleStages, ...]:
+        """The chains of stages, in the model's order of modules."""
+        names = dict.fromkeys(stage.module for stage in self.stages)
+        return tuple(ModuleStages(name=n, stages=tuple(s.index for s in self.of_module(n))) for n in names)
+
+    @cached_property
+    def stage_rank(self) -> tuple[int, ...]:
+        """[stage] -> pipeline rank."""
+        return tuple(stage.pp_rank for stage in self.stages)
+
+
+def partition(
+    spec: ModelSpec,
+    num_ranks: int,
+    num_segments: Mapping[str, int],
+    sizes: Mapping[str, WorkSize],
+    placement: Placement = "loop",
+    layouts: Mapping[str, str] | None = None,
+) -> Partition:
+    """Each module cut into P x K chunks of consecutive layers over all P ranks, K of them on each. A module that is not
+    cut is one chunk on rank 0, whatever P and K.
+
+    The largest chunk of a module (FLOPs of forward and backward at the reference sizes, embedding and
+    head counted) is as small as it can be. Among such cuts the ranks, with all chunks of all modules, have about equal
+    FLOPs, as far as moving single layers gets there; ties go to equal numbers of layers.
+
+    Args:
+        num_ranks: P.
+        num_segments: K of each module; 0 or absent: floor(T_i / T_1) by DIP's rule, as far as layers suffice.
+        sizes: a typical work of each module.
+        placement: loop: chunk j is on rank j % P. v: down the ranks and back up, so that each module begins and ends
+            on rank 0; K is 2 (or 0).
+        layouts: the chunks of a module as a layout string, see `pipeline_layout`; absent or empty: of equal work.
+    Raises: ConfigError: a module has fewer layers than chunks, another K than the placement, or a layout that is wrong.
+    """
+    totals = {m.name: spec.flops(m.name, sizes[m.name]).total for m in spec.modules if not m.is_whole}
+    fastest = min((t for t in totals.values() if t > 0), default=1.0)
+    cuts: dict[str, _Cut] = {}
+    for module in spec.modules:
+        costs = [spec.flops(module.name, sizes[module.name], [i]).total for i in range(len(module.layers))]
+        if module.is_whole:
+            cuts[module.name] = _Cut(bounds=((0, len(costs)),), costs=costs, ranks=[0], fixed=True)
+            continue
+        segments = num_segments.get(module.name, 0)
+        layout = (layouts or {}).get(module.name, "")
+        bounds = _layout_bounds(layout, module, num_ranks, segments) if layout else []
+        segments = len(bounds) // num_ranks if bounds else segments
+        if placement == "v":
+            _check_v(module, segments)
+            segments = 2
+        if segments == 0:
+            by_rule = int(totals[module.name] // fastest)
+            segments = max(1, min(by_rule, len(module.layers) // num_ranks))
+        _check_layers(module, num_ranks, segments)
+        cuts[module.name] = _Cut(
+            bounds=tuple(bounds) or split_evenly(costs, num_ranks * segments),
+            costs=costs,
+            ranks=[
+                num_ranks - 1 - j % num_ranks if placement == "v" and j >= num_ranks else j % num_ranks
+                for j in range(num_ranks * segments)
+            ],
+            fixed=bool(bounds),
+        )
+    stages: list[StageSpec] = []
+    for name, cut in _level_ranks(cuts, num_ranks).items():
+        for j, layers in enumerate(cut.bounds):
+            stages.append(
+                StageSpec(
+                    index=len(stages),
+                    module=name,
+                    layers=layers,
+                    pp_rank=cut.ranks[j],
+                    segment=j // num_ranks,
+                    first=layers[0] == 0,
+                    last=layers[1] == len(cut.costs),
+                )
+            )
+    return Partition(num_ranks, tuple(stages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A module's chunks."""
+
+    bounds: tuple[tuple[int, int], ...]
+    costs: Sequence[float]
+    """[layer]"""
+    ranks: Sequence[int]
+    """[chunk] -> its pipeline rank."""
+    fixed: bool
+    """Its bounds stay as they are: a layout's, or one chunk of a module that is not cut."""
+
+
+def _level_ranks(cuts: Mapping[str, _Cut], num_ranks: int) -> dict[str, _Cut]:
+    """The cuts with the ranks as equal as single layers can make them, one module after the other."""
+    found = dict(cuts)
+    changed = True
+    while changed:
+        changed = False
+        for name, cut in found.items():
+            if cut.fixed:
+                continue
+            loads = [0.0] * num_ranks
+            for other in found.values():
+                for rank, (low, high) in zip(other.ranks, other.bounds, strict=True):
+                    loads[rank] += sum(other.costs[low:high]) if other is not cut else 0.0
+            bounds = level_owners(cut.bounds, cut.costs, cut.ranks, loads)
+            changed |= bounds != cut.bounds
+            found[name] = replace(cut, bounds=bounds)
+    return found
+
+
+def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
+    """A typical work of each module, which a separated partition is balanced for: half of the tokens are pictures'.
+
+    Four documents a microbatch, a quarter of the tokens labelled, pictures of 16 x 16 patches. Of a text-to-video
+    model, two clips of 8 s and 256 x 256 pixels with prompts of 64 tokens, see `workloads.CLIP_SIDE`.
+    """
+    if any(module.name == "dit" for module in spec.modules):
+        prompts = [min(64, seq_len)] * 2
+        sizes = {
+            "language": documents_work(prompts, sum(prompts)),
+            "dit": clips_work([8192] * 2, prompts, 2 * 8192),
+        }
+        vae = [module for module in spec.modules if module.name == "vae"]
+        return sizes | {module.name: frames_work(module, [(32, 32, 32)] * 2) for module in vae}
+    sizes = {"language": WorkSize(rows=seq_len, pairs=max(1, seq_len * seq_len // 8), outputs=max(1, seq_len // 4))}
+    if any(module.name == "vision" for module in spec.modules):
+        vision = spec.module("vision")
+        outputs = max(1, seq_len // 2)
+        rows = outputs * vision.patches_per_token
+        window_pairs = rows * min(rows, 256, (vision.window * vision.merge) ** 2)
+        sizes["vision"] = WorkSize(rows=rows, pairs=rows * min(rows, 256), outputs=outputs, window_pairs=window_pairs)
+    return sizes
+
+
+def mixed_partition(spec: ModelSpec, num_ranks: int, passes: int, weights: Mapping[str, Sequence[float]]) -> Partition:
+    """The layers of all modules, in their order, cut as one chain into P x v parts; part j is on rank j % P.
+
+    The largest part is as small as it can be; ties go to equal numbers of layers. A part that has layers of several
+    modules is a stage of each, on the same rank.
+
+    Args:
+        num_ranks: P.
+        passes: v.
+        weights: [layer] of each module, in any unit.
+    Raises: ConfigError: fewer layers than parts.
+    """
+    places = [(module, index) for module in spec.modules for index in range(len(module.layers))]
+    if len(places) < num_ranks * passes:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {num_ranks} x {passes} passes (model.language.num_segments) = "
+            f"{num_ranks * passes} chunks, but all modules together have {len(places)} layers (cut points), and each "
+            "chunk needs a layer; lower one of them, or use a deeper model"
+        )
+    stages: list[StageSpec] = []
+    parts = split_evenly([weights[module.name][index] for module, index in places], num_ranks * passes)
+    for j, bounds in enumerate(parts):
+        for module in spec.modules:
+            mine = [index for other, index in places[slice(*bounds)] if other is module]
+            if mine:
+                stages.append(
+                    StageSpec(
+                        index=len(stages),
+                        module=module.name,
+                        layers=(mine[0], mine[-1] + 1),
+                        pp_rank=j % num_ranks,
+                        segment=j // num_ranks,
+                        first=mine[0] == 0,
+                        last=mine[-1] + 1 == len(module.layers),
+                    )
+                )
+    return Partition(num_ranks, tuple(stages), passes)
+
+
+def _layout_bounds(layout: str, module: ModuleSpec, num_ranks: int, segments: int) -> list[tuple[int, int]]:
+    """The chunks of a layout, as many as the ranks and K ask for."""
+    section = CONFIG_SECTION.get(module.name, module.name)
+    bounds = chunk_bounds(layout, module, f"{section}.pipeline_layout")
+    wanted = f"{num_ranks} x {segments}" if segments else f"a multiple of {num_ranks}"
+    if len(bounds) % num_ranks or (segments and len(bounds) != num_ranks * segments):
+        raise ConfigError(
+            f"{section}.pipeline_layout = {layout!r} has {len(bounds)} chunks; "
+            f"parallelism.pipeline_parallel_degree and {section}.num_segments ask for {wanted}"
+        )
+    return bounds
+
+
+def _check_v(module: ModuleSpec, segments: int) -> None:
+    if segments not in (0, 2):
+        section = CONFIG_SECTION.get(module.name, module.name)
+        raise ConfigError(
+            f"{section}.num_segments = {segments}: a V-shaped schedule (parallelism.pipeline_parallel_schedule) goes "
+            "through the ranks twice, once down and once back up; set num_segments to 2 (or 0), or choose another "
+            "schedule"
+        )
+
+
+def _check_layers(module: ModuleSpec, num_ranks: int, segments: int) -> None:
+    chunks = num_ranks * segments
+    if len(module.layers) < chunks:
+        section = CONFIG_SECTION.get(module.name, module.name)
+        raise ConfigError(
+            f"{section}.num_segments: module {module.name!r} has {len(module.layers)} layers (cut points), "
+            f"but parallelism.pipeline_parallel_degree = {num_ranks} x {segments} segments = {chunks} "
+            "chunks, and each chunk needs a layer; lower num_segments or pipeline_parallel_degree, or use a "
+            "deeper model"
+        )

@@ -1,0 +1,75 @@
+"""The partition of one module as a string, such as `Et*3|t*4|t*4|t*3,L`: the layers of each chunk.
+
+Symbols: `E` the first layer (embedding), `t` a block, `N` the norm behind an encoder's blocks, `P` its projector, `L`
+the language model's head with its norm and loss; `V`, in logs alone, a whole VAE. `|` ends a chunk, `x*3` repeats a
+symbol, `(tt|)*3` a group; commas and spaces mean nothing. Chunks come in forward order: the first segment on ranks
+0 .. P-1, then the next one.
+
+Source: Megatron Core's `--pipeline-model-parallel-layout`. It has no encoder symbols, but `m` for multi-token
+prediction, and allows empty chunks; here every chunk has a layer.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+from mmtrain.errors import ConfigError
+from mmtrain.spec.spec import LayerSpec, ModuleSpec
+
+_SYMBOLS = {"embed": "E", "norm": "N", "projector": "P", "head": "L", "encode": "V"}
+_LAYERS = "Et" + "".join(symbol for symbol in _SYMBOLS.values() if symbol not in "EV")
+_REPEATED = re.compile(rf"(?:([{_LAYERS}|])(?=\*)|\(([{_LAYERS}|]*)\))(?:\*([0-9]{{1,9}}))?(?![*0-9])")
+"""A symbol with its `*3`, or a group without groups inside, with or without one."""
+_MOST = 100_000
+"""Symbols after repetition; more is a slip of the pen."""
+
+
+def chunk_bounds(text: str, module: ModuleSpec, where: str) -> list[tuple[int, int]]:
+    """The layers (start, end) of each chunk that a layout names.
+
+    Args: where: name of the key, for errors.
+    Raises: ConfigError: not a layout, an empty chunk, or other layers than the module has.
+    """
+    chunks = _expand(text, where).split("|")
+    for index, chunk in enumerate(chunks):
+        if not chunk:
+            raise ConfigError(f"{where} = {text!r}: chunk {index} has no layer; give every chunk at least one")
+    found, wanted = "".join(chunks), "".join(map(_symbol, module.layers))
+    if found != wanted:
+        raise ConfigError(
+            f"{where} = {text!r} has the layers {_compress(found)}, but the module has {_compress(wanted)}; name each "
+            "layer once, in this order"
+        )
+    ends = [len("".join(chunks[: index + 1])) for index in range(len(chunks))]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def show_layout(module: ModuleSpec, bounds: Sequence[tuple[int, int]]) -> str:
+    """The layout string of chunks with these layers (start, end)."""
+    return "|".join(_compress("".join(map(_symbol, module.layers[low:high]))) for low, high in bounds)
+
+
+def _symbol(layer: LayerSpec) -> str:
+    return "t" if layer.is_block else _SYMBOLS[layer.name]
+
+
+def _compress(symbols: str) -> str:
+    runs = [(symbol, len(list(run))) for symbol, run in groupby(symbols)]
+    return "".join(symbol if count == 1 else f"{symbol}*{count}" for symbol, count in runs)
+
+
+def _expand(text: str, where: str) -> str:
+    """The symbols and bars of a layout without repetitions and groups."""
+    expanded = re.sub(r"[,\s]", "", text)
+    while match := _REPEATED.search(expanded):
+        unit, count = match[1] or match[2] or "", int(match[3] or 1)
+        if len(expanded) + len(unit) * count > _MOST:
+            raise ConfigError(f"{where} = {text!r} has more than {_MOST} layers")
+        expanded = expanded[: match.start()] + unit * count + expanded[match.end() :]
+    for symbol in expanded:
+        if symbol not in f"{_LAYERS}|":
+            raise ConfigError(
+                f"{where} = {text!r}: {symbol!r} is unknown or out of place; write for example Et*3|(t*4|)*2t*3,L with "
+                f"the layers {', '.join(_LAYERS)}"
+            )
+    return expanded

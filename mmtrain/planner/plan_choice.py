@@ -1,0 +1,130 @@
+"""What `[planner]` asks of the search of one iteration: its switches, seed, budget and threads."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from mmtrain.config.config import PlannerConfig
+from mmtrain.planner.first_plan import first_plan
+from mmtrain.planner.plan import PlanResult
+from mmtrain.planner.search.numba_start import HAS_NUMBA
+from mmtrain.planner.search.search import SearchOptions, fit_memory, search
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.simulate import simulate
+
+SEARCHED = "searched"
+"""Stands among the names of schedules for the plans of the planner's search."""
+
+
+class Search(Protocol):
+    """A search, as `planner.search.search.search` is one."""
+
+    def __call__(
+        self, problem: PlanningProblem, options: SearchOptions, *, cancelled: Callable[[], bool]
+    ) -> PlanResult:
+        """The best plan found. Args: cancelled: asked now and then; the search ends early where it says True."""
+        ...
+
+
+def search_threads(asked: int, num_cores: int, num_ranks: int) -> int:
+    """Threads of one rank's search.
+
+    Args:
+        asked: `planner.threads`; 0: an equal share of half of the cores, at least one.
+        num_cores: of this machine, that the job may use.
+        num_ranks: of the job on this machine.
+    """
+    return asked or max(1, num_cores // 2 // num_ranks)
+
+
+def search_seed(job_seed: int, step: int, member: int = 0) -> int:
+    """The seed of the search of one step, 0 .. 2**31 - 1: a resumed run draws the same.
+
+    Args: member: of several searches of one step, which.
+    """
+    text = f"plan {job_seed} {step} {member}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+
+
+def search_options(section: PlannerConfig, *, seed: int, threads: int, num_searchers: int = 1) -> SearchOptions:
+    """What one of several equal searches of an iteration may do.
+
+    `budget_evaluations` is for all of them together; `budget_s` is a time and holds for each, as they run side by
+    side.
+    """
+    return SearchOptions(
+        budget_evaluations=-(-section.budget_evaluations // num_searchers),
+        budget_s=section.budget_s,
+        seed=seed,
+        threads=threads,
+        strategy=section.strategy,
+        reorder=section.reorder,
+        split=section.split_backward,
+        memory=section.memory,
+    )
+
+
+def may_split(section: PlannerConfig) -> bool:
+    """Whether searched plans may have backwards in two halves: only where the planner makes the orders."""
+    return section.enable and section.interleave and section.split_backward
+
+
+def choose_plan(
+    problem: PlanningProblem,
+    first: PlanResult,
+    section: PlannerConfig,
+    options: SearchOptions,
+    search: Search,
+    cancelled: Callable[[], bool],
+) -> PlanResult:
+    """The plan of an iteration by what is switched on; the first plan if the search says that its own is longer.
+
+    Args: first: in the order of parallelism.pipeline_parallel_schedule.
+    """
+    if section.interleave:
+        found = search(problem, options, cancelled=cancelled)
+        if first.timeline is None or found.timeline is None or found.timeline.makespan_s <= first.timeline.makespan_s:
+            return found
+        return replace(first, evaluations=found.evaluations, seed=found.seed)
+    if not section.memory or first.plan is None or all(len(listed) == 1 for listed in problem.costs):
+        return first
+    fitted = fit_memory(problem, first.plan)
+    if fitted is None:  # the choice is a heuristic, and may miss the options that the first plan itself has
+        return first
+    timeline = simulate(problem, fitted)
+    if first.timeline is not None and first.timeline.makespan_s <= timeline.makespan_s:
+        return first
+    message = f"{first.message}, with memory options chosen for it"
+    return replace(first, status="improved", message=message, plan=fitted, timeline=timeline)
+
+
+def searched_plan(problem: PlanningProblem, schedule: str, section: PlannerConfig, *, seed: int) -> PlanResult:
+    """The plan that a job with this section trains with, if its search is in time; or why there is none.
+
+    Args: schedule: parallelism.pipeline_parallel_schedule. seed: of the search, as `search_seed` gives it.
+    """
+    options = search_options(section, seed=seed, threads=1)
+    return choose_plan(problem, first_plan(problem, schedule, section), section, options, search, lambda: False)
+
+
+def show_switches(section: PlannerConfig, threads: int) -> str:
+    """One line for the log. Args: threads: of the search on each rank that searches."""
+    cut = f"partition {section.partition}, sub-microbatches {_word(section.sub_microbatch)}"
+    if not section.enable:
+        return f"planner: off; {cut}"
+    names = ("interleave", "reorder", "split_backward", "memory")
+    switches = ", ".join(f"{name.replace('_', ' ')} {_word(getattr(section, name))}" for name in names)
+    budget = [f"{section.budget_evaluations} evaluations"] if section.budget_evaluations else []
+    budget += [f"{section.budget_s:g} s"] if section.budget_s else []
+    if not HAS_NUMBA:
+        return f"planner: on; {cut}, {switches}; no search, as numba is not installed: plans are those of interleave"
+    who = "on every rank" if section.distributed else "on the first rank of a replica"
+    return (
+        f"planner: on; {cut}, {switches}; {section.strategy}, {' or '.join(budget) or 'no search'}, "
+        f"{threads} thread{'s' * (threads > 1)} {who}; patience {section.patience_s:g} s"
+    )
+
+
+def _word(switch: bool) -> str:
+    return "on" if switch else "off"

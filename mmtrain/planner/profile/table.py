@@ -1,0 +1,158 @@
+"""A measured profile as text for people. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mmtrain.modality.catalogue import division_of
+from mmtrain.modality.plane import Plane
+from mmtrain.planner.batching import DIT
+from mmtrain.planner.profile.calibration import LAUNCH, Calibration
+from mmtrain.planner.profile.fits import SizeFit
+from mmtrain.planner.profile.profile import HELD, TIMES, LayerProfile, Profile, role
+from mmtrain.planner.sub_microbatch import SHARE, smallest_efficient
+from mmtrain.spec.spec import LayerSpec, ModelSpec
+
+_LABELS = {
+    "forward": "F",
+    "backward": "B",
+    "split_forward": "F, split",
+    "backward_input": "I",
+    "backward_weight": "W",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """Weights of a fit that share a column."""
+
+    weights: tuple[str, ...]
+    formula: str
+    head: str
+    scale: float
+    clips: bool | None = None
+    """Whether only profiles with a DiT, or only others, have it; None: all."""
+
+
+_COLUMNS = (
+    _Column(weights=("row",), formula="row x rows", head="row us", scale=1e6),
+    _Column(weights=("pair", "window_pair"), formula="pair x attended pairs", head="pair ns", scale=1e9),
+    _Column(weights=("cross_pair",), formula="cross x pairs with text tokens", head="cross ns", scale=1e9, clips=True),
+    _Column(weights=("text",), formula="text x text tokens", head="text us", scale=1e6, clips=True),
+    _Column(weights=("clip",), formula="clip x clips", head="clip us", scale=1e6, clips=True),
+    _Column(weights=("output",), formula="output x rows that leave", head="out us", scale=1e6, clips=False),
+    _Column(weights=("fixed",), formula="fixed", head="fixed us", scale=1e6),
+)
+
+
+def table(profile: Profile, spec: ModelSpec, plane: Plane, calibration: Calibration | None = None) -> str:
+    """What was measured: layers with their fits, actions, transfers, ends of steps, held bytes, sub-microbatches.
+
+    Args: plane: of the job.
+    """
+    machine = profile.machine
+    lines = [
+        f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads a process, "
+        f"{machine['copies']} copies side by side, torch {machine['torch']}, load {machine['load']}, {machine['date']}",
+        "",
+    ]
+    columns = [column for column in _COLUMNS if column.clips is None or column.clips == _has_clips(profile)]
+    formula = " + ".join(column.formula for column in columns)
+    heads = " ".join(f"{column.head:>8s}" for column in columns)
+    lines += [
+        f"A layer takes  {formula}  seconds.",
+        f"{'layer':22s} {'':9s}{'at the largest work':>32s} {'GFLOP/s':>8s} | {heads} | error of the fit: mean, worst",
+    ]
+    for layer in profile.layers:
+        lines += _layer_lines(layer, _spec_of(layer, spec), columns)
+    lines += ["", *_rest(profile, spec, plane)]
+    if calibration:
+        lines += ["", *_calibration_lines(calibration)]
+    return "\n".join(lines) + "\n"
+
+
+def _spec_of(layer: LayerProfile, spec: ModelSpec) -> LayerSpec:
+    return next(one for one in spec.module(layer.module).layers if role(one) == layer.role)
+
+
+def _has_clips(profile: Profile) -> bool:
+    return DIT in profile.job
+
+
+def _layer_lines(layer: LayerProfile, spec: LayerSpec, columns: Sequence[_Column]) -> Iterator[str]:
+    name = f"{layer.module} {layer.role}"
+    for key in TIMES:
+        if key not in layer.fits or not layer.points.get(key):
+            continue
+        fit = layer.fits[key]
+        size, seconds = max(layer.points[key], key=lambda point: point[1])
+        if not seconds:
+            continue
+        flops = spec.flops(size, input_grad=layer.input_grad)
+        counted = {
+            "backward": flops.backward_input + flops.backward_weight,
+            "backward_input": flops.backward_input if spec.splits_backward else flops.total - flops.forward,
+            "backward_weight": flops.backward_weight if spec.splits_backward else 0.0,
+        }.get(key, flops.forward)
+        where = f"{seconds * 1e3:.2f} ms, {size.rows:,} rows"
+        rate = f"{counted / seconds / 1e9:8.1f}" if counted else f"{'-':>8s}"
+        yield f"{name:22s} {_LABELS[key]:9s}{where:>32s} {rate} | {_weights(fit, columns)}"
+        name = ""
+
+
+def _weights(fit: SizeFit, columns: Sequence[_Column]) -> str:
+    cells = " ".join(f"{column.scale * sum(getattr(fit, name) for name in column.weights):8.3f}" for column in columns)
+    return f"{cells} | {100 * fit.error:5.1f} %, {100 * fit.worst:.1f} %"
+
+
+def _rest(profile: Profile, spec: ModelSpec, plane: Plane) -> Iterator[str]:
+    actions = ", ".join(f"{kind} {1e3 * seconds:.2f} ms" for kind, seconds in profile.actions.items())
+    yield f"Each action beside its layers: {actions}."
+    step, transfer = profile.step, profile.transfer
+    yield (
+        f"End of a step: {1e3 * step.fixed_s:.2f} ms + {1e9 * step.param_s:.2f} ns a trainable parameter of the rank"
+        + (f" + {1e3 * step.pipeline_s:.2f} ms with several pipeline ranks." if step.pipeline_s else ".")
+    )
+    if transfer:
+        yield (
+            f"Transfer between pipeline ranks: {1e6 * transfer.latency_s:.0f} us + bytes / "
+            f"{1e-9 / transfer.byte_s:.2f} GB/s (mean error {100 * transfer.error:.0f} %); "
+            f"{1e6 * transfer.end_s:.0f} us of the rank at each end."
+        )
+    parts = []
+    for layer in profile.layers:
+        if HELD in layer.fits:
+            size, real = max(layer.points[HELD], key=lambda point: point[1])
+            division = division_of(plane, spec.module(layer.module))
+            planned = _spec_of(layer, spec).of_rank(division).activation_bytes(size)
+            if real and planned:
+                parts.append(f"{layer.module} {layer.role} {real / planned:.2f}")
+    if parts:
+        yield f"Bytes held from F to B, measured over planned: {', '.join(parts)}."
+    if profile.curve:
+        yield from _curve_lines(profile)
+
+
+def _curve_lines(profile: Profile) -> Iterator[str]:
+    assert profile.curve is not None
+    found = smallest_efficient(profile.curve)
+    what, work, key, parts = ("pictures", "vision", "model.encoder", "patches")
+    if _has_clips(profile):
+        what, work, key, parts = ("clips", "DiT", "model.dit", "tokens")
+    steps = ", ".join(f"{number}: {100 * of_best:.0f} %" for number, of_best in found.efficiency)
+    yield f"{what.capitalize()} a second of a {work} work, relative to the best, by its number of {what}: {steps}."
+    end = "; more than were measured may be better still" if found.still_rises else ""
+    yield (
+        f"{key}.sub_microbatch_size = {found.size} is the smallest with {100 * SHARE:.0f} % of the best, for "
+        f"{what} of {profile.curve.patches} {parts}{end}."
+    )
+
+
+def _calibration_lines(found: Calibration) -> Iterator[str]:
+    factors = ", ".join(
+        f"{'fixed part of a launch' if name == LAUNCH else name} {factor:.2f}" for name, factor in found.factors.items()
+    )
+    yield (
+        f"Hardware profile {found.hardware.name}: mean error of a layer {100 * found.error_before:.0f} %; with the "
+        f"factors a below {100 * found.error:.1f} %."
+    )
+    yield f"a, measured over simulated seconds: {factors}."

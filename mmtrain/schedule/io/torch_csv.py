@@ -1,0 +1,206 @@
+"""The CSV form of schedules in torch: one row a rank, one cell an action.
+
+Its pipelining knows one chain of stages, each on one rank, with the same microbatches in every stage. A cell is
+`<stage><kind><microbatch>`, as `2F0`, or empty where a rank waits. Files are *compute-only* (F, B, I, W) or *with
+communication* (also SEND_F, RECV_F, SEND_B, RECV_B between neighbours in the chain, and UNSHARD, RESHARD,
+REDUCE_GRAD). torch waits for what it received just before it is used; in a `Program` that is an action of its own.
+
+Source: the form that `_load_csv` and `_dump_csv` of torch 2.13 read and write.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+
+from mmtrain.errors import PlanError
+from mmtrain.schedule.action import COMPUTE, KINDS, RESULT_OF, STAGE_WIDE, TRANSFERS, WAITS, Action, Kind
+from mmtrain.schedule.graph import ModuleStages, Result, Work, WorkGraph
+from mmtrain.schedule.passes.lower import Program, waits_before
+from mmtrain.schedule.plan import Plan, check
+from mmtrain.schedule.transport import check_transport
+
+MODULE = "model"
+"""Name of the one module of a schedule that was read."""
+
+_TO_TORCH = {Kind.REDUCE: "REDUCE_GRAD"}
+_FROM_TORCH = {_TO_TORCH.get(kind, str(kind)): kind for kind in KINDS if kind not in WAITS}
+_NUMBER = r"0|[1-9][0-9]{0,8}"
+_CELL = re.compile(rf"({_NUMBER})({'|'.join(sorted(_FROM_TORCH, key=len, reverse=True))})({_NUMBER}|)")
+_SHOWN = 40
+"""Characters of a faulty cell in its error."""
+_OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+Cell = tuple[Kind, int, int]
+"""(kind, stage, microbatch); microbatch -1 for the stage-wide kinds."""
+
+
+def write_plan(plan: Plan) -> str:
+    """The compute-only CSV text of a plan. Empty cells put every action after what it needs, a column a step.
+
+    Raises: PlanError: the plan is not one chain with one work a microbatch, or deadlocks.
+    """
+    _check_chain(plan.graph)
+    rows = []
+    for order, steps in zip(plan.orders, _columns(plan), strict=True):
+        row = [""] * (steps[-1] + 1 if steps else 0)
+        for action, step in zip(order, steps, strict=True):
+            row[step] = _cell(action)
+        rows.append(row)
+    return _to_text(rows)
+
+
+def write_program(program: Program) -> str:
+    """The CSV text with communication of a program; its waits, which torch does not write, are left out.
+
+    Raises: PlanError: the program is not one chain with one work a microbatch.
+    """
+    _check_chain(program.graph)
+    return _to_text([_cell(a) for a in actions if a.kind not in WAITS] for actions in program.actions)
+
+
+def read_plan(text: str) -> Plan:
+    """The checked plan of a CSV text: its compute actions, on the chain that they make.
+
+    A pair that torch overlaps, `(0F1;3B0)OVERLAP_F_B`, is read as its parts one after the other.
+
+    Raises: PlanError: a cell is no action, or the orders are no plan; with row and column or rank and step.
+    """
+    rows = _read(text)
+    graph = _chain_of(rows)
+    plan = Plan(graph, tuple(tuple(Action(k, s, m, 0) for k, s, m in row if k in COMPUTE) for row in rows))
+    check(plan)
+    return plan
+
+
+def read_program(text: str) -> Program:
+    """The program of a CSV text with communication; what is received is waited for just before it is used.
+
+    Raises: PlanError: a cell is no action, the compute actions are no plan, or a transfer goes to no neighbour, is
+        missing, or deadlocks.
+    """
+    rows = _read(text)
+    graph = read_plan(text).graph
+    program = Program(graph, tuple(tuple(_with_waits(graph, row)) for row in rows))
+    check_transport(program)
+    return program
+
+
+def has_transfers(text: str) -> bool:
+    """Whether a CSV text is of the form with communication. Raises: PlanError: a cell is no action."""
+    return any(kind in TRANSFERS for row in _read(text) for kind, _, _ in row)
+
+
+def _check_chain(graph: WorkGraph) -> None:
+    numbers = [work.microbatch for work in graph.works]
+    chain = len(graph.modules) == 1 and graph.modules[0].stages == tuple(range(len(graph.stage_rank)))
+    if not chain or sorted(numbers) != list(range(len(numbers))) or any(w.after for w in graph.works):
+        raise PlanError(
+            "torch's CSV form has one chain of stages and the same microbatches in each, numbered from 0; this "
+            f"iteration has {len(graph.works)} works in {' and '.join(module.name for module in graph.modules)}; use "
+            "JSON"
+        )
+
+
+def _columns(plan: Plan) -> list[list[int]]:
+    """[rank][step] -> the column of an action: the earliest if each takes one column."""
+    column: dict[Result, int] = {}
+    found: list[list[int]] = [[] for _ in plan.orders]
+    for rank, action, work, needs in plan.run_order():
+        after = [column[result] for result, _ in needs] + found[rank][-1:]
+        found[rank].append(max(after, default=-1) + 1)
+        column[RESULT_OF[action.kind], action.stage, work] = found[rank][-1]
+    return found
+
+
+def _cell(action: Action) -> str:
+    if action.kind not in KINDS:
+        raise PlanError(f"{action}: torch's files have no braids and instructions; write a plan without them")
+    microbatch = "" if action.microbatch < 0 else action.microbatch
+    return f"{action.stage}{_TO_TORCH.get(action.kind, str(action.kind))}{microbatch}"
+
+
+def _to_text(rows: Iterable[Sequence[str]]) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(rows)
+    return file.getvalue()
+
+
+def _read(text: str) -> list[list[Cell]]:
+    try:
+        lines = list(csv.reader(text.rstrip().splitlines()))
+    except csv.Error as error:
+        raise PlanError(f"not a CSV text: {error}") from error
+    rows = [
+        [cell for column, word in enumerate(row) for cell in _parse(word.strip(), rank, column)]
+        for rank, row in enumerate(lines)
+    ]
+    for rank, row in enumerate(rows):
+        if not row:
+            raise PlanError(f"row {rank} has no action; every rank holds a stage")
+    return rows
+
+
+def _parse(word: str, rank: int, column: int) -> list[Cell]:
+    if not word:
+        return []
+    if pair := _OVERLAPPED.fullmatch(word):
+        return [cell for part in pair[1].split(";") for cell in _parse(part.strip(), rank, column)]
+    match = _CELL.fullmatch(word)
+    if match:
+        kind = _FROM_TORCH[match[2]]
+        if (match[3] == "") == (kind in STAGE_WIDE):
+            return [(kind, int(match[1]), int(match[3] or -1))]
+    shown = word if len(word) <= _SHOWN else f"{word[:_SHOWN]}..."
+    raise PlanError(
+        f"row {rank}, column {column}: {shown!r} is not an action; write for example 2F0, 3SEND_F1 or 1UNSHARD"
+    )
+
+
+def _chain_of(rows: Sequence[Sequence[Cell]]) -> WorkGraph:
+    """The chain whose stages lie where the rows name them; no backward anywhere if the rows have none."""
+    holder: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for kind, stage, _ in row:
+            if holder.setdefault(stage, rank) != rank:
+                raise PlanError(
+                    f"row {rank}: stage {stage} has an action here ({kind}), but others in row {holder[stage]}; "
+                    "a stage lives on one rank"
+                )
+    if not holder:
+        raise PlanError("the CSV text has no action; it needs a row for each rank")
+    _check_numbers("stage", set(holder))
+    numbers = {microbatch for row in rows for kind, _, microbatch in row if kind in COMPUTE}
+    trains = any(kind in COMPUTE and kind is not Kind.F for row in rows for kind, _, _ in row)
+    _check_numbers("microbatch", numbers)
+    count = len(numbers)
+    return WorkGraph(
+        num_ranks=len(rows),
+        modules=(ModuleStages(name=MODULE, stages=tuple(range(len(holder)))),),
+        stage_rank=tuple(holder[stage] for stage in range(len(holder))),
+        works=tuple(Work(module=0, microbatch=m, sub_microbatch=0) for m in range(count)),
+        backward=((trains,) * len(holder),) * count,
+    )
+
+
+def _check_numbers(what: str, found: set[int]) -> None:
+    for expected, number in enumerate(sorted(found)):
+        if number != expected:
+            raise PlanError(
+                f"{what} {expected} has no action, but {what} {number} has; number them from 0 without gaps"
+            )
+
+
+def _with_waits(graph: WorkGraph, row: Sequence[Cell]) -> Iterable[Action]:
+    for kind, stage, microbatch in row:
+        if kind in STAGE_WIDE:
+            yield Action(kind, stage)
+        elif kind in COMPUTE:
+            action = Action(kind, stage, microbatch, 0)
+            yield from waits_before(graph, action)
+            yield action
+        else:
+            peer = stage + 1 if kind in (Kind.SEND_F, Kind.RECV_B) else stage - 1
+            if not 0 <= peer < len(graph.stage_rank) or graph.stage_rank[peer] == graph.stage_rank[stage]:
+                raise PlanError(f"{stage}{kind}{microbatch}: stage {peer} is not on another rank; remove the transfer")
+            yield Action(kind, stage, microbatch, 0, peer)

@@ -1,0 +1,185 @@
+"""A timeline as text, SVG, PNG, or Chrome / Perfetto trace: simulated and measured ones alike."""
+
+import html
+import io
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mmtrain.schedule.action import RESULT_OF, Action, Kind
+from mmtrain.schedule.graph import WorkGraph
+from mmtrain.schedule.timeline import Timeline
+from mmtrain.schedule.view.picture import PAPER, Box, Picture, headline, layout, name, seconds, stacked
+
+_MOST_BANDS = 6
+_FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: ":"}
+
+
+def text(timeline: Timeline, width: int = 120) -> str:
+    """The timeline as a grid of characters, time to the right, in one or several bands of `width` columns.
+
+    An action starts with the first letter of its module, small for a forward and capital for a
+    backward, and its microbatch; the rest of its time is `-` forward, `=` backward, `~` its input half,
+    `:` its weight half. `.` is idle. What is shorter than its label has the letter alone, what
+    is shorter than half a column nothing.
+    """
+    lengths = sorted(row.end_s - row.start_s for row in timeline.rows)
+    median = lengths[len(lengths) // 2] if lengths else 0.0
+    # Half of the actions get 4 columns, which hold a letter and two digits.
+    bands = min(_MOST_BANDS, math.ceil(4 * timeline.makespan_s / median / width)) if median > 0 else 1
+    cells = [_cells(timeline, rank, bands * width) for rank in range(timeline.num_ranks)]
+    lines = [headline(timeline)]
+    for band in range(bands):
+        low = band * width
+        if bands > 1:
+            lines.append(f"from {seconds(timeline.makespan_s * band / bands)}")
+        lines += [f"rank {rank} |{row[low : low + width]}|" for rank, row in enumerate(cells)]
+    modules = ", ".join(f"{m[:1].lower()} = {m}" for m in dict.fromkeys(timeline.stage_modules))
+    lines.append(f"{modules}; small letter forward (-), capital backward (= whole, ~ input, : weight), . idle")
+    return "\n".join(lines)
+
+
+def _cells(timeline: Timeline, rank: int, width: int) -> str:
+    scale = width / timeline.makespan_s if timeline.makespan_s > 0 else 0.0
+    cells = ["."] * width
+    for row in timeline.of_rank(rank):
+        low, high = (round((t - timeline.start_s) * scale) for t in (row.start_s, row.end_s))
+        letter = timeline.stage_modules[row.action.stage][:1]
+        letter = letter.lower() if row.action.kind is Kind.F else letter.upper()
+        label = f"{letter}{row.action.microbatch}"
+        label = label if len(label) <= high - low else letter[: high - low]
+        cells[low:high] = label.ljust(high - low, _FILL.get(row.action.kind, "&"))
+    return "".join(cells)
+
+
+def svg(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title: str = "") -> str:
+    """The picture of a timeline as an SVG document; each action has a tooltip with its name and times.
+
+    Args: timeline: one, or several by name, which are drawn below each other at one scale. title: of one.
+    """
+    picture = _picture(timeline, width, title)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width}" height="{picture.height}" '
+        f'viewBox="0 0 {picture.width} {picture.height}" font-family="Helvetica, Arial, sans-serif">',
+        f'<rect width="100%" height="100%" fill="{PAPER}"/>',
+    ]
+    for shape in picture.shapes:
+        if isinstance(shape, Box):
+            area = f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" height="{shape.height:.2f}"'
+            tip = f"<title>{html.escape(shape.title)}</title>" if shape.title else ""
+            lines.append(f'<rect {area} fill="{shape.fill}">{tip}</rect>')
+        else:
+            lines.append(
+                f'<text x="{shape.x:.2f}" y="{shape.y:.2f}" font-size="{shape.size}" fill="{shape.colour}" '
+                f'text-anchor="{shape.anchor}" dominant-baseline="central" pointer-events="none">'
+                f"{html.escape(shape.text)}</text>"
+            )
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _picture(timeline: Timeline | Mapping[str, Timeline], width: int, title: str) -> Picture:
+    if isinstance(timeline, Timeline):
+        return layout(timeline, width=width, title=title)
+    return stacked(timeline, width=width)
+
+
+def png(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title: str = "", scale: int = 2) -> bytes:
+    """The picture of a timeline as a PNG file of `scale` x `width` pixels across. Arguments as of `svg`."""
+    from PIL import Image, ImageDraw, ImageFont  # only this format needs it
+
+    picture = _picture(timeline, width, title)
+    image = Image.new("RGB", (picture.width * scale, picture.height * scale), PAPER)
+    pen = ImageDraw.Draw(image)
+    fonts = {size: ImageFont.load_default(size * scale) for size in (9, 11, 12, 14)}
+    anchors = {"start": "lm", "middle": "mm", "end": "rm"}
+    for shape in picture.shapes:
+        if isinstance(shape, Box):
+            low = (round(shape.x * scale), round(shape.y * scale))
+            high = (round((shape.x + shape.width) * scale) - 1, round((shape.y + shape.height) * scale) - 1)
+            pen.rectangle((*low, max(low[0], high[0]), max(low[1], high[1])), fill=shape.fill)
+        else:
+            pen.text(
+                (shape.x * scale, shape.y * scale),
+                shape.text,
+                fill=shape.colour,
+                font=fonts[shape.size],
+                anchor=anchors[shape.anchor],
+            )
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def trace_events(
+    timelines: Timeline | Mapping[str, Timeline],
+    *,
+    graph: WorkGraph | None = None,
+    details: Mapping[Action, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """One or several timelines as a Chrome trace, which chrome://tracing and ui.perfetto.dev open.
+
+    Each timeline is a process, each rank a thread; an action is an event such as `F3.0 language s5`. What an action
+    needs of another rank is a flow, drawn as an arrow.
+
+    Args:
+        timelines: one, or by name, such as measured and planned, each from its own first start.
+        graph: of the iteration, for the flows; None: without them.
+        details: of actions, shown where one is selected.
+    """
+    named = {"pipeline": timelines} if isinstance(timelines, Timeline) else timelines
+    events: list[dict[str, Any]] = []
+    for process, (label, timeline) in enumerate(named.items()):
+        events.append(_metadata("process_name", process, 0, label))
+        for rank in range(timeline.num_ranks):
+            events.append(_metadata("thread_name", process, rank, f"rank {rank}"))
+        for row in timeline.rows:
+            more = details.get(row.action, {}) if details else {}
+            events.append(
+                {
+                    "name": name(timeline, row.action),
+                    "cat": f"{timeline.stage_modules[row.action.stage]},{row.action.kind}",
+                    "ph": "X",
+                    "pid": process,
+                    "tid": row.rank,
+                    "ts": (row.start_s - timeline.start_s) * 1e6,
+                    "dur": (row.end_s - row.start_s) * 1e6,
+                    "args": {"action": str(row.action), **more},
+                }
+            )
+        events += _flows(timeline, graph, process) if graph else []
+        for rank, profile in enumerate(timeline.memory):
+            for when, held in profile:
+                events.append(
+                    {
+                        "name": f"activation bytes, rank {rank}",
+                        "ph": "C",
+                        "pid": process,
+                        "ts": (when - timeline.start_s) * 1e6,
+                        "args": {"bytes": held},
+                    }
+                )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _flows(timeline: Timeline, graph: WorkGraph, process: int) -> list[dict[str, Any]]:
+    """An arrow for each result that another rank needed: from its maker's end to the start of who needed it."""
+    makers = {(RESULT_OF[r.action.kind], r.action.stage, graph.work_of(r.action)): r for r in timeline.rows}
+    events: list[dict[str, Any]] = []
+    for row in timeline.rows:
+        for result, _ in graph.needs(row.action.kind, row.action.stage, graph.work_of(row.action)):
+            maker = makers.get(result)
+            if maker is None or maker.rank == row.rank:
+                continue
+            common = {"name": "activation" if result[0] is Kind.F else "gradient", "cat": "transfer", "pid": process}
+            common["id"] = f"{process}.{len(events) // 2}"
+            inside = min((maker.end_s - maker.start_s) / 2, 1e-9)  # a flow belongs to the event around its time
+            leaves = (maker.end_s - inside - timeline.start_s) * 1e6
+            events.append(common | {"ph": "s", "tid": maker.rank, "ts": leaves})
+            events.append(
+                common | {"ph": "f", "bp": "e", "tid": row.rank, "ts": (row.start_s - timeline.start_s) * 1e6}
+            )
+    return events
+
+
+def _metadata(kind: str, process: int, thread: int, label: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": label}}

@@ -1,0 +1,430 @@
+"""The `ModelSpec` of a configured model: layers, parameters, FLOPs and bytes. Pure; no weights.
+
+Shape legend: D width; H heads; C columns of all query heads (H x head_dim); K columns of all key heads;
+I width between the two linear layers of an MLP; P numbers of a patch; m spatial merge; V vocabulary;
+L width of the language model; e bytes of one activation number.
+
+FLOPs count matrix products and convolutions, as `torch.utils.flop_counter` does: no norms, activation
+functions, rotary positions, softmax or loss. Attention counts only the pairs that are attended.
+Activation bytes count what autograd keeps on a CPU (each storage once, no parameters): not the rotary
+cosines and sines, which the layers of a chunk share, and not temporary tensors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mmtrain.config.config import ModelConfig
+from mmtrain.spec.linears import Linear, adapted_linears, block_linears, linear_width, whole_width, with_adapters
+from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
+from mmtrain.spec.spec import TIME_ROWS, LayerSpec, ModelSpec, ModuleSpec, Rates, Replaced, WholeBytes
+from mmtrain.spec.vae_shapes import VaeShape, vae_shape
+
+_FLOAT32 = 4
+_INT64 = 8
+
+_KEPT_BY_ACTIVATION = {
+    "relu": 1,
+    "silu": 2,
+    "gelu": 2,
+    "gelu_pytorch_tanh": 2,
+    "gelu_new": 5,
+    "quick_gelu": 3,
+}
+"""Tensors of the MLP's inner width that an activation function and the product after it keep together."""
+
+
+def model_spec(model: ModelConfig, *, dtype_bytes: int = 4) -> ModelSpec:
+    """What planning knows of a configured model.
+
+    Args: dtype_bytes: bytes of one number in the dtype that the model computes in (float32: 4, bfloat16: 2).
+    Raises: ConfigError: the model's configs cannot be read or do not fit together.
+    """
+    language = language_shape(model)
+    modules = []
+    if model.vae is not None:
+        modules.append(_vae_module(vae_shape(model), dtype_bytes))
+    if model.encoder is not None:
+        modules.append(_vision_module(model, vision_shape(model), language.width, dtype_bytes))
+    modules.append(_language_module(model, language, dtype_bytes))
+    if model.dit is not None:
+        modules.append(_dit_module(model, dit_shape(model), dtype_bytes))
+    return ModelSpec(modules=tuple(modules), tied_embeddings=language.tied)
+
+
+def _vae_module(shape: VaeShape, e: int) -> ModuleSpec:
+    """A frozen VAE's encoder: one layer, whose temporary tensors nobody counts."""
+    output = Rates(output=shape.channels * e)
+    return ModuleSpec(
+        name="vae",
+        consumes="frames",
+        layers=(
+            LayerSpec(
+                name="encode",
+                num_params=shape.num_params,
+                trainable=False,
+                matmul_flops=shape.flops,
+                attention_flops=shape.attention_flops,
+                output_bytes=output,
+                output_width=shape.channels,
+                output_rows="outputs",
+            ),
+        ),
+        frames_per_latent=shape.scale.frames,
+        is_whole=True,
+    )
+
+
+def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, e: int) -> ModuleSpec:
+    assert model.encoder is not None
+    D = shape.width
+    patches = shape.patches_per_token
+    trainable = model.encoder.trainable is True  # with adapters all but the blocks is frozen
+    native = model.projector.kind == "native"
+
+    def block(index: int) -> LayerSpec:
+        windowed = bool(shape.window) and index not in shape.full_blocks
+        bare = replace(_encoder_block(shape, windowed=windowed, trainable=trainable, e=e), name=f"blocks.{index}")
+        return with_adapters(bare, shape, adapted_linears(model, "vision"), rank=model.lora.rank, dtype_bytes=e)
+
+    embed = _sound_embed if shape.one_row else _patch_embed
+    layers = [embed(shape, trainable=trainable, e=e), *(block(index) for index in range(shape.depth))]
+    if shape.final_norm:
+        layers.append(
+            LayerSpec(
+                name="norm",
+                num_params=2 * D,
+                trainable=trainable,
+                matmul_flops=Rates(),
+                activation_bytes=Rates(row=_norm_bytes(shape, e) - D * e),  # its output leaves
+                output_bytes=Rates(row=D * e),
+                output_width=D,
+            )
+        )
+    inner = patches * D if native else model.projector.hidden_size or patches * D
+    rms = native and shape.rms_norm
+    norm = _norm_bytes(shape, e) if native else 2 * D * e + 2 * e
+    # With windows also the order in which the features were.
+    normed = patches * norm + (_INT64 if shape.window else 0)
+    layers.append(
+        LayerSpec(
+            name="projector",
+            num_params=(1 if rms else 2) * D + (patches * D + 1) * inner + (inner + 1) * language_width,
+            trainable=bool(model.projector.trainable),
+            weight_before_products=True,
+            matmul_flops=Rates(output=2 * patches * D * inner + 2 * inner * language_width),
+            activation_bytes=Rates(output=normed + 2 * inner * e),
+            linear_bytes=Rates(output=(patches * D + 2 * inner + language_width) * e),
+            output_bytes=Rates(output=language_width * e),
+            output_width=language_width,
+            output_rows="outputs",
+            # Norm and features are those of all rows; the inner columns are divided.
+            whole_bytes=WholeBytes(
+                activation=Rates(output=normed), linear=Rates(output=(patches * D + language_width) * e)
+            ),
+        )
+    )
+    return ModuleSpec(
+        name="vision",
+        consumes="images",
+        layers=tuple(layers),
+        merge=shape.merge,
+        one_row=shape.one_row,
+        extra_rows=1 if shape.class_token else 0,
+        window=shape.window,
+    )
+
+
+def _patch_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
+    """The first layer of an encoder of pictures."""
+    D, P = shape.width, shape.patch_dim
+    patches = shape.patches_per_token  # a class token is none of them
+    num_params = P * D  # Qwen-VL: no bias, positions are rotary
+    if not shape.packed:
+        assert shape.fixed_grid is not None
+        num_positions = shape.fixed_grid[1] * shape.fixed_grid[2] + shape.class_token
+        num_params += D + num_positions * D + (D if shape.class_token else 0)
+    return LayerSpec(
+        name="embed",
+        num_params=num_params,
+        trainable=trainable,
+        matmul_flops=Rates(output=patches * 2 * P * D),
+        activation_bytes=Rates(output=patches * P * e),
+        output_bytes=Rates(row=D * e),
+        output_width=D,
+        whole_bytes=WholeBytes(activation=Rates(output=patches * P * e)),
+    )
+
+
+def _sound_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
+    """The first layer of Whisper: two convolutions over three frames, the second with a stride of two."""
+    assert shape.fixed_grid is not None
+    D, P, frames = shape.width, shape.patch_dim, shape.fixed_grid[2]
+    activation = Rates(row=P * e + 2 * 2 * D * e + D * e)  # input; twice the frames before and after GELU
+    return LayerSpec(
+        name="embed",
+        num_params=3 * P // 2 * D + D + 3 * D * D + D + frames * D,
+        num_fixed_params=frames * D,
+        trainable=trainable,
+        matmul_flops=Rates(row=2 * 3 * P * D + 2 * 3 * D * D),
+        inner_flops=Rates(row=2 * 3 * D * D),
+        activation_bytes=activation,
+        output_bytes=Rates(row=D * e),
+        output_width=D,
+        whole_bytes=WholeBytes(activation=activation),
+    )
+
+
+def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: int) -> LayerSpec:
+    """One encoder block."""
+    D, H, I = shape.width, shape.num_heads, shape.mlp_width
+    # Query, key, value and what the output projection reads; the packed encoder holds the whole joint
+    # query-key-value tensor by its value part, and a copy of the output joined from single pictures.
+    attention = (6 if shape.packed else 4) * D * e
+    attention += H * _FLOAT32  # log-sum-exp
+    # Outputs of single pictures; Whisper's heads are contiguous, so that their outputs are copied to rows.
+    attention += D * e if shape.packed or shape.one_row else 0
+    # Gated: gate, its activation, the other inner columns and their product.
+    mlp = (_kept_by_activation(shape.hidden_act) + (2 if shape.gated_mlp else 0)) * I * e
+    linears = 3 if shape.gated_mlp else 2
+    biases = (1 + shape.qkv_bias * (2 + shape.key_bias)) * D + (linears - 1) * I + D
+    pair = 4 * D
+    return LayerSpec(
+        name="blocks",
+        num_params=4 * D * D + linears * D * I + biases + (2 if shape.rms_norm else 4) * D,
+        trainable=trainable,
+        weight_before_products=True,
+        matmul_flops=Rates(row=8 * D * D + 2 * linears * D * I),
+        attention_flops=Rates(window_pair=pair) if windowed else Rates(pair=pair),
+        activation_bytes=Rates(row=2 * _norm_bytes(shape, e) + attention + mlp),
+        # Query, key, value, output; the MLP's inner and last width.
+        product_bytes=Rates(row=(5 * D + (linears - 1) * I) * e),
+        linear_bytes=Rates(row=linear_width(block_linears(shape)) * e),
+        attention_bytes=Rates(row=D * e + H * _FLOAT32),
+        output_bytes=Rates(row=D * e),
+        output_width=D,
+        whole_bytes=_whole_of_block(block_linears(shape), D, e),
+        # The joint query-key-value tensor is then not kept, nor are joined outputs of single pictures. Pictures of one
+        # fixed size are not divided.
+        gathered_keys=Replaced(old=Rates(row=5 * D * e), new=Rates(row=2 * D * e)) if shape.packed else Replaced(),
+        unread_bytes=Rates(row=D * e),
+    )
+
+
+def _whole_of_block(linears: Sequence[Linear], D: int, e: int) -> WholeBytes:
+    """Of a block with two norms: what these give is gathered, and so are the gradients of what it adds to its rows."""
+    return WholeBytes(
+        activation=Rates(row=2 * D * e),
+        product=Rates(row=2 * D * e),
+        linear=Rates(row=whole_width(linears) * e),
+    )
+
+
+def _norm_bytes(shape: VisionShape, e: int) -> int:
+    """Bytes of one row that a norm of the encoder keeps, the output that the next product reads among them."""
+    if shape.rms_norm:
+        return _FLOAT32 * (shape.width + 1) + 2 * shape.width * e  # float32 input and scale, normed, times weight
+    return 2 * shape.width * e + 2 * e  # input, two statistics, output
+
+
+def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> ModuleSpec:
+    D, V = shape.width, shape.vocab_size
+    trainable = model.language.trainable is True
+    block = _decoder_layer(shape, trainable=trainable, e=e)
+    block = with_adapters(block, shape, adapted_linears(model, "language"), rank=model.lora.rank, dtype_bytes=e)
+    norm = _FLOAT32 * (D + 1) + 2 * D * e
+    head = LayerSpec(
+        name="head",
+        num_params=D + V * D,
+        num_shared_params=V * D if shape.tied else 0,
+        trainable=trainable,
+        weight_before_products=True,
+        # Rows without a label are dropped before the norm; the loss keeps float32 log-probabilities,
+        # the labels and the indices of their rows.
+        matmul_flops=Rates(output=2 * D * V),
+        activation_bytes=Rates(output=norm + _FLOAT32 * V + 2 * _INT64),
+        linear_bytes=Rates(output=(D + V) * e),
+        divided_logits=Replaced(old=Rates(output=_FLOAT32 * V), new=Rates(output=V * e)),
+        # All rows; the vocabulary is divided.
+        whole_bytes=WholeBytes(activation=Rates(output=norm + 2 * _INT64), linear=Rates(output=D * e)),
+    )
+    return ModuleSpec(
+        name="language",
+        consumes="documents" if model.dit is None else "captions",
+        after=("vision",) if model.encoder is not None else (),
+        layers=(
+            LayerSpec(
+                name="embed",
+                num_params=V * D,
+                trainable=trainable,
+                matmul_flops=Rates(),
+                activation_bytes=Rates(row=_INT64),
+                output_bytes=Rates(row=D * e),
+                output_width=D,
+                whole_bytes=WholeBytes(activation=Rates(row=_INT64)),
+            ),
+            *(replace(block, name=f"layers.{i}") for i in range(shape.depth)),
+            _text_norm(shape, trainable=trainable, e=e) if model.dit is not None else head,
+        ),
+    )
+
+
+def _text_norm(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpec:
+    """The last layer of a text encoder."""
+    D = shape.width
+    return LayerSpec(
+        name="norm",
+        num_params=D,
+        trainable=trainable,
+        matmul_flops=Rates(),
+        activation_bytes=Rates(row=_FLOAT32 * (D + 1) + D * e),  # its output leaves
+        output_bytes=Rates(row=D * e),
+        output_width=D,
+    )
+
+
+def _decoder_layer(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpec:
+    """One decoder layer."""
+    D, I = shape.width, shape.mlp_width
+    C, K = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    params = 2 * D * C + 2 * D * K + 3 * D * I + 2 * D
+    params += (C + 2 * K) * shape.qkv_bias + D * shape.output_bias + (2 * I + D) * shape.mlp_bias
+    norms = 2 * (_FLOAT32 * (D + 1) + 2 * D * e)  # float32 input and scale, normed, times weight
+    # Query, key, value; outputs of single documents and their join; log-sum-exp.
+    attention = (C + 2 * K + 2 * C) * e + shape.num_heads * _FLOAT32
+    mlp = (_kept_by_activation(shape.hidden_act) + 2) * I * e  # gate, its activation, up, their product
+    return LayerSpec(
+        name="layers",
+        num_params=params,
+        trainable=trainable,
+        weight_before_products=True,
+        matmul_flops=Rates(row=4 * D * C + 4 * D * K + 6 * D * I),
+        attention_flops=Rates(pair=4 * C),
+        activation_bytes=Rates(row=norms + attention + mlp),
+        product_bytes=Rates(row=(C + 2 * K + 2 * D + 2 * I) * e),
+        linear_bytes=Rates(row=linear_width(block_linears(shape)) * e),
+        attention_bytes=Rates(row=C * e + shape.num_heads * _FLOAT32),
+        output_bytes=Rates(row=D * e),
+        output_width=D,
+        whole_bytes=_whole_of_block(block_linears(shape), D, e),
+        # One call of attention, for rows of any documents: its output is not joined.
+        gathered_keys=Replaced(old=Rates(row=(C + 2 * K) * e), new=Rates(row=2 * K * e)),
+        unread_bytes=Rates(row=D * e),
+    )
+
+
+def _dit_module(model: ModelConfig, shape: DitShape, e: int) -> ModuleSpec:
+    assert model.dit is not None
+    trainable = model.dit.trainable is True
+    block = _dit_block(shape, trainable=trainable, e=e)
+    return ModuleSpec(
+        name="dit",
+        consumes="latents",
+        patch=shape.patch,
+        latents_arrive=model.vae is not None,
+        after=("language",) if model.vae is None else ("vae", "language"),
+        layers=(
+            _dit_embed(shape, trainable=trainable, e=e),
+            *(replace(block, name=f"blocks.{i}") for i in range(shape.depth)),
+            _dit_head(shape, trainable=trainable, e=e),
+        ),
+    )
+
+
+def _dit_output_bytes(shape: DitShape, e: int) -> Rates:
+    """Of what travels between two chunks: latent tokens, text tokens and the rows of each clip's timestep; behind a VAE
+    all with columns for the clean latents."""
+    width = shape.width + shape.clean_columns
+    return Rates(row=width * e, text=width * e, clip=TIME_ROWS * width * e)
+
+
+def _whole_dit_output_bytes(shape: DitShape, e: int) -> Rates:
+    """Of these, all but the latent tokens, whose rows tensor-parallel ranks divide."""
+    return replace(_dit_output_bytes(shape, e), row=0.0)
+
+
+def _dit_embed(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
+    """The first layer of a DiT: patches, and two linear layers each for text and timestep."""
+    D, P, Z, X = shape.width, shape.patch_dim, shape.time_width, shape.text_width
+    projected = (TIME_ROWS - 1) * D
+    time, text = 2 * Z * D + 2 * D * D + 2 * D * projected, 2 * X * D + 2 * D * D
+    return LayerSpec(
+        name="embed",
+        num_params=(P + 1) * D + (Z + 1) * D + (D + 1) * D + (D + 1) * projected + (X + 1) * D + (D + 1) * D,
+        trainable=trainable,
+        matmul_flops=Rates(row=2 * P * D, text=text, clip=time),
+        inner_flops=Rates(text=2 * D * D, clip=time - 2 * Z * D),
+        passing_flops=Rates(text=text),
+        activation_bytes=Rates(row=P * e, text=(X + 2 * D) * e, clip=(Z + 4 * D) * e),
+        # Not of the convolution. It makes its weight gradients in the first half, but is too small to be told apart.
+        # The gradients of all rows of a timestep are one tensor.
+        linear_bytes=Rates(text=(X + 3 * D) * e, clip=(Z + 4 * D + TIME_ROWS * D) * e),
+        output_bytes=_dit_output_bytes(shape, e),
+        output_width=D + shape.clean_columns,
+        output_rows="conditioned",
+        # All but what is between two linear layers, and the six parts that the timestep's last layer gives.
+        whole_bytes=WholeBytes(
+            activation=Rates(row=P * e, text=X * e, clip=(Z + 2 * D) * e),
+            linear=Rates(text=(X + D) * e, clip=(Z + 3 * D) * e),
+            output=_whole_dit_output_bytes(shape, e),
+        ),
+    )
+
+
+def _dit_block(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
+    """One block of a DiT: self-attention, cross-attention to the clip's own text, MLP."""
+    D, H, I = shape.width, shape.num_heads, shape.mlp_width
+    tokens, texts = 12 * D * D + 4 * D * I, 4 * D * D
+    # In float32: what the norms read, and of those without parameters also what they give; of the norms of queries and
+    # keys (three of tokens, one of texts) input and normed; the MLP's output. Scales of each row, log-sum-exp.
+    head_scales = 3
+    float32 = (5 + shape.cross_norm) * D + 2 * (2 + shape.cross_norm) + head_scales + 3 * 2 * D + 2 * H
+    # What the linear layers read (5), query, key and value of self-attention, cross-attention's query, and what
+    # self-attention's output layer gives.
+    activation = float32 * _FLOAT32 + 10 * D * e + 2 * I * e
+    # The table moved by the timestep and two scales, in float32; the parameters of a norm too, if they are not.
+    of_clip = 8 + 2 * (shape.cross_norm and e < _FLOAT32)
+    return LayerSpec(
+        name="blocks",
+        num_params=8 * (D + 1) * D + 2 * D * I + I + D + 4 * D + (2 * D if shape.cross_norm else 0) + 6 * D,
+        trainable=trainable,
+        matmul_flops=Rates(row=tokens, text=texts),
+        inner_flops=Rates(row=tokens),  # a table of shifts comes before all of them; nothing of the block before texts
+        attention_flops=Rates(pair=4 * D, cross_pair=4 * D),
+        # Texts themselves are shared by the blocks of a chunk.
+        activation_bytes=Rates(row=activation, text=2 * D * e + (2 * D + 1) * _FLOAT32, clip=of_clip * D * _FLOAT32),
+        product_bytes=Rates(row=(7 * D + I) * e, text=2 * D * e),
+        linear_bytes=Rates(row=(12 * D + 2 * I) * e, text=3 * D * e),
+        attention_bytes=Rates(row=2 * D * e + 2 * H * _FLOAT32),
+        output_bytes=_dit_output_bytes(shape, e),
+        output_width=D + shape.clean_columns,
+        output_rows="conditioned",
+        # What is gathered before three sublayers, and the summands behind them; and scales of all rows.
+        whole_bytes=WholeBytes(
+            activation=Rates(row=head_scales * _FLOAT32 + 3 * D * e, text=_FLOAT32, clip=of_clip * D * _FLOAT32),
+            product=Rates(row=3 * D * e),
+            linear=Rates(row=6 * D * e, text=D * e),
+            output=_whole_dit_output_bytes(shape, e),
+        ),
+    )
+
+
+def _dit_head(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
+    """The last layer of a DiT: a norm moved and scaled by the timestep, a linear layer, the squared error."""
+    D, P = shape.width, shape.output_dim
+    activation = Rates(row=_FLOAT32 * (2 * D + 2) + D * e + P * _FLOAT32, clip=D * e)
+    linear = Rates(row=(D + P) * e)
+    return LayerSpec(
+        name="head",
+        num_params=2 * D + (D + 1) * P,
+        trainable=trainable,
+        weight_before_products=True,
+        matmul_flops=Rates(row=2 * D * P),
+        activation_bytes=activation,
+        linear_bytes=linear,
+        whole_bytes=WholeBytes(activation=activation, linear=linear),
+    )
+
+
+def _kept_by_activation(name: str) -> int:
+    """Tensors that an activation function keeps; the most of the known ones for an unknown one."""
+    return _KEPT_BY_ACTIVATION.get(name, max(_KEPT_BY_ACTIVATION.values()))

@@ -1,0 +1,44 @@
+"""Which degrees of tensor parallelism a model can be divided by. Pure; known before any process starts."""
+
+import math
+
+from mmtrain.config.config import ModelConfig
+from mmtrain.errors import ConfigError
+from mmtrain.spec.shapes import VisionShape, dit_shape, language_shape, vision_shape
+
+
+def check_tensor_degree(model: ModelConfig, tp: int, *, encoder: bool = True) -> None:
+    """Refuses a tensor-parallel degree that does not divide the heads, inner columns and words of the model.
+
+    Args: encoder: whether the vision encoder and projector are divided too.
+    Raises: ConfigError: naming the first number that `tp` does not divide, and the largest degree that fits.
+    """
+    shape = language_shape(model)
+    numbers = {
+        "model.language: num_attention_heads": shape.num_heads,
+        "model.language: num_key_value_heads": shape.num_kv_heads,
+        "model.language: intermediate_size": shape.mlp_width,
+        "model.language: vocab_size": shape.vocab_size,
+    }
+    if encoder and model.encoder is not None:
+        numbers |= _encoder_numbers(model, vision_shape(model))
+    if model.dit is not None:
+        dit = dit_shape(model)
+        numbers |= {"model.dit: num_attention_heads": dit.num_heads, "model.dit: ffn_dim": dit.mlp_width}
+    largest = math.gcd(*numbers.values())
+    for name, number in numbers.items():
+        if number % tp:
+            fits = max(degree for degree in range(1, min(tp, largest) + 1) if largest % degree == 0)
+            raise ConfigError(
+                f"parallelism.tensor_parallel_degree = {tp} does not divide {name} = {number}; each rank takes an "
+                f"equal part of them. The largest degree up to {tp} that fits this model is {fits}"
+            )
+
+
+def _encoder_numbers(model: ModelConfig, shape: VisionShape) -> dict[str, int]:
+    merged = shape.width * shape.patches_per_token
+    return {
+        "model.encoder: number of attention heads": shape.num_heads,
+        "model.encoder: inner columns of the MLP": shape.mlp_width,
+        "model.projector: inner columns": model.projector.hidden_size or merged,
+    }

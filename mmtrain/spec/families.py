@@ -1,0 +1,464 @@
+"""Which model families mmtrain knows, and the full config of the one that a section names. Pure; no weights.
+
+A section `[model.encoder]`, `[model.language]`, `[model.dit]` or `[model.vae]` names a family by an inline Hugging Face
+config or by the `config.json` of a folder or hub id.
+"""
+
+import difflib
+import importlib.util
+import json
+import os
+import pkgutil
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmtrain.config.config import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
+from mmtrain.config.toml_sections import shown
+from mmtrain.errors import ConfigError
+from mmtrain.spec.config_values import check_dropout, check_rope, check_type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One `model_type`: the keys of its Hugging Face config that matter, with that class's defaults."""
+
+    defaults: Mapping[str, Any]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of a key that the Hugging Face class accepts."""
+    optional: Mapping[str, Any] = field(default_factory=dict)
+    """Keys without a default that an inline config may hold -> a value of their type; None: the class judges it."""
+    parents: tuple[str, ...] = ()
+    """Other values of `model_type` that name this family, or a whole model that contains it."""
+    dropout: tuple[str, ...] = ()
+    """Keys that must be 0: see `config_values`."""
+
+
+ENCODERS: dict[str, Family] = {
+    "qwen2_vl_vision": Family(
+        defaults={
+            "depth": 32,
+            "embed_dim": 1280,
+            "hidden_size": 3584,
+            "hidden_act": "quick_gelu",
+            "mlp_ratio": 4,
+            "num_heads": 16,
+            "in_channels": 3,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "initializer_range": 0.02,
+        },
+        aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "depth"},
+        optional={"rope_parameters": {}},
+        parents=("qwen2_vl",),
+    ),
+    "qwen2_5_vl_vision": Family(
+        defaults={
+            "depth": 32,
+            "hidden_size": 3584,
+            "hidden_act": "silu",
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "in_channels": 3,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "tokens_per_second": 4,
+            "window_size": 112,
+            "out_hidden_size": 3584,
+            "fullatt_block_indexes": (7, 15, 23, 31),
+            "initializer_range": 0.02,
+        },
+        aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "depth"},
+        optional={"rope_parameters": {}},
+        parents=("qwen2_5_vl",),
+    ),
+    "siglip_vision_model": Family(
+        defaults={
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_channels": 3,
+            "image_size": 224,
+            "patch_size": 16,
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_eps": 1e-6,
+            "attention_dropout": 0.0,
+        },
+        optional={"vision_use_head": True},
+        parents=("siglip",),
+        dropout=("attention_dropout",),
+    ),
+    "vit": Family(
+        defaults={
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "intermediate_size": 3072,
+            "hidden_act": "gelu",
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "initializer_range": 0.02,
+            "layer_norm_eps": 1e-12,
+            "image_size": 224,
+            "patch_size": 16,
+            "num_channels": 3,
+            "qkv_bias": True,
+        },
+        optional={"encoder_stride": 16, "pooler_output_size": 768, "pooler_act": "tanh"},
+        dropout=("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    ),
+    "whisper_encoder": Family(
+        defaults={
+            "d_model": 384,
+            "encoder_layers": 4,
+            "encoder_attention_heads": 6,
+            "encoder_ffn_dim": 1536,
+            "num_mel_bins": 80,
+            "max_source_positions": 1500,
+            "activation_function": "gelu",
+            "init_std": 0.02,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "activation_dropout": 0.0,
+            "encoder_layerdrop": 0.0,
+        },
+        aliases={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "encoder_layers",
+            "num_attention_heads": "encoder_attention_heads",
+        },
+        parents=("whisper",),
+        dropout=("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"),
+    ),
+}
+
+_LANGUAGE_OPTIONAL: dict[str, Any] = {
+    "rope_parameters": {},
+    "rope_theta": 1e4,
+    "rope_scaling": {},
+    "head_dim": 128,
+    "layer_types": ("full_attention",),
+    "use_cache": True,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+LANGUAGES: dict[str, Family] = {
+    "qwen2": Family(
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "hidden_act": "silu",
+            "max_position_embeddings": 32768,
+            "initializer_range": 0.02,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "attention_dropout": 0.0,
+        },
+        optional={**_LANGUAGE_OPTIONAL, "sliding_window": 4096, "max_window_layers": None},
+        dropout=("attention_dropout",),
+    ),
+    "llama": Family(
+        defaults={
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": None,
+            "hidden_act": "silu",
+            "max_position_embeddings": 2048,
+            "initializer_range": 0.02,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+        },
+        optional={**_LANGUAGE_OPTIONAL, "pretraining_tp": 1},
+        dropout=("attention_dropout",),
+    ),
+}
+
+
+_IMAGE_KEYS = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
+"""Keys of the branch that reads a picture besides the text."""
+
+DITS: dict[str, Family] = {
+    "wan": Family(
+        defaults={
+            "patch_size": (1, 2, 2),
+            "num_attention_heads": 40,
+            "attention_head_dim": 128,
+            "in_channels": 16,
+            "out_channels": 16,
+            "text_dim": 4096,
+            "freq_dim": 256,
+            "ffn_dim": 13824,
+            "num_layers": 40,
+            "cross_attn_norm": True,
+            "qk_norm": "rms_norm_across_heads",
+            "eps": 1e-6,
+            "rope_max_seq_len": 1024,
+        },
+        optional=dict.fromkeys(_IMAGE_KEYS),
+        parents=("WanTransformer3DModel",),
+    ),
+}
+
+
+VAES: dict[str, Family] = {
+    "autoencoder_kl": Family(
+        defaults={
+            "in_channels": 3,
+            "out_channels": 3,
+            "down_block_types": ("DownEncoderBlock2D",),
+            "up_block_types": ("UpDecoderBlock2D",),
+            "block_out_channels": (64,),
+            "layers_per_block": 1,
+            "act_fn": "silu",
+            "latent_channels": 4,
+            "norm_num_groups": 32,
+            "sample_size": 32,
+            "scaling_factor": 0.18215,
+            "force_upcast": True,
+            "use_quant_conv": True,
+            "use_post_quant_conv": True,
+            "mid_block_add_attention": True,
+        },
+        optional=dict.fromkeys(("shift_factor", "latents_mean", "latents_std")),
+        parents=("AutoencoderKL",),
+    ),
+    "autoencoder_kl_wan": Family(
+        defaults={
+            "base_dim": 96,
+            "z_dim": 16,
+            "dim_mult": (1, 2, 4, 4),
+            "num_res_blocks": 2,
+            "temperal_downsample": (False, True, True),
+            "dropout": 0.0,
+            "latents_mean": (
+                *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
+                *(0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
+            ),
+            "latents_std": (
+                *(2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743),
+                *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
+            ),
+            "is_residual": False,
+            "in_channels": 3,
+            "out_channels": 3,
+        },
+        optional={
+            "decoder_base_dim": 96,
+            "attn_scales": None,
+            "patch_size": None,
+            "scale_factor_temporal": 4,
+            "scale_factor_spatial": 8,
+        },
+        parents=("AutoencoderKLWan",),
+        dropout=("dropout",),
+    ),
+}
+
+
+_ROLES: dict[str, tuple[str, dict[str, Family]]] = {
+    "model.encoder": ("encoder", ENCODERS),
+    "model.language": ("language model", LANGUAGES),
+    "model.dit": ("diffusion transformer", DITS),
+    "model.vae": ("VAE", VAES),
+}
+"""Section of the config -> what it names, and the families that it may be of."""
+
+
+def vae_config(section: VaeConfig) -> dict[str, Any]:
+    """The diffusers config of a VAE, its `model_type` one of the known families.
+
+    Missing keys have the defaults of the diffusers class.
+    Raises: ConfigError: no such config, an unknown family or key, a wrong type.
+    """
+    values, inline = _read("model.vae", section)
+    model_type = values.get("model_type") or values.get("_class_name", "")
+    return _complete("model.vae", values, model_type, strict=inline)
+
+
+def dit_config(section: DitConfig) -> dict[str, Any]:
+    """The diffusers config of a diffusion transformer, its `model_type` one of the known families.
+
+    Missing keys have the defaults of the diffusers class.
+    Raises: ConfigError: no such config, an unknown family or key, a wrong type, a model that also reads pictures.
+    """
+    values, inline = _read("model.dit", section)
+    model_type = values.get("model_type") or values.get("_class_name", "")
+    out = _complete("model.dit", values, model_type, strict=inline)
+    for key in _IMAGE_KEYS:
+        if out.pop(key, None) is not None:
+            raise ConfigError(
+                f"model.dit: {key} = {shown(values[key])} is of a model that also reads images; only text-to-video "
+                "models are supported, remove it or choose another model"
+            )
+    patch = out["patch_size"] = tuple(out["patch_size"])
+    if len(patch) != 3 or 0 in patch:
+        raise ConfigError(
+            f"model.dit: patch_size = {shown(patch)}; it is [frames, rows, columns] of latents, each at least 1"
+        )
+    if out["qk_norm"] != "rms_norm_across_heads":
+        raise ConfigError(
+            f"model.dit: qk_norm = {shown(out['qk_norm'])}, but the class always norms queries and keys across heads; "
+            'write "rms_norm_across_heads", or leave it out'
+        )
+    return out
+
+
+def encoder_config(section: EncoderConfig) -> dict[str, Any]:
+    """The Hugging Face config of a vision encoder, its `model_type` one of the known encoder families.
+
+    Missing keys have the defaults of the Hugging Face class. A whole Qwen-VL or SigLIP model gives its
+    `vision_config`; a whole Whisper model's config is that of its encoder.
+    Raises: ConfigError: no such config, an unknown family or key, a wrong type, dropout.
+    """
+    values, inline = _read("model.encoder", section)
+    model_type = values.get("model_type", "")
+    if isinstance(values.get("vision_config"), dict):
+        values = values["vision_config"]
+        model_type = values.get("model_type", model_type)
+    return _complete("model.encoder", values, model_type, strict=inline)
+
+
+def language_config(section: LanguageConfig) -> dict[str, Any]:
+    """The Hugging Face config of a language model, its `model_type` one of the known language families.
+
+    Raises: ConfigError: no such config, an unknown family or key, a wrong type, dropout, a sliding window, positions
+        of several axes.
+    """
+    values, inline = _read("model.language", section)
+    out = _complete("model.language", values, values.get("model_type", ""), strict=inline)
+    if out.get("use_sliding_window"):
+        raise ConfigError(
+            "model.language: use_sliding_window = true; packed documents attend in full here. Set it to false"
+        )
+    if set(out.get("layer_types") or ()) - {"full_attention"}:
+        raise ConfigError(
+            f"model.language: layer_types = {shown(out['layer_types'])}; packed documents attend in full here, in "
+            'every layer. Write "full_attention" for each, or leave the key out'
+        )
+    for key in ("rope_parameters", "rope_scaling"):
+        check_rope(f"model.language: {key}", out.get(key) or {})
+    return out
+
+
+def find_file(where: str, source: str, name: str, *, optional: bool = False) -> Path | None:
+    """The path of one file of a local folder or a hub id (fetched into the local cache), or None if optional
+    and absent.
+
+    Raises: ConfigError: no such folder or id, no such file, or the hub cannot be reached.
+    """
+    folder = Path(os.path.expanduser(source))
+    if os.path.isdir(folder):  # which is false of names that cannot exist
+        if (folder / name).is_file():
+            return folder / name
+        if optional:
+            return None
+        raise ConfigError(f"{where}.pretrained = {shown(source)}: the folder has no {name}; choose another folder")
+    if folder.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
+        raise ConfigError(f"{where}.pretrained = {shown(source)}: there is no such folder; check the path")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    unreachable = LocalEntryNotFoundError  # a kind of EntryNotFoundError that says nothing about the hub
+
+    try:
+        return Path(hf_hub_download(source, name))
+    except Exception as error:  # the hub client raises errors of its own, of its transport and of the OS
+        if optional and isinstance(error, EntryNotFoundError) and not isinstance(error, unreachable):
+            return None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{where}.pretrained = {shown(source)}: it is no local folder, and {name} could not be fetched from "
+            f"the hub ({reason}); give a folder, or an id that is cached or can be reached"
+        ) from error
+
+
+# -------------------------------------------------------------------------------------------- reading
+
+
+def _read(where: str, section: EncoderConfig | LanguageConfig | DitConfig | VaeConfig) -> tuple[dict[str, Any], bool]:
+    """The raw config, and whether it was written inline (and so is checked key by key)."""
+    if section.config:
+        return dict(section.config), True
+    path = find_file(where, section.pretrained, "config.json")
+    assert path is not None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # of JSON, UTF-8, a number of 4300 digits, or nesting
+        raise ConfigError(f"{where}.pretrained: {path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}.pretrained: {path} holds no JSON object")
+    return values, False
+
+
+def _complete(where: str, values: dict[str, Any], model_type: Any, *, strict: bool) -> dict[str, Any]:
+    """The values under their own names with `model_type` and all defaults."""
+    _, families = _ROLES[where]
+    names = _names(families)
+    if not isinstance(model_type, str) or model_type not in names:
+        raise _unknown_family(where, model_type)
+    family = families[names[model_type]]
+    known = {**family.defaults, **family.optional}
+    out = dict(family.defaults)
+    for key, value in values.items():
+        name = family.aliases.get(key, key)
+        if key == "model_type":
+            continue
+        if strict and name not in known:
+            near = difflib.get_close_matches(key, [*known, *family.aliases], 1)
+            hint = f"did you mean {shown(near[0])}?" if near else f"{names[model_type]} has {', '.join(known)}"
+            raise ConfigError(f"{where}.config: unknown key {shown(key)}; {hint}")
+        if name in family.defaults or (value is not None and known.get(name) is not None):
+            check_type(where, key, value, known[name])
+        out[name] = value
+    out["model_type"] = names[model_type]
+    for key in family.dropout:
+        check_dropout(where, key, out[key])
+    return out
+
+
+def _names(families: Mapping[str, Family]) -> dict[str, str]:
+    """Values of `model_type` -> the family that each names."""
+    return {name: family for family, values in families.items() for name in (family, *values.parents)}
+
+
+def _unknown_family(where: str, model_type: Any) -> ConfigError:
+    """Why a `model_type` is refused.
+
+    Another one is suggested only for a slip of the pen: "qwen3" is no misspelt "qwen2", nor "llava" a "llama".
+    """
+    kind, families = _ROLES[where]
+    names, wrong, hint = list(_names(families)), str(model_type), ""
+    near = difflib.get_close_matches(wrong, names, 1, 0.75)
+    if near and re.findall(r"\d+", wrong) == re.findall(r"\d+", near[0]) and wrong not in _library_families():
+        hint = f"; did you mean {shown(near[0])}?"
+    for section, (_, others) in _ROLES.items():
+        if wrong in _names(others):
+            hint = f"; [{section}] takes it"
+    return ConfigError(
+        f"{where}: model_type = {shown(model_type)} is no supported {kind}; supported are {', '.join(names)}{hint}"
+    )
+
+
+def _library_families() -> set[str]:
+    """Names of the model families of the transformers library, which is not imported for them."""
+    spec = importlib.util.find_spec("transformers")
+    folders = [f"{folder}/models" for folder in (spec and spec.submodule_search_locations) or ()]
+    return {module.name for module in pkgutil.iter_modules(folders)}

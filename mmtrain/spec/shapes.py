@@ -1,0 +1,396 @@
+"""The numbers of a configured model that costs, geometry and adapters need. Pure; no weights."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmtrain.config.config import DitConfig, EncoderConfig, LanguageConfig, ModelConfig
+from mmtrain.config.toml_sections import shown
+from mmtrain.errors import ConfigError
+from mmtrain.spec.config_values import MOST
+from mmtrain.spec.families import dit_config, encoder_config, language_config
+from mmtrain.spec.windows import Grid, Places, feature_order, row_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionShape:
+    """The numbers of a vision encoder with its projector."""
+
+    model_type: str
+    width: int
+    """Columns of the activations between its blocks."""
+    depth: int
+    """Number of blocks."""
+    num_heads: int
+    mlp_width: int
+    patch_dim: int
+    """Numbers of one patch: channels x (time x) height x width."""
+    hidden_act: str
+    qkv_bias: bool = True
+    key_bias: bool = True
+    """Whether the key has a bias where query and value have one."""
+    gated_mlp: bool = False
+    """Whether a third linear layer gates the inner columns."""
+    rms_norm: bool = False
+    """Whether norms only scale by the root of the mean square."""
+    patch_size: int
+    """Pixels along one side of a patch."""
+    packed: bool
+    """Whether patches of pictures of any size come packed in one list, in merge-block order; otherwise all
+    pictures have one size and their patches are in row-major order."""
+    class_token: bool = False
+    """Whether the encoder adds a row to each picture."""
+    final_norm: bool = False
+    """Whether a norm follows the last block."""
+    fixed_grid: tuple[int, int, int] | None = None
+    """Patches (1, height, width) of every picture; None for packed encoders."""
+    one_row: bool = False
+    """Whether a picture is one row of patches, which are merged along it alone: sound over time."""
+    window: int = 0
+    """Side of the windows that attention stays in, in merged tokens; 0: the encoder has none."""
+    full_blocks: tuple[int, ...] = ()
+    """With windows: blocks whose attention sees the whole frame."""
+    native_merge: int = 0
+    """Spatial merge of the encoder's own merger; 0 if it has none."""
+    native_width: int = 0
+    """Output width of the encoder's own merger; 0 if it has none."""
+    merge: int
+    """Spatial merge of the projector that is used."""
+
+    @property
+    def patches_per_token(self) -> int:
+        """Patches that the projector joins to one token."""
+        return self.merge if self.one_row else self.merge**2
+
+    def row_order(self, grids: Sequence[Grid]) -> Places:
+        """[R] int64: the packed patch that stands in each place of the order in which rows travel."""
+        return row_order(grids, self.merge, self.window)
+
+    def feature_order(self, grids: Sequence[Grid]) -> Places:
+        """[V] int64: the feature that the rows make, place by place, in the order in which they travel."""
+        return feature_order(grids, self.merge, self.window)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageShape:
+    """The numbers of a language model."""
+
+    model_type: str
+    width: int
+    depth: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_width: int
+    vocab_size: int
+    max_positions: int
+    hidden_act: str
+    qkv_bias: bool
+    output_bias: bool
+    """Whether the attention's output projection has a bias."""
+    mlp_bias: bool
+    tied: bool
+    """Whether the head and the token embedding are one matrix; a text encoder has no head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DitShape:
+    """The numbers of a diffusion transformer."""
+
+    model_type: str
+    width: int
+    depth: int
+    num_heads: int
+    mlp_width: int
+    patch: tuple[int, int, int]
+    """Frames, rows and columns of latents in one patch."""
+    in_channels: int
+    """Channels of the latents."""
+    out_channels: int
+    """Channels of what it predicts."""
+    text_width: int
+    """Columns of the text encoder's states."""
+    time_width: int
+    """Sines and cosines of a timestep."""
+    cross_norm: bool
+    """Whether a norm with parameters comes before cross-attention."""
+    max_positions: int
+    """Most patches along each axis of a clip."""
+    behind_vae: bool = False
+    """Whether a VAE of the job makes its latents; the clean ones then travel with its activations to its last chunk."""
+
+    @property
+    def patch_size(self) -> int:
+        """Latent places of one patch."""
+        return math.prod(self.patch)
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of one patch."""
+        return self.in_channels * self.patch_size
+
+    @property
+    def output_dim(self) -> int:
+        """Numbers that are predicted for one patch."""
+        return self.out_channels * self.patch_size
+
+    @property
+    def clean_columns(self) -> int:
+        """Columns of an activation between two chunks that hold clean latents."""
+        return self.patch_dim if self.behind_vae else 0
+
+
+def check_prediction(model: ModelConfig) -> None:
+    """Refuses a DiT that cannot be trained to denoise.
+
+    Raises: ConfigError: it predicts another number of channels than it reads.
+    """
+    if model.dit is not None and (shape := dit_shape(model)).out_channels != shape.in_channels:
+        raise ConfigError(
+            f"model.dit.config: out_channels = {shape.out_channels}, but in_channels = {shape.in_channels}: what is "
+            "predicted of latents has as many channels as they; make the two agree"
+        )
+
+
+def vision_shape(model: ModelConfig) -> VisionShape:
+    """The numbers of the vision encoder of a model that has one.
+
+    Raises: ConfigError: sizes that do not fit together, or a projector that does not fit.
+    """
+    assert model.encoder is not None
+    values = encoder_config(model.encoder)
+    where = _name("model.encoder", model.encoder)
+    if values["model_type"] in ("qwen2_vl_vision", "qwen2_5_vl_vision"):
+        shape = _native_resolution(values, where, model.projector.spatial_merge)
+    elif values["model_type"] == "whisper_encoder":
+        shape = _sound(values, where, model.projector.spatial_merge)
+    else:
+        shape = _fixed_size(values, where, model.projector.spatial_merge)
+    _divides(where, "number of heads", shape.num_heads, "width", shape.width)
+    _check_native(model, shape, where)
+    return shape
+
+
+def _native_resolution(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+    """Encoders of packed pictures: Qwen2-VL and Qwen2.5-VL."""
+    windowed = values["model_type"] == "qwen2_5_vl_vision"
+    width_key = "hidden_size" if windowed else "embed_dim"
+    width, heads = values[width_key], values["num_heads"]
+    patch = _single(where, "patch_size", values["patch_size"])
+    frames = _single(where, "temporal_patch_size", values["temporal_patch_size"])
+    _divides(where, "number of heads", heads, "width", width)
+    if width // heads % 4:
+        raise ConfigError(
+            f"{where}: {width_key} / num_heads = {width // heads}; rotary positions of two axes need a multiple of 4"
+        )
+    window = 0
+    if windowed:
+        pixels = _single(where, "window_size", values["window_size"])
+        window = pixels // merge // patch  # rounded down, as Hugging Face does
+        if not window:
+            raise ConfigError(
+                f"{where}: window_size = {pixels} pixels is less than one merged token of spatial_merge * patch_size "
+                f"= {merge} * {patch} pixels; raise it or lower model.projector.spatial_merge"
+            )
+    return VisionShape(
+        model_type=values["model_type"],
+        width=width,
+        depth=values["depth"],
+        num_heads=heads,
+        mlp_width=values["intermediate_size"] if windowed else int(width * values["mlp_ratio"]),
+        patch_dim=values["in_channels"] * frames * patch * patch,
+        hidden_act=values["hidden_act"],
+        patch_size=patch,
+        packed=True,
+        gated_mlp=windowed,
+        rms_norm=windowed,
+        window=window,
+        full_blocks=tuple(values["fullatt_block_indexes"]) if windowed else (),
+        native_merge=values["spatial_merge_size"],
+        native_width=values["out_hidden_size" if windowed else "hidden_size"],
+        merge=merge,
+    )
+
+
+def _fixed_size(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+    """Encoders whose pictures all have one size: SigLIP and ViT."""
+    patch = _single(where, "patch_size", values["patch_size"])
+    image = _single(where, "image_size", values["image_size"])
+    _divides(where, "patch_size", patch, "image_size", image)
+    side = image // patch
+    if side % merge:
+        raise ConfigError(
+            f"model.projector.spatial_merge = {merge}, but {where} makes {side} x {side} patches; "
+            f"choose a divisor of {side}"
+        )
+    return VisionShape(
+        model_type=values["model_type"],
+        width=values["hidden_size"],
+        depth=values["num_hidden_layers"],
+        num_heads=values["num_attention_heads"],
+        mlp_width=values["intermediate_size"],
+        patch_dim=values["num_channels"] * patch * patch,
+        hidden_act=values["hidden_act"],
+        qkv_bias=values.get("qkv_bias", True),
+        patch_size=patch,
+        packed=False,
+        class_token=values["model_type"] == "vit",
+        final_norm=True,
+        fixed_grid=(1, side, side),
+        merge=merge,
+    )
+
+
+def _sound(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+    """The Whisper encoder: a "picture" is a spectrogram, its patches are one row of `max_source_positions`."""
+    frames = values["max_source_positions"]
+    if frames % merge:
+        raise ConfigError(
+            f"model.projector.spatial_merge = {merge}, but {where} makes {frames} frames (max_source_positions); "
+            f"choose a divisor of {frames}"
+        )
+    if values["d_model"] % 2:
+        raise ConfigError(f"{where}: d_model = {values['d_model']}; sines and cosines of positions need an even one")
+    return VisionShape(
+        model_type=values["model_type"],
+        width=values["d_model"],
+        depth=values["encoder_layers"],
+        num_heads=values["encoder_attention_heads"],
+        mlp_width=values["encoder_ffn_dim"],
+        patch_dim=2 * values["num_mel_bins"],  # the second convolution halves the frames
+        hidden_act=values["activation_function"],
+        key_bias=False,
+        patch_size=1,
+        packed=False,
+        final_norm=True,
+        fixed_grid=(1, 1, frames),
+        one_row=True,
+        merge=merge,
+    )
+
+
+def check_patches_split(model: ModelConfig) -> None:
+    """Refuses an encoder whose pictures' patches cannot be divided over ranks.
+
+    Raises: ConfigError: the encoder does not pack patches of any number.
+    """
+    if model.encoder is not None and not vision_shape(model).packed:
+        model_type = vision_shape(model).model_type
+        raise ConfigError(
+            f'parallelism.encoder_context_parallel = "patches", but the patches of a {model_type} are those of one '
+            'fixed size and stay together; use "images"'
+        )
+
+
+def language_shape(model: ModelConfig) -> LanguageShape:
+    """The numbers of the language model.
+
+    Raises: ConfigError: sizes that do not fit together.
+    """
+    values = language_config(model.language)
+    where = _name("model.language", model.language)
+    heads = values["num_attention_heads"]
+    kv_heads = values["num_key_value_heads"] or heads
+    _divides(where, "num_key_value_heads", kv_heads, "num_attention_heads", heads)
+    if not values.get("head_dim"):
+        _divides(where, "num_attention_heads", heads, "hidden_size", values["hidden_size"])
+    head_dim = values.get("head_dim") or values["hidden_size"] // heads
+    if head_dim % 2:
+        raise ConfigError(f"{where}: the width of a head is {head_dim}; rotary positions need an even one")
+    llama = values["model_type"] == "llama"
+    return LanguageShape(
+        model_type=values["model_type"],
+        width=values["hidden_size"],
+        depth=values["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_width=values["intermediate_size"],
+        vocab_size=values["vocab_size"],
+        max_positions=values["max_position_embeddings"],
+        hidden_act=values["hidden_act"],
+        qkv_bias=values["attention_bias"] if llama else True,
+        output_bias=values["attention_bias"] if llama else False,
+        mlp_bias=values["mlp_bias"] if llama else False,
+        tied=values["tie_word_embeddings"] and model.dit is None,
+    )
+
+
+def dit_shape(model: ModelConfig) -> DitShape:
+    """The numbers of the diffusion transformer of a model that has one.
+
+    Raises: ConfigError: sizes that do not fit together, or a text encoder of another width.
+    """
+    assert model.dit is not None
+    values, where = dit_config(model.dit), _name("model.dit", model.dit)
+    head_dim, text = values["attention_head_dim"], language_shape(model).width
+    if head_dim % 2 or head_dim < 6:
+        raise ConfigError(
+            f"{where}: attention_head_dim = {head_dim}; rotary positions of three axes need an even one of at least 6"
+        )
+    if values["freq_dim"] % 2:
+        raise ConfigError(f"{where}: freq_dim = {values['freq_dim']}; sines and cosines of timesteps need an even one")
+    if values["text_dim"] != text:
+        raise ConfigError(
+            f"{where}: text_dim = {values['text_dim']}, but the text encoder (model.language) makes states of {text} "
+            "columns (hidden_size); set text_dim to that, or choose another text encoder"
+        )
+    return DitShape(
+        model_type=values["model_type"],
+        width=values["num_attention_heads"] * head_dim,
+        depth=values["num_layers"],
+        num_heads=values["num_attention_heads"],
+        mlp_width=values["ffn_dim"],
+        patch=values["patch_size"],
+        in_channels=values["in_channels"],
+        out_channels=values["out_channels"],
+        text_width=values["text_dim"],
+        time_width=values["freq_dim"],
+        cross_norm=values["cross_attn_norm"],
+        max_positions=values["rope_max_seq_len"],
+        behind_vae=model.vae is not None,
+    )
+
+
+def _single(where: str, key: str, value: Any) -> int:
+    """The one number of a size that may be given as a list of equal numbers."""
+    first, *others = value if isinstance(value, list | tuple) and value else [value]
+    if type(first) is not int or not 0 < first <= MOST or any(other != first for other in others):
+        raise ConfigError(f"{where}: {key} = {shown(value)}; only square sizes are supported: give one integer")
+    return first
+
+
+def _divides(where: str, part_name: str, part: int, whole_name: str, whole: int) -> None:
+    if whole % part:
+        raise ConfigError(f"{where}: {whole_name} = {whole} is not a multiple of {part_name} = {part}; change one")
+
+
+def _check_native(model: ModelConfig, shape: VisionShape, where: str) -> None:
+    """Refuses a native merger that is absent or does not fit."""
+    if model.projector.kind != "native":
+        return
+    if not shape.native_merge:
+        raise ConfigError(
+            f'model.projector.kind = "native", but {where} ({shape.model_type}) has no merger of its own; use "mlp"'
+        )
+    if shape.merge != shape.native_merge:
+        raise ConfigError(
+            f"model.projector.spatial_merge = {shape.merge}, but the merger of {where} merges "
+            f"{shape.native_merge} x {shape.native_merge}; set spatial_merge = {shape.native_merge} or "
+            'kind = "mlp"'
+        )
+    if model.projector.hidden_size:
+        raise ConfigError(
+            f'model.projector.hidden_size = {model.projector.hidden_size} has no effect with kind = "native"; remove it'
+        )
+    language_width = language_shape(model).width
+    if shape.native_width != language_width:
+        raise ConfigError(
+            f'model.projector.kind = "native": the merger of {where} makes {shape.native_width} columns '
+            f'(hidden_size), but the language model has {language_width}; change one or use kind = "mlp"'
+        )
+
+
+def _name(where: str, section: EncoderConfig | LanguageConfig | DitConfig) -> str:
+    return f"{where} ({section.pretrained})" if section.pretrained else f"{where}.config"

@@ -1,0 +1,476 @@
+"""What planning knows of a model: modules, layers, parameters, FLOPs and bytes. Pure; no weights.
+
+A model is a graph of modality modules, each a chain of layers (the smallest cut points). Costs are
+functions of a `WorkSize`: linear in rows, in attended pairs and in output rows, which is exact for
+transformers whose attention is block-diagonal over images or documents.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mmtrain.errors import DataError
+from mmtrain.spec.windows import window_pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkSize:
+    """How much one sub-microbatch asks of a module."""
+
+    rows: int
+    """Rows through the layers: patches of a vision encoder, packed tokens of a language model, latent tokens of a
+    DiT; of a VAE places of a latent frame times frames of pixels."""
+    pairs: int
+    """(query, key) pairs that attention really visits, summed over images or documents."""
+    outputs: int
+    """Rows that leave the module's last layers: merged image tokens; labelled positions of the loss; states of a text
+    encoder; latent tokens with a loss; latent places."""
+    window_pairs: int = 0
+    """As `pairs`, in the blocks whose attention stays inside of windows."""
+    cross_pairs: int = 0
+    """(latent token, text token) pairs of cross-attention, summed over clips."""
+    texts: int = 0
+    """Text tokens that travel beside the rows."""
+    clips: int = 0
+    """Video clips, each with a timestep of its own."""
+
+    def __add__(self, other: "WorkSize") -> "WorkSize":
+        return WorkSize(
+            rows=self.rows + other.rows,
+            pairs=self.pairs + other.pairs,
+            outputs=self.outputs + other.outputs,
+            window_pairs=self.window_pairs + other.window_pairs,
+            cross_pairs=self.cross_pairs + other.cross_pairs,
+            texts=self.texts + other.texts,
+            clips=self.clips + other.clips,
+        )
+
+
+TIME_ROWS = 7
+"""Rows of a clip beside its tokens in a DiT's activations: six of the timestep's projection, one of its embedding."""
+
+ZERO_WORK = WorkSize(rows=0, pairs=0, outputs=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """An amount for each of what a `WorkSize` counts."""
+
+    row: float = 0.0
+    pair: float = 0.0
+    output: float = 0.0
+    window_pair: float = 0.0
+    cross_pair: float = 0.0
+    text: float = 0.0
+    clip: float = 0.0
+
+    def __call__(self, size: WorkSize) -> float:
+        pairs = self.pair * size.pairs + self.window_pair * size.window_pairs
+        total = self.row * size.rows + pairs + self.output * size.outputs
+        return total + self.cross_pair * size.cross_pairs + self.text * size.texts + self.clip * size.clips
+
+    def __add__(self, other: "Rates") -> "Rates":
+        return Rates(
+            row=self.row + other.row,
+            pair=self.pair + other.pair,
+            output=self.output + other.output,
+            window_pair=self.window_pair + other.window_pair,
+            cross_pair=self.cross_pair + other.cross_pair,
+            text=self.text + other.text,
+            clip=self.clip + other.clip,
+        )
+
+    def __sub__(self, other: "Rates") -> "Rates":
+        return self + other * -1.0
+
+    def __or__(self, other: "Rates") -> "Rates":
+        """The larger of each rate: of two sets of products, where for each rate one set holds the other's."""
+        return Rates(
+            row=max(self.row, other.row),
+            pair=max(self.pair, other.pair),
+            output=max(self.output, other.output),
+            window_pair=max(self.window_pair, other.window_pair),
+            cross_pair=max(self.cross_pair, other.cross_pair),
+            text=max(self.text, other.text),
+            clip=max(self.clip, other.clip),
+        )
+
+    def __mul__(self, factor: float) -> "Rates":
+        return Rates(
+            row=self.row * factor,
+            pair=self.pair * factor,
+            output=self.output * factor,
+            window_pair=self.window_pair * factor,
+            cross_pair=self.cross_pair * factor,
+            text=self.text * factor,
+            clip=self.clip * factor,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How the ranks of a stage's plane divide a module."""
+
+    tp: int = 1
+    """Ranks that divide the layers' columns, and rows between layers."""
+    groups: int = 1
+    """Groups of tp ranks that divide the rows."""
+    key_groups: int = 1
+    """Of these, groups whose rows attention sees together: each gathers their keys and values."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the plane."""
+        return self.tp * self.groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeBytes:
+    """Of a layer's bytes, by the names of `LayerSpec`, those that every tensor-parallel rank has: what has all columns
+    of all rows, as what a norm gives is gathered for the linear layers behind it."""
+
+    activation: Rates = Rates()
+    product: Rates = Rates()
+    linear: Rates = Rates()
+    output: Rates = Rates()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaced:
+    """Of a layer's activation_bytes, what divided ranks do not keep, and what they keep instead."""
+
+    old: Rates = Rates()
+    new: Rates = Rates()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flops:
+    """Floating-point operations (a multiply-add counts 2) of one pass over one work."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(
+            forward=self.forward + other.forward,
+            backward_input=self.backward_input + other.backward_input,
+            backward_weight=self.backward_weight + other.backward_weight,
+        )
+
+    @property
+    def total(self) -> float:
+        """Forward and both halves of the backward."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """Low-rank adapters of a layer: all of it that trains."""
+
+    num_params: int
+    flops: Rates
+    """Forward FLOPs of the adapters' products; as many again for dX and for dW."""
+    inside_flops: Rates
+    """FLOPs of the backward before the weight gradients where no gradient has to leave the layer. Attention counts
+    in full, although an adapter of the values alone needs a part of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One cut point of a module."""
+
+    name: str
+    """Name of the torch submodule (or of the group of submodules) inside of the modality module."""
+    num_params: int
+    trainable: bool
+    matmul_flops: Rates
+    """Forward FLOPs of products with a weight; as many again for dX and for dW."""
+    attention_flops: Rates = Rates()
+    """Forward FLOPs of products of two activations (QK^T, PV); twice as many for their backward."""
+    activation_bytes: Rates = Rates()
+    """Bytes kept from forward to backward."""
+    product_bytes: Rates = Rates()
+    """Of a block: bytes of the results of its products with a weight, each once."""
+    attention_bytes: Rates = Rates()
+    """Of a block: bytes of the results of its attention (with the log-sum-exp)."""
+    linear_bytes: Rates = Rates()
+    """Bytes that its linear layers hold between the halves of a split backward: what they read, each tensor once, and
+    the gradients of what they give. Without any (a convolution), weight gradients are made in the first half."""
+    output_bytes: Rates = Rates()
+    """Bytes handed to the next layer."""
+    output_width: int = 0
+    """Columns of the activation handed to the next layer; 0: a scalar loss, which goes nowhere."""
+    output_rows: Literal["rows", "outputs", "conditioned"] = "rows"
+    """Which count of a `WorkSize` is the number of rows of that activation; conditioned: rows, then text tokens, then
+    `TIME_ROWS` a clip, which travel together."""
+    weight_before_products: bool = False
+    """A parameter (the input norm) comes before its products: their dX is needed whenever it trains."""
+    num_shared_params: int = 0
+    """Of num_params, those that are a copy of an earlier layer's parameter (tied embeddings)."""
+    num_fixed_params: int = 0
+    """Of num_params, those that never train (sinusoidal positions)."""
+    inner_flops: Rates = Rates()
+    """Of matmul_flops, those of products that read another product of this layer: without weight_before_products
+    their dX alone is needed whenever it trains."""
+    passing_flops: Rates | None = None
+    """Of matmul_flops, those of products on the way of a gradient to the layer before; None: all. Not of products that
+    read data (latents, timesteps)."""
+    whole_bytes: WholeBytes = WholeBytes()
+    """Of the bytes above, those that tensor-parallel ranks do not divide."""
+    gathered_keys: Replaced = Replaced()
+    """Where ranks divide the rows that attention sees; new: keys and values of all rows."""
+    divided_logits: Replaced = Replaced()
+    """Where tensor-parallel ranks divide the vocabulary."""
+    unread_bytes: Rates = Rates()
+    """Of product_bytes, the result of the last product, which no backward reads, and of which each tensor-parallel
+    rank has all rows."""
+    adapters: AdapterSpec | None = None
+    """What trains of a layer with low-rank adapters, in addition to the amounts above; None: all of it, or nothing."""
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is one of the module's equal blocks, as `layers.3`, and not its first or last layer."""
+        return "." in self.name
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether its weight gradients are made in the second half of a split backward."""
+        return self.trainable and self.linear_bytes != Rates()
+
+    @property
+    def num_trainable_params(self) -> int:
+        """Of num_params, those that train."""
+        if self.adapters is not None:
+            return self.adapters.num_params
+        return self.num_params - self.num_fixed_params if self.trainable else 0
+
+    def flops(self, size: WorkSize, *, input_grad: bool = True) -> Flops:
+        """FLOPs of this layer; no weight gradient of what is frozen, no backward at all if also nothing
+        before it is trainable (`input_grad` false).
+
+        Source: frozen-aware accounting, Cornstarch, arXiv:2503.11367.
+        """
+        matmul, attention = self.matmul_flops(size), self.attention_flops(size)
+        if self.adapters is not None:
+            adapters = self.adapters.flops(size)
+            return Flops(
+                forward=matmul + adapters + attention,
+                backward_input=matmul + adapters + 2 * attention if input_grad else self.adapters.inside_flops(size),
+                backward_weight=adapters,
+            )
+        backward = input_grad or self.trainable
+        inside = 0.0
+        if input_grad or (self.trainable and self.weight_before_products):
+            inside = matmul if self.passing_flops is None else self._passing(size)
+        elif self.trainable:
+            inside = self.inner_flops(size)
+        return Flops(
+            forward=matmul + attention,
+            # A trainable layer needs the gradients inside of it even if none has to leave it.
+            backward_input=inside + (2 * attention if backward else 0.0),
+            backward_weight=matmul if self.trainable else 0.0,
+        )
+
+    def of_rank(self, division: Division) -> "LayerSpec":
+        """The layer with the bytes of one rank, where ranks divide evenly what they divide; the rest is as here."""
+        if division.ranks == 1:
+            return self
+        whole, activation, gathered = self.whole_bytes, self.activation_bytes, Rates()
+        if division.tp > 1:
+            activation = activation - self.divided_logits.old + self.divided_logits.new
+        if division.key_groups > 1:
+            activation -= self.gathered_keys.old
+            gathered = self.gathered_keys.new * (division.key_groups / division.ranks)
+        return replace(
+            self,
+            activation_bytes=_of_rank(activation, whole.activation, division) + gathered,
+            product_bytes=_of_rank(self.product_bytes, whole.product, division),
+            attention_bytes=_of_rank(self.attention_bytes, Rates(), division),
+            linear_bytes=_of_rank(self.linear_bytes, whole.linear, division),
+            output_bytes=_of_rank(self.output_bytes, whole.output, division),
+            unread_bytes=self.unread_bytes * (1 / division.groups),
+        )
+
+    def _passing(self, size: WorkSize) -> float:
+        """FLOPs of dX where products read data: on the way out, and those that its own parameters need."""
+        assert self.passing_flops is not None
+        return (self.passing_flops | self.inner_flops if self.trainable else self.passing_flops)(size)
+
+
+def _of_rank(all_of: Rates, whole: Rates, division: Division) -> Rates:
+    return all_of * (1 / division.ranks) + whole * (1 / division.groups - 1 / division.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSpec:
+    """One modality module: a chain of layers with its own stream of rows."""
+
+    name: str
+    """The key of works and stages."""
+    layers: tuple[LayerSpec, ...]
+    consumes: str = ""
+    """What its works are made of: a key of `modality.catalogue.MODALITIES`."""
+    after: tuple[str, ...] = ()
+    """Modules whose output enters this module's first layer."""
+    merge: int = 1
+    """Neighbouring patches along each side of a picture that leave as one token."""
+    one_row: bool = False
+    """Its pictures have one row of patches (sound over time), and the merge is along it alone."""
+    extra_rows: int = 0
+    """Rows that the first layer adds to each frame of a picture: 1 for a class token."""
+    window: int = 0
+    """Side of the windows that some blocks attend in, in merged tokens; 0: there are none."""
+    patch: tuple[int, int, int] = (1, 1, 1)
+    """Of a DiT: latent frames, rows and columns of one token."""
+    latents_arrive: bool = False
+    """Of a DiT: its latents come from another module, and not with the batch."""
+    frames_per_latent: int = 1
+    """Of a VAE: frames behind the first one that become one latent frame."""
+    is_whole: bool = False
+    """It is not cut, and each tensor-parallel rank has and computes all of it."""
+
+    @property
+    def patches_per_token(self) -> int:
+        """Patches that leave as one token."""
+        return self.merge if self.one_row else self.merge**2
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of all layers, each copy of a tied matrix included."""
+        return sum(layer.num_params for layer in self.layers)
+
+    @property
+    def num_trainable_params(self) -> int:
+        """Of num_params, those that train."""
+        return sum(layer.num_trainable_params for layer in self.layers)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any layer has a trainable parameter."""
+        return any(layer.trainable for layer in self.layers)
+
+    def output_shape(self, last_layer: int, size: WorkSize) -> tuple[int, ...]:
+        """Shape of the output of a stage that ends with `last_layer`: [rows, width], or () for the loss."""
+        layer = self.layers[last_layer]
+        if not layer.output_width:
+            return ()
+        rows = size.outputs if layer.output_rows == "outputs" else size.rows
+        if layer.output_rows == "conditioned":
+            rows += size.texts + TIME_ROWS * size.clips
+        return (rows, layer.output_width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The modules in an order in which each comes after those that feed it."""
+
+    modules: tuple[ModuleSpec, ...]
+    tied_embeddings: bool = False
+    """The language model's head and token embedding are one parameter."""
+
+    def module(self, name: str) -> ModuleSpec:
+        """The module of that name."""
+        return next(m for m in self.modules if m.name == name)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of all modules; a tied matrix counts once."""
+        layers = [layer for module in self.modules for layer in module.layers]
+        return sum(layer.num_params - layer.num_shared_params for layer in layers)
+
+    def grad_enters(self, name: str) -> bool:
+        """Whether something that feeds this module is trainable, so a gradient must leave its first layer."""
+        return any(self.module(a).trainable or self.grad_enters(a) for a in self.module(name).after)
+
+    def flops(self, name: str, size: WorkSize, layers: Iterable[int] | None = None) -> Flops:
+        """FLOPs of some layers (default: all) of a module for one work, knowing what is frozen."""
+        module = self.module(name)
+        wanted = set(range(len(module.layers)) if layers is None else layers)
+        total, input_grad = Flops(), self.grad_enters(name)
+        for index, layer in enumerate(module.layers):
+            if index in wanted:
+                total += layer.flops(size, input_grad=input_grad)
+            input_grad = input_grad or layer.trainable
+        return total
+
+    def has_backward(self, name: str, last_layer: int) -> bool:
+        """Whether layers up to and including `last_layer` of a module take part in a backward."""
+        layers = self.module(name).layers[: last_layer + 1]
+        return self.grad_enters(name) or any(layer.trainable for layer in layers)
+
+    def activation_bytes(self, name: str, size: WorkSize, layers: Iterable[int] | None = None) -> float:
+        """Bytes that some layers (default: all) of a module keep from forward to backward of one work.
+
+        Layers without a backward keep nothing. A frozen layer through which a gradient passes, or one with
+        adapters, keeps less than a trainable one, but is counted in full.
+        """
+        module = self.module(name)
+        wanted = range(len(module.layers)) if layers is None else layers
+        return sum(module.layers[i].activation_bytes(size) for i in wanted if self.has_backward(name, i))
+
+
+def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> WorkSize:
+    """How much some pictures ask of a vision module; attention stays inside of a frame.
+
+    Args: grids: patches (time, height, width) of each picture.
+    Raises: DataError: a side is not a multiple of the spatial merge.
+    """
+    total = ZERO_WORK
+    for (t, h, w), count in Counter(grids).items():
+        if w % module.merge or (h % module.merge and not module.one_row):
+            down = 1 if module.one_row else module.merge
+            raise DataError(
+                f"a picture of {h} x {w} patches cannot be merged {down} x {module.merge}; resize it "
+                f"to multiples of {module.merge} patches"
+            )
+        rows = h * w + module.extra_rows
+        total += WorkSize(
+            rows=count * t * rows,
+            pairs=count * t * rows * rows,
+            outputs=count * (t * h * w // module.patches_per_token),
+            window_pairs=count * window_pairs((t, h, w), module.merge, module.window) if module.window else 0,
+        )
+    return total
+
+
+def documents_work(lengths: Iterable[int], num_targets: int, two_way: Iterable[int] = ()) -> WorkSize:
+    """How much packed documents ask of a language module; causal attention stays inside of a document.
+
+    Args: two_way: tokens of each span of neighbours among which attention also goes to later tokens.
+    """
+    rows = pairs = 0
+    for length in lengths:
+        rows += length
+        pairs += length * (length + 1) // 2
+    pairs += sum(length * (length - 1) // 2 for length in two_way)
+    return WorkSize(rows=rows, pairs=pairs, outputs=num_targets)
+
+
+def clips_work(num_tokens: Iterable[int], text_lengths: Iterable[int], num_targets: int) -> WorkSize:
+    """How much some clips ask of a DiT; attention stays inside of a clip and its own prompt.
+
+    Args: num_tokens, text_lengths: latent and text tokens of each clip. num_targets: latent tokens with a loss.
+    """
+    total = ZERO_WORK
+    for rows, texts in zip(num_tokens, text_lengths, strict=True):
+        total += WorkSize(rows=rows, pairs=rows * rows, outputs=0, cross_pairs=rows * texts, texts=texts, clips=1)
+    return replace(total, outputs=num_targets)
+
+
+def frames_work(module: ModuleSpec, latents: Iterable[tuple[int, int, int]]) -> WorkSize:
+    """How much the frames of some clips ask of a VAE; attention stays inside of a latent frame.
+
+    Args: latents: latent frames, rows and columns of each clip.
+    """
+    total = ZERO_WORK
+    for (frames, rows, columns), count in Counter(latents).items():
+        places = rows * columns
+        pixel_frames = 1 + module.frames_per_latent * (frames - 1)
+        total += WorkSize(
+            rows=count * pixel_frames * places,
+            pairs=count * frames * places * places,
+            outputs=count * frames * places,
+        )
+    return total

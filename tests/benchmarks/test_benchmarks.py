@@ -1,0 +1,38 @@
+"""Benchmarks are run by hand; here only that they still fit the package."""
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+FILES = sorted(path for path in FOLDER.glob("*.py") if path.stem != "on_gpu_setup")  # that makes a machine ready
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_a_benchmark_imports_is_there(path):
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("mmtrain"):
+            module = importlib.import_module(node.module)
+            for name in (alias.name for alias in node.names):
+                if not hasattr(module, name):
+                    importlib.import_module(f"{node.module}.{name}")  # a module of a package, or an error
+                found.append(name)
+    assert found, f"{path.name} measures nothing of mmtrain"
+
+
+@pytest.mark.nightly
+def test_mmtrain_a_plain_loop_and_the_trainer_begin_with_the_same_loss():
+    """The benchmark refuses other losses itself."""
+    command = [sys.executable, str(FOLDER / "one_gpu.py"), "--size", "tiny", "--rounds", "1", "--steps", "1"]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    row = r"^(plain torch loop|Hugging Face Trainer|mmtrain) +[\d.]+ +\d+ +(?:[\d.]+%|-) "
+    speeds = re.findall(row, done.stdout, re.MULTILINE)
+    assert speeds == ["plain torch loop", "Hugging Face Trainer", "mmtrain"], done.stdout

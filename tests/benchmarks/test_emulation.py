@@ -1,0 +1,383 @@
+"""Emulated devices: what the real runtime executes takes, in virtual time, exactly as long as simulated."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from emulation import (
+    EmulatedRuntime,
+    HostClock,
+    VirtualClock,
+    executed_timeline,
+    message_shapes,
+)
+
+from mmtrain.config import config as config_module
+from mmtrain.config.topology import MeshShape
+from mmtrain.errors import PlanError
+from mmtrain.parallel.mesh import build_mesh
+from mmtrain.planner.forecast.typical_iterations import usual_workload
+from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.plan import make_plan
+from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.schedule.action import COMPUTE, SENDS, Action, Kind
+from mmtrain.schedule.chain import plain_chain
+from mmtrain.schedule.graph import ModuleStages, Work
+from mmtrain.schedule.library.catalogue import CATALOGUE, Placement
+from mmtrain.schedule.passes.lower import Program, lower
+from mmtrain.schedule.plan import Plan, check
+from mmtrain.schedule.problem import P2P, Option, PlanningProblem
+from mmtrain.schedule.simulate import simulate
+from mmtrain.schedule.transport import check_transport
+from tests.ranks import run_ranks
+from tests.searches import random_plan
+
+RANKS = 4
+PICTURES = (2, 0, 3, 1, 0, 4)
+"""Vision works of each microbatch."""
+MESSAGE_BYTES = 4096.0
+"""Of the largest message; the others in proportion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    problem: PlanningProblem
+    plan: Plan
+    program: Program | None = None
+    """What is executed; None: the plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Executed:
+    """What one rank did."""
+
+    rows: tuple
+    losses: dict[int, float]
+    weight_grads: dict[int, float]
+
+
+# ------------------------------------------------------------------------------------------ problems
+
+
+def two_modules(
+    *, placement: Placement = "loop", segments: tuple[int, int] = (2, 1), frozen: int = 0, options: int = 1
+) -> PlanningProblem:
+    """Vision before language, text-only microbatches, no two works or stages alike, transfers that take their time.
+
+    Args: frozen: first stages of vision without a backward. options: of each stage and work, for plans to choose.
+    """
+    rng = random.Random(7)
+    down = list(range(RANKS))
+    counts = (2, 2) if placement == "v" else segments
+    turn = down + down[::-1] if placement == "v" else down
+    stage_rank = [turn[k % len(turn)] for count in counts for k in range(RANKS * count)]
+    border = RANKS * counts[0]
+    works: list[Work] = []
+    for m, count in enumerate(PICTURES):
+        first = len(works)
+        works += [Work(module=0, microbatch=m, sub_microbatch=i) for i in range(count)]
+        works.append(Work(module=1, microbatch=m, sub_microbatch=0, after=tuple(range(first, first + count))))
+    costs, cost_index = [], []
+    for work in works:
+        stages = range(border) if work.module == 0 else range(border, len(stage_rank))
+        cost_index.append([len(costs) + k for k in range(len(stages))])
+        costs += [_options(rng, work.module == 1 or stage >= frozen, options) for stage in stages]
+    return PlanningProblem.build(
+        num_ranks=RANKS,
+        modules=[
+            ModuleStages(name="vision", stages=tuple(range(border))),
+            ModuleStages(name="language", stages=tuple(range(border, len(stage_rank)))),
+        ],
+        stage_rank=stage_rank,
+        works=works,
+        costs=costs,
+        cost_index=cost_index,
+        output_bytes=[[rng.uniform(0, 900.0) for _ in row] for row in cost_index],
+        p2p=P2P(latency_s=0.03, bytes_per_s=2000.0),
+        memory_limit_bytes=[60.0] * RANKS if options > 1 else None,
+    )
+
+
+def _options(rng: random.Random, trains: bool, count: int) -> list[Option]:
+    forward, inputs, weights = (rng.uniform(0.2, 1.7) for _ in range(3))
+    return [
+        Option(
+            name=f"{step} recompute",
+            forward_s=forward,
+            backward_input_s=inputs + 0.4 * step if trains else 0.0,
+            backward_weight_s=weights if trains else 0.0,
+            activation_bytes=6.0 - 2.0 * step,
+        )
+        for step in range(count)
+    ]
+
+
+def drawn_problem(name: str) -> tuple[IterationPlanner, PlanningProblem]:
+    """One iteration of a job of the paper, with memory options, on simulated devices."""
+    overrides = [
+        "training.global_batch_size=5",
+        'planner.hardware="h800x16"',
+        'planner.memory_limit="40GiB"',
+        'activation_checkpoint.mode="none"',
+    ]
+    job = config_module.load(name, overrides)
+    planner = IterationPlanner.of(job)
+    meta = draw(usual_workload(job), Bins.of(job), seed=3, iteration=0)
+    return planner, planner.problem(meta, searched=True)[1]
+
+
+def searched(problem: PlanningProblem, seed: int) -> Case:
+    result = search(problem, SearchOptions(budget_evaluations=200, seed=seed))
+    assert result.plan is not None, result.message
+    return Case(problem=problem, plan=result.plan)
+
+
+# --------------------------------------------------------------------------------------------- cases
+
+
+def named_cases() -> dict[str, Case]:
+    found = {}
+    for name, schedule in CATALOGUE.items():
+        passes = 2 if schedule.placement == "v" else schedule.least_passes
+        chain = plain_chain(RANKS, 6, schedule, seconds=(1.0, 1.1, 0.7), transfer_s=0.15)
+        mixed = two_modules(placement=schedule.placement, segments=(passes, passes), frozen=3)
+        for kind, problem in (("chain", chain), ("two modules", mixed)):
+            plan = schedule.make(problem)
+            check(plan, problem)
+            found[f"{name}, {kind}"] = Case(problem=problem, plan=plan)
+    return found
+
+
+def planned_cases() -> dict[str, Case]:
+    options = two_modules(options=3)
+    frozen = two_modules(segments=(1, 3), frozen=4)
+    found = {
+        "searched, memory options": searched(options, 0),
+        "searched, memory options, another seed": searched(options, 1),
+        "searched, frozen encoder": searched(frozen, 0),
+        **{f"drawn {i}": Case(problem=frozen, plan=random_plan(frozen, random.Random(i))) for i in range(3)},
+    }
+    for job in ("vlm_s", "t2v_s"):
+        planner, problem = drawn_problem(f"{job}.toml")
+        found[f"{job}, searched"] = searched(problem, 0)
+        plan = make_plan(problem, planner.schedule).plan
+        assert plan is not None
+        found[f"{job}, {planner.schedule}"] = Case(problem=problem, plan=plan)
+    chain = plain_chain(RANKS, 4, CATALOGUE["1F1B"], transfer_s=0.2)
+    forward = replace_backward(chain)
+    found["forward only"] = Case(problem=forward, plan=make_plan(forward, "1F1B").plan)
+    return found
+
+
+def replace_backward(problem: PlanningProblem) -> PlanningProblem:
+    """The problem without any backward, as in validation."""
+    costs = tuple(
+        tuple(replace(option, backward_input_s=0.0, backward_weight_s=0.0) for option in options)
+        for options in problem.costs
+    )
+    graph = replace(problem.graph, backward=tuple((False,) * len(row) for row in problem.graph.backward))
+    return replace(problem, graph=graph, costs=costs)
+
+
+def faulty_cases() -> dict[str, Case]:
+    """Executions that differ from the plan in one point each: order, a duration, when a message leaves."""
+    good = two_modules(frozen=3)
+    plan = CATALOGUE["1F1B"].make(good)
+    program = lower(plan, good, sharded=False)
+    late = replace(program, actions=(program.actions[0], sent_late(program.actions[1]), *program.actions[2:]))
+    check_transport(late)
+    longer = replace(good.costs[0][0], forward_s=good.costs[0][0].forward_s + 1e-6)
+    return {
+        "another order": Case(problem=good, plan=plan, program=lower(swapped(plan), good, sharded=False)),
+        "another duration": Case(problem=replace(good, costs=((longer,), *good.costs[1:])), plan=plan, program=program),
+        "a late message": Case(problem=good, plan=plan, program=late),
+    }
+
+
+def sent_late(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    """The actions with the first send behind the compute action that comes next."""
+    send = next(i for i, action in enumerate(actions) if action.kind in SENDS)
+    then = next(i for i in range(send, len(actions)) if actions[i].kind in COMPUTE)
+    return (*actions[:send], *actions[send + 1 : then + 1], actions[send], *actions[then + 1 :])
+
+
+def swapped(plan: Plan) -> Plan:
+    """The plan with two forwards of the last rank in the other order."""
+    order = list(plan.orders[-1])
+    first, second = [i for i, action in enumerate(order) if action.kind is Kind.F and action.stage == RANKS - 1][:2]
+    order[first], order[second] = order[second], order[first]
+    found = Plan(plan.graph, (*plan.orders[:-1], tuple(order)), plan.options)
+    check(found)
+    return found
+
+
+NAMED = [f"{name}, {kind}" for name in CATALOGUE for kind in ("chain", "two modules")]
+PLANNED = [
+    "searched, memory options", "searched, memory options, another seed", "searched, frozen encoder",
+    "drawn 0", "drawn 1", "drawn 2", "vlm_s, searched", "vlm_s, interleave", "t2v_s, searched", "t2v_s, interleave",
+    "forward only",
+]  # fmt: skip
+FAULTY = ["another order", "another duration", "a late message"]
+
+
+def message_scale(problem: PlanningProblem) -> float:
+    largest = max(max(row) for row in problem.output_bytes)
+    return MESSAGE_BYTES / largest if largest else 1.0
+
+
+def run_cases(rank: int, cases: dict[str, Case]) -> dict[str, Executed]:
+    mesh = build_mesh(MeshShape(pp=RANKS), torch.device("cpu"))
+    found = {}
+    for name, case in cases.items():
+        runtime = EmulatedRuntime(case.problem, mesh, VirtualClock(), message_scale=message_scale(case.problem))
+        outcome = runtime.run(case.plan, case.program)
+        found[name] = Executed(
+            rows=outcome.rows,
+            losses={work: float(loss) for work, loss in outcome.losses.items()},
+            weight_grads={stage.stage_index: stage.weight_grad for stage in runtime.emulated},
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def executions() -> dict[str, tuple[Case, list[Executed]]]:
+    """All cases, run on one set of ranks."""
+    cases = named_cases() | planned_cases() | faulty_cases()
+    assert [*cases] == NAMED + PLANNED + FAULTY
+    answers = run_ranks(run_cases, RANKS, cases)
+    return {name: (case, [answer[name] for answer in answers]) for name, case in cases.items()}
+
+
+# --------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", NAMED + PLANNED)
+def test_the_executed_timeline_is_the_simulated_one(name, executions):
+    """Start and end of every action, to the bit: the same numbers are added in the same order."""
+    case, ranks = executions[name]
+    executed = executed_timeline(case.problem.graph, [rank.rows for rank in ranks])
+    simulated = simulate(case.problem, case.plan)
+    assert executed.rows == simulated.rows
+    assert executed.makespan_s == simulated.makespan_s > 0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", NAMED + PLANNED)
+def test_every_loss_and_gradient_came_through(name, executions):
+    case, ranks = executions[name]
+    graph = case.problem.graph
+    losses = {work: loss for rank in ranks for work, loss in rank.losses.items()}
+    assert losses == {work: pytest.approx(1.0) for work in range(len(graph.works)) if not graph.consumers[work]}
+    expected: Counter[int] = Counter()
+    share = [0.0] * len(graph.works)
+    for work in reversed(graph.work_order):
+        share[work] = sum(share[other] / len(graph.works[other].after) for other in graph.consumers[work]) or 1.0
+        for stage in graph.stages(work):
+            expected[stage] += share[work] * graph.has_backward(stage, work)
+    assert {s: g for rank in ranks for s, g in rank.weight_grads.items()} == pytest.approx(dict(expected))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", FAULTY)
+def test_an_execution_that_is_not_the_plan_is_seen(name, executions):
+    case, ranks = executions[name]
+    executed = executed_timeline(case.problem.graph, [rank.rows for rank in ranks])
+    good = two_modules(frozen=3)
+    assert executed.rows != simulate(good, case.plan).rows
+    if case.program is not None and name == "another order":
+        assert executed.rows == simulate(good, swapped(case.plan)).rows
+
+
+@pytest.mark.ranks
+def test_the_cases_have_what_plans_can_have(executions):
+    """Split backwards, several memory options, stages without a backward, text-only microbatches, long transfers."""
+    cases = {name: case for name, (case, _) in executions.items()}
+    assert all(cases[f"{name}, two modules"].plan.split for name in CATALOGUE if CATALOGUE[name].splits_backward)
+    assert len({*cases["searched, memory options"].plan.options.values()}) > 1
+    assert cases["searched, memory options"].plan != cases["searched, memory options, another seed"].plan
+    for job in ("vlm_s", "t2v_s"):
+        plan = cases[f"{job}, searched"].plan
+        assert plan.split and any(plan.options.values()), job
+    frozen = cases["searched, frozen encoder"].problem.graph
+    assert not any(frozen.has_backward(stage, 0) for stage in range(4)) and frozen.has_backward(4, 3)
+    assert [len(work.after) for work in frozen.works if work.module == 1] == list(PICTURES)
+    for name, case in cases.items():
+        graph = case.problem.graph
+        edges = [edge for node in graph.nodes() for edge in graph.outputs(*node)]
+        assert any(case.problem.transfer_s(edge) > 0 for edge in edges), name
+
+
+def wait_for_real(rank: int) -> tuple[tuple, float]:
+    problem, plan = waiting()
+    mesh = build_mesh(MeshShape(pp=2), torch.device("cpu"))
+    runtime = EmulatedRuntime(problem, mesh, HostClock())
+    outcome = runtime.run(plan)
+    return outcome.rows, runtime.timeline(outcome).makespan_s
+
+
+def waiting() -> tuple[PlanningProblem, Plan]:
+    problem = plain_chain(2, 3, CATALOGUE["ZB-H1"], seconds=(0.004, 0.003, 0.002), transfer_s=0.006)
+    return problem, CATALOGUE["ZB-H1"].make(problem)
+
+
+@pytest.mark.ranks
+def test_nothing_is_faster_than_simulated_on_the_host_clock():
+    """However busy the machine is; how much slower it is, the benchmark measures."""
+    problem, plan = waiting()
+    simulated = simulate(problem, plan)
+    (first, makespan), (second, same) = run_ranks(wait_for_real, 2)
+    assert makespan == same >= simulated.makespan_s
+    for rank, rows in enumerate((first, second)):
+        assert [action for action, _, _ in rows] == list(plan.orders[rank])
+        for (_, start, end), row in zip(rows, simulated.of_rank(rank), strict=True):
+            assert start >= row.start_s - 1e-9 and end - start >= row.end_s - row.start_s - 1e-9
+
+
+def exchange_messages(rank: int) -> None:
+    """Rank 0 sends its first two activations in the order that rank 1 does not expect."""
+    problem = plain_chain(2, 2, CATALOGUE["GPipe"])
+    program = lower(CATALOGUE["GPipe"].make(problem), problem, sharded=False)
+    assert str(program).startswith("0F0.0 0SEND_F0.0>1 0F1.0 0SEND_F1.0>1 ")
+    text = str(program).replace("0SEND_F0.0>1 0F1.0 0SEND_F1.0>1", "0F1.0 0SEND_F1.0>1 0SEND_F0.0>1")
+    mesh = build_mesh(MeshShape(pp=2), torch.device("cpu"))
+    runtime = EmulatedRuntime(problem, mesh, VirtualClock())
+    runtime.run(CATALOGUE["GPipe"].make(problem), Program.parse(problem.graph, text))
+
+
+@pytest.mark.ranks
+def test_messages_of_one_size_in_the_wrong_order_are_seen():
+    with pytest.raises(
+        AssertionError, match=r"activation of work 0 from stage 0 to stage 1 was awaited, but .* work 1"
+    ):
+        run_ranks(exchange_messages, 2)
+
+
+def refusals(rank: int) -> list[str]:
+    mesh = build_mesh(MeshShape(pp=2), torch.device("cpu"))
+    chain = plain_chain(2, 1, CATALOGUE["1F1B"])
+    idle = replace(chain, graph=replace(chain.graph, stage_rank=(1 - rank, 1 - rank)))
+    messages = []
+    for problem in (plain_chain(3, 1, CATALOGUE["1F1B"]), idle):
+        with pytest.raises(PlanError) as error:
+            EmulatedRuntime(problem, mesh, VirtualClock())
+        messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.ranks
+def test_a_problem_for_other_ranks_is_refused():
+    ranks, stages = run_ranks(refusals, 2)[1]
+    assert ranks == "the problem has 3 ranks, but 2 run; start as many as it has"
+    assert stages == "rank 1 holds no stage of the problem; give each rank one"
+
+
+def test_shapes_of_messages():
+    problem = two_modules()
+    last = len(problem.graph.works) - 1
+    assert message_shapes(problem, 1.0)(1, 0) == (round(problem.output_bytes[0][1] / 4),)
+    assert message_shapes(problem, 10.0)(8, last) == (round(problem.output_bytes[last][0] * 2.5),)
+    assert message_shapes(plain_chain(2, 1, CATALOGUE["1F1B"]), 1.0)(0, 0) == (11,)

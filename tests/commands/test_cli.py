@@ -1,0 +1,239 @@
+"""The command as a user types it: what works, and one line for everything that does not."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmtrain.commands import cli
+from mmtrain.commands.cli import main, train_main
+from mmtrain.config.config import CommConfig
+from mmtrain.errors import ConfigError
+from mmtrain.launch.folder_owner import owned
+from tests.jobs import layout, metrics, write_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def job(tmp_path, charts):
+    return write_config(tmp_path, charts)
+
+
+def one_line(capsys) -> str:
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--parallelism.pipeline_parallel_degree=2"], "pp=2 = 2 ranks, but the job has 1"),
+        (["--trainig.steps=3"], "unknown key trainig; did you mean training?"),
+        (["--training.steps=many"], 'training.steps = "many" is a string'),
+        (["--data.source=/nowhere/at/all"], "/nowhere/at/all"),
+        (["--tokenizer.path=/nowhere/at/all"], "/nowhere/at/all"),
+        (["--model.language.num_segments=7"], "needs a layer"),
+        (["--training.seq_len=8"], "training.seq_len"),
+        (["--model.language.config={model_type='qwen9'}"], "qwen9"),
+        (["--data.split=nothing"], "nothing"),
+    ],
+)
+def test_bad_input_ends_with_one_line(job, capsys, monkeypatch, overrides, message):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert train_main(["--config", str(job), *overrides]) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("error [rank 0]: ")
+    assert message in lines[0]
+
+
+def nothing_starts(monkeypatch):
+    def started(*_):
+        raise AssertionError("processes were started")
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(cli, "train_on_ranks", started)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--parallelism.tensor_parallel_degree=3"], "does not divide model.language: num_attention_heads = 4"),
+        (["--parallelism.tensor_parallel_degree=4"], "num_key_value_heads = 2; .* up to 4 that fits this model is 2"),
+        (["--parallelism.pipeline_parallel_degree=9"], "needs a layer"),
+        (
+            [
+                "--parallelism.context_parallel_degree=2", "--parallelism.encoder_context_parallel=patches",
+                "--model.encoder.config={model_type='siglip_vision_model'}",
+            ],
+            "stay together",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_degrees_are_refused_before_any_process_starts(job, capsys, monkeypatch, overrides, message):
+    nothing_starts(monkeypatch)
+    for command in ("train", "config"):
+        assert main([command, "--config", str(job), *overrides]) == 2
+        assert re.search(message, one_line(capsys))
+
+
+def test_a_run_folder_that_cannot_be_used_is_refused_before_any_process_starts(job, capsys, monkeypatch, tmp_path):
+    nothing_starts(monkeypatch)
+    (tmp_path / "file").touch()
+    assert main(["train", "--config", str(job), f"--job.dump_folder={tmp_path}/file/run"]) == 2
+    assert f"job.dump_folder = '{tmp_path}/file/run' cannot be written: Not a directory" in one_line(capsys)
+    monkeypatch.setattr(cli, "owned", lambda folder: owned(folder, patience_s=0.0))
+    command = "import sys, pathlib; from mmtrain.launch.folder_owner import owned; o = owned(pathlib.Path(sys.argv[1]))"
+    command += "; o.__enter__(); print(1, flush=True); input()"
+    words = [sys.executable, "-c", command, str(tmp_path / "run")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert main(["train", "--config", str(job)]) == 2
+        assert f"belongs to process {other.pid} on" in capsys.readouterr().err.splitlines()[-1]
+        other.kill()
+
+
+def test_a_port_that_is_taken_is_one_line(monkeypatch):
+    from mmtrain.parallel.mesh import init_process_group
+
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError) as caught:
+            init_process_group(CommConfig(), torch.device("cpu"))
+    assert f"the ranks cannot meet at RANK=0, WORLD_SIZE=2, MASTER_ADDR=127.0.0.1, MASTER_PORT={port}" in str(
+        caught.value
+    )
+    assert "\n" not in str(caught.value)
+
+
+def test_processes_of_torchrun_say_the_same_once(capsys, monkeypatch, tmp_path):
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        assert cli._said("something else" if rank == 2 else "the same", 2) == 2
+        assert json.loads((tmp_path / str(rank) / "error.json").read_text())["message"]["message"]
+    assert capsys.readouterr().err == "error [rank 0]: the same\nerror [rank 2]: something else\n"
+
+
+def test_a_missing_config_is_one_line(capsys):
+    assert main(["train", "--config", "nothing.toml"]) == 2
+    assert 'config file "nothing.toml" does not exist; configs/ has' in one_line(capsys)
+
+
+def test_config_prints_what_load_reads(job, capsys, tmp_path):
+    assert main(["config", "--config", str(job), "--training.steps=7"]) == 0
+    path = tmp_path / "printed.toml"
+    path.write_text(capsys.readouterr().out)
+    from mmtrain.config import config
+
+    assert config.load(path) == config.load(job, ["training.steps=7"])
+
+
+def test_every_shipped_config_is_valid():
+    from mmtrain.config import config
+
+    for path in sorted((ROOT / "configs").glob("*.toml")):
+        assert path.read_text().startswith("# "), f"{path.name}: line 1 is its command"
+        assert path.name in path.read_text().splitlines()[0]
+        config.load(path)
+
+
+def test_data_charts(tmp_path, capsys):
+    out = tmp_path / "charts"
+    assert main(["data", "charts", str(out), "--num-samples", "60", "--seed", "1"]) == 0
+    assert "54 training and 6 validation samples" in capsys.readouterr().out
+    assert main(["data", "charts", str(out)]) == 2
+    assert "exists already" in one_line(capsys)
+
+
+def test_data_shapes(tmp_path, capsys):
+    out, preview = tmp_path / "shapes", tmp_path / "p.gif"
+    assert main(["data", "shapes", str(out), "--num-samples", "30", "--seed", "1", "--preview", str(preview)]) == 0
+    shown = capsys.readouterr().out
+    assert "27 training and 3 validation clips" in shown
+    assert preview.read_bytes().startswith(b"GIF")
+    assert main(["data", "shapes", str(out)]) == 2
+    assert "exists already" in one_line(capsys)
+    assert main(["data", "shapes", str(tmp_path / "new"), "--preview", "p.mp4"]) == 2
+    assert "name a file that ends in .png" in one_line(capsys)
+    assert not (tmp_path / "new").exists()  # refused before anything is drawn
+
+
+def test_no_command_lists_them(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert {"train", "check-parity", "simulate"} <= {line.split()[0] for line in shown.splitlines() if line.strip()}
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean 'train'?"),
+        (["check_parity", "--config", "x"], "did you mean 'check-parity'?"),
+        (["data", "chart"], "there is no command 'chart'; did you mean 'charts'?"),
+        (["xyzzy"], "there is no command 'xyzzy'; there are train, export"),
+    ],
+)
+def test_a_misspelt_command_gets_a_suggestion(capsys, words, hint):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert hint in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_unknown_word_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["config", "show"])
+    assert caught.value.code == 2
+
+
+@pytest.mark.ranks
+def test_train_py_needs_no_launcher_for_one_process(job, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    command = [sys.executable, "train.py", "--config", str(job), "--training.steps=2"]
+    subprocess.run(command, check=True, cwd=ROOT)
+    assert sorted(metrics(job.parent)) == [1, 2]
+
+
+def test_a_world_size_that_is_no_number_is_one_line(job, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    assert train_main(["--config", str(job)]) == 2
+    assert 'WORLD_SIZE = "x"' in capsys.readouterr().err
+
+
+@pytest.mark.nightly  # daily the README's commands start jobs both ways
+@pytest.mark.ranks
+def test_mmtrain_train_starts_all_ranks(job):
+    """`mmtrain train` launches the job itself; torchrun starts train.py with the same result."""
+    words = [f"--{o}" for o in layout(pp=2)] + ["--training.steps=2"]
+    subprocess.run(
+        [sys.executable, "-m", "mmtrain.commands.cli", "train", "--config", str(job), *words], check=True, cwd=ROOT
+    )
+    ours = metrics(job.parent)
+    assert sorted(ours) == [1, 2]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    subprocess.run([*torchrun, "--config", str(job), *words], check=True, cwd=ROOT)
+    assert metrics(job.parent) == ours

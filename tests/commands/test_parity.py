@@ -1,0 +1,184 @@
+"""`mmtrain check-parity`: a right layout passes, a broken one fails, and the exit status says which."""
+
+import dataclasses
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mmtrain.commands import parity
+from mmtrain.commands.cli import main
+from mmtrain.commands.parity import ParameterError, Parity, StepParity, report, synthetic_data
+from mmtrain.planner.shrink import shrink
+from tests.jobs import layout, video_config, write_config, write_video_config
+
+SAVE_GRADIENTS = parity._save_gradients
+
+RIGHT = Parity(
+    low_precision=False,
+    tolerance=1e-4,
+    steps=(StepParity(loss=2.0, wanted_loss=2.0, grad_norm=3.0, wanted_norm=3.0),),
+    parameters=(
+        ParameterError(name="language.lm_head.weight", error=9e-5, norm=1.0),
+        ParameterError(name="language.model.norm.weight", error=1e-7, norm=0.5),
+    ),
+)
+
+
+def with_step(**values):
+    return dataclasses.replace(RIGHT, steps=(dataclasses.replace(RIGHT.steps[0], **values),))
+
+
+def test_what_agrees_has_no_problems():
+    assert RIGHT.problems == []
+    assert report(RIGHT).endswith("PASS: relative tolerance 0.0001 (loss, norm, each gradient's largest difference)")
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        (with_step(loss=2.001), "loss of step 1 differs by 5.00e-04"),
+        (with_step(loss=float("nan")), "loss of step 1 differs by nan"),
+        (with_step(grad_norm=3.3), "gradient norm of step 1 differs by 1.00e-01"),
+        (dataclasses.replace(RIGHT, tolerance=1e-5), "1 of 2 gradients differ, at most by 9.00e-05"),
+        (dataclasses.replace(RIGHT, missing=("a.weight",)), "gradient of a.weight is on one side alone"),
+        (dataclasses.replace(RIGHT, crash="rank 1 died"), "rank 1 died"),
+        (
+            dataclasses.replace(RIGHT, parameters=(ParameterError(name="a", error=float("nan"), norm=1.0),)),
+            "1 of 1 gradients differ, at most by nan",
+        ),
+        (dataclasses.replace(RIGHT, low_precision=True, total_error=0.1), "all gradients together differ by 1.00e-01"),
+    ],
+)
+def test_whatever_does_not_agree_is_a_problem(found, problem):
+    assert found.problems == [problem]
+    assert report(found).splitlines()[-1].startswith(f"FAIL: {problem}")
+
+
+def test_with_low_precision_the_gradients_together_decide():
+    assert dataclasses.replace(RIGHT, low_precision=True, total_error=1e-5, tolerance=5e-5).problems == []
+
+
+def check(path, *arguments):
+    return main(["check-parity", "--config", str(path), *(f"--{word}" for word in arguments)])
+
+
+@pytest.mark.ranks
+def test_a_right_layout_passes(tmp_path, charts, capsys):
+    path = write_config(tmp_path, charts)
+    assert check(path, *layout(pp=2), "activation_checkpoint.mode=full", "steps=2") == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines() == ["layout: starts 2 processes"] + [
+        f"one process: step {step} of 2 has run" for step in (1, 2)
+    ]  # and those of rank 0, which is another process
+    assert out.startswith("layout  pp 2: 2 processes")
+    assert "step 2  gradient norm" in out
+    assert "PASS: relative tolerance 0.0001" in out
+
+
+def scale_one_gradient(device, *args):
+    import mmtrain.trainer
+
+    fill = mmtrain.trainer.fill_missing_grads
+
+    def broken(parameters):
+        fill(parameters)
+        if dist.get_rank() == 1:
+            next(p.grad for p in parameters if p.grad is not None).mul_(1.1)
+
+    mmtrain.trainer.fill_missing_grads = broken
+    SAVE_GRADIENTS(device, *args)
+
+
+def raise_on_rank_1(device, *args):
+    import mmtrain.trainer
+
+    def broken(parameters):
+        if dist.get_rank() == 1:
+            raise RuntimeError("a bug of the layout")
+
+    mmtrain.trainer.fill_missing_grads = broken
+    SAVE_GRADIENTS(device, *args)
+
+
+def die(device, *args):
+    os._exit(7)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("rank_main", "message"),
+    [
+        (scale_one_gradient, "1 of 57 gradients differ"),
+        pytest.param(raise_on_rank_1, "RuntimeError: a bug of the layout", marks=pytest.mark.nightly),
+        (die, "died with exit status 7"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_broken_layout_fails(tmp_path, charts, capsys, monkeypatch, rank_main, message):
+    path = write_config(tmp_path, charts)
+    monkeypatch.setattr(parity, "_save_gradients", rank_main)
+    assert check(path, *layout(pp=2)) == 1
+    out = capsys.readouterr().out
+    assert "FAIL: " in out
+    assert message in out
+    assert "PASS" not in out
+
+
+@pytest.mark.ranks
+def test_data_that_cannot_be_read_are_named_and_synthetic_ones_take_their_place(tmp_path, capsys):
+    path = write_config(tmp_path, tmp_path / "nowhere")
+    assert check(path) == 2
+    assert "data.source" in capsys.readouterr().err
+    assert check(path, "synthetic", "training.mixed_precision_param=bfloat16") == 0
+    out = capsys.readouterr().out
+    assert "data    synthetic" in out
+    assert "all gradients together" in out
+
+
+@pytest.mark.ranks
+def test_a_text_model_has_synthetic_text(tmp_path, capsys):
+    path = tmp_path / "text.toml"
+    path.write_text(
+        '[model.language]\nconfig = { model_type = "llama", hidden_size = 64, intermediate_size = 128, '
+        "num_hidden_layers = 2, num_attention_heads = 4, vocab_size = 448 }\n"
+        '[data]\nsource = "nowhere"\n[training]\nsteps = 1\nseq_len = 128\nglobal_batch_size = 2\n'
+    )
+    assert check(path, "synthetic") == 0
+    assert "job     made small: language llama" in capsys.readouterr().out
+
+
+@pytest.mark.ranks
+def test_a_text_to_video_model_has_synthetic_clips(tmp_path, capsys):
+    path = write_video_config(tmp_path, tmp_path / "nowhere")
+    words = ["parallelism.pipeline_parallel_schedule=ZB-H1", "diffusion.caption_dropout=0.5"]
+    assert check(path, "synthetic", *layout(pp=2), *words) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"made small: language llama, .*; dit wan, .* microbatches of up to 4 clips", out)
+    assert "dit.blocks.1" in out
+    assert "PASS" in out
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_synthetic_clips_have_several_buckets_captions_and_contents(tmp_path, channels):
+    from mmtrain.data.loader import Loader
+
+    small = shrink(video_config(tmp_path, channels=channels)).config
+    job = dataclasses.replace(small, data=synthetic_data(small, tmp_path))
+    steps, again = (list(Loader(job, split="train", num_steps=4)) for _ in range(2))
+    clips = [clip for _, meta, _ in steps for microbatch in meta.microbatches for clip in microbatch.clips]
+    assert len({clip.bucket for clip in clips}) >= 5
+    assert len({clip.frames for clip in clips}) >= 2
+    assert len({clip.num_text_tokens for clip in clips}) >= 5
+    latents, same = ([values for batch, *_ in of for m in batch.clips for values in m.latents] for of in (steps, again))
+    assert all(values.shape == (channels, *clip.bucket) for values, clip in zip(latents, clips, strict=True))
+    assert all(values.std() > 0.01 for values in latents)
+    assert all(map(torch.equal, latents, same))
+
+
+@pytest.mark.parametrize("word", ["steps=0", "seq-len=1", "tolerance=0", "training.seq_len=x"])
+def test_bad_arguments_are_refused_before_any_process_starts(tmp_path, charts, capsys, word):
+    assert check(write_config(tmp_path, charts), word) == 2
+    assert word.partition("=")[0] in capsys.readouterr().err

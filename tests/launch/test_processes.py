@@ -1,0 +1,76 @@
+"""Processes that end with the one that started them, and leave nothing behind. None of these loads torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mmtrain.launch.processes import environment, stops_held
+from tests.launched import ROOT, is_alive
+
+CHILD = """
+import time
+from mmtrain.processes import end_with_parent
+end_with_parent()
+print("up", flush=True)
+time.sleep(600)
+"""
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+LEAVES = """
+import multiprocessing, multiprocessing.util, sys, types
+from mmtrain.processes import leave
+sys.modules["torch"] = types.ModuleType("torch")
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+multiprocessing.util.get_temp_dir()
+leave(3)
+"""
+
+
+def test_a_process_ends_when_its_parent_is_killed():
+    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_alive(child)
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(child)
+
+
+def test_who_leaves_leaves_no_folder_and_no_semaphore(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, b"", b"")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_variables_hold_for_new_processes_alone(monkeypatch):
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    monkeypatch.delenv("MMTRAIN_TEST", raising=False)
+    with environment({"MMTRAIN_TEST": "1"}):
+        assert os.environ["MMTRAIN_TEST"] == "1"
+        assert os.environ["PYTHONWARNINGS"] == "error,ignore:resource_tracker:UserWarning"
+    assert os.environ["PYTHONWARNINGS"] == "error"
+    assert "MMTRAIN_TEST" not in os.environ
+
+
+def test_a_signal_to_stop_waits():
+    came = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        with stops_held():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert came == []
+        assert came == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,91 @@
+"""The log of a job names what runs, and the pages that show a log show that of today."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mmtrain.config import config
+from mmtrain.config.config import MetricsConfig
+from mmtrain.observe.job_summary import start_lines
+from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, setup_logging
+from mmtrain.planner.iteration import IterationPlanner
+from tests.observe.test_metrics import STEP
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGGED = re.compile(r"^\d\d:\d\d:\d\d (.*)$", re.MULTILINE)
+SIGLIP = "{model_type='siglip_vision_model', hidden_size=96, num_hidden_layers=2, num_attention_heads=4, image_size=112, patch_size=14}"  # noqa: E501
+LLAMA = "{model_type='llama', hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=448}"
+
+
+def lines(name: str, *overrides: str) -> list[str]:
+    job = config.load(name, overrides)
+    return start_lines(job, IterationPlanner.of(job), device="cpu", threads=1, cut_s=0.0)
+
+
+def test_the_models_that_run_are_named_whatever_the_base_says():
+    overrides = [
+        f"--model.encoder.config={SIGLIP}",
+        f"--model.language.config={LLAMA}",
+        "--model.encoder.trainable=false",
+    ]
+    first, vision, language, *_ = lines("debug_vlm.toml", *overrides)
+    assert first == "siglip_vision_model + llama on data/charts, into outputs/debug_vlm"
+    assert vision.startswith("vision: siglip_vision_model, 2 blocks of width 96, projector mlp, random weights; ")
+    assert re.search(r"; ([\d,]+) parameters \((?!\1)[\d,]+ train\), ", vision), "the projector trains"
+    assert language.startswith("language: llama, 2 blocks of width 64, random weights; ")
+    text, dit = lines("debug_t2v.toml")[1:3]
+    assert text.startswith("language: qwen2, ") and dit.startswith("dit: wan, ")
+
+
+def test_a_pretrained_model_is_named_by_its_source(tmp_path):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 448} | sizes))
+    overrides = ["--model.language.config={}", f"--model.language.pretrained={tmp_path}"]
+    first, _, language, *_ = lines("debug_vlm.toml", *overrides)
+    assert first.startswith(f"qwen2_vl_vision + {tmp_path} on data/charts")
+    assert language.startswith(f"language: {tmp_path} (qwen2), 4 blocks of width 64; ")
+
+
+def test_a_description_is_not_inherited(tmp_path):
+    (tmp_path / "base.toml").write_text((ROOT / "configs" / "debug_text.toml").read_text())
+    (tmp_path / "job.toml").write_text('extends = "base.toml"\n[job]\ndump_folder = "x"\n')
+    assert config.load(tmp_path / "base.toml").job.description
+    assert config.load(tmp_path / "job.toml").job.description == ""
+
+
+@pytest.fixture
+def printed(tmp_path, capsys) -> list[str]:
+    """What a job of two pipeline ranks on a CPU prints: a validation and a step."""
+    setup_logging(0)
+    section = MetricsConfig(enable_tensorboard=False, progress_bar=False)
+    reporter = Reporter(section, tmp_path, enabled=True, steps=10, start=0)
+    planner = PlannerMetrics(
+        evaluations=36, search_s=0.25, makespan_s=0.9, first_s=1.0, bound_s=0.75, late=0, failed=0, invalid=0
+    )
+    grades = dict.fromkeys(("easy", "hard", "medium", "text"), (1, 2))
+    reporter.validation(0, Validation(loss=2.0, accuracy=grades))
+    reporter.step(StepMetrics(**STEP | {"peak_flops": float("nan")}, planner=planner))
+    reporter.close()
+    return LOGGED.findall(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_log_of_a_page_is_that_of_the_command(page, printed):
+    """Its first lines to the letter; of the others the form."""
+    shown = LOGGED.findall((ROOT / page).read_text())
+    start = lines("debug_vlm.toml")
+    assert len(shown) >= len(start) + 2
+    for theirs, ours in zip(shown, start, strict=False):
+        known, dots, _ = theirs.partition(" ...")
+        assert ours.startswith(known) and (dots or ours == known)
+    for theirs in shown[len(start) :]:
+        ours = next(line for line in printed if line.split()[0] == theirs.split()[0])
+        for part in theirs.split("  ...  "):
+            assert form(part.removesuffix(", ...")) in form(ours)
+
+
+def form(text: str) -> str:
+    """A line with one sign for each of its numbers."""
+    return re.sub(r"[-+]?\d[\d.,]*", "#", re.sub(r" +", " ", text))

@@ -1,0 +1,84 @@
+"""Numbers of a step from a hand-made timeline."""
+
+import json
+import math
+
+import pytest
+
+from mmtrain.observe.metrics import StepMetrics
+from mmtrain.observe.step_files import flops_of
+from mmtrain.observe.step_timing import StepTiming, planned_timing
+from mmtrain.schedule.plan import Plan
+from mmtrain.schedule.simulate import simulate
+from mmtrain.spec.spec import Flops
+from tests.observe.test_metrics import STEP, lines, reporter
+from tests.schedule.problems import option, two_modules
+
+PROBLEM = two_modules(2, [1, 0], vision=option(1.0, 2.0), language=option(2.0, 4.0))
+PLAN = Plan.parse(PROBLEM.graph, "0F0.0 2F1.0 2F0.0 2B1.0 2B0.0 0B0.0\n1F0.0 3F1.0 3B1.0 3F0.0 3B0.0 1B0.0")
+TIMELINE = simulate(PROBLEM, PLAN)  # 23 s, of 46 rank-seconds 6 vision, 24 language, 5 + 11 waited for them
+FLOPS = {"vision": Flops(forward=1.0, backward_input=1.0, backward_weight=1.0), "language": Flops(forward=24.0)}
+
+
+def measured(*, zero: float = 100.0, span_s: float = 25.0) -> StepTiming:
+    """The simulated times on a clock that began earlier, in programs that last longer than their actions."""
+    timing = planned_timing(PLAN, TIMELINE)
+    return StepTiming(
+        plan=PLAN,
+        starts_s=tuple(row + zero for row in timing.starts_s),
+        ends_s=tuple(row + zero for row in timing.ends_s),
+        spans_s=(span_s - 1.0, span_s),
+    )
+
+
+def test_the_parts_of_the_modules() -> None:
+    timing = measured()
+    modules = timing.modules(FLOPS, peak_flops=2.0)
+    assert {name: m.compute_s for name, m in modules.items()} == {"vision": 6.0, "language": 24.0}
+    assert (modules["vision"].mfu, modules["language"].mfu) == (3 / (6 * 2), 24 / (24 * 2))
+    # The longest program counts for both ranks, as in the bubble of the whole.
+    assert (modules["vision"].bubble, modules["language"].bubble) == (5 / 50, 11 / 50)
+    assert timing.bubble == pytest.approx(1 - 30 / 50)
+    assert timing.makespan_s == pytest.approx(23.0)
+
+
+def test_metrics_have_the_parts_and_they_add_up(tmp_path, capsys):
+    timing = measured()
+    report = reporter(tmp_path)
+    metrics = StepMetrics(
+        **STEP | {"bubble": timing.bubble},
+        measured_s=timing.makespan_s,
+        planned_s=TIMELINE.makespan_s / 2,
+        modules=timing.modules(FLOPS, peak_flops=2.0),
+    )
+    report.step(metrics)
+    report.step(StepMetrics(**STEP | {"step": 2}))
+    report.close()
+    first, second = lines(tmp_path)
+    assert (first["makespan_s"], first["planned_makespan_s"], first["makespan_ratio"]) == pytest.approx((23, 11.5, 2))
+    assert (first["mfu_vision"], first["mfu_language"]) == (0.25, 0.5)
+    assert first["bubble_other"] == pytest.approx((50 - 30 - 16) / 50)
+    assert first["bubble_vision"] + first["bubble_language"] + first["bubble_other"] == pytest.approx(first["bubble"])
+    assert second["makespan_s"] is None and "bubble_other" not in second
+
+
+def test_a_module_without_work_has_no_mfu(tmp_path):
+    problem = two_modules(2, [0], language=option(1.0, 2.0))
+    plan = Plan.parse(problem.graph, "2F0.0 2B0.0\n3F0.0 3B0.0")
+    timing = planned_timing(plan, simulate(problem, plan))
+    modules = timing.modules({"language": Flops(forward=12.0)}, peak_flops=4.0)
+    assert math.isnan(modules["vision"].mfu) and modules["language"].mfu == 0.5
+    report = reporter(tmp_path)
+    report.step(StepMetrics(**STEP, modules=modules))
+    report.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["mfu_vision"] is None
+
+
+def test_the_timeline_is_that_of_the_plan():
+    assert measured(zero=0.0).timeline().rows == TIMELINE.rows
+
+
+def test_flops_of_an_action():
+    flops = Flops(forward=1.0, backward_input=2.0, backward_weight=4.0)
+    kinds = {action.kind for order in PLAN.orders for action in order}
+    assert {str(kind): flops_of(kind, flops) for kind in kinds} == {"F": 1.0, "B": 6.0}

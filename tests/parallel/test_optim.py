@@ -1,0 +1,122 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from mmtrain.config.config import LRSchedulerConfig, OptimizerConfig
+from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, lr_factor, set_lr
+from mmtrain.parallel.titan import FrozenAwareOptimizers
+from tests.ranks import run_ranks
+
+
+def test_warm_up_peak_and_decay():
+    section = LRSchedulerConfig(warmup_steps=4, decay_type="linear", decay_ratio=0.5, min_lr_factor=0.1)
+    factors = [lr_factor(section, step, 14) for step in range(1, 15)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4:9] == [1.0] * 5
+    assert factors[9:] == pytest.approx([1 - 0.9 * k / 5 for k in range(1, 6)])
+
+
+@pytest.mark.parametrize(("kind", "middle"), [("cosine", 0.5), ("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
+def test_shapes_of_the_decay(kind, middle):
+    section = LRSchedulerConfig(decay_type=kind)
+    assert lr_factor(section, 5, 10) == pytest.approx(middle)
+    assert lr_factor(section, 10, 10) == pytest.approx(0.0)
+
+
+def test_no_decay_stays_at_the_peak():
+    assert lr_factor(LRSchedulerConfig(decay_ratio=0.0), 10, 10) == 1.0
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.linear = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.norm = nn.LayerNorm(4)
+
+
+def decays(optimizers):
+    names = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            names |= dict.fromkeys(group["param_names"], group["weight_decay"])
+    return names
+
+
+def test_matrices_decay_and_vectors_embeddings_and_tied_heads_do_not():
+    model = Model()
+    found = decays(build_optimizers(OptimizerConfig(weight_decay=0.5), [model], [model.head.weight]))
+    assert {n for n, d in found.items() if d == 0.5} == {"linear.weight"}
+    found = decays(build_optimizers(OptimizerConfig(weight_decay=0.5), [model], []))
+    assert {n for n, d in found.items() if d == 0.5} == {"linear.weight", "head.weight"}
+    assert len(found) == 6
+
+
+def test_frozen_parts_and_ranks_without_trainable_parameters():
+    model, frozen = Model(), Model()
+    frozen.requires_grad_(False)
+    model.embed.requires_grad_(False)
+    optimizers = build_optimizers(OptimizerConfig(), [frozen, model], [])
+    assert "embed.weight" not in decays(optimizers)
+    set_lr(optimizers, 0.25)
+    assert {g["lr"] for o in optimizers for g in o.param_groups} == {0.25}
+    empty = build_optimizers(OptimizerConfig(), [frozen], [])
+    assert list(empty) == []
+    empty.step()
+    empty.zero_grad()
+    assert empty.state_dict() == {}
+
+
+def test_one_step_is_torchs_adamw():
+    torch.manual_seed(0)
+    ours, theirs = Model(), Model()
+    theirs.load_state_dict(ours.state_dict())
+    optimizers = build_optimizers(OptimizerConfig(lr=0.1, weight_decay=0.3), [ours], [])
+    plain = [p for n, p in theirs.named_parameters() if n not in ("linear.weight", "head.weight")]
+    matrices = [theirs.linear.weight, theirs.head.weight]
+    reference = torch.optim.AdamW(
+        [{"params": plain, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.3}],
+        lr=0.1, betas=(0.9, 0.95),
+    )  # fmt: skip
+    for model in (ours, theirs):
+        model.head(model.norm(model.linear(model.embed(torch.arange(5))))).square().sum().backward()
+    optimizers.step()
+    reference.step()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-7), name
+
+
+def steps_of_both(rank, implementation):
+    """(weights, state) after three steps of our container, and of torchtitan's on the same DTensors."""
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for step in (LocalOptimizers.step, FrozenAwareOptimizers.step):
+        torch.manual_seed(0)
+        model = Model()
+        for module in model.children():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                divided = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+                module.register_parameter(name, nn.Parameter(divided))
+        optimizers = build_optimizers(OptimizerConfig(implementation=implementation), [model], [])
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.grad = distribute_tensor(torch.randn(parameter.shape), mesh, [Shard(0)])
+            step(optimizers)
+            optimizers.zero_grad()
+        state = optimizers.state_dict()
+        kinds = {key: type(value) for key, value in state.items()}
+        assert {DTensor} == {kind for key, kind in kinds.items() if "exp_avg" in key}
+        values = [*model.parameters(), *(value for value in state.values() if isinstance(value, torch.Tensor))]
+        found.append((kinds, [v.full_tensor() if isinstance(v, DTensor) else v for v in values]))
+    (our_kinds, ours), (their_kinds, theirs) = found
+    return our_kinds == their_kinds and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+def test_steps_on_local_parts_are_those_on_dtensors_to_the_bit(implementation):
+    assert run_ranks(steps_of_both, 2, implementation) == [True, True]

@@ -1,0 +1,321 @@
+"""`mmtrain simulate`, as a user types it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmtrain.commands.cli import main
+from mmtrain.config import config
+from mmtrain.errors import ConfigError
+from mmtrain.planner.forecast.study import Answer, Question, simulate_job, table, to_json, with_schedule
+
+ROOT = Path(__file__).resolve().parents[3]
+DEBUG = ["simulate", "--config", "debug_vlm.toml", "--picture-side", "112", "--iterations", "2"]
+
+
+def error(capsys, *words: str) -> str:
+    assert main(["simulate", "--config", "debug_vlm.toml", *words]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_a_table_has_a_line_a_schedule(capsys):
+    assert main([*DEBUG, "--schedule", "1F1B,interleave,ZB-H1", "--cluster", "a40x2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("2 ranks of a40x2 (pp 2, ")
+    assert "workload mix, seed 0: 2 iterations of 4 microbatches" in lines[2]
+    names = [line.split()[0] for line in lines[5:8]]
+    assert names == ["1F1B", "interleave", "ZB-H1"]
+    assert all("%" in line and "(pp_rank" in line for line in lines[5:8])
+
+
+def test_json_has_every_iteration(capsys):
+    words = [*DEBUG, "--schedule", "1F1B,interleave", "--json", "--seed", "3", "--workload", "interleaved"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    found = json.loads(first)
+    assert (found["ranks"], found["seed"], found["workload"], found["replicas"]) == (2, 3, "interleaved", 1)
+    for schedule in found["schedules"]:
+        times = [step["iteration_s"] for step in schedule["iterations"]]
+        assert len(times) == 2
+        assert schedule["iteration_s"] == pytest.approx(sum(times) / 2)
+        assert schedule["peak_bytes"] == max(max(step["peak_bytes"]) for step in schedule["iterations"])
+    assert main(words) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_pictures_and_traces_are_written(tmp_path, capsys):
+    words = ["--schedule", "1F1B,interleave", "--png", str(tmp_path / "a.png"), "--trace", str(tmp_path / "t.json")]
+    assert main([*DEBUG, *words]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"1F1B", "interleave"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--schedule", "2F2B"], "schedule '2F2B' does not exist"),
+        (["--schedule", "1F1B,1F1B"], "named twice"),
+        (["--workload", "mixx", "--picture-side", "112"], "did you mean 'mix'"),
+        (["--iterations", "0"], "num_iterations = 0"),
+        (["--replicas", "0"], "num_replicas = 0"),
+        (["--evaluations", "0"], "evaluations = 0"),
+        (["--seed", "-1"], "seed = -1"),
+        (["--picture-side", "0"], "picture_side = 0"),
+        ([], "728 x 728 pixels makes 676 tokens"),
+        (["--cluster", "h800x64"], "64 accelerators"),
+        (["--cluster", "h900"], "h900"),
+        (["--cluster", "h800x2", "--planner.hardware=h100"], "give one of the two"),
+        (["--png", "/nowhere/at/all.png"], "/nowhere/at does not exist"),
+        (["--schedule", "ZBV", "--model.encoder.num_segments=3", "--picture-side", "112"], "num_segments = 3"),
+    ],
+)
+def test_bad_input_ends_with_one_line(capsys, words, message):
+    assert message in error(capsys, *words)
+
+
+def question(*overrides: str, **changes) -> Question:
+    settings = {"schedules": ("interleave",), "num_iterations": 2, "picture_side": 112}
+    return Question(config=config.load("debug_vlm.toml", overrides), **(settings | changes))
+
+
+def t2v_question(*overrides: str, **changes) -> Question:
+    settings = {"schedules": ("interleave",), "num_iterations": 2}
+    overrides = ("training.global_batch_size=4", "planner.hardware=h800x16", *overrides)
+    return Question(config=config.load("t2v_s.toml", overrides), **(settings | changes))
+
+
+def test_mfu_is_model_flops_over_what_the_ranks_of_a_replica_could_do():
+    report = simulate_job(question("planner.hardware=a40x2"))
+    (answer,) = report.answers
+    assert report.machine.peak_flops is not None
+    seconds = sum(step.iteration_s for step in answer.iterations)
+    flops = sum(step.flops for step in answer.iterations)
+    found = to_json(report)["schedules"][0]["mfu"]
+    assert found == pytest.approx(flops / (seconds * 2 * report.machine.peak_flops))
+
+
+def test_a_schedule_that_ignores_memory_limits_is_told_so():
+    report = simulate_job(question("planner.activation_memory_gib=2.0", schedules=("1F1B", "interleave")))
+    notes = [note for note in report.notes if "activation_memory_gib" in note]
+    assert notes == ["1F1B bounds activations by its own rule; planner.activation_memory_gib is left out"]
+    job, _ = with_schedule(report.question.config, "interleave")
+    assert job.planner.activation_memory_gib == 2.0
+
+
+def test_a_schedule_without_a_plan_is_an_answer(capsys):
+    words = ["--schedule", "interleave,1F1B", "--planner.activation_memory_gib=0.001"]
+    assert main([*DEBUG, *words]) == 1
+    out = capsys.readouterr().out
+    assert "interleave: NO PLAN: iteration 0: " in out
+    assert "\n1F1B " in out
+
+
+def test_too_much_memory_is_said():
+    report = simulate_job(question("planner.hardware=a40x2"))
+    assert "OUT OF MEMORY" not in table(report)
+    object.__setattr__(report.machine, "memory_bytes", 1e6)
+    rank, peak = report.answers[0].fullest
+    assert f"OUT OF MEMORY: pp_rank {rank} needs {peak / 2**30:.3g} GiB" in table(report)
+    assert to_json(report)["schedules"][0]["fits"] is False
+
+
+def test_replicas_that_are_left_out_are_said():
+    asked = question("parallelism.data_parallel_shard_degree=4", num_replicas=3)
+    assert asked.simulated_replicas == 3
+    assert any(note.startswith("3 of 4 data-parallel replicas") for note in simulate_job(asked).notes)
+    assert not any("replicas" in note for note in simulate_job(question()).notes)
+
+
+def test_all_schedules_read_the_same_batches():
+    report = simulate_job(question(schedules=("1F1B", "GPipe")))
+    one, other = report.answers
+    assert [step.num_images for step in one.iterations] == [step.num_images for step in other.iterations]
+    assert [step.flops for step in one.iterations] == [step.flops for step in other.iterations]
+
+
+def test_the_fullest_rank_is_that_of_any_iteration():
+    (answer,) = simulate_job(question()).answers
+    assert isinstance(answer, Answer)
+    rank, peak = answer.fullest
+    assert peak == max(value for step in answer.iterations for value in step.peak_bytes)
+    assert any(step.peak_bytes[rank] == peak for step in answer.iterations)
+
+
+def test_no_question_has_impossible_numbers():
+    with pytest.raises(ConfigError, match="num_iterations = 0; it is at least 1"):
+        question(num_iterations=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("vlm_s", "vlm_m", "vlm_l", "vlm_xl_8k", "vlm_xl_16k"),
+        *("t2v_s", "t2v_l", "t2v_xl_3k", "t2v_xl_6k"),
+    ],
+)
+def test_the_command_in_each_papers_config_works(name, capsys):
+    text = (ROOT / "configs" / f"{name}.toml").read_text()
+    program, *words = text.splitlines()[0].removeprefix("# ").split()
+    assert program == "mmtrain"
+    words[words.index("--iterations") + 1] = "1"
+    dp = config.load(f"{name}.toml").parallelism.mesh_shape.dp
+    words += [f"--training.global_batch_size={max(2, dp)}"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "OUT OF MEMORY" not in out
+    assert [line.split()[0] for line in out.splitlines()[5:8]] == ["1F1B", "Interleaved1F1B", "interleave"]
+
+
+def test_torch_is_never_loaded():
+    script = (
+        "import sys\n"
+        "from mmtrain.commands.cli import main\n"
+        f"status = main({[*DEBUG, '--cluster', 'a40x2']!r})\n"
+        "print(status, [m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []"
+
+
+def test_a_job_with_the_planner_has_its_searched_plans_too(capsys):
+    assert main([*DEBUG, "--json"]) == 0
+    first = capsys.readouterr().out
+    named, searched = json.loads(first)["schedules"]
+    assert (named["schedule"], searched["schedule"]) == ("interleave", "searched")
+    assert searched["iteration_s"] < named["iteration_s"]
+    pairs = zip(named["iterations"], searched["iterations"], strict=True)
+    assert all(found["pipeline_s"] <= fixed["pipeline_s"] for fixed, found in pairs)
+    assert main([*DEBUG, "--json"]) == 0
+    assert capsys.readouterr().out == first
+    assert main([*DEBUG, "--planner.enable=false", "--schedule", "searched", "--evaluations", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[5].startswith("searched ")
+    assert "note: searched: the planner tries 3 plans for each iteration (--evaluations)" in out
+
+
+def test_a_search_chooses_memory_where_a_schedule_alone_has_no_plan():
+    asked = question("planner.memory_limit=16MiB", schedules=("interleave", "searched"), num_iterations=1)
+    named, searched = simulate_job(asked).answers
+    assert named.problem and not searched.problem
+
+
+def test_a_search_without_a_limit_gets_one_where_the_device_is_known(capsys):
+    words = [*DEBUG, "--schedule", "searched", "--evaluations", "5"]
+    assert main([*words, "--cluster", "a40x2"]) == 0
+    assert 'note: searched: planner.memory_limit = "90%", as the job sets none' in capsys.readouterr().out
+    for more in ([], ["--cluster", "a40x2", "--planner.memory_limit=2GiB"]):
+        assert main([*words, *more]) == 0
+        assert "as the job sets none" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("enable", ["true", "false"])
+def test_a_planner_that_is_left_out_is_said(enable):
+    notes = simulate_job(question(f"planner.enable={enable}")).notes
+    assert any(note.startswith("planner.enable is left out") for note in notes) is (enable == "true")
+
+
+# ------------------------------------------------------------------------------------- text to video
+
+
+def test_a_text_to_video_job_reads_clips(capsys):
+    words = [
+        "simulate",
+        "--config",
+        "t2v_s.toml",
+        "--cluster",
+        "h800x16",
+        "--iterations",
+        "2",
+        "--schedule",
+        "interleave",
+    ]
+    words += ["--training.global_batch_size=4"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "workload video_captions, seed 0: 2 iterations of 4 microbatches, " in out
+    assert " clips a microbatch\n" in out
+    assert "note: latents count as given: no VAE runs here" in out
+    assert main([*words, "--json", "--workload", "video_captions"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["workload"] == "video_captions"
+    assert len(found["clips_per_microbatch"]) == 2
+    assert all(1 <= count <= 8 for count in found["clips_per_microbatch"])
+
+
+def test_larger_clips_take_longer_than_in_proportion():
+    small, large = (simulate_job(t2v_question(picture_side=side)).answers[0] for side in (128, 256))
+    assert large.mean("flops") > 4 * small.mean("flops")  # four times the tokens, and more pairs each
+    assert large.mean("iteration_s") > 3 * small.mean("iteration_s")
+
+
+def test_a_frozen_text_encoder_has_no_backward():
+    both, frozen = (simulate_job(t2v_question(*more)).answers[0] for more in ((), ("model.language.trainable=false",)))
+    assert frozen.mean("flops") < both.mean("flops")
+    assert frozen.mean("iteration_s") < both.mean("iteration_s")
+
+
+VAE = 'model.vae.config={model_type = "autoencoder_kl_wan"}'
+
+
+def test_a_vae_fills_its_rank_unless_the_partition_is_mixed():
+    open_cut = ("model.dit.num_segments=0", "model.language.num_segments=0", "planner.partition=mixed-latency")
+    reports = [simulate_job(t2v_question(*more)) for more in ((), (VAE,), (VAE, *open_cut))]
+    assert ["latents count as given: no VAE runs here" in report.notes for report in reports] == [True, False, False]
+    plain, apart, mixed = (report.answers[0] for report in reports)
+    assert not apart.problem and not mixed.problem
+    assert apart.mean("flops") > 1.1 * plain.mean("flops")
+    assert plain.mean("iteration_s") < mixed.mean("iteration_s") < apart.mean("iteration_s")
+    assert apart.mean("bubble") > mixed.mean("bubble")
+
+
+@pytest.mark.parametrize("partition", ["dip", "mixed-parameters", "mixed-latency"])
+def test_text_to_video_models_can_be_cut_in_every_way(partition):
+    ways = ("model.dit.num_segments=0", "model.language.num_segments=0", f"planner.partition={partition}")
+    (answer,) = simulate_job(t2v_question(*ways)).answers
+    assert not answer.problem
+    assert answer.mean("iteration_s") > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workload", "mix"], "workload 'mix' does not go with a model that reads prompts and video clips"),
+        (["--picture-side", "8"], "clips of 8 x 8 pixels and 16 s have [64, 0, 0] patches"),
+        (["--picture-side", "16400"], "the DiT takes 1 to 1024"),
+        (["--parallelism.tensor_parallel_degree=8", "--parallelism.pipeline_parallel_degree=2"], "model.dit: num_att"),
+    ],
+)
+def test_bad_input_of_a_text_to_video_job_ends_with_one_line(capsys, words, message):
+    assert main(["simulate", "--config", "t2v_s.toml", "--cluster", "h800x16", *words]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+
+
+def test_clips_are_not_for_other_models(capsys):
+    assert "'video_captions' does not go with a model that reads no video clips" in error(
+        capsys, "--workload", "video_captions", "--picture-side", "112"
+    )
+
+
+def test_a_problem_of_a_text_to_video_job_is_planned(tmp_path, capsys):
+    from mmtrain.planner.forecast.workloads import Bins, draw
+    from mmtrain.planner.iteration import IterationPlanner
+
+    job = t2v_question("training.global_batch_size=6").config
+    planner = IterationPlanner.of(job)
+    batching, problem = planner.problem(draw("video_captions", Bins.of(job), seed=0, iteration=0), searched=True)
+    problem.write(tmp_path / "problem.json")
+    out = tmp_path / "plan.json"
+    assert main(["plan", str(tmp_path / "problem.json"), "--out", str(out), "--budget-evaluations", "50"]) == 0
+    assert main(["check", str(tmp_path / "problem.json"), str(out)]) == 0
+    actions = {(a["op"], a["stage"], a["work"]) for order in json.loads(out.read_text())["orders"] for a in order}
+    dit = [s.index for s in planner.partition.of_module("dit")]
+    works = [w for w, work in enumerate(batching.works) if batching.modules[work.module] == "dit"]
+    assert {("F", stage, work) for stage in dit for work in works} <= actions
+    assert "makespan" in capsys.readouterr().out

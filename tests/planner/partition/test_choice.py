@@ -1,0 +1,453 @@
+import itertools
+import math
+import os
+import subprocess
+import sys
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+
+from mmtrain.config import config
+from mmtrain.config.config import Config
+from mmtrain.errors import ConfigError
+from mmtrain.planner.forecast.typical_iterations import TypicalIterations
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.memory.limit import MemoryRule
+from mmtrain.planner.partition.choice import (
+    CHAIN_WORTH,
+    FINALISTS,
+    WORTH,
+    Cut,
+    best_cut,
+    choose_partition,
+    partition_of,
+)
+from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.spec.builders import model_spec
+
+TEXT = """
+[model.language]
+config = { model_type = "llama", hidden_size = 32, intermediate_size = 64, num_hidden_layers = 10, num_attention_heads = 4, num_key_value_heads = 4, vocab_size = 64 }
+[data]
+source = "somewhere"
+[training]
+steps = 1
+seq_len = 512
+global_batch_size = 4
+[parallelism]
+pipeline_parallel_degree = 2
+[planner]
+flops_per_s = 1e10
+"""  # noqa: E501
+VISION = """
+[model.encoder]
+config = { model_type = "qwen2_vl_vision", depth = 10, embed_dim = 32, hidden_size = 32, num_heads = 4, mlp_ratio = 2, patch_size = 14, spatial_merge_size = 2 }
+"""  # noqa: E501
+WHISPER = """
+[model.encoder]
+config = { model_type = "whisper_encoder", d_model = 32, encoder_ffn_dim = 64, encoder_layers = 6, encoder_attention_heads = 4, num_mel_bins = 10, max_source_positions = 12 }
+"""  # noqa: E501
+VAE = 'model.vae.config={ model_type = "autoencoder_kl_wan" }'
+
+
+@pytest.fixture
+def job(tmp_path):
+    def build(*overrides: str, text: str = TEXT + VISION) -> Config:
+        path = tmp_path / "job.toml"
+        path.write_text(text)
+        return config.load(path, overrides)
+
+    return build
+
+
+def segments(job: Config) -> dict[str, int]:
+    parts = partition_of(job, model_spec(job.model, dtype_bytes=4))
+    return {m.name: len(m.stages) // parts.num_ranks for m in parts.modules}
+
+
+# ------------------------------------------------------------------------------------------- the rule
+
+
+def chain(passes: int) -> Cut:
+    return Cut((passes,), is_chain=True)
+
+
+def test_each_segment_more_has_to_pay_for_itself() -> None:
+    quick = {Cut((1, 1)): 10.0, Cut((1, 2)): 9.0, Cut((2, 1)): 9.5, Cut((2, 2)): 8.97}
+    found = best_cut(list(quick), quick.__getitem__, quick.__getitem__)
+    # 9.0 x 1.015 = 9.135 is less than 8.97 x 1.02 = 9.149
+    assert WORTH == 0.005
+    assert found is not None
+    assert found.best == Cut((1, 2))
+    assert found.finalists == ((Cut((1, 2)), 9.0), (Cut((2, 1)), 9.5), (Cut((2, 2)), 8.97))
+    assert found.num_tried == 4
+
+
+@pytest.mark.parametrize(("seconds", "wins"), [(9.76, False), (9.74, True)])
+def test_a_chain_has_to_save_more(seconds: float, wins: bool) -> None:
+    times = {Cut((1, 1)): 10.0, chain(1): seconds}
+    found = best_cut(list(times), times.__getitem__, times.__getitem__)
+    # 10.0 x 1.01 = 10.1 is 9.758 x 1.035
+    assert CHAIN_WORTH == 0.03
+    assert found is not None
+    assert found.best == (chain(1) if wins else Cut((1, 1)))
+
+
+def test_finalists_are_decided_by_the_longer_look() -> None:
+    quick = {Cut((1,)): 4.0, Cut((2,)): 3.0, Cut((3,)): 2.0, Cut((4,)): 1.0}
+    found = best_cut(list(quick), quick.__getitem__, lambda c: 1.0)
+    assert found is not None
+    assert len(found.finalists) == FINALISTS
+    assert found.best == Cut((2,))  # equal in full, and (1,) had not come so far
+
+
+def test_chains_take_no_place_from_separated_modules() -> None:
+    quick = {Cut((4,)): 4.0, Cut((3,)): 3.0, Cut((2,)): 2.0, Cut((1,)): 1.9, chain(1): 1.0, chain(2): 3.5}
+    found = best_cut(list(quick), quick.__getitem__, lambda c: 1.0)
+    assert found is not None
+    # The second chain is not among the first three of all.
+    assert [cut for cut, _ in found.finalists] == [Cut((1,)), Cut((2,)), Cut((3,)), chain(1)]
+    assert found.best == Cut((1,))
+
+
+def test_ties_go_to_fewer_segments_of_the_first_modules() -> None:
+    cuts = [Cut((2, 1)), Cut((1, 2)), Cut((1, 1))]
+    found = best_cut(cuts, lambda c: 1.0 if c != Cut((1, 1)) else 9.0, lambda c: 1.0)
+    assert found is not None
+    assert found.best == Cut((1, 1))
+    found = best_cut(cuts[:2], lambda c: 1.0, lambda c: 1.0)
+    assert found is not None
+    assert found.best == Cut((1, 2))
+
+
+def test_candidates_without_a_plan_are_left_out() -> None:
+    cuts = [Cut((1,)), Cut((2,))]
+    found = best_cut(cuts, lambda c: math.inf if c == cuts[0] else 1.0, lambda c: 2.0)
+    assert found is not None
+    assert found.best == cuts[1]
+    assert best_cut(cuts, lambda c: 1.0, lambda c: math.inf) is None
+
+
+# ----------------------------------------------------------------------------------------- the search
+
+
+def test_search_finds_the_best_of_all_candidates(job) -> None:
+    chosen = job()  # four microbatches on two ranks: the first look is at whole iterations
+    planner = IterationPlanner.of(chosen)
+    typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+    scores = {}
+    for k in range(1, 5):
+        for other in range(1, 5):
+            keys = (f"model.encoder.num_segments={k}", f"model.language.num_segments={other}")
+            parts = partition_of(job(*keys), planner.spec)
+            scores[k, other] = typical.seconds(parts) * (1 + WORTH * (k + other))
+    found = segments(chosen)
+    assert scores[found["vision"], found["language"]] == min(scores.values())
+    assert "16 tried" in planner.partition_words
+    assert f"vision {found['vision']}, language {found['language']} segments" in planner.partition_words
+
+
+def test_search_beats_the_papers_rule_where_one_pass_leaves_a_bubble(job) -> None:
+    rule, searched = job("planner.partition=dip", text=TEXT), job(text=TEXT)
+    assert segments(rule) == {"language": 1}  # the fastest module has one segment, whatever the number of ranks
+    spec = model_spec(rule.model, dtype_bytes=4)
+    planner = IterationPlanner.of(searched)
+    typical = TypicalIterations.draw(searched, spec, planner.costs, 0)
+    assert segments(searched)["language"] > 1
+    # A bubble of (P - 1) / (V m) of the work becomes shorter with V: 1.25 with V = 1, at most 1.13 with V = 2.
+    assert typical.seconds(planner.partition) < 0.93 * typical.seconds(partition_of(rule, spec))
+
+
+def test_segments_that_are_shorter_than_their_messages_do_not_pay(job) -> None:
+    assert segments(job(text=TEXT))["language"] > 1
+    assert segments(job("planner.p2p_latency_s=1.0", text=TEXT)) == {"language": 1}
+
+
+def test_the_planners_search_can_judge_candidates(job) -> None:
+    found = segments(job("planner.enable=true", text=TEXT))
+    assert found == segments(job("planner.enable=true", text=TEXT))
+    assert found["language"] > 1
+
+
+def test_a_short_job_is_cut_without_the_kernels_of_the_search(job, tmp_path) -> None:
+    """They take 10 s to compile on a machine that never ran them, more than hundreds of steps of such a job."""
+    for flops_per_s, is_short in ((1e10, True), (1e7, False)):
+        chosen = job("planner.enable=true", f"planner.flops_per_s={flops_per_s}")
+        planner = IterationPlanner.of(chosen)
+        typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+        assert typical.is_short is is_short
+    script = "import sys; from mmtrain import config; from mmtrain.planner.iteration import IterationPlanner as I\n"
+    script += "print(I.of(config.load(sys.argv[1], sys.argv[2:])).partition_words[:10])\n"
+    script += "print('numba.np.arraymath' in sys.modules)"  # which the first call of a kernel loads
+    words = [
+        sys.executable,
+        "-c",
+        script,
+        str(tmp_path / "job.toml"),
+        "planner.enable=true",
+        "planner.flops_per_s=1e10",
+    ]
+    root = Path(__file__).resolve().parents[3]
+    answer = subprocess.run(words, capture_output=True, text=True, check=True, cwd=root)
+    assert answer.stdout.split() == ["partition:", "False"]
+
+
+def test_an_iteration_counts_whole_where_part_of_it_is_drawn(job) -> None:
+    chosen = job("training.global_batch_size=4096", "planner.flops_per_s=1e10")
+    planner = IterationPlanner.of(chosen)
+    few, typical = (
+        TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size, most_microbatches=most)
+        for most in (2, 32)
+    )
+    assert (few.shortened, typical.shortened) == (2048, 128)
+    assert not few.is_short and not typical.is_short
+
+
+@pytest.mark.parametrize(
+    ("keys", "module", "count"),
+    [
+        (["model.language.num_segments=3"], "language", 3),
+        (["model.encoder.num_segments=2"], "vision", 2),
+        (["model.language.pipeline_layout=E|t*5|t*3|t*2L"], "language", 2),
+    ],
+)
+def test_what_the_config_gives_is_kept(job, keys: list[str], module: str, count: int) -> None:
+    assert segments(job(*keys))[module] == count
+
+
+def test_nothing_is_searched_where_nothing_is_open(job) -> None:
+    keys = ("model.language.num_segments=3", "model.encoder.num_segments=2")
+    assert IterationPlanner.of(job(*keys)).partition_words == ""
+    assert IterationPlanner.of(job("planner.partition=dip")).partition_words == ""
+    assert segments(job("parallelism.pipeline_parallel_degree=1")) == {"vision": 1, "language": 1}
+    assert segments(job("parallelism.pipeline_parallel_schedule=ZBV")) == {"vision": 2, "language": 2}
+
+
+def test_an_encoder_that_reads_no_pictures_is_cut_by_the_rule(job) -> None:
+    # No workload stands for sound.
+    text = TEXT + WHISPER
+    assert segments(job(text=text)) == segments(job("planner.partition=dip", text=text))
+
+
+def test_a_limit_that_no_plan_keeps_leaves_the_rule(job) -> None:
+    keys = ("planner.activation_memory_gib=1e-7",)
+    assert segments(job(*keys, text=TEXT)) == {"language": 1}
+
+
+def test_the_choice_follows_from_the_config_alone(job, tmp_path) -> None:
+    chosen = job()
+    words = IterationPlanner.of(chosen).partition_words
+    assert IterationPlanner.of(job("debug.seed=7", "data.source=elsewhere")).partition_words == words
+    script = "import sys; from mmtrain import config; from mmtrain.planner.iteration import IterationPlanner as I\n"
+    script += "print(I.of(config.load(sys.argv[1])).partition_words)"
+    for seed in ("1", "2"):  # as on other ranks
+        answer = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / "job.toml")],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).resolve().parents[3],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        assert answer.stdout.strip() == words
+
+
+# ----------------------------------------------------------------------------- chains among the candidates
+
+OPEN = ("model.language.num_segments=0", "model.dit.num_segments=0")
+
+
+def video(*overrides: str) -> Config:
+    """Text to video on hardware whose memory is known; each batch has the named schedule."""
+    return config.load("t2v_s.toml", ["planner.hardware=h800x16", "planner.enable=false", *overrides])
+
+
+def test_a_vae_makes_the_modules_a_chain() -> None:
+    found = IterationPlanner.of(video(VAE, *OPEN))
+    assert found.partition.passes == 1
+    assert "partition: one chain of all modules, 1 on each rank, by search" in found.partition_words
+    assert "chain x 1: " in found.partition_words
+    assert "20 tried" in found.partition_words
+    typical = TypicalIterations.draw(video(VAE), found.spec, found.costs, found.sub_microbatch_size)
+    apart = [
+        partition_of(video(VAE, f"model.language.num_segments={k}", f"model.dit.num_segments={n}"), found.spec)
+        for k, n in itertools.product(range(1, 5), repeat=2)
+    ]
+    assert typical.seconds(found.partition) < 0.9 * min(map(typical.seconds, apart))
+    # Without it the ranks of separated modules have equal work already.
+    assert IterationPlanner.of(video(*OPEN)).partition.passes == 0
+
+
+def test_a_chain_fits_into_a_limit() -> None:
+    limit = "planner.memory_limit=21GiB"
+    with pytest.raises(ConfigError, match=r'memory_limit = "21GiB" leaves pp_rank 0 nothing for activations'):
+        IterationPlanner.of(video(VAE, *OPEN, "planner.partition=mixed-latency", limit))
+    found = IterationPlanner.of(video(VAE, *OPEN, limit))
+    assert found.partition.passes != 1
+    assert "by search" in found.partition_words
+
+
+def test_a_chain_fits_into_the_device() -> None:
+    keys = ("planner.hardware=h800x32", "parallelism.tensor_parallel_degree=4", "planner.enable=false", VAE, *OPEN)
+    found = IterationPlanner.of(config.load("t2v_l.toml", keys))
+    assert found.partition.passes == 2
+    chosen = config.load("t2v_l.toml", [*keys, "planner.partition=mixed-latency"])
+    first = partition_of(chosen, found.spec)
+    assert first.passes == 1
+    typical = TypicalIterations.draw(chosen, found.spec, found.costs, found.sub_microbatch_size)
+    assert typical.seconds(first) < typical.seconds(found.partition)
+    # One rank holds all of the text encoder.
+    assert typical.seconds(first, within=MemoryRule.of_device(chosen)) == math.inf
+
+
+def test_a_chain_fits_as_the_job_is_planned() -> None:
+    # The planner's orders keep a limit, if there is one: the search gives them one.
+    assert IterationPlanner.of(video(VAE, *OPEN, "planner.enable=true")).partition.passes == 1
+    keys = ("parallelism.pipeline_parallel_schedule=GPipe", "activation_checkpoint.mode=none")
+    found = IterationPlanner.of(video(VAE, *OPEN, *keys))
+    assert found.partition.passes == 0
+    assert "20 tried" in found.partition_words
+    assert "inf" not in found.partition_words
+
+
+def test_no_chain_where_the_memory_is_not_known(job) -> None:
+    assert "16 tried" in IterationPlanner.of(job()).partition_words
+    assert "20 tried" in IterationPlanner.of(job("planner.memory_limit=60GiB")).partition_words
+    assert "16 tried" in IterationPlanner.of(job("planner.memory_limit=90%")).partition_words
+    assert "20 tried" in IterationPlanner.of(job("planner.memory_limit=90%", "planner.hardware=h800x2")).partition_words
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_tried"),
+    [
+        (["model.language.num_segments=1"], 4),
+        (["model.dit.num_segments=2"], 4),
+        (["model.language.pipeline_layout=Et*7|t*8|t*8|t*9N"], 4),
+        ([], 20),
+        (["planner.partition=dip"], 0),
+    ],
+)
+def test_a_job_that_cuts_a_module_has_no_chain(keys: list[str], num_tried: int) -> None:
+    words = IterationPlanner.of(video(VAE, *OPEN, *keys)).partition_words
+    assert (f"best of {num_tried} tried" in words) if num_tried else not words
+    assert ("chain" in words) == (num_tried == 20)
+
+
+def test_one_module_is_no_chain(job) -> None:
+    assert "best of 4 tried" in IterationPlanner.of(job("planner.memory_limit=60GiB", text=TEXT)).partition_words
+
+
+def test_modules_of_few_layers_can_still_be_a_chain(job) -> None:
+    keys = ("parallelism.pipeline_parallel_degree=16",)  # 24 layers, 12 of each module
+    with pytest.raises(ConfigError, match=r"has 12 layers .*and each chunk needs a layer"):
+        partition_of(job(*keys), model_spec(job().model, dtype_bytes=4))
+    planner = IterationPlanner.of(job(*keys, "planner.memory_limit=60GiB"))
+    assert planner.partition.passes == 1
+    assert "best of 1 tried: chain x 1" in planner.partition_words
+
+
+@pytest.mark.parametrize("schedule", [name for name, known in CATALOGUE.items() if known.placement == "loop"])
+def test_every_schedule_can_be_tried_on_chains(job, schedule: str) -> None:
+    keys = ("planner.memory_limit=60GiB", "parallelism.pipeline_parallel_degree=16")
+    keys = (*keys, f"parallelism.pipeline_parallel_schedule={schedule}", "planner.enable=true")
+    if CATALOGUE[schedule].least_passes == 1:
+        assert IterationPlanner.of(job(*keys)).partition.passes == 1
+    else:  # 24 layers are too few for two passes
+        with pytest.raises(ConfigError, match="each chunk needs a layer"):
+            IterationPlanner.of(job(*keys))
+
+
+# ---------------------------------------------------------------------------------------------- mixed
+
+
+def test_equal_parameters(job) -> None:
+    chosen = job("planner.partition=mixed-parameters")
+    spec = model_spec(chosen.model, dtype_bytes=4)
+    params = [layer.num_params for module in spec.modules for layer in module.layers]
+    parts = partition_of(chosen, spec)
+    loads = [
+        sum(layer.num_params for s in parts.of_rank(r) for layer in spec.module(s.module).layers[slice(*s.layers)])
+        for r in range(2)
+    ]
+    best = min(max(sum(params[:cut]), sum(params[cut:])) for cut in range(1, len(params)))
+    assert max(loads) == best
+    assert "mixed-parameters" in IterationPlanner.of(chosen).partition_words
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_equal_seconds(job, passes: int) -> None:
+    chosen = job("planner.partition=mixed-latency", f"model.language.num_segments={passes}")
+    planner = IterationPlanner.of(chosen)
+    typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+    of_module = typical.layer_seconds()
+    seconds = [value for module in planner.spec.modules for value in of_module[module.name]]
+    loads = [
+        sum(
+            sum(of_module[s.module][slice(*s.layers)])
+            for s in planner.partition.stages
+            if (s.pp_rank, s.segment) == (r, p)
+        )
+        for p in range(passes)
+        for r in range(2)
+    ]
+    cuts = combinations(range(1, len(seconds)), 2 * passes - 1)
+    best = min(max(sum(seconds[a:b]) for a, b in pairwise([0, *cut, len(seconds)])) for cut in cuts)
+    assert max(loads) == pytest.approx(best)
+
+
+def test_seconds_of_layers_are_those_that_planning_counts(job) -> None:
+    for frozen in ("false", "true"):
+        chosen = job(
+            f"model.encoder.trainable={frozen}", "planner.partition=dip", "activation_checkpoint.mode=full",
+        )  # fmt: skip
+        planner = IterationPlanner.of(chosen)
+        typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+        total = sum(map(sum, typical.layer_seconds().values()))
+        from mmtrain.planner.problem import make_problem
+
+        counted = 0.0
+        for batching in typical.batchings:
+            problem = make_problem(
+                planner.spec, planner.partition, batching, planner.costs, chosen.planner,
+                memory=planner.memory,
+            )  # fmt: skip
+            for stage, work in problem.graph.nodes():
+                option = problem.options(stage, work)[0]
+                counted += option.forward_s + option.backward_input_s + option.backward_weight_s
+        assert total == pytest.approx(counted, rel=1e-4)
+
+
+def test_passes_of_a_mixed_chain_follow_the_schedule(job) -> None:
+    keys = ("planner.partition=mixed-latency", "parallelism.pipeline_parallel_schedule=Interleaved1F1B")
+    parts = partition_of(job(*keys), model_spec(job(*keys).model, dtype_bytes=4))
+    assert {stage.segment for stage in parts.stages} == {0, 1}
+    with pytest.raises(ConfigError, match=r'"Interleaved1F1B" needs at least 2 chunks on .*num_segments = 1 makes 1'):
+        segments(job(*keys, "model.language.num_segments=1"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["model.encoder.num_segments=1"], r"one chain, but model\.encoder\.num_segments = 1 cuts a module by itself"),
+        (["model.language.pipeline_layout=Et*9|tL"], r"but model\.language\.pipeline_layout = 'Et\*9\|tL' cuts"),
+        (["model.encoder.pipeline_layout=Et*9|tNP"], r"but model\.encoder\.pipeline_layout"),
+        (["parallelism.pipeline_parallel_schedule=V-half"], r'"V-half" wants each module down the ranks'),
+        (["model.language.num_segments=40"], r"2 x 40 passes .* = 80 chunks, but all modules together have 24 layers"),
+    ],
+)
+def test_mixed_partitions_that_are_refused(job, keys: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        segments(job("planner.partition=mixed-latency", *keys))
+
+
+def test_equal_seconds_need_pictures(job) -> None:
+    with pytest.raises(ConfigError, match=r'"mixed-latency" needs the times of typical pictures'):
+        segments(job("planner.partition=mixed-latency", text=TEXT + WHISPER))
+
+
+def test_costs_are_those_of_the_chosen_partition(job) -> None:
+    chosen = job()
+    planner = IterationPlanner.of(chosen)
+    choice = choose_partition(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
+    assert choice.partition == planner.partition

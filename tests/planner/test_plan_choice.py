@@ -1,0 +1,107 @@
+import pytest
+
+from mmtrain.config import config
+from mmtrain.config.config import PlannerConfig
+from mmtrain.errors import PlanError
+from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.plan import PlanResult, make_plan
+from mmtrain.planner.plan_choice import (
+    choose_plan,
+    may_split,
+    search_options,
+    search_seed,
+    search_threads,
+    show_switches,
+)
+from mmtrain.planner.search.search import search
+from mmtrain.schedule.plan import Plan
+from tests.schedule.problems import two_modules
+
+PROBLEM = two_modules(2, [1, 0, 2])
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores", "ranks", "threads"),
+    [(0, 128, 8, 8), (0, 2, 2, 1), (0, 1, 1, 1), (0, 16, 1, 8), (0, 7, 1, 3), (5, 2, 2, 5)],
+)
+def test_ranks_share_half_of_the_cores(asked, cores, ranks, threads):
+    assert search_threads(asked, cores, ranks) == threads
+
+
+def test_each_step_and_searcher_has_a_seed_that_is_the_same_next_time():
+    seeds = {search_seed(job, step, member) for job in range(3) for step in range(50) for member in range(4)}
+    assert len(seeds) == 600
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert search_seed(3, 7, 1) == 749222
+
+
+def test_searchers_share_the_evaluations_and_not_the_seconds():
+    section = PlannerConfig(budget_evaluations=10, budget_s=2.0, split_backward=False, memory=False)
+    options = search_options(section, seed=4, threads=2, num_searchers=4)
+    assert (options.budget_evaluations, options.budget_s, options.seed, options.threads) == (3, 2.0, 4, 2)
+    assert (options.reorder, options.split, options.memory) == (True, False, False)
+    assert search_options(PlannerConfig(budget_evaluations=0), seed=0, threads=1).budget_evaluations == 0
+
+
+def test_nothing_is_searched_where_the_order_is_that_of_a_schedule():
+    first = make_plan(PROBLEM, "1F1B")
+    other = make_plan(PROBLEM, "GPipe")
+    options = search_options(PlannerConfig(), seed=0, threads=1)
+    for interleave, wanted in ((False, first), (True, other)):
+        section = PlannerConfig(enable=True, interleave=interleave)
+        found = choose_plan(PROBLEM, first, section, options, lambda *_, cancelled: other, lambda: False)
+        assert found is wanted
+        assert may_split(section) is interleave
+    assert not may_split(PlannerConfig(enable=True, split_backward=False))
+    assert not may_split(PlannerConfig())
+
+
+def test_a_searched_plan_that_is_longer_than_the_first_one_does_not_run():
+    """The search serves what can start first, and may here neither split nor change the order of microbatches."""
+    problem = two_modules(4, [3, 0, 5, 1])
+    section = PlannerConfig(enable=True, reorder=False, split_backward=False, budget_evaluations=30)
+    options = search_options(section, seed=7, threads=1)
+    first, searched = make_plan(problem, "1F1B"), search(problem, options)
+    assert first.timeline is not None and searched.timeline is not None
+    assert first.timeline.makespan_s < searched.timeline.makespan_s
+    found = choose_plan(problem, first, section, options, search, lambda: False)
+    assert (found.plan, found.timeline) == (first.plan, first.timeline)
+    assert (found.evaluations, found.seed) == (searched.evaluations, 7)
+
+
+def test_switches_are_one_line():
+    assert show_switches(PlannerConfig(), 1) == "planner: off; partition search, sub-microbatches on"
+    section = PlannerConfig(enable=True, memory=False, budget_s=1.5, distributed=True)
+    assert show_switches(section, 2) == (
+        "planner: on; partition search, sub-microbatches on, interleave on, reorder on, split backward on, memory off; "
+        "anneal, 1000 evaluations or 1.5 s, 2 threads on every rank; patience 60 s"
+    )
+
+
+def test_pictures_of_a_microbatch_can_stay_together():
+    sizes = [
+        IterationPlanner.of(config.load("debug_vlm.toml", [f"planner.sub_microbatch={word}"])).sub_microbatch_size
+        for word in ("true", "false")
+    ]
+    assert sizes == [8, 0]
+
+
+def test_an_iteration_is_planned_in_parts_as_in_one_go():
+    job = config.load("debug_vlm.toml", ["planner.enable=true"])
+    planner = IterationPlanner.of(job)
+    meta = draw("mix", Bins.of(job, 112), seed=0, iteration=0, replica=0)
+    whole = planner.plan(meta)
+    iteration = planner.prepare(meta, searched=True)
+    first = planner.first(iteration)
+    parts = planner.finish(iteration, first)
+    assert parts.program == whole.program
+    assert parts.result.timeline == whole.result.timeline == first.timeline
+    assert first.plan is not None
+    adopted = planner.adopt(iteration, PlanResult(status="improved", message="", plan=first.plan))
+    assert (adopted.program, adopted.result.timeline) == (parts.program, first.timeline)
+    shorter = Plan(first.plan.graph, (first.plan.orders[0], first.plan.orders[1][:-1]))
+    with pytest.raises(PlanError, match=r"the backward of .* must be B"):
+        planner.adopt(iteration, PlanResult(status="improved", message="", plan=shorter))
+    with pytest.raises(PlanError, match="nothing found"):
+        planner.adopt(iteration, PlanResult(status="infeasible", message="nothing found"))

@@ -1,0 +1,151 @@
+from dataclasses import dataclass, replace
+
+import pytest
+
+from mmtrain.config.config import PlannerConfig
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.plane import Plane
+from mmtrain.planner.batching import make_batching
+from mmtrain.planner.costs.cost_model import FlopsCosts, LayerTimes
+from mmtrain.planner.partition.partition import partition
+from mmtrain.planner.problem import LEAST_BACKWARD_S, make_problem
+from mmtrain.schedule.action import Kind
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.spec.spec import ModelSpec, ModuleSpec, Rates, WorkSize
+from tests.planner.specs import META, microbatch, vlm
+
+CONFIG = PlannerConfig(flops_per_s=1e3, p2p_latency_s=0.5, p2p_bytes_per_s=8.0)
+
+
+def problem(
+    spec: ModelSpec, config: PlannerConfig = CONFIG, *, meta: IterationMeta = META, forward_only: bool = False
+) -> PlanningProblem:
+    batching = make_batching(meta, spec)
+    sizes = dict(zip(("vision", "language"), batching.sizes, strict=False))
+    parts = partition(spec, 2, {"vision": 1, "language": 1}, sizes)
+    return make_problem(spec, parts, batching, FlopsCosts.of(config), config, forward_only=forward_only)
+
+
+def test_seconds_and_bytes_come_from_the_layers() -> None:
+    found = problem(vlm())
+    (vision,) = found.options(0, 0)  # two layers of 52 rows
+    assert vision.forward_s == pytest.approx(2 * 52 / 1e3)
+    assert vision.backward_weight_s == pytest.approx(2 * 52 / 1e3)
+    assert vision.backward_input_s == pytest.approx(52 / 1e3)  # the first layer's input needs none
+    assert vision.activation_bytes == 2 * 52 * 4
+    assert vision.weight_bytes == 2 * 52 * 3
+    assert found.output_bytes[0] == (104.0, 104.0)
+    assert found.output_bytes[1] == (46.0, 0.0)
+    assert found.p2p.latency_s == 0.5
+    assert found.memory_limit_bytes == (None, None)
+
+
+def test_memory_limit_is_in_gib() -> None:
+    limited = PlannerConfig(flops_per_s=1e3, activation_memory_gib=2.0)
+    assert problem(vlm(), limited).memory_limit_bytes == (2.0 * 2**30,) * 2
+
+
+def test_frozen_encoder_has_no_backward_and_keeps_one_layer_at_a_time() -> None:
+    found = problem(vlm(frozen_vision=True))
+    assert found.graph.backward == ((False, False), (True, True), (True, True), (False, False), (True, True))
+    (vision,) = found.options(0, 0)
+    assert (vision.backward_input_s, vision.backward_weight_s) == (0.0, 0.0)
+    assert vision.activation_bytes == 52 * 4
+
+
+def test_frozen_language_model_has_a_backward_only_where_pictures_come_before_it() -> None:
+    found = problem(vlm(frozen_language=True))
+    assert [row[0] for row in found.graph.backward] == [True, True, False, True, True]
+    (language,) = found.options(3, 1)
+    assert language.backward_input_s > 0
+    assert language.backward_weight_s == LEAST_BACKWARD_S
+    assert language.weight_bytes == 0
+
+
+def test_stage_without_flops_still_has_its_backward() -> None:
+    spec = vlm(2, 2)  # stage 2 is the embedding alone
+    found = problem(spec)
+    (embedding,) = found.options(2, 2)
+    assert embedding.forward_s == 0
+    assert embedding.has_backward
+
+
+def test_weight_gradients_of_a_layer_without_linear_layers_are_in_the_first_half() -> None:
+    spec = vlm()
+    vision, language = spec.modules
+    first = replace(vision.layers[0], linear_bytes=Rates())  # as a convolution of patches
+    found = problem(ModelSpec(modules=(replace(vision, layers=(first, *vision.layers[1:])), language)))
+    (stage,), (linear,) = found.options(0, 0), problem(spec).options(0, 0)
+    assert stage.backward_weight_s == pytest.approx(52 / 1e3)  # the second layer's
+    assert stage.backward_input_s == pytest.approx(linear.backward_input_s + 52 / 1e3)
+    assert stage.weight_bytes == 52 * 3
+
+
+def test_forward_only_has_no_backward_at_all() -> None:
+    found = problem(vlm(), forward_only=True)
+    assert not found.graph.has_any_backward
+    assert found.options(0, 0)[0].forward_s == problem(vlm()).options(0, 0)[0].forward_s
+
+
+def test_bytes_are_those_of_the_rank_with_most_patches() -> None:
+    spec, meta = vlm(), IterationMeta(microbatches=(microbatch(0, [(8, 8), (4, 4)]),))
+    batching = make_batching(meta, spec)
+    parts = partition(
+        spec, 2, {"vision": 1, "language": 1}, dict(zip(("vision", "language"), batching.sizes, strict=True))
+    )
+    found = {
+        cp: make_problem(spec, parts, batching, FlopsCosts.of(CONFIG, shares=cp), CONFIG, plane=Plane(cp=cp))
+        for cp in (1, 2)
+    }
+    vision, language = 0, 1
+    for work, share in ((vision, 64 / 80), (language, 1 / 2)):
+        stage = parts.of_module(batching.modules[work])[0].index
+        (whole,), (mine,) = (found[cp].options(stage, work) for cp in (1, 2))
+        for name in ("activation_bytes", "weight_bytes"):
+            assert getattr(mine, name) == pytest.approx(share * getattr(whole, name)), name
+        assert found[2].output_bytes[work][0] == pytest.approx(share * found[1].output_bytes[work][0])
+
+
+def test_equal_works_share_an_option_list() -> None:
+    twice = IterationMeta(microbatches=(microbatch(1, [(4, 4)]), microbatch(2, [(4, 4)])))
+    found = problem(vlm(), meta=twice)
+    assert found.cost_index == ((0, 1), (2, 3), (0, 1), (2, 3))
+
+
+@dataclass(frozen=True)
+class Fixed(FlopsCosts):
+    """Every action costs seconds of its own."""
+
+    def action_s(self, kind: Kind) -> float:
+        return {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 4.0, Kind.W: 8.0}[kind]
+
+
+@pytest.mark.parametrize(("splits", "inside", "later"), [(False, 2.0, 0.0), (True, 4.0, 8.0)])
+def test_actions_have_a_fixed_part(splits: bool, inside: float, later: float) -> None:
+    spec, batching = vlm(), make_batching(META, vlm())
+    sizes = dict(zip(("vision", "language"), batching.sizes, strict=False))
+    parts = partition(spec, 2, {"vision": 1, "language": 1}, sizes)
+    plain = FlopsCosts.of(CONFIG)
+    free = make_problem(spec, parts, batching, plain, CONFIG).options(0, 0)[0]
+    fixed_costs = Fixed(flops_per_s=plain.flops_per_s, p2p=plain.p2p)
+    paid = make_problem(spec, parts, batching, fixed_costs, CONFIG, splits_backward=splits).options(0, 0)[0]
+    assert paid.forward_s - free.forward_s == pytest.approx(1.0)
+    assert paid.backward_input_s - free.backward_input_s == pytest.approx(inside)
+    assert paid.backward_weight_s - free.backward_weight_s == pytest.approx(later)
+    assert paid.activation_bytes == free.activation_bytes
+
+
+def test_layers_are_asked_for_once_a_size() -> None:
+    asked: list[tuple[str, int, WorkSize, bool]] = []
+
+    class Counting(FlopsCosts):
+        def layer(self, module: ModuleSpec, index: int, size: WorkSize, *, input_grad: bool) -> LayerTimes:
+            asked.append((module.name, index, size, input_grad))
+            return super().layer(module, index, size, input_grad=input_grad)
+
+    spec = vlm()
+    twice = IterationMeta(microbatches=(microbatch(1, [(4, 4)]), microbatch(2, [(4, 4)])))
+    batching = make_batching(twice, spec)
+    parts = partition(spec, 2, {"vision": 1, "language": 1}, dict(zip(batching.modules, batching.sizes, strict=False)))
+    make_problem(spec, parts, batching, Counting.of(CONFIG), CONFIG)
+    assert len(asked) == len(set(asked)) == 4  # two kinds of vision layer by input_grad, embedding, language layer

@@ -1,0 +1,110 @@
+import pytest
+
+from mmtrain.config.config import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
+from mmtrain.errors import ConfigError
+from mmtrain.spec.shapes import check_patches_split, language_shape, vision_shape
+
+
+def model(encoder=None, language=None, **projector) -> ModelConfig:
+    base = {"model_type": "qwen2", "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return ModelConfig(
+        encoder=EncoderConfig(config=encoder) if encoder else None,
+        language=LanguageConfig(config={**base, **(language or {})}),
+        projector=ProjectorConfig(**projector),
+    )
+
+
+QWEN2_5_VL = {"model_type": "qwen2_5_vl", "hidden_size": 64, "num_heads": 4, "out_hidden_size": 48}
+QWEN2_VL = {"model_type": "qwen2_vl", "embed_dim": 64, "num_heads": 4, "hidden_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (model({**QWEN2_VL, "num_heads": 5}), "width = 64 is not a multiple of number of heads = 5"),
+        (model({**QWEN2_VL, "num_heads": 32}), "embed_dim / num_heads = 2; .*multiple of 4"),
+        (model({**QWEN2_VL, "patch_size": [14, 16]}), "only square sizes are supported"),
+        (
+            model({"model_type": "vit", "image_size": 30}),
+            "image_size = 30 is not a multiple of patch_size = 16",
+        ),
+        (model({"model_type": "vit"}, spatial_merge=3), "makes 14 x 14 patches; choose a divisor of 14"),
+        (model({"model_type": "vit"}, kind="native"), r"\(vit\) has no merger of its own; use \"mlp\""),
+        (model(QWEN2_VL, kind="native", spatial_merge=4), "the merger of model.encoder.config merges 2 x 2"),
+        (model(QWEN2_VL, kind="native", hidden_size=9), 'hidden_size = 9 has no effect with kind = "native"'),
+        (model({**QWEN2_VL, "hidden_size": 40}, kind="native"), "makes 40 columns .* language model has 48"),
+        (model({**QWEN2_5_VL, "num_heads": 32}), "hidden_size / num_heads = 2; .*multiple of 4"),
+        (
+            model({**QWEN2_5_VL, "window_size": 20}),
+            r"window_size = 20 pixels is less than one merged token of .* 2 \* 14",
+        ),
+        (model({**QWEN2_5_VL, "out_hidden_size": 40}, kind="native"), "makes 40 columns .* language model has 48"),
+        (
+            model({"model_type": "whisper"}, spatial_merge=7),
+            r"makes 1500 frames \(max_source_positions\); choose a div",
+        ),
+        (model({"model_type": "whisper", "d_model": 65}), "d_model = 65; sines and cosines of positions need an even"),
+        (model({"model_type": "whisper"}, kind="native"), r"\(whisper_encoder\) has no merger of its own"),
+    ],
+)
+def test_encoders_and_projectors_that_do_not_fit(config, message):
+    with pytest.raises(ConfigError, match=message):
+        vision_shape(config)
+
+
+@pytest.mark.parametrize(
+    ("language", "message"),
+    [
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
+        ({"hidden_size": 50}, "hidden_size = 50 is not a multiple of num_attention_heads = 4"),
+        ({"head_dim": 7}, "the width of a head is 7"),
+    ],
+)
+def test_language_models_that_do_not_fit(language, message):
+    with pytest.raises(ConfigError, match=message):
+        language_shape(model(language=language))
+
+
+def test_shapes_of_the_tiny_models(tiny):
+    shape = vision_shape(tiny.model("vit"))
+    assert shape.class_token
+    assert shape.fixed_grid == (1, 4, 4)
+    assert shape.merge == 2
+    assert not shape.packed
+    shape = vision_shape(tiny.model("qwen2_vl"))
+    assert shape.packed
+    assert shape.patch_dim == 3 * 2 * 4 * 4
+    assert shape.fixed_grid is None
+    shape = vision_shape(tiny.model("qwen2_5_vl"))
+    assert (shape.window, shape.full_blocks, shape.native_width) == (2, (1,), 24)
+    assert shape.gated_mlp
+    assert shape.rms_norm
+    shape = vision_shape(tiny.model("whisper", projector={"spatial_merge": 3}))
+    assert (shape.fixed_grid, shape.patches_per_token, shape.patch_dim) == ((1, 1, 12), 3, 20)
+    assert not shape.key_bias
+    assert language_shape(tiny.model(None, "llama")).head_dim == 8
+    assert language_shape(tiny.model(None, "qwen2")).head_dim == 6
+
+
+def test_the_side_of_a_window_is_rounded_down_to_merged_tokens():
+    """112 pixels are 8 patches of 14; three of them are one token, and two tokens are one window."""
+    assert vision_shape(model(QWEN2_5_VL)).window == 4
+    assert vision_shape(model(QWEN2_5_VL, spatial_merge=1)).window == 8
+    assert vision_shape(model(QWEN2_5_VL, spatial_merge=3)).window == 2
+
+
+def test_orders_follow_the_windows():
+    shape = vision_shape(model({**QWEN2_5_VL, "window_size": 28}))
+    assert shape.feature_order(((1, 4, 4),)).tolist() == [0, 1, 2, 3]
+    shape = vision_shape(model({**QWEN2_5_VL, "window_size": 56}))
+    assert shape.feature_order(((1, 4, 8),)).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert shape.row_order(((1, 4, 8),))[:12].tolist() == [*range(8), *range(16, 20)]
+    assert vision_shape(model(QWEN2_VL)).row_order(((1, 4, 8),)).tolist() == list(range(32))
+
+
+@pytest.mark.parametrize("encoder", ["siglip", "vit", "whisper"])
+def test_patches_of_a_fixed_size_cannot_be_divided(tiny, encoder):
+    with pytest.raises(ConfigError, match=r'encoder_context_parallel = "patches", but .*; use "images"'):
+        check_patches_split(tiny.model(encoder))
+    check_patches_split(tiny.model("qwen2_5_vl"))
+    check_patches_split(tiny.model(None))
