@@ -78,7 +78,7 @@ class Case:
 
 
 MIXES = {
-    # pictures of each document: (least, most) and sides in patches; text tokens of a document; share of text-only
+    # images of each document: (least, most) and sides in patches; text tokens of a document; share of text-only
     "charts": ((1, 2), (10, 16), (20, 60), 0.0),
     "text": ((0, 0), (0, 0), (40, 160), 1.0),
     "mixed": ((1, 3), (8, 16), (20, 80), 0.4),

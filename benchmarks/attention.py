@@ -37,7 +37,7 @@ GPU, CPU = Layer(32, 8, 128, torch.bfloat16), Layer(4, 2, 32, torch.float32)
 
 
 def sequence(total: int, seed: int = 0) -> MicrobatchMeta:
-    """Documents of an eighth to a half of the tokens, each with pictures of 1/64 of all; the last quarter answers."""
+    """Documents of an eighth to a half of the tokens, each with images of 1/64 of all; the last quarter answers."""
     rng = random.Random(seed)
     size = total // 64
     documents = []

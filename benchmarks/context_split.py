@@ -1,7 +1,7 @@
 """python benchmarks/context_split.py
 
 How evenly context-parallel ranks share attention, and what deciding it costs. Packed sequences of 64k tokens with
-pictures, many short documents or few long ones, are split by mirrored pieces (`causal`) and by longest block first
+images, many short documents or few long ones, are split by mirrored pieces (`causal`) and by longest block first
 (`balanced`, blocks of 128). Prints for each mask the CPU time of the split and the largest share of a rank over
 the mean: of attended pairs, of blocks of 128 x 128 pairs that a kernel visits, and of tokens; `by pairs` is
 `balanced` with pairs instead of blocks as the work. Times are medians of the sequences, shares the worst of them.
@@ -23,7 +23,7 @@ SHORT, LONG = (100, 4000), (16000, 60000)
 
 
 def sequence(total: int, lengths: tuple[int, int], seed: int) -> MicrobatchMeta:
-    """Documents of text and pictures of 64 to 4096 tokens, `total` tokens in all; the last quarter is the answer."""
+    """Documents of text and images of 64 to 4096 tokens, `total` tokens in all; the last quarter is the answer."""
     rng = random.Random(seed)
     documents = []
     while total:

@@ -80,7 +80,7 @@ def job(*more: str, folder: str = "", microbatches: int = 6) -> Config:
 
 
 def batch_of(config: Config, number: int) -> IterationMeta:
-    """One iteration of pictures and text of many sizes."""
+    """One iteration of images and text of many sizes."""
     return draw(WORKLOAD, Bins.typical(config), seed=0, iteration=number)
 
 

@@ -4,7 +4,7 @@ Training without any parallelism: mmtrain at one rank, a plain torch loop, and H
 (Hugging Face's ViT and Qwen2 with a projector between them), equal initial weights and equal batches. On a GPU compute
 is in bfloat16 with float32 weights (FSDP2's mixed precision; autocast in the others), on a CPU all is float32.
 
-The plain model is what a user would write: whole pictures through the ViT, packed sequences with the positions of each
+The plain model is what a user would write: whole images through the ViT, packed sequences with the positions of each
 document, for which Hugging Face makes its own masks (`--attention`: flash_attention_2 where it is there, else sdpa),
 and its own loss. mmtrain computes the head on labelled positions alone, attends document by document, and casts weights
 once a step instead of once a microbatch; MFU counts the same operations for all. Each contender runs in a process of
@@ -14,7 +14,7 @@ steps warm up.
 
 Losses of the first step in float32 (on a GPU of a step of the tiny model before all others) must agree to rounding, or
 the run ends: they would not train the same model. Printed: medians over all rounds of the milliseconds of a step,
-tokens a second (of pictures too), MFU, peak memory, and the ratio to the plain loop.
+tokens a second (of images too), MFU, peak memory, and the ratio to the plain loop.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class Size:
     microbatches: int
     sub_microbatch: int
     text: tuple[int, int]
-    """Least and most text tokens of a document; 0 to 3 pictures come with them."""
+    """Least and most text tokens of a document; 0 to 3 images come with them."""
 
 
 SIZES = {
@@ -141,7 +141,7 @@ def job(size: Size, folder: str, *, bfloat16: bool) -> Config:
 
 
 def iteration(config: Config, size: Size, seed: int) -> IterationMeta:
-    """Documents of 0 to 3 pictures and some text, as many as fit into each microbatch."""
+    """Documents of 0 to 3 images and some text, as many as fit into each microbatch."""
     rng = random.Random(seed)
     side = config.model.encoder.config["image_size"] // config.model.encoder.config["patch_size"]
     tokens = (side // config.model.projector.spatial_merge) ** 2
@@ -410,11 +410,11 @@ def report(config: Config, size: Size, device: torch.device, found: dict[str, li
     flops = np.mean([
         sum(of.total for of in planner.flops(planner.plan(meta).batching).values()) for meta in metas
     ])  # fmt: skip
-    tokens, pictures = np.mean([(meta.num_tokens, meta.num_images) for meta in metas], axis=0)
+    tokens, images = np.mean([(meta.num_tokens, meta.num_images) for meta in metas], axis=0)
     peak = peak_flops(config.metrics, device)
     print(
         f"{sum(module.num_params for module in planner.spec.modules):,} parameters; a step of {size.microbatches} "
-        f"microbatches: {tokens:.0f} tokens, {pictures:.0f} pictures, {flops:.3g} model FLOPs; peak "
+        f"microbatches: {tokens:.0f} tokens, {images:.0f} images, {flops:.3g} model FLOPs; peak "
         f"{'not known' if np.isnan(peak) else f'{peak:.3g} FLOP/s'}"
     )
     medians = {name: float(np.median([s for o in outcomes for s in o.seconds])) for name, outcomes in found.items()}

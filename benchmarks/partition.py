@@ -35,7 +35,7 @@ SEED = 1
 
 
 def job_of(name: str, schedule: str, how: str, passes: int) -> Config:
-    """A job with all segments, and the pictures of a vision work, left open."""
+    """A job with all segments, and the images of a vision work, left open."""
     return config.load(
         ROOT / "configs" / f"{name}.toml",
         [

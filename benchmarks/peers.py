@@ -6,7 +6,7 @@ memory limit and the same check of plans. An iteration is its pipeline and the o
 replica, so that nothing is gathered or reduced.
 
 compare    VLM-S, M, L (workload `mix`) and T2V-S, L (`video_captions`): each peer's iterations and ratio to the default
-rise       VLM-S while pictures rise and fall (DIP, figure 8b), 40 iterations: a table, and a chart (--chart FILE)
+rise       VLM-S while images rise and fall (DIP, figure 8b), 40 iterations: a table, and a chart (--chart FILE)
 ablation   VLM-S and T2V-S: the default with one feature off at a time, on a quarter of the iterations
 chains     only if asked for: each model as one chain of all modules cut by time, on a quarter of the iterations
 
@@ -148,16 +148,14 @@ def _show_total(tables: Mapping[Question, Table]) -> None:
 
 
 def _chart(question: Question, table: Table) -> bytes:
-    """Iteration time over iterations, and pictures of a microbatch."""
-    pictures = [meta.num_images / len(meta.microbatches) for meta in batches_of(question)]
+    """Iteration time over iterations, and images of a microbatch."""
+    images = [meta.num_images / len(meta.microbatches) for meta in batches_of(question)]
     shown = {
         peer: [0.0 if math.isnan(value) else value for value in outcome.seconds]
         for peer, outcome in table.items()
         if not any(map(math.isnan, outcome.seconds))
     }
-    return png(
-        shown, title="VLM-S, 64 microbatches: simulated iterations", unit="seconds", backdrop=("pictures", pictures)
-    )
+    return png(shown, title="VLM-S, 64 microbatches: simulated iterations", unit="seconds", backdrop=("images", images))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ the peer leaves it open), v and recomputation are chosen in hindsight, the best 
 those of our library, which tests compare with torch's.
 
 *Separated modules*: Optimus in its coarse form on the segments of the config, with the best memory options for each
-stage and work. DIP on the segments of its rule (for 12 pictures a work, or as many as our rule says: the better on
+stage and work. DIP on the segments of its rule (for 12 images a work, or as many as our rule says: the better on
 the first batches; of T2V those of the config), with sub-microbatches, dual queues, MCTS and memory options, whole
 backwards; "paper's start" orders as if everything were recomputed (DIP, section 5), "our sweep" takes the best of our
 decoders first. Our default is what a user gets with a memory limit: segments and sub-microbatches searched before the
@@ -155,7 +155,7 @@ def job_of(question: Question, *words: str) -> Config:
 
 
 def left_open(question: Question) -> list[str]:
-    """Overrides that leave numbers of segments and pictures of a work to the planner."""
+    """Overrides that leave numbers of segments and images of a work to the planner."""
     if question.model.startswith("t2v"):
         return ["model.language.num_segments=0", "model.dit.num_segments=0"]
     words = ("language.num_segments", "encoder.num_segments", "encoder.sub_microbatch_size")
@@ -370,7 +370,7 @@ def other_outcome(question: Question, peer: str) -> Outcome:
 
 
 def _dip(question: Question, planned: Planned) -> Outcome:
-    """DIP as the config has it, or by its rule on works of as many pictures as ours; the first batches decide."""
+    """DIP as the config has it, or by its rule on works of as many images as ours; the first batches decide."""
     as_given = ("planner.split_backward=false", 'planner.strategy="mcts"')
     choices = [as_given]
     if not question.model.startswith("t2v"):  # prompts take no time, so the rule would cut the DiT block by block

@@ -21,7 +21,7 @@ REPETITIONS = 15
 
 
 def batch() -> IterationMeta:
-    """16 microbatches of 256 tokens with 0 to 6 pictures of 8 x 8 patches."""
+    """16 microbatches of 256 tokens with 0 to 6 images of 8 x 8 patches."""
     microbatches = []
     for m in range(16):
         images = tuple(ImageMeta(sample=m, index=i, grid=(1, 8, 8), num_tokens=16, start=16 * i) for i in range(m % 7))

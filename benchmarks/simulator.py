@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 
 
 def batch(seed: int) -> IterationMeta:
-    """64 microbatches of 8,192 tokens: one document each, with 0 to 24 pictures of 52 x 52 patches, 169 tokens each."""
+    """64 microbatches of 8,192 tokens: one document each, with 0 to 24 images of 52 x 52 patches, 169 tokens each."""
     microbatches = []
     for m in range(64):
         count = (7 * m + 11 * seed) % 25

@@ -41,7 +41,7 @@ Rules between sections:
 - `fsdp_reshard_after_forward = "always"` needs `data_parallel_shard_degree = 1`.
 - `encoder_context_parallel = "patches"` and `encoder_tensor_parallel = "data"` need a degree above 1 on their axis.
 - Keys of `[data]` for clips (`fps`, `source_fps`, `max_seconds`, `max_total_seconds`, `max_clips`, `video_*`) need
-  `[model.dit]`; those for pictures (`image_processor`, `min_pixels`, `max_pixels`, `blank_images`) exclude it.
+  `[model.dit]`; those for images (`image_processor`, `min_pixels`, `max_pixels`, `blank_images`) exclude it.
 - `data.max_seconds` is at most `data.max_total_seconds`.
 - `[model.lora]` needs a module with `trainable = "lora"`.
 - The product of all degrees is the number of processes that the launcher must start.

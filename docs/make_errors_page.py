@@ -135,7 +135,7 @@ GROUPS = (
     Group(
         "Works of a batch",
         ("planner/batching.py", "modality/", "models/", "spec/"),
-        "These prove that every picture, clip and token of a batch is processed exactly once, and that a chunk "
+        "These prove that every image, clip and token of a batch is processed exactly once, and that a chunk "
         "gets the rows that its metadata names. A model of another kind than the data is named with the section to "
         "add; all others are bugs, unless you wrote the data source or the chunk: report them with the config and "
         "the message.",
@@ -258,8 +258,8 @@ NOTES: dict[str, str] = {
         "It is made of characters that the tokenizer drops: write a caption, or leave the record out."
     ),
     "sample {sample}: {error}": "See the second half of the message; it is one of those below.",
-    "frame {place}: {error}": "See the second half of the message. The picture can be opened alone to look at it.",
-    "frame 0: {error}": "See the second half of the message. The picture can be opened alone to look at it.",
+    "frame {place}: {error}": "See the second half of the message. The image can be opened alone to look at it.",
+    "frame 0: {error}": "See the second half of the message. The image can be opened alone to look at it.",
     "frame {place} has": "All frames of a clip have one size: write the record's frames anew.",
     "the content of its latents": "The header is fine, the rest is not: make the file again.",
     "its latents hold values": "Look for overflow in the VAE that made them (in float16?), and make the file again.",
@@ -270,7 +270,7 @@ NOTES: dict[str, str] = {
     "it does not say how many frames": "Write the video again with `ffmpeg -i old.mp4 new.mp4`.",
     "the content of its video": "Cut short or damaged: fetch it again, or leave it out.",
     "its video cannot be opened": "FFmpeg does not know the file, or it is damaged: try `ffprobe` on it.",
-    "picture of {width} x {height}": "A picture without pixels: leave the record out.",
+    "image of {width} x {height}": "An image without pixels: leave the record out.",
     "a data worker died": (
         "Mostly memory: lower `data.num_workers` or `data.prefetch`. `data.num_workers = 0` shows an error of the "
         "worker's own."
@@ -285,15 +285,15 @@ NOTES: dict[str, str] = {
     "data.image_processor = '{processor}' cannot be read": (
         "Name a folder with `preprocessor_config.json`, an id, or leave it empty."
     ),
-    "its content is corrupt": "The picture's header is fine, the rest is not: fetch it again, or leave it out.",
-    "it decodes to": "A damaged file, or one whose format Pillow reads in another way: write the picture anew.",
-    "its {number} bytes are not": "Not a picture, or a format that Pillow does not know: write it as PNG or JPEG.",
+    "its content is corrupt": "The image's header is fine, the rest is not: fetch it again, or leave it out.",
+    "it decodes to": "A damaged file, or one whose format Pillow reads in another way: write the image anew.",
+    "its {number} bytes are not": "Not an image, or a format that Pillow does not know: write it as PNG or JPEG.",
     "{where}: a message has the role": (
         "ShareGPT's `human` is `user`, its `gpt` is `assistant`: [a script](bringing_data.md#from-llavas-form) renames "
         "them. `tool` needs a chat template that knows it."
     ),
     "its header is corrupt": "Fetch the file again, or leave the record out.",
-    "image {index} of sample": "See the second half of the message; it is one of those of pictures.",
+    "image {index} of sample": "See the second half of the message; it is one of those of images.",
     "{where}: the chat template refuses it": (
         "Its words follow. Many templates want user and assistant in turns, and a system message at the beginning only."
     ),
@@ -301,7 +301,7 @@ NOTES: dict[str, str] = {
         "Check that the path exists on every machine; a relative one starts at the folder of the file that names it."
     ),
     "{where}: `messages` is not": 'It is `[{"role": "user", "content": "..."}, ...]`, see [records](data.md#records).',
-    "{where}: it has neither bytes": "A row whose picture is empty: leave the record out, or its `images` away.",
+    "{where}: it has neither bytes": "A row whose image is empty: leave the record out, or its `images` away.",
     "{where}: its base64": "Write the `data:` URL anew.",
     "sample {index} of {path}: not valid JSON": (
         "Each line of a .jsonl file is one JSON object, without line breaks inside."

@@ -1,6 +1,6 @@
 """python docs/make_schedules_page.py
 
-Writes docs/schedules.md and its pictures in docs/pictures/ from the catalogue of schedules: what each one's docstring
+Writes docs/schedules.md and its images in docs/images/ from the catalogue of schedules: what each one's docstring
 says, its formulas of bubble and memory, and what the simulator measures beside them.
 """
 
@@ -32,7 +32,7 @@ INTRODUCTION = """\
 `mmtrain schedule show NAME` draws one, and `mmtrain schedule compare` puts them side by side: on a plain chain, on a
 planning problem in a file, or on a batch of a job's own data.
 
-All of them work for any number of microbatches and any work graph: several modules, microbatches without pictures,
+All of them work for any number of microbatches and any work graph: several modules, microbatches without images,
 frozen stages. What a formula below counts as a microbatch in a stage is then a *pair*, however many sub-microbatches
 it has. A backward is split only where each half has something to do, so a frozen stage keeps `B`.
 
@@ -136,15 +136,15 @@ ON_TWO_MODULES = ("Optimus", "interleave")
 
 
 def make_page() -> tuple[str, dict[str, str]]:
-    """The page, and name -> SVG of its pictures."""
+    """The page, and name -> SVG of its images."""
     costs = " and ".join(", ".join(f"{value:g}" for value in cost) for cost in COSTS)
     lines = [INTRODUCTION % (RANKS, MICROBATCHES, costs)]
     lines += [f"{_row(name)}\n" for name in CATALOGUE]
-    pictures = {}
+    images = {}
     for name in CATALOGUE:
-        pictures[name] = draw.svg(_timeline(name, None), title=f"{name}: {CATALOGUE[name].idea}")
-        lines.append(f"\n## {name}\n\n{_text(name)}\n\n![{name}](pictures/{name}.svg)\n")
-    return "".join(lines), pictures
+        images[name] = draw.svg(_timeline(name, None), title=f"{name}: {CATALOGUE[name].idea}")
+        lines.append(f"\n## {name}\n\n{_text(name)}\n\n![{name}](images/{name}.svg)\n")
+    return "".join(lines), images
 
 
 def _row(name: str) -> str:
@@ -171,7 +171,7 @@ def _pair(wanted: float, measured: float, formula: Formula) -> str:
 
 
 def _text(name: str) -> str:
-    """The docstring without what it says of arguments and errors, and what the picture shows."""
+    """The docstring without what it says of arguments and errors, and what the image shows."""
     lines, wanted = [], True
     for line in (inspect.getdoc(CATALOGUE[name].make) or "").splitlines():
         wanted = (wanted or line.startswith("Source:")) and not line.startswith(("Args:", "Raises:"))
@@ -194,9 +194,9 @@ def _timeline(name: str, cost: tuple[float, float, float] | None) -> Timeline:
 def _two_modules() -> PlanningProblem:
     """Microbatches with 0 to 3 vision works before a language work."""
     works: list[Work] = []
-    for microbatch, pictures in enumerate((1, 0, 2, 1, 3, 0, 1, 2)):
+    for microbatch, images in enumerate((1, 0, 2, 1, 3, 0, 1, 2)):
         first = len(works)
-        works += [Work(module=0, microbatch=microbatch, sub_microbatch=i) for i in range(pictures)]
+        works += [Work(module=0, microbatch=microbatch, sub_microbatch=i) for i in range(images)]
         works.append(Work(module=1, microbatch=microbatch, sub_microbatch=0, after=tuple(range(first, len(works)))))
     costs = [
         Option(name="keep", forward_s=s, backward_input_s=s, backward_weight_s=s, activation_bytes=s)
@@ -218,11 +218,11 @@ def _two_modules() -> PlanningProblem:
 
 
 def main() -> None:
-    page, pictures = make_page()
+    page, images = make_page()
     (DOCS / "schedules.md").write_text(page)
-    (DOCS / "pictures").mkdir(exist_ok=True)
-    for name, text in pictures.items():
-        (DOCS / "pictures" / f"{name}.svg").write_text(text)
+    (DOCS / "images").mkdir(exist_ok=True)
+    for name, text in images.items():
+        (DOCS / "images" / f"{name}.svg").write_text(text)
 
 
 if __name__ == "__main__":

@@ -756,7 +756,7 @@ class Trainer:
         last = step == self.config.training.steps
         if section.timeline_freq and (step % section.timeline_freq == 0 or last):
             files.write_timeline(self.folder / "timelines" / f"step-{step}")
-            self.reporter.picture(step, "timeline", files.picture)
+            self.reporter.image(step, "timeline", files.image)
 
 
 def _seed_everything(seed: int, deterministic: bool) -> None:

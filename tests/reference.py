@@ -122,7 +122,7 @@ def make_clips(model: ModelConfig, counts: list[int], seed: int) -> tuple[Batch,
 
 
 def make_batch(model: ModelConfig, images: list[list[int]], seed: int) -> tuple[Batch, IterationMeta]:
-    """A batch of random documents. Args: images: [microbatch] -> pictures in each of its documents.
+    """A batch of random documents. Args: images: [microbatch] -> images in each of its documents.
 
     For a text-to-video model, clips: as many as documents.
     """
@@ -135,16 +135,16 @@ def make_batch(model: ModelConfig, images: list[list[int]], seed: int) -> tuple[
         start = 0
         for count in counts:
             sample += 1
-            pictures = []
+            metas_of_images = []
             length = rng.randint(5, 12)
-            where = length - 3  # pictures stand before the last three tokens
+            where = length - 3  # images stand before the last three tokens
             for index in range(count):
-                picture, values = _picture(model, sample, index, where, rng, generator)
-                pictures.append(picture)
+                image, values = _image(model, sample, index, where, rng, generator)
+                metas_of_images.append(image)
                 pixels.append(values)
-                slots += range(start + where, start + where + picture.num_tokens)
-                where += picture.num_tokens
-                length += picture.num_tokens
+                slots += range(start + where, start + where + image.num_tokens)
+                where += image.num_tokens
+                length += image.num_tokens
             ids.append(torch.randint(0, VOCAB, (length,), generator=generator))
             label = torch.full((length,), IGNORE_INDEX)
             label[-3:-1] = torch.randint(0, VOCAB, (2,), generator=generator)
@@ -154,7 +154,7 @@ def make_batch(model: ModelConfig, images: list[list[int]], seed: int) -> tuple[
                     sample=sample,
                     num_tokens=length,
                     num_targets=2,
-                    images=tuple(pictures),
+                    images=tuple(metas_of_images),
                     answers=(2,),
                     prefix=length - 2,
                 )
@@ -175,7 +175,7 @@ def make_batch(model: ModelConfig, images: list[list[int]], seed: int) -> tuple[
     return Batch(microbatches=microbatches), IterationMeta(microbatches=tuple(metas))
 
 
-def _picture(
+def _image(
     model: ModelConfig, sample: int, index: int, start: int, rng: random.Random, generator: torch.Generator
 ) -> tuple[ImageMeta, Tensor]:
     assert model.encoder is not None
@@ -189,8 +189,8 @@ def _picture(
     else:
         h = w = 4
         values = torch.randn(1, 3, 16, 16, generator=generator)
-    picture = ImageMeta(sample=sample, index=index, grid=(1, h, w), num_tokens=h * w // merge**2, start=start)
-    return picture, values
+    image = ImageMeta(sample=sample, index=index, grid=(1, h, w), num_tokens=h * w // merge**2, start=start)
+    return image, values
 
 
 def reference_gradients(
@@ -241,7 +241,7 @@ COMM = CommConfig()
 
 
 def with_sub_microbatches(model: ModelConfig, size: int) -> ModelConfig:
-    """The model with vision works of at most `size` pictures."""
+    """The model with vision works of at most `size` images."""
     if model.encoder is None:
         return model
     return dataclasses.replace(model, encoder=dataclasses.replace(model.encoder, sub_microbatch_size=size))

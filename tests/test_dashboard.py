@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.run_page.page import write_page
-from mmtrain.schedule.view.picture import COLOURS
+from mmtrain.schedule.view.drawing import COLOURS
 from tests.browser import BROWSER, DRIVER, MISSING, Browser, browser
 from tests.jobs import layout, metrics, train, write_config
 from tests.ranks import run_ranks
@@ -54,7 +54,7 @@ def test_every_step_has_its_parts(run: Path) -> None:
     assert all(0 <= age < 60 for age in of("plan_age_s"))
 
 
-def test_timelines_are_pictures_and_data(run: Path) -> None:
+def test_timelines_are_images_and_data(run: Path) -> None:
     names = {path.name for path in (run / "timelines").iterdir()}
     assert names == {f"step-{step}.{kind}" for step in (2, 3, 4, 6) for kind in ("svg", "json")}  # 3: once the last
     assert "measured: 2 ranks" in (run / "timelines" / "step-4.svg").read_text()

@@ -70,10 +70,10 @@ def test_the_shapes_of_messages():
     assert shape(ast.parse(source).body[0].value) == "{section}.{name} = '{value}': {number} of {...}; name one"
 
 
-def test_the_page_of_schedules_and_its_pictures_are_up_to_date():
-    page, pictures = script("make_schedules_page").make_page()
+def test_the_page_of_schedules_and_its_images_are_up_to_date():
+    page, images = script("make_schedules_page").make_page()
     assert (DOCS / "schedules.md").read_text() == page, "run python docs/make_schedules_page.py"
-    assert {path.stem: path.read_text() for path in (DOCS / "pictures").glob("*.svg")} == pictures
+    assert {path.stem: path.read_text() for path in (DOCS / "images").glob("*.svg")} == images
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

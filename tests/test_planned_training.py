@@ -51,7 +51,7 @@ NIGHTLY = pytest.mark.nightly
         pytest.param(layout(pp=2), ["planner.sub_microbatch=false"], None, id="searched"),
         pytest.param(layout(pp=2), [], random_search, id="drawn", marks=NIGHTLY),
         pytest.param(layout(pp=2, shard=2), [], random_search, id="replicas"),
-        pytest.param(layout(cp=2), ["planner.distributed=true"], random_search, id="plane"),
+        pytest.param(layout(cp=2), ["planner.distributed=true"], random_search, id="submesh"),
         pytest.param(layout(), [], random_search, id="one process", marks=NIGHTLY),
         pytest.param(layout(pp=2), V, random_search, id="v"),
     ],

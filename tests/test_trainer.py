@@ -129,7 +129,7 @@ def test_a_step_that_is_not_finite_can_be_skipped(job):
 
 
 def with_changed_image(rank, path, overrides, change):
-    """One picture of the batch is lost, doubled or swapped behind the loader's back."""
+    """One image of the batch is lost, doubled or swapped behind the loader's back."""
     from mmtrain.trainer import Trainer
 
     original = Trainer._run
@@ -215,14 +215,14 @@ def test_validation_and_traces(job):
 
 
 @pytest.mark.parametrize("degrees", [layout(cp=2, tp=2), layout(pp=2, cp=2)], ids=["cp2-tp2", "pp2-cp2"])
-def test_validation_counts_the_same_answers_on_every_plane(tmp_path, charts, degrees):
+def test_validation_counts_the_same_answers_on_every_submesh(tmp_path, charts, degrees):
     extra = ["validation.enable=true", "validation.freq=6", "validation.steps=2", "training.steps=2", *SHALLOW]
     run_ranks(train, 4, write_config(tmp_path, charts), [*degrees, *extra])
     single = finished(charts, 1, extra)
     assert metrics(tmp_path, "accuracy") == metrics(single, "accuracy")
-    one, plane = (metrics(folder, "validation_loss") for folder in (single, tmp_path))
+    one, submesh = (metrics(folder, "validation_loss") for folder in (single, tmp_path))
     assert sorted(one) == [0, 2]
-    assert plane == pytest.approx(one, rel=1e-6)
+    assert submesh == pytest.approx(one, rel=1e-6)
 
 
 def test_metrics_count_every_token_and_image_once(tmp_path, charts):

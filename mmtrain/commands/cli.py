@@ -329,7 +329,7 @@ def _charts(args: argparse.Namespace) -> int:
         made = make_charts(args.out, args.num_samples, args.seed, progress=lambda done, total: bar.update(done - bar.n))
     print(
         f"{args.out}: {made.num_train} training and {made.num_validation} validation samples with "
-        f"{made.num_images} pictures, {made.num_bytes / 1e6:.1f} MB"
+        f"{made.num_images} images, {made.num_bytes / 1e6:.1f} MB"
     )
     return 0
 

@@ -117,10 +117,12 @@ def _run(ranks: Sequence[SpawnProcess], signals: Sequence[int]) -> int | None:
         with stops_held():
             for rank in ranks:
                 rank.start()
-        while (running := [rank for rank in ranks if rank.is_alive()]) and time.monotonic() < deadline:
+        running: Sequence[SpawnProcess] = ranks
+        while running and time.monotonic() < deadline:
             multiprocessing.connection.wait([rank.sentinel for rank in running], timeout=1.0)
             for rank in running if signals else ():
                 _send(rank, signals[0])  # again: before the trainer runs, it ends the rank
+            running = [rank for rank in ranks if rank.is_alive()]  # before the look at those that ended
             for index, rank in enumerate(ranks):
                 if first is None and rank.exitcode and -rank.exitcode not in signals:
                     first, deadline = index, time.monotonic() + GRACE_S

@@ -52,7 +52,7 @@ def _profile(args: argparse.Namespace) -> int:
         load_hardware(hardware)  # refuses one that does not exist
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from mmtrain.commands.profiler import profile_job
-    from mmtrain.modality.plane import Plane
+    from mmtrain.modality.submesh import Submesh
     from mmtrain.planner.profile.calibration import calibrate
     from mmtrain.planner.profile.table import table
 
@@ -62,7 +62,7 @@ def _profile(args: argparse.Namespace) -> int:
     if not hardware and profile.machine["device"] == "cpu":
         hardware = "cpu"
     calibration = calibrate(profile, job, spec, hardware) if hardware else None
-    print(f"\n{table(profile, spec, Plane.of(job), calibration)}")
+    print(f"\n{table(profile, spec, Submesh.of(job), calibration)}")
     print(f'{out}: written; set planner.profile = "{out}" to plan with it')
     if args.hardware_out is not None:
         if calibration is None:

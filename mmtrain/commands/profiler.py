@@ -75,32 +75,32 @@ def profile_job(config: Config, *, rounds: int = 3, steps: int = 4, say: Say = p
             "remove it"
         )
     section = config.parallelism
-    plane = section.tensor_parallel_degree * section.context_parallel_degree
-    copies = _copies(section.pipeline_parallel_degree, plane)
+    submesh = section.tensor_parallel_degree * section.context_parallel_degree
+    copies = _copies(section.pipeline_parallel_degree, submesh)
     meta = _everything(config)
     say(
-        f"profile: {len(meta.microbatches)} batches of noise, {rounds} rounds of {steps} steps, {copies} x {plane} "
+        f"profile: {len(meta.microbatches)} batches of noise, {rounds} rounds of {steps} steps, {copies} x {submesh} "
         f"processes; load of this machine before {_load()}"
     )
-    if not torch.cuda.is_available() and plane > (os.cpu_count() or 1):
-        say(f"profile: {plane} ranks share {os.cpu_count()} cores, so they are slower than with a core each")
+    if not torch.cuda.is_available() and submesh > (os.cpu_count() or 1):
+        say(f"profile: {submesh} ranks share {os.cpu_count()} cores, so they are slower than with a core each")
     with tempfile.TemporaryDirectory(prefix="mmtrain-profile-") as folder:
-        found = run_on_ranks(_measure_layers, plane, config, rounds, steps, folder, comm=config.comm, copies=copies)
+        found = run_on_ranks(_measure_layers, submesh, config, rounds, steps, folder, comm=config.comm, copies=copies)
         pairs: list[Samples] = []
         if section.pipeline_parallel_degree > 1 and (not torch.cuda.is_available() or torch.cuda.device_count() > 1):
             say("profile: transfers and ends of steps, 2 processes")
             pairs = run_on_ranks(_measure_pair, 2, config, rounds, steps, folder, comm=config.comm)
     say(f"profile: load of this machine after {_load()}")
-    together = [slowest(found[first : first + plane]) for first in range(0, len(found), plane)]
+    together = [slowest(found[first : first + submesh]) for first in range(0, len(found), submesh)]
     return assemble(config, meta, together, pairs, _machine(copies))
 
 
-def _copies(pp: int, plane: int) -> int:
+def _copies(pp: int, submesh: int) -> int:
     if not torch.cuda.is_available():
-        return max(1, min(pp, (os.cpu_count() or 1) // plane))
-    if torch.cuda.device_count() < plane:
+        return max(1, min(pp, (os.cpu_count() or 1) // submesh))
+    if torch.cuda.device_count() < submesh:
         raise ConfigError(
-            f"profile: {plane} tensor- and context-parallel ranks share a work, but there are "
+            f"profile: {submesh} tensor- and context-parallel ranks share a work, but there are "
             f"{torch.cuda.device_count()} CUDA devices; lower the degrees, or measure on a machine with more"
         )
     return 1

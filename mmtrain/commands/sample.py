@@ -77,7 +77,7 @@ def _sample(args: argparse.Namespace) -> int:
         print(out / file)
     if not made.is_pixels:
         print(
-            f"these are latents [{channels} channels, frames, height, width], no pictures: decode them with the VAE "
+            f"these are latents [{channels} channels, frames, height, width], no images: decode them with the VAE "
             "that made the job's data"
         )
     return 0

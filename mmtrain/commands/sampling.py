@@ -40,7 +40,7 @@ GUIDANCE = 3.0
 _SHEET_FRAMES = 16
 """Frames of one clip on the sheet, at most."""
 _LEAST_SIDE = 96
-"""Pixels of a picture's longer side, at least: smaller clips are enlarged."""
+"""Pixels of an image's longer side, at least: smaller clips are enlarged."""
 
 Progress = Callable[[int, int], None]
 """Told (steps done, steps in all)."""
@@ -91,11 +91,11 @@ class Sampled:
     """Channels, frames, height and width of what was written."""
     guidance: float
     files: tuple[str, ...]
-    """One a clip, the samples of a prompt one after another; then the sheet, if these are pictures and no latents."""
+    """One a clip, the samples of a prompt one after another; then the sheet, if these are images and no latents."""
 
     @property
     def is_pixels(self) -> bool:
-        """Whether the files are pictures; else latents."""
+        """Whether the files are images; else latents."""
         return self.shape[0] == 3
 
 
@@ -347,10 +347,10 @@ def _write(folder: Path, fps: float, wanted: Wanted, clips_NCFHW: Tensor) -> lis
             np.save(folder / files[-1], clip.numpy())
             continue
         files.append(f"{name}.gif")
-        pictures = enlarged(pixels, math.ceil(_LEAST_SIDE / max(pixels.shape[1:3])))
-        save_gif(folder / files[-1], pictures, fps)
-        places = np.linspace(0, len(pictures) - 1, min(len(pictures), _SHEET_FRAMES)).round().astype(int)
-        rows.append((prompt, [pictures[place] for place in places]))
+        images = enlarged(pixels, math.ceil(_LEAST_SIDE / max(pixels.shape[1:3])))
+        save_gif(folder / files[-1], images, fps)
+        places = np.linspace(0, len(images) - 1, min(len(images), _SHEET_FRAMES)).round().astype(int)
+        rows.append((prompt, [images[place] for place in places]))
     if rows:
         files.append("sheet.png")
         sheet(rows).save(folder / files[-1])

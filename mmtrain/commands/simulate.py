@@ -36,7 +36,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--replicas", type=int, default=2, metavar="R", help="data-parallel replicas (default 2)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the workload (default 0)")
     parser.add_argument(
-        "--picture-side", type=int, metavar="PX", help="of every picture (default 728) or video clip (default 256)"
+        "--image-side", type=int, metavar="PX", help="of every image (default 728) or video clip (default 256)"
     )
     parser.add_argument("--json", action="store_true", help="print every iteration as JSON instead of a table")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the first iteration for Perfetto")
@@ -69,7 +69,7 @@ def _simulate(args: argparse.Namespace) -> int:
         num_iterations=args.iterations,
         num_replicas=args.replicas,
         seed=args.seed,
-        picture_side=args.picture_side,
+        image_side=args.image_side,
     )
     total = args.iterations * len(question.schedules)
     with tqdm(total=total, unit="iteration", disable=not sys.stderr.isatty(), leave=False) as bar:

@@ -115,7 +115,7 @@ class LanguageConfig:
     trainable: Trainable = True
     """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]."""
     attention_mask: Literal["causal", "image_bidirectional", "prefix"] = "causal"
-    """Inside of each document: causal; or also both ways inside of each picture; or before the first answer."""
+    """Inside of each document: causal; or also both ways inside of each image; or before the first answer."""
     num_segments: int = 0
     """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says. In a mixed
     partition, chunks of all modules on each rank; 0: as few as the schedule needs."""
@@ -300,7 +300,7 @@ class DataConfig:
     """Largest image or frame before resizing, in pixels; a larger one is a bad sample. Decoding takes about 8 bytes a
     pixel. At most 178956970, where Pillow stops; it warns from half of that on."""
     blank_images: bool = False
-    """Replace the content of every picture by grey: a control that shows what the pictures are worth."""
+    """Replace the content of every image by grey: a control that shows what the images are worth."""
     fps: float = 16.0
     """Frames a second that clips are sampled to; of latents, frames a second that they are."""
     source_fps: float = 0.0
@@ -448,22 +448,22 @@ class ParallelismConfig:
     data_parallel_shard_degree: int = 1
     """Ranks over which FSDP2 shards parameters, gradients and optimizer state."""
     context_parallel_degree: int = 1
-    """Ranks that divide the tokens of each microbatch, and its pictures."""
+    """Ranks that divide the tokens of each microbatch, and its images."""
     context_parallel_split: Literal["causal", "balanced"] = "balanced"
     """Which tokens a rank takes. causal: two mirrored pieces of the sequence. balanced: blocks by unmasked work."""
     context_parallel_block_size: int = 128
     """Tokens of a block of the balanced split."""
     encoder_context_parallel: Literal["images", "patches"] = "images"
-    """images: each context-parallel rank encodes whole pictures. patches: all ranks share each picture's patches
-    (native-resolution encoders), for pictures too large for one rank."""
+    """images: each context-parallel rank encodes whole images. patches: all ranks share each image's patches
+    (native-resolution encoders), for images too large for one rank."""
     tensor_parallel_degree: int = 1
     """Ranks that divide each layer's heads, inner columns and the vocabulary, and between layers the rows."""
     encoder_tensor_parallel: Literal["shard", "data"] = "shard"
     """shard: the encoder's layers are divided like the language model's. data: each tensor-parallel rank holds the
-    whole encoder and encodes its part of the pictures."""
+    whole encoder and encodes its part of the images."""
     fsdp_reshard_after_forward: Literal["step", "always"] = "step"
     """step: parameters are gathered once a step. always: before each use, and freed after it (an encoder only where
-    its ranks share each picture); needs data_parallel_shard_degree = 1, since replicas with different plans cannot
+    its ranks share each image); needs data_parallel_shard_degree = 1, since replicas with different plans cannot
     agree on an order of gathers."""
     pipeline_parallel_degree: int = 1
     """P: pipeline ranks."""
@@ -529,7 +529,7 @@ class PlannerConfig:
     module is slower than the fastest one; mixed-*: one chain of all modules, cut into stages of equal parameters or
     equal time."""
     sub_microbatch: bool = True
-    """Cut the pictures of a microbatch into works of their own size; else they are one work."""
+    """Cut the images of a microbatch into works of their own size; else they are one work."""
     interleave: bool = True
     """Order the works of all modules on each rank by the planner; else the order is that of
     parallelism.pipeline_parallel_schedule, and the planner chooses memory alone."""
@@ -671,7 +671,7 @@ class MetricsConfig:
     trace_freq: int = 0
     """Steps between timelines written as Chrome / Perfetto traces; 0: never."""
     timeline_freq: int = 100
-    """Steps between pictures of the measured beside the planned timeline, in tensorboard and in RUN/timelines, where
+    """Steps between images of the measured beside the planned timeline, in tensorboard and in RUN/timelines, where
     `mmtrain report` finds them; one of the last step as well. 0: never."""
     progress_bar: bool = True
     """A bar below the log when standard error is a terminal."""
@@ -739,7 +739,7 @@ class Config:
 
     @property
     def data_encoder(self) -> bool:
-        """Whether tensor-parallel ranks hold whole encoders and divide the pictures."""
+        """Whether tensor-parallel ranks hold whole encoders and divide the images."""
         section = self.parallelism
         divided = section.encoder_tensor_parallel == "data" and section.tensor_parallel_degree > 1
         return divided and self.model.encoder is not None
@@ -748,7 +748,7 @@ class Config:
     def regathered(self) -> frozenset[str]:
         """Modules whose parameters FSDP2 gathers before each use, not once a step.
 
-        Not an encoder whose ranks take different pictures: one that has none would not gather, and the others wait.
+        Not an encoder whose ranks take different images: one that has none would not gather, and the others wait.
         """
         section = self.parallelism
         if section.fsdp_reshard_after_forward == "step":
@@ -761,7 +761,7 @@ def uses_fsdp(shape: MeshShape, training: TrainingConfig, *, data_encoder: bool 
     """Whether chunks are sharded by FSDP2: where ranks hold equal parameters and work on different data, or for the
     sake of its mixed precision or offload.
 
-    Args: data_encoder: tensor-parallel ranks hold whole encoders and work on different pictures.
+    Args: data_encoder: tensor-parallel ranks hold whole encoders and work on different images.
     """
     low_precision = "bfloat16" in (training.mixed_precision_param, training.mixed_precision_reduce)
     spread = shape.dp * shape.cp * (shape.tp if data_encoder else 1) > 1
@@ -862,15 +862,15 @@ VIDEO_KEYS = (
     "video_frames",
 )
 """Keys of [data] that only clips follow."""
-PICTURE_KEYS = ("image_processor", "min_pixels", "max_pixels", "blank_images")
-"""Keys of [data] that only pictures of conversations follow."""
+IMAGE_KEYS = ("image_processor", "min_pixels", "max_pixels", "blank_images")
+"""Keys of [data] that only images of conversations follow."""
 
 
 def _check_data(config: Config) -> None:
     """Refuses keys of the data that this kind of job would ignore."""
     video = config.model.dit is not None
     default = DataConfig(source=config.data.source)
-    for name in PICTURE_KEYS if video else VIDEO_KEYS:
+    for name in IMAGE_KEYS if video else VIDEO_KEYS:
         value = getattr(config.data, name)
         if value != getattr(default, name):
             why = "a job with [model.dit] reads video clips" if video else "a job without [model.dit] reads no clips"
@@ -922,7 +922,7 @@ def _check_dit(config: Config) -> None:
     if model.language.attention_mask != "causal":
         raise ConfigError(
             f'model.language.attention_mask = "{model.language.attention_mask}" has no effect with [model.dit]: the '
-            "text encoder reads prompts, without pictures or answers; remove it"
+            "text encoder reads prompts, without images or answers; remove it"
         )
     if config.parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
@@ -970,7 +970,7 @@ def _check_encoder_parallelism(config: Config) -> None:
     if section.encoder_tensor_parallel == "data" and section.tensor_parallel_degree == 1:
         raise ConfigError(
             'parallelism.encoder_tensor_parallel = "data" with tensor_parallel_degree = 1: there is no rank to divide '
-            'the pictures with; raise the degree, or set "shard"'
+            'the images with; raise the degree, or set "shard"'
         )
 
 

@@ -1,4 +1,4 @@
-"""Video clips as pictures to look at: moving, or their frames side by side with captions. Pillow and numpy alone."""
+"""Video clips as images to look at: moving, or their frames side by side with captions. Pillow and numpy alone."""
 
 import textwrap
 from collections.abc import Sequence
@@ -13,42 +13,42 @@ _LINE = 14
 _LETTER = 7
 """Width that a letter has at most, nearly always."""
 _LEAST_LETTERS = 60
-"""Letters of one line above pictures that are narrower."""
+"""Letters of one line above images that are narrower."""
 
 
 def enlarged(frames_FHWC: np.ndarray, zoom: int) -> list[Image.Image]:
-    """The frames (uint8) as pictures; each pixel becomes a square of zoom x zoom."""
+    """The frames (uint8) as images; each pixel becomes a square of zoom x zoom."""
     height, width = frames_FHWC.shape[1:3]
     size = (width * zoom, height * zoom)
     return [Image.fromarray(frame).resize(size, Image.Resampling.NEAREST) for frame in frames_FHWC]
 
 
 def sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]]) -> Image.Image:
-    """Rows of pictures, the caption above each, in as many lines as it needs."""
-    wide = max(sum(p.width + _GAP for p in pictures) for _, pictures in rows)
+    """Rows of images, the caption above each, in as many lines as it needs."""
+    wide = max(sum(p.width + _GAP for p in images) for _, images in rows)
     letters = max(_LEAST_LETTERS, wide // _LETTER)
     texts = [textwrap.wrap(caption, letters) or [""] for caption, _ in rows]
     width = max(wide, *(_LETTER * len(line) for lines in texts for line in lines)) + _GAP
-    heights = [max(p.height for p in pictures) for _, pictures in rows]
+    heights = [max(p.height for p in images) for _, images in rows]
     above = [_LINE * len(lines) for lines in texts]
     paper = Image.new("RGB", (width, sum(heights) + sum(above) + 2 * _GAP * len(rows) + _GAP), (235, 235, 240))
     pen = ImageDraw.Draw(paper)
     top = _GAP
-    for lines, room, height, (_, pictures) in zip(texts, above, heights, rows, strict=True):
+    for lines, room, height, (_, images) in zip(texts, above, heights, rows, strict=True):
         for i, line in enumerate(lines):
             pen.text((_GAP, top + i * _LINE), line, fill=(0, 0, 0))
         left = _GAP
-        for picture in pictures:
-            paper.paste(picture, (left, top + room))
-            left += picture.width + _GAP
+        for image in images:
+            paper.paste(image, (left, top + room))
+            left += image.width + _GAP
         top += room + height + 2 * _GAP
     return paper
 
 
-def save_gif(path: Path, pictures: Sequence[Image.Image], fps: float) -> None:
-    """Writes pictures that move for ever. A GIF counts hundredths of a second, so frames last nearly equally long and
+def save_gif(path: Path, images: Sequence[Image.Image], fps: float) -> None:
+    """Writes images that move for ever. A GIF counts hundredths of a second, so frames last nearly equally long and
     all together as long as they should."""
-    ends = [round(100 * i / fps) for i in range(len(pictures) + 1)]
+    ends = [round(100 * i / fps) for i in range(len(images) + 1)]
     # Viewers show a frame of less than two hundredths for ten.
-    durations = [10 * max(2, ends[i + 1] - ends[i]) for i in range(len(pictures))]
-    pictures[0].save(path, save_all=True, append_images=list(pictures[1:]), duration=durations, loop=0)
+    durations = [10 * max(2, ends[i + 1] - ends[i]) for i in range(len(images))]
+    images[0].save(path, save_all=True, append_images=list(images[1:]), duration=durations, loop=0)

@@ -172,27 +172,27 @@ class ClipProcessor:
         """[3, F, H, W] float32 between -1 and 1."""
         size = self.geometry.pixels(clip.meta.bucket)[1:]
         if clip.record.video:
-            pictures: Iterator[Image.Image] = self._video(clip.record.video).read(clip.places)
+            images: Iterator[Image.Image] = self._video(clip.record.video).read(clip.places)
         else:
-            pictures = self._frames(clip.record.frames, clip.places)
-        frames_FHWC = np.stack([_resized(picture, size) for picture in pictures])
+            images = self._frames(clip.record.frames, clip.places)
+        frames_FHWC = np.stack([_resized(image, size) for image in images])
         values = frames_FHWC.astype(np.float32) / np.float32(127.5) - np.float32(1)
         return torch.from_numpy(np.ascontiguousarray(values.transpose(3, 0, 1, 2)))
 
     def _frames(self, frames: Sequence[RawImage], places: Sequence[int]) -> Iterator[Image.Image]:
         """The frames of some places; a place that follows itself is decoded once."""
         first: tuple[int, int] | None = None
-        last, picture = -1, None
+        last, image = -1, None
         for place in places:
-            if place != last or picture is None:
+            if place != last or image is None:
                 try:
-                    picture, last = decode(frames[place].read(self._max_bytes), self._max_pixels), place
+                    image, last = decode(frames[place].read(self._max_bytes), self._max_pixels), place
                 except DataError as error:
                     raise DataError(f"frame {place}: {error}") from None
-                first = first or picture.size
-                if picture.size != first:
-                    raise DataError(f"frame {place} has {picture.size} pixels (width, height), but frame 0 has {first}")
-            yield picture
+                first = first or image.size
+                if image.size != first:
+                    raise DataError(f"frame {place} has {image.size} pixels (width, height), but frame 0 has {first}")
+            yield image
 
     def _video(self, raw: RawImage) -> "_Video":
         return _Video(_video_decoder(raw), self._max_pixels)
@@ -215,13 +215,13 @@ class ClipProcessor:
             yield npy, shape, dtype
 
 
-def _resized(picture: Image.Image, size: tuple[int, int]) -> np.ndarray:
-    """[H, W, 3] uint8: the picture's middle, in the size (height, width)."""
-    if (picture.height, picture.width) != size:
+def _resized(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
+    """[H, W, 3] uint8: the image's middle, in the size (height, width)."""
+    if (image.height, image.width) != size:
         height, width = size
-        box = crop(picture.height, picture.width, size)
-        picture = picture.resize((width, height), resample=Image.Resampling.BICUBIC, box=box)
-    return np.asarray(picture)
+        box = crop(image.height, image.width, size)
+        image = image.resize((width, height), resample=Image.Resampling.BICUBIC, box=box)
+    return np.asarray(image)
 
 
 # ---------------------------------------------------------------------------------------------- arrays
@@ -310,7 +310,7 @@ def _video_decoder(raw: RawImage) -> Any:
         reason = "" if isinstance(error, ModuleNotFoundError) else f" ({one_line(error, 200)})"
         raise DataError(
             f"it has a `video`, which needs the package torchcodec and FFmpeg{reason}; install them, or give the clip "
-            "as `frames` (a list of pictures) or `latents` (an array)"
+            "as `frames` (a list of images) or `latents` (an array)"
         ) from None
     source = raw.data if raw.data is not None else raw.local_path()
     try:

@@ -1,4 +1,4 @@
-"""The samples of a job that reads conversations: packed documents of text, and pictures."""
+"""The samples of a job that reads conversations: packed documents of text, and images."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from mmtrain.spec.families import encoder_config
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadDocument:
-    """A document with the content of its pictures."""
+    """A document with the content of its images."""
 
     document: Document
     pixels: Sequence[Tensor]
@@ -49,7 +49,7 @@ class Conversations:
         return None if record is None else self._processor.document(record)
 
     def num_text_tokens(self, measured: Document) -> int:
-        """All tokens of a document, those of pictures too."""
+        """All tokens of a document, those of images too."""
         return measured.meta.num_tokens
 
     def truncated(self, measured: Document, num_tokens: int) -> Document:
@@ -65,7 +65,7 @@ class Conversations:
         return ReadDocument(document=measured, pixels=self._processor.pixels(measured))
 
     def emptied(self, measured: Document, occurrence: int) -> ReadDocument:
-        """The text of the document, without pictures and targets."""
+        """The text of the document, without images and targets."""
         return ReadDocument(document=self._processor.without_images(measured), pixels=())
 
     def batch(self, microbatches: Sequence[Sequence[ReadDocument]]) -> tuple[Batch, tuple[MicrobatchMeta, ...]]:
@@ -75,17 +75,17 @@ class Conversations:
 
 
 def make_processor(config: Config) -> Processor:
-    """The processor of a job: its tokenizer, chat template, picture geometry and pixel rules.
+    """The processor of a job: its tokenizer, chat template, image geometry and pixel rules.
 
     Raises: ConfigError: a part does not exist, or they do not fit together.
     """
     tokenizer = job_tokenizer(config)
-    geometry, rules = picture_rules(config)
+    geometry, rules = image_rules(config)
     return Processor(tokenizer, config.tokenizer.image_token, geometry, rules, config.data)
 
 
-def picture_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None]:
-    """How pictures become encoder input; None, None for a model without an encoder.
+def image_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None]:
+    """How images become encoder input; None, None for a model without an encoder.
 
     Raises: ConfigError: encoder, projector, data.image_processor and area limits do not fit together.
     """
@@ -102,7 +102,7 @@ def picture_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | No
     )
     if fixed and rules.image_size not in (0, geometry.image_size):
         raise ConfigError(
-            f"data.image_processor = {config.data.image_processor!r} makes pictures of side "
+            f"data.image_processor = {config.data.image_processor!r} makes images of side "
             f"{rules.image_size}, but the encoder's image_size is {geometry.image_size}; use its own one"
         )
     return geometry, rules

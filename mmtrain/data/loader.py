@@ -222,7 +222,7 @@ class _Wire:
     integers: Tensor
     pixels: Tensor
     layout: list[tuple[int, int, list[tuple[int, ...]], list[tuple[int, int]]]]
-    """For each microbatch: tokens, image tokens, shapes of its pictures, their names."""
+    """For each microbatch: tokens, image tokens, shapes of its images, their names."""
     clip_layout: list[tuple[int, list[tuple[int, ...]], list[tuple[int, int]]]]
     """For each microbatch of clips: tokens of its captions, shapes of its latents, names of its clips."""
     meta: IterationMeta
@@ -254,14 +254,14 @@ class _Wire:
         pixels = iter(self.pixels.split([torch.Size(s).numel() for s in shapes]))
         for _, _, own_shapes, names in self.layout:
             ids, positions, labels, slots = (next(integers) for _ in range(4))
-            pictures = [next(pixels).reshape(shape) for shape in own_shapes]
+            images = [next(pixels).reshape(shape) for shape in own_shapes]
             microbatches.append(
                 Microbatch(
                     input_ids=ids,
                     position_ids=positions,
                     labels=labels,
                     image_slots=slots,
-                    pixel_values=pictures,
+                    pixel_values=images,
                     image_names=names,
                 )
             )

@@ -1,4 +1,4 @@
-"""From the bytes of a picture to the numbers that an encoder reads, with Pillow and numpy alone.
+"""From the bytes of an image to the numbers that an encoder reads, with Pillow and numpy alone.
 
 The results equal those of the Hugging Face image processors of the same encoders (tested), which
 need torchvision in some versions. The size comes from the header, without decoding.
@@ -196,7 +196,7 @@ def _orientation(image: Image.Image) -> int:
     try:
         exif.load(raw)
         value = exif.get(_ORIENTATION, 1)
-    except Exception:  # damaged metadata does not make a picture unreadable
+    except Exception:  # damaged metadata does not make an image unreadable
         return 1
     return value if isinstance(value, int) else 1
 
@@ -207,12 +207,12 @@ def _upright_size(image: Image.Image, orientation: int) -> tuple[int, int]:
 
 
 def blank(image: Image.Image) -> Image.Image:
-    """A grey picture of the same size."""
+    """A grey image of the same size."""
     return Image.new("RGB", image.size, _GREY)
 
 
 def pixel_values(image: Image.Image, geometry: ImageGeometry, rules: PixelRules) -> Tensor:
-    """An RGB picture as float32 encoder input.
+    """An RGB image as float32 encoder input.
 
     Shapes: packed: [patches, channels * frames * patch * patch], patches in merge blocks (block row,
         block column, row inside, column inside). fixed: [1, channels, image_size, image_size].

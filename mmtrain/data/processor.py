@@ -1,4 +1,4 @@
-"""From a record to token ids, labels and picture sizes.
+"""From a record to token ids, labels and image sizes.
 
 Only an assistant's answers and the token that ends them are targets. Where they lie is found by
 rendering prefixes of the conversation with the tokenizer's own chat template and comparing
@@ -23,7 +23,7 @@ from mmtrain.modality.metadata import DocumentMeta, ImageMeta
 from mmtrain.models.batch import IGNORE_INDEX
 
 PLACEHOLDER = "<image>"
-"""What stands in a record's text where a picture goes."""
+"""What stands in a record's text where an image goes."""
 
 ROLES = ("system", "user", "assistant")
 """Who speaks in a message; "tool" too, with a chat template that names it."""
@@ -31,7 +31,7 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Document:
-    """One sample as tokens; its pictures still encoded."""
+    """One sample as tokens; its images still encoded."""
 
     meta: DocumentMeta
     input_ids: np.ndarray
@@ -42,13 +42,13 @@ class Document:
 
 
 class Processor:
-    """Turns records into documents, and pictures into encoder input.
+    """Turns records into documents, and images into encoder input.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer with a chat template.
         image_token: the token that stands for one image feature.
-        geometry, rules: of the encoder's pictures; None for a model without an encoder.
-        data: limits of what is read, and whether pictures are grey instead of their content.
+        geometry, rules: of the encoder's images; None for a model without an encoder.
+        data: limits of what is read, and whether images are grey instead of their content.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Processor:
         self._roles = (*ROLES, "tool") if re.search("""["']tool["']""", str(tokenizer.chat_template)) else ROLES
 
     def document(self, record: Record) -> Document:
-        """The tokens, labels and picture sizes of a record; pictures are read only up to their header.
+        """The tokens, labels and image sizes of a record; images are read only up to their header.
 
-        Raises: DataError: naming the sample: placeholders and pictures disagree, a picture's header is
+        Raises: DataError: naming the sample: placeholders and images disagree, an image's header is
             corrupt, no answer, or a conversation that the chat template refuses.
         """
         where = f"sample {record.sample}"
@@ -99,9 +99,9 @@ class Processor:
         return _make_document(record, np.repeat(ids, repeats), np.repeat(turn, repeats), images, tuple(record.images))
 
     def truncated(self, document: Document, num_tokens: int) -> Document:
-        """The first num_tokens tokens of a document without pictures.
+        """The first num_tokens tokens of a document without images.
 
-        Raises: DataError: it has pictures, or no answer would be left.
+        Raises: DataError: it has images, or no answer would be left.
         """
         where = f"sample {document.meta.sample}"
         if document.meta.images:
@@ -122,25 +122,25 @@ class Processor:
         return _make_document(record, ids, turn, (), ())
 
     def without_images(self, document: Document) -> Document:
-        """The text of a document, with neither pictures nor targets."""
+        """The text of a document, with neither images nor targets."""
         ids = document.input_ids[document.input_ids != self.image_token_id]
         record = Record(sample=document.meta.sample, messages=(), images=(), grade=document.meta.grade)
         return _make_document(record, ids, np.full(len(ids), -1, np.int64), (), ())
 
     def pixels(self, document: Document) -> list[Tensor]:
-        """Encoder input of each picture of a document.
+        """Encoder input of each image of a document.
 
-        Raises: DataError: naming the picture whose content is corrupt.
+        Raises: DataError: naming the image whose content is corrupt.
         """
         out = []
         for image, raw in zip(document.meta.images, document.raw_images, strict=True):
             assert self.geometry is not None
             assert self._rules is not None
             try:
-                picture = decode(raw.read(self._data.max_media_bytes), self._data.max_decoded_pixels)
+                image = decode(raw.read(self._data.max_media_bytes), self._data.max_decoded_pixels)
             except DataError as error:
                 raise DataError(f"{image.name}: {error}") from None
-            out.append(pixel_values(blank(picture) if self._data.blank_images else picture, self.geometry, self._rules))
+            out.append(pixel_values(blank(image) if self._data.blank_images else image, self.geometry, self._rules))
         return out
 
     def _image_metas(self, record: Record) -> tuple[ImageMeta, ...]:

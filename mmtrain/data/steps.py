@@ -1,7 +1,7 @@
 """Makes steps: plans which samples they hold, and builds one replica's tensors and metadata of them.
 
 Every process that makes steps plans all of them (from token counts and headers alone) and decodes
-only the pictures and clips of its own microbatches.
+only the images and clips of its own microbatches.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from mmtrain.models.batch import Batch, check_batch
 from mmtrain.spec.vae_shapes import latent_scale
 
 M = TypeVar("M")
-"""A sample whose size is known and whose pictures or frames are still encoded."""
+"""A sample whose size is known and whose images or frames are still encoded."""
 R = TypeVar("R")
 """The same with its content decoded."""
 T = TypeVar("T")

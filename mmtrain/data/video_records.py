@@ -1,7 +1,7 @@
 """Records of video clips with captions: what a row of a source must hold to become one.
 
-A row has `caption`, and one of: `frames` (a list of pictures: the `Image` feature, or in jsonl paths relative
-to the file; or one folder, whose pictures in the order of their names are the frames), `latents` (a .npy or
+A row has `caption`, and one of: `frames` (a list of images: the `Image` feature, or in jsonl paths relative
+to the file; or one folder, whose images in the order of their names are the frames), `latents` (a .npy or
 .npz file, as a path or its bytes) or `video` (the `Video` feature, or a path). `fps` may stand beside them.
 All content stays encoded.
 """
@@ -19,7 +19,7 @@ from mmtrain.errors import ConfigError, DataError, shown
 CONTENTS = ("frames", "latents", "video")
 """The columns of which a record has one."""
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Endings of the files of a folder that are its frames."""
 
 
@@ -75,18 +75,18 @@ def _frames(value: Any, where: str, folder: str) -> tuple[RawImage, ...]:
         return _folder_frames(Path(folder) / value, where)
     if not isinstance(value, list) or not value:
         found = "an empty list" if isinstance(value, list) else f"a {type(value).__name__}"
-        raise DataError(f"{where}: `frames` is {found}; it must be a list of pictures, or one folder of them")
+        raise DataError(f"{where}: `frames` is {found}; it must be a list of images, or one folder of them")
     return tuple(raw_image(frame, f"frame {i} of {where}", folder) for i, frame in enumerate(value))
 
 
 def _folder_frames(path: Path, where: str) -> tuple[RawImage, ...]:
     if not path.is_dir():
         raise DataError(
-            f"{where}: `frames` names {shown(str(path))}, which is no folder; name a folder, or list the pictures"
+            f"{where}: `frames` names {shown(str(path))}, which is no folder; name a folder, or list the images"
         )
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() in PICTURES)
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGES)
     if not files:
-        raise DataError(f"{where}: its folder {shown(str(path))} has no picture; its endings are {', '.join(PICTURES)}")
+        raise DataError(f"{where}: its folder {shown(str(path))} has no image; its endings are {', '.join(IMAGES)}")
     return tuple(RawImage(data=None, path=str(file)) for file in files)
 
 

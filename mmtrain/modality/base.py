@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
-from mmtrain.modality.plane import Plane
 from mmtrain.modality.split import split_evenly
+from mmtrain.modality.submesh import Submesh
 from mmtrain.schedule.graph import Work
 from mmtrain.spec.spec import Division, ModuleSpec, Rates, WorkSize
 
@@ -31,7 +31,7 @@ class WorkItem:
 
 
 class Layout(Protocol):
-    """The division of one module's works of an iteration over the ranks of a plane."""
+    """The division of one module's works of an iteration over the ranks of a submesh."""
 
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
         """Rows and outputs that one rank holds between two stages, padding included."""
@@ -72,16 +72,16 @@ class Modality(ABC):
     def paid(self, size: WorkSize) -> dict[str, int]:
         """The same counts of one work."""
 
-    def division(self, plane: Plane, module: ModuleSpec) -> Division:
-        """How the ranks of a plane divide the module."""
-        return Division(tp=plane.tp, groups=plane.cp, key_groups=plane.cp)
+    def division(self, submesh: Submesh, module: ModuleSpec) -> Division:
+        """How the ranks of a submesh divide the module."""
+        return Division(tp=submesh.tp, groups=submesh.cp, key_groups=submesh.cp)
 
-    def unevenness(self, plane: Plane, units: Sequence[Unit]) -> float:
+    def unevenness(self, submesh: Submesh, units: Sequence[Unit]) -> float:
         """Rows of the rank with most of a work, over an even share."""
         return 1.0
 
     @abstractmethod
-    def layout(self, plane: Plane, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta) -> Layout:
+    def layout(self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta) -> Layout:
         """The division of the works of an iteration. Args: works: number -> work, of this module alone."""
 
     def split(self, units: Units, size: int, weigh: Weigh) -> list[Units]:

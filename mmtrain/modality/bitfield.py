@@ -70,7 +70,7 @@ def word(document: int, *, group: int = 0, span: int = 0, earlier: int = GROUP_M
 def two_way_spans(document: DocumentMeta, kind: LanguageMask) -> list[tuple[int, int]]:
     """[lo, hi) of the tokens of a document among which attention goes both ways, in order.
 
-    Raises: DataError: a picture or a prefix that does not lie inside of its document, or pictures that overlap.
+    Raises: DataError: an image or a prefix that does not lie inside of its document, or images that overlap.
     """
     if kind == "prefix":
         where = f"sample {document.sample}: the tokens before its first answer"
@@ -84,7 +84,7 @@ def two_way_spans(document: DocumentMeta, kind: LanguageMask) -> list[tuple[int,
         if low < end or high > document.num_tokens:
             raise DataError(
                 f"{where} would be at tokens {low}..{high - 1} of its document; it must lie between {end} and "
-                f"{document.num_tokens - 1}, after the picture before it"
+                f"{document.num_tokens - 1}, after the image before it"
             )
         end = high
     return [(low, high) for _, low, high in spans]
@@ -93,7 +93,7 @@ def two_way_spans(document: DocumentMeta, kind: LanguageMask) -> list[tuple[int,
 def language_bits(microbatch: MicrobatchMeta, kind: LanguageMask = "causal") -> Bits:
     """The mask of one packed microbatch of the language model, [T].
 
-    Args: kind: `causal` inside of each document; `image_bidirectional`: also both ways inside of each picture;
+    Args: kind: `causal` inside of each document; `image_bidirectional`: also both ways inside of each image;
         `prefix`: also both ways among the tokens before a document's first answer.
     Raises: DataError: as `two_way_spans`; more documents or spans than a word has room for.
     """

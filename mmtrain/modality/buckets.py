@@ -1,6 +1,6 @@
 """Which frames of a clip are read, and to which size: its bucket. Pure arithmetic; no pixel.
 
-Clips of one bucket have equal shapes, so they can be one dense batch. As for pictures, the loader (which
+Clips of one bucket have equal shapes, so they can be one dense batch. As for images, the loader (which
 must know a clip's size before it decodes a frame) and the pixel code use this one place.
 
 The model reads latents [channels, frames, height, width]. Without a VAE these are the pixels, or what the record holds,

@@ -7,7 +7,7 @@ from mmtrain.modality.bitfield import LanguageMask
 from mmtrain.modality.clips import Captions, Frames, Latents
 from mmtrain.modality.documents import Documents
 from mmtrain.modality.images import Images
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.spec.spec import Division, ModelSpec, ModuleSpec
 
 MODALITIES: dict[str, Callable[[LanguageMask], Modality]] = {
@@ -25,6 +25,6 @@ def modalities(spec: ModelSpec, attention_mask: LanguageMask = "causal") -> dict
     return {module.name: MODALITIES[module.consumes](attention_mask) for module in spec.modules}
 
 
-def division_of(plane: Plane, module: ModuleSpec) -> Division:
-    """How the ranks of a plane divide a module."""
-    return MODALITIES[module.consumes](plane.attention_mask).division(plane, module)
+def division_of(submesh: Submesh, module: ModuleSpec) -> Division:
+    """How the ranks of a submesh divide a module."""
+    return MODALITIES[module.consumes](submesh.attention_mask).division(submesh, module)

@@ -7,7 +7,7 @@ from functools import cache
 from mmtrain.errors import PlanError
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem, forward_rates
 from mmtrain.modality.metadata import ClipMeta, IterationMeta, MicrobatchMeta
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.spec.rows import share_of
 from mmtrain.spec.spec import Division, ModuleSpec, WorkSize, clips_work, documents_work, frames_work
 
@@ -30,10 +30,10 @@ class Clips(Modality):
         return lambda clip: of_tokens(clip.num_tokens, clip.num_text_tokens)
 
     def layout(
-        self, plane: Plane, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
+        self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
     ) -> "ClipsLayout":
         """Rows over the tp ranks; cp ranks do not divide clips yet."""
-        return ClipsLayout(self, plane, works)
+        return ClipsLayout(self, submesh, works)
 
     def of_rank(self, item: WorkItem, tp: int) -> WorkSize:
         """Rows and outputs that each of several tp ranks holds of a work between two stages."""
@@ -43,21 +43,21 @@ class Clips(Modality):
 class ClipsLayout:
     """The division of the works of a text-to-video model's module."""
 
-    def __init__(self, kind: Clips, plane: Plane, works: dict[int, WorkItem]) -> None:
-        self._kind, self.plane, self.works = kind, plane, works
+    def __init__(self, kind: Clips, submesh: Submesh, works: dict[int, WorkItem]) -> None:
+        self._kind, self.submesh, self.works = kind, submesh, works
 
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
         """Rows and outputs that one rank holds between two stages, padding included.
 
         Raises: PlanError: cp ranks, which do not divide clips yet.
         """
-        if self.plane.cp > 1:
+        if self.submesh.cp > 1:
             raise PlanError(
-                f"a stage's plane has {self.plane.cp} context-parallel ranks, but these do not divide the works of a "
-                "text-to-video model yet; set parallelism.context_parallel_degree = 1"
+                f"a stage's submesh has {self.submesh.cp} context-parallel ranks, but these do not divide the works of "
+                "a text-to-video model yet; set parallelism.context_parallel_degree = 1"
             )
         item = self.works[work]
-        return item.size if self.plane.tp == 1 else self._kind.of_rank(item, self.plane.tp)
+        return item.size if self.submesh.tp == 1 else self._kind.of_rank(item, self.submesh.tp)
 
 
 class Latents(Clips):
@@ -123,7 +123,7 @@ class Frames(Clips):
         """Places of latent frames times frames of pixels, pairs inside of a latent frame, latent places."""
         return frames_work(module, [clip.bucket for clip in units])
 
-    def division(self, plane: Plane, module: ModuleSpec) -> Division:
+    def division(self, submesh: Submesh, module: ModuleSpec) -> Division:
         """None: each rank encodes everything."""
         return Division()
 

@@ -8,7 +8,7 @@ import numpy as np
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem
 from mmtrain.modality.bitfield import Bits, LanguageMask, language_bits, two_way_spans
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
-from mmtrain.modality.plane import Places, Plane, pad_places
+from mmtrain.modality.submesh import Places, Submesh, pad_places
 from mmtrain.modality.token_split import split_tokens
 from mmtrain.spec.rows import share_of
 from mmtrain.spec.spec import ModuleSpec, WorkSize, documents_work
@@ -53,47 +53,47 @@ class Documents(Modality):
         return {"tokens": size.rows, "targets": size.outputs}
 
     def layout(
-        self, plane: Plane, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
+        self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
     ) -> "DocumentsLayout":
         """Tokens over the cp ranks, and each one's rows over its tp ranks between two blocks."""
-        return DocumentsLayout(plane, works, meta)
+        return DocumentsLayout(submesh, works, meta)
 
 
 class DocumentsLayout:
     """The division of a language model's works. With several cp ranks it is made at once, on all ranks."""
 
-    def __init__(self, plane: Plane, works: dict[int, WorkItem], meta: IterationMeta) -> None:
-        self.plane = plane
+    def __init__(self, submesh: Submesh, works: dict[int, WorkItem], meta: IterationMeta) -> None:
+        self.submesh = submesh
         self.works = works
         self._meta = meta
         self._tokens: dict[int, tuple[Places, ...]] = {}
         self._bits: dict[int, Bits] = {}
-        for item in works.values() if plane.cp > 1 else ():
+        for item in works.values() if submesh.cp > 1 else ():
             self.tokens(item.work.microbatch)
 
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
         """Rows that one rank holds between two stages, padding included."""
         count = len(self.tokens(self.works[work].work.microbatch)[cp_rank])
-        return WorkSize(rows=share_of(count, self.plane.tp), pairs=0, outputs=0)
+        return WorkSize(rows=share_of(count, self.submesh.tp), pairs=0, outputs=0)
 
     def bits(self, microbatch: int) -> Bits:
         """[T] mask words of a microbatch of the language model."""
         if microbatch not in self._bits:
             counts = self._meta.microbatches[microbatch]
-            self._bits[microbatch] = language_bits(counts, self.plane.attention_mask)
+            self._bits[microbatch] = language_bits(counts, self.submesh.attention_mask)
         return self._bits[microbatch]
 
     def tokens(self, microbatch: int) -> tuple[Places, ...]:
         """Places of the tokens of each cp rank, ascending, without padding."""
         if microbatch not in self._tokens:
-            plane = self.plane
-            if plane.cp == 1:
+            submesh = self.submesh
+            if submesh.cp == 1:
                 split: tuple[Places, ...] = (np.arange(self._meta.microbatches[microbatch].num_tokens),)
             else:
-                split = split_tokens(self.bits(microbatch), plane.cp, plane.split, plane.block_size)
+                split = split_tokens(self.bits(microbatch), submesh.cp, submesh.split, submesh.block_size)
             self._tokens[microbatch] = split
         return self._tokens[microbatch]
 
     def places(self, microbatch: int, cp_rank: int) -> Places:
         """Places of the tokens of a cp rank with -1 for its padding, a multiple of tp of them."""
-        return pad_places(self.tokens(microbatch)[cp_rank], self.plane.tp)
+        return pad_places(self.tokens(microbatch)[cp_rank], self.submesh.tp)

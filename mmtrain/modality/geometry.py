@@ -1,6 +1,6 @@
-"""How large a picture becomes, in patches and in tokens. Pure arithmetic on sizes; no pixel.
+"""How large an image becomes, in patches and in tokens. Pure arithmetic on sizes; no pixel.
 
-Both the loader (which must know a sample's length before it decodes a picture) and the pixel code
+Both the loader (which must know a sample's length before it decodes an image) and the pixel code
 use this one place, so the number of image tokens and the number of encoder rows cannot disagree.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mmtrain.errors import ConfigError, DataError
 
 MAX_ASPECT_RATIO = 200
-"""Longest over shortest side of a picture that a native-resolution encoder accepts, as in Qwen2-VL."""
+"""Longest over shortest side of an image that a native-resolution encoder accepts, as in Qwen2-VL."""
 
 QWEN2_VL_MIN_PIXELS = 56 * 56
 QWEN2_VL_MAX_PIXELS = 28 * 28 * 1280
@@ -25,10 +25,10 @@ _SOUND = ("whisper", "whisper_encoder")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageGeometry:
-    """The rule that turns a picture's size into a grid of patches and a number of tokens.
+    """The rule that turns an image's size into a grid of patches and a number of tokens.
 
     `packed`: native resolution; sides become multiples of patch x merge, patches lie in merge blocks.
-    `fixed`: every picture becomes image_size x image_size.
+    `fixed`: every image becomes image_size x image_size.
     """
 
     layout: Literal["packed", "fixed"]
@@ -38,7 +38,7 @@ class ImageGeometry:
     """Patches along one side of the block that becomes one token."""
     num_channels: int = 3
     temporal_patch_size: int = 1
-    """Frames in one patch; a still picture is repeated to fill it (packed)."""
+    """Frames in one patch; a still image is repeated to fill it (packed)."""
     image_size: int = 0
     """Side in pixels (fixed)."""
     min_pixels: int = 0
@@ -67,12 +67,12 @@ class ImageGeometry:
         )
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """Patches (time, height, width) of a picture of height x width pixels; time is 1."""
+        """Patches (time, height, width) of an image of height x width pixels; time is 1."""
         new_height, new_width = self.resized(height, width)
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
-        """Tokens of a picture with that grid: one for each merge x merge block."""
+        """Tokens of an image with that grid: one for each merge x merge block."""
         frames, height, width = grid
         return frames * (height // self.merge) * (width // self.merge)
 
@@ -80,17 +80,17 @@ class ImageGeometry:
 def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Sides that are multiples of `factor`, an area inside of the limits, nearly the same aspect ratio.
 
-    A picture too thin to satisfy all three keeps the multiples and breaks the upper area limit, as the
+    An image too thin to satisfy all three keeps the multiples and breaks the upper area limit, as the
     reference does. Rounding is to the nearest multiple, halves to even.
 
     Raises: DataError: a side is 0, or the aspect ratio is above `MAX_ASPECT_RATIO`.
     Source: the Qwen2-VL image processor (arXiv:2409.12191, sec. 2.1).
     """
     if min(height, width) < 1:
-        raise DataError(f"picture of {width} x {height} pixels: a side is empty")
+        raise DataError(f"image of {width} x {height} pixels: a side is empty")
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise DataError(
-            f"picture of {width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the "
+            f"image of {width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the "
             "other; crop it or leave it out"
         )
     new_height = round(height / factor) * factor
@@ -109,23 +109,23 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
 def image_geometry(
     encoder: Mapping[str, Any], *, spatial_merge: int, min_pixels: int = 0, max_pixels: int = 0
 ) -> ImageGeometry:
-    """The geometry of an encoder's pictures.
+    """The geometry of an encoder's images.
 
     Args:
         encoder: Hugging Face config of the vision encoder, with its `model_type`.
         spatial_merge: `model.projector.spatial_merge`.
         min_pixels, max_pixels: area limits for native-resolution encoders; 0 picks Qwen2-VL's.
-    Raises: ConfigError: an unknown model_type, one that reads no pictures, or sizes that do not divide.
+    Raises: ConfigError: an unknown model_type, one that reads no images, or sizes that do not divide.
     """
     kind = encoder.get("model_type")
     if kind in _SOUND:
         raise ConfigError(
-            f"model.encoder: model_type = {kind!r} reads spectrograms of sound, but the data loader reads pictures and "
-            "text alone; choose an encoder of pictures, or feed the model from a program of your own"
+            f"model.encoder: model_type = {kind!r} reads spectrograms of sound, but the data loader reads images and "
+            "text alone; choose an encoder of images, or feed the model from a program of your own"
         )
     channels = encoder.get("num_channels", encoder.get("in_channels", encoder.get("in_chans", 3)))
     if channels != 3:
-        raise ConfigError(f"model.encoder: {channels} colour channels; pictures are read as RGB, so set it to 3")
+        raise ConfigError(f"model.encoder: {channels} colour channels; images are read as RGB, so set it to 3")
     if kind in _NATIVE:
         patch = _side("patch_size", encoder.get("patch_size", 14))
         geometry = ImageGeometry(
@@ -138,7 +138,7 @@ def image_geometry(
         )
         if geometry.max_pixels < max(geometry.min_pixels, (patch * spatial_merge) ** 2):
             raise ConfigError(
-                f"data.max_pixels = {geometry.max_pixels} is below the smallest picture: data.min_pixels = "
+                f"data.max_pixels = {geometry.max_pixels} is below the smallest image: data.min_pixels = "
                 f"{geometry.min_pixels}, and one token covers {(patch * spatial_merge) ** 2} pixels; raise it"
             )
         return geometry
@@ -146,7 +146,7 @@ def image_geometry(
         if min_pixels or max_pixels:
             raise ConfigError(
                 f"data.min_pixels = {min_pixels}, data.max_pixels = {max_pixels}: a {kind} encoder has "
-                "one fixed picture size (its image_size); remove both"
+                "one fixed image size (its image_size); remove both"
             )
         patch = _side("patch_size", encoder.get("patch_size", 16))
         size = _side("image_size", encoder.get("image_size", 224))
@@ -162,7 +162,7 @@ def image_geometry(
             image_size=size,
         )
     known = ", ".join((*_NATIVE, *_FIXED))
-    raise ConfigError(f"model.encoder: model_type = {kind!r} has no known picture layout; known are {known}")
+    raise ConfigError(f"model.encoder: model_type = {kind!r} has no known image layout; known are {known}")
 
 
 def _side(key: str, value: Any) -> int:

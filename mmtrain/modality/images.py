@@ -8,7 +8,7 @@ import numpy as np
 
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem, first_of, forward_rates
 from mmtrain.modality.metadata import ImageMeta, IterationMeta, MicrobatchMeta
-from mmtrain.modality.plane import Places, Plane, longest_first, pad_places
+from mmtrain.modality.submesh import Places, Submesh, longest_first, pad_places
 from mmtrain.spec.rows import part_of, share_of
 from mmtrain.spec.spec import Division, ModuleSpec, WorkSize, images_work
 from mmtrain.spec.windows import feature_order, row_order
@@ -42,14 +42,14 @@ class Images(Modality):
         """Merged tokens."""
         return {"image tokens": size.outputs}
 
-    def division(self, plane: Plane, module: ModuleSpec) -> Division:
+    def division(self, submesh: Submesh, module: ModuleSpec) -> Division:
         """Layers over the tp ranks, unless each of these has the encoder; images, or their patches, over the others."""
-        tp = plane.encoder_tp
-        return Division(tp=tp, groups=plane.size // tp, key_groups=plane.cp if plane.share_patches else 1)
+        tp = submesh.encoder_tp
+        return Division(tp=tp, groups=submesh.size // tp, key_groups=submesh.cp if submesh.share_patches else 1)
 
-    def unevenness(self, plane: Plane, units: Sequence[ImageMeta]) -> float:
+    def unevenness(self, submesh: Submesh, units: Sequence[ImageMeta]) -> float:
         """Patches of the rank with most of them; 1 where ranks share each image."""
-        holders = len(plane.holders)
+        holders = len(submesh.holders)
         patches = [image.num_patches for image in units]
         if holders == 1 or not patches:
             return 1.0
@@ -57,10 +57,10 @@ class Images(Modality):
         return max(sum(patches[i] for i in mine) for mine in own) * holders / sum(patches)
 
     def layout(
-        self, plane: Plane, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
+        self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
     ) -> "ImagesLayout":
         """Whole images to the ranks, heaviest first; or the patches of each image divided over cp."""
-        return ImagesLayout(plane, module, works)
+        return ImagesLayout(submesh, module, works)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,9 @@ class ImagesPart:
     """One rank's part of a work."""
 
     images: tuple[int, ...]
-    """Its pictures, as places among the pictures of the work."""
+    """Its images, as places among the images of the work."""
     rows: tuple[int, int] | None
-    """[lo, hi) of the rows of these pictures, where cp ranks divide patches; None: all."""
+    """[lo, hi) of the rows of these images, where cp ranks divide patches; None: all."""
     size: WorkSize
     """Rows and features of this part, without padding."""
 
@@ -78,32 +78,32 @@ class ImagesPart:
 class ImagesLayout:
     """The division of an encoder's works.
 
-    Shape legend: V image features of a microbatch; Q = cp x tp ranks of the plane.
+    Shape legend: V image features of a microbatch; Q = cp x tp ranks of the submesh.
     """
 
-    def __init__(self, plane: Plane, module: ModuleSpec, works: dict[int, WorkItem]) -> None:
-        self.plane = plane
+    def __init__(self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem]) -> None:
+        self.submesh = submesh
         self._module = module
         self.works = works
         self._parts: dict[int, dict[tuple[int, int], ImagesPart]] = {}
 
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
         """Rows and outputs that one rank holds between two stages, padding included."""
-        size, degree = self.part(work, cp_rank, tp_rank).size, self.plane.encoder_tp
+        size, degree = self.part(work, cp_rank, tp_rank).size, self.submesh.encoder_tp
         return WorkSize(rows=share_of(size.rows, degree), pairs=0, outputs=share_of(size.outputs, degree))
 
     def part(self, work: int, cp_rank: int, tp_rank: int) -> ImagesPart:
         """What one rank computes of a work."""
         if work not in self._parts:
             self._parts[work] = self._divide(self.works[work].units)
-        return self._parts[work][cp_rank, tp_rank if self.plane.data_encoder else 0]
+        return self._parts[work][cp_rank, tp_rank if self.submesh.data_encoder else 0]
 
     def _divide(self, images: Sequence[ImageMeta]) -> dict[tuple[int, int], ImagesPart]:
-        plane = self.plane
-        own = longest_first([image.num_patches for image in images], len(plane.holders))
+        submesh = self.submesh
+        own = longest_first([image.num_patches for image in images], len(submesh.holders))
         parts = {}
-        for (c, t), mine in zip(plane.holders, own, strict=True):
-            for cp_rank in range(plane.cp) if plane.share_patches else (c,):
+        for (c, t), mine in zip(submesh.holders, own, strict=True):
+            for cp_rank in range(submesh.cp) if submesh.share_patches else (c,):
                 parts[cp_rank, t] = self._part_of([images[i] for i in mine], mine, cp_rank)
         return parts
 
@@ -111,9 +111,9 @@ class ImagesLayout:
         extra = self._module.extra_rows
         features = sum(image.num_tokens for image in images)
         rows = sum(image.num_patches + extra * image.grid[0] for image in images)
-        if not self.plane.share_patches:
+        if not self.submesh.share_patches:
             return ImagesPart(images=places, rows=None, size=WorkSize(rows=rows, pairs=0, outputs=features))
-        low, high = part_of(features, cp_rank, self.plane.cp)
+        low, high = part_of(features, cp_rank, self.submesh.cp)
         unit = self._module.merge**2
         size = WorkSize(rows=(high - low) * unit, pairs=0, outputs=high - low)
         return ImagesPart(images=places, rows=(low * unit, high * unit), size=size)
@@ -129,7 +129,7 @@ class ImagesLayout:
         return np.arange(low, high) if high > low else np.full(self._module.merge**2, -1, dtype=np.int64)
 
     def pixel_rows(self, work: int, cp_rank: int, tp_rank: int) -> Places:
-        """Which packed patches of a rank's pictures it takes, where cp ranks divide patches."""
+        """Which packed patches of a rank's images it takes, where cp ranks divide patches."""
         part = self.part(work, cp_rank, tp_rank)
         assert part.rows is not None
         return row_order(self._grids(work, part), self._module.merge, self._module.window)[slice(*part.rows)]
@@ -145,7 +145,7 @@ class ImagesLayout:
             unit = self._module.merge**2
             order = feature_order(self._grids(work, part), self._module.merge, self._module.window)
             features = features[order][part.rows[0] // unit : part.rows[1] // unit]
-        degree = self.plane.encoder_tp
+        degree = self.submesh.encoder_tp
         whole = pad_places(features, degree)
         share = len(whole) // degree
         return whole[tp_rank * share : (tp_rank + 1) * share] if degree > 1 else whole

@@ -10,14 +10,14 @@ from functools import cached_property
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageMeta:
-    """One picture as the encoder will see it."""
+    """One image as the encoder will see it."""
 
     sample: int
     """Index of its record in the data source."""
     index: int
-    """Its place among the pictures of that record."""
+    """Its place among the images of that record."""
     grid: tuple[int, int, int]
-    """Patches (time, height, width); time is 1 for a still picture."""
+    """Patches (time, height, width); time is 1 for a still image."""
     num_tokens: int
     """Rows that it fills among the language model's tokens, after the spatial merge."""
     start: int = 0
@@ -112,7 +112,7 @@ class MicrobatchMeta:
 
     @cached_property
     def images(self) -> tuple[ImageMeta, ...]:
-        """All pictures, in the order of their tokens."""
+        """All images, in the order of their tokens."""
         return tuple(image for document in self.documents for image in document.images)
 
     @cached_property
@@ -186,12 +186,12 @@ class IterationMeta:
 
     @cached_property
     def num_images(self) -> int:
-        """Pictures of all microbatches."""
+        """Images of all microbatches."""
         return sum(len(m.images) for m in self.microbatches)
 
     @cached_property
     def num_patches(self) -> int:
-        """Encoder rows of all pictures."""
+        """Encoder rows of all images."""
         return sum(image.num_patches for m in self.microbatches for image in m.images)
 
     @cached_property

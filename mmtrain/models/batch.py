@@ -17,9 +17,9 @@ IGNORE_INDEX = -100
 
 @dataclass(kw_only=True)
 class Microbatch:
-    """One packed sequence and its pictures.
+    """One packed sequence and its images.
 
-    Shapes: T packed tokens; V image tokens among them; N pictures.
+    Shapes: T packed tokens; V image tokens among them; N images.
     """
 
     input_ids: Tensor
@@ -29,12 +29,12 @@ class Microbatch:
     labels: Tensor
     """[T] int64, already shifted: `labels[t]` is what should be predicted at position t, or IGNORE_INDEX."""
     image_slots: Tensor
-    """[V] int64: rows of `input_ids` that image features fill, in the order of the pictures."""
+    """[V] int64: rows of `input_ids` that image features fill, in the order of the images."""
     pixel_values: list[Tensor]
-    """One tensor a picture, float32, that concatenate along dim 0: [patches, patch_dim] for packed
+    """One tensor an image, float32, that concatenate along dim 0: [patches, patch_dim] for packed
     native-resolution encoders, [1, channels, height, width] for encoders of a fixed size."""
     image_names: list[tuple[int, int]]
-    """(sample, index) of each picture, which must be those of the metadata."""
+    """(sample, index) of each image, which must be those of the metadata."""
 
 
 @dataclass(kw_only=True)
@@ -63,8 +63,8 @@ class Batch:
     """The microbatches of a text-to-video job; one of the two lists is empty."""
 
 
-def without_pictures(batch: Batch) -> Batch:
-    """The batch as a rank needs it that has tokens to embed, but no pictures to encode, and no clips to take in."""
+def without_images(batch: Batch) -> Batch:
+    """The batch as a rank needs it that has tokens to embed, but no images to encode, and no clips to take in."""
     return Batch(
         microbatches=[replace(m, pixel_values=[], image_names=[]) for m in batch.microbatches],
         clips=[replace(m, latents=[], clip_names=[]) for m in batch.clips],
@@ -91,10 +91,10 @@ def with_other_captions(batch: Batch, meta: IterationMeta) -> tuple[Batch, Itera
 
 
 def check_batch(batch: Batch, meta: IterationMeta, vae: LatentScale | None = None) -> None:
-    """Refuses a batch that does not hold exactly what its metadata says: each picture and clip once, in its place.
+    """Refuses a batch that does not hold exactly what its metadata says: each image and clip once, in its place.
 
     Args: vae: what becomes one latent place, of a job with a VAE.
-    Raises: DataError: naming the microbatch and the picture or clip that is lost, doubled, moved or of a wrong size.
+    Raises: DataError: naming the microbatch and the image or clip that is lost, doubled, moved or of a wrong size.
     """
     number = len(batch.microbatches) + len(batch.clips)
     if number != len(meta.microbatches):
@@ -154,7 +154,7 @@ def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> 
 
 
 def _name_difference(where: str, what: str, names: list[tuple[int, int]], expected: list[tuple[int, int]]) -> NoReturn:
-    """Raises: DataError: the picture or clip by which the names differ from those of the metadata."""
+    """Raises: DataError: the image or clip by which the names differ from those of the metadata."""
     found, owed = Counter(names), Counter(expected)
     for verb, different in (("lost", owed - found), ("there once too often", found - owed)):
         for sample, index in different:

@@ -5,9 +5,9 @@ from torch import nn
 
 from mmtrain.config.config import ModelConfig
 from mmtrain.errors import ConfigError
+from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
-from mmtrain.models.hosts import DECODERS, VISION_HOSTS
 from mmtrain.models.vae import VaeChunk
 from mmtrain.spec.shapes import dit_shape, language_shape, vision_shape
 from mmtrain.spec.spec import ModelSpec
@@ -37,7 +37,7 @@ def build_chunk(
     try:
         if module == "vision":
             vision = vision_shape(model)
-            chunk = VisionChunk(model, vision, VISION_HOSTS[vision.model_type], spec, layers)
+            chunk = VisionChunk(model, vision, VISION_ADAPTERS[vision.model_type], spec, layers)
         elif module == "dit":
             chunk = DitChunk(model, dit_shape(model), spec, layers)
         elif module == "vae":

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from mmtrain.config.config import ModelConfig
 from mmtrain.errors import DataError
+from mmtrain.models.adapters import Decoder, VisionAdapter, check_grids
 from mmtrain.models.attention.context import AttentionContext, Backend, Gather, attention_context
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.fused_qkv import reorder_output
-from mmtrain.models.hosts import Decoder, VisionHost, check_grids
 from mmtrain.models.loss import LossFunction, cross_entropy_sum
 from mmtrain.models.projector import Grid, Projector
 from mmtrain.models.scatter import scatter_tokens
@@ -86,7 +86,7 @@ class VisionChunk(Chunk):
         self,
         model: ModelConfig,
         shape: VisionShape,
-        host: VisionHost,
+        host: VisionAdapter,
         spec: ModelSpec,
         layers: tuple[int, int],
     ) -> None:
@@ -138,19 +138,19 @@ class VisionChunk(Chunk):
     ) -> Tensor:
         """The activation after this chunk's layers: `output_shape` of a whole work on one rank.
 
-        Without pictures that is [0, width] and no layer is called.
+        Without images that is [0, width] and no layer is called.
 
         Args:
             x: the activation [r, D] of the chunk before; for the first chunk pixels: packed patches
-                [patches, patch_dim], or pictures [N, channels, height, width] of an encoder of a fixed size.
-            grids: patches (time, height, width) of each picture, in their order.
+                [patches, patch_dim], or images [N, channels, height, width] of an encoder of a fixed size.
+            grids: patches (time, height, width) of each image, in their order.
             part: [lo, hi), multiples of merge x merge, of the rows of a packed encoder in their order of travel,
                 which this rank computes. Pixels are then those of `shape.row_order(grids)[lo:hi]`, and features
                 leave in that order, those of `shape.feature_order(grids)`; of a whole work both have the order of
-                the pictures.
+                the images.
             gather: of keys and values, as in `AttentionContext`; needed if other ranks have other parts.
             backend: of the attention.
-        Raises: DataError: pictures and rows disagree, or a size that the encoder cannot take.
+        Raises: DataError: images and rows disagree, or a size that the encoder cannot take.
         """
         check_grids(self.shape, grids)
         if not grids:
@@ -210,7 +210,7 @@ class VisionChunk(Chunk):
         if not self.has_embed:
             wanted = share_of(wanted, self.row_sharding.degree)
         if found != wanted:
-            raise DataError(f"{where}: {found} rows arrived, but {len(grids)} pictures have {wanted}")
+            raise DataError(f"{where}: {found} rows arrived, but {len(grids)} images have {wanted}")
 
 
 class LanguageChunk(Chunk):
@@ -273,7 +273,7 @@ class LanguageChunk(Chunk):
             x: the activation [t, D] of the chunk before; for the first chunk token ids [T].
             attention: which tokens each of the T tokens sees.
             position_ids: [T] int64, the place of each token in its document.
-            features: image features of this rank for the first chunk, [v, D]; None without pictures.
+            features: image features of this rank for the first chunk, [v, D]; None without images.
             exchange: this rank's features -> those that its rows need; None: it has just these.
             slots: int64 rows of the first activation [t, D] that these features fill, in their order.
             labels: [T] int64 for the head, already shifted; IGNORE_INDEX where there is no target.

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from mmtrain.config.config import ModelConfig
 from mmtrain.errors import DataError
+from mmtrain.models.adapters import build_diffusers, keep_blocks
 from mmtrain.models.chunk import Chunk
-from mmtrain.models.hosts import build_diffusers, keep_blocks
 from mmtrain.models.projector import Grid
 from mmtrain.spec.families import dit_config
 from mmtrain.spec.rows import share_of

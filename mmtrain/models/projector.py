@@ -1,6 +1,6 @@
 """From encoder features to the language model's width: merge neighbours, then two linear layers.
 
-Shape legend: R patches of all pictures; V merged tokens; D encoder width; m spatial merge; M merged columns;
+Shape legend: R patches of all images; V merged tokens; D encoder width; m spatial merge; M merged columns;
 I inner width; L width of the language model.
 """
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 Grid = tuple[int, int, int]
-"""Patches (time, height, width) of one picture."""
+"""Patches (time, height, width) of one image."""
 
 
 def merge_neighbours(x_RD: Tensor, grids: tuple[Grid, ...], merge: int, *, row_major: bool) -> Tensor:
     """The features of each m x m square of patches side by side, [V, M], squares in row-major order.
 
-    Where all pictures are one row of patches (sound), neighbours are m of that row.
+    Where all images are one row of patches (sound), neighbours are m of that row.
     Args:
-        grids: of the pictures, whose patches follow each other in x_RD.
-        row_major: patches of a picture come row by row; otherwise square by square, as Qwen2-VL packs them.
+        grids: of the images, whose patches follow each other in x_RD.
+        row_major: patches of an image come row by row; otherwise square by square, as Qwen2-VL packs them.
     """
     width = x_RD.shape[-1]
     if not row_major or merge == 1:
@@ -49,7 +49,7 @@ class Projector(nn.Module):
         row_major: bool,
         one_row: bool = False,
     ) -> None:
-        """Args: hidden_size: I; 0: M. one_row: pictures are one row of patches, so that M = m x D, not m x m x D."""
+        """Args: hidden_size: I; 0: M. one_row: images are one row of patches, so that M = m x D, not m x m x D."""
         super().__init__()
         self.merge, self.row_major = merge, row_major
         merged = (merge if one_row else merge * merge) * width
@@ -59,6 +59,6 @@ class Projector(nn.Module):
         self.fc2 = nn.Linear(hidden_size or merged, language_width)
 
     def forward(self, x_RD: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        """The tokens of all pictures, [V, L]. Args: grids: unread where patches come square by square."""
+        """The tokens of all images, [V, L]. Args: grids: unread where patches come square by square."""
         x_VM = merge_neighbours(self.norm(x_RD), grids, self.merge, row_major=self.row_major)
         return self.fc2(self.act(self.fc1(x_VM)))

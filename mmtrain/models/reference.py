@@ -74,7 +74,7 @@ class ReferenceModel(nn.Module):
         return torch.stack([output.loss_sum for output in self(batch, meta, noise=noise)]).sum()
 
     def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LanguageOutput:
-        """The output of one microbatch, its pictures in one sub-microbatch."""
+        """The output of one microbatch, its images in one sub-microbatch."""
         features = None
         if tensors.pixel_values:
             grids = tuple(image.grid for image in counts.images)
@@ -127,10 +127,10 @@ class _WholeVae(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """[C, F, H, W]: normalised latents of one clip's pixels [3, frames, height, width]."""
-        pictures = self._shape.model_type == "autoencoder_kl"
-        made = self.vae.encode(pixels.transpose(0, 1) if pictures else pixels[None]).latent_dist.mode()
-        latents_CFHW = made.transpose(0, 1) if pictures else made[0]
-        if pictures:
+        images = self._shape.model_type == "autoencoder_kl"
+        made = self.vae.encode(pixels.transpose(0, 1) if images else pixels[None]).latent_dist.mode()
+        latents_CFHW = made.transpose(0, 1) if images else made[0]
+        if images:
             return (latents_CFHW - (self.vae.config.shift_factor or 0.0)) * self.vae.config.scaling_factor
         mean, std = (torch.tensor(x) for x in (self.vae.config.latents_mean, self.vae.config.latents_std))
         return (latents_CFHW - mean[:, None, None, None]) / std[:, None, None, None]

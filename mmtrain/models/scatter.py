@@ -16,8 +16,7 @@ def scatter_tokens(x_TD: Tensor, image_VD: Tensor, slot_V: Tensor) -> Tensor:
     """
     if len(image_VD) != len(slot_V):
         raise DataError(
-            f"{len(image_VD)} image features for {len(slot_V)} image tokens; the pictures and their "
-            "placeholders disagree"
+            f"{len(image_VD)} image features for {len(slot_V)} image tokens; the images and their placeholders disagree"
         )
     if image_VD.shape[1:] != x_TD.shape[1:]:
         raise DataError(

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from mmtrain.config.config import ModelConfig
 from mmtrain.errors import DataError
+from mmtrain.models.adapters import build_diffusers
 from mmtrain.models.chunk import Chunk
-from mmtrain.models.hosts import build_diffusers
 from mmtrain.spec.families import vae_config
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, Size, VaeShape, vae_shape
 
 _PIXELS_AT_ONCE = 1 << 20
-"""Pixels of the frames that a VAE of single pictures encodes together."""
+"""Pixels of the frames that a VAE of single images encodes together."""
 
 
-class VaeHost(ABC):
+class VaeAdapter(ABC):
     """How one class of VAEs is called."""
 
     name: str
@@ -52,8 +52,8 @@ class VaeHost(ABC):
             module.reset_parameters()
 
 
-class AutoencoderKL(VaeHost):
-    """Each frame by itself, as a picture."""
+class AutoencoderKL(VaeAdapter):
+    """Each frame by itself, as an image."""
 
     name = "AutoencoderKL"
 
@@ -68,7 +68,7 @@ class AutoencoderKL(VaeHost):
         return torch.cat(frames).transpose(0, 1)
 
 
-class AutoencoderKLWan(VaeHost):
+class AutoencoderKLWan(VaeAdapter):
     """The first frame, then four at a time."""
 
     name = "AutoencoderKLWan"
@@ -87,7 +87,7 @@ class AutoencoderKLWan(VaeHost):
         super().init_own(module)
 
 
-HOSTS: dict[str, VaeHost] = {"autoencoder_kl": AutoencoderKL(), "autoencoder_kl_wan": AutoencoderKLWan()}
+HOSTS: dict[str, VaeAdapter] = {"autoencoder_kl": AutoencoderKL(), "autoencoder_kl_wan": AutoencoderKLWan()}
 """By the `model_type` of `models.families`."""
 
 

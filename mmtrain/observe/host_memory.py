@@ -14,7 +14,7 @@ def keep_freed_memory() -> bool:
 
     glibc hands freed memory back to the kernel as soon as 64 MiB or more of it are at the end of the heap. A step frees
     its activations and asks for them again in the next, and each page then costs a fault and is cleared: 2 to 4 % of
-    the steps of a small model where works have many pictures (benchmarks/host_memory.py). The process stays as large as
+    the steps of a small model where works have many images (benchmarks/host_memory.py). The process stays as large as
     its largest step.
 
     Who sets MALLOC_* or GLIBC_TUNABLES decides himself; other C libraries are left as they are.

@@ -169,7 +169,7 @@ class StepMetrics:
     tokens: int
     images: int
     image_tokens: int
-    """Those of `tokens` that stand for pictures."""
+    """Those of `tokens` that stand for images."""
     patches: int
     """Encoder rows."""
     clips: int
@@ -361,8 +361,8 @@ class Reporter:
         line = {"step": step, "validation_loss": found.loss, "accuracy": shares}
         self._line(line if shuffled is None else line | {"shuffled_captions_loss": shuffled})
 
-    def picture(self, step: int, name: str, make: Callable[[], bytes]) -> None:
-        """Shows a picture in tensorboard. Args: make: its PNG file; called only if there is a tensorboard."""
+    def image(self, step: int, name: str, make: Callable[[], bytes]) -> None:
+        """Shows an image in tensorboard. Args: make: its PNG file; called only if there is a tensorboard."""
         if self._board is None:
             return
         with Image.open(io.BytesIO(make())) as image:
@@ -409,7 +409,7 @@ def _memory_values(m: StepMetrics) -> dict[str, float]:
 
 
 def _modality_values(m: StepMetrics) -> dict[str, float]:
-    """Counts of what a step had besides text: clips or pictures."""
+    """Counts of what a step had besides text: clips or images."""
     if m.clips:
         return {
             "modality/video/tokens": m.video_tokens,

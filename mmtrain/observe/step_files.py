@@ -1,4 +1,4 @@
-"""Files about one step: its measured timeline beside the planned one, as a trace, a picture and data."""
+"""Files about one step: its measured timeline beside the planned one, as a trace, an image and data."""
 
 import json
 import os
@@ -48,7 +48,7 @@ class StepFiles:
         _write(path.with_suffix(".svg"), svg(self.timelines))
         _write(path.with_suffix(".json"), json.dumps(self._record(), separators=(",", ":")))
 
-    def picture(self) -> bytes:
+    def image(self) -> bytes:
         """Both timelines as a PNG file."""
         return png(self.timelines, width=1200, scale=1)
 

@@ -1,4 +1,4 @@
-"""Exchanges of rows among the ranks of a plane: keys and values over cp, image features over cp x tp.
+"""Exchanges of rows among the ranks of a submesh: keys and values over cp, image features over cp x tp.
 
 Ranks hold unequal numbers of rows. Forward: all-gather of equal, padded pieces, then a choice of rows.
 Backward: the gradients go back into the pieces and are reduce-scattered, so that each row gets the sum of what

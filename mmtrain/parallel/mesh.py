@@ -98,8 +98,8 @@ class Mesh:
     """Ranks of one model replica, pp x cp x tp: they run one program on one batch; None for one rank."""
     replica_ranks: tuple[int, ...]
     """Their global ranks; the first is the leader."""
-    plane_group: dist.ProcessGroup | None
-    """Ranks that differ in cp or tp alone, cp outermost: the plane of this pp_rank; None for one rank."""
+    submesh_group: dist.ProcessGroup | None
+    """Ranks that differ in cp or tp alone, cp outermost: the submesh of this pp_rank; None for one rank."""
     cp_group: dist.ProcessGroup | None
     """Ranks that differ in cp alone; None for one."""
     encoder_mesh: DeviceMesh | None
@@ -149,12 +149,12 @@ class Mesh:
         """The leader's value, on every rank of its replica. Collective over the replica."""
         return _broadcast(value, self.replica_ranks[0], self.replica_group, len(self.replica_ranks))
 
-    def broadcast_over_plane(self, value: Any) -> Any:
-        """The value of the plane's first rank, on all of its ranks. Collective over the plane."""
-        if self.plane_group is None:
+    def broadcast_over_submesh(self, value: Any) -> Any:
+        """The value of the submesh's first rank, on all of its ranks. Collective over the submesh."""
+        if self.submesh_group is None:
             return value
         first = Coordinates(pp=self.place.pp, dp_replicate=self.place.dp_replicate, dp_shard=self.place.dp_shard)
-        return _broadcast(value, self.shape.rank(first), self.plane_group, self.shape.cp * self.shape.tp)
+        return _broadcast(value, self.shape.rank(first), self.submesh_group, self.shape.cp * self.shape.tp)
 
     def send_object(self, value: Any, pp_rank: int) -> None:
         """Sends a value to another rank of this pipeline, which must call `receive_object`."""
@@ -245,7 +245,7 @@ def build_mesh(
                 if rank in ranks:
                     directed[source, target] = pair
     replica_ranks, replica_group = _join(shape, ("pp", "cp", "tp"), rank)
-    _, plane_group = _join(shape, ("cp", "tp"), rank)
+    _, submesh_group = _join(shape, ("cp", "tp"), rank)
     _, cp_group = _join(shape, ("cp",), rank)
     encoder_mesh = None
     if data_encoder and shape.tp > 1:
@@ -263,7 +263,7 @@ def build_mesh(
         pp_ranks=mine,
         replica_group=replica_group,
         replica_ranks=replica_ranks,
-        plane_group=plane_group,
+        submesh_group=submesh_group,
         cp_group=cp_group,
         encoder_mesh=encoder_mesh,
         batch_group=dims.get_mesh("batch").get_group() if shape.dp > 1 else None,

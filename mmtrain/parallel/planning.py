@@ -57,7 +57,7 @@ class Fate(IntEnum):
     BROKEN = 4
     """The threads of the replica cannot talk any more; there will be no further search."""
     ERROR = 5
-    """The iteration itself is wrong: lost pictures, layers that do not fit. This ends the job."""
+    """The iteration itself is wrong: lost images, layers that do not fit. This ends the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ class PlanAhead:
 
         Args: patience_s: waits so long before the first plan is taken instead; None: as long as it takes.
         Raises:
-            DataError: a picture or token of the batch would be lost or used twice.
+            DataError: an image or token of the batch would be lost or used twice.
             PlanError: no plan fits, with the rank and the bytes.
         """
         self._wait(ticket, patience_s)

@@ -16,7 +16,7 @@ from mmtrain.data.loader import Loader
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import DataError, MMTrainError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.models.batch import Batch, without_pictures
+from mmtrain.models.batch import Batch, without_images
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.planner.batching import DIT, VAE
 from mmtrain.planner.partition.partition import Partition
@@ -94,7 +94,7 @@ class ReplicaData:
 
     def _part(self, batch: Batch) -> Batch:
         """What the pipeline ranks besides the first need."""
-        return batch if self._takes_latents else without_pictures(batch)
+        return batch if self._takes_latents else without_images(batch)
 
     def _share(self, open_loader: Callable[[], Loader], change: Change | None = None) -> Iterator[Item]:
         """The leader's items on every rank of its replica; an error of the loader is raised on all of them."""
@@ -136,6 +136,6 @@ class ReplicaData:
             elif mesh.pp_rank in self._takers:
                 batch = mesh.receive_object(0)
         if mesh.pp_rank == 0 or mesh.pp_rank in self._takers:
-            batch = mesh.broadcast_over_plane(batch)
+            batch = mesh.broadcast_over_submesh(batch)
             return batch
         return None

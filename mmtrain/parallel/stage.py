@@ -161,7 +161,7 @@ class ModalityStage(PipelineStage):
                 f"plan's metadata says {self.shape_of(stage, work)}; the model's spec and module disagree"
             )
         if backward:
-            if not root.numel():  # no picture on this rank: nothing that trains took part
+            if not root.numel():  # no image on this rank: nothing that trains took part
                 root.requires_grad_()
             start = gradient_edge(root) if consumers else root
             self.saved[work] = (start, [(e, t) for e, t in inputs if e.grad])
@@ -237,7 +237,7 @@ class ModalityStage(PipelineStage):
         """Starts to send an output (or the gradient of an input); keep the tensor until the work is done."""
         box = self.outbox if forward else self.grad_outbox
         tensor = box.pop(edge).contiguous()
-        if not tensor.numel():  # this rank has no picture of the work, and its peer knows it
+        if not tensor.numel():  # this rank has no image of the work, and its peer knows it
             return _NothingSent(), tensor
         if self.channels.through_host:
             tensor = tensor.cpu()

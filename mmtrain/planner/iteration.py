@@ -8,7 +8,7 @@ from mmtrain.config.config import Config, PlannerConfig, uses_fsdp
 from mmtrain.config.memory_amount import show_bytes
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.costs.cost_model import CostModel
 from mmtrain.planner.costs.job_costs import cost_model, on_partition
@@ -68,14 +68,14 @@ class IterationPlanner:
     schedule: str
     """Name in the catalogue of schedules."""
     sub_microbatch_size: int
-    """Pictures in one vision work; 0: all of a microbatch."""
+    """Images in one vision work; 0: all of a microbatch."""
     sharded: bool
     """Whether programs reduce gradients (FSDP2)."""
     regathered: frozenset[str] = frozenset()
     """Modules that FSDP2 gathers at each use; programs unshard the others first and reshard them last."""
     memory: MemoryChoices = field(default_factory=MemoryChoices)
     """What blocks may do with their activations."""
-    plane: Plane = field(default_factory=Plane)
+    submesh: Submesh = field(default_factory=Submesh)
     """How cp and tp ranks divide each work."""
     activation_limits: tuple[float | None, ...] | None = None
     """[pp_rank] -> bytes that activations may take; None: as planner.activation_memory_gib says."""
@@ -111,7 +111,7 @@ class IterationPlanner:
             sharded=uses_fsdp(config.parallelism.mesh_shape, config.training, data_encoder=config.data_encoder),
             regathered=config.regathered,
             memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
-            plane=Plane.of(config),
+            submesh=Submesh.of(config),
             activation_limits=budget.activation_limits,
             check_plans=config.debug.check_plans,
             partition_words=choice.words,
@@ -134,7 +134,7 @@ class IterationPlanner:
         Args: searched: the planner may make the orders, split backwards whatever the schedule does, and choose
             memory options.
         Raises:
-            DataError: a picture or token of the batch would be lost or used twice.
+            DataError: an image or token of the batch would be lost or used twice.
             ConfigError: planner.memory_limit is a part of a device whose memory is not known.
             PlanError: what the backward of one block brings back is over the memory limit alone.
         """
@@ -143,7 +143,7 @@ class IterationPlanner:
                 f'planner.memory_limit = "{self.section.memory_limit}" is a part of a device whose memory is not known '
                 'here; name the device in planner.hardware (--cluster), or write an amount, as in "72GiB"'
             )
-        batching = make_batching(meta, self.spec, self.sub_microbatch_size, self.plane.attention_mask)
+        batching = make_batching(meta, self.spec, self.sub_microbatch_size, self.submesh.attention_mask)
         check_conservation(meta, batching)
         problem = make_problem(
             self.spec,
@@ -152,7 +152,7 @@ class IterationPlanner:
             self.costs,
             self.section,
             memory=self.memory if searched else self.memory.fixed,
-            plane=self.plane,
+            submesh=self.submesh,
             splits_backward=CATALOGUE[self.schedule].splits_backward or (searched and may_split(self.section)),
             forward_only=forward_only,
             limits=self.activation_limits,
@@ -254,7 +254,7 @@ class IterationPlanner:
         """The checked plan and the program of one iteration, in the order of the schedule.
 
         Raises:
-            DataError: a picture or token of the batch would be lost or used twice.
+            DataError: an image or token of the batch would be lost or used twice.
             PlanError: no plan fits, with the rank and the bytes.
         """
         return self.finish(*self.prepared(meta, forward_only=forward_only))
@@ -274,13 +274,13 @@ class IterationPlanner:
         )
 
     def layout(self, batching: Batching, meta: IterationMeta) -> IterationLayout:
-        """The division of an iteration's works over the ranks of a plane."""
-        return IterationLayout(self.plane, batching, meta)
+        """The division of an iteration's works over the ranks of a submesh."""
+        return IterationLayout(self.submesh, batching, meta)
 
     def output_shape(
         self, layout: IterationLayout, stage: int, work: int, cp_rank: int = 0, tp_rank: int = 0
     ) -> tuple[int, ...]:
-        """Shape of the activation that one rank of a stage's plane sends on for a work."""
+        """Shape of the activation that one rank of a stage's submesh sends on for a work."""
         place = self.partition.stages[stage]
         size = layout.local_size(work, cp_rank, tp_rank)
         return self.spec.module(place.module).output_shape(place.layers[1] - 1, size)

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline stage's plane (context x tensor parallel) takes of each work of an iteration. Pure.
+"""What each rank of a pipeline stage's submesh (context x tensor parallel) takes of each work of an iteration. Pure.
 
 Every rank computes the same layout from the metadata.
 """
@@ -6,7 +6,7 @@ Every rank computes the same layout from the metadata.
 from mmtrain.modality.base import Layout
 from mmtrain.modality.documents import DocumentsLayout
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching
 from mmtrain.spec.spec import WorkSize
 
@@ -14,14 +14,14 @@ from mmtrain.spec.spec import WorkSize
 class IterationLayout:
     """The division of all works of one iteration."""
 
-    def __init__(self, plane: Plane, batching: Batching, meta: IterationMeta) -> None:
-        self.plane = plane
+    def __init__(self, submesh: Submesh, batching: Batching, meta: IterationMeta) -> None:
+        self.submesh = submesh
         self.batching = batching
         self.of_module: dict[str, Layout] = {}
         """Name of a module -> the division of its works."""
         for module in batching.spec.modules:
             works = {w: item for w, item in enumerate(batching.items) if batching.module_of(w) == module.name}
-            self.of_module[module.name] = batching.kinds[module.name].layout(plane, module, works, meta)
+            self.of_module[module.name] = batching.kinds[module.name].layout(submesh, module, works, meta)
 
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
         """Rows and outputs that one rank holds between two stages, padding included."""

@@ -10,7 +10,7 @@ from mmtrain.config.config import PlannerConfig
 from mmtrain.config.memory_amount import show_bytes
 from mmtrain.errors import PlanError
 from mmtrain.modality.catalogue import division_of
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching
 from mmtrain.planner.costs.cost_model import CostModel, equal_layers
 from mmtrain.planner.memory.options import BlockKind, BlockPrice, MemoryChoices, Offer, offer, shape_class, weighted
@@ -37,7 +37,7 @@ def make_problem(
     *,
     memory: MemoryChoices = MemoryChoices(),  # noqa: B008
     limits: Sequence[float | None] | None = None,
-    plane: Plane = Plane(),  # noqa: B008
+    submesh: Submesh = Submesh(),  # noqa: B008
     splits_backward: bool = False,
     forward_only: bool = False,
 ) -> PlanningProblem:
@@ -57,8 +57,8 @@ def make_problem(
         memory: what blocks may do with their activations. Where they may choose, each stage and work has several
             options, if any rank has a limit.
         limits: [pp_rank] bytes that activations may take; None: those of planner_config.
-        plane: the ranks of a stage, which divide each work; bytes are those of one rank, of the one with most patches
-            where whole pictures are divided.
+        submesh: the ranks of a stage, which divide each work; bytes are those of one rank, of the one with most patches
+            where whole images are divided.
         splits_backward: whether the schedule splits backwards, so that the fixed seconds of an action are those of I
             and of W, and not those of one B.
         forward_only: no backward anywhere (validation); activations are then freed at once.
@@ -73,7 +73,7 @@ def make_problem(
         chains={name: partition.of_module(name) for name in batching.modules},
         costs=costs,
         memory=memory if limited else memory.fixed,
-        plane=plane,
+        submesh=submesh,
         splits_backward=splits_backward,
         forward_only=forward_only,
     )
@@ -81,7 +81,7 @@ def make_problem(
     for number, item in enumerate(batching.items):
         grad = not forward_only and any(prices_of[other][-1].grad for other in item.work.after)
         module = batching.module_of(number)
-        unevenness = batching.kinds[module].unevenness(plane, item.units)
+        unevenness = batching.kinds[module].unevenness(submesh, item.units)
         prices_of.append(prices.chain(module, item.size, grad, unevenness))
     try:
         problem = PlanningProblem.build(
@@ -110,7 +110,7 @@ def make_problem(
             planner_config,
             memory=replace(memory, strategies=fewer),
             limits=limits,
-            plane=plane,
+            submesh=submesh,
             splits_backward=splits_backward,
             forward_only=forward_only,
         )
@@ -142,7 +142,7 @@ def _fits(problem: PlanningProblem) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _LayerPrice:
-    """What one layer takes for one work on each rank of the plane, or some layers together."""
+    """What one layer takes for one work on each rank of the submesh, or some layers together."""
 
     forward_s: float = 0.0
     backward_input_s: float = 0.0
@@ -229,7 +229,7 @@ class _Prices:
         chains: Mapping[str, Sequence[StageSpec]],
         costs: CostModel,
         memory: MemoryChoices,
-        plane: Plane,
+        submesh: Submesh,
         splits_backward: bool,
         forward_only: bool,
     ) -> None:
@@ -238,7 +238,7 @@ class _Prices:
         self.table = {}
         self._costs = costs
         self._memory = memory
-        self._division = {module.name: division_of(plane, module) for module in spec.modules}
+        self._division = {module.name: division_of(submesh, module) for module in spec.modules}
         self._forward_only = forward_only
         halves = (Kind.I, Kind.W) if splits_backward else (Kind.B,)
         self._forward_s = costs.action_s(Kind.F)
@@ -356,7 +356,7 @@ class _Prices:
         )
 
     def _layer_of_rank(self, module: ModuleSpec, index: int) -> LayerSpec:
-        """A layer with the bytes of one rank of the plane."""
+        """A layer with the bytes of one rank of the submesh."""
         key = module.name, self._class[module.name][index]
         if key not in self._of_rank:
             self._of_rank[key] = module.layers[key[1]].of_rank(self._division[module.name])

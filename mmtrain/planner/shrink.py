@@ -1,7 +1,7 @@
 """A small job of the same kind as a user's: what a check of its layout can run in seconds. Pure.
 
 Kept: families, activation functions, biases, ratios of heads, tied and trainable flags, masks, what a DiT predicts and
-in which patches, how modules are cut and divided, dtypes, data and tokenizer. Made smaller: depth, widths, pictures,
+in which patches, how modules are cut and divided, dtypes, data and tokenizer. Made smaller: depth, widths, images,
 clips, sequence, batch, degrees.
 """
 
@@ -45,11 +45,11 @@ MOST_RANKS = 8
 """Processes above which degrees are lowered to 2."""
 
 SEQ_LEN = 512
-"""Tokens of a microbatch, unless two pictures need more."""
+"""Tokens of a microbatch, unless two images need more."""
 
 _HEAD_DIM = 16
 _TIME_WIDTH = 32
-_PICTURE_TOKENS = 16
+_IMAGE_TOKENS = 16
 _CLIP_SECONDS = 4.0
 _CLIP_PATCHES = 64
 """Along the time of a clip whose frames are made small."""
@@ -110,7 +110,7 @@ class Shrunk:
 def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
     """A job with the layout of `config` and a tiny model with random weights, on the same data.
 
-    Args: seq_len: tokens of a microbatch, unless the config has fewer, or two pictures need more.
+    Args: seq_len: tokens of a microbatch, unless the config has fewer, or two images need more.
     Raises: ConfigError: the model's configs cannot be read, or the real model cannot be cut or divided so.
     """
     parallelism, notes = _fewer_ranks(config.parallelism)
@@ -120,7 +120,7 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
     per_replica = config.training.global_batch_size // config.parallelism.mesh_shape.dp
     training = replace(
         config.training,
-        seq_len=min(config.training.seq_len, max(seq_len, 2 * _picture_tokens(model) + seq_len // 2)),
+        seq_len=min(config.training.seq_len, max(seq_len, 2 * _image_tokens(model) + seq_len // 2)),
         global_batch_size=dp * min(per_replica, max(2, 2 * parallelism.pipeline_parallel_degree)),
         attention_backend="auto",  # it runs on CPUs, which have one backend
     )
@@ -186,7 +186,7 @@ def _model(config: Config, parallelism: ParallelismConfig, planner: IterationPla
             config=values,
             num_segments=segments["vision"],
             pipeline_layout="",
-            sub_microbatch_size=min(size, 2) or 2,  # so that the few pictures of a small microbatch are still divided
+            sub_microbatch_size=min(size, 2) or 2,  # so that the few images of a small microbatch are still divided
         )
     dit = model.dit
     if dit is not None:
@@ -302,13 +302,13 @@ def _scaled(size: int, new: int, old: int, multiple: int) -> int:
 # ----------------------------------------------------------------------------------------------- data
 
 
-def _picture_tokens(model: ModelConfig) -> int:
-    """Tokens of one of the small job's pictures at most."""
+def _image_tokens(model: ModelConfig) -> int:
+    """Tokens of one of the small job's images at most."""
     if model.encoder is None:
         return 0
     shape = vision_shape(model)
     if shape.fixed_grid is None:
-        return _PICTURE_TOKENS
+        return _IMAGE_TOKENS
     t, h, w = shape.fixed_grid
     return t * h * w // shape.patches_per_token
 
@@ -321,7 +321,7 @@ def _data(section: DataConfig, model: ModelConfig) -> DataConfig:
         return section
     shape = vision_shape(model)
     token = (shape.patch_size * shape.merge) ** 2
-    most = min(section.max_pixels or _PICTURE_TOKENS * token, _PICTURE_TOKENS * token)
+    most = min(section.max_pixels or _IMAGE_TOKENS * token, _IMAGE_TOKENS * token)
     return replace(section, max_pixels=most, min_pixels=min(token, most))
 
 
@@ -338,6 +338,6 @@ def _clips(section: DataConfig, shape: DitShape, vae: LatentScale | None) -> Dat
         max_seconds=seconds,
         max_total_seconds=min(section.max_total_seconds, 2 * seconds),
         max_clips=min(section.max_clips, _CLIPS),
-        video_area=min(section.video_area, _PICTURE_TOKENS * rows * columns),
+        video_area=min(section.video_area, _IMAGE_TOKENS * rows * columns),
         video_frames=[],
     )

@@ -1,4 +1,4 @@
-"""How many pictures a vision work of a job has, where its config leaves that to the rule; or clips a DiT work. Pure.
+"""How many images a vision work of a job has, where its config leaves that to the rule; or clips a DiT work. Pure.
 
 Source: DIP, arXiv:2504.14145, section 4 (sub-microbatch size).
 """
@@ -16,16 +16,16 @@ from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec, images_work
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Pictures of the works that the simulated curve has, as far as a microbatch holds them."""
+"""Images of the works that the simulated curve has, as far as a microbatch holds them."""
 
 
 def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> int:
-    """Pictures in one vision work of a job, or clips in one DiT work; 0: all of a microbatch.
+    """Images in one vision work of a job, or clips in one DiT work; 0: all of a microbatch.
 
     Of clips what `model.dit.sub_microbatch_size` says, for which `mmtrain profile` names the rule's number.
 
     What `model.encoder.sub_microbatch_size` says; where it says 0, the smallest number with 95 % of the best
-    efficiency, on the measured curve of the job's profile or on one that the cost model gives for pictures of typical
+    efficiency, on the measured curve of the job's profile or on one that the cost model gives for images of typical
     size. FLOPs over one rate know of no efficiency: then a work takes at most as long as the language model takes for
     a full microbatch.
     """
@@ -40,7 +40,7 @@ def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> in
         return smallest_efficient(costs.profile.curve).size
     try:
         bins = Bins.typical(config)
-    except ConfigError:  # the encoder reads something else than pictures
+    except ConfigError:  # the encoder reads something else than images
         return 0
     if bins.grid is None:
         return 0
@@ -51,15 +51,15 @@ def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> in
 
 
 def vision_curve(spec: ModelSpec, costs: CostModel, recomputation: Recomputation, bins: Bins) -> Curve:
-    """Seconds of the vision module's forward and backward by the number of pictures of a work, as the costs say.
+    """Seconds of the vision module's forward and backward by the number of images of a work, as the costs say.
 
-    Args: bins: they have pictures.
+    Args: bins: they have images.
     """
     assert bins.grid is not None
     module = spec.module(VISION)
     seconds = []
     for number in NUMBERS:
-        if number > max(1, bins.most_pictures):
+        if number > max(1, bins.most_images):
             break
         size = images_work(module, [bins.grid] * number)
         seconds.append((number, sum(layer_seconds(module, size, costs, recomputation, input_grad=False))))
@@ -68,7 +68,7 @@ def vision_curve(spec: ModelSpec, costs: CostModel, recomputation: Recomputation
 
 
 def _balanced(spec: ModelSpec, grid: tuple[int, int, int], seq_len: int) -> int:
-    """Most pictures that take no longer than a full microbatch takes in the language model, by FLOPs; at least 1."""
-    picture = spec.flops(VISION, images_work(spec.module(VISION), [grid])).total
+    """Most images that take no longer than a full microbatch takes in the language model, by FLOPs; at least 1."""
+    image = spec.flops(VISION, images_work(spec.module(VISION), [grid])).total
     text = spec.flops("language", reference_sizes(spec, seq_len)["language"]).total
-    return max(1, int(text // picture)) if picture else 0
+    return max(1, int(text // image)) if image else 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmtrain.run_page.runs import Run
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.view.picture import COLOURS
+from mmtrain.schedule.view.drawing import COLOURS
 
 MOST_POINTS = 2000
 """Points of a curve; of a longer run each is the mean of several steps."""

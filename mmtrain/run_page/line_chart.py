@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from mmtrain.errors import ConfigError
-from mmtrain.schedule.view.picture import GRID, INK, PAPER
+from mmtrain.schedule.view.drawing import GRID, INK, PAPER
 
 _COLOURS = ("#2b6ca3", "#c2500a", "#2c7a3a", "#65459b", "#b8860b", "#1b9aaa", "#a3295c", "#5f6b6d")
 _BACKDROP = "#8a949e"

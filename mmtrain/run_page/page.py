@@ -14,7 +14,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.run_page.charts import RUN_HUES, chart_json, charts
 from mmtrain.run_page.numbers import numbers
 from mmtrain.run_page.runs import Run, read_run
-from mmtrain.schedule.view.picture import COLOURS
+from mmtrain.schedule.view.drawing import COLOURS
 
 
 def write_page(folders: Sequence[Path], out: Path) -> int:

@@ -135,7 +135,7 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
 
 
 def _patch_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
-    """The first layer of an encoder of pictures."""
+    """The first layer of an encoder of images."""
     D, P = shape.width, shape.patch_dim
     patches = shape.patches_per_token  # a class token is none of them
     num_params = P * D  # Qwen-VL: no bias, positions are rotary
@@ -178,10 +178,10 @@ def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: in
     """One encoder block."""
     D, H, I = shape.width, shape.num_heads, shape.mlp_width
     # Query, key, value and what the output projection reads; the packed encoder holds the whole joint
-    # query-key-value tensor by its value part, and a copy of the output joined from single pictures.
+    # query-key-value tensor by its value part, and a copy of the output joined from single images.
     attention = (6 if shape.packed else 4) * D * e
     attention += H * _FLOAT32  # log-sum-exp
-    # Outputs of single pictures; Whisper's heads are contiguous, so that their outputs are copied to rows.
+    # Outputs of single images; Whisper's heads are contiguous, so that their outputs are copied to rows.
     attention += D * e if shape.packed or shape.one_row else 0
     # Gated: gate, its activation, the other inner columns and their product.
     mlp = (_kept_by_activation(shape.hidden_act) + (2 if shape.gated_mlp else 0)) * I * e
@@ -203,7 +203,7 @@ def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: in
         output_bytes=Rates(row=D * e),
         output_width=D,
         whole_bytes=_whole_of_block(block_linears(shape), D, e),
-        # The joint query-key-value tensor is then not kept, nor are joined outputs of single pictures. Pictures of one
+        # The joint query-key-value tensor is then not kept, nor are joined outputs of single images. Images of one
         # fixed size are not divided.
         gathered_keys=Replaced(old=Rates(row=5 * D * e), new=Rates(row=2 * D * e)) if shape.packed else Replaced(),
         unread_bytes=Rates(row=D * e),

@@ -193,7 +193,7 @@ LANGUAGES: dict[str, Family] = {
 
 
 _IMAGE_KEYS = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
-"""Keys of the branch that reads a picture besides the text."""
+"""Keys of the branch that reads an image besides the text."""
 
 DITS: dict[str, Family] = {
     "wan": Family(
@@ -297,7 +297,7 @@ def dit_config(section: DitConfig) -> dict[str, Any]:
     """The diffusers config of a diffusion transformer, its `model_type` one of the known families.
 
     Missing keys have the defaults of the diffusers class.
-    Raises: ConfigError: no such config, an unknown family or key, a wrong type, a model that also reads pictures.
+    Raises: ConfigError: no such config, an unknown family or key, a wrong type, a model that also reads images.
     """
     values, inline = _read("model.dit", section)
     model_type = values.get("model_type") or values.get("_class_name", "")

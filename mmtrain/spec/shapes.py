@@ -37,16 +37,16 @@ class VisionShape:
     patch_size: int
     """Pixels along one side of a patch."""
     packed: bool
-    """Whether patches of pictures of any size come packed in one list, in merge-block order; otherwise all
-    pictures have one size and their patches are in row-major order."""
+    """Whether patches of images of any size come packed in one list, in merge-block order; otherwise all
+    images have one size and their patches are in row-major order."""
     class_token: bool = False
-    """Whether the encoder adds a row to each picture."""
+    """Whether the encoder adds a row to each image."""
     final_norm: bool = False
     """Whether a norm follows the last block."""
     fixed_grid: tuple[int, int, int] | None = None
-    """Patches (1, height, width) of every picture; None for packed encoders."""
+    """Patches (1, height, width) of every image; None for packed encoders."""
     one_row: bool = False
-    """Whether a picture is one row of patches, which are merged along it alone: sound over time."""
+    """Whether an image is one row of patches, which are merged along it alone: sound over time."""
     window: int = 0
     """Side of the windows that attention stays in, in merged tokens; 0: the encoder has none."""
     full_blocks: tuple[int, ...] = ()
@@ -173,7 +173,7 @@ def vision_shape(model: ModelConfig) -> VisionShape:
 
 
 def _native_resolution(values: dict[str, Any], where: str, merge: int) -> VisionShape:
-    """Encoders of packed pictures: Qwen2-VL and Qwen2.5-VL."""
+    """Encoders of packed images: Qwen2-VL and Qwen2.5-VL."""
     windowed = values["model_type"] == "qwen2_5_vl_vision"
     width_key = "hidden_size" if windowed else "embed_dim"
     width, heads = values[width_key], values["num_heads"]
@@ -214,7 +214,7 @@ def _native_resolution(values: dict[str, Any], where: str, merge: int) -> Vision
 
 
 def _fixed_size(values: dict[str, Any], where: str, merge: int) -> VisionShape:
-    """Encoders whose pictures all have one size: SigLIP and ViT."""
+    """Encoders whose images all have one size: SigLIP and ViT."""
     patch = _single(where, "patch_size", values["patch_size"])
     image = _single(where, "image_size", values["image_size"])
     _divides(where, "patch_size", patch, "image_size", image)
@@ -243,7 +243,7 @@ def _fixed_size(values: dict[str, Any], where: str, merge: int) -> VisionShape:
 
 
 def _sound(values: dict[str, Any], where: str, merge: int) -> VisionShape:
-    """The Whisper encoder: a "picture" is a spectrogram, its patches are one row of `max_source_positions`."""
+    """The Whisper encoder: an "image" is a spectrogram, its patches are one row of `max_source_positions`."""
     frames = values["max_source_positions"]
     if frames % merge:
         raise ConfigError(
@@ -271,7 +271,7 @@ def _sound(values: dict[str, Any], where: str, merge: int) -> VisionShape:
 
 
 def check_patches_split(model: ModelConfig) -> None:
-    """Refuses an encoder whose pictures' patches cannot be divided over ranks.
+    """Refuses an encoder whose images' patches cannot be divided over ranks.
 
     Raises: ConfigError: the encoder does not pack patches of any number.
     """

@@ -110,7 +110,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How the ranks of a stage's plane divide a module."""
+    """How the ranks of a stage's submesh divide a module."""
 
     tp: int = 1
     """Ranks that divide the layers' columns, and rows between layers."""
@@ -121,7 +121,7 @@ class Division:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the plane."""
+        """Ranks of the submesh."""
         return self.tp * self.groups
 
 
@@ -315,11 +315,11 @@ class ModuleSpec:
     after: tuple[str, ...] = ()
     """Modules whose output enters this module's first layer."""
     merge: int = 1
-    """Neighbouring patches along each side of a picture that leave as one token."""
+    """Neighbouring patches along each side of an image that leave as one token."""
     one_row: bool = False
-    """Its pictures have one row of patches (sound over time), and the merge is along it alone."""
+    """Its images have one row of patches (sound over time), and the merge is along it alone."""
     extra_rows: int = 0
-    """Rows that the first layer adds to each frame of a picture: 1 for a class token."""
+    """Rows that the first layer adds to each frame of an image: 1 for a class token."""
     window: int = 0
     """Side of the windows that some blocks attend in, in merged tokens; 0: there are none."""
     patch: tuple[int, int, int] = (1, 1, 1)
@@ -412,9 +412,9 @@ class ModelSpec:
 
 
 def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> WorkSize:
-    """How much some pictures ask of a vision module; attention stays inside of a frame.
+    """How much some images ask of a vision module; attention stays inside of a frame.
 
-    Args: grids: patches (time, height, width) of each picture.
+    Args: grids: patches (time, height, width) of each image.
     Raises: DataError: a side is not a multiple of the spatial merge.
     """
     total = ZERO_WORK
@@ -422,7 +422,7 @@ def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> Wo
         if w % module.merge or (h % module.merge and not module.one_row):
             down = 1 if module.one_row else module.merge
             raise DataError(
-                f"a picture of {h} x {w} patches cannot be merged {down} x {module.merge}; resize it "
+                f"an image of {h} x {w} patches cannot be merged {down} x {module.merge}; resize it "
                 f"to multiples of {module.merge} patches"
             )
         rows = h * w + module.extra_rows

@@ -143,7 +143,7 @@ def _name(section: VaeConfig) -> str:
 
 
 def _autoencoder_kl(values: dict[str, Any], where: str) -> VaeShape:
-    """AutoencoderKL: each frame by itself, as a picture."""
+    """AutoencoderKL: each frame by itself, as an image."""
     widths, kinds = values["block_out_channels"], values["down_block_types"]
     groups = values["norm_num_groups"]
     if not widths or len(kinds) != len(widths) or set(kinds) != {"DownEncoderBlock2D"}:

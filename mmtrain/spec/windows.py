@@ -2,7 +2,7 @@
 
 A frame is cut into squares of window x window units, smaller at its right and lower edges; a unit is the
 merge x merge patches that become one feature. Rows travel window by window, so that each is one segment, and
-inside of a window in the order of the picture. A window of 0 stands for none: the rows keep their order.
+inside of a window in the order of the image. A window of 0 stands for none: the rows keep their order.
 
 Source: Qwen2.5-VL, arXiv:2502.13923, sec. 2.1.1.
 """
@@ -17,9 +17,9 @@ Grid = tuple[int, int, int]
 
 
 def feature_order(grids: Sequence[Grid], merge: int, window: int) -> Places:
-    """[V] int64: which unit of the pictures, counted row by row, stands in each place of the order of travel.
+    """[V] int64: which unit of the images, counted row by row, stands in each place of the order of travel.
 
-    Args: grids: patches (time, height, width) of each picture. window: units along a side.
+    Args: grids: patches (time, height, width) of each image. window: units along a side.
     """
     order, start = [], 0
     for t, h, w in grids:
@@ -27,7 +27,7 @@ def feature_order(grids: Sequence[Grid], merge: int, window: int) -> Places:
         frame = np.arange(height * width, dtype=np.int64)
         if window:
             down, across = np.divmod(frame, width)
-            # Stable: inside of a window the units stay in the order of the picture.
+            # Stable: inside of a window the units stay in the order of the image.
             frame = np.argsort(down // window * width + across // window, kind="stable")
         for _ in range(t):
             order.append(frame + start)
@@ -36,7 +36,7 @@ def feature_order(grids: Sequence[Grid], merge: int, window: int) -> Places:
 
 
 def row_order(grids: Sequence[Grid], merge: int, window: int) -> Places:
-    """[R] int64: which packed patch of the pictures stands in each place of the order of travel."""
+    """[R] int64: which packed patch of the images stands in each place of the order of travel."""
     inside = np.arange(merge**2, dtype=np.int64)
     return (feature_order(grids, merge, window)[:, None] * merge**2 + inside).reshape(-1)
 
@@ -51,7 +51,7 @@ def window_rows(grids: Iterable[Grid], merge: int, window: int) -> list[int]:
 
 
 def window_pairs(grid: Grid, merge: int, window: int) -> int:
-    """(query, key) pairs inside of the windows of one picture."""
+    """(query, key) pairs inside of the windows of one image."""
     t, h, w = grid
     down, across = (sum(side**2 for side in _cut(total // merge, window)) for total in (h, w))
     return t * down * across * merge**4

@@ -36,7 +36,7 @@ from tests.ranks import run_ranks
 from tests.searches import random_plan
 
 RANKS = 4
-PICTURES = (2, 0, 3, 1, 0, 4)
+IMAGES = (2, 0, 3, 1, 0, 4)
 """Vision works of each microbatch."""
 MESSAGE_BYTES = 4096.0
 """Of the largest message; the others in proportion."""
@@ -76,7 +76,7 @@ def two_modules(
     stage_rank = [turn[k % len(turn)] for count in counts for k in range(RANKS * count)]
     border = RANKS * counts[0]
     works: list[Work] = []
-    for m, count in enumerate(PICTURES):
+    for m, count in enumerate(IMAGES):
         first = len(works)
         works += [Work(module=0, microbatch=m, sub_microbatch=i) for i in range(count)]
         works.append(Work(module=1, microbatch=m, sub_microbatch=0, after=tuple(range(first, first + count))))
@@ -304,7 +304,7 @@ def test_the_cases_have_what_plans_can_have(executions):
         assert plan.split and any(plan.options.values()), job
     frozen = cases["searched, frozen encoder"].problem.graph
     assert not any(frozen.has_backward(stage, 0) for stage in range(4)) and frozen.has_backward(4, 3)
-    assert [len(work.after) for work in frozen.works if work.module == 1] == list(PICTURES)
+    assert [len(work.after) for work in frozen.works if work.module == 1] == list(IMAGES)
     for name, case in cases.items():
         graph = case.problem.graph
         edges = [edge for node in graph.nodes() for edge in graph.outputs(*node)]

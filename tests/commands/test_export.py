@@ -144,7 +144,7 @@ def encoder_model(encoder: str, projector: str, *, tied: bool = False) -> ModelC
     return dataclasses.replace(model_config(projector=projector, tied=tied), encoder=section)
 
 
-def pictures(encoder: str) -> tuple[torch.Tensor, tuple[tuple[int, int, int], ...]]:
+def images(encoder: str) -> tuple[torch.Tensor, tuple[tuple[int, int, int], ...]]:
     torch.manual_seed(2)
     if encoder == "whisper_encoder":
         return torch.randn(2, 10, 24), ((1, 1, 12),) * 2
@@ -209,7 +209,7 @@ def test_an_encoder_has_the_same_features(tmp_path, encoder, projector, way):
     made = export(tmp_path / "run", tmp_path / "out", merge_adapters=way == "merged")
     folders = {"language", "vision"} | ({"projector"} if projector == "mlp" else set())
     assert set(made.folders) == folders | ({"vision_adapter"} if way == "adapter" else set())
-    pixels, grids = pictures(encoder)
+    pixels, grids = images(encoder)
     adapter = tmp_path / "out/vision_adapter" if way == "adapter" else None
     theirs = vision(encoder, tmp_path / "out/vision", adapter)
     close(features_of(chunk, pixels, grids), their_features(encoder, projector, theirs, pixels, grids))

@@ -55,6 +55,28 @@ def test_the_first_rank_that_fails_ends_the_others(monkeypatch, status):
     assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL, status]
 
 
+class EndsBehindALook:
+    """A process that ends just after somebody has read that it has no exit code yet."""
+
+    def __init__(self, process):
+        self._process = process
+
+    def __getattr__(self, name):
+        return getattr(self._process, name)
+
+    @property
+    def exitcode(self):
+        code = self._process.exitcode
+        self._process.join()
+        return code
+
+
+def test_a_rank_that_fails_between_two_looks_has_failed(monkeypatch):
+    monkeypatch.setattr(local_ranks.multiprocessing.connection, "wait", lambda sentinels, timeout: None)
+    (rank,) = processes((light_ranks.ends, 3))
+    assert local_ranks._run([EndsBehindALook(rank)], []) == 0
+
+
 def send_once(folder, names, *numbers):
     """Sends signals to this process once others are up."""
 

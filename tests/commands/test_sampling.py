@@ -157,7 +157,7 @@ def test_a_job_on_two_ranks_is_sampled_and_exported(tmp_path: Path, shapes: Path
 # ----------------------------------------------------------------------------------- what is written
 
 
-def test_pictures_a_sheet_and_how_they_were_made(tmp_path: Path) -> None:
+def test_images_a_sheet_and_how_they_were_made(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     made = sample(run, tmp_path / "out", wanted(frames=6, num_samples=2, seed=3))
     names = ["01-a-large-red-circle-moves-right-1", "01-a-large-red-circle-moves-right-2", "02-two-small-squares-1"]
@@ -249,7 +249,7 @@ def test_latents_are_called_latents(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "latents have 4 channels, so they are no pixels, and the job does not say" in capsys.readouterr().err
     assert not (run / "samples").exists()
     assert main([*words, "--height", "4", "--width", "4"]) == 0
-    assert "these are latents [4 channels, frames, height, width], no pictures" in capsys.readouterr().out
+    assert "these are latents [4 channels, frames, height, width], no images" in capsys.readouterr().out
     assert np.load(run / "samples/01-squares.npy").shape == (4, 8, 4, 4)
 
 

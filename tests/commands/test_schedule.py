@@ -82,9 +82,9 @@ def test_show_draws_a_batch(job, capsys, tmp_path) -> None:
     overrides = [f"--{o}" for o in layout(pp=2)]
     assert "interleave: makespan" in shown(capsys, "show", "--config", str(job), "--batch", "1", *overrides)
     assert "ZB-H1: makespan" in shown(capsys, "show", "ZB-H1", "--config", str(job), *overrides)
-    picture = tmp_path / "plan.png"
-    shown(capsys, "show", "--config", str(job), *overrides, "--format", "png", "--out", str(picture))
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    image = tmp_path / "plan.png"
+    shown(capsys, "show", "--config", str(job), *overrides, "--format", "png", "--out", str(image))
+    assert image.read_bytes().startswith(b"\x89PNG")
 
 
 def test_compare_has_a_line_for_each_schedule(capsys) -> None:

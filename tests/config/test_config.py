@@ -114,7 +114,7 @@ def test_bad_values_name_path_value_and_rule(load, override, message):
     ("overrides", "message"),
     [
         (["encoder_context_parallel=patches"], "there is no rank to share patches with"),
-        (["encoder_tensor_parallel=data"], "there is no rank to divide the pictures with"),
+        (["encoder_tensor_parallel=data"], "there is no rank to divide the images with"),
         (["fsdp_reshard_after_forward=always", "data_parallel_shard_degree=2"], "run different plans"),
     ],
 )
@@ -124,7 +124,7 @@ def test_ways_to_divide_that_cannot_work_are_refused(load, overrides, message):
         load(encoder + BASE, *(f"--parallelism.{override}" for override in overrides), "--training.global_batch_size=4")
 
 
-def test_keys_of_clips_and_of_pictures_exclude_each_other(load):
+def test_keys_of_clips_and_of_images_exclude_each_other(load):
     dit = "--model.dit.config={model_type='wan', in_channels=3, patch_size=[1, 2, 2]}"
     made = load(BASE, dit, "--data.video_frames=[8, 4]", "--data.fps=8", "--data.video_aspects=['1:1']")
     assert made.model.dit.config == {"model_type": "wan", "in_channels": 3, "patch_size": [1, 2, 2]}

@@ -13,7 +13,7 @@ KINDS = ("causal", "image_bidirectional", "prefix")
 
 @st.composite
 def microbatches(draw: Any, scale: int = 1) -> MicrobatchMeta:
-    """One to four documents of text and pictures. Args: scale: multiplies the length of every part."""
+    """One to four documents of text and images. Args: scale: multiplies the length of every part."""
     documents = []
     for sample in range(draw(st.integers(1, 4))):
         parts = draw(st.lists(st.tuples(st.booleans(), st.integers(1, 6)), min_size=1, max_size=5))
@@ -38,12 +38,12 @@ def microbatches(draw: Any, scale: int = 1) -> MicrobatchMeta:
 
 
 def example(scale: int = 1) -> MicrobatchMeta:
-    """Three documents of 9, 4 and 7 x scale tokens: with a picture inside, without, and with two at its start."""
+    """Three documents of 9, 4 and 7 x scale tokens: with an image inside, without, and with two at its start."""
     documents = []
-    for sample, (length, pictures) in enumerate([(9, [(2, 6)]), (4, []), (7, [(0, 2), (2, 5)])]):
+    for sample, (length, images) in enumerate([(9, [(2, 6)]), (4, []), (7, [(0, 2), (2, 5)])]):
         images = [
             ImageMeta(sample=sample, index=i, grid=(1, 1, 1), num_tokens=(high - low) * scale, start=low * scale)
-            for i, (low, high) in enumerate(pictures)
+            for i, (low, high) in enumerate(images)
         ]
         documents.append(
             DocumentMeta(

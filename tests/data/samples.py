@@ -1,4 +1,4 @@
-"""Configs, pictures and jsonl sources that the tests of this folder are made of."""
+"""Configs, images and jsonl sources that the tests of this folder are made of."""
 
 import io
 import json
@@ -36,7 +36,7 @@ def make_config(
 
 
 def png(width: int = 60, height: int = 60, colour: str = "red") -> bytes:
-    """An encoded picture with some content."""
+    """An encoded image with some content."""
     image = Image.new("RGB", (width, height), colour)
     image.paste("white", (5, 5, width // 2, height // 2))
     buffer = io.BytesIO()
@@ -47,17 +47,17 @@ def png(width: int = 60, height: int = 60, colour: str = "red") -> bytes:
 def write_jsonl(
     folder: Path, num: int = 12, rows: dict[int, dict[str, Any]] | None = None, name: str = "train"
 ) -> Path:
-    """A jsonl file of `num` samples with one picture each; `rows` replaces columns of single samples."""
+    """A jsonl file of `num` samples with one image each; `rows` replaces columns of single samples."""
     lines = []
     for index in range(num):
-        picture = folder / f"{index}.png"
-        picture.write_bytes(png(60 + index, 70))
+        image = folder / f"{index}.png"
+        image.write_bytes(png(60 + index, 70))
         row = {
             "messages": [
                 {"role": "user", "content": f"<image>What is picture {index}?"},
                 {"role": "assistant", "content": "red"},
             ],
-            "images": [picture.name],
+            "images": [image.name],
         }
         lines.append(json.dumps({**row, **(rows or {}).get(index, {})}))
     path = folder / f"{name}.jsonl"
@@ -66,7 +66,7 @@ def write_jsonl(
 
 
 def text_row(num_words: int) -> dict[str, Any]:
-    """Columns of a sample without pictures and with a long answer."""
+    """Columns of a sample without images and with a long answer."""
     messages = [
         {"role": "user", "content": "Say red."},
         {"role": "assistant", "content": "red " * num_words + "end"},

@@ -1,4 +1,4 @@
-"""Sheets and moving pictures of clips."""
+"""Sheets and moving images of clips."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ def frames(count: int, height: int = 2, width: int = 3) -> np.ndarray:
 
 def test_each_pixel_becomes_a_square() -> None:
     clip = frames(2)
-    for picture, frame in zip(enlarged(clip, 3), clip, strict=True):
-        assert np.array_equal(np.asarray(picture), frame.repeat(3, 0).repeat(3, 1))
+    for image, frame in zip(enlarged(clip, 3), clip, strict=True):
+        assert np.array_equal(np.asarray(image), frame.repeat(3, 0).repeat(3, 1))
 
 
-def test_a_sheet_holds_every_picture_of_rows_of_different_sizes() -> None:
+def test_a_sheet_holds_every_image_of_rows_of_different_sizes() -> None:
     clips = [frames(4, 20, 30), frames(2, 40, 10)]
     page = np.asarray(sheet([("one", enlarged(clips[0], 1)), ("two", enlarged(clips[1], 1))]))
     for clip in clips:
@@ -43,7 +43,7 @@ def test_a_caption_may_have_any_letters() -> None:
 
 @pytest.mark.parametrize("fps", [7.0, 8.0, 16.0, 24.0, 50.0])
 @pytest.mark.parametrize("count", [1, 5, 48])
-def test_a_moving_picture_lasts_as_long_as_it_should(tmp_path: Path, fps: float, count: int) -> None:
+def test_a_moving_image_lasts_as_long_as_it_should(tmp_path: Path, fps: float, count: int) -> None:
     save_gif(tmp_path / "p.gif", enlarged(frames(count), 4), fps)
     with Image.open(tmp_path / "p.gif") as moving:
         durations = [frame.info["duration"] for frame in ImageSequence.Iterator(moving)]

@@ -69,15 +69,15 @@ def test_jsonl_with_a_folder_or_a_list_of_frames(tmp_path: Path, streaming: bool
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_parquet_with_pictures_and_with_latents(tmp_path: Path, streaming: bool) -> None:
+def test_parquet_with_images_and_with_latents(tmp_path: Path, streaming: bool) -> None:
     import datasets
 
     values = np.arange(4 * 2 * 2 * 2, dtype=np.float16).reshape(4, 2, 2, 2)
     features = datasets.Features(
         caption=datasets.Value("string"), frames=datasets.List(datasets.Image()), fps=datasets.Value("float32")
     )
-    pictures = [frame(i) for i in range(3)]
-    rows = {"caption": ["one", "two"], "frames": [pictures, pictures[:1]], "fps": [8.0, 12.5]}
+    images = [frame(i) for i in range(3)]
+    rows = {"caption": ["one", "two"], "frames": [images, images[:1]], "fps": [8.0, 12.5]}
     datasets.Dataset.from_dict(rows, features).to_parquet(tmp_path / "frames.parquet")
     rows = {"caption": ["one"], "latents": [npy_bytes(values)]}
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "latents.parquet")
@@ -85,7 +85,7 @@ def test_parquet_with_pictures_and_with_latents(tmp_path: Path, streaming: bool)
     found = open_source(tmp_path / "frames.parquet", streaming=streaming, shuffle=not streaming)[1]
     assert found
     assert (found.caption, found.fps, len(found.frames)) == ("two", 12.5, 1)
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(found.frames[0].read(10**6)))), np.asarray(pictures[0]))
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(found.frames[0].read(10**6)))), np.asarray(images[0]))
     found = open_source(tmp_path / "latents.parquet", streaming=streaming, shuffle=not streaming)[0]
     assert found and found.latents
     assert np.array_equal(np.load(io.BytesIO(found.latents.read(10**6))), values)
@@ -116,7 +116,7 @@ def test_missing_columns_are_named(tmp_path: Path) -> None:
         ({"caption": "a", "frames": {"0": "x"}}, "`frames` is a dict"),
         ({"caption": "a", "frames": ["0.png", 3]}, "frame 1 of sample 5 of here: a int; it must be a path"),
         ({"caption": "a", "frames": "absent"}, "names .*absent', which is no folder; name a folder, or list"),
-        ({"caption": "a", "frames": "empty"}, "its folder .*empty' has no picture; its endings are .png"),
+        ({"caption": "a", "frames": "empty"}, "its folder .*empty' has no image; its endings are .png"),
         ({"caption": "a", "latents": 3.5}, "`latents` of sample 5 of here: a float"),
     ],
 )

@@ -283,10 +283,10 @@ def test_what_cannot_be_opened_is_named_by_the_worker_too(tmp_path: Path) -> Non
 def test_parts_that_do_not_fit_are_refused(charts: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 448 entries, but the language model's vocab_size is 100"):
         Loader(make_config(charts, vocab_size=100))
-    with pytest.raises(ConfigError, match="one fixed picture size"):
+    with pytest.raises(ConfigError, match="one fixed image size"):
         Loader(make_config(charts, encoder=SIGLIP, max_pixels=5000))
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 99, "width": 99}}')
-    with pytest.raises(ConfigError, match="makes pictures of side 99, but the encoder's image_size is 56"):
+    with pytest.raises(ConfigError, match="makes images of side 99, but the encoder's image_size is 56"):
         Loader(make_config(charts, encoder=SIGLIP, image_processor=str(tmp_path)))
     with pytest.raises(ConfigError, match="the degree must divide the batch size"):
         Loader(make_config(charts), dp_degree=3)

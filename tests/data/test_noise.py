@@ -48,7 +48,7 @@ def test_noise_of_clips_is_what_its_metadata_says():
     from tests.data.videos import make_video_config
 
     config = make_video_config("x", dit={"in_channels": 5}, video_area=64)
-    meta = draw("video_captions", Bins.of(config, picture_side=32), seed=0, iteration=0)
+    meta = draw("video_captions", Bins.of(config, image_side=32), seed=0, iteration=0)
     one, same, other = (noise_batch(config.model, meta, seed) for seed in (1, 1, 2))
     check_batch(one, meta)
     assert one.microbatches == []

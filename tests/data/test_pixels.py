@@ -22,7 +22,7 @@ header_size = functools.partial(pixels.header_size, max_pixels=10**6)
 SIZES = [(60, 100), (56, 168), (168, 167), (30, 31), (300, 20), (14, 14)]
 
 
-def picture(width: int, height: int) -> Image.Image:
+def noisy_image(width: int, height: int) -> Image.Image:
     noise = np.random.default_rng(width * 1000 + height).integers(0, 256, (height, width, 3), np.uint8)
     return Image.fromarray(noise)
 
@@ -44,7 +44,7 @@ def test_packed_pixels_equal_the_reference(merge: int, model_type: str) -> None:
         "Qwen2VLImageProcessor", merge_size=merge, size={"shortest_edge": low, "longest_edge": high}
     )
     for width, height in SIZES:
-        image = picture(width, height)
+        image = noisy_image(width, height)
         result = theirs(image, return_tensors="np")
         ours = pixel_values(image, geometry, pixel_rules(model_type))
         assert geometry.grid(height, width) == tuple(result["image_grid_thw"][0].tolist())
@@ -69,7 +69,7 @@ def test_fixed_pixels_equal_the_reference(model_type: str, name: str) -> None:
     geometry = image_geometry({"model_type": model_type, "image_size": 64, "patch_size": 16}, spatial_merge=2)
     theirs = their_processor(name, size={"height": 64, "width": 64})
     for width, height in SIZES:
-        image = picture(width, height)
+        image = noisy_image(width, height)
         expected = theirs(image, return_tensors="np")["pixel_values"]
         np.testing.assert_array_equal(pixel_values(image, geometry, pixel_rules(model_type)).numpy(), expected)
 
@@ -88,7 +88,7 @@ def test_patches_lie_in_merge_blocks() -> None:
 
 
 def test_blank_keeps_the_size_and_drops_the_content() -> None:
-    images = [blank(picture(60, 40)), blank(picture(60, 40).rotate(90))]
+    images = [blank(noisy_image(60, 40)), blank(noisy_image(60, 40).rotate(90))]
     assert images[0].size == (60, 40)
     assert images[0].tobytes() == images[1].tobytes()
     assert len(set(images[0].tobytes())) == 1
@@ -98,7 +98,7 @@ def test_blank_keeps_the_size_and_drops_the_content() -> None:
 def test_photos_are_turned_upright_and_their_header_knows(orientation: int) -> None:
     from PIL import ImageOps
 
-    image, exif, buffer = picture(40, 24), Image.Exif(), io.BytesIO()
+    image, exif, buffer = noisy_image(40, 24), Image.Exif(), io.BytesIO()
     exif[0x0112] = orientation
     image.save(buffer, "JPEG", exif=exif)
     upright = decode(buffer.getvalue())
@@ -112,7 +112,7 @@ def test_photos_are_turned_upright_and_their_header_knows(orientation: int) -> N
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK"])
 def test_other_colour_modes_become_rgb(mode: str) -> None:
     buffer = io.BytesIO()
-    picture(9, 7).convert(mode).save(buffer, "TIFF")
+    noisy_image(9, 7).convert(mode).save(buffer, "TIFF")
     assert decode(buffer.getvalue()).mode == "RGB"
     assert header_size(buffer.getvalue()) == (7, 9)
 

@@ -73,7 +73,7 @@ def test_labels_are_shifted_by_one() -> None:
     assert labelled[-1] == len(ids) - 3
 
 
-def test_placeholders_expand_to_one_run_per_picture() -> None:
+def test_placeholders_expand_to_one_run_per_image() -> None:
     processor = make_processor()
     document = processor.document(record("<image> and <image>?", "yes", images=2))
     assert [image.num_tokens for image in document.meta.images] == [4, 6]
@@ -85,7 +85,7 @@ def test_placeholders_expand_to_one_run_per_picture() -> None:
     assert not any(label == processor.image_token_id for label in document.labels)
 
 
-def test_where_pictures_and_the_first_answer_begin() -> None:
+def test_where_images_and_the_first_answer_begin() -> None:
     processor = make_processor()
     document = processor.document(record("<image> and <image>?", "yes", "why?", "so", images=2))
     ids, labels = document.input_ids, document.labels
@@ -146,7 +146,7 @@ def test_a_tool_speaks_where_the_template_knows_it() -> None:
         knows.document(unknown)
 
 
-def test_pictures_in_an_answer_are_no_targets() -> None:
+def test_images_in_an_answer_are_no_targets() -> None:
     processor = make_processor()
     document = processor.document(record("Draw <image> again", "like <image> this", images=2))
     at = np.flatnonzero(document.input_ids == processor.image_token_id)

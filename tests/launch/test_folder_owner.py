@@ -17,7 +17,7 @@ from tests.launched import ROOT
 OWNS = """
 import sys, time
 from pathlib import Path
-from mmtrain.folder_owner import owned
+from mmtrain.launch.folder_owner import owned
 with owned(Path(sys.argv[1])):
     print("owns", flush=True)
     time.sleep(600)

@@ -26,18 +26,18 @@ def dense(bits):
 
 def naive(microbatch, kind):
     """The mask by its definition, a pair at a time."""
-    tokens = []  # (document, place in it, picture)
+    tokens = []  # (document, place in it, image)
     for number, document in enumerate(microbatch.documents):
         for place in range(document.num_tokens):
             inside = [i for i, image in enumerate(document.images) if 0 <= place - image.start < image.num_tokens]
             tokens.append((number, place, inside[0] if inside else None))
     seen = np.zeros((len(tokens), len(tokens)), bool)
-    for q, (document, place, picture) in enumerate(tokens):
+    for q, (document, place, image) in enumerate(tokens):
         prefix = microbatch.documents[document].prefix
-        for k, (other, key_place, key_picture) in enumerate(tokens):
+        for k, (other, key_place, key_image) in enumerate(tokens):
             visible = key_place <= place
             if kind == "image_bidirectional":
-                visible |= picture is not None and picture == key_picture
+                visible |= image is not None and image == key_image
             elif kind == "prefix":
                 visible |= place < prefix and key_place < prefix
             seen[q, k] = document == other and visible

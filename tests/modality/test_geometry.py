@@ -38,7 +38,7 @@ def test_known_sizes() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["siglip_vision_model", "vit"])
-def test_a_fixed_size_ignores_the_picture(model_type: str) -> None:
+def test_a_fixed_size_ignores_the_image(model_type: str) -> None:
     encoder = {"model_type": model_type, "image_size": 56, "patch_size": 14}
     geometry = image_geometry(encoder, spatial_merge=2)
     assert geometry.grid(999, 1) == (1, 4, 4)
@@ -49,8 +49,8 @@ def test_a_fixed_size_ignores_the_picture(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("encoder", "options", "message"),
     [
-        ({"model_type": "whisper_encoder"}, {}, "reads spectrograms of sound, but the data loader reads pictures"),
-        ({"model_type": "clap"}, {}, "'clap' has no known picture layout; known are qwen2_vl"),
+        ({"model_type": "whisper_encoder"}, {}, "reads spectrograms of sound, but the data loader reads images"),
+        ({"model_type": "clap"}, {}, "'clap' has no known image layout; known are qwen2_vl"),
         (
             {"model_type": "vit", "image_size": 60, "patch_size": 16},
             {},
@@ -58,8 +58,8 @@ def test_a_fixed_size_ignores_the_picture(model_type: str) -> None:
         ),
         ({"model_type": "vit", "image_size": 48, "patch_size": 16}, {}, "must be a multiple of"),
         ({"model_type": "vit", "image_size": [32, 64]}, {}, r"image_size = \[32, 64\]; only squares"),
-        ({"model_type": "vit"}, {"max_pixels": 5000}, "one fixed picture size"),
-        (QWEN, {"max_pixels": 700}, "data.max_pixels = 700 is below the smallest picture"),
+        ({"model_type": "vit"}, {"max_pixels": 5000}, "one fixed image size"),
+        (QWEN, {"max_pixels": 700}, "data.max_pixels = 700 is below the smallest image"),
         ({**QWEN, "in_channels": 1}, {}, "1 colour channels"),
     ],
 )

@@ -9,7 +9,7 @@ from mmtrain.errors import DataError
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem, forward_rates
 from mmtrain.modality.catalogue import MODALITIES
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.layout import IterationLayout
 from mmtrain.spec.rows import share_of
@@ -54,17 +54,17 @@ class Vectors(Modality):
         return {"vectors": size.outputs}
 
     def layout(
-        self, plane: Plane, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
+        self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
     ) -> "VectorsLayout":
-        return VectorsLayout(plane, works)
+        return VectorsLayout(submesh, works)
 
 
 class VectorsLayout:
-    def __init__(self, plane: Plane, works: dict[int, WorkItem]) -> None:
-        self.plane, self.works = plane, works
+    def __init__(self, submesh: Submesh, works: dict[int, WorkItem]) -> None:
+        self.submesh, self.works = submesh, works
 
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
-        return WorkSize(rows=share_of(self.works[work].size.rows, self.plane.size), pairs=0, outputs=0)
+        return WorkSize(rows=share_of(self.works[work].size.rows, self.submesh.size), pairs=0, outputs=0)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_vector_that_is_lost_is_named(batching: tuple[IterationMeta, Batching]
 
 def test_ranks_divide_it_as_it_says(batching: tuple[IterationMeta, Batching]) -> None:
     meta, made = batching
-    assert IterationLayout(Plane(tp=2), made, meta).local_size(1, 0, 0).rows == 4
+    assert IterationLayout(Submesh(tp=2), made, meta).local_size(1, 0, 0).rows == 4
 
 
 def test_a_model_without_it_refuses_it(batching: tuple[IterationMeta, Batching]) -> None:

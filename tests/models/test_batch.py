@@ -8,7 +8,7 @@ import torch
 from mmtrain.data.loader import Loader
 from mmtrain.errors import DataError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.models.batch import Batch, check_batch, with_other_captions, without_pictures
+from mmtrain.models.batch import Batch, check_batch, with_other_captions, without_images
 from mmtrain.spec.vae_shapes import latent_scale
 from tests.data.samples import make_config, write_jsonl
 from tests.data.videos import make_video_config, write_videos
@@ -167,7 +167,7 @@ def test_other_captions_are_those_of_the_next_clip(clips: tuple[Batch, Iteration
 
 def test_a_rank_of_text_needs_no_latents(clips: tuple[Batch, IterationMeta]) -> None:
     batch, meta = clips
-    (text,) = without_pictures(batch).clips
+    (text,) = without_images(batch).clips
     assert text.latents == text.clip_names == []
     assert len(text.text_ids) == meta.num_text_tokens
     assert len(batch.clips[0].latents) == 4

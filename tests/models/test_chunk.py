@@ -9,11 +9,11 @@ from torch import nn
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
+from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import fsdp_units
 from mmtrain.models.fused_qkv import from_head_major, is_fused
-from mmtrain.models.hosts import DECODERS, VISION_HOSTS
 from mmtrain.models.initialise import init_weights
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.spec import documents_work, images_work
@@ -276,7 +276,7 @@ def test_frozen_parts_of_the_vision_module(tiny, frozen, kind, trainable):
         assert any(p.requires_grad for p in chunk.parameters()) == any(layer.trainable for layer in spec)
 
 
-def test_a_frozen_language_model_passes_gradients_to_the_pictures(tiny):
+def test_a_frozen_language_model_passes_gradients_to_the_images(tiny):
     chunks = build(tiny.model(frozen=("language",)), "language", (2,))
     given = language_inputs()
     features = given["features"].requires_grad_()
@@ -299,7 +299,7 @@ def test_names_do_not_depend_on_the_cut(tiny):
 def test_rotary_frequencies_are_real_and_stay_float32(tiny):
     model = tiny.model()
     for module, host, values in (
-        ("vision", VISION_HOSTS["qwen2_vl_vision"], tiny.encoders["qwen2_vl"]),
+        ("vision", VISION_ADAPTERS["qwen2_vl_vision"], tiny.encoders["qwen2_vl"]),
         ("language", DECODERS["qwen2"], tiny.languages["qwen2"]),
     ):
         config_class, make = host.classes()
@@ -334,9 +334,9 @@ def test_configs_that_hugging_face_refuses(tiny):
         build_chunk(model, model_spec(model), "language", (0, 1))
 
 
-def test_pictures_that_do_not_fit(tiny):
+def test_images_that_do_not_fit(tiny):
     (packed,) = build(tiny.model(), "vision")
-    with pytest.raises(DataError, match="15 rows arrived, but 1 pictures have 16"):
+    with pytest.raises(DataError, match="15 rows arrived, but 1 images have 16"):
         packed(torch.zeros(15, 96), grids=((1, 4, 4),))
     with pytest.raises(DataError, match=r"patches \(1, 4, 3\); height and width must be multiples"):
         packed(torch.zeros(12, 96), grids=((1, 4, 3),))

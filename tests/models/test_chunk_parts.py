@@ -1,4 +1,4 @@
-"""Ranks that share the patches of pictures, or have no picture, against one rank with all of them."""
+"""Ranks that share the patches of images, or have no image, against one rank with all of them."""
 
 import threading
 
@@ -108,7 +108,7 @@ def test_more_ranks_than_tokens_leave_empty_parts(tiny, encoder, cuts):
 
 
 @pytest.mark.parametrize("encoder", ["qwen2_vl", "qwen2_5_vl", "siglip", "vit", "whisper"])
-def test_without_pictures_no_layer_runs_and_the_graph_stays_whole(tiny, encoder):
+def test_without_images_no_layer_runs_and_the_graph_stays_whole(tiny, encoder):
     chunks = build(tiny.model(encoder), "vision", (1, 3))
 
     def refuse(module, args):
@@ -134,7 +134,7 @@ def test_parts_that_do_not_fit(tiny):
         packed(torch.zeros(6, 96), grids=((1, 4, 4),), part=(0, 6))
     with pytest.raises(DataError, match=r"a part 8\.\.20 of 16 rows"):
         packed(torch.zeros(12, 96), grids=((1, 4, 4),), part=(8, 20))
-    with pytest.raises(DataError, match="7 rows arrived, but 1 pictures have 8"):
+    with pytest.raises(DataError, match="7 rows arrived, but 1 images have 8"):
         packed(torch.zeros(7, 96), grids=((1, 4, 4),), part=(8, 16))
     (fixed,) = build(tiny.model("siglip"), "vision")
     with pytest.raises(DataError, match="all rows of an encoder of a fixed size"):

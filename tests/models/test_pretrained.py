@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from mmtrain.config.config import EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models import pretrained
+from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
 from mmtrain.models.build import build_chunk
 from mmtrain.models.fused_qkv import from_head_major, is_fused
-from mmtrain.models.hosts import DECODERS, VISION_HOSTS
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.spec.builders import model_spec
@@ -59,7 +59,7 @@ def model_of(tiny, path, module, **more) -> ModelConfig:
 def test_two_chunks_hold_what_hugging_face_saved(tiny, tmp_path, name, shard):
     module = "language" if name in tiny.languages else "vision"
     values = {**tiny.encoders, **tiny.languages}[name]
-    hosts = {**VISION_HOSTS, **DECODERS}
+    hosts = {**VISION_ADAPTERS, **DECODERS}
     full = {f.removesuffix("_vision").removesuffix("_vision_model").removesuffix("_encoder"): f for f in hosts}
     host = hosts[full[name]]
     theirs = hugging_face(host, values)
@@ -76,7 +76,7 @@ def test_two_chunks_hold_what_hugging_face_saved(tiny, tmp_path, name, shard):
 @pytest.mark.parametrize("prefix", ["visual.", "model.visual."])
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
 def test_the_tower_of_a_whole_qwen_vl(tiny, tmp_path, name, prefix):
-    theirs = hugging_face(VISION_HOSTS[f"{name}_vision"], tiny.encoders[name])
+    theirs = hugging_face(VISION_ADAPTERS[f"{name}_vision"], tiny.encoders[name])
     tensors = {prefix + key: value for key, value in theirs.state_dict().items()}
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(2, 2)  # of its language model
     save_file(tensors, tmp_path / "model.safetensors")
@@ -174,7 +174,7 @@ def test_a_chunk_opens_only_the_files_that_hold_its_tensors(tiny, tmp_path, monk
 
 
 def test_names_that_hugging_face_renamed_are_found_in_their_files(tiny, tmp_path, monkeypatch):
-    theirs = hugging_face(VISION_HOSTS["vit"], tiny.encoders["vit"])
+    theirs = hugging_face(VISION_ADAPTERS["vit"], tiny.encoders["vit"])
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     old = "encoder.layer.1.attention.attention.query.weight"

@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from mmtrain.models.hosts import block_positions
+from mmtrain.models.adapters import block_positions
 from mmtrain.models.projector import Projector, merge_neighbours
 
 GRIDS = ((1, 4, 6), (2, 2, 4))
 
 
 def patches(order: str) -> torch.Tensor:
-    """Features that name their picture, frame, row and column."""
+    """Features that name their image, frame, row and column."""
     rows = []
     for n, (t, h, w) in enumerate(GRIDS):
         place = [(r, c) for r in range(h) for c in range(w)]
@@ -31,7 +31,7 @@ def test_a_token_holds_one_square_of_one_frame(order):
     assert merged.tolist() == expected
 
 
-def test_equal_pictures_are_merged_at_once_as_one_by_one():
+def test_equal_images_are_merged_at_once_as_one_by_one():
     x = torch.randn(2 * 24, 3)
     together = merge_neighbours(x, ((1, 4, 6),) * 2, 2, row_major=True)
     single = [merge_neighbours(part, ((1, 4, 6),), 2, row_major=True) for part in x.split(24)]

@@ -8,7 +8,7 @@ from mmtrain.spec.builders import model_spec
 
 
 def batch(packed: bool) -> tuple[Batch, IterationMeta]:
-    """A microbatch of two documents with two pictures, and one of text alone."""
+    """A microbatch of two documents with two images, and one of text alone."""
     torch.manual_seed(2)
     grids = ((1, 4, 4), (1, 2, 4)) if packed else ((1, 4, 4),) * 2
     images = tuple(
@@ -16,10 +16,10 @@ def batch(packed: bool) -> tuple[Batch, IterationMeta]:
     )
     pixels = [torch.randn(i.num_patches, 96) if packed else torch.randn(1, 3, 32, 32) for i in images]
     microbatches, metas = [], []
-    for pictures in (images, ()):
+    for shown in (images, ()):
         documents, slots, start = [], [], 0
         for n, length in enumerate((8, 6)):
-            own = pictures[n : n + 1]
+            own = shown[n : n + 1]
             slots += [start + 1 + i for image in own for i in range(image.num_tokens)]
             documents.append(DocumentMeta(sample=n, num_tokens=length, num_targets=2, images=own, prefix=length - 2))
             start += length
@@ -31,8 +31,8 @@ def batch(packed: bool) -> tuple[Batch, IterationMeta]:
                 position_ids=torch.cat([torch.arange(8), torch.arange(6)]),
                 labels=labels,
                 image_slots=torch.tensor(slots, dtype=torch.int64),
-                pixel_values=pixels if pictures else [],
-                image_names=[(image.sample, image.index) for image in pictures],
+                pixel_values=pixels if shown else [],
+                image_names=[(image.sample, image.index) for image in shown],
             )
         )
         metas.append(MicrobatchMeta(documents=tuple(documents)))
@@ -40,7 +40,7 @@ def batch(packed: bool) -> tuple[Batch, IterationMeta]:
 
 
 @pytest.mark.parametrize("encoder", ["qwen2_vl", "siglip", "vit"])
-def test_pictures_reach_the_loss_and_every_weight_gets_a_gradient(tiny, encoder):
+def test_images_reach_the_loss_and_every_weight_gets_a_gradient(tiny, encoder):
     model = tiny.model(encoder)
     reference = ReferenceModel(model, model_spec(model), seed=0)
     tensors, meta = batch(encoder == "qwen2_vl")

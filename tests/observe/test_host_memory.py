@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import resource, torch
-from mmtrain.host_memory import keep_freed_memory
+from mmtrain.observe.host_memory import keep_freed_memory
 print(keep_freed_memory())
 for round in range(7):
     if round == 3:

@@ -19,7 +19,7 @@ from mmtrain.config.config import (
     uses_fsdp,
 )
 from mmtrain.config.topology import AXES, MeshShape
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
@@ -45,7 +45,7 @@ from tests.pairwise import covering
 from tests.reference import NOISE, PLANNER, TRAINING, make_batch, reference_gradients
 
 MIXED = [[[2, 0, 1], [0, 0], [3], [1, 1]], [[0], [4, 1], [0, 0], [2]]]
-"""Pictures of each document, for two replicas: one of each has text-only microbatches."""
+"""Images of each document, for two replicas: one of each has text-only microbatches."""
 TEXT_ON_ONE = [MIXED[0], [[0], [0], [0, 0], [0]]]
 NO_IMAGE = [[[0, 0], [0]], [[0], [0]]]
 KEEP_ALL = ActivationCheckpointConfig()
@@ -58,7 +58,7 @@ class Case:
     model: ModelConfig
     images: list = dataclasses.field(default_factory=lambda: MIXED)
     runs: tuple[tuple, ...] = (("interleave", 1),)
-    """(schedule, pictures in a vision work) of each step; with a third entry, backwards are split, and W comes that
+    """(schedule, images in a vision work) of each step; with a third entry, backwards are split, and W comes that
     many actions after I; with a fourth, every so many backwards only."""
     placement: Placement = "loop"
     partition: str = ""
@@ -74,8 +74,8 @@ class Case:
     prepare: Callable[[torch.nn.Module], None] | None = None
     """Changes the values of a chunk; what it does must depend on the names of parameters alone."""
 
-    def plane(self, shape: MeshShape) -> Plane:
-        return Plane(
+    def submesh(self, shape: MeshShape) -> Submesh:
+        return Submesh(
             cp=shape.cp, tp=shape.tp, split=self.split, block_size=4,
             share_patches=self.share_patches and shape.cp > 1,
             data_encoder=self.data_encoder and shape.tp > 1,
@@ -143,17 +143,17 @@ class Found:
 
 
 def run_layout(rank, shape, cases) -> dict[tuple, Found]:
-    """(case, schedule, pictures a work) -> errors, on one rank of `run_ranks`."""
+    """(case, schedule, images a work) -> errors, on one rank of `run_ranks`."""
     meshes = {}
     found = {}
     for name, case in cases.items():
-        plane, parts = case.plane(shape), cut(case, shape)
-        key = plane.data_encoder, parts.tie_ranks
+        submesh, parts = case.submesh(shape), cut(case, shape)
+        key = submesh.data_encoder, parts.tie_ranks
         if key not in meshes:
             meshes[key] = build_mesh(
-                shape, torch.device("cpu"), data_encoder=plane.data_encoder, tie_ranks=parts.tie_ranks
+                shape, torch.device("cpu"), data_encoder=submesh.data_encoder, tie_ranks=parts.tie_ranks
             )
-        for run, errors in run_case(meshes[key], case, plane, parts).items():
+        for run, errors in run_case(meshes[key], case, submesh, parts).items():
             found[name, *run] = errors
     return found
 
@@ -178,7 +178,7 @@ def cut(case, shape):
     return partition(spec, shape.pp, segments, reference_sizes(spec, case.training.seq_len), case.placement)
 
 
-def run_case(mesh, case, plane, parts):
+def run_case(mesh, case, submesh, parts):
     model, spec = case.model, model_spec(case.model)
     local = build_local_model(
         model, spec, parts, mesh, case.training, seed=5, regathered=case.regathered, recompute=case.recompute
@@ -194,9 +194,9 @@ def run_case(mesh, case, plane, parts):
         schedule, size, *delay = run
         planner = IterationPlanner(
             spec=spec, partition=parts, section=PLANNER,
-            costs=FlopsCosts.of(PLANNER, shares=plane.size), schedule=schedule, sub_microbatch_size=size,
-            sharded=uses_fsdp(mesh.shape, case.training, data_encoder=plane.data_encoder),
-            regathered=case.regathered, plane=plane, check_plans=True,
+            costs=FlopsCosts.of(PLANNER, shares=submesh.size), schedule=schedule, sub_microbatch_size=size,
+            sharded=uses_fsdp(mesh.shape, case.training, data_encoder=submesh.data_encoder),
+            regathered=case.regathered, submesh=submesh, check_plans=True,
             memory=MemoryChoices(section=case.recompute),
         )  # fmt: skip
         if delay and (schedule, size) not in whole:

@@ -112,7 +112,7 @@ def test_parameters_are_free_between_uses_where_the_option_says_so(tmp_path, cha
         assert all(not is_sharded for _, after in sizes for is_sharded in after)
         kinds, stages, sizes = found["always"]
         assert Kind.REDUCE in kinds
-        assert stages == {0}, "cp ranks encode different pictures, so the encoder is gathered once a step"
+        assert stages == {0}, "cp ranks encode different images, so the encoder is gathered once a step"
         language = [is_sharded for module, after in sizes if module == "language" for is_sharded in after]
         assert language
         assert all(language)
@@ -124,7 +124,7 @@ def test_replicas_with_different_plans_cannot_gather_at_each_use(tmp_path, chart
         config.load(path, [*degrees({"shard": 2}), ALWAYS])
 
 
-def test_an_encoder_is_gathered_at_each_use_only_where_its_ranks_share_pictures(tmp_path, charts):
+def test_an_encoder_is_gathered_at_each_use_only_where_its_ranks_share_images(tmp_path, charts):
     path = write_config(tmp_path, charts)
 
     def regathered(*overrides):

@@ -9,7 +9,7 @@ from mmtrain.config.config import uses_fsdp
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import PlanError
 from mmtrain.modality.catalogue import division_of
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
@@ -103,10 +103,10 @@ def offloaded_bytes(rank, shape):
     mesh = build_mesh(shape, torch.device("cpu"))
     regathered = {"language"} if shape.cp > 1 else set()
     local = build_local_model(model, spec, parts, mesh, TRAINING, seed=5, regathered=regathered)
-    plane = Plane(cp=shape.cp, tp=shape.tp, split="balanced", block_size=4)
+    submesh = Submesh(cp=shape.cp, tp=shape.tp, split="balanced", block_size=4)
     planner = IterationPlanner(
-        spec=spec, partition=parts, section=PLANNER, costs=FlopsCosts.of(PLANNER, shares=plane.size), schedule="1F1B",
-        sub_microbatch_size=0, sharded=uses_fsdp(shape, TRAINING, data_encoder=False), plane=plane,
+        spec=spec, partition=parts, section=PLANNER, costs=FlopsCosts.of(PLANNER, shares=submesh.size), schedule="1F1B",
+        sub_microbatch_size=0, sharded=uses_fsdp(shape, TRAINING, data_encoder=False), submesh=submesh,
         regathered=regathered,
     )  # fmt: skip
     batch, meta = make_batch(model, [[0] * 8, [0] * 5], seed=1)
@@ -129,7 +129,7 @@ def offloaded_bytes(rank, shape):
     feed = StepFeed(parts, StepInputs(layout=plan.layout, meta=meta, mesh=mesh, batch=batch, labels=labels))
     runtime.step(feed)
     module = spec.module("language")
-    layers = [layer.of_rank(division_of(plane, module)) for layer in module.layers if layer.is_block]
+    layers = [layer.of_rank(division_of(submesh, module)) for layer in module.layers if layer.is_block]
     offload = Recomputation(offload=True)
     sizes = [documents_work(m.lengths, 0) for m in meta.microbatches]
     return found, [sum(offload.offloaded_bytes(layer, size) for layer in layers) for size in sizes]

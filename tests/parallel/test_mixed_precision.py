@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmtrain.config.topology import MeshShape
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
@@ -33,7 +33,7 @@ def gradients(rank, shape):
     planner = IterationPlanner(
         spec=spec, partition=parts, section=PLANNER,
         costs=FlopsCosts.of(PLANNER, shares=shape.cp * shape.tp), schedule="interleave",
-        sub_microbatch_size=1, sharded=True, plane=Plane(cp=shape.cp, tp=shape.tp, block_size=4),
+        sub_microbatch_size=1, sharded=True, submesh=Submesh(cp=shape.cp, tp=shape.tp, block_size=4),
     )  # fmt: skip
     batches = [make_batch(model, MIXED[replica], seed=replica + 1) for replica in range(shape.dp)]
     loss = run_step(mesh, parts, planner, model, local, runtime, batches)

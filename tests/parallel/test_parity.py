@@ -83,8 +83,8 @@ COVERING = [
 """With `PIPELINES`: every axis alone, every pair of axes, and threes."""
 
 
-def plane_cases(shape: MeshShape) -> dict[str, Case]:
-    """Two encoders x two language models, frozen and not, with every way to divide a plane."""
+def submesh_cases(shape: MeshShape) -> dict[str, Case]:
+    """Two encoders x two language models, frozen and not, with every way to divide a submesh."""
     key_heads = max(2, shape.tp)
     video = (
         {}
@@ -118,7 +118,7 @@ def plane_cases(shape: MeshShape) -> dict[str, Case]:
     return cases if shape.pp > 2 else {name: shallow(case) for name, case in cases.items()}
 
 
-PLANES = {shape: plane_cases(shape) for shape in COVERING}
+PLANES = {shape: submesh_cases(shape) for shape in COVERING}
 DAILY = selection(dict.fromkeys(PIPELINES, PIPELINE_CASES)) | selection(PLANES)
 
 
@@ -136,7 +136,7 @@ def test_the_daily_layouts_have_every_pair_of_axes():
 @pytest.mark.ranks
 @pytest.mark.nightly
 @layouts(dict.fromkeys(PIPELINES, PIPELINE_CASES) | PLANES)
-def test_pipelines_replicas_and_planes(shape, cases):
+def test_pipelines_replicas_and_submeshes(shape, cases):
     check(run_ranks(run_layout, shape.world_size, shape, cases, timeout=900), TOLERANCE)
 
 
@@ -144,5 +144,5 @@ def test_pipelines_replicas_and_planes(shape, cases):
 @pytest.mark.nightly
 @pytest.mark.parametrize("shape", GRID, ids=identify)
 def test_every_layout(shape):
-    cases = PIPELINE_CASES | plane_cases(shape)
+    cases = PIPELINE_CASES | submesh_cases(shape)
     check(run_ranks(run_layout, shape.world_size, shape, cases, timeout=900), TOLERANCE)

@@ -52,7 +52,7 @@ PLANES = {
         partition="mixed-latency",
         share_patches=True,
     ),
-    "pictures over tp": Case(model=model_config(segments=OPEN), partition="mixed-latency", data_encoder=True),
+    "images over tp": Case(model=model_config(segments=OPEN), partition="mixed-latency", data_encoder=True),
 }
 
 

@@ -327,7 +327,7 @@ def run_gradients(rank, shape, cases):
 
 
 def drawn_cases(count: int):
-    """Random batches: (pictures of each document of each microbatch, pictures in a work, seed of the plan)."""
+    """Random batches: (images of each document of each microbatch, images in a work, seed of the plan)."""
     cases = []
 
     @seed(1)

@@ -141,7 +141,7 @@ def plan_without_an_image(rank):
 @pytest.mark.ranks
 def test_a_plan_that_disagrees_with_the_batch_stops_the_step():
     (message,) = run_ranks(plan_without_an_image, 1)
-    assert "rows arrived, but 1 pictures have" in message
+    assert "rows arrived, but 1 images have" in message
 
 
 def wrong_shape(rank):

@@ -15,7 +15,7 @@ RUNS = (("1F1B", 1), ("interleave", 0), ("interleave", 2, 2))
 LONG = {"rope_max_seq_len": 64}
 """For clips of 16 s, by which a partition is chosen."""
 CASES = {
-    "pictures": Case(model=t2v(vae="kl"), runs=RUNS),
+    "images": Case(model=t2v(vae="kl"), runs=RUNS),
     "frames together": Case(model=t2v(vae="wan", patch_size=[2, 1, 2]), runs=RUNS),
     "frozen text encoder": Case(model=t2v(vae="wan", frozen=("language",)), runs=RUNS),
     "frozen DiT": Case(model=t2v(vae="kl", frozen=("dit",)), runs=RUNS[:2]),
@@ -25,10 +25,10 @@ CASES = {
     ),
     "drawn memory": Case(model=t2v(vae="wan"), runs=(("interleave", 1),), memories=2),
 }
-FEW = {name: CASES[name] for name in ("pictures", "frames together", "mixed")}
+FEW = {name: CASES[name] for name in ("images", "frames together", "mixed")}
 WIDE = {"num_attention_heads": 4, "attention_head_dim": 8, "text": {"num_key_value_heads": 4}}
 DIVIDED = {
-    "pictures": Case(model=t2v(vae="kl", **WIDE)),
+    "images": Case(model=t2v(vae="kl", **WIDE)),
     "frozen text encoder": Case(model=t2v(vae="wan", frozen=("language",), **WIDE)),
     "mixed": Case(model=t2v(vae="wan", **WIDE, **LONG), partition="mixed-latency"),
 }

@@ -48,11 +48,11 @@ def vlm(
     )
 
 
-def microbatch(sample: int, pictures: Sequence[tuple[int, int]], text_tokens: int = 10) -> MicrobatchMeta:
-    """One document of some pictures (height, width in patches) and text after them, whose second half is labelled."""
+def microbatch(sample: int, grids: Sequence[tuple[int, int]], text_tokens: int = 10) -> MicrobatchMeta:
+    """One document of some images (height, width in patches) and text after them, whose second half is labelled."""
     images: list[ImageMeta] = []
     tokens = 0
-    for i, (h, w) in enumerate(pictures):
+    for i, (h, w) in enumerate(grids):
         images.append(ImageMeta(sample=sample, index=i, grid=(1, h, w), num_tokens=h * w // 4, start=tokens))
         tokens += h * w // 4
     tokens += text_tokens
@@ -68,4 +68,4 @@ def microbatch(sample: int, pictures: Sequence[tuple[int, int]], text_tokens: in
 
 
 META = IterationMeta(microbatches=(microbatch(3, [(4, 4), (2, 2), (4, 8)]), microbatch(5, []), microbatch(7, [(2, 4)])))
-"""Three pictures, none, one."""
+"""Three images, none, one."""

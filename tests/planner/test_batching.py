@@ -14,7 +14,7 @@ from tests.data.masks import KINDS, microbatches
 from tests.planner.specs import META, microbatch, vlm
 
 
-def test_pictures_of_a_microbatch_form_sub_microbatches_of_equal_patches() -> None:
+def test_images_of_a_microbatch_form_sub_microbatches_of_equal_patches() -> None:
     batching = make_batching(META, vlm(), 2)
     assert batching.modules == ("vision", "language")
     assert batching.works == (
@@ -79,7 +79,7 @@ def with_items(batching: Batching, changes: dict[int, dict[str, Any]]) -> Batchi
 
 
 def with_images(batching: Batching, work: int, places: list[tuple[int, int]]) -> Batching:
-    """The batching with the pictures of one work replaced; a place is (microbatch, index)."""
+    """The batching with the images of one work replaced; a place is (microbatch, index)."""
     images = tuple(META.microbatches[m].images[i] for m, i in places)
     return with_items(batching, {work: {"units": images}})
 
@@ -95,7 +95,7 @@ def with_images(batching: Batching, work: int, places: list[tuple[int, int]]) ->
         (3, [(0, 0)], "microbatch 1: the document of sample 5 stands 1 times in the batch, but in 0 places"),
     ],
 )
-def test_lost_doubled_and_moved_pictures_are_named(work: int, places: list[tuple[int, int]], message: str) -> None:
+def test_lost_doubled_and_moved_images_are_named(work: int, places: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(DataError, match=message):
         check_conservation(META, with_images(make_batching(META, vlm(), 2), work, places))
 
@@ -115,7 +115,7 @@ def test_lost_tokens_are_counted(work: int, change: dict[str, int], message: str
         check_conservation(META, with_items(batching, {work: {"size": size}}))
 
 
-def test_pictures_that_feed_nothing_and_strange_works_are_refused() -> None:
+def test_images_that_feed_nothing_and_strange_works_are_refused() -> None:
     batching = make_batching(META, vlm(), 2)
     cut = replace(batching.works[2], after=(0,))
     with pytest.raises(DataError, match=r"comes after works \(0,\), but .* and the vision work of image 2 of sample 3"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mmtrain.config.config import PlannerConfig
 from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.metadata import ClipMeta, IterationMeta, MicrobatchMeta
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.layout import IterationLayout
@@ -148,18 +148,18 @@ def test_strange_works_and_batches_are_refused() -> None:
 
 def test_the_whole_work_is_on_one_rank() -> None:
     batching = make_batching(META, SPEC, 2)
-    layout = IterationLayout(Plane(), batching, META)
+    layout = IterationLayout(Submesh(), batching, META)
     sizes = [layout.local_size(work, 0, 0) for work in range(len(batching.works))]
     assert tuple(sizes) == batching.sizes
     assert SPEC.module("dit").output_shape(1, sizes[3]) == (12 + 10 + 7 * 2, 32)
     assert SPEC.module("dit").output_shape(4, sizes[3]) == ()
-    with pytest.raises(PlanError, match="plane has 2 context-parallel ranks"):
-        IterationLayout(Plane(cp=2), batching, META).local_size(0, 0, 0)
+    with pytest.raises(PlanError, match="submesh has 2 context-parallel ranks"):
+        IterationLayout(Submesh(cp=2), batching, META).local_size(0, 0, 0)
 
 
 def test_tensor_ranks_divide_the_rows_of_prompts_and_of_each_clip() -> None:
     batching = make_batching(META, SPEC, 2)
-    layout = IterationLayout(Plane(tp=3), batching, META)
+    layout = IterationLayout(Submesh(tp=3), batching, META)
     assert [size.rows for size in batching.sizes] == [4, 10, 12, 12, 2, 16]
     for tp_rank in range(3):
         sizes = [layout.local_size(work, 0, tp_rank) for work in range(len(batching.works))]
@@ -173,7 +173,7 @@ def test_tensor_ranks_send_their_rows_of_a_dit_and_hold_their_columns() -> None:
     sizes = {"language": batching.sizes[0], "dit": batching.sizes[2]}
     parts = partition(SPEC, 1, {"language": 2, "dit": 2}, sizes)
     found = {
-        tp: make_problem(SPEC, parts, batching, COSTS, PlannerConfig(), plane=Plane(tp=tp), splits_backward=True)
+        tp: make_problem(SPEC, parts, batching, COSTS, PlannerConfig(), submesh=Submesh(tp=tp), splits_backward=True)
         for tp in (1, 2)
     }
     text, dit = 1, 3
@@ -228,10 +228,10 @@ def test_a_vae_has_no_backward_and_is_on_the_first_rank_alone() -> None:
         assert option.backward_input_s == option.backward_weight_s == option.activation_bytes == 0
         assert not problem.graph.has_backward(0, work)
     assert problem.output_bytes[0][0] == batching.sizes[0].outputs * 4 * 4
-    # Each rank of a plane encodes everything.
-    for shares, shared in ((1, Plane()), (2, Plane(tp=2))):
+    # Each rank of a submesh encodes everything.
+    for shares, shared in ((1, Submesh()), (2, Submesh(tp=2))):
         costs = FlopsCosts.of(PlannerConfig(), shares=shares)
-        divided = make_problem(WITH_VAE, parts, batching, costs, PlannerConfig(), plane=shared)
+        divided = make_problem(WITH_VAE, parts, batching, costs, PlannerConfig(), submesh=shared)
         assert divided.options(0, 0) == problem.options(0, 0)
         assert divided.output_bytes[0][0] == problem.output_bytes[0][0]
         assert IterationLayout(shared, batching, META).local_size(0, 0, 1) == batching.sizes[0]

@@ -8,20 +8,20 @@ from hypothesis import strategies as st
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.images import Images, ImagesLayout
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.plane import Plane, longest_first, pad_places
+from mmtrain.modality.submesh import Submesh, longest_first, pad_places
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.layout import IterationLayout
 from mmtrain.spec.spec import Division, ModelSpec
 from tests.planner.specs import microbatch, vlm
 
-PICTURES = [(4, 4), (2, 8), (6, 2), (2, 2), (8, 8)]
-META = IterationMeta(microbatches=(microbatch(0, PICTURES, text_tokens=30), microbatch(2, [], text_tokens=40)))
+IMAGES = [(4, 4), (2, 8), (6, 2), (2, 2), (8, 8)]
+META = IterationMeta(microbatches=(microbatch(0, IMAGES, text_tokens=30), microbatch(2, [], text_tokens=40)))
 
 
-def layout(plane: Plane, sub_microbatch_size: int = 0, extra_rows: int = 0) -> IterationLayout:
+def layout(submesh: Submesh, sub_microbatch_size: int = 0, extra_rows: int = 0) -> IterationLayout:
     vision, language = vlm().modules
     spec = ModelSpec(modules=(dataclasses.replace(vision, extra_rows=extra_rows), language))
-    return IterationLayout(plane, make_batching(META, spec, sub_microbatch_size), META)
+    return IterationLayout(submesh, make_batching(META, spec, sub_microbatch_size), META)
 
 
 def of_images(found: IterationLayout) -> ImagesLayout:
@@ -29,8 +29,8 @@ def of_images(found: IterationLayout) -> ImagesLayout:
     return layout
 
 
-planes = st.builds(
-    Plane,
+submeshes = st.builds(
+    Submesh,
     cp=st.sampled_from([1, 2, 3]),
     tp=st.sampled_from([1, 2, 4]),
     split=st.sampled_from(["causal", "balanced"]),
@@ -40,19 +40,19 @@ planes = st.builds(
 )
 
 
-@given(plane=planes, size=st.sampled_from([0, 1, 2]))
-def test_every_token_and_feature_is_somewhere_once_and_shapes_count_the_padding(plane: Plane, size: int) -> None:
-    if plane.cp == 1:
-        plane = dataclasses.replace(plane, share_patches=False)
-    found = layout(plane, size)
+@given(submesh=submeshes, size=st.sampled_from([0, 1, 2]))
+def test_every_token_and_feature_is_somewhere_once_and_shapes_count_the_padding(submesh: Submesh, size: int) -> None:
+    if submesh.cp == 1:
+        submesh = dataclasses.replace(submesh, share_patches=False)
+    found = layout(submesh, size)
     vision = of_images(found)
     for index, counts in enumerate(META.microbatches):
         tokens = np.concatenate(found.documents.tokens(index))
         assert sorted(tokens) == list(range(counts.num_tokens))
     features: list[int] = []
     for work, item in enumerate(found.batching.items):
-        for c in range(plane.cp):
-            for t in range(plane.tp):
+        for c in range(submesh.cp):
+            for t in range(submesh.tp):
                 rows = found.local_size(work, c, t)
                 if item.work.module == 0:
                     places = vision.feature_places(work, c, t)
@@ -60,78 +60,78 @@ def test_every_token_and_feature_is_somewhere_once_and_shapes_count_the_padding(
                     features += [p for p in places if p >= 0]
                 else:
                     microbatch_places = found.documents.places(item.work.microbatch, c)
-                    assert len(microbatch_places) == rows.rows * plane.tp
-    assert sorted(features) == list(range(sum(h * w // 4 for h, w in PICTURES)))
+                    assert len(microbatch_places) == rows.rows * submesh.tp
+    assert sorted(features) == list(range(sum(h * w // 4 for h, w in IMAGES)))
 
 
-def test_pictures_go_whole_to_the_lightest_rank() -> None:
-    found = layout(Plane(cp=2))
+def test_images_go_whole_to_the_lightest_rank() -> None:
+    found = layout(Submesh(cp=2))
     own = [of_images(found).part(0, c, 0) for c in range(2)]
     assert [part.images for part in own] == [(4,), (0, 1, 2, 3)]
     assert [part.size.rows for part in own] == [64, 48]
 
 
-def test_a_class_token_is_a_row_of_its_picture() -> None:
-    found = layout(Plane(cp=2), extra_rows=1)
+def test_a_class_token_is_a_row_of_its_image() -> None:
+    found = layout(Submesh(cp=2), extra_rows=1)
     assert [of_images(found).part(0, c, 0).size.rows for c in range(2)] == [65, 52]
 
 
-def test_tensor_ranks_with_whole_encoders_divide_the_pictures() -> None:
-    found = layout(Plane(tp=2, data_encoder=True))
+def test_tensor_ranks_with_whole_encoders_divide_the_images() -> None:
+    found = layout(Submesh(tp=2, data_encoder=True))
     assert {i for t in range(2) for i in of_images(found).part(0, 0, t).images} == set(range(5))
-    divided = layout(Plane(tp=2))
+    divided = layout(Submesh(tp=2))
     assert all(of_images(divided).part(0, 0, t).images == (0, 1, 2, 3, 4) for t in range(2))
 
 
 def test_patches_are_divided_in_whole_merge_squares() -> None:
-    found = layout(Plane(cp=3, share_patches=True))
+    found = layout(Submesh(cp=3, share_patches=True))
     bounds = [of_images(found).part(0, c, 0).rows for c in range(3)]
     assert bounds == [(0, 36), (36, 72), (72, 112)]
 
 
 @pytest.mark.parametrize(
-    ("plane", "vision", "language"),
+    ("submesh", "vision", "language"),
     [
-        (Plane(), Division(), Division()),
-        (Plane(tp=4), Division(tp=4), Division(tp=4)),
-        (Plane(cp=2), Division(groups=2), Division(groups=2, key_groups=2)),
-        (Plane(cp=2, tp=4), Division(tp=4, groups=2), Division(tp=4, groups=2, key_groups=2)),
-        (Plane(cp=2, share_patches=True), *2 * [Division(groups=2, key_groups=2)]),
-        (Plane(tp=4, data_encoder=True), Division(groups=4), Division(tp=4)),
+        (Submesh(), Division(), Division()),
+        (Submesh(tp=4), Division(tp=4), Division(tp=4)),
+        (Submesh(cp=2), Division(groups=2), Division(groups=2, key_groups=2)),
+        (Submesh(cp=2, tp=4), Division(tp=4, groups=2), Division(tp=4, groups=2, key_groups=2)),
+        (Submesh(cp=2, share_patches=True), *2 * [Division(groups=2, key_groups=2)]),
+        (Submesh(tp=4, data_encoder=True), Division(groups=4), Division(tp=4)),
         (
-            Plane(cp=2, tp=4, share_patches=True, data_encoder=True),
+            Submesh(cp=2, tp=4, share_patches=True, data_encoder=True),
             Division(groups=8, key_groups=2),
             Division(tp=4, groups=2, key_groups=2),
         ),
     ],
 )
-def test_how_ranks_divide_each_module(plane: Plane, vision: Division, language: Division) -> None:
+def test_how_ranks_divide_each_module(submesh: Submesh, vision: Division, language: Division) -> None:
     spec = vlm()
-    assert division_of(plane, spec.module("vision")) == vision
-    assert division_of(plane, spec.module("language")) == language
-    assert division_of(plane, dataclasses.replace(spec.module("vision"), consumes="frames")) == Division()
+    assert division_of(submesh, spec.module("vision")) == vision
+    assert division_of(submesh, spec.module("language")) == language
+    assert division_of(submesh, dataclasses.replace(spec.module("vision"), consumes="frames")) == Division()
 
 
 @pytest.mark.parametrize(
-    ("plane", "fullest"),
+    ("submesh", "fullest"),
     [
-        (Plane(tp=4), 1.0),
-        (Plane(cp=2), 64 * 2 / 112),
-        (Plane(cp=2, share_patches=True), 1.0),
-        (Plane(cp=4), 64 * 4 / 112),
-        (Plane(cp=2, tp=2, data_encoder=True), 64 * 4 / 112),
-        (Plane(cp=2, tp=2, data_encoder=True, share_patches=True), 64 * 2 / 112),
+        (Submesh(tp=4), 1.0),
+        (Submesh(cp=2), 64 * 2 / 112),
+        (Submesh(cp=2, share_patches=True), 1.0),
+        (Submesh(cp=4), 64 * 4 / 112),
+        (Submesh(cp=2, tp=2, data_encoder=True), 64 * 4 / 112),
+        (Submesh(cp=2, tp=2, data_encoder=True, share_patches=True), 64 * 2 / 112),
     ],
 )
-def test_the_rank_with_most_patches(plane: Plane, fullest: float) -> None:
-    images = layout(plane).batching.items[0].units
+def test_the_rank_with_most_patches(submesh: Submesh, fullest: float) -> None:
+    images = layout(submesh).batching.items[0].units
     assert sum(image.num_patches for image in images) == 112
-    assert Images().unevenness(plane, images) == fullest
-    assert Images().unevenness(plane, ()) == 1.0
+    assert Images().unevenness(submesh, images) == fullest
+    assert Images().unevenness(submesh, ()) == 1.0
 
 
-def test_a_rank_may_have_no_picture() -> None:
-    found = layout(Plane(cp=2), sub_microbatch_size=1)
+def test_a_rank_may_have_no_image() -> None:
+    found = layout(Submesh(cp=2), sub_microbatch_size=1)
     sizes = [found.local_size(0, c, 0) for c in range(2)]
     assert sizes[0].rows > 0
     assert sizes[1].rows == sizes[1].outputs == 0

@@ -79,7 +79,7 @@ def test_switches_are_one_line():
     )
 
 
-def test_pictures_of_a_microbatch_can_stay_together():
+def test_images_of_a_microbatch_can_stay_together():
     sizes = [
         IterationPlanner.of(config.load("debug_vlm.toml", [f"planner.sub_microbatch={word}"])).sub_microbatch_size
         for word in ("true", "false")

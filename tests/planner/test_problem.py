@@ -4,7 +4,7 @@ import pytest
 
 from mmtrain.config.config import PlannerConfig
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.costs.cost_model import FlopsCosts, LayerTimes
 from mmtrain.planner.partition.partition import partition
@@ -53,7 +53,7 @@ def test_frozen_encoder_has_no_backward_and_keeps_one_layer_at_a_time() -> None:
     assert vision.activation_bytes == 52 * 4
 
 
-def test_frozen_language_model_has_a_backward_only_where_pictures_come_before_it() -> None:
+def test_frozen_language_model_has_a_backward_only_where_images_come_before_it() -> None:
     found = problem(vlm(frozen_language=True))
     assert [row[0] for row in found.graph.backward] == [True, True, False, True, True]
     (language,) = found.options(3, 1)
@@ -94,7 +94,7 @@ def test_bytes_are_those_of_the_rank_with_most_patches() -> None:
         spec, 2, {"vision": 1, "language": 1}, dict(zip(("vision", "language"), batching.sizes, strict=True))
     )
     found = {
-        cp: make_problem(spec, parts, batching, FlopsCosts.of(CONFIG, shares=cp), CONFIG, plane=Plane(cp=cp))
+        cp: make_problem(spec, parts, batching, FlopsCosts.of(CONFIG, shares=cp), CONFIG, submesh=Submesh(cp=cp))
         for cp in (1, 2)
     }
     vision, language = 0, 1

@@ -170,7 +170,7 @@ def test_degrees_are_lowered_only_where_there_would_be_too_many_processes() -> N
     assert small.config.training.global_batch_size % 2 == 0
 
 
-def test_microbatches_hold_two_pictures() -> None:
+def test_microbatches_hold_two_images() -> None:
     fixed = shrink(job("siglip_vision_model")).config
     assert fixed.training.seq_len >= 2 * 24 * 24 // 4 + 256
     packed = shrink(job(data={"max_pixels": 10**6})).config

@@ -11,20 +11,20 @@ def curve(seconds):
 
 
 def test_a_fixed_cost_is_paid_off_by_the_smallest_number_that_reaches_95_percent():
-    # n pictures in n + 0.63: efficiency n / (n + 0.63), at 48 it is 0.987, of which 95 % is 0.938
+    # n images in n + 0.63: efficiency n / (n + 0.63), at 48 it is 0.987, of which 95 % is 0.938
     found = smallest_efficient(curve(lambda n: n + 0.63))
     assert found.size == 12  # 8 / 8.63 = 0.927, 12 / 12.63 = 0.950
     assert found.still_rises
     assert found.efficiency[0] == (1, pytest.approx(48.63 / 48 / 1.63))
 
 
-def test_without_a_fixed_cost_one_picture_is_enough():
+def test_without_a_fixed_cost_one_image_is_enough():
     assert smallest_efficient(curve(lambda n: 0.5 * n)).size == 1
 
 
 def test_the_best_may_lie_in_the_middle():
     found = smallest_efficient(curve(lambda n: n + 1 if n <= 8 else 1.5 * n))  # larger works leave the caches
-    assert found.size == 6  # 6 / 7 = 0.857 of a picture a second; the best is 8 / 9 = 0.889
+    assert found.size == 6  # 6 / 7 = 0.857 of an image a second; the best is 8 / 9 = 0.889
     assert not found.still_rises
 
 
@@ -44,7 +44,7 @@ def test_nothing_smaller_is_good_enough_and_the_answer_is(seconds, share):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "message"), [((), "needs measured works"), (((0, 1.0),), "0 pictures"), (((2, 0.0),), "0.0 s")]
+    ("seconds", "message"), [((), "needs measured works"), (((0, 1.0),), "0 images"), (((2, 0.0),), "0.0 s")]
 )
 def test_what_was_not_measured_is_refused(seconds, message):
     with pytest.raises(PlanError, match=message):

@@ -27,7 +27,7 @@ def test_the_config_decides_where_it_says_a_number():
     assert size("vlm_s.toml", "planner.hardware=h800x16") == 12
 
 
-def test_all_pictures_are_one_work_where_cutting_is_switched_off():
+def test_all_images_are_one_work_where_cutting_is_switched_off():
     assert size("debug_vlm.toml", "planner.sub_microbatch=false") == 0
     assert IterationPlanner.of(config.load("debug_vlm.toml", ["planner.sub_microbatch=false"])).sub_microbatch_size == 0
 
@@ -41,9 +41,9 @@ def test_flops_alone_balance_a_vision_work_with_a_full_microbatch():
     spec = model_spec(job.model, dtype_bytes=2)
     found = size("vlm_s.toml", RULE)
     (grid,) = {Bins.typical(job).grid}
-    picture = images_work(spec.module("vision"), [grid])
+    image = images_work(spec.module("vision"), [grid])
     text = spec.flops("language", reference_sizes(spec, job.training.seq_len)["language"]).total
-    assert spec.flops("vision", picture).total * found <= text < spec.flops("vision", picture).total * (found + 1)
+    assert spec.flops("vision", image).total * found <= text < spec.flops("vision", image).total * (found + 1)
     assert 3 <= found <= 6  # 5.5 x 10^9 x 2704 patches each, beside 8 x 10^9 x 8192 tokens
 
 
@@ -62,7 +62,7 @@ def test_simulated_hardware_gives_a_curve():
 def test_a_profile_has_measured_it(tmp_path):
     job = config.load("debug_vlm.toml", [RULE])
     spec = model_spec(job.model, dtype_bytes=4)
-    curve = Curve(patches=64, seconds=((1, 2.0), (2, 2.5), (4, 4.0), (8, 8.0)))  # 4 pictures a 4 s are the best
+    curve = Curve(patches=64, seconds=((1, 2.0), (2, 2.5), (4, 4.0), (8, 8.0)))  # 4 images a 4 s are the best
     profile = dataclasses.replace(profile_of(job, spec, cost_model(job, spec)), curve=curve)
     path = tmp_path / "profile.json"
     profile.write(path)

@@ -31,7 +31,7 @@ def test_curves_are_painted_to_scale() -> None:
 
 
 def test_a_backdrop_has_an_axis_of_its_own() -> None:
-    data = png({"a": [1.0, 1.0]}, title="one", unit="s", backdrop=("pictures", [50.0, 20.0]))
+    data = png({"a": [1.0, 1.0]}, title="one", unit="s", backdrop=("images", [50.0, 20.0]))
     dashed = painted(data, (0x8A, 0x94, 0x9E))
     columns = {x for x, y in dashed if x < 2200}
     assert 200 < len(columns) < max(columns) - min(columns)  # a line across, with gaps

@@ -57,15 +57,15 @@ def chain(
 
 def two_modules(
     num_ranks: int,
-    pictures: Sequence[int],
+    images: Sequence[int],
     *,
     vision: Option | None = None,
     language: Option | None = None,
     memory_limit_bytes: Sequence[float | None] | None = None,
 ) -> PlanningProblem:
-    """Vision before language, one segment each; microbatch m has `pictures[m]` vision works."""
+    """Vision before language, one segment each; microbatch m has `images[m]` vision works."""
     works: list[Work] = []
-    for m, count in enumerate(pictures):
+    for m, count in enumerate(images):
         first = len(works)
         works += [Work(module=0, microbatch=m, sub_microbatch=i) for i in range(count)]
         works.append(Work(module=1, microbatch=m, sub_microbatch=0, after=tuple(range(first, first + count))))

@@ -77,7 +77,7 @@ def test_output_shape_follows_the_work():
 @pytest.mark.parametrize(
     ("extra_rows", "rows", "pairs"), [(0, 16 + 48, 16**2 + 2 * 24**2), (1, 17 + 50, 17**2 + 2 * 25**2)]
 )
-def test_work_of_pictures(extra_rows, rows, pairs):
+def test_work_of_images(extra_rows, rows, pairs):
     module = ModuleSpec(name="vision", layers=(), merge=2, extra_rows=extra_rows)
     work = images_work(module, [(1, 4, 4), (2, 4, 6)])
     assert work == WorkSize(rows=rows, pairs=pairs, outputs=4 + 12)
@@ -116,7 +116,7 @@ def test_products_behind_products_have_an_input_gradient():
     assert (embed.num_trainable_params, frozen.num_trainable_params) == (20, 0)
 
 
-def test_a_picture_that_cannot_be_merged_is_refused():
+def test_an_image_that_cannot_be_merged_is_refused():
     with pytest.raises(DataError, match="4 x 5 patches cannot be merged 2 x 2"):
         images_work(ModuleSpec(name="vision", layers=(), merge=2), [(1, 4, 5)])
 

@@ -43,5 +43,5 @@ def test_without_windows_rows_keep_their_order(sides, merge):
     assert np.array_equal(row_order(grids, merge, 0), np.arange(sum(t * h * w for t, h, w in grids)))
 
 
-def test_no_pictures_have_no_rows():
+def test_no_images_have_no_rows():
     assert feature_order((), 2, 4).tolist() == row_order((), 2, 4).tolist() == window_rows((), 2, 4) == []

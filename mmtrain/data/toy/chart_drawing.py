@@ -19,7 +19,7 @@ _WHITE, _BLACK, _GRID = (255, 255, 255), (0, 0, 0), (205, 205, 205)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One chart and the size of its picture."""
+    """One chart and the size of its image."""
 
     kind: Kind
     values: tuple[int, ...]
@@ -37,7 +37,7 @@ class Chart:
 
 
 def draw(chart: Chart) -> Image.Image:
-    """The RGB picture of a chart; equal charts give equal pixels."""
+    """The RGB image of a chart; equal charts give equal pixels."""
     image = Image.new("RGB", (chart.width, chart.height), _WHITE)
     pen = ImageDraw.Draw(image)
     if chart.kind == "pie":

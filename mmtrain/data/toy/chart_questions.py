@@ -1,7 +1,7 @@
 """Conversations about charts: an answer is drawn first, then a chart that has it.
 
-Answers come from decks (every answer of a question equally often), and picture sizes are drawn
-independently of them, so that without the picture nothing beats an even guess among them.
+Answers come from decks (every answer of a question equally often), and image sizes are drawn
+independently of them, so that without the image nothing beats an even guess among them.
 """
 
 import random
@@ -17,9 +17,9 @@ GRADE_SHARES = (10, 4, 3, 3)
 """Samples of each grade, in twentieths."""
 
 SMALLEST_SIDE, LARGEST_SIDE = 56, 168
-"""Pixels along one side of a picture that stands alone."""
+"""Pixels along one side of an image that stands alone."""
 LARGEST_SIDE_OF_MANY = 112
-"""The same for pictures that share a conversation."""
+"""The same for images that share a conversation."""
 
 _NAMES = tuple(COLOURS)
 _COUNTS = (2, 3, 4, 5, 6)
@@ -63,15 +63,15 @@ class ConversationMaker:
                 self._extreme_colour,
                 self._trend,
                 self._taller,
-                self._kind_of_picture,
-                self._colour_of_picture,
+                self._kind_of_image,
+                self._colour_of_image,
             ),
             "hard": (
                 self._value,
                 self._difference,
                 self._tallest,
-                self._which_picture,
-                self._count_of_picture,
+                self._which_image,
+                self._count_of_image,
             ),
             "text": (self._sum, self._minus, self._next_number, self._count_words),
         }
@@ -179,18 +179,18 @@ class ConversationMaker:
         return self._one("medium", self._chart("bar", values), "Is the first bar taller than the last bar?", answer)
 
     def _many(self) -> tuple[int, int]:
-        """How many pictures (2 to 6), and which of them is asked about."""
+        """How many images (2 to 6), and which of them is asked about."""
         count = self._draw("pictures", _COUNTS)
         return count, self._draw(f"asked of {count}", range(count))
 
-    def _kind_of_picture(self) -> Conversation:
+    def _kind_of_image(self) -> Conversation:
         count, place = self._many()
         answer = self._draw("kind of picture", KINDS)
         charts = [self._any_chart(answer if i == place else None, LARGEST_SIDE_OF_MANY) for i in range(count)]
         turns = ((f"In picture {place + 1}, what kind of chart is it?", answer),)
         return Conversation(charts=tuple(charts), turns=turns, grade="medium")
 
-    def _colour_of_picture(self) -> Conversation:
+    def _colour_of_image(self) -> Conversation:
         count, place = self._many()
         answer = self._draw("colour of picture", _NAMES)
         charts = [self._any_chart("bar", LARGEST_SIDE_OF_MANY, answer if i == place else "") for i in range(count)]
@@ -222,7 +222,7 @@ class ConversationMaker:
         values[place] = MAX_VALUE
         return self._one("hard", self._chart("bar", values), "Which bar is the tallest?", _ORDINALS[place])
 
-    def _which_picture(self) -> Conversation:
+    def _which_image(self) -> Conversation:
         count, place = self._many()
         kind = self._draw("kind to find", KINDS)
         others = [other for other in KINDS if other != kind]
@@ -231,7 +231,7 @@ class ConversationMaker:
         turns = ((f"Which picture shows a {kind} chart?", f"picture {place + 1}"),)
         return Conversation(charts=tuple(charts), turns=turns, grade="hard")
 
-    def _count_of_picture(self) -> Conversation:
+    def _count_of_image(self) -> Conversation:
         count, place = self._many()
         answer = self._draw("count of picture", _COUNTS)
         charts = [self._any_chart("bar", LARGEST_SIDE_OF_MANY) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""The built-in real data set: charts drawn at varied sizes, and conversations whose answers need the picture.
+"""The built-in real data set: charts drawn at varied sizes, and conversations whose answers need the image.
 
 Made once by `mmtrain data charts OUT --num-samples N --seed S`: parquet files that
 `datasets.load_dataset(OUT)` opens with the splits `train` and `validation`, and a data set card.
@@ -45,11 +45,11 @@ class ChartsSummary:
     num_train: int
     num_validation: int
     num_images: int
-    """Pictures of both splits."""
+    """Images of both splits."""
     num_bytes: int
     """Size of both parquet files."""
     blind_accuracy: dict[str, float]
-    """For each grade with pictures, the validation accuracy of a guess that knows the question alone."""
+    """For each grade with images, the validation accuracy of a guess that knows the question alone."""
 
 
 def make_charts(
@@ -110,9 +110,9 @@ def chart_texts(count: int, seed: int) -> Iterator[str]:
 
 
 def blind_accuracy(known: Iterable[Conversation], asked: Iterable[Conversation]) -> dict[str, float]:
-    """For each grade with pictures, the accuracy on `asked` of a guess that does not look at them.
+    """For each grade with images, the accuracy on `asked` of a guess that does not look at them.
 
-    The guess is the answer that the same question (with as many pictures) has most often in `known`:
+    The guess is the answer that the same question (with as many images) has most often in `known`:
     what a model reaches that has learned everything but to see.
     """
     answers: dict[object, Counter[str]] = defaultdict(Counter)
@@ -131,13 +131,13 @@ def blind_accuracy(known: Iterable[Conversation], asked: Iterable[Conversation])
 
 
 def _asked(conversation: Conversation) -> Iterator[tuple[object, str]]:
-    """(what is known without the pictures, answer) of each turn."""
+    """(what is known without the images, answer) of each turn."""
     for turn, (question, answer) in enumerate(conversation.turns):
         yield (len(conversation.charts), conversation.turns[:turn], question), answer
 
 
 def _write(path: Path, sample: Iterable[Conversation]) -> int:
-    """Number of pictures written to a parquet file."""
+    """Number of images written to a parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -149,7 +149,7 @@ def _write(path: Path, sample: Iterable[Conversation]) -> int:
     )
     num_images = 0
     rows: list[dict[str, Any]] = []
-    # Pictures are compressed already, and small groups keep a random read cheap.
+    # Images are compressed already, and small groups keep a random read cheap.
     with pq.ParquetWriter(path, schema, compression={"messages": "snappy", "grade": "snappy"}) as writer:
         for conversation in sample:
             images = [{"bytes": _png(draw(chart)), "path": None} for chart in conversation.charts]
@@ -188,22 +188,22 @@ configs:
 Bar, line and pie charts with short question-answer conversations, made by
 `mmtrain data charts OUT --num-samples {num_samples} --seed {seed}`. The same command makes the same data.
 
-{summary.num_train} training and {summary.num_validation} validation samples, {summary.num_images} pictures,
+{summary.num_train} training and {summary.num_validation} validation samples, {summary.num_images} images,
 {summary.num_bytes / 1e6:.1f} MB. The validation split has its own charts.
 
 | column | content |
 |---|---|
-| `messages` | list of `role`, `content`; `<image>` stands for a picture; answers are one or two words |
-| `images` | list of PNG pictures, in the order of the placeholders: none, one, or two to six |
+| `messages` | list of `role`, `content`; `<image>` stands for an image; answers are one or two words |
+| `images` | list of PNG images, in the order of the placeholders: none, one, or two to six |
 | `grade` | `easy`, `medium`, `hard` or `text` |
 
 `easy` asks for the kind of chart, its colour, its number of marks; `medium` for the largest mark, the trend,
-a comparison, the kind or colour of one picture of several; `hard` for values, differences, positions, a
-picture among several; `text` is arithmetic and counting without a picture.
+a comparison, the kind or colour of one image of several; `hard` for values, differences, positions, a
+image among several; `text` is arithmetic and counting without an image.
 
 Sides are {SMALLEST_SIDE} to {LARGEST_SIDE} pixels, {SMALLEST_SIDE} to {LARGEST_SIDE_OF_MANY} where a
-conversation has several pictures, and say nothing about the answer.
-Every answer of a question is equally frequent. A guess that knows the question but not the picture (the
+conversation has several images, and say nothing about the answer.
+Every answer of a question is equally frequent. A guess that knows the question but not the image (the
 most frequent answer in the training split) has this accuracy on the validation split:
 
 | grade | blind accuracy |

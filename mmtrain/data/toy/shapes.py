@@ -178,7 +178,7 @@ Short clips of one to three coloured shapes that move on a plain background, wit
 | column | content |
 |---|---|
 | `caption` | what is seen: size, colour, kind, motion and speed of each shape, and the background |
-| `frames` | list of PNG pictures: {", ".join(map(str, NUM_FRAMES))} of them, of {sizes} pixels (width x height) |
+| `frames` | list of PNG images: {", ".join(map(str, NUM_FRAMES))} of them, of {sizes} pixels (width x height) |
 | `fps` | frames a second: {FPS} |
 
 Shapes are {", ".join(KINDS)}; colours {", ".join(COLOURS)}. A shape moves in one of four directions, rests, or bounces

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmtrain.modality.documents import DocumentsLayout
 from mmtrain.modality.images import ImagesLayout
-from mmtrain.modality.plane import Places
+from mmtrain.modality.submesh import Places
 from mmtrain.models.attention.context import AttentionContext, attention_context
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.parallel.context import RowExchange
@@ -47,11 +47,11 @@ class DocumentsFeed:
 
     def _attention(self, microbatch: int, places: Places) -> AttentionContext:
         gather = None
-        plane = self._layout.plane
-        if plane.cp > 1:
+        submesh = self._layout.submesh
+        if submesh.cp > 1:
             held = list(self._layout.tokens(microbatch))
             total = self._inputs.meta.microbatches[microbatch].num_tokens
-            gather = self._inputs.key_value_gather(held, plane.tp, total)
+            gather = self._inputs.key_value_gather(held, submesh.tp, total)
         return attention_context(
             self._layout.bits(microbatch), rows=places, gather=gather, backend=self._inputs.backend
         )
@@ -63,10 +63,10 @@ class DocumentsFeed:
 
     def _slots(self, work: int, places: Places, image_slots: Places) -> dict[str, Any]:
         """Which of this rank's rows are image tokens, and the exchange that brings their features."""
-        inputs, plane = self._inputs, self._layout.plane
-        if plane.size == 1:
+        inputs, submesh = self._inputs, self._layout.submesh
+        if submesh.size == 1:
             return {"slots": inputs.to_device(torch.from_numpy(image_slots))}
-        share = len(places) // plane.tp
+        share = len(places) // submesh.tp
         mine = places[inputs.mesh.place.tp * share : (inputs.mesh.place.tp + 1) * share]
         feature = np.full(1 + int(max(image_slots.max(), mine.max())), -1, dtype=np.int64)
         feature[image_slots] = np.arange(len(image_slots))
@@ -74,11 +74,11 @@ class DocumentsFeed:
         slots = np.flatnonzero(wanted >= 0)
         held = [
             np.concatenate([self._features(other, c, t) for other in self._layout.works[work].work.after])
-            for c in range(plane.cp)
-            for t in range(plane.tp)
+            for c in range(submesh.cp)
+            for t in range(submesh.tp)
         ]
-        assert inputs.mesh.plane_group is not None
-        exchange = RowExchange(inputs.mesh.plane_group, held, wanted[slots], inputs.mesh.device)
+        assert inputs.mesh.submesh_group is not None
+        exchange = RowExchange(inputs.mesh.submesh_group, held, wanted[slots], inputs.mesh.device)
         return {"slots": inputs.to_device(torch.from_numpy(slots)), "exchange": exchange}
 
     def _features(self, work: int, cp_rank: int, tp_rank: int) -> Places:

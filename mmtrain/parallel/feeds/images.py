@@ -43,10 +43,10 @@ class ImagesFeed:
     def _gather(self, work: int) -> KeyValueGather:
         """Keys of all cp ranks that hold patches of the same images."""
         if work not in self._gathers:
-            plane = self._layout.plane
-            held = [self._layout.patch_places(work, c, self._inputs.mesh.place.tp) for c in range(plane.cp)]
+            submesh = self._layout.submesh
+            held = [self._layout.patch_places(work, c, self._inputs.mesh.place.tp) for c in range(submesh.cp)]
             total = 1 + max(int(places.max()) for places in held)
-            self._gathers[work] = self._inputs.key_value_gather(held, plane.encoder_tp, total)
+            self._gathers[work] = self._inputs.key_value_gather(held, submesh.encoder_tp, total)
         return self._gathers[work]
 
     def _microbatch(self, work: int) -> Microbatch:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.plane import Places, pad_places
+from mmtrain.modality.submesh import Places, pad_places
 from mmtrain.models.attention.context import Backend
 from mmtrain.models.batch import Batch
 from mmtrain.models.diffusion import ClipNoise

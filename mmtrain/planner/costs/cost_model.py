@@ -12,7 +12,7 @@ from mmtrain.spec.spec import LayerSpec, ModuleSpec, WorkSize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Seconds of one layer for one work, on one rank of the plane (cp x tp ranks) that shares it."""
+    """Seconds of one layer for one work, on one rank of the submesh (cp x tp ranks) that shares it."""
 
     forward_s: float = 0.0
     backward_input_s: float = 0.0
@@ -49,7 +49,7 @@ class CostModel(Protocol):
         """Seconds of the `index`-th layer of a module for a work of this size.
 
         Args:
-            size: the whole work, before the ranks of a plane share it.
+            size: the whole work, before the ranks of a submesh share it.
             input_grad: whether a gradient has to leave the layer towards what comes before it. Without it a frozen
                 layer has no backward.
         """
@@ -96,7 +96,7 @@ class FlopsCosts:
     p2p: P2P
     host_copy: HostCopy = PCIE
     shares: int = 1
-    """Ranks of a stage's plane (context x tensor parallel), which divide each work evenly."""
+    """Ranks of a stage's submesh (context x tensor parallel), which divide each work evenly."""
 
     @classmethod
     def of(cls, section: PlannerConfig, shares: int = 1) -> "FlopsCosts":

@@ -1,7 +1,7 @@
 """The cost model that a job's config asks for. Pure."""
 
 from mmtrain.config.config import Config
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.costs.cost_model import CostModel, FlopsCosts
 from mmtrain.planner.costs.measured_costs import MeasuredCosts
 from mmtrain.planner.costs.operator_costs import OperatorCosts
@@ -22,7 +22,7 @@ def cost_model(config: Config, spec: ModelSpec) -> CostModel:
         return MeasuredCosts.of(config, spec)
     if config.planner.hardware:
         return OperatorCosts.of(config, spec)
-    return FlopsCosts.of(config.planner, shares=Plane.of(config).size)
+    return FlopsCosts.of(config.planner, shares=Submesh.of(config).size)
 
 
 def on_partition(costs: CostModel, parts: Partition) -> CostModel:

@@ -36,7 +36,7 @@ class MeasuredCosts:
 
         Args: partition: None: actions post no transfer; see `on`.
         Raises:
-            ConfigError: the profile is of another model, dtype or plane of ranks.
+            ConfigError: the profile is of another model, dtype or submesh of ranks.
             PlanError: the file cannot be read.
         """
         section = config.planner

@@ -9,7 +9,7 @@ from mmtrain.config.config import Config
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import ConfigError
 from mmtrain.modality.catalogue import division_of
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import DIT, VAE, VISION
 from mmtrain.planner.costs.cost_model import HostCopy, LayerTimes, equal_layers
 from mmtrain.planner.operators.cluster import Cluster
@@ -34,8 +34,9 @@ _REMEMBERED = 1 << 16
 class OperatorCosts:
     """What layers take as graphs of operators on one kind of accelerator: a `CostModel`.
 
-    A layer's seconds are those of its operators on one rank of the plane, collectives exposed. F, I and W are simulated
-    apart, as the schedule may run them apart. Each kind of layer is described once, and simulated once for each size.
+    A layer's seconds are those of its operators on one rank of the submesh, collectives exposed. F, I and W are
+    simulated apart, as the schedule may run them apart. Each kind of layer is described once, and simulated once for
+    each size.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class OperatorCosts:
         shape = config.parallelism.mesh_shape
         if cluster is None:
             cluster = Cluster.of(config.planner.hardware, shape.world_size)
-        plane = Plane.of(config)
-        if plane.tp > cluster.hardware.gpus_per_node:
+        submesh = Submesh.of(config)
+        if submesh.tp > cluster.hardware.gpus_per_node:
             raise ConfigError(
-                f"parallelism.tensor_parallel_degree = {plane.tp}, but a node of {cluster.hardware.name} has "
+                f"parallelism.tensor_parallel_degree = {submesh.tp}, but a node of {cluster.hardware.name} has "
                 f"{cluster.hardware.gpus_per_node} accelerators; tensor parallelism stays inside of a node, lower it"
             )
         dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
-        divisions = {module.name: linked_division(plane, cluster, module) for module in spec.modules}
+        divisions = {module.name: linked_division(submesh, cluster, module) for module in spec.modules}
         return cls(
             spec,
             {
@@ -160,15 +161,15 @@ class _Phases:
         ]
 
 
-def linked_division(plane: Plane, cluster: Cluster, module: ModuleSpec) -> LinkedDivision:
-    """How the ranks of a plane of a cluster divide a module."""
-    division = division_of(plane, module)
+def linked_division(submesh: Submesh, cluster: Cluster, module: ModuleSpec) -> LinkedDivision:
+    """How the ranks of a submesh of a cluster divide a module."""
+    division = division_of(submesh, module)
     return LinkedDivision(
         tp=division.tp,
         groups=division.groups,
         key_groups=division.key_groups,
         tp_link=cluster.device(range(division.tp)),
-        group_link=cluster.device(range(0, plane.size, plane.tp)),
+        group_link=cluster.device(range(0, submesh.size, submesh.tp)),
     )
 
 

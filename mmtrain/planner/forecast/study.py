@@ -46,11 +46,11 @@ class Question:
     """Data-parallel replicas to simulate, at most; each reads batches of its own."""
     seed: int = 0
     """Of the workload."""
-    picture_side: int | None = None
-    """Pixels along a side of every picture or clip; None: as `planner.workloads` says."""
+    image_side: int | None = None
+    """Pixels along a side of every image or clip; None: as `planner.workloads` says."""
 
     def __post_init__(self) -> None:
-        for name in ("num_iterations", "num_replicas", "picture_side", "evaluations"):
+        for name in ("num_iterations", "num_replicas", "image_side", "evaluations"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"simulate: {name} = {value}; it is at least 1")
@@ -71,7 +71,7 @@ class Question:
     @property
     def counted(self) -> str:
         """What a microbatch has some of."""
-        return "pictures" if self.config.model.dit is None else "clips"
+        return "images" if self.config.model.dit is None else "clips"
 
     @property
     def simulated_replicas(self) -> int:
@@ -124,7 +124,7 @@ class Report:
     machine: Machine
     answers: tuple[Answer, ...]
     images: tuple[float, ...]
-    """[iteration] -> pictures (of a text-to-video job clips) of a microbatch, mean."""
+    """[iteration] -> images (of a text-to-video job clips) of a microbatch, mean."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ def simulate_job(question: Question, progress: Callable[[str, int], None] = lamb
     """
     config = question.config
     machine = Machine.of(config)
-    bins = Bins.of(config, question.picture_side or 0)
+    bins = Bins.of(config, question.image_side or 0)
     batches = [
         [
             draw(question.drawn_workload, bins, seed=question.seed, iteration=iteration, replica=replica)
@@ -161,7 +161,7 @@ def simulate_job(question: Question, progress: Callable[[str, int], None] = lamb
 
 
 def _mean_images(step: Sequence[IterationMeta]) -> float:
-    """Pictures or clips of a microbatch."""
+    """Images or clips of a microbatch."""
     return sum(b.num_images + b.num_clips for b in step) / sum(len(b.microbatches) for b in step)
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from mmtrain.config.config import Config, PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching, make_batching
 from mmtrain.planner.costs.cost_model import CostModel, equal_layers
 from mmtrain.planner.costs.job_costs import on_partition
@@ -30,7 +30,7 @@ from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
 
 WORKLOAD = "mix"
-"""What is drawn of a job with pictures or text alone, in `workloads.WORKLOADS`."""
+"""What is drawn of a job with images or text alone, in `workloads.WORKLOADS`."""
 MOST_MICROBATCHES = 32
 """Of one drawn iteration, and of all drawn iterations together, but for the first."""
 MOST_ITERATIONS = 4
@@ -61,7 +61,7 @@ class TypicalIterations:
     shortened: float
     """Microbatches of one of the job's iterations over those of a drawn one."""
     memory: MemoryChoices
-    plane: Plane
+    submesh: Submesh
     """The ranks of a stage."""
     batchings: tuple[Batching, ...]
     """The works of each iteration."""
@@ -79,14 +79,14 @@ class TypicalIterations:
         most_microbatches: int = MOST_MICROBATCHES,
         most_iterations: int = MOST_ITERATIONS,
     ) -> "TypicalIterations":
-        """Iterations of one replica of a job with pictures or clips of typical size, fewer of them the larger they are.
+        """Iterations of one replica of a job with images or clips of typical size, fewer of them the larger they are.
 
         Args: most_microbatches: of each; a job may have more.
-        Raises: ConfigError: the encoder reads no pictures.
+        Raises: ConfigError: the encoder reads no images.
         """
         whole = Bins.typical(config)
         bins = replace(whole, num_microbatches=min(whole.num_microbatches, most_microbatches))
-        plane = Plane.of(config)
+        submesh = Submesh.of(config)
         number = max(1, min(most_iterations, MOST_MICROBATCHES // bins.num_microbatches))
         name = usual_workload(config)
         metas: list[IterationMeta] = [draw(name, bins, seed=0, iteration=i) for i in range(number)]
@@ -98,9 +98,9 @@ class TypicalIterations:
             num_ranks=config.parallelism.pipeline_parallel_degree,
             shortened=whole.num_microbatches / bins.num_microbatches,
             memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
-            plane=plane,
+            submesh=submesh,
             memory_rule=MemoryRule.of(config),
-            batchings=tuple(make_batching(m, spec, sub_microbatch_size, plane.attention_mask) for m in metas),
+            batchings=tuple(make_batching(m, spec, sub_microbatch_size, submesh.attention_mask) for m in metas),
         )
 
     def seconds(self, parts: Partition, *, within: MemoryRule | None = None) -> float:
@@ -147,7 +147,7 @@ class TypicalIterations:
                 on_partition(self.costs, parts),
                 self.section,
                 memory=self.memory,
-                plane=self.plane,
+                submesh=self.submesh,
                 splits_backward=CATALOGUE[self.schedule].splits_backward or may_split(self.section),
                 limits=budget.activation_limits if budget else None,
             )

@@ -83,7 +83,7 @@ class IterationSimulator:
 
         Args: seed, step: of the searches, if there are any.
         Raises:
-            DataError: a picture or token of a batch would be lost or used twice.
+            DataError: an image or token of a batch would be lost or used twice.
             PlanError: no plan fits into the memory limit.
         """
         timelines, flops, activations = [], [], [0.0] * len(self.states)

@@ -1,6 +1,6 @@
 """Metadata of iterations drawn from distributions: what a job would read, without any data. Pure and deterministic.
 
-A workload draws samples (pictures and text tokens, or video clips with captions), packs them greedily into
+A workload draws samples (images and text tokens, or video clips with captions), packs them greedily into
 microbatches, and gives the `IterationMeta` that the loader would give. Which moments are published and which are
 assumed is in docs/workloads.md.
 
@@ -26,8 +26,8 @@ from mmtrain.spec.shapes import DitShape, dit_shape
 
 Counts = npt.NDArray[np.int64]
 
-PICTURE_SIDE = 728
-"""Pixels along a side of every picture (DIP, section 7.1)."""
+IMAGE_SIDE = 728
+"""Pixels along a side of every image (DIP, section 7.1)."""
 
 CLIP_SIDE = 256
 """Pixels along a side of every video clip, if nothing else is asked for (MovieGen's first stage, arXiv:2410.13720)."""
@@ -65,7 +65,7 @@ class ClipShape:
             raise ConfigError(
                 f"clips of {pixels} x {pixels} pixels and {MOST_S:g} s have {list(sides)} patches along their axes, "
                 f"but the DiT takes 1 to {shape.max_positions} (model.dit: rope_max_seq_len); choose another size "
-                "(--picture-side) or raise it"
+                "(--image-side) or raise it"
             )
         return found
 
@@ -89,54 +89,54 @@ class ClipShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bins:
-    """What a workload fills: the microbatches of one step on one model replica, and what a picture or clip takes."""
+    """What a workload fills: the microbatches of one step on one model replica, and what an image or clip takes."""
 
     num_microbatches: int
     seq_len: int
     """Tokens of one microbatch, image tokens included."""
     grid: tuple[int, int, int] | None
-    """Patches (time, height, width) of every picture; None: the model reads no pictures; samples keep their text."""
-    picture_tokens: int = 0
-    """Tokens that a picture fills."""
+    """Patches (time, height, width) of every image; None: the model reads no images; samples keep their text."""
+    image_tokens: int = 0
+    """Tokens that an image fills."""
     clip: ClipShape | None = None
     """Of every clip; None: the model makes no video. Microbatches of clips are not filled with tokens: seq_len bounds a
     caption."""
 
     @classmethod
-    def of(cls, config: Config, picture_side: int = 0) -> "Bins":
-        """The bins of one replica of a job, for square pictures or clips.
+    def of(cls, config: Config, image_side: int = 0) -> "Bins":
+        """The bins of one replica of a job, for square images or clips.
 
-        Args: picture_side: pixels, 0: `PICTURE_SIDE`, of clips `CLIP_SIDE`. Of pictures before the encoder's own
+        Args: image_side: pixels, 0: `IMAGE_SIDE`, of clips `CLIP_SIDE`. Of images before the encoder's own
             resizing, for which `data.min_pixels` and `data.max_pixels` (else Qwen2-VL's limits) hold; encoders of one
             size have their own.
-        Raises: ConfigError: a picture with one token of text does not fit into training.seq_len, or the encoder reads
-            no pictures.
+        Raises: ConfigError: an image with one token of text does not fit into training.seq_len, or the encoder reads
+            no images.
         """
         training, dp = config.training, config.parallelism.mesh_shape.dp
         bins = cls(num_microbatches=training.global_batch_size // dp, seq_len=training.seq_len, grid=None)
         if config.model.dit is not None:
-            return replace(bins, clip=ClipShape.of(dit_shape(config.model), picture_side or CLIP_SIDE))
+            return replace(bins, clip=ClipShape.of(dit_shape(config.model), image_side or CLIP_SIDE))
         if config.model.encoder is None:
             return bins
-        picture_side = picture_side or PICTURE_SIDE
+        image_side = image_side or IMAGE_SIDE
         geometry = _geometry(config, config.model.encoder)
-        grid = geometry.grid(picture_side, picture_side)
+        grid = geometry.grid(image_side, image_side)
         tokens = geometry.num_tokens(grid)
         if tokens >= training.seq_len:
             raise ConfigError(
-                f"a picture of {picture_side} x {picture_side} pixels makes {tokens} tokens, which with text do not "
-                f"fit into training.seq_len = {training.seq_len}; choose smaller pictures (--picture-side) or "
+                f"an image of {image_side} x {image_side} pixels makes {tokens} tokens, which with text do not "
+                f"fit into training.seq_len = {training.seq_len}; choose smaller images (--image-side) or "
                 "raise seq_len"
             )
-        return cls(num_microbatches=bins.num_microbatches, seq_len=bins.seq_len, grid=grid, picture_tokens=tokens)
+        return cls(num_microbatches=bins.num_microbatches, seq_len=bins.seq_len, grid=grid, image_tokens=tokens)
 
     @classmethod
     def typical(cls, config: Config) -> "Bins":
-        """The bins of one replica of a job whose pictures nobody has seen: of `PICTURE_SIDE`, or half of it, and so on,
-        until four of them fit into a microbatch; no pictures where not even one fits with a token of text. Clips are of
+        """The bins of one replica of a job whose images nobody has seen: of `IMAGE_SIDE`, or half of it, and so on,
+        until four of them fit into a microbatch; no images where not even one fits with a token of text. Clips are of
         `CLIP_SIDE`.
 
-        Raises: ConfigError: the encoder reads no pictures.
+        Raises: ConfigError: the encoder reads no images.
         """
         training, dp = config.training, config.parallelism.mesh_shape.dp
         bins = cls(num_microbatches=training.global_batch_size // dp, seq_len=training.seq_len, grid=None)
@@ -144,17 +144,17 @@ class Bins:
             return cls.of(config)
         if config.model.encoder is None:
             return bins
-        geometry, side = _geometry(config, config.model.encoder), PICTURE_SIDE
+        geometry, side = _geometry(config, config.model.encoder), IMAGE_SIDE
         while geometry.num_tokens(geometry.grid(side, side)) * 4 > training.seq_len and side > 1:
             side //= 2
         grid = geometry.grid(side, side)
         tokens = geometry.num_tokens(grid)
-        return replace(bins, grid=grid, picture_tokens=tokens) if tokens < training.seq_len else bins
+        return replace(bins, grid=grid, image_tokens=tokens) if tokens < training.seq_len else bins
 
     @property
-    def most_pictures(self) -> int:
-        """Pictures that fit into one microbatch with a token of text."""
-        return (self.seq_len - 1) // self.picture_tokens if self.grid else 0
+    def most_images(self) -> int:
+        """Images that fit into one microbatch with a token of text."""
+        return (self.seq_len - 1) // self.image_tokens if self.grid else 0
 
 
 def _geometry(config: Config, encoder: EncoderConfig) -> ImageGeometry:
@@ -169,9 +169,9 @@ def _geometry(config: Config, encoder: EncoderConfig) -> ImageGeometry:
 class Samples(NamedTuple):
     """Samples of a source, column by column."""
 
-    pictures: Counts
+    images: Counts
     text: Counts
-    """Tokens that are not pictures'; at least 1."""
+    """Tokens that are not images'; at least 1."""
     prompt: Counts
     """Of these, tokens without a label, in front; fewer than all."""
 
@@ -184,28 +184,28 @@ Source = Callable[[np.random.Generator, int], Samples]
 
 
 def image_text_pairs(rng: np.random.Generator, count: int) -> Samples:
-    """One picture and a short caption each, as in LAION-2B: 16.4 text tokens a picture on average."""
+    """One image and a short caption each, as in LAION-2B: 16.4 text tokens an image on average."""
     text = _log_normal(rng, count, mean=16.4, sigma=0.5)
     return Samples(np.ones(count, np.int64), text, np.zeros(count, np.int64))
 
 
 def interleaved(rng: np.random.Generator, count: int) -> Samples:
-    """Web documents with pictures between paragraphs, as in OBELICS: 2.5 pictures and 815 text tokens on average."""
-    pictures = rng.geometric(1 / 2.5, count).astype(np.int64)
-    return Samples(pictures, _log_normal(rng, count, mean=815, sigma=1.0), np.zeros(count, np.int64))
+    """Web documents with images between paragraphs, as in OBELICS: 2.5 images and 815 text tokens on average."""
+    images = rng.geometric(1 / 2.5, count).astype(np.int64)
+    return Samples(images, _log_normal(rng, count, mean=815, sigma=1.0), np.zeros(count, np.int64))
 
 
 def science_qa(rng: np.random.Generator, count: int) -> Samples:
-    """Questions with answer and explanation, as in ScienceQA: a picture in 48.7 % of them, a text context in 48.2 %,
+    """Questions with answer and explanation, as in ScienceQA: an image in 48.7 % of them, a text context in 48.2 %,
     both in 30.8 %, a lecture in 83.9 % and an explanation in 90.5 %."""
-    picture, context, lecture, explanation = (rng.random(count) for _ in range(4))
-    pictures = picture < 0.487
-    contexts = context < np.where(pictures, 0.308 / 0.487, (0.482 - 0.308) / (1 - 0.487))
+    image, context, lecture, explanation = (rng.random(count) for _ in range(4))
+    images = image < 0.487
+    contexts = context < np.where(images, 0.308 / 0.487, (0.482 - 0.308) / (1 - 0.487))
     prompt = _log_normal(rng, count, mean=40, sigma=0.4)
     for there, mean in ((contexts, 50), (lecture < 0.839, 165)):
         prompt += np.where(there, _log_normal(rng, count, mean=mean, sigma=0.5), 0)
     answer = 2 + np.where(explanation < 0.905, _log_normal(rng, count, mean=60, sigma=0.5), 0)
-    return Samples(pictures.astype(np.int64), prompt + answer, prompt)
+    return Samples(images.astype(np.int64), prompt + answer, prompt)
 
 
 def mix(rng: np.random.Generator, count: int) -> Samples:
@@ -225,13 +225,13 @@ def _log_normal(rng: np.random.Generator, count: int, *, mean: float, sigma: flo
 
 
 Workload = Callable[[np.random.Generator, Bins, int], Iterator[list[tuple[int, int, int]]]]
-"""(generator, bins, iteration) -> microbatches without end, each a list of (pictures, text, prompt)."""
+"""(generator, bins, iteration) -> microbatches without end, each a list of (images, text, prompt)."""
 
 
 def packed(source: Source) -> Workload:
     """The workload that packs samples of a source in the order in which they come.
 
-    A sample that does not fit closes the microbatch and opens the next one. Pictures and text beyond what an empty
+    A sample that does not fit closes the microbatch and opens the next one. Images and text beyond what an empty
     microbatch holds are cut off the end of a sample.
     """
 
@@ -240,11 +240,11 @@ def packed(source: Source) -> Workload:
         room = bins.seq_len
         while True:
             samples = source(rng, _AT_ONCE)
-            pictures = np.minimum(samples.pictures, bins.most_pictures)
-            text = np.minimum(samples.text, bins.seq_len - pictures * bins.picture_tokens)
+            images = np.minimum(samples.images, bins.most_images)
+            text = np.minimum(samples.text, bins.seq_len - images * bins.image_tokens)
             prompt = np.minimum(samples.prompt, text - 1)
-            lengths = pictures * bins.picture_tokens + text
-            rows = zip(pictures.tolist(), text.tolist(), prompt.tolist(), strict=True)
+            lengths = images * bins.image_tokens + text
+            rows = zip(images.tolist(), text.tolist(), prompt.tolist(), strict=True)
             for row, length in zip(rows, lengths.tolist(), strict=True):
                 if length > room:
                     yield taken
@@ -256,11 +256,11 @@ def packed(source: Source) -> Workload:
 
 
 RISE_AND_FALL_PERIOD = 20
-"""Iterations from one rise of the number of pictures to the next (DIP, figure 8b: two of them in 40 iterations)."""
+"""Iterations from one rise of the number of images to the next (DIP, figure 8b: two of them in 40 iterations)."""
 
 
-def picture_bounds(iteration: int) -> tuple[int, int]:
-    """Least and most pictures of a microbatch of `rise_and_fall`, for iterations counted from 0.
+def image_bounds(iteration: int) -> tuple[int, int]:
+    """Least and most images of a microbatch of `rise_and_fall`, for iterations counted from 0.
 
     In the first five iterations of a period the lower bound rises from 0 to 16 and the upper one stays at 32; in the
     other fifteen both fall to 0.
@@ -273,28 +273,28 @@ def picture_bounds(iteration: int) -> tuple[int, int]:
 
 
 def rise_and_fall(rng: np.random.Generator, bins: Bins, iteration: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Full microbatches of interleaved documents whose number of pictures stays within `picture_bounds`.
+    """Full microbatches of interleaved documents whose number of images stays within `image_bounds`.
 
     The number is normal around 16 with a deviation of 9, cut at the bounds: 22 on average at the peak, as in DIP,
-    figure 8b. Where 32 pictures do not fit, bounds shrink in proportion.
+    figure 8b. Where 32 images do not fit, bounds shrink in proportion.
     """
-    scale = min(1.0, bins.most_pictures / 32)
-    low, high = (math.floor(scale * bound) for bound in picture_bounds(iteration))
+    scale = min(1.0, bins.most_images / 32)
+    low, high = (math.floor(scale * bound) for bound in image_bounds(iteration))
     counts = np.arange(low, high + 1)
     weights = np.exp(-0.5 * ((counts - 16 * scale) / (9 * scale)) ** 2) if scale else np.ones(1)
     while True:
-        for pictures in rng.choice(counts, size=_AT_ONCE, p=weights / weights.sum()).tolist():
-            yield _interleaved_microbatch(rng, bins, pictures)
+        for images in rng.choice(counts, size=_AT_ONCE, p=weights / weights.sum()).tolist():
+            yield _interleaved_microbatch(rng, bins, images)
 
 
-def _interleaved_microbatch(rng: np.random.Generator, bins: Bins, pictures: int) -> list[tuple[int, int, int]]:
-    """Documents with so many pictures in all that fill a microbatch."""
-    text = bins.seq_len - pictures * bins.picture_tokens
-    samples = interleaved(rng, 1 + max(pictures, bins.seq_len // 815))
-    owned = np.diff(np.minimum(np.cumsum(samples.pictures), pictures), prepend=0) if pictures else samples.pictures * 0
-    kept = max(1, np.count_nonzero(owned) if pictures else round(text / 815))
+def _interleaved_microbatch(rng: np.random.Generator, bins: Bins, images: int) -> list[tuple[int, int, int]]:
+    """Documents with so many images in all that fill a microbatch."""
+    text = bins.seq_len - images * bins.image_tokens
+    samples = interleaved(rng, 1 + max(images, bins.seq_len // 815))
+    owned = np.diff(np.minimum(np.cumsum(samples.images), images), prepend=0) if images else samples.images * 0
+    kept = max(1, np.count_nonzero(owned) if images else round(text / 815))
     owned, weights = owned[: min(kept, text)], samples.text[: min(kept, text)]
-    owned[-1] += pictures - owned.sum()
+    owned[-1] += images - owned.sum()
     # Every document has a token of text; the rest in proportion to what was drawn.
     ends = np.rint(np.cumsum(weights) / weights.sum() * (text - len(weights))).astype(np.int64)
     return [(n, 1 + more, 0) for n, more in zip(owned.tolist(), np.diff(ends, prepend=0).tolist(), strict=True)]
@@ -341,20 +341,20 @@ def draw(name: str, bins: Bins, *, seed: int, iteration: int, replica: int = 0) 
     return IterationMeta(microbatches=tuple(microbatches))
 
 
-def _document(bins: Bins, sample: int, pictures: int, text: int, prompt: int) -> DocumentMeta:
-    """A document whose pictures stand before equal parts of its text."""
-    size, grid = bins.picture_tokens, bins.grid
-    places = [i * size + i * text // pictures for i in range(pictures)]
+def _document(bins: Bins, sample: int, num_images: int, text: int, prompt: int) -> DocumentMeta:
+    """A document whose images stand before equal parts of its text."""
+    size, grid = bins.image_tokens, bins.grid
+    places = [i * size + i * text // num_images for i in range(num_images)]
     images = tuple(
         ImageMeta(sample=sample, index=i, grid=grid, num_tokens=size, start=place)
         for i, place in enumerate(places)
         if grid is not None
     )
-    # The first label is that of the first text token behind the prompt and the pictures that stand before it.
-    before = sum(i * text // pictures <= prompt for i in range(pictures))
+    # The first label is that of the first text token behind the prompt and the images that stand before it.
+    before = sum(i * text // num_images <= prompt for i in range(num_images))
     return DocumentMeta(
         sample=sample,
-        num_tokens=pictures * size + text,
+        num_tokens=num_images * size + text,
         num_targets=text - prompt,
         images=images,
         answers=(text - prompt,),

@@ -30,7 +30,7 @@ _COLUMNS = ("pp_rank", "limit", "process", "parameters", "gradients", "optimizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBudget:
-    """The memory of one rank of a pipeline rank's plane, in bytes."""
+    """The memory of one rank of a pipeline rank's submesh, in bytes."""
 
     pp_rank: int
     state: RankState

@@ -23,7 +23,7 @@ _GATHERED_LAYERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """One stage as one rank of its plane holds it; amounts are of that rank, before FSDP2 shards them."""
+    """One stage as one rank of its submesh holds it; amounts are of that rank, before FSDP2 shards them."""
 
     stage: int
     num_params: float
@@ -113,7 +113,7 @@ class Sharding:
         )
 
     def rank_state(self, spec: ModelSpec, partition: Partition, pp_rank: int) -> RankState:
-        """What one rank of a pipeline rank's plane holds during a step."""
+        """What one rank of a pipeline rank's submesh holds during a step."""
         stages = tuple(self.stage_state(spec, stage) for stage in partition.of_rank(pp_rank))
         if not self.enabled:
             params, trainable = (sum(getattr(s, name) for s in stages) for name in ("num_params", "num_trainable"))

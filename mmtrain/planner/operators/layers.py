@@ -1,4 +1,4 @@
-"""The operators of each layer that mmtrain hosts, on one rank of the plane that shares it. Pure.
+"""The operators of each layer that mmtrain hosts, on one rank of the submesh that shares it. Pure.
 
 They follow what the layers run: Hugging Face's modules kernel by kernel, tensor parallelism with rows divided between
 the layers (`parallel/tensor_plans.py`), keys and values gathered over context-parallel ranks, adapters beside their
@@ -55,7 +55,7 @@ from mmtrain.spec.vae_shapes import VaeShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkedDivision(Division):
-    """How the ranks of a plane divide a module, and over what they talk."""
+    """How the ranks of a submesh divide a module, and over what they talk."""
 
     tp_link: DeviceKind = DeviceKind.NVLINK
     group_link: DeviceKind = DeviceKind.NVLINK
@@ -216,7 +216,7 @@ class _Layer(_Builder):
         windowed = bool(self.layer.attention_flops.window_pair)
         pairs = Amount(window_pair=per_pair) if windowed else Amount(pair=per_pair)
         out = Attention("attention", pairs, head)(query, *self._seen(key, value))
-        out = Elementwise("attention.join", 2.0, 2.0)(out)  # results of single pictures or documents
+        out = Elementwise("attention.join", 2.0, 2.0)(out)  # results of single images or documents
         return self._rows(self._names(1)[0], out, C, D, bias=out_bias)
 
     def _mlp(self, shape: VisionShape | LanguageShape, x: Var) -> Var:

@@ -80,7 +80,7 @@ def partition_of(config: Config, spec: ModelSpec) -> Partition:
 def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice:
     """The partition that a job's config asks for, placed as its schedule wants, and how it was found.
 
-    Args: sub_microbatch: pictures in a vision work, or clips in a DiT work; 0: all of a microbatch.
+    Args: sub_microbatch: images in a vision work, or clips in a DiT work; 0: all of a microbatch.
     Raises: ConfigError: fewer layers than chunks, fewer or more chunks than the schedule needs, or a way to cut that
         does not go with the schedule.
     """
@@ -201,7 +201,7 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
             most_iterations=1,
         )
         typical = TypicalIterations.draw(config, spec, costs, sub_microbatch)
-    except ConfigError:  # the encoder reads something else than pictures: no workload stands for it
+    except ConfigError:  # the encoder reads something else than images: no workload stands for it
         return None
     weights = typical.layer_seconds() if chains else {}
 
@@ -288,6 +288,6 @@ def _typical_layer_seconds(
         return TypicalIterations.draw(config, spec, costs, sub_microbatch).layer_seconds()
     except ConfigError as error:
         raise ConfigError(
-            'planner.partition = "mixed-latency" needs the times of typical pictures, which cannot be drawn for this '
+            'planner.partition = "mixed-latency" needs the times of typical images, which cannot be drawn for this '
             f'model ({error}); choose "mixed-parameters" or "search"'
         ) from error

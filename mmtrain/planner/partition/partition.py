@@ -189,9 +189,9 @@ def _level_ranks(cuts: Mapping[str, _Cut], num_ranks: int) -> dict[str, _Cut]:
 
 
 def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
-    """A typical work of each module, which a separated partition is balanced for: half of the tokens are pictures'.
+    """A typical work of each module, which a separated partition is balanced for: half of the tokens are images'.
 
-    Four documents a microbatch, a quarter of the tokens labelled, pictures of 16 x 16 patches. Of a text-to-video
+    Four documents a microbatch, a quarter of the tokens labelled, images of 16 x 16 patches. Of a text-to-video
     model, two clips of 8 s and 256 x 256 pixels with prompts of 64 tokens, see `workloads.CLIP_SIDE`.
     """
     if any(module.name == "dit" for module in spec.modules):

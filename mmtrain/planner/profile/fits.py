@@ -2,7 +2,7 @@
 
 A layer's seconds are `row * rows + pair * pairs + window_pair * window_pairs + output * outputs + fixed`, of a DiT also
 `cross_pair * cross_pairs + text * texts + clip * clips`: products and element-wise work go with rows, attention with
-the pairs that it visits, last layers with what leaves them. For one picture or causal document of x rows, which attends
+the pairs that it visits, last layers with what leaves them. For one image or causal document of x rows, which attends
 to x^2 or (x^2 + x) / 2 pairs, that is a x^2 + b x + c with no weight below 0; for several of them in one work it stays
 exact where a polynomial of their total length is not.
 """

@@ -375,7 +375,7 @@ def trainable_params(spec: ModelSpec, partition: Partition, rank: int) -> int:
 
 
 def _curve(config: Config, probe: _Probe, action_s: float) -> Curve | None:
-    """Seconds of one stage of the job's vision module (or DiT), by the number of pictures (or clips)."""
+    """Seconds of one stage of the job's vision module (or DiT), by the number of images (or clips)."""
     counted = work_curve(config).microbatches
     if not counted:
         return None

@@ -27,8 +27,8 @@ from mmtrain.spec.builders import model_spec
 from mmtrain.spec.families import DITS, ENCODERS, LANGUAGES, dit_config, encoder_config, language_config
 from mmtrain.spec.shapes import language_shape, vision_shape
 
-LEAST_PICTURE_TEXT = 4
-"""Tokens of text beside the pictures of a document."""
+LEAST_IMAGE_TEXT = 4
+"""Tokens of text beside the images of a document."""
 
 LEAST_CAPTION = 4
 """Tokens of the shortest captions of clips."""
@@ -161,7 +161,7 @@ def _fewer_dit_blocks(section: DitConfig, num_blocks: int) -> DitConfig:
 def probing_iteration(config: Config) -> IterationMeta:
     """One microbatch for each size that layers are measured at, none above training.seq_len tokens.
 
-    With an encoder: pictures of three sizes (or the encoder's one), as many as fit in growing numbers, with little
+    With an encoder: images of three sizes (or the encoder's one), as many as fit in growing numbers, with little
     or much text beside them, in one document or one each. Then text alone in one or four documents. So rows, attended
     pairs, image tokens and labels change apart from each other. Of a text-to-video job: see `_clips_iteration`.
     """
@@ -169,10 +169,10 @@ def probing_iteration(config: Config) -> IterationMeta:
         return _clips_iteration(config)
     limit = config.training.seq_len
     found: list[MicrobatchMeta] = []
-    for grid, tokens in _pictures(config):
-        for number in _numbers(limit, tokens + LEAST_PICTURE_TEXT):
+    for grid, tokens in _images(config):
+        for number in _numbers(limit, tokens + LEAST_IMAGE_TEXT):
             together, much = len(found) % 2 == 1, len(found) % 3 == 1
-            text = limit - number * tokens if much else number * LEAST_PICTURE_TEXT
+            text = limit - number * tokens if much else number * LEAST_IMAGE_TEXT
             found.append(_microbatch(len(found), grid, tokens, number, text, 1 if together else number))
     for parts, documents in ((8, 1), (4, 1), (2, 1), (1, 1), (2, 4), (1, 4)):
         length = max(documents * 2, limit // parts)
@@ -181,9 +181,9 @@ def probing_iteration(config: Config) -> IterationMeta:
 
 
 def work_curve(config: Config) -> IterationMeta:
-    """Microbatches of 1, 2, 3, ... pictures (or clips) of one size, the second largest of the probes, and little text.
+    """Microbatches of 1, 2, 3, ... images (or clips) of one size, the second largest of the probes, and little text.
 
-    They tell how many pictures a vision work, or clips a DiT work, needs to run well. None without either.
+    They tell how many images a vision work, or clips a DiT work, needs to run well. None without either.
     """
     if config.model.dit is not None:
         buckets = _buckets(config)
@@ -191,10 +191,10 @@ def work_curve(config: Config) -> IterationMeta:
         numbers = _some(_most_clips(config, bucket))
         text = min(config.training.seq_len, LEAST_CAPTION)
         return IterationMeta(microbatches=tuple(_clips(config, i, [bucket] * n, text) for i, n in enumerate(numbers)))
-    pictures = _pictures(config)
-    if not pictures:
+    images = _images(config)
+    if not images:
         return IterationMeta(microbatches=())
-    grid, tokens = pictures[min(1, len(pictures) - 1)]
+    grid, tokens = images[min(1, len(images) - 1)]
     most = max(_numbers(config.training.seq_len, tokens + 1))
     made = [_microbatch(i, grid, tokens, n, n, n) for i, n in enumerate(_some(most))]
     return IterationMeta(microbatches=tuple(made))
@@ -205,8 +205,8 @@ def _some(most: int) -> list[int]:
     return sorted({number for number in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, most) if number <= most})
 
 
-def _pictures(config: Config) -> list[tuple[tuple[int, int, int], int]]:
-    """(patches, tokens) of the pictures to measure with, the largest first: at most a quarter of a microbatch each."""
+def _images(config: Config) -> list[tuple[tuple[int, int, int], int]]:
+    """(patches, tokens) of the images to measure with, the largest first: at most a quarter of a microbatch each."""
     if config.model.encoder is None:
         return []
     shape = vision_shape(config.model)
@@ -234,7 +234,7 @@ def _doubled(most: int) -> list[int]:
 def _microbatch(
     index: int, grid: tuple[int, int, int], tokens: int, number: int, text: int, documents: int
 ) -> MicrobatchMeta:
-    """So many pictures at the start of documents, and text shared by these; 1/8, 1/2 or all of the text is labelled."""
+    """So many images at the start of documents, and text shared by these; 1/8, 1/2 or all of the text is labelled."""
     share = (8, 2, 1)[index % 3]
     made = []
     for d in range(documents):

@@ -128,7 +128,7 @@ class Profile:
     repeats: Mapping[str, float] = field(default_factory=dict)
     """`selective`, `recompute` -> what it adds to forward and backward of the blocks, as a part of their forward."""
     curve: Curve | None = None
-    """Seconds of a vision work by its number of pictures, or of a DiT work by its number of clips; None: neither."""
+    """Seconds of a vision work by its number of images, or of a DiT work by its number of clips; None: neither."""
 
     def layer(self, module: str, layer: LayerSpec) -> LayerProfile:
         """The profile of a layer. Raises: PlanError: there is none."""
@@ -198,7 +198,7 @@ def job_of(config: Config) -> dict[str, str | int]:
 
 
 def check_fits(profile: Profile, config: Config, spec: ModelSpec, where: str) -> None:
-    """Refuses a profile of another model, dtype or plane of ranks.
+    """Refuses a profile of another model, dtype or submesh of ranks.
 
     Args: where: the profile's file, for the message.
     Raises: ConfigError: with what differs on both sides.
@@ -312,7 +312,7 @@ def _read_curve(value: Any) -> Curve | None:
     for i, row in enumerate(rows):
         pair = strict_json.items(row, f"curve.seconds[{i}]")
         if len(pair) != 2:
-            raise PlanError(f"curve.seconds[{i}] has {len(pair)} entries; it is [pictures or clips, seconds]")
+            raise PlanError(f"curve.seconds[{i}] has {len(pair)} entries; it is [images or clips, seconds]")
         number = strict_json.integer(pair[0], f"curve.seconds[{i}][0]")
         found.append((number, _seconds(pair[1], f"curve.seconds[{i}][1]")))
     return Curve(patches=strict_json.integer(value["patches"], "curve.patches"), seconds=tuple(found))

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mmtrain.modality.catalogue import division_of
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import DIT
 from mmtrain.planner.profile.calibration import LAUNCH, Calibration
 from mmtrain.planner.profile.fits import SizeFit
@@ -44,10 +44,10 @@ _COLUMNS = (
 )
 
 
-def table(profile: Profile, spec: ModelSpec, plane: Plane, calibration: Calibration | None = None) -> str:
+def table(profile: Profile, spec: ModelSpec, submesh: Submesh, calibration: Calibration | None = None) -> str:
     """What was measured: layers with their fits, actions, transfers, ends of steps, held bytes, sub-microbatches.
 
-    Args: plane: of the job.
+    Args: submesh: of the job.
     """
     machine = profile.machine
     lines = [
@@ -64,7 +64,7 @@ def table(profile: Profile, spec: ModelSpec, plane: Plane, calibration: Calibrat
     ]
     for layer in profile.layers:
         lines += _layer_lines(layer, _spec_of(layer, spec), columns)
-    lines += ["", *_rest(profile, spec, plane)]
+    lines += ["", *_rest(profile, spec, submesh)]
     if calibration:
         lines += ["", *_calibration_lines(calibration)]
     return "\n".join(lines) + "\n"
@@ -104,7 +104,7 @@ def _weights(fit: SizeFit, columns: Sequence[_Column]) -> str:
     return f"{cells} | {100 * fit.error:5.1f} %, {100 * fit.worst:.1f} %"
 
 
-def _rest(profile: Profile, spec: ModelSpec, plane: Plane) -> Iterator[str]:
+def _rest(profile: Profile, spec: ModelSpec, submesh: Submesh) -> Iterator[str]:
     actions = ", ".join(f"{kind} {1e3 * seconds:.2f} ms" for kind, seconds in profile.actions.items())
     yield f"Each action beside its layers: {actions}."
     step, transfer = profile.step, profile.transfer
@@ -122,7 +122,7 @@ def _rest(profile: Profile, spec: ModelSpec, plane: Plane) -> Iterator[str]:
     for layer in profile.layers:
         if HELD in layer.fits:
             size, real = max(layer.points[HELD], key=lambda point: point[1])
-            division = division_of(plane, spec.module(layer.module))
+            division = division_of(submesh, spec.module(layer.module))
             planned = _spec_of(layer, spec).of_rank(division).activation_bytes(size)
             if real and planned:
                 parts.append(f"{layer.module} {layer.role} {real / planned:.2f}")
@@ -135,7 +135,7 @@ def _rest(profile: Profile, spec: ModelSpec, plane: Plane) -> Iterator[str]:
 def _curve_lines(profile: Profile) -> Iterator[str]:
     assert profile.curve is not None
     found = smallest_efficient(profile.curve)
-    what, work, key, parts = ("pictures", "vision", "model.encoder", "patches")
+    what, work, key, parts = ("images", "vision", "model.encoder", "patches")
     if _has_clips(profile):
         what, work, key, parts = ("clips", "DiT", "model.dit", "tokens")
     steps = ", ".join(f"{number}: {100 * of_best:.0f} %" for number, of_best in found.efficiency)

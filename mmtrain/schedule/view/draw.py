@@ -9,7 +9,7 @@ from typing import Any
 from mmtrain.schedule.action import RESULT_OF, Action, Kind
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.schedule.view.picture import PAPER, Box, Picture, headline, layout, name, seconds, stacked
+from mmtrain.schedule.view.drawing import PAPER, Box, Drawing, headline, layout, name, seconds, stacked
 
 _MOST_BANDS = 6
 _FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: ":"}
@@ -53,17 +53,17 @@ def _cells(timeline: Timeline, rank: int, width: int) -> str:
 
 
 def svg(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title: str = "") -> str:
-    """The picture of a timeline as an SVG document; each action has a tooltip with its name and times.
+    """The drawing of a timeline as an SVG document; each action has a tooltip with its name and times.
 
     Args: timeline: one, or several by name, which are drawn below each other at one scale. title: of one.
     """
-    picture = _picture(timeline, width, title)
+    drawing = _drawing(timeline, width, title)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width}" height="{picture.height}" '
-        f'viewBox="0 0 {picture.width} {picture.height}" font-family="Helvetica, Arial, sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{drawing.width}" height="{drawing.height}" '
+        f'viewBox="0 0 {drawing.width} {drawing.height}" font-family="Helvetica, Arial, sans-serif">',
         f'<rect width="100%" height="100%" fill="{PAPER}"/>',
     ]
-    for shape in picture.shapes:
+    for shape in drawing.shapes:
         if isinstance(shape, Box):
             area = f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" height="{shape.height:.2f}"'
             tip = f"<title>{html.escape(shape.title)}</title>" if shape.title else ""
@@ -77,22 +77,22 @@ def svg(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _picture(timeline: Timeline | Mapping[str, Timeline], width: int, title: str) -> Picture:
+def _drawing(timeline: Timeline | Mapping[str, Timeline], width: int, title: str) -> Drawing:
     if isinstance(timeline, Timeline):
         return layout(timeline, width=width, title=title)
     return stacked(timeline, width=width)
 
 
 def png(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title: str = "", scale: int = 2) -> bytes:
-    """The picture of a timeline as a PNG file of `scale` x `width` pixels across. Arguments as of `svg`."""
+    """The drawing of a timeline as a PNG file of `scale` x `width` pixels across. Arguments as of `svg`."""
     from PIL import Image, ImageDraw, ImageFont  # only this format needs it
 
-    picture = _picture(timeline, width, title)
-    image = Image.new("RGB", (picture.width * scale, picture.height * scale), PAPER)
+    drawing = _drawing(timeline, width, title)
+    image = Image.new("RGB", (drawing.width * scale, drawing.height * scale), PAPER)
     pen = ImageDraw.Draw(image)
     fonts = {size: ImageFont.load_default(size * scale) for size in (9, 11, 12, 14)}
     anchors = {"start": "lm", "middle": "mm", "end": "rm"}
-    for shape in picture.shapes:
+    for shape in drawing.shapes:
         if isinstance(shape, Box):
             low = (round(shape.x * scale), round(shape.y * scale))
             high = (round((shape.x + shape.width) * scale) - 1, round((shape.y + shape.height) * scale) - 1)

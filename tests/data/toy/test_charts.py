@@ -28,7 +28,7 @@ def test_bytes_depend_on_number_and_seed_alone(tmp_path: Path, charts: Path) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "other"]  # nothing is left aside
 
 
-def test_datasets_opens_the_folder_with_its_splits_and_pictures(charts: Path) -> None:
+def test_datasets_opens_the_folder_with_its_splits_and_images(charts: Path) -> None:
     import datasets
 
     both = datasets.load_dataset(str(charts))
@@ -50,7 +50,7 @@ def test_datasets_opens_the_folder_with_its_splits_and_pictures(charts: Path) ->
     assert len(set(pixels)) == len(pixels)  # no chart is in both splits
 
 
-def test_no_guess_without_the_picture_is_much_better_than_chance() -> None:
+def test_no_guess_without_the_image_is_much_better_than_chance() -> None:
     train, validation = list(conversations("train", 20000, 0)), list(conversations("validation", 4000, 0))
     blind = blind_accuracy(train, validation)
     # The kind of chart has 3 answers, its colour 6, its number of marks 5.
@@ -157,7 +157,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["there"]
 
 
-def test_pictures_are_png(charts: Path) -> None:
+def test_images_are_png(charts: Path) -> None:
     import pyarrow.parquet as pq
 
     rows = pq.read_table(charts / "data" / "validation-00000-of-00001.parquet").to_pylist()

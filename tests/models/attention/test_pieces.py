@@ -29,7 +29,7 @@ def test_documents_are_one_causal_call_each_and_equal_neighbours_share_one():
     ]
 
 
-def test_pictures_in_a_causal_document_change_nothing():
+def test_images_in_a_causal_document_change_nothing():
     image = ImageMeta(sample=0, index=0, grid=(1, 4, 4), num_tokens=4, start=2)
     document = DocumentMeta(sample=0, num_tokens=9, num_targets=0, images=(image,))
     bits = language_bits(MicrobatchMeta(documents=(document,)))
@@ -43,7 +43,7 @@ def test_equal_segments_are_one_call_and_unequal_ones_one_each():
     assert is_block_diagonal(make_pieces(segment_bits([4, 6, 6]), np.arange(16)))
 
 
-def test_two_ways_inside_of_pictures():
+def test_two_ways_inside_of_images():
     image = ImageMeta(sample=0, index=0, grid=(1, 4, 4), num_tokens=4, start=2)
     document = DocumentMeta(sample=0, num_tokens=9, num_targets=0, images=(image,))
     bits = language_bits(MicrobatchMeta(documents=(document,)), "image_bidirectional")
@@ -53,7 +53,7 @@ def test_two_ways_inside_of_pictures():
         ("causal", (6, 9), (0, 9), 1),
     ]
     assert not is_block_diagonal(make_pieces(bits, np.arange(9)))
-    # A rank with the end of the picture and the text after it; padding is in no piece.
+    # A rank with the end of the image and the text after it; padding is in no piece.
     assert pieces_of(bits, [-1, 4, 5, 6, 8, -1]) == [
         ("all", (1, 3), (0, 6), 1),
         ("all", (3, 4), (0, 7), 1),

@@ -109,7 +109,7 @@ def test_recomputation_repeats_what_was_not_saved() -> None:
     assert repeated("selective") > 0  # collectives and norms run again
 
 
-def test_ranks_of_a_plane_share_the_work() -> None:
+def test_ranks_of_a_submesh_share_the_work() -> None:
     one = costs(job("vlm_m", "parallelism.tensor_parallel_degree=1"))
     cut = costs(job("vlm_m", "parallelism.tensor_parallel_degree=1", "parallelism.context_parallel_degree=2"))
     whole = one[0].layer(one[2], 1, TOKENS, input_grad=True)
@@ -197,7 +197,7 @@ def test_a_block_of_a_dit_takes_longer_than_its_flops_at_the_peak_and_less_than_
     assert least < total(found.layer(dit, 1, CLIPS, input_grad=True)) < 10 * least
 
 
-def test_ranks_of_a_plane_share_the_work_of_a_dit() -> None:
+def test_ranks_of_a_submesh_share_the_work_of_a_dit() -> None:
     seconds = {}
     for tp in (1, 2, 4):
         found, dit = dit_costs(f"parallelism.tensor_parallel_degree={tp}")
@@ -220,7 +220,7 @@ def test_a_frozen_dit_makes_no_weight_gradients() -> None:
     assert found.layer(dit, 1, CLIPS, input_grad=False).backward_input_s == 0
 
 
-def test_a_vae_takes_longer_than_its_flops_at_the_peak_and_as_long_on_every_rank_of_a_plane() -> None:
+def test_a_vae_takes_longer_than_its_flops_at_the_peak_and_as_long_on_every_rank_of_a_submesh() -> None:
     seconds = []
     for tp in (1, 4):
         vae = 'model.vae.config={model_type = "autoencoder_kl_wan"}'

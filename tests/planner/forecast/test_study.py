@@ -13,7 +13,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.planner.forecast.study import Answer, Question, simulate_job, table, to_json, with_schedule
 
 ROOT = Path(__file__).resolve().parents[3]
-DEBUG = ["simulate", "--config", "debug_vlm.toml", "--picture-side", "112", "--iterations", "2"]
+DEBUG = ["simulate", "--config", "debug_vlm.toml", "--image-side", "112", "--iterations", "2"]
 
 
 def error(capsys, *words: str) -> str:
@@ -48,7 +48,7 @@ def test_json_has_every_iteration(capsys):
     assert capsys.readouterr().out == first
 
 
-def test_pictures_and_traces_are_written(tmp_path, capsys):
+def test_images_and_traces_are_written(tmp_path, capsys):
     words = ["--schedule", "1F1B,interleave", "--png", str(tmp_path / "a.png"), "--trace", str(tmp_path / "t.json")]
     assert main([*DEBUG, *words]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -61,18 +61,18 @@ def test_pictures_and_traces_are_written(tmp_path, capsys):
     [
         (["--schedule", "2F2B"], "schedule '2F2B' does not exist"),
         (["--schedule", "1F1B,1F1B"], "named twice"),
-        (["--workload", "mixx", "--picture-side", "112"], "did you mean 'mix'"),
+        (["--workload", "mixx", "--image-side", "112"], "did you mean 'mix'"),
         (["--iterations", "0"], "num_iterations = 0"),
         (["--replicas", "0"], "num_replicas = 0"),
         (["--evaluations", "0"], "evaluations = 0"),
         (["--seed", "-1"], "seed = -1"),
-        (["--picture-side", "0"], "picture_side = 0"),
+        (["--image-side", "0"], "image_side = 0"),
         ([], "728 x 728 pixels makes 676 tokens"),
         (["--cluster", "h800x64"], "64 accelerators"),
         (["--cluster", "h900"], "h900"),
         (["--cluster", "h800x2", "--planner.hardware=h100"], "give one of the two"),
         (["--png", "/nowhere/at/all.png"], "/nowhere/at does not exist"),
-        (["--schedule", "ZBV", "--model.encoder.num_segments=3", "--picture-side", "112"], "num_segments = 3"),
+        (["--schedule", "ZBV", "--model.encoder.num_segments=3", "--image-side", "112"], "num_segments = 3"),
     ],
 )
 def test_bad_input_ends_with_one_line(capsys, words, message):
@@ -80,7 +80,7 @@ def test_bad_input_ends_with_one_line(capsys, words, message):
 
 
 def question(*overrides: str, **changes) -> Question:
-    settings = {"schedules": ("interleave",), "num_iterations": 2, "picture_side": 112}
+    settings = {"schedules": ("interleave",), "num_iterations": 2, "image_side": 112}
     return Question(config=config.load("debug_vlm.toml", overrides), **(settings | changes))
 
 
@@ -249,7 +249,7 @@ def test_a_text_to_video_job_reads_clips(capsys):
 
 
 def test_larger_clips_take_longer_than_in_proportion():
-    small, large = (simulate_job(t2v_question(picture_side=side)).answers[0] for side in (128, 256))
+    small, large = (simulate_job(t2v_question(image_side=side)).answers[0] for side in (128, 256))
     assert large.mean("flops") > 4 * small.mean("flops")  # four times the tokens, and more pairs each
     assert large.mean("iteration_s") > 3 * small.mean("iteration_s")
 
@@ -286,8 +286,8 @@ def test_text_to_video_models_can_be_cut_in_every_way(partition):
     ("words", "message"),
     [
         (["--workload", "mix"], "workload 'mix' does not go with a model that reads prompts and video clips"),
-        (["--picture-side", "8"], "clips of 8 x 8 pixels and 16 s have [64, 0, 0] patches"),
-        (["--picture-side", "16400"], "the DiT takes 1 to 1024"),
+        (["--image-side", "8"], "clips of 8 x 8 pixels and 16 s have [64, 0, 0] patches"),
+        (["--image-side", "16400"], "the DiT takes 1 to 1024"),
         (["--parallelism.tensor_parallel_degree=8", "--parallelism.pipeline_parallel_degree=2"], "model.dit: num_att"),
     ],
 )
@@ -299,7 +299,7 @@ def test_bad_input_of_a_text_to_video_job_ends_with_one_line(capsys, words, mess
 
 def test_clips_are_not_for_other_models(capsys):
     assert "'video_captions' does not go with a model that reads no video clips" in error(
-        capsys, "--workload", "video_captions", "--picture-side", "112"
+        capsys, "--workload", "video_captions", "--image-side", "112"
     )
 
 

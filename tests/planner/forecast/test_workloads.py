@@ -12,38 +12,38 @@ from mmtrain.modality.bitfield import two_way_spans
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.planner.batching import check_conservation, make_batching
 from mmtrain.planner.forecast.captioned_clips import video_captions
-from mmtrain.planner.forecast.workloads import VIDEO_CAPTIONS, WORKLOADS, Bins, draw, picture_bounds
+from mmtrain.planner.forecast.workloads import VIDEO_CAPTIONS, WORKLOADS, Bins, draw, image_bounds
 from mmtrain.spec.builders import model_spec
 
-PAPER = Bins(num_microbatches=64, seq_len=8192, grid=(1, 52, 52), picture_tokens=169)
+PAPER = Bins(num_microbatches=64, seq_len=8192, grid=(1, 52, 52), image_tokens=169)
 
 
-def pictures(meta: IterationMeta) -> list[int]:
+def images(meta: IterationMeta) -> list[int]:
     return [len(microbatch.images) for microbatch in meta.microbatches]
 
 
-def test_a_picture_of_the_paper_has_2704_patches_169_tokens_and_48_fit() -> None:
+def test_an_image_of_the_paper_has_2704_patches_169_tokens_and_48_fit() -> None:
     bins = Bins.of(config.load("vlm_s.toml"))
     assert bins == PAPER
-    assert bins.most_pictures == 48
-    assert Bins.of(config.load("vlm_l.toml")).grid == (1, 52, 52)  # an encoder of any picture size
+    assert bins.most_images == 48
+    assert Bins.of(config.load("vlm_l.toml")).grid == (1, 52, 52)  # an encoder of any image size
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "grid", "tokens"),
     [
         ("vlm_s.toml", [], (1, 52, 52), 169),
-        ("vlm_s.toml", ["training.seq_len=512"], (1, 52, 52), 169),  # its encoder has pictures of one size
+        ("vlm_s.toml", ["training.seq_len=512"], (1, 52, 52), 169),  # its encoder has images of one size
         ("vlm_s.toml", ["training.seq_len=169"], None, 0),  # no room for text
         ("debug_vlm.toml", [], (1, 12, 12), 36),  # 728, 364, 182 pixels: 676, 169, 36 tokens in 256
         ("debug_vlm.toml", ["training.seq_len=8"], (1, 4, 4), 4),  # the smallest that the encoder reads
         ("debug_text.toml", [], None, 0),
     ],
 )
-def test_typical_pictures_follow_from_the_config(name: str, overrides: list[str], grid, tokens: int) -> None:
+def test_typical_images_follow_from_the_config(name: str, overrides: list[str], grid, tokens: int) -> None:
     job = config.load(name, overrides)
     bins = Bins.typical(job)
-    assert (bins.grid, bins.picture_tokens) == (grid, tokens)
+    assert (bins.grid, bins.image_tokens) == (grid, tokens)
     assert (bins.num_microbatches, bins.seq_len) == (job.training.global_batch_size, job.training.seq_len)
 
 
@@ -54,7 +54,7 @@ def test_typical_pictures_follow_from_the_config(name: str, overrides: list[str]
         num_microbatches=st.integers(1, 5),
         seq_len=st.integers(20, 3000),
         grid=st.just((1, 8, 8)),
-        picture_tokens=st.integers(1, 19),
+        image_tokens=st.integers(1, 19),
     ),
     seed=st.integers(0, 99),
     iteration=st.integers(0, 45),
@@ -67,7 +67,7 @@ def test_microbatches_hold_what_fits_and_documents_add_up(name: str, bins: Bins,
         assert microbatch.documents
         assert microbatch.num_tokens <= bins.seq_len
         for document in microbatch.documents:
-            text = document.num_tokens - len(document.images) * bins.picture_tokens
+            text = document.num_tokens - len(document.images) * bins.image_tokens
             assert 1 <= document.num_targets <= text
             assert sum(document.answers) == document.num_targets
             assert 0 <= document.prefix <= document.num_tokens - document.num_targets
@@ -97,7 +97,7 @@ def test_the_planner_takes_the_metadata_unchanged(name: str) -> None:
 
 
 def documents(name: str, count: int = 40) -> tuple[float, float, float]:
-    """Of a document of a workload: pictures, text tokens and labelled ones, on average."""
+    """Of a document of a workload: images, text tokens and labelled ones, on average."""
     found = [d for i in range(count) for m in draw(name, PAPER, seed=0, iteration=i).microbatches for d in m.documents]
     text = [d.num_tokens - 169 * len(d.images) for d in found]
     return (
@@ -133,15 +133,15 @@ def test_the_mix_takes_the_sources_in_equal_numbers() -> None:
     assert text == pytest.approx((one[1] + other[1] + third[1]) / 3, rel=0.1)
 
 
-def test_the_number_of_pictures_rises_and_falls_twice_in_40_iterations() -> None:
-    bounds = [picture_bounds(i) for i in range(40)]
+def test_the_number_of_images_rises_and_falls_twice_in_40_iterations() -> None:
+    bounds = [image_bounds(i) for i in range(40)]
     assert bounds[:5] == [(0, 32), (4, 32), (8, 32), (12, 32), (16, 32)]
     assert bounds[19] == (0, 0)
     assert bounds[20:] == bounds[:20]
     for (low, high), (next_low, next_high) in pairwise(bounds[4:20]):
         assert next_low <= low
         assert next_high < high
-    drawn = [pictures(draw("rise_and_fall", PAPER, seed=0, iteration=i)) for i in range(40)]
+    drawn = [images(draw("rise_and_fall", PAPER, seed=0, iteration=i)) for i in range(40)]
     for (low, high), counts in zip(bounds, drawn, strict=True):
         assert low <= min(counts)
         assert max(counts) <= high
@@ -157,7 +157,7 @@ def test_microbatches_of_rise_and_fall_are_full() -> None:
 
 def test_a_text_model_reads_the_text_of_the_samples() -> None:
     bins = Bins.of(config.load("debug_text.toml"))
-    assert (bins.grid, bins.most_pictures) == (None, 0)
+    assert (bins.grid, bins.most_images) == (None, 0)
     for name in WORKLOADS:
         meta = draw(name, bins, seed=0, iteration=0)
         assert meta.num_images == 0
@@ -168,10 +168,10 @@ def test_a_replica_reads_its_share_of_the_batch() -> None:
     assert Bins.of(config.load("vlm_xl_8k.toml")).num_microbatches == 32
 
 
-def test_pictures_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"728 x 728 pixels makes 676 tokens.*training.seq_len = 256.*--picture-side"):
+def test_images_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"728 x 728 pixels makes 676 tokens.*training.seq_len = 256.*--image-side"):
         Bins.of(config.load("debug_vlm.toml"))
-    assert Bins.of(config.load("debug_vlm.toml"), 112).picture_tokens == 16
+    assert Bins.of(config.load("debug_vlm.toml"), 112).image_tokens == 16
 
 
 def test_an_unknown_workload_is_refused_with_the_nearest_name() -> None:

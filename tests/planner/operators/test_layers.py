@@ -134,7 +134,7 @@ def test_context_parallel_ranks_gather_keys_and_values_once() -> None:
     assert sends[0].net_bytes(SIZE) == pytest.approx(0.75 * SIZE.rows * 2 * (2 * 8) * 2)
 
 
-def test_groups_that_share_pictures_exchange_nothing() -> None:
+def test_groups_that_share_images_exchange_nothing() -> None:
     graph, _ = block(tiny_model(), "vision", LinkedDivision(groups=4))
     assert not any(op.kind.is_collective for op in graph.operators)
 

@@ -177,7 +177,9 @@ def test_a_short_job_is_cut_without_the_kernels_of_the_search(job, tmp_path) -> 
         planner = IterationPlanner.of(chosen)
         typical = TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size)
         assert typical.is_short is is_short
-    script = "import sys; from mmtrain import config; from mmtrain.planner.iteration import IterationPlanner as I\n"
+    script = (
+        "import sys; from mmtrain.config import config; from mmtrain.planner.iteration import IterationPlanner as I\n"
+    )
     script += "print(I.of(config.load(sys.argv[1], sys.argv[2:])).partition_words[:10])\n"
     script += "print('numba.np.arraymath' in sys.modules)"  # which the first call of a kernel loads
     words = [
@@ -224,7 +226,7 @@ def test_nothing_is_searched_where_nothing_is_open(job) -> None:
     assert segments(job("parallelism.pipeline_parallel_schedule=ZBV")) == {"vision": 2, "language": 2}
 
 
-def test_an_encoder_that_reads_no_pictures_is_cut_by_the_rule(job) -> None:
+def test_an_encoder_that_reads_no_images_is_cut_by_the_rule(job) -> None:
     # No workload stands for sound.
     text = TEXT + WHISPER
     assert segments(job(text=text)) == segments(job("planner.partition=dip", text=text))
@@ -239,7 +241,9 @@ def test_the_choice_follows_from_the_config_alone(job, tmp_path) -> None:
     chosen = job()
     words = IterationPlanner.of(chosen).partition_words
     assert IterationPlanner.of(job("debug.seed=7", "data.source=elsewhere")).partition_words == words
-    script = "import sys; from mmtrain import config; from mmtrain.planner.iteration import IterationPlanner as I\n"
+    script = (
+        "import sys; from mmtrain.config import config; from mmtrain.planner.iteration import IterationPlanner as I\n"
+    )
     script += "print(I.of(config.load(sys.argv[1])).partition_words)"
     for seed in ("1", "2"):  # as on other ranks
         answer = subprocess.run(
@@ -441,8 +445,8 @@ def test_mixed_partitions_that_are_refused(job, keys: list[str], message: str) -
         segments(job("planner.partition=mixed-latency", *keys))
 
 
-def test_equal_seconds_need_pictures(job) -> None:
-    with pytest.raises(ConfigError, match=r'"mixed-latency" needs the times of typical pictures'):
+def test_equal_seconds_need_images(job) -> None:
+    with pytest.raises(ConfigError, match=r'"mixed-latency" needs the times of typical images'):
         segments(job("planner.partition=mixed-latency", text=TEXT + WHISPER))
 
 

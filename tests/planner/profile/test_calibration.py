@@ -7,7 +7,7 @@ import pytest
 
 from mmtrain.config import config as config_module
 from mmtrain.errors import ConfigError
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.costs.operator_costs import OperatorCosts
 from mmtrain.planner.operators.cluster import Cluster
 from mmtrain.planner.operators.graph import OpKind
@@ -72,11 +72,11 @@ def test_unknown_hardware_is_refused():
 
 def test_the_table_has_every_layer_its_fit_and_the_rule():
     profile = profile_of(CONFIG, SPEC, operator_costs("cpu"))
-    text = table(profile, SPEC, Plane(), calibrate(profile, CONFIG, SPEC, "cpu"))
+    text = table(profile, SPEC, Submesh(), calibrate(profile, CONFIG, SPEC, "cpu"))
     for layer in profile.layers:
         assert f"{layer.module} {layer.role}" in text
     assert "nan" not in text
-    # 1, 2, 4 pictures in 2.0, 3.0, 4.1 s: 0.51, 0.68, 1 of the best
+    # 1, 2, 4 images in 2.0, 3.0, 4.1 s: 0.51, 0.68, 1 of the best
     assert "1: 51 %, 2: 68 %, 4: 100 %" in text
     assert "model.encoder.sub_microbatch_size = 4 is the smallest with 95 % of the best" in text
     assert "Hardware profile cpu: mean error of a layer 0 %" in text

@@ -8,7 +8,7 @@ import pytest
 from mmtrain.config import config as config_module
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.plane import Plane
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.costs.measured_costs import MeasuredCosts
@@ -327,7 +327,7 @@ def test_the_table_of_a_text_to_video_job_has_the_weights_of_clips(video):
     config, samples = video
     profile = assemble(config, everything(config), [samples], [], MACHINE)
     spec = model_spec(config.model)
-    text = table(profile, spec, Plane(), calibrate(profile, config, spec, "cpu"))
+    text = table(profile, spec, Submesh(), calibrate(profile, config, spec, "cpu"))
     assert "pair x attended pairs + cross x pairs with text tokens + text x text tokens + clip x clips + fixed" in text
     assert "dit blocks             F " in text
     assert "Clips a second of a DiT work, relative to the best, by its number of clips: 1: " in text

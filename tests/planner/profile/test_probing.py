@@ -60,9 +60,9 @@ def test_batches_are_whole_and_fit_into_a_microbatch(config):
     spec = model_spec(config.model)
     for meta in (probing_iteration(config), work_curve(config)):
         check_conservation(meta, make_batching(meta, spec))
-        one_picture = max((image.num_tokens for m in meta.microbatches for image in m.images), default=0)
+        one_image = max((image.num_tokens for m in meta.microbatches for image in m.images), default=0)
         for microbatch in meta.microbatches:
-            assert microbatch.num_tokens <= max(config.training.seq_len, one_picture + 4)
+            assert microbatch.num_tokens <= max(config.training.seq_len, one_image + 4)
             assert microbatch.num_targets >= 1
 
 
@@ -78,7 +78,7 @@ def test_rows_pairs_outputs_and_labels_change_apart_from_each_other():
         assert np.linalg.cond(scaled) < 50
 
 
-def test_the_curve_grows_by_one_picture_of_one_size_at_first():
+def test_the_curve_grows_by_one_image_of_one_size_at_first():
     config = config_module.load("debug_vlm.toml", ["--training.seq_len=1024"])
     metas = work_curve(config).microbatches
     numbers = [len(m.images) for m in metas]

@@ -53,7 +53,7 @@ def test_a_profile_gives_back_the_seconds_that_it_was_made_from(name):
         grad = spec.grad_enters(module.name)
         for index, layer in enumerate(module.layers):
             size = SIZE[module.name]
-            if "siglip" in name[0] and module.name == "vision":  # pictures of one size, so pairs go with rows
+            if "siglip" in name[0] and module.name == "vision":  # images of one size, so pairs go with rows
                 size = profile.layers[0].points["forward"][0][0]
                 size += size
             ours = whole.layer(module, index, size, input_grad=grad)

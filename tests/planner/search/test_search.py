@@ -84,7 +84,7 @@ def test_more_evaluations_are_used_and_help() -> None:
 
 
 def test_every_switch_costs_time() -> None:
-    scarce, late = mixed(limit=26.0), two_modules(4, [0, 0, 4])  # pictures come last, and would better come first
+    scarce, late = mixed(limit=26.0), two_modules(4, [0, 0, 4])  # images come last, and would better come first
     options = SearchOptions(budget_evaluations=1000)
     cases = ((scarce, {"split": False}), (scarce, {"memory": False}), (scarce, {"strategy": "first"}))
     for problem, off in (*cases, (late, {"reorder": False})):

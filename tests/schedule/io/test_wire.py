@@ -17,8 +17,8 @@ GRAPH = PROBLEM.graph
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(1, 4))
-def test_a_plan_comes_back(seed, pictures, ranks):
-    problem = two_modules(ranks, pictures)
+def test_a_plan_comes_back(seed, images, ranks):
+    problem = two_modules(ranks, images)
     rng = random.Random(seed)
     plan = random_plan(problem, rng)
     options = {node: rng.randint(0, 2) for node in problem.graph.nodes()}

@@ -30,7 +30,7 @@ def test_looped_bfs_finishes_a_segment_before_the_next() -> None:
     assert str(looped_bfs(chain(1, 2, num_segments=2))) == "0F0.0 0F1.0 1F0.0 1F1.0 1B0.0 1B1.0 0B0.0 0B1.0"
 
 
-def test_optimus_encodes_all_pictures_first() -> None:
+def test_optimus_encodes_all_images_first() -> None:
     plan = optimus(two_modules(2, [1, 0, 2]))
     assert str(plan) == GOLDEN
 

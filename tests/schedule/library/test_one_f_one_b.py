@@ -73,7 +73,7 @@ def test_interleaved_bubble_shrinks_with_segments(num_ranks: int, segments: int,
 
 
 def test_works_of_two_modules_in_one_golden_plan() -> None:
-    # Microbatch 1 is text alone, microbatch 2 has two sub-microbatches of pictures.
+    # Microbatch 1 is text alone, microbatch 2 has two sub-microbatches of images.
     plan = one_f_one_b(two_modules(2, [1, 0, 2]))
     assert str(plan) == GOLDEN
 

@@ -10,7 +10,7 @@ from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.schedule.view.draw import png, svg, text, trace_events
-from mmtrain.schedule.view.picture import Box, layout, seconds, stacked
+from mmtrain.schedule.view.drawing import Box, layout, seconds, stacked
 from tests.schedule.problems import chain, option, two_modules
 
 PROBLEM = two_modules(2, [1, 0], vision=option(1.0, 2.0), language=option(2.0, 4.0))
@@ -47,19 +47,19 @@ def test_svg_is_well_formed_and_has_a_tooltip_an_action() -> None:
     assert "a <b> & c" in [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_png_has_the_picture_s_size_and_colours() -> None:
+def test_png_has_the_drawing_s_size_and_colours() -> None:
     image = Image.open(io.BytesIO(png(TIMELINE, width=800, scale=1)))
-    picture = layout(TIMELINE, width=800)
-    assert image.size == (picture.width, picture.height)
-    box = next(s for s in picture.shapes if isinstance(s, Box) and s.title.startswith("B0.0 language"))
+    drawing = layout(TIMELINE, width=800)
+    assert image.size == (drawing.width, drawing.height)
+    box = next(s for s in drawing.shapes if isinstance(s, Box) and s.title.startswith("B0.0 language"))
     pixel = image.getpixel((round(box.x) + 3, round(box.y) + 3))
     assert "#{:02x}{:02x}{:02x}".format(*pixel) == box.fill
 
 
 def test_actions_lie_inside_of_the_paper_and_do_not_overlap() -> None:
-    picture = layout(TIMELINE, width=900)
+    drawing = layout(TIMELINE, width=900)
     rows: dict[float, list[Box]] = {}
-    for shape in picture.shapes:
+    for shape in drawing.shapes:
         if isinstance(shape, Box) and shape.title:
             rows.setdefault(shape.y, []).append(shape)
     assert len(rows) == 2
@@ -101,14 +101,14 @@ def test_seconds_have_a_fitting_unit(value: float, words: str) -> None:
 
 def test_two_timelines_are_drawn_below_each_other_at_one_scale() -> None:
     slower = replace(TIMELINE, rows=tuple(r._replace(start_s=2 * r.start_s, end_s=2 * r.end_s) for r in TIMELINE.rows))
-    picture = stacked({"measured": slower, "planned": TIMELINE}, width=900)
-    boxes = [s for s in picture.shapes if isinstance(s, Box) and s.title.startswith("B1.0 language s2")]
+    drawing = stacked({"measured": slower, "planned": TIMELINE}, width=900)
+    boxes = [s for s in drawing.shapes if isinstance(s, Box) and s.title.startswith("B1.0 language s2")]
     assert boxes[0].y < boxes[1].y
     assert boxes[0].width + 1 == pytest.approx(2 * (boxes[1].width + 1))
-    assert picture.height == 2 * layout(TIMELINE, width=900).height
+    assert drawing.height == 2 * layout(TIMELINE, width=900).height
     both = svg({"measured": slower, "planned": TIMELINE})
     assert "measured: 2 ranks, makespan 46 s" in both and "planned: 2 ranks, makespan 23 s" in both
-    assert Image.open(io.BytesIO(png({"a": slower, "b": TIMELINE}, width=900, scale=1))).size[1] == picture.height
+    assert Image.open(io.BytesIO(png({"a": slower, "b": TIMELINE}, width=900, scale=1))).size[1] == drawing.height
 
 
 def test_a_trace_has_arrows_between_ranks_and_details() -> None:

@@ -1,4 +1,4 @@
-"""Makes docs/pictures/dashboard.png: python docs/make_dashboard_picture.py RUN (Chromium and chromedriver needed)."""
+"""Makes docs/images/dashboard.png: python docs/make_dashboard_image.py RUN (Chromium and chromedriver needed)."""
 
 import sys
 import tempfile
@@ -18,7 +18,7 @@ def main() -> None:
         write_page([Path(sys.argv[1])], page)
         window.resize(1400, 1612)
         window.open(page)
-        (DOCS / "pictures" / "dashboard.png").write_bytes(window.screenshot())
+        (DOCS / "images" / "dashboard.png").write_bytes(window.screenshot())
 
 
 if __name__ == "__main__":

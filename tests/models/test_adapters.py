@@ -4,11 +4,11 @@ import pytest
 from torch import nn
 from transformers.activations import ACT2FN
 
-from mmtrain.models.hosts import DECODERS, VISION_HOSTS, parameters_on_meta
+from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS, parameters_on_meta
 from mmtrain.spec.config_values import ACTIVATIONS
 from mmtrain.spec.families import ENCODERS, LANGUAGES
 
-HOSTS = {**VISION_HOSTS, **DECODERS}
+HOSTS = {**VISION_ADAPTERS, **DECODERS}
 FAMILIES = {**ENCODERS, **LANGUAGES}
 
 

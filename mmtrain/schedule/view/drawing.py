@@ -1,4 +1,4 @@
-"""The layout of a timeline's picture: plain shapes that any format can paint."""
+"""The layout of a timeline's drawing: plain shapes that any format can paint."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -60,7 +60,7 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Drawing:
     """Shapes to be painted one after the other on white paper."""
 
     width: int
@@ -70,12 +70,12 @@ class Picture:
 
 def layout(
     timeline: Timeline, *, width: int = 1600, title: str = "", span_s: float = 0.0, num_bands: int = 0
-) -> Picture:
-    """The picture of a timeline: one row a rank, a box an action, a legend above, a time axis below.
+) -> Drawing:
+    """The drawing of a timeline: one row a rank, a box an action, a legend above, a time axis below.
 
     Where half of the actions would be too narrow for their number, time is cut into several bands below each other.
 
-    Args: span_s, num_bands: time that the picture has room for, and the bands that it is cut into; 0: as the timeline
+    Args: span_s, num_bands: time that the drawing has room for, and the bands that it is cut into; 0: as the timeline
         needs.
     """
     inner = width - _LEFT - _RIGHT
@@ -98,21 +98,21 @@ def layout(
             for row in timeline.of_rank(rank):
                 many = len(stages[rank, timeline.stage_modules[row.action.stage]]) > 1
                 shapes += _action(timeline, row, band, y, many)
-    return Picture(width, _TOP + count * band_height, tuple(shapes))
+    return Drawing(width, _TOP + count * band_height, tuple(shapes))
 
 
-def stacked(timelines: Mapping[str, Timeline], *, width: int = 1600) -> Picture:
-    """The pictures of several timelines below each other, at one scale of time. Args: timelines: by name."""
+def stacked(timelines: Mapping[str, Timeline], *, width: int = 1600) -> Drawing:
+    """The drawings of several timelines below each other, at one scale of time. Args: timelines: by name."""
     span_s = max(timeline.makespan_s for timeline in timelines.values())
     num_bands = max(_num_bands(timeline, width - _LEFT - _RIGHT) for timeline in timelines.values())
     shapes: list[Box | Label] = []
     height = 0
     for label, timeline in timelines.items():
         title = f"{label}: {headline(timeline)}"
-        picture = layout(timeline, width=width, title=title, span_s=span_s, num_bands=num_bands)
-        shapes += [replace(shape, y=shape.y + height) for shape in picture.shapes]
-        height += picture.height
-    return Picture(width, height, tuple(shapes))
+        drawing = layout(timeline, width=width, title=title, span_s=span_s, num_bands=num_bands)
+        shapes += [replace(shape, y=shape.y + height) for shape in drawing.shapes]
+        height += drawing.height
+    return Drawing(width, height, tuple(shapes))
 
 
 class _Band(NamedTuple):

@@ -15,22 +15,22 @@ Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plane:
-    """How the ranks of a plane divide the work of each module."""
+class Submesh:
+    """How the ranks of a submesh divide the work of each module."""
 
     cp: int = 1
     tp: int = 1
     split: SplitPolicy = "balanced"
     block_size: int = 128
     share_patches: bool = False
-    """cp ranks divide the patches of each picture, not the pictures."""
+    """cp ranks divide the patches of each image, not the images."""
     data_encoder: bool = False
-    """tp ranks divide the pictures, not the encoder's layers."""
+    """tp ranks divide the images, not the encoder's layers."""
     attention_mask: LanguageMask = "causal"
 
     @classmethod
-    def of(cls, config: Config) -> "Plane":
-        """The plane of a job."""
+    def of(cls, config: Config) -> "Submesh":
+        """The submesh of a job."""
         section = config.parallelism
         return cls(
             cp=section.context_parallel_degree,
@@ -44,7 +44,7 @@ class Plane:
 
     @property
     def size(self) -> int:
-        """Ranks of the plane."""
+        """Ranks of the submesh."""
         return self.cp * self.tp
 
     @property
@@ -54,7 +54,7 @@ class Plane:
 
     @property
     def holders(self) -> list[tuple[int, int]]:
-        """(cp rank, tp rank) of those that whole pictures are given to; of ranks that share patches the first."""
+        """(cp rank, tp rank) of those that whole images are given to; of ranks that share patches the first."""
         return [
             (c, t)
             for c in range(1 if self.share_patches else self.cp)

@@ -1,9 +1,9 @@
-"""python benchmarks/pictures_matter.py
+"""python benchmarks/images_matter.py
 
-Trains the same model twice from the same seed: once with the pictures, once with their content
+Trains the same model twice from the same seed: once with the images, once with their content
 blanked (sizes and everything else unchanged), and prints answer accuracy by grade for both. If
-pictures, and their gradients, arrive, the easy grade is far above the blanked run's. `blind` is what
-a guess scores that knows the question but not the picture.
+images, and their gradients, arrive, the easy grade is far above the blanked run's. `blind` is what
+a guess scores that knows the question but not the image.
 
 Any --section.key=value is passed on to both runs.
 """
@@ -28,7 +28,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.out or Path(temporary)
         found = {}
-        for name, blank in (("pictures", "false"), ("blanked", "true")):
+        for name, blank in (("images", "false"), ("blanked", "true")):
             extra = [
                 f"--data.blank_images={blank}",
                 f"--job.dump_folder={folder / name}",
@@ -50,11 +50,11 @@ def main() -> None:
             found[name] = last_validation(folder / name)
     job = config.load(args.config, overrides)
     print(f"{job.training.steps} steps of {args.config}; accuracy on held-out charts after the last step")
-    print(f"{'grade':8s} {'pictures':>9s} {'blanked':>9s}")
-    for grade in sorted(found["pictures"]["accuracy"]):
-        row = [100 * found[name]["accuracy"].get(grade, 0.0) for name in ("pictures", "blanked")]
+    print(f"{'grade':8s} {'images':>9s} {'blanked':>9s}")
+    for grade in sorted(found["images"]["accuracy"]):
+        row = [100 * found[name]["accuracy"].get(grade, 0.0) for name in ("images", "blanked")]
         print(f"{grade:8s} {row[0]:8.1f}% {row[1]:8.1f}%")
-    print(f"{'loss':8s} {found['pictures']['validation_loss']:9.4f} {found['blanked']['validation_loss']:9.4f}")
+    print(f"{'loss':8s} {found['images']['validation_loss']:9.4f} {found['blanked']['validation_loss']:9.4f}")
 
 
 def last_validation(folder: Path) -> dict:

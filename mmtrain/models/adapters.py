@@ -4,7 +4,7 @@ A host holds no state. It makes the family's own class with parameters on the me
 children of the wanted layers (names unchanged: a `ModuleDict` keyed by the original index stands for the
 list) and sets the others to None.
 
-Shape legend: N pictures; R rows of all pictures; F frames of a spectrogram; D encoder width.
+Shape legend: N images; R rows of all images; F frames of a spectrogram; D encoder width.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ from mmtrain.spec.shapes import VisionShape
 from mmtrain.spec.windows import window_rows
 
 Attend = Callable[[Bits], AttentionContext]
-"""The mask of the rows of all pictures -> the context of attention on this rank."""
+"""The mask of the rows of all images -> the context of attention on this rank."""
 
 
 class Host(ABC):
@@ -71,12 +71,12 @@ class Host(ABC):
             _replace(module, self.norm, None)
 
 
-class VisionHost(Host):
+class VisionAdapter(Host):
     """How to call one encoder family on two-dimensional activations [R, D]."""
 
     @abstractmethod
     def rows(self, grid: Grid) -> int:
-        """Rows of one picture between the layers."""
+        """Rows of one image between the layers."""
 
     @abstractmethod
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
@@ -96,7 +96,7 @@ class VisionHost(Host):
 
         Args:
             x_rD: the activation, for its device and dtype alone.
-            places: [R] int64: place of each row of this rank among the rows of all pictures, in the order in which
+            places: [R] int64: place of each row of this rank among the rows of all images, in the order in which
                 rows travel; -1 for padding.
             attend: the mask of all rows -> what attention needs.
         """
@@ -114,8 +114,8 @@ class VisionHost(Host):
         tower._init_weights(module)
 
 
-class Qwen2VLVision(VisionHost):
-    """The Qwen2-VL vision transformer: pictures of any size, packed; its own merger is optional."""
+class Qwen2VLVision(VisionAdapter):
+    """The Qwen2-VL vision transformer: images of any size, packed; its own merger is optional."""
 
     blocks, embed = "blocks", ("patch_embed",)
     fused_qkv = ("attn.qkv",)
@@ -145,7 +145,7 @@ class Qwen2VLVision(VisionHost):
         if shape.window:
             positions = positions[shape.row_order(grids)]
         return {
-            # One piece: `packed_attention` knows the pictures. On the CPU, since the block reads it as numbers.
+            # One piece: `packed_attention` knows the images. On the CPU, since the block reads it as numbers.
             "cu_seqlens": torch.tensor([0, len(places)], dtype=torch.int32),
             "position_embeddings": tower.rotary_pos_emb(
                 x_rD, positions[np.maximum(places, 0)].to(x_rD.device, non_blocking=True)
@@ -183,8 +183,8 @@ class Qwen25VLVision(Qwen2VLVision):
         return block(x_RD, **context["full" if index in context["full_blocks"] else "window"])
 
 
-class FixedSizeVision(VisionHost):
-    """Encoders whose pictures all have one size: SigLIP, ViT and Whisper."""
+class FixedSizeVision(VisionAdapter):
+    """Encoders whose images all have one size: SigLIP, ViT and Whisper."""
 
     extra_rows = 0
 
@@ -241,7 +241,7 @@ class ViT(FixedSizeVision):
 
 
 class WhisperEncoder(FixedSizeVision):
-    """The Whisper encoder: a log-mel spectrogram [mel bins, 2 x frames] is a picture of one row of frames."""
+    """The Whisper encoder: a log-mel spectrogram [mel bins, 2 x frames] is an image of one row of frames."""
 
     blocks, embed, norm = "layers", ("conv1", "conv2", "embed_positions"), "layer_norm"
 
@@ -286,7 +286,7 @@ class Decoder(Host):
             module.lm_head.weight = module.model.embed_tokens.weight
 
 
-VISION_HOSTS: dict[str, VisionHost] = {
+VISION_ADAPTERS: dict[str, VisionAdapter] = {
     "qwen2_vl_vision": Qwen2VLVision(),
     "qwen2_5_vl_vision": Qwen25VLVision(),
     "siglip_vision_model": Siglip(),
@@ -307,21 +307,21 @@ def block_positions(grids: tuple[Grid, ...], merge: int) -> Tensor:
 
 
 def frame_bits(grids: tuple[Grid, ...]) -> Bits:
-    """The mask of packed pictures: attention inside of each frame."""
+    """The mask of packed images: attention inside of each frame."""
     return segment_bits(h * w for t, h, w in grids for _ in range(t))
 
 
 def check_grids(shape: VisionShape, grids: tuple[Grid, ...]) -> None:
-    """Refuses pictures that the encoder cannot take.
+    """Refuses images that the encoder cannot take.
 
     Raises: DataError: another size than the encoder's fixed one, or sides that cannot be merged.
     """
     for grid in grids:
         if shape.fixed_grid is not None and grid != shape.fixed_grid:
-            raise DataError(f"a picture has patches {grid}, but {shape.model_type} takes {shape.fixed_grid} alone")
+            raise DataError(f"an image has patches {grid}, but {shape.model_type} takes {shape.fixed_grid} alone")
         if grid[2] % shape.merge or (grid[1] % shape.merge and not shape.one_row):
             raise DataError(
-                f"a picture has patches {grid}; height and width must be multiples of the spatial merge {shape.merge}"
+                f"an image has patches {grid}; height and width must be multiples of the spatial merge {shape.merge}"
             )
 
 

@@ -1,0 +1,5 @@
+"""The tiny models of `tests/models/`."""
+
+from tests.models.conftest import tiny
+
+__all__ = ["tiny"]
