@@ -31,10 +31,11 @@ from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config as config_module
 from mmtrain.config.config import CommConfig, Config
 from mmtrain.config.topology import MeshShape
+from mmtrain.modality.typical import Bins
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.forecast.study import with_schedule
 from mmtrain.planner.forecast.typical_iterations import usual_workload
-from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.search.search import SearchOptions, search

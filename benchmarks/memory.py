@@ -33,8 +33,9 @@ from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.data.noise import noise_batch
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.typical import Bins
 from mmtrain.planner.forecast.typical_iterations import WORKLOAD
-from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.schedule.plan import held_bytes
 from mmtrain.trainer import Trainer

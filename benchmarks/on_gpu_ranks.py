@@ -27,9 +27,10 @@ from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.data.noise import noise_batch
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.typical import Bins
 from mmtrain.models.batch import Batch
 from mmtrain.planner.forecast.typical_iterations import usual_workload
-from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.forecast.workloads import draw
 from mmtrain.trainer import TimedStep, Trainer
 
 SAME = 1e-3

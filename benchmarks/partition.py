@@ -14,9 +14,10 @@ from pathlib import Path
 
 from mmtrain.config import config
 from mmtrain.config.config import Config
+from mmtrain.modality.typical import Bins
 from mmtrain.planner.forecast.machine import Machine
 from mmtrain.planner.forecast.whole_iteration import IterationSimulator
-from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 
 ROOT = Path(__file__).resolve().parent.parent

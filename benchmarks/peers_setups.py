@@ -26,10 +26,11 @@ from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.typical import Bins
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.forecast.typical_iterations import TypicalIterations, usual_workload
-from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.rank_state import RankState, Sharding

@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmtrain.config import config as config_module
+from mmtrain.modality.typical import Bins
 from mmtrain.planner.forecast.machine import Machine
-from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.schedule.problem import Option, PlanningProblem

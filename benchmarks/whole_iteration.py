@@ -11,9 +11,10 @@ import statistics
 import time
 
 from mmtrain.config import config
+from mmtrain.modality.typical import Bins
 from mmtrain.planner.forecast.machine import Machine
 from mmtrain.planner.forecast.whole_iteration import IterationSimulator
-from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.forecast.workloads import draw
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.simulate import simulate

@@ -35,7 +35,7 @@ from mmtrain.launch.processes import STOPS
 from mmtrain.modality.buckets import check_video
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch, check_batch, with_other_captions
-from mmtrain.models.diffusion import ClipNoise, null_token
+from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
 from mmtrain.observe.environment import write_environment
 from mmtrain.observe.host_memory import keep_freed_memory
 from mmtrain.observe.job_summary import start_lines
@@ -62,8 +62,6 @@ from mmtrain.parallel.torch_private import default_store, set_default_timeout
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.plan_choice import Search, search_threads
 from mmtrain.planner.search import search as searching
-from mmtrain.spec.shapes import DitShape, dit_shape
-from mmtrain.spec.vae_shapes import latent_scale
 
 logger = logging.getLogger("mmtrain")
 
@@ -110,12 +108,9 @@ class Trainer:
         self.planner = IterationPlanner.of(config)
         self._cut_s = time.perf_counter() - start
         self.spec, self.partition = self.planner.spec, self.planner.partition
-        self._dit: DitShape | None = None
-        self._null_token = 0
-        self._vae = latent_scale(config.model.vae) if config.model.vae else None
-        if config.model.dit is not None:
-            self._dit = dit_shape(config.model)
-            self._null_token = null_token(job_tokenizer(config))
+        self._denoising: Denoising | None = None
+        if config.model.reads_clips:
+            self._denoising = Denoising.of(config, null_token(job_tokenizer(config)))
         self.reporter: Reporter | None = None
         self.checkpointer: Checkpointer | None = None
         self._ahead: PlanAhead | None = None
@@ -215,7 +210,7 @@ class Trainer:
             tie_ranks=self.partition.tie_ranks,
             share_device=config.comm.share_device,
         )
-        self.data = ReplicaData(config, self.mesh, self.partition)
+        self.data = ReplicaData(config, self.mesh, self.spec, self.partition)
         self._log_start()
         self._memory = JobMemory.measured(config, self.spec, self.partition, self.mesh)
         if config.planner.enable:
@@ -394,9 +389,7 @@ class Trainer:
         """
         num_targets = self._sum_over_replicas(self._num_targets(item.meta))
         if num_targets == 0:
-            what = (
-                "no token to predict; check the records' answers" if self._dit is None else "no clip that can be read"
-            )
+            what = "no clip that can be read" if self._denoising else "no token to predict; check the records' answers"
             raise TrainingError(f"step {step}: the batch has {what}")
         outcome = self._run(plan, item, noise=self._noise(step, hides=True), loss_grad=1.0 / num_targets)
         parameters = self.model.parameters
@@ -554,7 +547,7 @@ class Trainer:
     ) -> StepOutcome:
         """Args: noise: of a text-to-video job. want_predictions: of a language model's tokens."""
         if item.batch is not None and self.mesh.pp_rank == 0:  # other ranks may have a part of it
-            check_batch(item.batch, item.meta, self._vae)
+            check_batch(item.batch, item.meta, self._denoising.scale if self._denoising else None)
         place = self.mesh.place
         inputs = StepInputs(
             layout=plan.layout,
@@ -574,18 +567,15 @@ class Trainer:
 
     def _noise(self, step: int, *, hides: bool) -> ClipNoise | None:
         """The random choices of a step of a text-to-video job. Args: hides: captions may be hidden."""
-        if self._dit is None:
-            return None
-        token = self._null_token if hides else None
-        return ClipNoise(self.config.diffusion, self.config.debug.seed, step, null_token=token)
+        return self._denoising.noise(step, hides=hides) if self._denoising else None
 
     def _num_targets(self, meta: IterationMeta) -> int:
         """Numbers that have a loss: labelled tokens, or all that is predicted of the latents."""
-        return meta.num_targets * (self._dit.output_dim if self._dit is not None else 1)
+        return meta.num_targets * (self._denoising.outputs if self._denoising else 1)
 
     def _tied_copy_to_skip(self) -> torch.nn.Parameter | None:
         """The tied head is counted in the norm where the embedding is."""
-        if not self.model.tied or self.partition.of_module("language")[-1].pp_rank != self.mesh.pp_rank:
+        if not self.model.tied or self.partition.tie_ranks[1] != self.mesh.pp_rank:
             return None
         return self.model.tied[-1]
 

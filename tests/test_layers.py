@@ -1,10 +1,13 @@
 """The order of the layers, and that the pure part never loads torch."""
 
 import ast
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+from mmtrain.config.config import MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -123,6 +126,33 @@ def test_only_one_file_imports_torchtitan():
 def test_private_names_of_pipelining_live_in_one_file():
     users = [m for m, path in modules().items() if "torch.distributed.pipelining" in path.read_text()]
     assert users == ["mmtrain.parallel.torch_private"]
+
+
+MODULE_NAMES = {*MODULES, *MODULES.values()}
+GENERIC = ("planner", "parallel", "trainer.py")
+
+
+def named(tree: ast.AST) -> set[str]:
+    """Names of modules that code spells: as identifiers, or as keys in strings. Prose has spaces, and may."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            found |= set(re.split(r"\W+", node.value))
+        names = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "asname")]
+        found |= {name.strip("_") for name in names if isinstance(name, str)}
+    return found & MODULE_NAMES
+
+
+def test_the_walk_sees_names_and_keys():
+    spelled = ast.parse("x.encoder; f(dit=1); y['vae']; a = 'language.lm_head'; b = 'a language model'")
+    assert named(spelled) == {"encoder", "dit", "vae", "language"}
+
+
+def test_code_outside_of_models_and_modalities_names_no_module():
+    files = [f for name in GENERIC for f in [ROOT / "mmtrain" / name, *(ROOT / "mmtrain" / name).rglob("*.py")]]
+    trees = {f: ast.parse(f.read_text()) for f in files if f.is_file()}
+    assert len(trees) > 60
+    assert {str(f): names for f, tree in trees.items() if (names := named(tree))} == {}
 
 
 def page_of_layers() -> str:

@@ -26,8 +26,8 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.observe.job_summary import families
 from mmtrain.spec.builders import model_spec
+from mmtrain.spec.modules import families
 from mmtrain.trainer import Trainer
 
 FLOAT32_TOLERANCE = 1e-4

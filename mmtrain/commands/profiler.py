@@ -34,13 +34,14 @@ from mmtrain.config.topology import MeshShape
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.probes import probing_iteration, work_curve
 from mmtrain.observe.machine_speed import WatchedClock
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.planner.costs.cost_model import HostCopy
 from mmtrain.planner.profile.measurements import NUM_BLOCKS, Samples, StepSample, assemble, slowest
-from mmtrain.planner.profile.probing import CUTS, REPEATS, Cut, probing_iteration, probing_job, small_job, work_curve
+from mmtrain.planner.profile.probing import CUTS, REPEATS, Cut, probing_job, small_job
 from mmtrain.planner.profile.profile import Profile
 from mmtrain.trainer import TimedStep, Trainer
 

@@ -12,7 +12,8 @@ import difflib
 import math
 import os
 import typing
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -194,6 +195,13 @@ class VaeConfig:
         _check_source("model.vae", self, example="autoencoder_kl_wan")
 
 
+ModuleConfig = EncoderConfig | LanguageConfig | DitConfig | VaeConfig
+"""The section of one module."""
+
+MODULES = {"vae": "vae", "vision": "encoder", "language": "language", "dit": "dit"}
+"""Name of a module -> its section in [model], each module behind those that feed it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """[model]: the modality modules."""
@@ -204,6 +212,37 @@ class ModelConfig:
     vae: VaeConfig | None = None
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+
+    @property
+    def modules(self) -> dict[str, ModuleConfig]:
+        """Name -> section of the modules that the model has, each behind those that feed it."""
+        sections = {name: getattr(self, key) for name, key in MODULES.items()}
+        return {name: section for name, section in sections.items() if section is not None}
+
+    @property
+    def cut_modules(self) -> dict[str, EncoderConfig | LanguageConfig | DitConfig]:
+        """Those of the modules that pipeline ranks divide."""
+        return {name: section for name, section in self.modules.items() if not isinstance(section, VaeConfig)}
+
+    def with_modules(self, sections: Mapping[str, ModuleConfig | None]) -> "ModelConfig":
+        """The model with other sections of some modules; None: without the module."""
+        changes: dict[str, Any] = {MODULES[name]: section for name, section in sections.items()}
+        return replace(self, **changes)
+
+    @property
+    def reads_clips(self) -> bool:
+        """Whether it learns from video clips with captions, and not from conversations."""
+        return self.dit is not None
+
+    @property
+    def encodes_clips(self) -> bool:
+        """Whether a VAE of the job makes the latents of clips."""
+        return self.vae is not None
+
+
+def section_of(module: str) -> str:
+    """Where the user configures a module: the dotted name of its section."""
+    return f"model.{MODULES.get(module, module)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

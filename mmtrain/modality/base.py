@@ -44,6 +44,8 @@ class Modality(ABC):
     """How errors call a unit. Modules with equal items are given equal groups of units."""
     works: ClassVar[str]
     """How errors call the works of a module that consumes it."""
+    parts: ClassVar[str] = "tokens"
+    """What a unit's size is counted in."""
     remedy: ClassVar[str]
     """What a model lacks that has units of it in its batch, and what to change."""
     required: ClassVar[bool] = False
@@ -71,6 +73,10 @@ class Modality(ABC):
     @abstractmethod
     def paid(self, size: WorkSize) -> dict[str, int]:
         """The same counts of one work."""
+
+    def readers(self, module: ModuleSpec) -> tuple[int, ...]:
+        """Which stages of the module read tensors of the batch other than labels, as indices of its chain."""
+        return (0,)
 
     def division(self, submesh: Submesh, module: ModuleSpec) -> Division:
         """How the ranks of a submesh divide the module."""

@@ -70,6 +70,10 @@ class Latents(Clips):
         tokens, texts = [clip.num_tokens for clip in units], [clip.num_text_tokens for clip in units]
         return clips_work(tokens, texts, sum(clip.num_targets for clip in units))
 
+    def readers(self, module: ModuleSpec) -> tuple[int, ...]:
+        """The first, which mixes latents with noise, and the last, for targets; none, if another module makes them."""
+        return () if module.latents_arrive else (0, -1)
+
     def of_rank(self, item: WorkItem, tp: int) -> WorkSize:
         """Rows of each clip apart, with all of the texts."""
         rows = sum(share_of(clip.num_tokens, tp) for clip in item.units)

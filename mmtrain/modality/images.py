@@ -17,7 +17,7 @@ from mmtrain.spec.windows import feature_order, row_order
 class Images(Modality):
     """The images of a microbatch's documents."""
 
-    item, works = "image", "vision"
+    item, works, parts = "image", "vision", "patches"
     remedy = "the model has no vision encoder; add [model.encoder]"
 
     def units(self, microbatch: MicrobatchMeta) -> Units:

@@ -213,6 +213,10 @@ class VisionChunk(Chunk):
             raise DataError(f"{where}: {found} rows arrived, but {len(grids)} images have {wanted}")
 
 
+TIED_NAMES = {"language.lm_head.weight": "language.model.embed_tokens.weight"}
+"""Name of the head of a language chunk -> that of the embedding which is the same parameter in some models."""
+
+
 class LanguageChunk(Chunk):
     """Layers of the language model; image features enter the first, the loss leaves the last.
 

@@ -8,15 +8,18 @@ Legend: t in (0, 1), 0 without noise; latents x = a data + s noise, where a and 
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmtrain.config.config import DiffusionConfig
+from mmtrain.config.config import Config, DiffusionConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.buckets import clip_seed
 from mmtrain.modality.metadata import ClipMeta
+from mmtrain.spec.shapes import dit_shape
+from mmtrain.spec.vae_shapes import LatentScale, latent_scale
 
 NUM_TIMESTEPS = 1000
 """A DiT is told 1000 t."""
@@ -105,6 +108,32 @@ class ClipNoise:
 
     def _seed(self, clip: ClipMeta) -> int:
         return clip_seed(*self._key, clip.sample, clip.index)
+
+
+@dataclass(frozen=True, slots=True)
+class Denoising:
+    """What a text-to-video job learns."""
+
+    section: DiffusionConfig
+    seed: int
+    """`debug.seed`."""
+    null_token: int
+    """What hidden captions are made of."""
+    outputs: int
+    """Numbers that are predicted of each token with a loss."""
+    scale: LatentScale | None
+    """What becomes one latent place; None: the latents are given."""
+
+    @classmethod
+    def of(cls, config: Config, null_token: int) -> "Denoising":
+        """That of a job with a DiT."""
+        vae = config.model.vae
+        scale = latent_scale(vae) if vae is not None else None
+        return cls(config.diffusion, config.debug.seed, null_token, dit_shape(config.model).output_dim, scale)
+
+    def noise(self, step: int, *, hides: bool) -> ClipNoise:
+        """The random choices of a step. Args: step: as of `ClipNoise`. hides: captions may be hidden."""
+        return ClipNoise(self.section, self.seed, step, null_token=self.null_token if hides else None)
 
 
 @functools.cache

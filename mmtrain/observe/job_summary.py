@@ -1,27 +1,12 @@
 """What a job runs, in words of its resolved config: for the log's first lines. Pure."""
 
-from collections.abc import Callable
-
-from mmtrain.config.config import Config, DitConfig, EncoderConfig, LanguageConfig, ModelConfig, VaeConfig
+from mmtrain.config.config import Config, ModelConfig
 from mmtrain.config.topology import AXES
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.pipeline_layout import show_layout
 from mmtrain.planner.plan_choice import show_switches
-from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
-from mmtrain.spec.vae_shapes import VaeShape, vae_shape
-
-_SHAPES: dict[str, Callable[[ModelConfig], VisionShape | VaeShape | LanguageShape | DitShape]] = {
-    "vision": vision_shape,
-    "vae": vae_shape,
-    "language": language_shape,
-    "dit": dit_shape,
-}
-"""Module -> the numbers of its model."""
-
-
-def families(model: ModelConfig) -> dict[str, str]:
-    """Module -> the `model_type` that runs."""
-    return {module: _SHAPES[module](model).model_type for module in _sections(model)}
+from mmtrain.spec.modules import families, shape_of
+from mmtrain.spec.vae_shapes import VaeShape
 
 
 def start_lines(config: Config, planner: IterationPlanner, *, device: str, threads: int, cut_s: float) -> list[str]:
@@ -30,7 +15,7 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
     Args: device: its type. threads: of one rank's search. cut_s: seconds that the partition took.
     """
     known = families(config.model)
-    names = [section.pretrained or known[module] for module, section in _sections(config.model).items()]
+    names = [section.pretrained or known[module] for module, section in config.model.modules.items()]
     lines = [f"{' + '.join(names)} on {config.data.source}, into {config.job.dump_folder}"]
     for module in planner.spec.modules:
         stages = planner.partition.of_module(module.name)
@@ -53,15 +38,9 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
     return [*lines, show_switches(config.planner, threads)]
 
 
-def _sections(model: ModelConfig) -> dict[str, EncoderConfig | VaeConfig | LanguageConfig | DitConfig]:
-    """Module, in the order of the data -> its section; those that the model has."""
-    sections = {"vision": model.encoder, "vae": model.vae, "language": model.language, "dit": model.dit}
-    return {module: section for module, section in sections.items() if section is not None}
-
-
 def _model(model: ModelConfig, module: str) -> str:
     """Family and size of a module's model, and where its weights come from."""
-    section, shape = _sections(model)[module], _SHAPES[module](model)
+    section, shape = model.modules[module], shape_of(model, module)
     words = [f"{section.pretrained} ({shape.model_type})" if section.pretrained else shape.model_type]
     if isinstance(shape, VaeShape):
         words.append(f"latents of {shape.channels} channels")

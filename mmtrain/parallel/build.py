@@ -10,7 +10,7 @@ import torch.nn as nn
 from mmtrain.config.config import ActivationCheckpointConfig, ModelConfig, TrainingConfig, uses_fsdp
 from mmtrain.errors import PlanError
 from mmtrain.models.build import build_chunk
-from mmtrain.models.chunk import Chunk, fsdp_units
+from mmtrain.models.chunk import TIED_NAMES, Chunk, fsdp_units
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.parallel.activation_memory import ActivationMemory
@@ -19,7 +19,6 @@ from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.offload import Offloader
 from mmtrain.parallel.stage import ModalityStage
 from mmtrain.parallel.tensor import apply_tensor_parallel
-from mmtrain.planner.batching import VISION
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.spec.spec import ModelSpec
 
@@ -70,13 +69,14 @@ def build_local_model(
         chunk = build_chunk(model, spec, place.module, place.layers, device=mesh.device)
         init_weights(chunk, seed)
         load_pretrained(chunk, model)
-        whole = spec.module(place.module).is_whole or (place.module == VISION and mesh.data_encoder)
-        if mesh.shape.tp > 1 and not whole:
+        module = spec.module(place.module)
+        shares_units = module.shares_units and mesh.data_encoder
+        if mesh.shape.tp > 1 and not (module.is_whole or shares_units):
             apply_tensor_parallel(chunk, mesh.tp)
         memory = ActivationMemory(chunk.blocks(), recompute or ActivationCheckpointConfig(), offloader)
         if sharded:
             reshard = place.module in regathered
-            apply_fsdp(chunk, fsdp_units(chunk), mesh.fsdp(place.module), training, reshard=reshard)
+            apply_fsdp(chunk, fsdp_units(chunk), mesh.fsdp(over_tp=shares_units), training, reshard=reshard)
         stage = ModalityStage(
             chunk,
             place.index,
@@ -89,7 +89,7 @@ def build_local_model(
         )
         chunks.append(chunk)
         stages.append(stage)
-    aliases = {"language.lm_head.weight": "language.model.embed_tokens.weight"} if spec.tied_embeddings else {}
+    aliases = dict(TIED_NAMES) if spec.tied_embeddings else {}
     return LocalModel(chunks=tuple(chunks), stages=tuple(stages), tied=_tied_copies(chunks), aliases=aliases)
 
 

@@ -136,10 +136,12 @@ class Mesh:
         """The tensor-parallel mesh; degree above 1 alone."""
         return self.dims.get_mesh("tp")
 
-    def fsdp(self, module: str) -> DeviceMesh:
-        """The mesh that FSDP2 shards a module over: dp_shard x cp (x tp for an encoder held whole by each tp
-        rank), with dp_replicate before it for HSDP."""
-        if module == "vision" and self.encoder_mesh is not None:
+    def fsdp(self, *, over_tp: bool = False) -> DeviceMesh:
+        """The mesh that FSDP2 shards a module over: dp_shard x cp, with dp_replicate before it for HSDP.
+
+        Args: over_tp: x tp, for an encoder that each tp rank holds whole (`data_encoder`).
+        """
+        if over_tp and self.encoder_mesh is not None:
             hybrid = self.shape.dp_replicate > 1
             return self.encoder_mesh["dp_replicate", "fsdp"] if hybrid else self.encoder_mesh["fsdp"]
         axes = ["dp_replicate", "fsdp"] if self.shape.dp_replicate > 1 else ["fsdp"]

@@ -15,11 +15,13 @@ from mmtrain.config.config import Config
 from mmtrain.data.loader import Loader
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import DataError, MMTrainError
+from mmtrain.modality.catalogue import MODALITIES
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.submesh import Submesh
 from mmtrain.models.batch import Batch, without_images
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.planner.batching import DIT, VAE
 from mmtrain.planner.partition.partition import Partition
+from mmtrain.spec.spec import ModelSpec
 
 Change = Callable[[Batch, IterationMeta], tuple[Batch, IterationMeta]]
 
@@ -40,16 +42,19 @@ class Item:
 class ReplicaData:
     """Gives out the data of a job's splits to one rank."""
 
-    def __init__(self, config: Config, mesh: Mesh, partition: Partition) -> None:
+    def __init__(self, config: Config, mesh: Mesh, spec: ModelSpec, partition: Partition) -> None:
         self._config, self._mesh = config, mesh
-        ends = partition.of_module(DIT)
-        self._takes_latents = bool(ends) and not partition.of_module(VAE)
-        """Whether the DiT takes in what the batch has of clips."""
-        takers = {partition.text_rank}
-        if self._takes_latents:
-            takers |= {ends[0].pp_rank, ends[-1].pp_rank}
-        self._takers = tuple(sorted(takers - {0}))
+        readers: dict[str, set[int]] = {}
+        for module in spec.modules:
+            stages, kind = (
+                partition.of_module(module.name),
+                MODALITIES[module.consumes](Submesh.of(config).attention_mask),
+            )
+            readers[module.name] = {stages[index].pp_rank for index in kind.readers(module)} - {0}
+        self._takers = tuple(sorted(set().union(*readers.values())))
         """Pipeline ranks besides the first that need tensors."""
+        self._text_alone = not any(ranks for name, ranks in readers.items() if name != spec.text.name)
+        """Whether these need nothing but token ids."""
         self._loader: Loader | None = None
 
     def item(self, batch: Batch, meta: IterationMeta) -> Item:
@@ -94,7 +99,7 @@ class ReplicaData:
 
     def _part(self, batch: Batch) -> Batch:
         """What the pipeline ranks besides the first need."""
-        return batch if self._takes_latents else without_images(batch)
+        return without_images(batch) if self._text_alone else batch
 
     def _share(self, open_loader: Callable[[], Loader], change: Change | None = None) -> Iterator[Item]:
         """The leader's items on every rank of its replica; an error of the loader is raised on all of them."""

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from mmtrain.errors import ConfigError
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
+from mmtrain.models.tensor_plans import PLANS, PROJECTOR, FamilyPlan, Style
 from mmtrain.parallel.row_shards import RowShards
-from mmtrain.parallel.tensor_plans import PLANS, PROJECTOR, FamilyPlan, Style
 from mmtrain.parallel.tensor_styles import Divided, MovedTable, make_styles
 from mmtrain.parallel.vocabulary import VocabularyLoss
 

@@ -17,11 +17,6 @@ from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.schedule.graph import Work
 from mmtrain.spec.spec import ModelSpec, WorkSize
 
-VISION = "vision"
-LANGUAGE = "language"
-DIT = "dit"
-VAE = "vae"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:

@@ -301,6 +301,6 @@ def check_degrees(config: Config) -> None:
     """
     tp = config.parallelism.tensor_parallel_degree
     if tp > 1:
-        check_tensor_degree(config.model, tp, encoder=not config.data_encoder)
-    if config.model.encoder is not None and config.parallelism.encoder_context_parallel == "patches":
+        check_tensor_degree(config.model, tp, whole_encoder=config.data_encoder)
+    if config.parallelism.encoder_context_parallel == "patches":
         check_patches_split(config.model)

@@ -3,17 +3,17 @@
 Source: DIP, arXiv:2504.14145, section 4 (sub-microbatch size).
 """
 
-from mmtrain.config.config import Config
+import math
+
+from mmtrain.config.config import Config, LanguageConfig
 from mmtrain.errors import ConfigError
-from mmtrain.planner.batching import VISION
+from mmtrain.modality.typical import Bins, reference_sizes
 from mmtrain.planner.costs.cost_model import CostModel, FlopsCosts
 from mmtrain.planner.costs.measured_costs import MeasuredCosts
 from mmtrain.planner.forecast.typical_iterations import layer_seconds
-from mmtrain.planner.forecast.workloads import Bins
-from mmtrain.planner.partition.partition import reference_sizes
 from mmtrain.planner.sub_microbatch import Curve, smallest_efficient
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.spec import ModelSpec, images_work
+from mmtrain.spec.spec import ModelSpec
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Images of the works that the simulated curve has, as far as a microbatch holds them."""
@@ -29,13 +29,12 @@ def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> in
     size. FLOPs over one rate know of no efficiency: then a work takes at most as long as the language model takes for
     a full microbatch.
     """
-    encoder = config.model.encoder
-    if config.model.dit is not None:
-        return config.model.dit.sub_microbatch_size if config.planner.sub_microbatch else 0
-    if encoder is None or not config.planner.sub_microbatch:
+    if spec.counted is None or not config.planner.sub_microbatch:
         return 0
-    if encoder.sub_microbatch_size:
-        return encoder.sub_microbatch_size
+    section = config.model.cut_modules[spec.counted.name]
+    assert not isinstance(section, LanguageConfig)
+    if section.sub_microbatch_size or config.model.reads_clips:
+        return section.sub_microbatch_size
     if isinstance(costs, MeasuredCosts) and costs.profile.curve is not None:
         return smallest_efficient(costs.profile.curve).size
     try:
@@ -45,30 +44,29 @@ def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> in
     if bins.grid is None:
         return 0
     if isinstance(costs, FlopsCosts):
-        return _balanced(spec, bins.grid, config.training.seq_len)
-    curve = vision_curve(spec, costs, Recomputation.of(config.activation_checkpoint), bins)
+        return _balanced(spec, bins, config.training.seq_len)
+    curve = simulated_curve(spec, costs, Recomputation.of(config.activation_checkpoint), bins)
     return smallest_efficient(curve).size
 
 
-def vision_curve(spec: ModelSpec, costs: CostModel, recomputation: Recomputation, bins: Bins) -> Curve:
-    """Seconds of the vision module's forward and backward by the number of images of a work, as the costs say.
+def simulated_curve(spec: ModelSpec, costs: CostModel, recomputation: Recomputation, bins: Bins) -> Curve:
+    """Seconds of a module's forward and backward by the number of images of a work, as the costs say.
 
     Args: bins: they have images.
     """
-    assert bins.grid is not None
-    module = spec.module(VISION)
-    seconds = []
-    for number in NUMBERS:
-        if number > max(1, bins.most_images):
-            break
-        size = images_work(module, [bins.grid] * number)
-        seconds.append((number, sum(layer_seconds(module, size, costs, recomputation, input_grad=False))))
-    time, height, width = bins.grid
-    return Curve(patches=time * height * width, seconds=tuple(seconds))
+    module = spec.counted
+    assert module is not None and bins.grid is not None
+    seconds = [
+        (number, sum(layer_seconds(module, size, costs, recomputation, input_grad=False)))
+        for number in NUMBERS
+        if (size := bins.work(module, number)) is not None
+    ]
+    return Curve(patches=math.prod(bins.grid), seconds=tuple(seconds))
 
 
-def _balanced(spec: ModelSpec, grid: tuple[int, int, int], seq_len: int) -> int:
+def _balanced(spec: ModelSpec, bins: Bins, seq_len: int) -> int:
     """Most images that take no longer than a full microbatch takes in the language model, by FLOPs; at least 1."""
-    image = spec.flops(VISION, images_work(spec.module(VISION), [grid])).total
-    text = spec.flops("language", reference_sizes(spec, seq_len)["language"]).total
-    return max(1, int(text // image)) if image else 0
+    assert spec.counted is not None
+    size, text = bins.work(spec.counted, 1), spec.text.name
+    image = spec.flops(spec.counted.name, size).total if size else 0
+    return max(1, int(spec.flops(text, reference_sizes(spec, seq_len)[text]).total // image)) if image else 0

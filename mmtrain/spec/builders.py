@@ -126,6 +126,7 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
     return ModuleSpec(
         name="vision",
         consumes="images",
+        shares_units=True,
         layers=tuple(layers),
         merge=shape.merge,
         one_row=shape.one_row,

@@ -7,10 +7,10 @@ from mmtrain.errors import ConfigError
 from mmtrain.spec.shapes import VisionShape, dit_shape, language_shape, vision_shape
 
 
-def check_tensor_degree(model: ModelConfig, tp: int, *, encoder: bool = True) -> None:
+def check_tensor_degree(model: ModelConfig, tp: int, *, whole_encoder: bool = False) -> None:
     """Refuses a tensor-parallel degree that does not divide the heads, inner columns and words of the model.
 
-    Args: encoder: whether the vision encoder and projector are divided too.
+    Args: whole_encoder: each rank holds all of the vision encoder and projector.
     Raises: ConfigError: naming the first number that `tp` does not divide, and the largest degree that fits.
     """
     shape = language_shape(model)
@@ -20,7 +20,7 @@ def check_tensor_degree(model: ModelConfig, tp: int, *, encoder: bool = True) ->
         "model.language: intermediate_size": shape.mlp_width,
         "model.language: vocab_size": shape.vocab_size,
     }
-    if encoder and model.encoder is not None:
+    if not whole_encoder and model.encoder is not None:
         numbers |= _encoder_numbers(model, vision_shape(model))
     if model.dit is not None:
         dit = dit_shape(model)

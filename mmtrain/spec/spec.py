@@ -330,6 +330,8 @@ class ModuleSpec:
     """Of a VAE: frames behind the first one that become one latent frame."""
     is_whole: bool = False
     """It is not cut, and each tensor-parallel rank has and computes all of it."""
+    shares_units: bool = False
+    """Tensor-parallel ranks may each hold all of it and divide its units (parallelism.encoder_tensor_parallel)."""
 
     @property
     def patches_per_token(self) -> int:
@@ -373,6 +375,21 @@ class ModelSpec:
     def module(self, name: str) -> ModuleSpec:
         """The module of that name."""
         return next(m for m in self.modules if m.name == name)
+
+    @property
+    def text(self) -> ModuleSpec:
+        """The language model: the module that reads tokens."""
+        return next(m for m in self.modules if m.consumes in ("documents", "captions"))
+
+    @property
+    def reads_clips(self) -> bool:
+        """Whether it learns from video clips with captions."""
+        return self.text.consumes == "captions"
+
+    @property
+    def counted(self) -> ModuleSpec | None:
+        """The module whose works have `sub_microbatch_size` images or clips; None: the model reads text alone."""
+        return next((m for m in self.modules if m.consumes in ("images", "latents")), None)
 
     @property
     def num_params(self) -> int:

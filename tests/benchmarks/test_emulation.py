@@ -17,9 +17,10 @@ from emulation import (
 from mmtrain.config import config as config_module
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import PlanError
+from mmtrain.modality.typical import Bins
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.planner.forecast.typical_iterations import usual_workload
-from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.search.search import SearchOptions, search

@@ -8,8 +8,8 @@ import pytest
 
 from mmtrain.commands.cli import main
 from mmtrain.config import config as config_module
+from mmtrain.modality.probes import probing_iteration
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.profile.probing import probing_iteration
 from mmtrain.planner.profile.profile import HELD, TIMES, Profile, role
 from mmtrain.planner.sub_microbatch import smallest_efficient
 from mmtrain.spec.builders import model_spec

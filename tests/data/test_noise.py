@@ -5,9 +5,9 @@ import torch
 
 from mmtrain.config import config as config_module
 from mmtrain.data.noise import noise_batch
+from mmtrain.modality.probes import work_curve
 from mmtrain.models.batch import IGNORE_INDEX, check_batch
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.planner.profile.probing import work_curve
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.vae_shapes import latent_scale
 from tests.models.dits import t2v
@@ -28,7 +28,7 @@ def test_noise_is_what_its_metadata_says_and_a_model_takes_it(encoder):
 
 def test_noise_follows_its_seed_and_labels_the_ends_of_documents():
     config = config_module.load("debug_text.toml", [])
-    from mmtrain.planner.profile.probing import probing_iteration
+    from mmtrain.modality.probes import probing_iteration
 
     meta = probing_iteration(config)
     one, same, other = (noise_batch(config.model, meta, seed) for seed in (1, 1, 2))
@@ -44,7 +44,8 @@ def test_noise_follows_its_seed_and_labels_the_ends_of_documents():
 
 
 def test_noise_of_clips_is_what_its_metadata_says():
-    from mmtrain.planner.forecast.workloads import Bins, draw
+    from mmtrain.modality.typical import Bins
+    from mmtrain.planner.forecast.workloads import draw
     from tests.data.videos import make_video_config
 
     config = make_video_config("x", dit={"in_channels": 5}, video_area=64)

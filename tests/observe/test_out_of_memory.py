@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mmtrain.config import config
+from mmtrain.modality.typical import Bins
 from mmtrain.observe.out_of_memory import Scene, advice, asked_bytes, explained, is_out_of_memory, live_tensors
-from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import MemoryRule
 

@@ -1,11 +1,12 @@
 import torch
 
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
+from mmtrain.modality.typical import reference_sizes
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.observe.validation import count_answers
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.planner.partition.partition import partition
 from mmtrain.spec.builders import model_spec
 from tests.reference import PLANNER, model_config
 

@@ -20,6 +20,7 @@ from mmtrain.config.config import (
 )
 from mmtrain.config.topology import AXES, MeshShape
 from mmtrain.modality.submesh import Submesh
+from mmtrain.modality.typical import reference_sizes
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
@@ -32,7 +33,7 @@ from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.choice import partition_of
-from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import Placement
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.passes.split import split_backwards
@@ -231,9 +232,9 @@ def take_gradients(local):
 
 def run_step(mesh, parts, planner, model, local, runtime, batches, delay=None, every=1, memories=None):
     batch, meta = batches[mesh.dp_rank]
-    item = ReplicaData(Config(model=model, data=DataConfig(source="nowhere"), training=TRAINING), mesh, parts).item(
-        batch, meta
-    )
+    item = ReplicaData(
+        Config(model=model, data=DataConfig(source="nowhere"), training=TRAINING), mesh, planner.spec, parts
+    ).item(batch, meta)
     plan = planner.plan(meta)
     program = plan.program if delay is None else split_program(planner, plan, delay, every)
     if memories is not None:

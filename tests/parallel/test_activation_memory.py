@@ -14,6 +14,7 @@ from mmtrain.config.config import ActivationCheckpointConfig, PlannerConfig
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
+from mmtrain.modality.typical import reference_sizes
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
@@ -25,7 +26,7 @@ from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import MemoryChoices
-from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.planner.partition.partition import partition
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.linears import block_linears
 from mmtrain.spec.memory_strategies import StageMemory

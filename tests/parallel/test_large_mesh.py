@@ -6,9 +6,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mmtrain.config.topology import MeshShape
+from mmtrain.modality.typical import reference_sizes
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
-from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.planner.partition.partition import partition
 from mmtrain.spec.builders import model_spec
 from tests.ranks import run_alone
 from tests.reference import TRAINING, model_config

@@ -10,6 +10,7 @@ from mmtrain.config.topology import MeshShape
 from mmtrain.errors import PlanError
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.submesh import Submesh
+from mmtrain.modality.typical import reference_sizes
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
@@ -17,7 +18,7 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.passes.lower import Program
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.recomputation import Recomputation

@@ -7,12 +7,13 @@ import torch
 
 from mmtrain.config.topology import MeshShape
 from mmtrain.modality.submesh import Submesh
+from mmtrain.modality.typical import reference_sizes
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.planner.partition.partition import partition
 from mmtrain.spec.builders import model_spec
 from tests.parallel.parity import MIXED, run_step
 from tests.ranks import run_ranks

@@ -16,13 +16,14 @@ from mmtrain.config.config import PlannerConfig, uses_fsdp
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.modality.typical import reference_sizes
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.planning import Fate, PlanAhead
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
-from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.plan_choice import search_options, search_seed
 from mmtrain.planner.search.search import SearchOptions, search

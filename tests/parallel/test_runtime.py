@@ -8,6 +8,7 @@ import torch
 
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import DataError, PlanError
+from mmtrain.modality.typical import reference_sizes
 from mmtrain.parallel.build import build_local_model, check_same_program
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
@@ -15,7 +16,7 @@ from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.passes.release import releases
 from mmtrain.spec.builders import model_spec

@@ -14,6 +14,7 @@ from mmtrain.config.topology import MeshShape
 from mmtrain.errors import PlanError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
+from mmtrain.modality.typical import reference_sizes
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.build import build_chunk
@@ -30,7 +31,7 @@ from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.passes.lower import Program
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.shapes import vision_shape

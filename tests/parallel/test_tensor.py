@@ -13,9 +13,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from mmtrain.errors import ConfigError
 from mmtrain.modality.bitfield import segment_bits
 from mmtrain.models.attention.context import attention_context
+from mmtrain.models.tensor_plans import PLANS
 from mmtrain.parallel import tensor
 from mmtrain.parallel.tensor import finish_gradients
-from mmtrain.parallel.tensor_plans import PLANS
 from mmtrain.spec.rows import padded
 from tests.parallel.tensor_cases import (
     EMBEDDING,

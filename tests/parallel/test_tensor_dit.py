@@ -17,6 +17,7 @@ from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import prompt_bits
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.chunk import fsdp_units
+from mmtrain.models.tensor_plans import PLANS
 from mmtrain.parallel import tensor
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.fsdp import apply_fsdp
@@ -24,7 +25,6 @@ from mmtrain.parallel.grads import total_norm
 from mmtrain.parallel.mesh import build_mesh
 from mmtrain.parallel.offload import Offloader
 from mmtrain.parallel.tensor import apply_tensor_parallel, finish_gradients
-from mmtrain.parallel.tensor_plans import PLANS
 from mmtrain.parallel.torch_private import keep_grads_local
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.spec.builders import model_spec
@@ -303,8 +303,8 @@ def under_fsdp(mesh, dtype):
     model = t2v()
     clips, reference = Clips.draw(model), build_all(model, WHOLE)
     chunks = build_all(model, WHOLE, mesh.tp)
-    for module, (made,) in chunks.items():
-        apply_fsdp(made, fsdp_units(made), mesh.fsdp(module), training, reshard=False)
+    for (made,) in chunks.values():
+        apply_fsdp(made, fsdp_units(made), mesh.fsdp(), training, reshard=False)
         keep_grads_local(made)
     for last in (False, True):  # two backwards, one reduction
         if last:

@@ -52,7 +52,7 @@ def two_by_two(rank, module, name, dtype, implementation):
     model = model_config(None, name, tie_word_embeddings=True) if module == "language" else model_config(name)
     reference, chunks = build(model, module), build(model, module, (), mesh.tp)
     (chunk,) = chunks
-    apply_fsdp(chunk, fsdp_units(chunk), mesh.fsdp(module), training, reshard=False)
+    apply_fsdp(chunk, fsdp_units(chunk), mesh.fsdp(), training, reshard=False)
 
     keep_grads_local(chunk)
     for last in (False, True):  # two backwards, one reduction

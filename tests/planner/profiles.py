@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from mmtrain.config.config import Config
+from mmtrain.modality.probes import probing_iteration
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.costs.cost_model import CostModel
-from mmtrain.planner.profile.probing import probing_iteration
 from mmtrain.planner.profile.profile import HELD, LayerProfile, Profile, StepProfile, TransferProfile, job_of, role
 from mmtrain.planner.sub_microbatch import Curve
 from mmtrain.spec.recomputation import KEEP_ALL, Recomputation

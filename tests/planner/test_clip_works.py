@@ -10,10 +10,11 @@ from mmtrain.config.config import PlannerConfig
 from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.metadata import ClipMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Submesh
+from mmtrain.modality.typical import reference_sizes
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.layout import IterationLayout
-from mmtrain.planner.partition.partition import partition, reference_sizes
+from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.problem import make_problem
 from mmtrain.schedule.graph import Work
 from mmtrain.spec.builders import model_spec

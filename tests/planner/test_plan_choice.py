@@ -3,7 +3,8 @@ import pytest
 from mmtrain.config import config
 from mmtrain.config.config import PlannerConfig
 from mmtrain.errors import PlanError
-from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.modality.typical import Bins
+from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.plan_choice import (

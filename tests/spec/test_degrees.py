@@ -64,7 +64,7 @@ def test_a_degree_that_does_not_fit_a_diffusion_transformer_is_refused(changes, 
 
 def test_an_encoder_that_every_rank_holds_whole_does_not_count():
     unfit = model({"num_attention_heads": 2})
-    check_tensor_degree(unfit, 4, encoder=False)
+    check_tensor_degree(unfit, 4, whole_encoder=True)
     with pytest.raises(ConfigError):
         check_tensor_degree(unfit, 4)
 

@@ -10,7 +10,6 @@ from mmtrain.config.topology import MeshShape
 from mmtrain.errors import ConfigError
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.submesh import Submesh
-from mmtrain.planner.batching import DIT, VAE, VISION
 from mmtrain.planner.costs.cost_model import HostCopy, LayerTimes, equal_layers
 from mmtrain.planner.operators.cluster import Cluster
 from mmtrain.planner.operators.execution import makespan_s
@@ -20,10 +19,9 @@ from mmtrain.planner.operators.layers import LayerDescriber, LinkedDivision
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import P2P
 from mmtrain.spec.linears import adapted_linears
+from mmtrain.spec.modules import projection_of, shape_of
 from mmtrain.spec.recomputation import ATTENTION, PRODUCTS, Recomputation
-from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
-from mmtrain.spec.vae_shapes import VaeShape, vae_shape
 
 OPTIMIZER_BYTES = 7 * 4
 """AdamW reads parameter, gradient and two moments, and writes all but the gradient, in float32."""
@@ -178,28 +176,14 @@ def describer(
 ) -> LayerDescriber:
     """What describes the layers of a module of a job."""
     model = config.model
-    language = language_shape(model)
-    vision = vision_shape(model) if model.encoder is not None else None
-    native = model.projector.kind == "native"
-    merged = vision.width * vision.patches_per_token if vision else 0
-    shape: VisionShape | LanguageShape | DitShape | VaeShape = language
-    if module == DIT:
-        shape = dit_shape(model)
-    elif module == VAE:
-        shape = vae_shape(model)
-    elif module == VISION and vision is not None:
-        shape = vision
     return LayerDescriber(
-        shape=shape,
+        shape=shape_of(model, module),
         division=divided,
         dtype_bytes=dtype_bytes,
         compute=compute,
         adapted=adapted_linears(model, module),
         rank=model.lora.rank,
-        projector_width=merged if native else model.projector.hidden_size or merged,
-        native_projector=native,
-        language_width=language.width,
-        has_features=vision is not None,
+        projection=projection_of(model),
     )
 
 

@@ -12,10 +12,11 @@ from mmtrain.config.config import Config, check
 from mmtrain.config.topology import AXES
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.typical import Bins
 from mmtrain.planner.forecast.machine import Machine
 from mmtrain.planner.forecast.typical_iterations import usual_workload
 from mmtrain.planner.forecast.whole_iteration import IterationSimulator, SimulatedIteration
-from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.memory.limit import MemoryBudget, MemoryRule
 from mmtrain.planner.plan_choice import SEARCHED
 from mmtrain.schedule.library.catalogue import CATALOGUE
@@ -71,7 +72,7 @@ class Question:
     @property
     def counted(self) -> str:
         """What a microbatch has some of."""
-        return "images" if self.config.model.dit is None else "clips"
+        return "clips" if self.config.model.reads_clips else "images"
 
     @property
     def simulated_replicas(self) -> int:
@@ -242,7 +243,7 @@ def _notes(question: Question, machine: Machine) -> list[str]:
             f"no --cluster and no planner.hardware: links take planner.p2p_latency_s and p2p_bytes_per_s = "
             f"{config.planner.p2p_bytes_per_s:.3g}; MFU and the device's memory are unknown"
         )
-    if config.model.dit is not None and config.model.vae is None:
+    if config.model.reads_clips and not config.model.encodes_clips:
         notes.append("latents count as given: no VAE runs here")
     if config.planner.enable and SEARCHED not in question.schedules:
         notes.append(
@@ -286,7 +287,7 @@ def table(report: Report) -> str:
 
 
 def _most_tokens(config: Config) -> str:
-    return "" if config.model.dit is not None else f" of up to {config.training.seq_len} tokens"
+    return "" if config.model.reads_clips else f" of up to {config.training.seq_len} tokens"
 
 
 def _row(answer: Answer, machine: Machine, ranks: int) -> tuple[str, ...]:
@@ -357,7 +358,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "seed": question.seed,
         "replicas": question.simulated_replicas,
         "notes": list(report.notes),
-        f"{'images' if question.config.model.dit is None else 'clips'}_per_microbatch": list(report.images),
+        f"{question.counted}_per_microbatch": list(report.images),
         "schedules": [_answer_json(answer, machine, shape.world_size // shape.dp) for answer in report.answers],
     }
 

@@ -12,11 +12,12 @@ from mmtrain.config.config import Config, PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh
+from mmtrain.modality.typical import Bins
 from mmtrain.planner.batching import Batching, make_batching
 from mmtrain.planner.costs.cost_model import CostModel, equal_layers
 from mmtrain.planner.costs.job_costs import on_partition
 from mmtrain.planner.first_plan import first_plan
-from mmtrain.planner.forecast.workloads import VIDEO_CAPTIONS, Bins, draw
+from mmtrain.planner.forecast.workloads import VIDEO_CAPTIONS, draw
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import Partition
@@ -45,7 +46,7 @@ _EVALUATIONS = 16
 
 def usual_workload(config: Config) -> str:
     """What stands for a job's data where nothing is known of them."""
-    return WORKLOAD if config.model.dit is None else VIDEO_CAPTIONS
+    return VIDEO_CAPTIONS if config.model.reads_clips else WORKLOAD
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from mmtrain.config.config import Config, uses_fsdp
 from mmtrain.config.topology import Coordinates, MeshShape
-from mmtrain.planner.batching import VISION
 from mmtrain.planner.forecast.machine import Network
 from mmtrain.planner.operators.graph import OpKind
 from mmtrain.planner.partition.partition import Partition, StageSpec
@@ -70,8 +69,8 @@ class Sharding:
     shape: MeshShape
     enabled: bool
     """Whether FSDP2 shards at all."""
-    whole: frozenset[str]
-    """Modules that tensor-parallel ranks hold whole, so that FSDP2 shards them over tp too."""
+    units_shared: bool
+    """Tensor-parallel ranks hold modules whole that can share their units, so that FSDP2 shards these over tp too."""
     regathered: frozenset[str]
     """Modules that are gathered before each use."""
     param_dtype_bytes: int
@@ -88,7 +87,7 @@ class Sharding:
         return cls(
             shape=shape,
             enabled=uses_fsdp(shape, training, data_encoder=config.data_encoder),
-            whole=frozenset({VISION} if config.data_encoder else ()),
+            units_shared=config.data_encoder,
             regathered=config.regathered,
             param_dtype_bytes=_BYTES[training.mixed_precision_param],
             reduce_dtype_bytes=_BYTES[training.mixed_precision_reduce],
@@ -97,9 +96,10 @@ class Sharding:
 
     def stage_state(self, spec: ModelSpec, stage: StageSpec) -> StageState:
         """What one rank holds of a stage. Norms and biases, which tp ranks hold whole, count as divided."""
-        layers = spec.module(stage.module).layers[slice(*stage.layers)]
-        whole = stage.module in self.whole
-        divided = 1 if whole or spec.module(stage.module).is_whole else self.shape.tp
+        module = spec.module(stage.module)
+        layers = module.layers[slice(*stage.layers)]
+        whole = self.units_shared and module.shares_units
+        divided = 1 if whole or module.is_whole else self.shape.tp
         once = stage.module not in self.regathered
         params = [layer.num_params / divided for layer in layers]
         return StageState(

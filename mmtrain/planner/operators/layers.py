@@ -1,7 +1,7 @@
 """The operators of each layer that mmtrain hosts, on one rank of the submesh that shares it. Pure.
 
 They follow what the layers run: Hugging Face's modules kernel by kernel, tensor parallelism with rows divided between
-the layers (`parallel/tensor_plans.py`), keys and values gathered over context-parallel ranks, adapters beside their
+the layers (`models/tensor_plans.py`), keys and values gathered over context-parallel ranks, adapters beside their
 linear layers. FLOPs, parameters and what has a backward are those of the layer's `LayerSpec` for one rank.
 
 A DiT's blocks and head run for one clip after another, see `Operator.each_clip`. The tp ranks divide its latent
@@ -48,6 +48,7 @@ from mmtrain.planner.operators.tape import Tape, Var
 from mmtrain.planner.operators.vae_layer import encode
 from mmtrain.spec.linears import Linear as NamedLinear
 from mmtrain.spec.linears import block_linears
+from mmtrain.spec.modules import Projection, Shape
 from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape
 from mmtrain.spec.spec import TIME_ROWS, Division, LayerSpec
 from mmtrain.spec.vae_shapes import VaeShape
@@ -65,7 +66,7 @@ class LinkedDivision(Division):
 class LayerDescriber:
     """Makes the graphs of a module's layers."""
 
-    shape: VisionShape | LanguageShape | DitShape | VaeShape
+    shape: Shape
     division: LinkedDivision = field(default_factory=LinkedDivision)
     dtype_bytes: int = 2
     compute: DeviceKind = DeviceKind.GPU
@@ -73,13 +74,8 @@ class LayerDescriber:
     """Linear layers of a block with an adapter."""
     rank: int = 0
     """Of the adapters."""
-    projector_width: int = 0
-    """Of the projector of a vision module, between its linear layers."""
-    native_projector: bool = False
-    language_width: int = 0
-    """Columns that the projector makes."""
-    has_features: bool = False
-    """Whether image features replace rows of a language model's first activation."""
+    projection: Projection | None = None
+    """How features of an encoder enter the language model, whose first activation they then have rows of."""
 
     def graph(self, layer: LayerSpec, *, input_grad: bool) -> Graph:
         """Forward and backward of one layer. Args: input_grad: whether a gradient has to leave it backwards."""
@@ -256,16 +252,18 @@ class _Layer(_Builder):
         return shard("rows", self.tp, self.link)(x)
 
     def _projector(self, shape: VisionShape) -> Var:
-        D, merged, inner = shape.width, shape.width * shape.patches_per_token, self.of.projector_width
+        projection = self.of.projection
+        assert projection is not None
+        D, merged, inner = shape.width, shape.width * shape.patches_per_token, projection.width
         x = gather("projector.rows", self.tp, self.link)(self._between())
         x = reshape(x, rows=self.outputs * shape.patches_per_token, columns=D)  # without class tokens
-        rms = self.of.native_projector and shape.rms_norm
+        rms = projection.native and shape.rms_norm
         x = Norm("projector.norm", D, rms=rms, trainable=self.trainable)(x)
         x = reshape(x, rows=self.outputs, columns=merged)
         x = use_for_parts("projector.parts", self.tp, self.link)(x)
         x = self._linear("projector.fc1", merged, inner / self.tp, bias=True)(x)
         x = activation("projector.activation", "gelu")(x)
-        x = self._linear("projector.fc2", inner / self.tp, self.of.language_width, bias=True)(x)
+        x = self._linear("projector.fc2", inner / self.tp, projection.outputs, bias=True)(x)
         x = sum_whole("projector.sum", self.tp, self.link)(x)
         return shard("projector.shard", self.tp, self.link)(x)
 
@@ -273,7 +271,7 @@ class _Layer(_Builder):
         ids = self.tape.input("ids", rows=self.rows, columns=0)
         x = Embedding("embed", shape.vocab_size / self.tp, shape.width, trainable=self.trainable)(ids)
         x = sum_shard("embed.sum", self.tp, self.link)(x)
-        if not self.of.has_features:
+        if self.of.projection is None:
             return x
         features = self.tape.input("features", rows=Amount(), columns=shape.width, needs_grad=self.input_grad)
         return replace_rows(x, features)

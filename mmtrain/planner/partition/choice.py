@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from mmtrain.config.config import Config
+from mmtrain.config.config import Config, section_of
 from mmtrain.errors import ConfigError
+from mmtrain.modality.typical import reference_sizes
 from mmtrain.planner.costs.cost_model import CostModel
 from mmtrain.planner.costs.job_costs import cost_model
 from mmtrain.planner.forecast.typical_iterations import MOST_MICROBATCHES, TypicalIterations
 from mmtrain.planner.memory.limit import MemoryRule
-from mmtrain.planner.partition.partition import Partition, mixed_partition, partition, reference_sizes
+from mmtrain.planner.partition.partition import Partition, mixed_partition, partition
 from mmtrain.planner.work_size import sub_microbatch_size
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.spec.spec import ModelSpec
@@ -126,22 +127,12 @@ def _simplicity(cut: Cut) -> tuple[bool, int, tuple[int, ...]]:
 
 
 def _given_segments(config: Config) -> dict[str, int]:
-    """K of each module as the config gives it; 0: left open."""
-    found = {"language": config.model.language.num_segments}
-    if config.model.encoder:
-        found["vision"] = config.model.encoder.num_segments
-    if config.model.dit:
-        found["dit"] = config.model.dit.num_segments
-    return found
+    """K of each module that can be cut, as the config gives it; 0: left open."""
+    return {name: section.num_segments for name, section in config.model.cut_modules.items()}
 
 
 def _layouts(config: Config) -> dict[str, str]:
-    found = {"language": config.model.language.pipeline_layout}
-    if config.model.encoder:
-        found["vision"] = config.model.encoder.pipeline_layout
-    if config.model.dit:
-        found["dit"] = config.model.dit.pipeline_layout
-    return found
+    return {name: section.pipeline_layout for name, section in config.model.cut_modules.items()}
 
 
 def _separated(config: Config, spec: ModelSpec, segments: Mapping[str, int]) -> Partition:
@@ -152,12 +143,13 @@ def _separated(config: Config, spec: ModelSpec, segments: Mapping[str, int]) -> 
     found = partition(spec, num_ranks, segments, sizes, schedule.placement, layouts)
     cut = sum(len(found.of_module(module.name)) for module in spec.modules if not module.is_whole)
     missing = schedule.least_passes - cut // num_ranks
-    if missing > 0 and not segments["language"] and not layouts["language"]:
-        return partition(spec, num_ranks, {**segments, "language": 1 + missing}, sizes, schedule.placement, layouts)
+    text = spec.text.name
+    if missing > 0 and not segments[text] and not layouts[text]:
+        return partition(spec, num_ranks, {**segments, text: 1 + missing}, sizes, schedule.placement, layouts)
     if missing > 0:
-        key = f"model.language.num_segments = {segments['language']}"
-        if layouts["language"]:
-            key = f"model.language.pipeline_layout = {layouts['language']!r}"
+        key = f"{section_of(text)}.num_segments = {segments[text]}"
+        if layouts[text]:
+            key = f"{section_of(text)}.pipeline_layout = {layouts[text]!r}"
         _refuse_few_passes(config, key, schedule.least_passes - missing)
     return found
 
@@ -269,9 +261,9 @@ def _mixed(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: in
             f'"{config.parallelism.pipeline_parallel_schedule}" wants each module down the ranks and back up; choose '
             'another schedule, or planner.partition = "search"'
         )
-    passes = config.model.language.num_segments
+    passes = _given_segments(config)[spec.text.name]
     if 0 < passes < schedule.least_passes:
-        _refuse_few_passes(config, f"model.language.num_segments = {passes}", passes)
+        _refuse_few_passes(config, f"{section_of(spec.text.name)}.num_segments = {passes}", passes)
     passes = passes or schedule.least_passes
     if how == "mixed-parameters":
         weights: Mapping[str, Sequence[float]] = {m.name: [x.num_params for x in m.layers] for m in spec.modules}

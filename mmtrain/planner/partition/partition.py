@@ -11,16 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from mmtrain.config.config import section_of
 from mmtrain.errors import ConfigError
 from mmtrain.modality.split import split_evenly
 from mmtrain.planner.partition.balance import level_owners
 from mmtrain.planner.partition.pipeline_layout import chunk_bounds
 from mmtrain.schedule.graph import ModuleStages
 from mmtrain.schedule.library.catalogue import Placement
-from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize, clips_work, documents_work, frames_work
-
-CONFIG_SECTION = {"vision": "model.encoder", "language": "model.language", "dit": "model.dit", "vae": "model.vae"}
-"""Where the user sets a module's number of segments."""
+from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +45,8 @@ class Partition:
 
     num_ranks: int
     stages: tuple[StageSpec, ...]
+    text: str
+    """Name of the language model."""
     passes: int = 0
     """v of a mixed partition, the parts of its chain on each rank; 0: it is separated."""
 
@@ -67,12 +67,12 @@ class Partition:
     @property
     def text_rank(self) -> int:
         """The pipeline rank where the language model begins: 0, unless the partition is mixed."""
-        return next(stage.pp_rank for stage in self.stages if stage.module == "language")
+        return self.of_module(self.text)[0].pp_rank
 
     @property
     def tie_ranks(self) -> tuple[int, int]:
         """The pipeline ranks of the language model's first and last stage, which hold the copies of a tied matrix."""
-        stages = self.of_module("language")
+        stages = self.of_module(self.text)
         return stages[0].pp_rank, stages[-1].pp_rank
 
     @cached_property
@@ -153,7 +153,7 @@ def partition(
                     last=layers[1] == len(cut.costs),
                 )
             )
-    return Partition(num_ranks, tuple(stages))
+    return Partition(num_ranks, tuple(stages), spec.text.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,30 +186,6 @@ def _level_ranks(cuts: Mapping[str, _Cut], num_ranks: int) -> dict[str, _Cut]:
             changed |= bounds != cut.bounds
             found[name] = replace(cut, bounds=bounds)
     return found
-
-
-def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
-    """A typical work of each module, which a separated partition is balanced for: half of the tokens are images'.
-
-    Four documents a microbatch, a quarter of the tokens labelled, images of 16 x 16 patches. Of a text-to-video
-    model, two clips of 8 s and 256 x 256 pixels with prompts of 64 tokens, see `workloads.CLIP_SIDE`.
-    """
-    if any(module.name == "dit" for module in spec.modules):
-        prompts = [min(64, seq_len)] * 2
-        sizes = {
-            "language": documents_work(prompts, sum(prompts)),
-            "dit": clips_work([8192] * 2, prompts, 2 * 8192),
-        }
-        vae = [module for module in spec.modules if module.name == "vae"]
-        return sizes | {module.name: frames_work(module, [(32, 32, 32)] * 2) for module in vae}
-    sizes = {"language": WorkSize(rows=seq_len, pairs=max(1, seq_len * seq_len // 8), outputs=max(1, seq_len // 4))}
-    if any(module.name == "vision" for module in spec.modules):
-        vision = spec.module("vision")
-        outputs = max(1, seq_len // 2)
-        rows = outputs * vision.patches_per_token
-        window_pairs = rows * min(rows, 256, (vision.window * vision.merge) ** 2)
-        sizes["vision"] = WorkSize(rows=rows, pairs=rows * min(rows, 256), outputs=outputs, window_pairs=window_pairs)
-    return sizes
 
 
 def mixed_partition(spec: ModelSpec, num_ranks: int, passes: int, weights: Mapping[str, Sequence[float]]) -> Partition:
@@ -248,12 +224,12 @@ def mixed_partition(spec: ModelSpec, num_ranks: int, passes: int, weights: Mappi
                         last=mine[-1] + 1 == len(module.layers),
                     )
                 )
-    return Partition(num_ranks, tuple(stages), passes)
+    return Partition(num_ranks, tuple(stages), spec.text.name, passes)
 
 
 def _layout_bounds(layout: str, module: ModuleSpec, num_ranks: int, segments: int) -> list[tuple[int, int]]:
     """The chunks of a layout, as many as the ranks and K ask for."""
-    section = CONFIG_SECTION.get(module.name, module.name)
+    section = section_of(module.name)
     bounds = chunk_bounds(layout, module, f"{section}.pipeline_layout")
     wanted = f"{num_ranks} x {segments}" if segments else f"a multiple of {num_ranks}"
     if len(bounds) % num_ranks or (segments and len(bounds) != num_ranks * segments):
@@ -266,7 +242,7 @@ def _layout_bounds(layout: str, module: ModuleSpec, num_ranks: int, segments: in
 
 def _check_v(module: ModuleSpec, segments: int) -> None:
     if segments not in (0, 2):
-        section = CONFIG_SECTION.get(module.name, module.name)
+        section = section_of(module.name)
         raise ConfigError(
             f"{section}.num_segments = {segments}: a V-shaped schedule (parallelism.pipeline_parallel_schedule) goes "
             "through the ranks twice, once down and once back up; set num_segments to 2 (or 0), or choose another "
@@ -277,7 +253,7 @@ def _check_v(module: ModuleSpec, segments: int) -> None:
 def _check_layers(module: ModuleSpec, num_ranks: int, segments: int) -> None:
     chunks = num_ranks * segments
     if len(module.layers) < chunks:
-        section = CONFIG_SECTION.get(module.name, module.name)
+        section = section_of(module.name)
         raise ConfigError(
             f"{section}.num_segments: module {module.name!r} has {len(module.layers)} layers (cut points), "
             f"but parallelism.pipeline_parallel_degree = {num_ranks} x {segments} segments = {chunks} "

@@ -11,13 +11,15 @@ import numpy as np
 
 from mmtrain.config.config import Config
 from mmtrain.modality.metadata import ImageMeta, IterationMeta
-from mmtrain.planner.batching import DIT, VISION, make_batching
+from mmtrain.modality.probes import work_curve
+from mmtrain.modality.submesh import Submesh
+from mmtrain.planner.batching import make_batching
 from mmtrain.planner.costs.cost_model import HostCopy
 from mmtrain.planner.partition.choice import partition_of
 from mmtrain.planner.partition.partition import Partition, StageSpec
 from mmtrain.planner.profile.attribution import Attribution, attribute
 from mmtrain.planner.profile.fits import fit_sizes
-from mmtrain.planner.profile.probing import CUTS, REPEATS, Cut, probing_job, small_job, work_curve
+from mmtrain.planner.profile.probing import CUTS, REPEATS, Cut, probing_job, small_job
 from mmtrain.planner.profile.profile import HELD, LayerProfile, Profile, StepProfile, TransferProfile, job_of, role
 from mmtrain.planner.sub_microbatch import Curve
 from mmtrain.schedule.action import Kind
@@ -199,7 +201,7 @@ class _Probe:
         self._parts: dict[str, Partition] = {
             cut.stages: partition_of(job, self.spec) for cut, job in zip(CUTS, jobs, strict=True)
         }
-        self.batching = make_batching(meta, self.spec, 0, config.model.language.attention_mask)
+        self.batching = make_batching(meta, self.spec, 0, Submesh.of(config).attention_mask)
         self._seconds = _medians(calm, ((step.job, step.rows, step.speeds_s) for step in steps))
         self._pauses = _medians(calm, ((step.job, step.pauses, step.speeds_s) for step in steps))
 
@@ -379,8 +381,10 @@ def _curve(config: Config, probe: _Probe, action_s: float) -> Curve | None:
     counted = work_curve(config).microbatches
     if not counted:
         return None
-    name = VISION if config.model.dit is None else DIT
     spec = model_spec(config.model)
+    if spec.counted is None:
+        return None
+    name = spec.counted.name
     stages = partition_of(config, spec).of_module(name)
     first = len(probe.meta.microbatches) - len(counted)
     batching, found = probe.batching, []

@@ -17,10 +17,9 @@ from mmtrain.planner.profile.fits import SizeFit, fit_sizes
 from mmtrain.planner.sub_microbatch import Curve
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.io import strict_json
+from mmtrain.spec.modules import families
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.shapes import dit_shape, language_shape, vision_shape
 from mmtrain.spec.spec import LayerSpec, ModelSpec, WorkSize
-from mmtrain.spec.vae_shapes import vae_shape
 
 VERSION = 1
 """Version of the JSON form."""
@@ -180,14 +179,8 @@ class Profile:
 def job_of(config: Config) -> dict[str, str | int]:
     """What the times of layers depend on besides their sizes: families, dtype, kernels, and how ranks share a work."""
     section, training = config.parallelism, config.training
-    found: dict[str, str | int] = {"language": language_shape(config.model).model_type}
-    if config.model.encoder is not None:
-        found["vision"] = vision_shape(config.model).model_type
-    if config.model.dit is not None:
-        found["dit"] = dit_shape(config.model).model_type
-    if config.model.vae is not None:
-        found["vae"] = vae_shape(config.model).model_type
-    return found | {
+    return {
+        **families(config.model),
         "dtype": training.mixed_precision_param,
         "attention_backend": training.attention_backend,
         "tensor_parallel_degree": section.tensor_parallel_degree,

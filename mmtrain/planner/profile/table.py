@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mmtrain.modality.catalogue import division_of
+from mmtrain.config.config import section_of
+from mmtrain.modality.catalogue import MODALITIES, division_of
 from mmtrain.modality.submesh import Submesh
-from mmtrain.planner.batching import DIT
 from mmtrain.planner.profile.calibration import LAUNCH, Calibration
 from mmtrain.planner.profile.fits import SizeFit
 from mmtrain.planner.profile.profile import HELD, TIMES, LayerProfile, Profile, role
-from mmtrain.planner.sub_microbatch import SHARE, smallest_efficient
-from mmtrain.spec.spec import LayerSpec, ModelSpec
+from mmtrain.planner.sub_microbatch import SHARE, Curve, smallest_efficient
+from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec
 
 _LABELS = {
     "forward": "F",
@@ -55,7 +55,7 @@ def table(profile: Profile, spec: ModelSpec, submesh: Submesh, calibration: Cali
         f"{machine['copies']} copies side by side, torch {machine['torch']}, load {machine['load']}, {machine['date']}",
         "",
     ]
-    columns = [column for column in _COLUMNS if column.clips is None or column.clips == _has_clips(profile)]
+    columns = [column for column in _COLUMNS if column.clips is None or column.clips == spec.reads_clips]
     formula = " + ".join(column.formula for column in columns)
     heads = " ".join(f"{column.head:>8s}" for column in columns)
     lines += [
@@ -72,10 +72,6 @@ def table(profile: Profile, spec: ModelSpec, submesh: Submesh, calibration: Cali
 
 def _spec_of(layer: LayerProfile, spec: ModelSpec) -> LayerSpec:
     return next(one for one in spec.module(layer.module).layers if role(one) == layer.role)
-
-
-def _has_clips(profile: Profile) -> bool:
-    return DIT in profile.job
 
 
 def _layer_lines(layer: LayerProfile, spec: LayerSpec, columns: Sequence[_Column]) -> Iterator[str]:
@@ -128,22 +124,19 @@ def _rest(profile: Profile, spec: ModelSpec, submesh: Submesh) -> Iterator[str]:
                 parts.append(f"{layer.module} {layer.role} {real / planned:.2f}")
     if parts:
         yield f"Bytes held from F to B, measured over planned: {', '.join(parts)}."
-    if profile.curve:
-        yield from _curve_lines(profile)
+    if profile.curve and spec.counted:
+        yield from _curve_lines(profile.curve, spec.counted)
 
 
-def _curve_lines(profile: Profile) -> Iterator[str]:
-    assert profile.curve is not None
-    found = smallest_efficient(profile.curve)
-    what, work, key, parts = ("images", "vision", "model.encoder", "patches")
-    if _has_clips(profile):
-        what, work, key, parts = ("clips", "DiT", "model.dit", "tokens")
+def _curve_lines(curve: Curve, module: ModuleSpec) -> Iterator[str]:
+    found, kind = smallest_efficient(curve), MODALITIES[module.consumes]("causal")
+    units = f"{kind.item}s"
     steps = ", ".join(f"{number}: {100 * of_best:.0f} %" for number, of_best in found.efficiency)
-    yield f"{what.capitalize()} a second of a {work} work, relative to the best, by its number of {what}: {steps}."
+    yield f"{units.capitalize()} a second of a {kind.works} work, relative to the best, by their number: {steps}."
     end = "; more than were measured may be better still" if found.still_rises else ""
     yield (
-        f"{key}.sub_microbatch_size = {found.size} is the smallest with {100 * SHARE:.0f} % of the best, for "
-        f"{what} of {profile.curve.patches} {parts}{end}."
+        f"{section_of(module.name)}.sub_microbatch_size = {found.size} is the smallest with {100 * SHARE:.0f} % of the "
+        f"best, for {units} of {curve.patches} {kind.parts}{end}."
     )
 
 

@@ -304,7 +304,8 @@ def test_clips_are_not_for_other_models(capsys):
 
 
 def test_a_problem_of_a_text_to_video_job_is_planned(tmp_path, capsys):
-    from mmtrain.planner.forecast.workloads import Bins, draw
+    from mmtrain.modality.typical import Bins
+    from mmtrain.planner.forecast.workloads import draw
     from mmtrain.planner.iteration import IterationPlanner
 
     job = t2v_question("training.global_batch_size=6").config

@@ -7,9 +7,10 @@ import pytest
 from mmtrain.config import config
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.typical import Bins
 from mmtrain.planner.forecast.machine import Network, NominalNetwork
 from mmtrain.planner.forecast.whole_iteration import IterationSimulator
-from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.problem import P2P
 from mmtrain.schedule.timeline import Timeline

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from mmtrain.config import config
 from mmtrain.errors import ConfigError
 from mmtrain.modality.bitfield import two_way_spans
+from mmtrain.modality.captioned_clips import video_captions
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.typical import Bins
 from mmtrain.planner.batching import check_conservation, make_batching
-from mmtrain.planner.forecast.captioned_clips import video_captions
-from mmtrain.planner.forecast.workloads import VIDEO_CAPTIONS, WORKLOADS, Bins, draw, image_bounds
+from mmtrain.planner.forecast.workloads import VIDEO_CAPTIONS, WORKLOADS, draw, image_bounds
 from mmtrain.spec.builders import model_spec
 
 PAPER = Bins(num_microbatches=64, seq_len=8192, grid=(1, 52, 52), image_tokens=169)

@@ -219,7 +219,8 @@ def test_the_budget_without_a_limit_predicts_and_limits_nothing():
 
 
 def meta():
-    from mmtrain.planner.forecast.workloads import Bins, draw
+    from mmtrain.modality.typical import Bins
+    from mmtrain.planner.forecast.workloads import draw
 
     return draw("mix", Bins.of(config.load("debug_vlm.toml"), 112), seed=0, iteration=0)
 

@@ -11,9 +11,10 @@ from mmtrain.config import config
 from mmtrain.config.config import ActivationCheckpointConfig, PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.modality.typical import Bins
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.costs.cost_model import FlopsCosts, HostCopy
-from mmtrain.planner.forecast.workloads import Bins, draw
+from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import (
     CANDIDATES,

@@ -10,6 +10,7 @@ from mmtrain.planner.operators.graph import Graph, OpKind, Phase
 from mmtrain.planner.operators.layers import LayerDescriber, LinkedDivision
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.linears import adapted_linears
+from mmtrain.spec.modules import projection_of
 from mmtrain.spec.shapes import dit_shape, language_shape, vision_shape
 from mmtrain.spec.spec import LayerSpec, WorkSize
 from tests.models.conftest import tiny_model
@@ -38,18 +39,13 @@ def describer(model: ModelConfig, module: str, division: LinkedDivision | None =
     if model.dit is not None:
         shape = dit_shape(model) if module == "dit" else language_shape(model)
         return LayerDescriber(shape=shape, division=division or LinkedDivision())
-    native = model.projector.kind == "native"
     vision = vision_shape(model)
     return LayerDescriber(
         shape=vision if module == "vision" else language_shape(model),
         division=division or LinkedDivision(),
         adapted=adapted_linears(model, module),
         rank=model.lora.rank,
-        projector_width=vision.width * vision.patches_per_token
-        if native or not model.projector.hidden_size
-        else model.projector.hidden_size,
-        native_projector=native,
-        language_width=language_shape(model).width,
+        projection=projection_of(model),
     )
 
 

@@ -47,7 +47,7 @@ def test_v_needs_two_chunks_a_rank(segments: dict[str, int]) -> None:
 
 
 def test_heavy_last_layer_is_alone() -> None:
-    module = ModuleSpec(name="language", layers=(*layers(4), *layers(1, flops=4.0)))
+    module = ModuleSpec(name="language", consumes="documents", layers=(*layers(4), *layers(1, flops=4.0)))
     found = partition(ModelSpec(modules=(module,)), 2, {"language": 1}, SIZES)
     assert [s.layers for s in found.stages] == [(0, 4), (4, 5)]
 
@@ -55,7 +55,7 @@ def test_heavy_last_layer_is_alone() -> None:
 def test_ranks_are_level_over_all_rounds() -> None:
     # Cut alone, chunks have 2, 3, 4, 4, 4, 4, 4 and 3 layers with FLOPs: 6, 7, 8 and 7 on a rank.
     free = layers(1, flops=0.0)
-    module = ModuleSpec(name="language", layers=(*free, *layers(28), *free))
+    module = ModuleSpec(name="language", consumes="documents", layers=(*free, *layers(28), *free))
     found = partition(ModelSpec(modules=(module,)), 4, {"language": 2}, SIZES)
     counts = [[sum(1 <= i <= 28 for i in range(*s.layers)) for s in found.of_rank(rank)] for rank in range(4)]
     assert [sum(mine) for mine in counts] == [7, 7, 7, 7]
@@ -66,7 +66,7 @@ def test_number_of_segments_by_rule_follows_the_modules_times() -> None:
     spec = ModelSpec(
         modules=(
             ModuleSpec(name="vision", layers=tuple(layers(4))),
-            ModuleSpec(name="language", layers=tuple(layers(12)), after=("vision",)),
+            ModuleSpec(name="language", consumes="documents", layers=tuple(layers(12)), after=("vision",)),
         )
     )
     found = partition(spec, 2, {}, SIZES)

@@ -8,13 +8,14 @@ import pytest
 from mmtrain.config import config as config_module
 from mmtrain.errors import ConfigError
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.probes import probing_iteration, work_curve
 from mmtrain.modality.submesh import Submesh
+from mmtrain.modality.typical import reference_sizes
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.costs.measured_costs import MeasuredCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.choice import partition_of
-from mmtrain.planner.partition.partition import reference_sizes
 from mmtrain.planner.profile.calibration import calibrate
 from mmtrain.planner.profile.measurements import (
     NUM_BLOCKS,
@@ -25,7 +26,7 @@ from mmtrain.planner.profile.measurements import (
     slowest,
     trainable_params,
 )
-from mmtrain.planner.profile.probing import CUTS, REPEATS, probing_iteration, probing_job, small_job, work_curve
+from mmtrain.planner.profile.probing import CUTS, REPEATS, probing_job, small_job
 from mmtrain.planner.profile.profile import Profile
 from mmtrain.planner.profile.table import table
 from mmtrain.schedule.action import Kind
@@ -330,7 +331,7 @@ def test_the_table_of_a_text_to_video_job_has_the_weights_of_clips(video):
     text = table(profile, spec, Submesh(), calibrate(profile, config, spec, "cpu"))
     assert "pair x attended pairs + cross x pairs with text tokens + text x text tokens + clip x clips + fixed" in text
     assert "dit blocks             F " in text
-    assert "Clips a second of a DiT work, relative to the best, by its number of clips: 1: " in text
+    assert "Clips a second of a DiT work, relative to the best, by their number: 1: " in text
     assert re.search(r"model\.dit\.sub_microbatch_size = \d is the smallest with 95 % .* clips of \d+ tokens", text)
     assert "nan" not in text
     block = next(layer.fits["forward"] for layer in profile.layers if (layer.module, layer.role) == ("dit", "blocks"))

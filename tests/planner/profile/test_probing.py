@@ -7,9 +7,10 @@ import pytest
 from mmtrain.config import config as config_module
 from mmtrain.config.config import ProjectorConfig
 from mmtrain.modality.buckets import most_frames, video_geometry
+from mmtrain.modality.probes import probing_iteration, work_curve
 from mmtrain.planner.batching import check_conservation, make_batching
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.profile.probing import CUTS, probing_iteration, probing_job, small_job, work_curve
+from mmtrain.planner.profile.probing import CUTS, probing_job, small_job
 from mmtrain.planner.profile.profile import role
 from mmtrain.spec.builders import model_spec
 from tests.jobs import video_config

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from mmtrain.planner.forecast.captioned_clips import MOST_CLIPS, MOST_S, video_captions
+from mmtrain.modality.captioned_clips import MOST_CLIPS, MOST_S, video_captions
 
 
 def test_clips_are_grouped_up_to_8_and_16_seconds() -> None:

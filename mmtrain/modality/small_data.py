@@ -1,0 +1,58 @@
+"""The same data with less in each sample: what a small job of the same kind reads. Pure."""
+
+from dataclasses import replace
+
+from mmtrain.config.config import DataConfig, ModelConfig
+from mmtrain.spec.shapes import DitShape, dit_shape, vision_shape
+from mmtrain.spec.vae_shapes import LatentScale, latent_scale
+
+_IMAGE_TOKENS = 16
+_CLIP_SECONDS = 4.0
+_CLIP_PATCHES = 64
+"""Along the time of a clip whose frames are made small."""
+_LATENT_PATCHES = 4
+"""The same of a clip that comes as latents, which nobody resizes."""
+_CLIPS = 4
+"""Of a microbatch: two works of two."""
+
+
+def most_image_tokens(model: ModelConfig) -> int:
+    """Tokens of one of the small job's images at most."""
+    if model.encoder is None:
+        return 0
+    shape = vision_shape(model)
+    if shape.fixed_grid is None:
+        return _IMAGE_TOKENS
+    t, h, w = shape.fixed_grid
+    return t * h * w // shape.patches_per_token
+
+
+def small_data(section: DataConfig, model: ModelConfig) -> DataConfig:
+    """The data of a job, with smaller images and fewer, shorter and smaller clips. Args: model: the small one."""
+    section = replace(section, num_workers=0, too_long="truncate" if model.encoder is None else "skip")
+    if model.dit is not None:
+        return _clips(section, dit_shape(model), latent_scale(model.vae) if model.vae else None)
+    if model.encoder is None or vision_shape(model).fixed_grid is not None:
+        return section
+    shape = vision_shape(model)
+    token = (shape.patch_size * shape.merge) ** 2
+    most = min(section.max_pixels or _IMAGE_TOKENS * token, _IMAGE_TOKENS * token)
+    return replace(section, max_pixels=most, min_pixels=min(token, most))
+
+
+def _clips(section: DataConfig, shape: DitShape, vae: LatentScale | None) -> DataConfig:
+    """Fewer, shorter and smaller clips, of as many frames a second; those of a few seconds still differ in length."""
+    frames, rows, columns = shape.patch
+    patches = _CLIP_PATCHES if shape.in_channels == 3 or vae else _LATENT_PATCHES
+    if vae is not None:
+        frames, rows, columns = vae.pixels(shape.patch)
+    longest = max(frames / section.fps, min(_CLIP_SECONDS, patches * frames / section.fps))
+    seconds = min(section.max_seconds, longest)
+    return replace(
+        section,
+        max_seconds=seconds,
+        max_total_seconds=min(section.max_total_seconds, 2 * seconds),
+        max_clips=min(section.max_clips, _CLIPS),
+        video_area=min(section.video_area, _IMAGE_TOKENS * rows * columns),
+        video_frames=[],
+    )

@@ -1,0 +1,261 @@
+"""Small models of the same families: narrow ones, and ones of few blocks. Pure; no weights."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mmtrain.config.config import (
+    DitConfig,
+    EncoderConfig,
+    LoRAConfig,
+    ModelConfig,
+    ModuleConfig,
+    ProjectorConfig,
+    VaeConfig,
+)
+from mmtrain.spec.families import (
+    DITS,
+    ENCODERS,
+    LANGUAGES,
+    VAES,
+    Family,
+    dit_config,
+    encoder_config,
+    language_config,
+    vae_config,
+)
+from mmtrain.spec.shapes import dit_shape, language_shape, vision_shape
+
+_HEAD_DIM = 16
+_TIME_WIDTH = 32
+
+ENCODER_KEYS: Mapping[str, Mapping[str, str]] = {
+    "qwen2_vl_vision": {"width": "embed_dim", "depth": "depth", "heads": "num_heads", "out": "hidden_size"},
+    "qwen2_5_vl_vision": {
+        "width": "hidden_size",
+        "depth": "depth",
+        "heads": "num_heads",
+        "mlp": "intermediate_size",
+        "out": "out_hidden_size",
+    },
+    "siglip_vision_model": {
+        "width": "hidden_size",
+        "depth": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "mlp": "intermediate_size",
+    },
+    "vit": {
+        "width": "hidden_size",
+        "depth": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "mlp": "intermediate_size",
+    },
+    "whisper_encoder": {
+        "width": "d_model",
+        "depth": "encoder_layers",
+        "heads": "encoder_attention_heads",
+        "mlp": "encoder_ffn_dim",
+    },
+}
+"""What each encoder family calls its sizes; `out` is the width that its own merger makes."""
+
+_DEPTH_LISTS = ("layer_types", "max_window_layers", "sliding_window")
+"""Optional keys of language models that speak of single layers; what they say is refused or the default."""
+
+_DEPTH_LISTS = ("layer_types", "max_window_layers", "sliding_window")
+"""Optional keys of language models that speak of single layers; what they say is refused or the default."""
+
+
+def with_segments(model: ModelConfig, segments: Mapping[str, int]) -> ModelConfig:
+    """The model with other numbers of segments. Args: segments: module -> `num_segments`."""
+    return model.with_modules(
+        {name: replace(section, num_segments=segments[name]) for name, section in model.cut_modules.items()}
+    )
+
+
+# ---------------------------------------------------------------------------------------------- narrow
+
+
+def narrow_model(
+    model: ModelConfig, *, tp: Mapping[str, int], stages: Mapping[str, int], segments: Mapping[str, int]
+) -> ModelConfig:
+    """A tiny model with inline configs and random weights, cut and divided as the real one.
+
+    Kept: families, activation functions, biases, ratios of heads, what a DiT predicts and in which patches.
+
+    Args: of each module: tp: ranks that divide its layers. stages: chunks. segments: `num_segments`.
+    """
+    language = _narrow_language(model, tp["language"], stages["language"])
+    width = language["hidden_size"]
+    configs = {"language": language}
+    if model.encoder is not None:
+        configs["vision"] = _narrow_encoder(model, tp["vision"], stages["vision"], width)
+    if model.dit is not None:
+        configs["dit"] = _narrow_dit(model, tp["dit"], stages["dit"], width)
+    if model.vae is not None:
+        configs["vae"] = _narrow_vae(model.vae)
+    projector = model.projector
+    if projector.hidden_size:
+        hidden = _scaled(projector.hidden_size, width, language_shape(model).width, tp["language"])
+        projector = replace(projector, hidden_size=hidden)
+    adapted = any(section.trainable == "lora" for section in model.cut_modules.values())
+    return replace(
+        model.with_modules(
+            {name: _inline(section, configs[name], segments, name) for name, section in model.modules.items()}
+        ),
+        projector=replace(projector, pretrained=""),
+        lora=_lora(model.lora) if adapted else model.lora,
+    )
+
+
+def _inline(section: ModuleConfig, values: dict[str, Any], segments: Mapping[str, int], name: str) -> ModuleConfig:
+    if isinstance(section, VaeConfig):
+        return replace(section, pretrained="", config=values)
+    section = replace(section, pretrained="", config=values, num_segments=segments[name], pipeline_layout="")
+    if isinstance(section, EncoderConfig):  # so that the few images of a small microbatch are still divided
+        return replace(section, sub_microbatch_size=min(section.sub_microbatch_size, 2) or 2)
+    if isinstance(section, DitConfig):
+        return replace(section, sub_microbatch_size=min(section.sub_microbatch_size, 2))
+    return section
+
+
+def _narrow_language(model: ModelConfig, tp: int, num_stages: int) -> dict[str, Any]:
+    shape, values = language_shape(model), language_config(model.language)
+    kv_heads = min(shape.num_kv_heads, max(2, tp))
+    heads = kv_heads * min(shape.num_heads // shape.num_kv_heads, 4)
+    head_dim = min(shape.head_dim, _HEAD_DIM)
+    width = heads * head_dim
+    if values.get("head_dim"):  # the width is free of the heads
+        width = min(shape.width, _scaled(width, shape.width, shape.num_heads * shape.head_dim, 8))
+        values["head_dim"] = head_dim
+    values |= {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": _scaled(shape.mlp_width, width, shape.width, tp),
+        "num_hidden_layers": min(shape.depth, max(2, num_stages)),
+        "vocab_size": _scaled(shape.vocab_size, 1, 1, tp),  # the tokenizer is the user's
+    }
+    kept = {key: value for key, value in values.items() if key not in _DEPTH_LISTS}
+    return inline_config(kept, LANGUAGES[shape.model_type])
+
+
+def _narrow_encoder(model: ModelConfig, tp: int, num_stages: int, text_width: int) -> dict[str, Any]:
+    assert model.encoder is not None
+    shape = vision_shape(model)
+    values, keys = encoder_config(model.encoder), ENCODER_KEYS[shape.model_type]
+    heads = min(shape.num_heads, max(2, tp))
+    width = heads * min(shape.width // shape.num_heads, _HEAD_DIM)
+    depth = min(shape.depth, max(2, num_stages))
+    values |= {keys["width"]: width, keys["depth"]: depth, keys["heads"]: heads}
+    if "mlp" in keys:
+        values[keys["mlp"]] = _scaled(shape.mlp_width, width, shape.width, tp)
+    if "out" in keys:
+        values[keys["out"]] = text_width
+    if shape.window:
+        values["window_size"] = min(shape.window, 2) * shape.patch_size * shape.merge
+        full = [block for block in shape.full_blocks if block < shape.depth]
+        values["fullatt_block_indexes"] = list(range(depth)) if len(full) == shape.depth else [depth - 1][: len(full)]
+    return inline_config(values, ENCODERS[shape.model_type])
+
+
+def _narrow_dit(model: ModelConfig, tp: int, num_stages: int, text_width: int) -> dict[str, Any]:
+    """Patches, channels and positions stay, and so does what a clip of the data is to it."""
+    assert model.dit is not None
+    shape = dit_shape(model)
+    heads = min(shape.num_heads, max(2, tp))
+    head_dim = min(shape.width // shape.num_heads, _HEAD_DIM)
+    values = dit_config(model.dit) | {
+        "num_attention_heads": heads,
+        "attention_head_dim": head_dim,
+        "ffn_dim": _scaled(shape.mlp_width, heads * head_dim, shape.width, tp),
+        "num_layers": min(shape.depth, max(2, num_stages)),
+        "text_dim": text_width,
+        "freq_dim": min(shape.time_width, _TIME_WIDTH),
+    }
+    return inline_config(values | {"patch_size": list(shape.patch)}, DITS[shape.model_type])
+
+
+def _narrow_vae(section: VaeConfig) -> dict[str, Any]:
+    """Latents stay, and so does what a clip of the data is to the DiT."""
+    values = vae_config(section)
+    if values["model_type"] == "autoencoder_kl":
+        levels = len(values["block_out_channels"])
+        values |= {"block_out_channels": [8] * levels, "norm_num_groups": 4, "layers_per_block": 1}
+    else:
+        values |= {"base_dim": 8, "dim_mult": [1] * len(values["dim_mult"]), "num_res_blocks": 1}
+    lists = {key: list(value) for key, value in values.items() if isinstance(value, tuple)}
+    return inline_config(values | lists, VAES[values["model_type"]])
+
+
+def _lora(section: LoRAConfig) -> LoRAConfig:
+    rank = min(section.rank, 4)
+    return replace(section, rank=rank, alpha=section.alpha * rank / section.rank)
+
+
+def _scaled(size: int, new: int, old: int, multiple: int) -> int:
+    """size * new / old, rounded up to a multiple."""
+    return -(-size * new // (old * multiple)) * multiple
+
+
+# ------------------------------------------------------------------------------------------- few blocks
+
+
+def fewer_blocks(model: ModelConfig, num_blocks: int) -> ModelConfig:
+    """The model with at most so many blocks of each kind, and inline configs."""
+    family = language_shape(model).model_type
+    values = language_config(model.language)
+    values["num_hidden_layers"] = min(values["num_hidden_layers"], num_blocks)
+    values.pop("layer_types", None)  # one entry a layer; those that are hosted all have one type
+    config = inline_config(values, LANGUAGES[family])
+    language = replace(model.language, pretrained="", config=config, pipeline_layout="")
+    projector = replace(model.projector, pretrained="")
+    return replace(
+        model,
+        encoder=model.encoder and _fewer_encoder_blocks(model, num_blocks),
+        dit=model.dit and _fewer_dit_blocks(model.dit, num_blocks),
+        vae=model.vae and replace(model.vae, weights="random"),
+        language=language,
+        projector=projector,
+    )
+
+
+def one_block(model: ModelConfig, tp: int) -> ModelConfig:
+    """One block of the language model alone, trained even where it is frozen; of a text-to-video model a narrow DiT of
+    one block, with a frozen text encoder.
+
+    Args: tp: tensor-parallel ranks, which divide what is made narrow.
+    """
+    model = fewer_blocks(model, 1)
+    if model.dit is not None:
+        values = {**model.dit.config, "num_attention_heads": tp, "ffn_dim": tp}
+        dit = replace(model.dit, config=values, trainable=True)
+        return replace(model, dit=dit, language=replace(model.language, trainable=False), vae=None, lora=LoRAConfig())
+    language = replace(model.language, trainable=model.language.trainable or True)
+    return replace(model, encoder=None, projector=ProjectorConfig(), language=language)
+
+
+def _fewer_encoder_blocks(model: ModelConfig, num_blocks: int) -> EncoderConfig:
+    assert model.encoder is not None
+    shape, values = vision_shape(model), encoder_config(model.encoder)
+    full = [block for block in shape.full_blocks if block < shape.depth]
+    depth = min(shape.depth, num_blocks)
+    if shape.window:
+        windowed = min(shape.depth - len(full), num_blocks)
+        depth = windowed + min(len(full), num_blocks)
+        values["fullatt_block_indexes"] = list(range(windowed, depth))
+    values[ENCODER_KEYS[shape.model_type]["depth"]] = depth
+    config = inline_config(values, ENCODERS[shape.model_type])
+    return replace(model.encoder, pretrained="", config=config, pipeline_layout="")
+
+
+def _fewer_dit_blocks(section: DitConfig, num_blocks: int) -> DitConfig:
+    values = dit_config(section)
+    values |= {"num_layers": min(values["num_layers"], num_blocks), "patch_size": list(values["patch_size"])}
+    return replace(section, pretrained="", config=inline_config(values, DITS[values["model_type"]]), pipeline_layout="")
+
+
+def inline_config(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """A config as one writes it into a TOML file: known keys with a value."""
+    known = {"model_type", *family.defaults, *family.optional}
+    return {key: value for key, value in values.items() if key in known and value is not None}
