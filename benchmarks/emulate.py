@@ -29,7 +29,8 @@ from emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
 
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config as config_module
-from mmtrain.config.config import CommConfig, Config
+from mmtrain.config.config import Config
+from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import MeshShape
 from mmtrain.modality.typical import Bins
 from mmtrain.parallel.mesh import build_mesh

@@ -36,7 +36,7 @@ from emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
 from peers_setups import CLUSTERS, DEFAULT, PEERS, Outcome, Question, chain_outcomes, other_outcome
 
 from mmtrain.commands.local_ranks import run_on_ranks
-from mmtrain.config.config import CommConfig
+from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import PlanError
 from mmtrain.parallel.mesh import Mesh, build_mesh

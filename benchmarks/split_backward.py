@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mmtrain.config.config import ActivationCheckpointConfig, LanguageConfig, ModelConfig
+from mmtrain.config.model import LanguageConfig, ModelConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context

@@ -1,6 +1,6 @@
 """python docs/make_config_page.py > docs/config.md
 
-Prints the page of all configuration keys, read from the dataclasses of `mmtrain/config/config.py`: types and
+Prints the page of all configuration keys, read from the dataclasses of `mmtrain/config/`: types and
 defaults from their fields, meanings from the text under each field.
 """
 
@@ -17,7 +17,7 @@ from mmtrain.config import config
 INTRODUCTION = """\
 # Configuration
 
-*Made by `python docs/make_config_page.py > docs/config.md` from `mmtrain/config/config.py`; do not edit it by hand.*
+*Made by `python docs/make_config_page.py > docs/config.md` from `mmtrain/config/`; do not edit it by hand.*
 
 A job is one TOML file. `mmtrain config --config FILE` checks it and prints it with all defaults; each run
 writes the same text to `config.toml` in its dump folder.

@@ -78,7 +78,7 @@ class Group:
 GROUPS = (
     Group(
         "The configuration",
-        ("config/toml_sections.py", "config/config.py", "config/memory_amount.py", "config/topology.py"),
+        ("config/",),
         "The file is checked before any process starts. `mmtrain config --config FILE` does the same check alone; "
         "every key is under [configuration](config.md).",
     ),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from mmtrain.config.config import LoRAConfig, ModelConfig
+from mmtrain.config.model import LoRAConfig, ModelConfig
 from mmtrain.models.trainable import is_adapter
 
 RANK, ALPHA = 3, 6.0

@@ -8,16 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from mmtrain.config.config import (
-    CommConfig,
-    DiffusionConfig,
-    EncoderConfig,
-    LanguageConfig,
-    ModelConfig,
-    PlannerConfig,
-    ProjectorConfig,
-    TrainingConfig,
-)
+from mmtrain.config.data import DiffusionConfig
+from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
+from mmtrain.config.sections import CommConfig, PlannerConfig, TrainingConfig
 from mmtrain.modality.metadata import ClipMeta, DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
 from mmtrain.models.diffusion import ClipNoise

@@ -9,7 +9,10 @@ import torch.distributed.checkpoint as dcp
 
 from mmtrain.checkpoint.files import RecordingWriter, write_manifest
 from mmtrain.config import config
-from mmtrain.config.config import Config, DataConfig, ModelConfig, TrainingConfig
+from mmtrain.config.config import Config
+from mmtrain.config.data import DataConfig
+from mmtrain.config.model import ModelConfig
+from mmtrain.config.sections import TrainingConfig
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import Chunk
 from mmtrain.models.initialise import init_weights

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel, Qwen2Config
 
 from mmtrain.commands.export import export
-from mmtrain.config.config import DiffusionConfig, LanguageConfig, ModelConfig
+from mmtrain.config.data import DiffusionConfig
+from mmtrain.config.model import LanguageConfig, ModelConfig
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.chunk import Chunk
 from mmtrain.models.pretrained import load_pretrained

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from mmtrain.config.config import MODULES
+from mmtrain.config.model import MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.config.config import DataConfig, TokenizerConfig
+from mmtrain.config.data import DataConfig, TokenizerConfig
 from mmtrain.data.sources import CONVERSATIONS, open_source
 from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
 from mmtrain.errors import ConfigError

@@ -38,7 +38,7 @@ from mmtrain.checkpoint.files import (
     first_failure,
     write_manifest,
 )
-from mmtrain.config.config import CheckpointConfig
+from mmtrain.config.sections import CheckpointConfig
 from mmtrain.errors import CheckpointError, ConfigError, MMTrainError
 from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.grads import local_part

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module, new_folder, open_run
-from mmtrain.config.config import EncoderConfig, LanguageConfig, LoRAConfig
+from mmtrain.config.model import EncoderConfig, LanguageConfig, LoRAConfig
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
 from mmtrain.modality.buckets import latent_channels

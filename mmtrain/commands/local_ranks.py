@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain import errors
-from mmtrain.config.config import CommConfig, Config
+from mmtrain.config.config import Config
+from mmtrain.config.sections import CommConfig
 from mmtrain.errors import MMTrainError
 from mmtrain.launch.processes import LOOPBACK, STOPS, end_with_parent, environment, leave, stops_held, take_stops
 

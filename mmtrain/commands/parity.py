@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.commands.local_ranks import RankDiedError, run_on_ranks
-from mmtrain.config.config import Config, DataConfig, DitConfig
+from mmtrain.config.config import Config
+from mmtrain.config.data import DataConfig
+from mmtrain.config.model import DitConfig
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.modality.buckets import latent_channels, video_geometry
 from mmtrain.modality.metadata import IterationMeta

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from mmtrain.config.config import Strategy
 from mmtrain.config.memory_amount import show_bytes
+from mmtrain.config.sections import Strategy
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.limits import THREADS
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from mmtrain.errors import ConfigError, MMTrainError, PlanError
 
 if TYPE_CHECKING:
-    from mmtrain.config.config import PlannerConfig
+    from mmtrain.config.sections import PlannerConfig
     from mmtrain.planner.plan import PlanResult
     from mmtrain.schedule.passes.lower import Program
     from mmtrain.schedule.plan import Plan
@@ -323,7 +323,7 @@ class _Search:
 
     def section(self, given: "PlannerConfig | None" = None) -> "PlannerConfig":
         """What a job that searches has as [planner]. Args: given: of the job."""
-        from mmtrain.config.config import PlannerConfig
+        from mmtrain.config.sections import PlannerConfig
 
         return replace(given or PlannerConfig(), enable=True, budget_evaluations=self.evaluations, budget_s=0.0)
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmtrain.config.config import DataConfig
+from mmtrain.config.data import DataConfig
 from mmtrain.data.media import RawImage
 from mmtrain.data.pixels import decode, header_size
 from mmtrain.data.video_records import VideoRecord

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mmtrain.config.config import DataConfig
+from mmtrain.config.data import DataConfig
 from mmtrain.data.media import RawImage, check_text
 from mmtrain.data.pixels import PixelRules, blank, decode, header_size, pixel_values
 from mmtrain.data.sources import Record

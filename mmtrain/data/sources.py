@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from mmtrain.config.config import DataConfig
+from mmtrain.config.data import DataConfig
 from mmtrain.data.media import RawImage, check_text, raw_image
 from mmtrain.errors import ConfigError, DataError, one_line, shown
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mmtrain.config.config import Config, TokenizerConfig
+from mmtrain.config.config import Config
+from mmtrain.config.data import TokenizerConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.families import language_config
 

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmtrain.config.config import Config, DataConfig, DitConfig, VaeConfig
+from mmtrain.config.config import Config
+from mmtrain.config.data import DataConfig
+from mmtrain.config.model import DitConfig, VaeConfig
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.spec.families import dit_config
 from mmtrain.spec.shapes import check_prediction

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from mmtrain.config.config import DataConfig, ModelConfig
+from mmtrain.config.data import DataConfig
+from mmtrain.config.model import ModelConfig
 from mmtrain.spec.shapes import DitShape, dit_shape, vision_shape
 from mmtrain.spec.vae_shapes import LatentScale, latent_scale
 

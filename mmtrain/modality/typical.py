@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
-from mmtrain.config.config import Config, EncoderConfig
+from mmtrain.config.config import Config
+from mmtrain.config.model import EncoderConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.captioned_clips import FRAMES_PER_S, MOST_S, CaptionedClip
 from mmtrain.modality.geometry import ImageGeometry, image_geometry

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from mmtrain.config.config import ModelConfig
+from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmtrain.config.config import ModelConfig
+from mmtrain.config.model import ModelConfig
 from mmtrain.errors import DataError
 from mmtrain.models.adapters import Decoder, VisionAdapter, check_grids
 from mmtrain.models.attention.context import AttentionContext, Backend, Gather, attention_context

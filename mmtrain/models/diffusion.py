@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmtrain.config.config import Config, DiffusionConfig
+from mmtrain.config.config import Config
+from mmtrain.config.data import DiffusionConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.buckets import clip_seed
 from mmtrain.modality.metadata import ClipMeta

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mmtrain.config.config import DitConfig, EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig, VaeConfig
+from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig, VaeConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk

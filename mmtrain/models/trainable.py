@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from mmtrain.config.config import LoRAConfig, Trainable
+from mmtrain.config.model import LoRAConfig, Trainable
 from mmtrain.spec.linears import Linear
 
 _ADAPTER = "default"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmtrain.config.config import ModelConfig
+from mmtrain.config.model import ModelConfig
 from mmtrain.errors import DataError
 from mmtrain.models.adapters import build_diffusers
 from mmtrain.models.chunk import Chunk

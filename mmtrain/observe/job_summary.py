@@ -1,6 +1,7 @@
 """What a job runs, in words of its resolved config: for the log's first lines. Pure."""
 
-from mmtrain.config.config import Config, ModelConfig
+from mmtrain.config.config import Config
+from mmtrain.config.model import ModelConfig
 from mmtrain.config.topology import AXES
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.pipeline_layout import show_layout

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from mmtrain.config.config import MetricsConfig
+from mmtrain.config.sections import MetricsConfig
 from mmtrain.parallel.titan import TensorBoardLogger
 
 logger = logging.getLogger("mmtrain")

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmtrain.config.config import MEMORY_STRATEGIES, Config
+from mmtrain.config.config import Config
 from mmtrain.config.memory_amount import show_gib
+from mmtrain.config.sections import MEMORY_STRATEGIES
 from mmtrain.errors import MMTrainError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.planner.iteration import IterationPlan

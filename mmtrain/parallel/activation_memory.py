@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from mmtrain.config.config import ActivationCheckpointConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.errors import ConfigError
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.offload import Offloaded, Offloader

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from mmtrain.config.config import ActivationCheckpointConfig, ModelConfig, TrainingConfig, uses_fsdp
+from mmtrain.config.config import uses_fsdp
+from mmtrain.config.model import ModelConfig
+from mmtrain.config.sections import ActivationCheckpointConfig, TrainingConfig
 from mmtrain.errors import PlanError
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import TIED_NAMES, Chunk, fsdp_units

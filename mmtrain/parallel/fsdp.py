@@ -5,7 +5,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from mmtrain.config.config import TrainingConfig
+from mmtrain.config.sections import TrainingConfig
 from mmtrain.parallel.torch_private import prepare_fsdp
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mmtrain.config.config import CommConfig
+from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import AXES, Coordinates, MeshShape
 from mmtrain.errors import ConfigError
 from mmtrain.launch.processes import LOOPBACK

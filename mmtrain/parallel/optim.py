@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from mmtrain.config.config import LRSchedulerConfig, OptimizerConfig
+from mmtrain.config.sections import LRSchedulerConfig, OptimizerConfig
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.titan import FrozenAwareOptimizers, ParamGroupConfig, init_optim_state
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmtrain.config.config import PlannerConfig
+from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.parallel.build import check_same_program

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from mmtrain.config.config import ActivationCheckpointConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.errors import PlanError
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.mesh import Channels

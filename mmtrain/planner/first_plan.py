@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mmtrain.config.config import PlannerConfig
+from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.search.search import fit_memory

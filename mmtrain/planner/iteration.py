@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from mmtrain.config.config import Config, PlannerConfig, uses_fsdp
+from mmtrain.config.config import Config, uses_fsdp
 from mmtrain.config.memory_amount import show_bytes
+from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh

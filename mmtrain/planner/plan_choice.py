@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from mmtrain.config.config import PlannerConfig
+from mmtrain.config.sections import PlannerConfig
 from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.search.numba_start import HAS_NUMBA

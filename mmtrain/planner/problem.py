@@ -6,8 +6,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from mmtrain.config.config import PlannerConfig
 from mmtrain.config.memory_amount import show_bytes
+from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.submesh import Submesh

@@ -5,7 +5,8 @@ Source: DIP, arXiv:2504.14145, section 4 (sub-microbatch size).
 
 import math
 
-from mmtrain.config.config import Config, LanguageConfig
+from mmtrain.config.config import Config
+from mmtrain.config.model import LanguageConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.typical import Bins, reference_sizes
 from mmtrain.planner.costs.cost_model import CostModel, FlopsCosts

@@ -13,7 +13,7 @@ cosines and sines, which the layers of a chunk share, and not temporary tensors.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmtrain.config.config import ModelConfig
+from mmtrain.config.model import ModelConfig
 from mmtrain.spec.linears import Linear, adapted_linears, block_linears, linear_width, whole_width, with_adapters
 from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
 from mmtrain.spec.spec import TIME_ROWS, LayerSpec, ModelSpec, ModuleSpec, Rates, Replaced, WholeBytes

@@ -2,7 +2,7 @@
 
 import math
 
-from mmtrain.config.config import ModelConfig
+from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.shapes import VisionShape, dit_shape, language_shape, vision_shape
 

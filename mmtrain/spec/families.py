@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmtrain.config.config import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
+from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 from mmtrain.spec.config_values import check_dropout, check_rope, check_type

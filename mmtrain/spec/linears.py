@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mmtrain.config.config import LoRAConfig, ModelConfig
+from mmtrain.config.model import LoRAConfig, ModelConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.shapes import LanguageShape, VisionShape, language_shape, vision_shape
 from mmtrain.spec.spec import AdapterSpec, LayerSpec, Rates

@@ -5,7 +5,7 @@ The blocks of the modules are recomputed; first and last layers (embeddings, nor
 
 from dataclasses import dataclass
 
-from mmtrain.config.config import ActivationCheckpointConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.spec.memory_strategies import BlockMemory
 from mmtrain.spec.spec import LayerSpec, WorkSize
 

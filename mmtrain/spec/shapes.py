@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmtrain.config.config import DitConfig, EncoderConfig, LanguageConfig, ModelConfig
+from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 from mmtrain.spec.config_values import MOST

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mmtrain.config.config import (
+from mmtrain.config.model import (
     DitConfig,
     EncoderConfig,
     LoRAConfig,

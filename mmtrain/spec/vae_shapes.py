@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mmtrain.config.config import ModelConfig, VaeConfig
+from mmtrain.config.model import ModelConfig, VaeConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.families import dit_config, vae_config
 from mmtrain.spec.spec import Rates

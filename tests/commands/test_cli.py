@@ -12,7 +12,7 @@ import torch
 
 from mmtrain.commands import cli
 from mmtrain.commands.cli import main, train_main
-from mmtrain.config.config import CommConfig
+from mmtrain.config.sections import CommConfig
 from mmtrain.errors import ConfigError
 from mmtrain.launch.folder_owner import owned
 from tests.jobs import layout, metrics, write_config

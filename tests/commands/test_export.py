@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
 from mmtrain.config import config
-from mmtrain.config.config import EncoderConfig, ModelConfig
+from mmtrain.config.model import EncoderConfig, ModelConfig
 from mmtrain.errors import CheckpointError, ConfigError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mmtrain.commands import local_ranks
 from mmtrain.commands.local_ranks import RankDiedError, run_on_ranks
-from mmtrain.config.config import CommConfig
+from mmtrain.config.sections import CommConfig
 from mmtrain.errors import DataError
 from tests import light_ranks
 from tests.ranks import run_ranks

@@ -16,7 +16,8 @@ from transformers import AutoModel, AutoTokenizer
 from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
 from mmtrain.commands.sampling import Sampled, Wanted, default_bucket, sample, to_pixels
-from mmtrain.config.config import DataConfig, DiffusionConfig, ModelConfig
+from mmtrain.config.data import DataConfig, DiffusionConfig
+from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError, MMTrainError
 from mmtrain.modality.buckets import video_geometry
 from tests.jobs import layout, train, write_video_config

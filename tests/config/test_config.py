@@ -320,3 +320,42 @@ def test_names_of_files_that_cannot_exist(tmp_path):
 
 def test_a_float_key_takes_an_integer(load):
     assert load(BASE, "--optimizer.lr=1").optimizer.lr == 1.0
+
+
+MODULES = """
+[model.modules.vision]
+kind = "images"
+feeds = "language"
+config = {model_type = "vit"}
+num_segments = 2
+[model.modules.language]
+kind = "text"
+"""
+
+
+def test_modules_by_name_are_the_short_forms(load):
+    text = BASE.replace("[model.language]", MODULES)
+    assert load(text) == load(BASE, "--model.encoder.config={model_type='vit'}", "--model.encoder.num_segments=2")
+    assert load(text, "--model.modules.vision.num_segments=3").model.encoder.num_segments == 3
+    assert list(load(text).model.modules) == ["vision", "language"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--model.modules.vision.kind=sounds", "modules.vision.kind = \"sounds\"; choose one of 'images', 'text'"),
+        ("--model.modules.vision.feeds=dit", 'modules.vision.feeds = "dit"; it must be "language"'),
+        (
+            "--model.modules.language.feeds=dit",
+            'language.feeds = "dit"; its output enters no other module; leave it out',
+        ),
+        ("--model.modules.ear.kind=images", 'modules.ear: a model has one module of kind "images" .* called vision'),
+        ("--model.encoder.num_segments=1", "modules.vision and model.encoder are the same module; write all its keys"),
+        ("--model.modules.vision=1", r"modules.vision = 1; it is a section, written \[model.modules.vision\]"),
+        ("--model.modules=1", r"model.modules = 1; write one section \[model.modules.NAME\]"),
+        ("--model.modules.vision.depth=1", "unknown key model.encoder.depth"),
+    ],
+)
+def test_modules_that_the_model_does_not_have(load, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load(BASE.replace("[model.language]", MODULES), override)

@@ -7,7 +7,10 @@ from typing import Any
 
 from PIL import Image
 
-from mmtrain.config.config import Config, DataConfig, EncoderConfig, LanguageConfig, ModelConfig, TrainingConfig
+from mmtrain.config.config import Config
+from mmtrain.config.data import DataConfig
+from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig
+from mmtrain.config.sections import TrainingConfig
 
 QWEN = {"model_type": "qwen2_vl_vision", "depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 16}
 SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 16, "num_hidden_layers": 1, "image_size": 56}

@@ -11,7 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mmtrain.config.config import DitConfig, TokenizerConfig, VaeConfig
+from mmtrain.config.data import TokenizerConfig
+from mmtrain.config.model import DitConfig, VaeConfig
 from mmtrain.data.clips import ClipProcessor, _Video, npy_bytes
 from mmtrain.data.media import RawImage
 from mmtrain.data.sources import Source

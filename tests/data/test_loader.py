@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from mmtrain.config.config import Config, TokenizerConfig
+from mmtrain.config.config import Config
+from mmtrain.config.data import TokenizerConfig
 from mmtrain.data.loader import Loader, Step
 from mmtrain.data.packing import LoaderState
 from mmtrain.errors import ConfigError, DataError

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmtrain.config.config import DataConfig, TokenizerConfig
+from mmtrain.config.data import DataConfig, TokenizerConfig
 from mmtrain.data.media import RawImage
 from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.processor import Document, Processor

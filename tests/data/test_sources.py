@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mmtrain.config.config import DataConfig
+from mmtrain.config.data import DataConfig
 from mmtrain.data.sources import CONVERSATIONS, Record, Source
 from mmtrain.data.sources import open_source as open_any
 from mmtrain.data.toy.charts import make_charts

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.config.config import TokenizerConfig
+from mmtrain.config.data import TokenizerConfig
 from mmtrain.data.tokenizer import (
     CAPTION_VOCAB_SIZE,
     SHIPPED,

@@ -76,7 +76,7 @@ def test_microbatches_of_clips(shapes: Path) -> None:
 
 
 def test_captions_belong_to_their_clips(shapes: Path) -> None:
-    from mmtrain.config.config import TokenizerConfig
+    from mmtrain.config.data import TokenizerConfig
     from mmtrain.data.tokenizer import load_tokenizer
     from mmtrain.data.toy.folder import COLOURS
     from mmtrain.data.toy.shape_clips import SIZES

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmtrain.config.config import Config, DataConfig, DitConfig, LanguageConfig, ModelConfig, TrainingConfig
+from mmtrain.config.config import Config
+from mmtrain.config.data import DataConfig
+from mmtrain.config.model import DitConfig, LanguageConfig, ModelConfig
+from mmtrain.config.sections import TrainingConfig
 
 
 def make_video_config(

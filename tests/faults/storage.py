@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from mmtrain.checkpoint.checkpoint import Checkpointer, TrainState
 from mmtrain.checkpoint.files import MANIFEST
-from mmtrain.config.config import CheckpointConfig, OptimizerConfig
+from mmtrain.config.sections import CheckpointConfig, OptimizerConfig
 from mmtrain.errors import MMTrainError
 from mmtrain.parallel.optim import build_optimizers
 

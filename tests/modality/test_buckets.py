@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.config.config import DataConfig, DitConfig, VaeConfig
+from mmtrain.config.data import DataConfig
+from mmtrain.config.model import DitConfig, VaeConfig
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.buckets import clip_seed, crop, most_frames, video_geometry
 from tests.models.dits import VAES

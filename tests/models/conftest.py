@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmtrain.config.config import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
+from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 
 ENCODERS = {
     "qwen2_vl": {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmtrain.config.config import DitConfig, LanguageConfig, ModelConfig, VaeConfig
+from mmtrain.config.model import DitConfig, LanguageConfig, ModelConfig, VaeConfig
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import Chunk
 from mmtrain.models.initialise import init_weights

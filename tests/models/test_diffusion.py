@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from mmtrain.config.config import DiffusionConfig, TokenizerConfig
+from mmtrain.config.data import DiffusionConfig, TokenizerConfig
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.modality.metadata import ClipMeta
 from mmtrain.models.diffusion import ClipNoise, make_scheduler, null_token

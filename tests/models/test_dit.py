@@ -10,7 +10,7 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmtrain.config.config import DitConfig
+from mmtrain.config.model import DitConfig
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk

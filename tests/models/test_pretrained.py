@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmtrain.config.config import EncoderConfig, LanguageConfig, ModelConfig
+from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models import pretrained
 from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmtrain.config.config import LanguageConfig, ModelConfig
+from mmtrain.config.model import LanguageConfig, ModelConfig
 from mmtrain.modality.bitfield import segment_bits
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk

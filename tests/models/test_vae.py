@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmtrain.config.config import VaeConfig
+from mmtrain.config.model import VaeConfig
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.build import materialise
 from mmtrain.models.initialise import init_weights

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.config import config
-from mmtrain.config.config import MetricsConfig
+from mmtrain.config.sections import MetricsConfig
 from mmtrain.observe.job_summary import start_lines
 from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, setup_logging
 from mmtrain.planner.iteration import IterationPlanner

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from mmtrain.config.config import MetricsConfig
+from mmtrain.config.sections import MetricsConfig
 from mmtrain.observe.metrics import (
     ModuleMetrics,
     PlannerMetrics,

@@ -8,16 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mmtrain.config.config import (
-    ActivationCheckpointConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    ParallelismConfig,
-    PlannerConfig,
-    TrainingConfig,
-    uses_fsdp,
-)
+from mmtrain.config.config import Config, uses_fsdp
+from mmtrain.config.data import DataConfig
+from mmtrain.config.model import ModelConfig
+from mmtrain.config.sections import ActivationCheckpointConfig, ParallelismConfig, PlannerConfig, TrainingConfig
 from mmtrain.config.topology import AXES, MeshShape
 from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import reference_sizes

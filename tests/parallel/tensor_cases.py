@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from mmtrain.config.config import EncoderConfig, LanguageConfig, LoRAConfig, ModelConfig, ProjectorConfig
+from mmtrain.config.model import EncoderConfig, LanguageConfig, LoRAConfig, ModelConfig, ProjectorConfig
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmtrain.config.config import ActivationCheckpointConfig, PlannerConfig
+from mmtrain.config.sections import ActivationCheckpointConfig, PlannerConfig
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta

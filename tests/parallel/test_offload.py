@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mmtrain.config.config import ActivationCheckpointConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.offload import Offloaded, Offloader, PlainCopies
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory

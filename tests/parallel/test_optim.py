@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from mmtrain.config.config import LRSchedulerConfig, OptimizerConfig
+from mmtrain.config.sections import LRSchedulerConfig, OptimizerConfig
 from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, lr_factor, set_lr
 from mmtrain.parallel.titan import FrozenAwareOptimizers
 from tests.ranks import run_ranks

@@ -12,7 +12,8 @@ import torch
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from mmtrain.config.config import PlannerConfig, uses_fsdp
+from mmtrain.config.config import uses_fsdp
+from mmtrain.config.sections import PlannerConfig
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import DataError, PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta

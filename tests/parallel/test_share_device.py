@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmtrain.commands.profiler import profile_job
-from mmtrain.config.config import CommConfig
+from mmtrain.config.sections import CommConfig
 from mmtrain.data.noise import noise_batch
 from mmtrain.errors import ConfigError
 from mmtrain.modality.typical import Bins

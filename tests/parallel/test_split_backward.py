@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from mmtrain.config.config import ActivationCheckpointConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import PlanError
 from mmtrain.modality.bitfield import language_bits

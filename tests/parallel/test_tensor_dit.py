@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from mmtrain.config.config import ActivationCheckpointConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import prompt_bits

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from mmtrain.config.config import OptimizerConfig
+from mmtrain.config.sections import OptimizerConfig
 from mmtrain.config.topology import MeshShape
 from mmtrain.models.chunk import fsdp_units
 from mmtrain.parallel.fsdp import apply_fsdp

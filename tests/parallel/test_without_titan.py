@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mmtrain.config.config import OptimizerConfig
+from mmtrain.config.sections import OptimizerConfig
 from mmtrain.config.topology import MeshShape
 from mmtrain.parallel import titan, without_titan
 from mmtrain.parallel.optim import build_optimizers

@@ -1,7 +1,7 @@
 import pytest
 
 from mmtrain.config import config
-from mmtrain.config.config import PlannerConfig
+from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.forecast.workloads import draw

@@ -2,7 +2,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from mmtrain.config.config import PlannerConfig
+from mmtrain.config.sections import PlannerConfig
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import make_batching

@@ -7,20 +7,18 @@ from typing import Any
 import pytest
 
 from mmtrain.config import config
-from mmtrain.config.config import (
-    Config,
-    DataConfig,
-    DiffusionConfig,
+from mmtrain.config.config import Config
+from mmtrain.config.data import DataConfig, DiffusionConfig
+from mmtrain.config.model import (
     DitConfig,
     EncoderConfig,
     LanguageConfig,
     LoRAConfig,
     ModelConfig,
-    ParallelismConfig,
     ProjectorConfig,
-    TrainingConfig,
     VaeConfig,
 )
+from mmtrain.config.sections import ParallelismConfig, TrainingConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.buckets import most_frames, video_geometry
 from mmtrain.planner.iteration import IterationPlanner

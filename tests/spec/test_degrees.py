@@ -1,6 +1,6 @@
 import pytest
 
-from mmtrain.config.config import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
+from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.degrees import check_tensor_degree
 from tests.models.dits import t2v

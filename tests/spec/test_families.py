@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from mmtrain.config.config import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
+from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.families import (
     DITS,

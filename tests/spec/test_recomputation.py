@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmtrain.config.config import ActivationCheckpointConfig
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.recomputation import KEEP_ALL, Recomputation
 from mmtrain.spec.spec import AdapterSpec, LayerSpec, Rates, WorkSize

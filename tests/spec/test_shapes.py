@@ -1,6 +1,6 @@
 import pytest
 
-from mmtrain.config.config import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
+from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.shapes import check_patches_split, language_shape, vision_shape
 

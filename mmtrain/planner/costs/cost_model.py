@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mmtrain.config.config import PlannerConfig
+from mmtrain.config.sections import PlannerConfig
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import P2P
 from mmtrain.spec.recomputation import Recomputation

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mmtrain.config.config import Config, PlannerConfig
+from mmtrain.config.config import Config
+from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from mmtrain.config.config import Config, section_of
+from mmtrain.config.config import Config
+from mmtrain.config.model import section_of
 from mmtrain.errors import ConfigError
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.planner.costs.cost_model import CostModel

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mmtrain.config.config import section_of
+from mmtrain.config.model import section_of
 from mmtrain.errors import ConfigError
 from mmtrain.modality.split import split_evenly
 from mmtrain.planner.partition.balance import level_owners

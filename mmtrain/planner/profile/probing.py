@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mmtrain.config.config import (
+from mmtrain.config.config import Config
+from mmtrain.config.sections import (
     ActivationCheckpointConfig,
     CheckpointConfig,
-    Config,
     LRSchedulerConfig,
     MetricsConfig,
     PlannerConfig,

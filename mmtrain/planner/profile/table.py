@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mmtrain.config.config import section_of
+from mmtrain.config.model import section_of
 from mmtrain.modality.catalogue import MODALITIES, division_of
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.profile.calibration import LAUNCH, Calibration

@@ -42,7 +42,7 @@ from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
 if TYPE_CHECKING:  # a search needs no config, and its sections take as long to import as the rest of the planner
-    from mmtrain.config.config import Strategy
+    from mmtrain.config.sections import Strategy
 
 CHAINS: Mapping[str, type[Chain]] = {
     "anneal": AnnealChain,

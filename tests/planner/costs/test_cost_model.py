@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmtrain.config.config import PlannerConfig
+from mmtrain.config.sections import PlannerConfig
 from mmtrain.planner.costs.cost_model import FlopsCosts, LayerTimes, equal_layers
 from mmtrain.schedule.action import Kind
 from mmtrain.spec.recomputation import KEEP_ALL, Recomputation

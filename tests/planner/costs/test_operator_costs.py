@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from mmtrain.config import config
-from mmtrain.config.config import ActivationCheckpointConfig, Config
+from mmtrain.config.config import Config
+from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.errors import ConfigError
 from mmtrain.planner.costs.cost_model import FlopsCosts, LayerTimes
 from mmtrain.planner.costs.operator_costs import OperatorCosts

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmtrain.config import config
-from mmtrain.config.config import ActivationCheckpointConfig, PlannerConfig
+from mmtrain.config.sections import ActivationCheckpointConfig, PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import Bins

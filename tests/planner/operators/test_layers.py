@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mmtrain.config.config import ModelConfig
+from mmtrain.config.model import ModelConfig
 from mmtrain.planner.operators.execution import simulate
 from mmtrain.planner.operators.graph import Graph, OpKind, Phase
 from mmtrain.planner.operators.layers import LayerDescriber, LinkedDivision

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mmtrain.config import config as config_module
-from mmtrain.config.config import ProjectorConfig
+from mmtrain.config.model import ProjectorConfig
 from mmtrain.modality.buckets import most_frames, video_geometry
 from mmtrain.modality.probes import probing_iteration, work_curve
 from mmtrain.planner.batching import check_conservation, make_batching

@@ -1,0 +1,263 @@
+"""[model]: the modality modules, each with its section."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from mmtrain.config.bounds import at_least, at_most
+from mmtrain.config.toml_sections import shown
+from mmtrain.errors import ConfigError
+
+Trainable = Literal[True, False, "lora"]
+
+MOST_SEGMENTS = 1024
+"""Of one module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """[model.encoder]: the vision encoder. Leave the table out to train a language model alone."""
+
+    pretrained: str = ""
+    """Hugging Face id or local folder; its config.json decides the class. Or give `config`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Inline Hugging Face config with its `model_type`; the weights are then random."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """With `pretrained`: load its weights, or take only its shape."""
+    trainable: Trainable = True
+    """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]. The projector
+    has its own switch."""
+    num_segments: int = 0
+    """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says."""
+    pipeline_layout: str = ""
+    """Layers of each chunk in the manner of Megatron's layouts, "Et*3|t*4|t*4|t*3,L", see docs/models.md; P x K
+    chunks, which also sets K. Empty: chunks of equal work."""
+    sub_microbatch_size: int = 0
+    """Images in one sub-microbatch; a microbatch with N images runs as ceil(N / size). 0: the smallest number with 95 %
+    of the best efficiency, by planner.profile or planner.hardware; without these, as many as take no longer than the
+    language model takes for a full microbatch."""
+
+    def __post_init__(self) -> None:
+        _check_source("model.encoder", self)
+        at_most("model.encoder", self, num_segments=MOST_SEGMENTS)
+        at_least("model.encoder", self, num_segments=0, sub_microbatch_size=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectorConfig:
+    """[model.projector]: from encoder features to the language model's width."""
+
+    kind: Literal["mlp", "native"] = "mlp"
+    """mlp: merge spatial_merge x spatial_merge neighbours, two linear layers. native: the encoder's own merger."""
+    spatial_merge: int = 2
+    """Neighbouring features along each side that become one token; native requires the encoder's value."""
+    hidden_size: int = 0
+    """Width between the two linear layers of `mlp`; 0: the merged width."""
+    pretrained: str = ""
+    """Hugging Face id or local folder of an exported projector of kind `mlp`; empty: random weights."""
+    trainable: Literal[True, False] = True
+    """Whether the projector's parameters train."""
+
+    def __post_init__(self) -> None:
+        at_most("model.projector", self, spatial_merge=1024)
+        at_least("model.projector", self, spatial_merge=1, hidden_size=0)
+        if self.pretrained and self.kind == "native":
+            raise ConfigError(
+                f'model.projector.pretrained = {self.pretrained!r} has no effect with kind = "native", whose weights '
+                "come with the encoder; remove it"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageConfig:
+    """[model.language]: the language model."""
+
+    pretrained: str = ""
+    """Hugging Face id or local folder; its config.json decides the class. Or give `config`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Inline Hugging Face config with its `model_type`; the weights are then random."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """With `pretrained`: load its weights, or take only its shape."""
+    trainable: Trainable = True
+    """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]."""
+    attention_mask: Literal["causal", "image_bidirectional", "prefix"] = "causal"
+    """Inside of each document: causal; or also both ways inside of each image; or before the first answer."""
+    num_segments: int = 0
+    """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says. In a mixed
+    partition, chunks of all modules on each rank; 0: as few as the schedule needs."""
+    pipeline_layout: str = ""
+    """Layers of each chunk in the manner of Megatron's layouts, "Et*3|t*4|t*4|t*3,L", see docs/models.md; P x K
+    chunks, which also sets K. Empty: chunks of equal work."""
+
+    def __post_init__(self) -> None:
+        _check_source("model.language", self)
+        at_most("model.language", self, num_segments=MOST_SEGMENTS)
+        at_least("model.language", self, num_segments=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """[model.lora]: low-rank adapters (arXiv:2106.09685, by `peft`) of the modules with trainable = "lora"."""
+
+    rank: int = 16
+    """Rows of the first and columns of the second matrix of an adapter."""
+    alpha: float = 32.0
+    """An adapter's output is scaled by alpha / rank."""
+    target_modules: list[str] = field(default_factory=list)
+    """Last names of the linear layers that get an adapter; empty: all linear layers of the blocks."""
+
+    def __post_init__(self) -> None:
+        at_most("model.lora", self, alpha=1e6)
+        at_least("model.lora", self, rank=1, alpha=0.0)
+        if self.alpha == 0:
+            raise ConfigError("model.lora.alpha = 0.0; it must be above 0, or adapters change nothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DitConfig:
+    """[model.dit]: the diffusion transformer of a text-to-video model; [model.language] encodes its prompts."""
+
+    pretrained: str = ""
+    """Hugging Face id or local folder of the transformer alone; its config.json decides the shape. Or give `config`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Inline config with `model_type = "wan"` and the keys of diffusers' WanTransformer3DModel; `text_dim` is the width
+    of the text encoder. The weights are then random."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """With `pretrained`: load its weights, or take only its shape."""
+    trainable: Trainable = True
+    """true: train it; false: keep it fixed; "lora" is refused for now."""
+    num_segments: int = 0
+    """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says."""
+    pipeline_layout: str = ""
+    """Layers of each chunk in the manner of Megatron's layouts, "Et*3|t*4|t*4|t*3,L", see docs/models.md; P x K
+    chunks, which also sets K. Empty: chunks of equal work."""
+    sub_microbatch_size: int = 0
+    """Clips in one sub-microbatch; a microbatch with N clips runs as ceil(N / size), each with a work of the text
+    encoder for its own prompts. 0: all clips of the microbatch."""
+
+    def __post_init__(self) -> None:
+        _check_source("model.dit", self, example="wan")
+        at_most("model.dit", self, num_segments=MOST_SEGMENTS)
+        at_least("model.dit", self, num_segments=0, sub_microbatch_size=0)
+        if self.trainable == "lora":
+            raise ConfigError('model.dit.trainable = "lora": the DiT has no adapters yet; set true or false')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VaeConfig:
+    """[model.vae]: the frozen VAE that makes the latents of a text-to-video model from frames. Leave the table out if
+    the data hold latents, or the DiT reads pixels."""
+
+    pretrained: str = ""
+    """Hugging Face id or local folder of the VAE alone; its config.json decides the class. Or give `config`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Inline config with `model_type = "autoencoder_kl"` (each frame by itself) or "autoencoder_kl_wan" (1 + 4 k frames
+    become 1 + k) and the keys of diffusers' class of that name; the weights are then random."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """With `pretrained`: load its weights, or take only its shape."""
+
+    def __post_init__(self) -> None:
+        _check_source("model.vae", self, example="autoencoder_kl_wan")
+
+
+ModuleConfig = EncoderConfig | LanguageConfig | DitConfig | VaeConfig
+"""The section of one module."""
+
+MODULES = {"vae": "vae", "vision": "encoder", "language": "language", "dit": "dit"}
+"""Name of a module -> its section in [model], each module behind those that feed it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """[model]: the modality modules. Each may be written as `[model.modules.NAME]` with its `kind` and the module that
+    it `feeds`: vision (images) for [model.encoder], language (text), dit (latents), vae (frames)."""
+
+    language: LanguageConfig
+    encoder: EncoderConfig | None = None
+    dit: DitConfig | None = None
+    vae: VaeConfig | None = None
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+
+    @property
+    def modules(self) -> dict[str, ModuleConfig]:
+        """Name -> section of the modules that the model has, each behind those that feed it."""
+        sections = {name: getattr(self, key) for name, key in MODULES.items()}
+        return {name: section for name, section in sections.items() if section is not None}
+
+    @property
+    def cut_modules(self) -> dict[str, EncoderConfig | LanguageConfig | DitConfig]:
+        """Those of the modules that pipeline ranks divide."""
+        return {name: section for name, section in self.modules.items() if not isinstance(section, VaeConfig)}
+
+    def with_modules(self, sections: Mapping[str, ModuleConfig | None]) -> "ModelConfig":
+        """The model with other sections of some modules; None: without the module."""
+        changes: dict[str, Any] = {MODULES[name]: section for name, section in sections.items()}
+        return replace(self, **changes)
+
+    @property
+    def reads_clips(self) -> bool:
+        """Whether it learns from video clips with captions, and not from conversations."""
+        return self.dit is not None
+
+    @property
+    def encodes_clips(self) -> bool:
+        """Whether a VAE of the job makes the latents of clips."""
+        return self.vae is not None
+
+
+_KINDS = {"images": "vision", "text": "language", "latents": "dit", "frames": "vae"}
+"""`kind` of a module, which is what it reads -> its name."""
+_FEEDS = {"vision": "language", "language": "dit", "vae": "dit"}
+"""Name of a module -> the one that its output enters, if the model has it."""
+
+
+def short_form(model: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The table [model] with each [model.modules.NAME] as the section of its kind, such as [model.encoder].
+
+    Args: where: the file, for errors.
+    Raises: ConfigError: `kind`, NAME or `feeds` say what the model is not, or a module has both forms.
+    """
+    modules, rest = model.get("modules", {}), {key: value for key, value in model.items() if key != "modules"}
+    if not isinstance(modules, Mapping):
+        raise ConfigError(f"{where}: model.modules = {shown(modules)}; write one section [model.modules.NAME] a module")
+    for name, table in modules.items():
+        path = f"{where}: model.modules.{name}"
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{path} = {shown(table)}; it is a section, written [model.modules.{name}]")
+        kind = table.get("kind")
+        if not isinstance(kind, str) or kind not in _KINDS:
+            raise ConfigError(f"{path}.kind = {shown(kind)}; choose one of {', '.join(map(repr, _KINDS))}")
+        if _KINDS[kind] != name:
+            raise ConfigError(
+                f'{path}: a model has one module of kind "{kind}" for now, which is called {_KINDS[kind]}; write '
+                f"[model.modules.{_KINDS[kind]}]"
+            )
+        target = _FEEDS.get(name, "")
+        expected = target if target in modules or MODULES.get(target) in rest else ""
+        if table.get("feeds", expected) != expected:
+            right = f'it must be "{expected}"' if expected else "its output enters no other module; leave it out"
+            raise ConfigError(f"{path}.feeds = {shown(table['feeds'])}; {right}")
+        if MODULES[name] in model:
+            raise ConfigError(
+                f"{path} and model.{MODULES[name]} are the same module; write all its keys in one of them"
+            )
+        rest[MODULES[name]] = {key: value for key, value in table.items() if key not in ("kind", "feeds")}
+    return rest
+
+
+def section_of(module: str) -> str:
+    """Where the user configures a module: the dotted name of its section."""
+    return f"model.{MODULES.get(module, module)}"
+
+
+def _check_source(
+    path: str, module: EncoderConfig | LanguageConfig | DitConfig | VaeConfig, example: str = "qwen2"
+) -> None:
+    if bool(module.pretrained) == bool(module.config):
+        raise ConfigError(
+            f"{path}: give either `pretrained` (an id or a folder) or `config` (an inline table); "
+            f"now {'both are' if module.pretrained else 'neither is'} given"
+        )
+    if module.config and not isinstance(module.config.get("model_type"), str):
+        raise ConfigError(f'{path}.config: `model_type` is missing; name it, as in model_type = "{example}"')

@@ -1,0 +1,385 @@
+"""The sections of a job besides its model and data."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mmtrain.config.bounds import at_least, at_most, not_empty
+from mmtrain.config.memory_amount import MemoryAmount
+from mmtrain.config.toml_sections import shown
+from mmtrain.config.topology import MeshShape
+from mmtrain.errors import ConfigError
+from mmtrain.schedule.library.names import ScheduleName
+
+MOST_WORKERS = 128
+"""Processes that prepare the batches of one replica."""
+MOST_SECONDS = 10_000_000
+"""Of any wait: four months."""
+MOST_RANKS = 2**16
+"""Along one axis of the mesh."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """[job]: what this run is and where its files go."""
+
+    description: str = ""
+    """Title of the run's page and of what is exported; a file that extends this one does not inherit it."""
+    dump_folder: str = "outputs"
+    """Folder for the resolved config, checkpoints, metrics and traces; made if absent."""
+
+    def __post_init__(self) -> None:
+        not_empty("job", self, "dump_folder")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """[training]"""
+
+    steps: int
+    """Optimizer steps of the whole job."""
+    seq_len: int
+    """Tokens of one packed microbatch, image tokens included; with [model.dit], of the longest caption."""
+    global_batch_size: int
+    """Packed microbatches of one step over all data-parallel replicas."""
+    max_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down; 0: never."""
+    mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
+    """Dtype that FSDP2 computes in; master weights stay float32."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the gradient reduction."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient norm that is NaN or infinite: stop before the optimizer step, or skip that step."""
+    attention_backend: Literal["auto", "sdpa", "flex"] = "auto"
+    """sdpa: scaled-dot-product attention block by block. flex: FlexAttention, on CUDA. auto: flex on CUDA where a mask
+    is not a plain one, else sdpa."""
+    enable_cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer state in host memory (FSDP2)."""
+
+    def __post_init__(self) -> None:
+        at_most("training", self, seq_len=2**24, global_batch_size=2**20)
+        at_least("training", self, steps=1, seq_len=2, global_batch_size=1, max_norm=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """[optimizer]: decoupled weight decay on matrices; norms, biases and embeddings are not decayed."""
+
+    name: Literal["AdamW"] = "AdamW"
+    """Update rule."""
+    lr: float = 8e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decay of matrices, times the learning rate."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "foreach"
+    """Kernel of torch's optimizer."""
+
+    def __post_init__(self) -> None:
+        at_most("optimizer", self, lr=1e6, eps=1e6, weight_decay=1e6)
+        at_least("optimizer", self, lr=0.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise ConfigError(f"optimizer.{name} = {getattr(self, name)}; it must be below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LRSchedulerConfig:
+    """[lr_scheduler]: linear warm-up, stable part, decay."""
+
+    warmup_steps: int = 0
+    """Steps from near 0 to the peak."""
+    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
+    """Shape of the decay."""
+    decay_ratio: float = 1.0
+    """Part of the steps after warm-up over which the rate decays; 0: it stays at the peak."""
+    min_lr_factor: float = 0.0
+    """Rate at the end, as a fraction of the peak."""
+
+    def __post_init__(self) -> None:
+        at_least("lr_scheduler", self, warmup_steps=0, decay_ratio=0.0, min_lr_factor=0.0)
+        for name in ("decay_ratio", "min_lr_factor"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"lr_scheduler.{name} = {getattr(self, name)}; it is a fraction, at most 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelismConfig:
+    """[parallelism]: the degree of each mesh axis, and the schedule."""
+
+    data_parallel_replicate_degree: int = 1
+    """Replicas that hold whole copies of the (sharded) parameters: HSDP's outer axis."""
+    data_parallel_shard_degree: int = 1
+    """Ranks over which FSDP2 shards parameters, gradients and optimizer state."""
+    context_parallel_degree: int = 1
+    """Ranks that divide the tokens of each microbatch, and its images."""
+    context_parallel_split: Literal["causal", "balanced"] = "balanced"
+    """Which tokens a rank takes. causal: two mirrored pieces of the sequence. balanced: blocks by unmasked work."""
+    context_parallel_block_size: int = 128
+    """Tokens of a block of the balanced split."""
+    encoder_context_parallel: Literal["images", "patches"] = "images"
+    """images: each context-parallel rank encodes whole images. patches: all ranks share each image's patches
+    (native-resolution encoders), for images too large for one rank."""
+    tensor_parallel_degree: int = 1
+    """Ranks that divide each layer's heads, inner columns and the vocabulary, and between layers the rows."""
+    encoder_tensor_parallel: Literal["shard", "data"] = "shard"
+    """shard: the encoder's layers are divided like the language model's. data: each tensor-parallel rank holds the
+    whole encoder and encodes its part of the images."""
+    fsdp_reshard_after_forward: Literal["step", "always"] = "step"
+    """step: parameters are gathered once a step. always: before each use, and freed after it (an encoder only where
+    its ranks share each image); needs data_parallel_shard_degree = 1, since replicas with different plans cannot
+    agree on an order of gathers."""
+    pipeline_parallel_degree: int = 1
+    """P: pipeline ranks."""
+    pipeline_parallel_schedule: ScheduleName = "interleave"
+    """Order of forwards and backwards, see docs/schedules.md. interleave: DIP's greedy dual queues over the work
+    graph. 1F1B: one forward, one backward. The zero-bubble and V-shaped schedules split backwards in two halves."""
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name.endswith("_degree") and not 1 <= value <= MOST_RANKS:
+                raise ConfigError(f"parallelism.{f.name} = {value}; a degree is at least 1 and at most {MOST_RANKS}")
+        at_least("parallelism", self, context_parallel_block_size=1)
+
+    @property
+    def mesh_shape(self) -> MeshShape:
+        """The degrees as a mesh."""
+        return MeshShape(
+            pp=self.pipeline_parallel_degree,
+            dp_replicate=self.data_parallel_replicate_degree,
+            dp_shard=self.data_parallel_shard_degree,
+            cp=self.context_parallel_degree,
+            tp=self.tensor_parallel_degree,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationCheckpointConfig:
+    """[activation_checkpoint]: what all blocks do with their activations, whatever the batch."""
+
+    mode: Literal["none", "selective", "full", "ops", "offload"] = "none"
+    """none: keep all, unless the planner chooses (planner.memory under a memory limit). full: recompute each block.
+    selective: recompute every block but its matrix products and attention. ops: recompute all of a block but the
+    operations in save_ops. offload: activations wait in host memory."""
+    save_ops: list[str] = field(default_factory=list)
+    """With mode = "ops": names of torch operations whose results are kept, as in "aten.mm"."""
+
+    def __post_init__(self) -> None:
+        if bool(self.save_ops) != (self.mode == "ops"):
+            raise ConfigError(
+                f'activation_checkpoint.mode = "{self.mode}" with save_ops = {self.save_ops}: mode "ops", and no '
+                'other, takes a list of operations to keep; without any, it is mode "full"'
+            )
+
+
+MEMORY_STRATEGIES = ("keep", "selective", "recompute", "offload")
+"""What a block may do with its activations."""
+Strategy = Literal["anneal", "mcts", "random", "dfs", "first"]
+"""How the planner searches orders."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig:
+    """[planner]: how the model is cut and each iteration planned, and the device that costs are counted on."""
+
+    enable: bool = False
+    """Search a better plan for every batch, beside the step before; else each iteration has the order of
+    parallelism.pipeline_parallel_schedule."""
+    partition: Literal["search", "dip", "mixed-parameters", "mixed-latency"] = "search"
+    """How modules are cut whose num_segments is 0 and that have no pipeline_layout, see docs/partition.md. search: the
+    numbers of segments with the shortest simulated iterations, or one chain of equal time if that is shorter by far,
+    all modules are open and planner.hardware or a memory_limit says what a device holds; dip: as many passes as the
+    module is slower than the fastest one; mixed-*: one chain of all modules, cut into stages of equal parameters or
+    equal time."""
+    sub_microbatch: bool = True
+    """Cut the images of a microbatch into works of their own size; else they are one work."""
+    interleave: bool = True
+    """Order the works of all modules on each rank by the planner; else the order is that of
+    parallelism.pipeline_parallel_schedule, and the planner chooses memory alone."""
+    reorder: bool = True
+    """Search the order of microbatches; else the first come first."""
+    split_backward: bool = True
+    """Let the planner split backwards into input and weight halves."""
+    memory: bool = True
+    """Under a memory limit, choose for each stage and work what its blocks do, among memory_strategies; else, and
+    without a limit, all do what [activation_checkpoint] says. It is left alone where that mode is not none."""
+    memory_strategies: list[str] = field(default_factory=lambda: ["keep", "selective", "recompute"])
+    """What a block may do with its activations: keep; selective and recompute, as in [activation_checkpoint]; offload
+    (to host memory; on a CPU that is a copy, and saves nothing)."""
+    memory_limit: str = ""
+    """What a rank may take of its device's memory in all: "72GiB", "500MB", or a part as "90%" (of a CPU: of the
+    machine's memory, shared by its ranks); empty: no limit. Parameters, gradients, optimizer state, the process itself
+    and memory_margin are subtracted; activations get the rest, see docs/memory.md."""
+    memory_margin: float = 0.05
+    """Part of memory_limit that is left for what the plan does not count: temporary tensors, fragments. It grows by
+    itself after a step that took more than memory_limit."""
+    strategy: Strategy = "anneal"
+    """How orders are searched; first: not at all."""
+    budget_evaluations: int = 1000
+    """Plans tried for an iteration; 0: no limit."""
+    budget_s: float = 0.0
+    """Seconds of search; 0: no limit. Plans then depend on the machine's speed."""
+    threads: int = 0
+    """Threads of the search on each rank that searches; 0: half of the cores, shared by the ranks of the machine.
+    Plans do not depend on it unless budget_s ends the search."""
+    distributed: bool = False
+    """Every rank of a replica searches with a seed of its own, and the best plan counts; else the first rank alone."""
+    patience_s: float = 60.0
+    """Seconds that a step waits for its plan, then it runs the first plan, in the order of
+    parallelism.pipeline_parallel_schedule; under a memory limit that this cannot keep, of interleave."""
+    flops_per_s: float = 4e14
+    """Achieved floating-point operations a second of one rank; only ratios matter to an order."""
+    p2p_latency_s: float = 2e-5
+    """Fixed part of one transfer between pipeline ranks, seconds."""
+    p2p_bytes_per_s: float = 2.5e10
+    """Bandwidth between pipeline ranks."""
+    host_bytes_per_s: float = 2.5e10
+    """Bandwidth between device and host memory, for memory strategy offload."""
+    activation_memory_gib: float = 0.0
+    """GiB that activations alone may take on one rank, for schedules `interleave` and `ZB-AutoSchedule`; 0: no limit.
+    Instead of memory_limit, not beside it."""
+    hardware: str = ""
+    """Accelerator or cluster that costs are simulated on, as `h800` or `h800x16`, or a TOML file; empty: FLOPs over
+    flops_per_s."""
+    profile: str = ""
+    """File that `mmtrain profile` wrote: costs are what it measured, whatever `hardware` says; empty: none."""
+
+    def __post_init__(self) -> None:
+        at_most("planner", self, p2p_latency_s=3600.0, budget_s=MOST_SECONDS, patience_s=MOST_SECONDS, threads=1024)
+        at_least("planner", self, p2p_latency_s=0.0, activation_memory_gib=0.0, budget_evaluations=0, budget_s=0.0)
+        at_least("planner", self, threads=0, patience_s=0.0, flops_per_s=1.0, p2p_bytes_per_s=1.0)
+        at_least("planner", self, host_bytes_per_s=1.0)
+        if self.enable and self.strategy != "first" and not self.budget_evaluations and not self.budget_s:
+            raise ConfigError(
+                "planner.budget_evaluations = 0 and planner.budget_s = 0 let the search go on for ever; set one of them"
+            )
+        for how in self.memory_strategies:
+            if how not in MEMORY_STRATEGIES:
+                raise ConfigError(
+                    f"planner.memory_strategies names {shown(how)}, which does not exist; choose of "
+                    f"{', '.join(MEMORY_STRATEGIES)}"
+                )
+        if not self.memory_strategies:
+            raise ConfigError(
+                'planner.memory_strategies is empty; write ["keep"] to let all blocks keep their activations'
+            )
+        if not 0 <= self.memory_margin < 1:
+            raise ConfigError(f"planner.memory_margin = {self.memory_margin}; it must be at least 0 and below 1")
+        if self.memory_limit:
+            MemoryAmount.parse("planner.memory_limit", self.memory_limit)
+            if self.activation_memory_gib:
+                raise ConfigError(
+                    f'planner.memory_limit = "{self.memory_limit}" and planner.activation_memory_gib = '
+                    f"{self.activation_memory_gib} are two limits of one memory; remove the second"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationConfig:
+    """[validation]: loss and answer accuracy on held-out samples, through the pipeline."""
+
+    enable: bool = False
+    """Validate at all."""
+    freq: int = 50
+    """Steps between validations; there is also one before the first step and one after the last."""
+    steps: int = 4
+    """Batches of training.global_batch_size microbatches in one validation."""
+    shuffled_captions: bool = False
+    """With [model.dit]: also the loss with each clip under the caption of another; it should be higher."""
+
+    def __post_init__(self) -> None:
+        at_least("validation", self, freq=1, steps=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """[checkpoint]: sharded checkpoints of model, optimizer, schedule, loader and random state."""
+
+    enable: bool = False
+    """Save, and resume from what is there."""
+    folder: str = "checkpoint"
+    """Folder inside of job.dump_folder."""
+    interval: int = 500
+    """Steps between checkpoints; there is also one after the last step."""
+    keep_latest_k: int = 10
+    """Older checkpoints are removed; 0: keep all."""
+    load_step: int = -1
+    """Step to resume from; -1: the newest one that is whole, if there is any. Later ones are renamed aside."""
+    verify: Literal["auto", "required", "off"] = "auto"
+    """Whether files are compared with the manifest (size, SHA-256) before they are read, also by `mmtrain export` and
+    `sample`. auto: if there is one, else a warning; required: a checkpoint without one is refused; off: no."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """async: write in the background while training goes on."""
+
+    def __post_init__(self) -> None:
+        not_empty("checkpoint", self, "folder")
+        at_least("checkpoint", self, interval=1, keep_latest_k=0, load_step=-1)
+        if self.keep_latest_k == 1:
+            raise ConfigError(
+                "checkpoint.keep_latest_k = 1 would leave no complete checkpoint while one is replaced; "
+                "set 0 (keep all) or at least 2"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """[metrics]"""
+
+    log_freq: int = 1
+    """Steps between log lines and tensorboard points; metrics.jsonl has every step."""
+    enable_tensorboard: bool = True
+    """Write tensorboard files."""
+    save_tb_folder: str = "tb"
+    """Folder inside of job.dump_folder."""
+    trace_freq: int = 0
+    """Steps between timelines written as Chrome / Perfetto traces; 0: never."""
+    timeline_freq: int = 100
+    """Steps between images of the measured beside the planned timeline, in tensorboard and in RUN/timelines, where
+    `mmtrain report` finds them; one of the last step as well. 0: never."""
+    progress_bar: bool = True
+    """A bar below the log when standard error is a terminal."""
+    peak_flops: float = 0.0
+    """Peak FLOP/s of one device, the MFU's denominator; 0: that of known accelerators, by name. Of others, and of a
+    CPU, no MFU is shown then, only FLOP/s."""
+
+    def __post_init__(self) -> None:
+        not_empty("metrics", self, "save_tb_folder")
+        at_least("metrics", self, log_freq=1, trace_freq=0, timeline_freq=0, peak_flops=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommConfig:
+    """[comm]: process groups."""
+
+    timeout_seconds: int = 300
+    """A rank that waits longer for another one ends the job, and names the rank that does not answer. It holds for
+    every process group; set it above the slowest thing that one rank does alone."""
+    share_device: bool = False
+    """Ranks of a machine may share its CUDA devices, in turns. They talk over gloo and through host memory, since NCCL
+    refuses two ranks on one device: to try a layout on fewer devices, not to train."""
+
+    def __post_init__(self) -> None:
+        at_most("comm", self, timeout_seconds=MOST_SECONDS)
+        at_least("comm", self, timeout_seconds=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugConfig:
+    """[debug]"""
+
+    seed: int = 0
+    """Seed of weights, data order and every other random choice."""
+    deterministic: bool = False
+    """Deterministic kernels only; an operation that has none raises."""
+    check_plans: bool = False
+    """Prove each plan free of deadlock under three models of the transport before it runs."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"debug.seed = {self.seed}; it must be at least 0 and below 2**63")
