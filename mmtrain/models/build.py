@@ -61,13 +61,11 @@ def materialise(chunk: nn.Module, device: torch.device | str, dtype: torch.dtype
     """
     done: dict[nn.Parameter, nn.Parameter] = {}
     for module in chunk.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                if param not in done:
-                    empty = torch.empty_like(param, device=device, dtype=dtype)
-                    done[param] = nn.Parameter(empty, requires_grad=param.requires_grad)
-                module._parameters[name] = done[param]
+        for name, param in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            if param not in done:
+                empty = torch.empty_like(param, device=device, dtype=dtype)
+                done[param] = nn.Parameter(empty, requires_grad=param.requires_grad)
+            setattr(module, name, done[param])
         if torch.device(device).type != "meta":
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
+            for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+                setattr(module, name, buffer.to(device))

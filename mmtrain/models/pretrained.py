@@ -217,10 +217,10 @@ def _belongs(module: nn.Module, name: str) -> bool:
     if name.endswith(_DERIVED):
         return False
     parts = name.split(".")
-    if len(parts) == 1 and module._parameters.get(name, module) is None:
+    if len(parts) == 1 and getattr(module, name, module) is None:
         return False  # a parameter of the whole itself, which another chunk holds
     for i, part in enumerate(parts[:-1]):
-        child = module._modules.get(part)
+        child = dict(module.named_children()).get(part)
         if child is None:
             # Other layers and parts of a larger model are absent on purpose; inside of a block nothing is.
             return any(p.isdigit() for p in parts[:i])

@@ -82,7 +82,7 @@ class AutoencoderKLWan(VaeAdapter):
         return pixels
 
     def init_own(self, module: nn.Module) -> None:
-        if (scale := module._parameters.get("gamma")) is not None:
+        if isinstance(scale := getattr(module, "gamma", None), nn.Parameter):
             nn.init.ones_(scale)
         super().init_own(module)
 

@@ -21,6 +21,7 @@ from mmtrain.config.memory_amount import show_gib
 from mmtrain.config.sections import MEMORY_STRATEGIES
 from mmtrain.errors import MMTrainError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.parallel.torch_private import dump_cuda_memory
 from mmtrain.planner.iteration import IterationPlan
 from mmtrain.planner.memory.limit import MemoryBudget
 from mmtrain.planner.plan_json import plan_to_json
@@ -212,7 +213,7 @@ def _counts(microbatch: MicrobatchMeta) -> dict[str, Any]:
 def _write_snapshot(folder: Path, device: torch.device) -> None:
     """What held memory: the allocator's blocks on CUDA, for torch's memory viewer; else the process and its tensors."""
     if device.type == "cuda":
-        torch.cuda.memory._dump_snapshot(str(folder / "memory_snapshot.pickle"))
+        dump_cuda_memory(str(folder / "memory_snapshot.pickle"))
         return
     status = Path("/proc/self/status")
     parts = [status.read_text() if status.exists() else "this system has no /proc/self/status\n"]

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.errors import ConfigError
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.offload import Offloaded, Offloader
-from mmtrain.parallel.torch_private import is_decomposed
+from mmtrain.parallel.torch_private import Operator, OperatorPacket, is_decomposed, tree_leaves
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory
 from mmtrain.spec.recomputation import STATIC, Recomputation
 
@@ -162,10 +161,10 @@ def _overloads(name: str) -> list[Any]:
     found: Any = getattr(torch.ops, namespace, None)
     for part in path:
         found = getattr(found, part, None)
-    if isinstance(found, torch._ops.OpOverloadPacket):
+    if isinstance(found, OperatorPacket):
         names = sorted(found.overloads(), key=lambda overload: overload != "default")
         return [getattr(found, overload) for overload in names]
-    return [found] if isinstance(found, torch._ops.OperatorBase) else []
+    return [found] if isinstance(found, Operator) else []
 
 
 def _policy(save: Collection[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

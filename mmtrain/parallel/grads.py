@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mmtrain.parallel.mesh import Mesh
+from mmtrain.parallel.torch_private import scale_
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -73,4 +74,4 @@ def clip(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> No
         return
     grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if grads:
-        torch._foreach_mul_(grads, min(1.0, max_norm / (norm + 1e-6)))
+        scale_(grads, min(1.0, max_norm / (norm + 1e-6)))

@@ -91,7 +91,7 @@ def _find(chunk: _Divisible, name: str, *, parameter: bool) -> nn.Module:
     """The module that an entry names. Args: parameter: it may name a parameter instead; then its owner."""
     owner, _, last = name.rpartition(".")
     try:
-        if parameter and last in chunk.get_submodule(owner)._parameters:
+        if parameter and isinstance(getattr(chunk.get_submodule(owner), last, None), nn.Parameter):
             return chunk.get_submodule(owner)
         return chunk.get_submodule(name)
     except AttributeError as error:

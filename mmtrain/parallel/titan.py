@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.testing._internal.distributed.fake_pg  # registers the backend of size-1 axes
+
+import mmtrain.parallel.torch_private  # noqa: F401  registers the backend of axes of size 1
 
 try:
     import torchtitan.tools.utils as _titan_utils

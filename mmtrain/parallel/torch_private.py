@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.testing._internal.distributed.fake_pg  # registers the backend of axes of size 1
+from torch._ops import OperatorBase as Operator
+from torch._ops import OpOverloadPacket as OperatorPacket
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -17,21 +20,27 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
     _PipelineScheduleRuntime,
 )
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "Operator",
+    "OperatorPacket",
     "PipelineStage",
     "TorchAction",
     "TorchKind",
     "TorchScheduleRuntime",
     "default_store",
+    "dump_cuda_memory",
     "fsdp_modules",
     "gathers_itself",
     "gradient_edge",
     "is_decomposed",
     "prepare_fsdp",
     "reduce_grads",
+    "scale_",
     "set_default_timeout",
     "settle_grads",
+    "tree_leaves",
     "wait_unsharded",
 ]
 
@@ -46,6 +55,16 @@ logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRI
 def default_store() -> dist.Store:
     """The store in which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
+
+
+def scale_(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiplies tensors in place, in few kernels."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def dump_cuda_memory(path: str) -> None:
+    """Writes the blocks of the CUDA allocator for torch's memory viewer."""
+    torch.cuda.memory._dump_snapshot(path)
 
 
 def set_default_timeout(timeout: timedelta) -> None:
