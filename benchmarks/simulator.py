@@ -25,7 +25,6 @@ from mmtrain.planner.batching import Batching
 from mmtrain.planner.costs.cost_model import equal_layers
 from mmtrain.planner.costs.operator_costs import OperatorCosts
 from mmtrain.planner.iteration import IterationPlanner
-from mmtrain.planner.operators.amount import Amount
 from mmtrain.planner.operators.execution import run
 from mmtrain.planner.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase
 from mmtrain.planner.operators.hardware import load_hardware
@@ -33,7 +32,7 @@ from mmtrain.planner.operators.latency import Latencies
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import Plan
-from mmtrain.spec.spec import WorkSize, documents_work, images_work
+from mmtrain.spec.spec import Rates, WorkSize, documents_work, images_work
 
 REPETITIONS = 5
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +46,7 @@ SEND = Leaf(
     Graph(
         operators=(
             Operator(
-                name="send", kind=OpKind.P2P, device=Device(DeviceKind.NETWORK), net_bytes=Amount(row=5120 * 2 / 8)
+                name="send", kind=OpKind.P2P, device=Device(DeviceKind.NETWORK), net_bytes=Rates(row=5120 * 2 / 8)
             ),
         )
     )

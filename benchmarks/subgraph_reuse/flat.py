@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from mmtrain.planner.operators.amount import Amount
 from mmtrain.planner.operators.graph import Device, Graph, Operator, TensorNode
 from mmtrain.planner.operators.latency import Floats, Latencies
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.spec import Rates, WorkSize
 from subgraph_reuse.nest import Leaf, Nest, Source
 
 
@@ -84,15 +83,15 @@ def _fixed(graph: Graph, size: WorkSize, rank: int) -> tuple[list[Operator], lis
         replace(
             op,
             device=Device(op.device.kind, op.device.rank + rank),
-            flops=Amount(fixed=op.flops(size)),
-            mem_bytes=Amount(fixed=op.mem_bytes(size)),
-            net_bytes=Amount(fixed=op.net_bytes(size)),
+            flops=Rates(fixed=op.flops(size)),
+            mem_bytes=Rates(fixed=op.mem_bytes(size)),
+            net_bytes=Rates(fixed=op.net_bytes(size)),
             shape=None,
         )
         for op in graph.operators
     ]
     tensors = [
-        replace(tensor, num_bytes=Amount(fixed=tensor.num_bytes(size)), rank=tensor.rank + rank)
+        replace(tensor, num_bytes=Rates(fixed=tensor.num_bytes(size)), rank=tensor.rank + rank)
         for tensor in graph.tensors
     ]
     return operators, tensors

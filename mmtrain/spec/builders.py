@@ -340,7 +340,7 @@ def _dit_output_bytes(shape: DitShape, e: int) -> Rates:
 
 def _whole_dit_output_bytes(shape: DitShape, e: int) -> Rates:
     """Of these, all but the latent tokens, whose rows tensor-parallel ranks divide."""
-    return replace(_dit_output_bytes(shape, e), row=0.0)
+    return _dit_output_bytes(shape, e)._replace(row=0.0)
 
 
 def _dit_embed(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:

@@ -5,10 +5,11 @@ functions of a `WorkSize`: linear in rows, in attended pairs and in output rows,
 transformers whose attention is block-diagonal over images or documents.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mmtrain.errors import DataError
 from mmtrain.spec.windows import window_pairs
@@ -53,10 +54,10 @@ TIME_ROWS = 7
 ZERO_WORK = WorkSize(rows=0, pairs=0, outputs=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """An amount for each of what a `WorkSize` counts."""
+class Rates(NamedTuple):
+    """A linear function of a work's size: a constant, and an amount for each of what a `WorkSize` counts."""
 
+    fixed: float = 0.0
     row: float = 0.0
     pair: float = 0.0
     output: float = 0.0
@@ -65,47 +66,29 @@ class Rates:
     text: float = 0.0
     clip: float = 0.0
 
-    def __call__(self, size: WorkSize) -> float:
+    def __call__(self, size: WorkSize = ZERO_WORK) -> float:
         pairs = self.pair * size.pairs + self.window_pair * size.window_pairs
-        total = self.row * size.rows + pairs + self.output * size.outputs
+        total = self.fixed + self.row * size.rows + pairs + self.output * size.outputs
         return total + self.cross_pair * size.cross_pairs + self.text * size.texts + self.clip * size.clips
 
-    def __add__(self, other: "Rates") -> "Rates":
-        return Rates(
-            row=self.row + other.row,
-            pair=self.pair + other.pair,
-            output=self.output + other.output,
-            window_pair=self.window_pair + other.window_pair,
-            cross_pair=self.cross_pair + other.cross_pair,
-            text=self.text + other.text,
-            clip=self.clip + other.clip,
-        )
+    def __add__(self, other: "Rates") -> "Rates":  # type: ignore[override]  # of each rate
+        return Rates(*map(operator.add, self, other))
 
     def __sub__(self, other: "Rates") -> "Rates":
         return self + other * -1.0
 
     def __or__(self, other: "Rates") -> "Rates":
         """The larger of each rate: of two sets of products, where for each rate one set holds the other's."""
-        return Rates(
-            row=max(self.row, other.row),
-            pair=max(self.pair, other.pair),
-            output=max(self.output, other.output),
-            window_pair=max(self.window_pair, other.window_pair),
-            cross_pair=max(self.cross_pair, other.cross_pair),
-            text=max(self.text, other.text),
-            clip=max(self.clip, other.clip),
-        )
+        return Rates(*map(max, self, other))
 
-    def __mul__(self, factor: float) -> "Rates":
-        return Rates(
-            row=self.row * factor,
-            pair=self.pair * factor,
-            output=self.output * factor,
-            window_pair=self.window_pair * factor,
-            cross_pair=self.cross_pair * factor,
-            text=self.text * factor,
-            clip=self.clip * factor,
-        )
+    def __mul__(self, factor: float) -> "Rates":  # type: ignore[override]
+        return Rates(*[rate * factor for rate in self])
+
+    def __rmul__(self, factor: float) -> "Rates":  # type: ignore[override]
+        return self * factor
+
+
+ZERO_RATES = Rates()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,18 +113,18 @@ class WholeBytes:
     """Of a layer's bytes, by the names of `LayerSpec`, those that every tensor-parallel rank has: what has all columns
     of all rows, as what a norm gives is gathered for the linear layers behind it."""
 
-    activation: Rates = Rates()
-    product: Rates = Rates()
-    linear: Rates = Rates()
-    output: Rates = Rates()
+    activation: Rates = ZERO_RATES
+    product: Rates = ZERO_RATES
+    linear: Rates = ZERO_RATES
+    output: Rates = ZERO_RATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
     """Of a layer's activation_bytes, what divided ranks do not keep, and what they keep instead."""
 
-    old: Rates = Rates()
-    new: Rates = Rates()
+    old: Rates = ZERO_RATES
+    new: Rates = ZERO_RATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,18 +170,18 @@ class LayerSpec:
     trainable: bool
     matmul_flops: Rates
     """Forward FLOPs of products with a weight; as many again for dX and for dW."""
-    attention_flops: Rates = Rates()
+    attention_flops: Rates = ZERO_RATES
     """Forward FLOPs of products of two activations (QK^T, PV); twice as many for their backward."""
-    activation_bytes: Rates = Rates()
+    activation_bytes: Rates = ZERO_RATES
     """Bytes kept from forward to backward."""
-    product_bytes: Rates = Rates()
+    product_bytes: Rates = ZERO_RATES
     """Of a block: bytes of the results of its products with a weight, each once."""
-    attention_bytes: Rates = Rates()
+    attention_bytes: Rates = ZERO_RATES
     """Of a block: bytes of the results of its attention (with the log-sum-exp)."""
-    linear_bytes: Rates = Rates()
+    linear_bytes: Rates = ZERO_RATES
     """Bytes that its linear layers hold between the halves of a split backward: what they read, each tensor once, and
     the gradients of what they give. Without any (a convolution), weight gradients are made in the first half."""
-    output_bytes: Rates = Rates()
+    output_bytes: Rates = ZERO_RATES
     """Bytes handed to the next layer."""
     output_width: int = 0
     """Columns of the activation handed to the next layer; 0: a scalar loss, which goes nowhere."""
@@ -211,7 +194,7 @@ class LayerSpec:
     """Of num_params, those that are a copy of an earlier layer's parameter (tied embeddings)."""
     num_fixed_params: int = 0
     """Of num_params, those that never train (sinusoidal positions)."""
-    inner_flops: Rates = Rates()
+    inner_flops: Rates = ZERO_RATES
     """Of matmul_flops, those of products that read another product of this layer: without weight_before_products
     their dX alone is needed whenever it trains."""
     passing_flops: Rates | None = None
@@ -223,7 +206,7 @@ class LayerSpec:
     """Where ranks divide the rows that attention sees; new: keys and values of all rows."""
     divided_logits: Replaced = Replaced()
     """Where tensor-parallel ranks divide the vocabulary."""
-    unread_bytes: Rates = Rates()
+    unread_bytes: Rates = ZERO_RATES
     """Of product_bytes, the result of the last product, which no backward reads, and of which each tensor-parallel
     rank has all rows."""
     adapters: AdapterSpec | None = None

@@ -7,10 +7,9 @@ from subgraph_reuse.nest import Call, Leaf, Nest, chain
 from subgraph_reuse.reuse import Reuse
 
 from mmtrain.errors import PlanError
-from mmtrain.planner.operators.amount import Amount
 from mmtrain.planner.operators.execution import run
 from mmtrain.planner.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.spec import Rates, WorkSize
 from tests.planner.operators.graphs import LATENCIES, SIZES, nests
 
 
@@ -44,18 +43,18 @@ def test_a_resumed_simulation_equals_a_new_one(nest: Nest, data: st.DataObject) 
 def leaf() -> Leaf:
     """Compute, send, compute: 1 ms each or so."""
     ops = (
-        Operator(name="a", kind=OpKind.ELEMENTWISE, inputs=(0,), outputs=(1,), mem_bytes=Amount(row=1e6)),
+        Operator(name="a", kind=OpKind.ELEMENTWISE, inputs=(0,), outputs=(1,), mem_bytes=Rates(row=1e6)),
         Operator(
             name="b",
             kind=OpKind.P2P,
             device=Device(DeviceKind.NETWORK),
             inputs=(1,),
             outputs=(2,),
-            net_bytes=Amount(row=1e5),
+            net_bytes=Rates(row=1e5),
         ),
-        Operator(name="c", kind=OpKind.ELEMENTWISE, outputs=(3,), mem_bytes=Amount(row=2e6)),
+        Operator(name="c", kind=OpKind.ELEMENTWISE, outputs=(3,), mem_bytes=Rates(row=2e6)),
     )
-    tensors = tuple(TensorNode(name=f"t{i}", num_bytes=Amount(fixed=8.0)) for i in range(4))
+    tensors = tuple(TensorNode(name=f"t{i}", num_bytes=Rates(fixed=8.0)) for i in range(4))
     return Leaf(Graph(operators=ops, tensors=tensors), (0,), (2,))
 
 

@@ -1,8 +1,8 @@
 """What is done with activations between modules: sums, joins, views and choices of rows. Pure."""
 
-from mmtrain.planner.operators.amount import NOTHING, Amount
 from mmtrain.planner.operators.graph import Phase
 from mmtrain.planner.operators.tape import Var
+from mmtrain.spec.spec import Rates
 
 
 def add(name: str, x: Var, branch: Var) -> Var:
@@ -48,14 +48,14 @@ def split(name: str, x: Var, parts: int) -> tuple[Var, ...]:
     return views
 
 
-def reshape(x: Var, *, rows: Amount, columns: float) -> Var:
+def reshape(x: Var, *, rows: Rates, columns: float) -> Var:
     """The same numbers as other rows."""
     tape = x.tape
     out = Var(tape, x.tensor, rows, columns, x.needs_grad)
     return tape.record(out, lambda grad: {x: grad})
 
 
-def select(name: str, x: Var, rows: Amount) -> Var:
+def select(name: str, x: Var, rows: Rates) -> Var:
     """Some rows of an activation, copied; the gradient of the others is zero."""
     tape = x.tape
     out = tape.var(name, rows=rows, columns=x.columns, needs_grad=x.needs_grad)
@@ -100,6 +100,6 @@ def replace_rows(x: Var, features: Var) -> Var:
 def bundle(*parts: Var) -> Var:
     """Activations of one width that leave a layer together, without a copy; each gets its part of the gradient."""
     first, tape = parts[0], parts[0].tape
-    rows = sum((x.rows for x in parts), NOTHING)
+    rows = sum((x.rows for x in parts), Rates())
     out = Var(tape, first.tensor, rows, first.columns, any(x.needs_grad for x in parts))
     return tape.record(out, lambda grad: dict.fromkeys(parts, grad))

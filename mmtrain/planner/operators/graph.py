@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from mmtrain.errors import PlanError
-from mmtrain.planner.operators.amount import NOTHING, Amount
+from mmtrain.spec.spec import ZERO_RATES, Rates
 
 
 class DeviceKind(StrEnum):
@@ -77,9 +77,9 @@ class Shape:
     queries, and k the width of a head.
     """
 
-    m: Amount
-    n: Amount
-    k: Amount
+    m: Rates
+    n: Rates
+    k: Rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class TensorNode:
     """A buffer."""
 
     name: str
-    num_bytes: Amount = NOTHING
+    num_bytes: Rates = ZERO_RATES
     rank: int = 0
     """In whose memory it is."""
     persistent: bool = False
@@ -107,11 +107,11 @@ class Operator:
     """Tensors that it reads."""
     outputs: tuple[int, ...] = ()
     """Tensors that it makes."""
-    flops: Amount = NOTHING
+    flops: Rates = ZERO_RATES
     """Of products alone, a multiply-add is 2; other arithmetic hides behind its memory accesses."""
-    mem_bytes: Amount = NOTHING
+    mem_bytes: Rates = ZERO_RATES
     """Read from and written to the device's memory."""
-    net_bytes: Amount = NOTHING
+    net_bytes: Rates = ZERO_RATES
     """Sent by each rank."""
     shape: Shape | None = None
     """Of a product; None: it runs at the full rate of its kind."""
@@ -253,9 +253,9 @@ def _check_operator(index: int, op: Operator, num_tensors: int) -> None:
     for tensor in (*op.inputs, *op.outputs):
         if not 0 <= tensor < num_tensors:
             raise PlanError(f"{where} names tensor {tensor}; the graph has 0..{num_tensors - 1}")
-    if op.device.kind.computes and op.net_bytes != NOTHING:
+    if op.device.kind.computes and op.net_bytes != Rates():
         raise PlanError(f"{where} sends bytes, but this device computes; put it on nvlink, network or pcie")
-    if not op.device.kind.computes and (op.flops != NOTHING or op.mem_bytes != NOTHING):
+    if not op.device.kind.computes and (op.flops != Rates() or op.mem_bytes != Rates()):
         raise PlanError(f"{where} computes, but this device only moves bytes; put it on gpu or cpu")
     if op.launches < 0:
         raise PlanError(f"{where} has launches = {op.launches}; it must be at least 0")

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.planner.operators.amount import Coefficients, coefficients, values
+from mmtrain.planner.operators.coefficients import Coefficients, coefficients, values
 from mmtrain.planner.operators.graph import DeviceKind, Graph, Operator, OpKind
 from mmtrain.planner.operators.hardware import Hardware, Link, Tiles
 from mmtrain.spec.spec import ZERO_WORK, WorkSize

@@ -18,7 +18,6 @@ the text encoder.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mmtrain.planner.operators.amount import Amount
 from mmtrain.planner.operators.cluster import sent_bytes
 from mmtrain.planner.operators.exchanges import (
     RowSums,
@@ -50,7 +49,7 @@ from mmtrain.spec.linears import Linear as NamedLinear
 from mmtrain.spec.linears import block_linears
 from mmtrain.spec.modules import Projection, Shape
 from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape
-from mmtrain.spec.spec import TIME_ROWS, Division, LayerSpec
+from mmtrain.spec.spec import TIME_ROWS, Division, LayerSpec, Rates
 from mmtrain.spec.vae_shapes import VaeShape
 
 
@@ -103,9 +102,9 @@ class _Builder:
         self.adapted: Mapping[str, NamedLinear] = {x.name: x for x in describer.adapted} if layer.adapters else {}
         division = describer.division
         self.tp, self.link = division.tp, division.tp_link
-        self.rows = Amount(row=1 / division.groups)
+        self.rows = Rates(row=1 / division.groups)
         """All rows of a group; a rank holds 1 / tp of them between layers."""
-        self.outputs = Amount(output=1 / division.groups)
+        self.outputs = Rates(output=1 / division.groups)
 
     def _columns(self, name: str, x: Var, inputs: float, outputs: float, *, bias: bool) -> Var:
         """A linear layer whose outputs the tp ranks divide, with its adapter."""
@@ -210,7 +209,7 @@ class _Layer(_Builder):
             query, key = (Elementwise(f"rotary.{i}", 24.0, 26.0, 7, 9)(v) for i, v in enumerate((query, key)))
         per_pair = 1 / self.of.division.groups
         windowed = bool(self.layer.attention_flops.window_pair)
-        pairs = Amount(window_pair=per_pair) if windowed else Amount(pair=per_pair)
+        pairs = Rates(window_pair=per_pair) if windowed else Rates(pair=per_pair)
         out = Attention("attention", pairs, head)(query, *self._seen(key, value))
         out = Elementwise("attention.join", 2.0, 2.0)(out)  # results of single images or documents
         return self._rows(self._names(1)[0], out, C, D, bias=out_bias)
@@ -273,7 +272,7 @@ class _Layer(_Builder):
         x = sum_shard("embed.sum", self.tp, self.link)(x)
         if self.of.projection is None:
             return x
-        features = self.tape.input("features", rows=Amount(), columns=shape.width, needs_grad=self.input_grad)
+        features = self.tape.input("features", rows=Rates(), columns=shape.width, needs_grad=self.input_grad)
         return replace_rows(x, features)
 
     def _head(self, shape: LanguageShape) -> Var:
@@ -303,7 +302,7 @@ class _DitLayer(_Builder):
     ) -> None:
         super().__init__(describer, tape, layer, input_grad)
         self.shape = shape
-        self.texts, self.clips = (Amount(**{name: 1 / describer.division.groups}) for name in ("text", "clip"))
+        self.texts, self.clips = (Rates(**{name: 1 / describer.division.groups}) for name in ("text", "clip"))
         self.narrow = tape.dtype_bytes < 4
         """Whether norms and gates go through float32 and back."""
 
@@ -312,7 +311,7 @@ class _DitLayer(_Builder):
             return self._block()
         return self._embed() if self.layer.name == "embed" else self._head()
 
-    def _input(self, name: str, rows: Amount) -> Var:
+    def _input(self, name: str, rows: Rates) -> Var:
         return self.tape.input(name, rows=rows, columns=self.shape.width, needs_grad=self.input_grad)
 
     def _embed(self) -> Var:
@@ -353,7 +352,7 @@ class _DitLayer(_Builder):
         query, key, value = (self._columns(f"attn1.to_{n}", parts, D, D, bias=True) for n in "qkv")
         query, key = (self._head_norm(f"attn1.norm_{n}", v) for n, v in (("q", query), ("k", key)))
         query, key = (self._rotary(f"attn1.rotary_{n}", v) for n, v in (("q", query), ("k", key)))
-        out = self._attend("attn1", Amount(pair=per_pair), query, self._seen(key, value))
+        out = self._attend("attn1", Rates(pair=per_pair), query, self._seen(key, value))
         x = self._gated("attn1.gated", x, out, moved)
 
         parts = self._gathered("attn2", self._cross_norm(x))
@@ -361,7 +360,7 @@ class _DitLayer(_Builder):
         shared = self._for_parts("attn2.texts", text)
         key, value = (self._columns(f"attn2.to_{n}", shared, D, D, bias=True) for n in "kv")
         keys = (self._head_norm("attn2.norm_k", key), value)
-        x = add("attn2.residual", x, self._attend("attn2", Amount(cross_pair=per_pair), query, keys))
+        x = add("attn2.residual", x, self._attend("attn2", Rates(cross_pair=per_pair), query, keys))
 
         parts = self._gathered("ffn", self._modulated("norm3", x, moved))
         inner = activation("ffn.activation", "gelu_pytorch_tanh")(self._columns("ffn.0", parts, D, I, bias=True))
@@ -412,7 +411,7 @@ class _DitLayer(_Builder):
         cost = (15.0, 24.0, 8, 14) if self.narrow else (9.0, 14.0, 8, 14)
         return Elementwise(name, *cost)(x)
 
-    def _attend(self, name: str, pairs: Amount, query: Var, keys: tuple[Var, ...]) -> Var:
+    def _attend(self, name: str, pairs: Rates, query: Var, keys: tuple[Var, ...]) -> Var:
         D = self.shape.width
         out = Attention(name, pairs, D / self.shape.num_heads)(query, *keys)
         return self._rows(f"{name}.to_out", out, D, D, bias=True)

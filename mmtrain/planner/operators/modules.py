@@ -8,10 +8,10 @@ Reads and writes count each operand of each kernel once, as eager PyTorch runs t
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mmtrain.planner.operators.amount import NOTHING, Amount
 from mmtrain.planner.operators.functions import add
 from mmtrain.planner.operators.graph import OpKind, Phase, Shape
 from mmtrain.planner.operators.tape import Var
+from mmtrain.spec.spec import Rates
 
 Module = Callable[[Var], Var]
 """Anything that takes an activation to another."""
@@ -44,12 +44,12 @@ class Linear:
 
     def __call__(self, x: Var) -> Var:
         tape, e, rows = x.tape, x.tape.dtype_bytes, x.rows
-        I, O = Amount(fixed=self.inputs), Amount(fixed=self.outputs)
+        I, O = Rates(fixed=self.inputs), Rates(fixed=self.outputs)
         weight = tape.parameter(f"{self.name}.weight", self.inputs * self.outputs, trainable=self.trainable)
         bias = tape.parameter(f"{self.name}.bias", self.outputs, trainable=self.trainable) if self.bias else None
         out = tape.var(self.name, rows=rows, columns=self.outputs, needs_grad=x.needs_grad or self.trainable)
         flops = rows * (2 * self.inputs * self.outputs)
-        num_bytes = rows * ((self.inputs + self.outputs) * e) + Amount(fixed=self.inputs * self.outputs * e)
+        num_bytes = rows * ((self.inputs + self.outputs) * e) + Rates(fixed=self.inputs * self.outputs * e)
         tape.product(
             self.name,
             rows,
@@ -78,7 +78,7 @@ class Linear:
                     outputs=(found[x],),
                 )
             if self.trainable:
-                made = tape.tensor(f"{self.name}.dw", Amount(fixed=weight.count * e))
+                made = tape.tensor(f"{self.name}.dw", Rates(fixed=weight.count * e))
                 tape.product(
                     f"{self.name}.dw",
                     O,
@@ -92,7 +92,7 @@ class Linear:
                 )
                 tape.accumulate(self.name, weight, made, Phase.BACKWARD_WEIGHT)
             if bias is not None and self.trainable:
-                summed = tape.tensor(f"{self.name}.db", Amount(fixed=bias.count * e))
+                summed = tape.tensor(f"{self.name}.db", Rates(fixed=bias.count * e))
                 tape.stream(
                     f"{self.name}.db",
                     num_bytes=rows * (self.outputs * e),
@@ -127,11 +127,11 @@ class Convolution:
         weight = tape.parameter(f"{self.name}.weight", count, trainable=self.trainable)
         out = tape.var(self.name, rows=rows, columns=self.outputs, needs_grad=x.needs_grad or self.trainable)
         flops = rows * (2 * reach * self.outputs)
-        num_bytes = x.num_bytes + out.num_bytes + Amount(fixed=count * e)
-        K, O = Amount(fixed=reach), Amount(fixed=self.outputs)
+        num_bytes = x.num_bytes + out.num_bytes + Rates(fixed=count * e)
+        K, O = Rates(fixed=reach), Rates(fixed=self.outputs)
 
         def product(
-            name: str, m: Amount, n: Amount, k: Amount, phase: Phase, inputs: tuple[int, ...], output: int
+            name: str, m: Rates, n: Rates, k: Rates, phase: Phase, inputs: tuple[int, ...], output: int
         ) -> None:
             tape.product(
                 name,
@@ -154,7 +154,7 @@ class Convolution:
                 found[x] = tape.tensor(f"{self.name}.dx", x.num_bytes)
                 product(f"{self.name}.dx", rows, K, O, Phase.BACKWARD_INPUT, (grad, weight.tensor), found[x])
             if self.trainable:
-                made = tape.tensor(f"{self.name}.dw", Amount(fixed=count * e))
+                made = tape.tensor(f"{self.name}.dw", Rates(fixed=count * e))
                 product(f"{self.name}.dw", O, K, rows, Phase.BACKWARD_INPUT, (grad, x.tensor), made)
                 tape.accumulate(self.name, weight, made, Phase.BACKWARD_INPUT)
             return found
@@ -295,7 +295,7 @@ class AddRow:
 
         def gradients(grad: int) -> dict[Var, int]:
             if self.trainable:
-                summed = tape.tensor(f"{self.name}.dw", Amount(fixed=self.count * tape.dtype_bytes))
+                summed = tape.tensor(f"{self.name}.dw", Rates(fixed=self.count * tape.dtype_bytes))
                 tape.stream(
                     f"{self.name}.dw",
                     phase=Phase.BACKWARD_INPUT,
@@ -325,7 +325,7 @@ class Attention:
     """softmax(Q K^T) V of the pairs that are attended, by a kernel that never writes the scores."""
 
     name: str
-    pairs: Amount
+    pairs: Rates
     """(query, key) pairs of this rank's queries, of one head."""
     head_dim: float
 
@@ -335,8 +335,8 @@ class Attention:
         needs = any(x.needs_grad for x in operands)
         out = tape.var(self.name, rows=query.rows, columns=query.columns, needs_grad=needs)
         flops = self.pairs * (4 * query.columns)
-        read = sum((x.num_bytes for x in operands), NOTHING)
-        shape = Shape(m=query.rows, n=self.pairs, k=Amount(fixed=self.head_dim))
+        read = sum((x.num_bytes for x in operands), Rates())
+        shape = Shape(m=query.rows, n=self.pairs, k=Rates(fixed=self.head_dim))
         tensors = tuple(x.tensor for x in operands)
         tape.op(
             self.name,
@@ -388,12 +388,12 @@ class Embedding:
         )
 
         def gradients(grad: int) -> dict[Var, int]:
-            made = tape.tensor(f"{self.name}.dw", Amount(fixed=table.count * e))
+            made = tape.tensor(f"{self.name}.dw", Rates(fixed=table.count * e))
             tape.stream(
                 f"{self.name}.backward",
                 kind=OpKind.EMBEDDING,
                 phase=Phase.BACKWARD_INPUT,
-                num_bytes=Amount(fixed=table.count * e) + 2 * out.num_bytes,
+                num_bytes=Rates(fixed=table.count * e) + 2 * out.num_bytes,
                 inputs=(grad, ids.tensor),
                 outputs=(made,),
                 launches=2,
@@ -416,7 +416,7 @@ class CrossEntropy:
         number = logits.rows * self.words
         # To float32; the largest; exponentials and their sum; log-probabilities.
         kept = tape.tensor(f"{self.name}.log_probabilities", number * 4)
-        out = tape.var(self.name, rows=NOTHING, columns=0, needs_grad=logits.needs_grad)
+        out = tape.var(self.name, rows=Rates(), columns=0, needs_grad=logits.needs_grad)
         tape.stream(
             self.name,
             kind=OpKind.CROSS_ENTROPY,
@@ -452,7 +452,7 @@ class SquaredError:
         tape, e = x.tape, x.tape.dtype_bytes
         number = x.rows * x.columns
         kept = tape.tensor(f"{self.name}.difference", number * 4)
-        out = tape.var(self.name, rows=NOTHING, columns=0, needs_grad=x.needs_grad)
+        out = tape.var(self.name, rows=Rates(), columns=0, needs_grad=x.needs_grad)
         # To float32; minus the targets; squares; their sum.
         tape.stream(
             self.name,

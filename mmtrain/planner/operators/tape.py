@@ -1,7 +1,7 @@
 """Describes a model in a PyTorch-like way: calls add forward operators, `backward` adds theirs by rule. Pure.
 
     tape = Tape(dtype_bytes=2)
-    x = tape.input("x", rows=Amount(row=1.0), columns=512, needs_grad=True)
+    x = tape.input("x", rows=Rates(row=1.0), columns=512, needs_grad=True)
     y = Sequential(Norm("norm", 512), Linear("fc", 512, 2048))(x)
     tape.backward(y)
     graph = tape.graph()
@@ -15,8 +15,8 @@ Source: PipeWeaver's SEMU, section 4.1 (gradient and weight backward of a linear
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mmtrain.planner.operators.amount import NOTHING, Amount
 from mmtrain.planner.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, Shape, TensorNode
+from mmtrain.spec.spec import ZERO_RATES, Rates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,12 +25,12 @@ class Var:
 
     tape: "Tape"
     tensor: int
-    rows: Amount
+    rows: Rates
     columns: float
     needs_grad: bool
 
     @property
-    def num_bytes(self) -> Amount:
+    def num_bytes(self) -> Rates:
         """What it holds."""
         return self.rows * (self.columns * self.tape.dtype_bytes)
 
@@ -64,23 +64,23 @@ class Tape:
 
     # --------------------------------------------------------------------------------- what there is
 
-    def tensor(self, name: str, num_bytes: Amount = NOTHING, *, persistent: bool = False) -> int:
+    def tensor(self, name: str, num_bytes: Rates = ZERO_RATES, *, persistent: bool = False) -> int:
         """A new buffer."""
         self._tensors.append(TensorNode(name=name, num_bytes=num_bytes, persistent=persistent))
         return len(self._tensors) - 1
 
-    def input(self, name: str, *, rows: Amount, columns: float, needs_grad: bool = False) -> Var:
+    def input(self, name: str, *, rows: Rates, columns: float, needs_grad: bool = False) -> Var:
         """An activation that is there from the start. Args: needs_grad: whether a gradient has to reach it."""
         return self.var(name, rows=rows, columns=columns, needs_grad=needs_grad)
 
-    def var(self, name: str, *, rows: Amount, columns: float, needs_grad: bool) -> Var:
+    def var(self, name: str, *, rows: Rates, columns: float, needs_grad: bool) -> Var:
         """An activation in a new buffer."""
         tensor = self.tensor(name, rows * (columns * self.dtype_bytes))
         return Var(self, tensor, rows, columns, needs_grad)
 
     def parameter(self, name: str, count: float, *, trainable: bool = True) -> Parameter:
         """A weight of `count` numbers on this rank."""
-        tensor = self.tensor(name, Amount(fixed=count * self.dtype_bytes), persistent=True)
+        tensor = self.tensor(name, Rates(fixed=count * self.dtype_bytes), persistent=True)
         made = Parameter(tensor, count, trainable)
         self.parameters.append(made)
         return made
@@ -96,9 +96,9 @@ class Tape:
         device: DeviceKind | None = None,
         inputs: tuple[int, ...] = (),
         outputs: tuple[int, ...] = (),
-        flops: Amount = NOTHING,
-        mem_bytes: Amount = NOTHING,
-        net_bytes: Amount = NOTHING,
+        flops: Rates = ZERO_RATES,
+        mem_bytes: Rates = ZERO_RATES,
+        net_bytes: Rates = ZERO_RATES,
         shape: Shape | None = None,
         launches: int = 1,
     ) -> None:
@@ -124,7 +124,7 @@ class Tape:
         self,
         name: str,
         *,
-        num_bytes: Amount,
+        num_bytes: Rates,
         phase: Phase = Phase.FORWARD,
         kind: OpKind = OpKind.ELEMENTWISE,
         inputs: tuple[int, ...] = (),
@@ -137,12 +137,12 @@ class Tape:
     def product(
         self,
         name: str,
-        m: Amount,
-        n: Amount,
-        k: Amount,
+        m: Rates,
+        n: Rates,
+        k: Rates,
         *,
-        flops: Amount,
-        num_bytes: Amount,
+        flops: Rates,
+        num_bytes: Rates,
         phase: Phase,
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
@@ -162,7 +162,7 @@ class Tape:
 
     def accumulate(self, name: str, parameter: Parameter, gradient: int, phase: Phase) -> None:
         """Adds a weight's gradient to the sum over the microbatches: two reads and a write."""
-        num_bytes = Amount(fixed=3 * parameter.count * self.dtype_bytes)
+        num_bytes = Rates(fixed=3 * parameter.count * self.dtype_bytes)
         self.stream(f"{name}.accumulate", num_bytes=num_bytes, phase=phase, inputs=(gradient,))
 
     def record(self, result: Var, gradients: Gradients) -> Var:

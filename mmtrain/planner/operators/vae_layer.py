@@ -4,7 +4,6 @@ Not here: what convolutions on the way around a residual block could do beside i
 frame: all clips of a work count as one call.
 """
 
-from mmtrain.planner.operators.amount import Amount
 from mmtrain.planner.operators.functions import reshape, split
 from mmtrain.planner.operators.graph import OpKind, Phase
 from mmtrain.planner.operators.modules import Attention, Elementwise, Norm
@@ -33,7 +32,7 @@ def encode(tape: Tape, shape: VaeShape) -> None:
 
 def _attended(qkv: Var, shape: VaeShape) -> Var:
     """Attention of the places of each latent frame, with one head."""
-    return Attention("mid_block.attention", Amount(pair=1.0), shape.attention_width)(*split("mid_block.qkv", qkv, 3))
+    return Attention("mid_block.attention", Rates(pair=1.0), shape.attention_width)(*split("mid_block.qkv", qkv, 3))
 
 
 def _convolved(x: Var, convolution: EncoderConvolution) -> Var:
@@ -46,10 +45,10 @@ def _convolved(x: Var, convolution: EncoderConvolution) -> Var:
     tape.product(
         convolution.name,
         rows,
-        Amount(fixed=convolution.outputs),
-        Amount(fixed=convolution.inputs * convolution.taps),
+        Rates(fixed=convolution.outputs),
+        Rates(fixed=convolution.inputs * convolution.taps),
         flops=_amount(convolution.flops),
-        num_bytes=x.num_bytes + out.num_bytes + Amount(fixed=convolution.num_params * e),
+        num_bytes=x.num_bytes + out.num_bytes + Rates(fixed=convolution.num_params * e),
         phase=Phase.FORWARD,
         inputs=(x.tensor, weight.tensor),
         outputs=(out.tensor,),
@@ -58,5 +57,5 @@ def _convolved(x: Var, convolution: EncoderConvolution) -> Var:
     return out
 
 
-def _amount(rates: Rates) -> Amount:
-    return Amount(row=rates.row, output=rates.output)
+def _amount(rates: Rates) -> Rates:
+    return Rates(row=rates.row, output=rates.output)

@@ -3,11 +3,10 @@
 from hypothesis import strategies as st
 from subgraph_reuse.nest import Call, Leaf, Nest
 
-from mmtrain.planner.operators.amount import Amount
 from mmtrain.planner.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
 from mmtrain.planner.operators.hardware import load_hardware
 from mmtrain.planner.operators.latency import Latencies
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.spec import Rates, WorkSize
 
 LATENCIES = Latencies(load_hardware("h800"))
 SIZES = (WorkSize(rows=100, pairs=5000, outputs=10), WorkSize(rows=3000, pairs=1, outputs=7))
@@ -20,7 +19,7 @@ def graphs(draw: st.DrawFn, num_inputs: int = 0, max_operators: int = 8, ranks: 
     operators = []
     for index in range(draw(st.integers(1, max_operators))):
         device, kind = draw(st.sampled_from(KINDS))
-        amount = Amount(fixed=draw(st.integers(0, 10**7)), row=draw(st.integers(0, 10**6)))
+        amount = Rates(fixed=draw(st.integers(0, 10**7)), row=draw(st.integers(0, 10**6)))
         made = num_inputs + index
         operators.append(
             Operator(
@@ -29,12 +28,12 @@ def graphs(draw: st.DrawFn, num_inputs: int = 0, max_operators: int = 8, ranks: 
                 device=Device(device, draw(st.integers(0, ranks - 1))),
                 inputs=tuple(sorted(draw(st.sets(st.integers(0, made - 1), max_size=3)))) if made else (),
                 outputs=(made,),
-                mem_bytes=amount if device.computes else Amount(),
-                net_bytes=Amount() if device.computes else amount,
+                mem_bytes=amount if device.computes else Rates(),
+                net_bytes=Rates() if device.computes else amount,
             )
         )
     tensors = [
-        TensorNode(name=f"t{i}", num_bytes=Amount(fixed=draw(st.integers(0, 100))))
+        TensorNode(name=f"t{i}", num_bytes=Rates(fixed=draw(st.integers(0, 100))))
         for i in range(num_inputs + len(operators))
     ]
     return Graph(operators=tuple(operators), tensors=tuple(tensors))

@@ -1,12 +1,11 @@
 import pytest
 from hypothesis import given, settings
 
-from mmtrain.planner.operators.amount import Amount
 from mmtrain.planner.operators.execution import simulate
 from mmtrain.planner.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
 from mmtrain.planner.operators.hardware import load_hardware
 from mmtrain.planner.operators.latency import TICK_S, Latencies
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.spec import Rates, WorkSize
 from tests.planner.operators.graphs import LATENCIES, SIZES, graphs
 
 GPU, LINK = Device(DeviceKind.GPU), Device(DeviceKind.NVLINK)
@@ -19,7 +18,7 @@ def timed(*ops: tuple[str, Device, float, tuple[int, ...], tuple[int, ...]], siz
             Operator(name=f"{name}:{seconds}", kind=OpKind.ELEMENTWISE, device=device, inputs=i, outputs=o)
             for name, device, seconds, i, o in ops
         ),
-        tensors=tuple(TensorNode(name=f"t{i}", num_bytes=Amount(fixed=n)) for i, n in enumerate(sizes)),
+        tensors=tuple(TensorNode(name=f"t{i}", num_bytes=Rates(fixed=n)) for i, n in enumerate(sizes)),
     )
 
 
@@ -58,7 +57,7 @@ def test_tensors_live_from_their_maker_to_their_last_reader() -> None:
 def test_persistent_tensors_stay() -> None:
     graph = Graph(
         operators=(Operator(name="a:1.0", kind=OpKind.NORM, inputs=(0,)),),
-        tensors=(TensorNode(name="w", num_bytes=Amount(fixed=5.0), persistent=True),),
+        tensors=(TensorNode(name="w", num_bytes=Rates(fixed=5.0), persistent=True),),
     )
     assert simulate(graph, BY_NAME).memory() == ((0.0, 5.0),)
 
@@ -79,6 +78,6 @@ def test_no_operator_waits_longer_than_it_must(graph: Graph) -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 10**6])
 def test_seconds_are_whole_ticks(rows: int) -> None:
-    graph = Graph(operators=(Operator(name="a", kind=OpKind.NORM, mem_bytes=Amount(row=1.3)),))
+    graph = Graph(operators=(Operator(name="a", kind=OpKind.NORM, mem_bytes=Rates(row=1.3)),))
     seconds = LATENCIES(graph, WorkSize(rows=rows, pairs=0, outputs=0))[0]
     assert (seconds / TICK_S).is_integer()

@@ -3,9 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmtrain.errors import PlanError
-from mmtrain.planner.operators.amount import Amount
 from mmtrain.planner.operators.execution import simulate
 from mmtrain.planner.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, TensorNode, unfold
+from mmtrain.spec.spec import Rates
 from tests.planner.operators.graphs import LATENCIES, SIZES, graphs
 
 NVLINK = Device(DeviceKind.NVLINK)
@@ -39,9 +39,9 @@ def test_an_edge_to_an_earlier_operator_changes_the_order() -> None:
             lambda: Graph(operators=(op("a", (), (0,)), op("b", (), (0,))), tensors=tensors(1)),
             "made by a and again by b",
         ),
-        (lambda: Graph(operators=(op("a", net_bytes=Amount(row=1.0)),)), "sends bytes, but this device computes"),
-        (lambda: Graph(operators=(op("a", device=NVLINK, flops=Amount(fixed=1.0)),)), "only moves bytes"),
-        (lambda: Graph(operators=(op("a", device=NVLINK, mem_bytes=Amount(fixed=1.0)),)), "only moves bytes"),
+        (lambda: Graph(operators=(op("a", net_bytes=Rates(row=1.0)),)), "sends bytes, but this device computes"),
+        (lambda: Graph(operators=(op("a", device=NVLINK, flops=Rates(fixed=1.0)),)), "only moves bytes"),
+        (lambda: Graph(operators=(op("a", device=NVLINK, mem_bytes=Rates(fixed=1.0)),)), "only moves bytes"),
         (lambda: Graph(operators=(op("a"),), edges=frozenset({(0, 1)})), "edge 0 -> 1"),
         (lambda: Graph(operators=(op("a"), op("b")), edges=frozenset({(1, 0)})), "a on gpu 0.* waits forever for b"),
         (lambda: Graph(operators=(op("a", launches=-1),)), "launches = -1"),

@@ -2,14 +2,13 @@
 
 import pytest
 
-from mmtrain.planner.operators.amount import Amount
 from mmtrain.planner.operators.exchanges import gather_for_parts, sum_shard, sum_whole, use_for_parts
 from mmtrain.planner.operators.execution import simulate
 from mmtrain.planner.operators.functions import concat, split
 from mmtrain.planner.operators.graph import DeviceKind, Graph, OpKind, Phase
 from mmtrain.planner.operators.modules import Attention, Linear, Norm, Residual, Sequential, activation
 from mmtrain.planner.operators.tape import Tape, Var
-from mmtrain.spec.spec import WorkSize
+from mmtrain.spec.spec import Rates, WorkSize
 from tests.planner.operators.graphs import LATENCIES
 
 SIZE = WorkSize(rows=1000, pairs=50_000, outputs=0)
@@ -18,7 +17,7 @@ NVLINK = DeviceKind.NVLINK
 
 def tape(columns: float = 64, *, needs_grad: bool = True) -> tuple[Tape, Var]:
     made = Tape(dtype_bytes=2)
-    return made, made.input("x", rows=Amount(row=1.0), columns=columns, needs_grad=needs_grad)
+    return made, made.input("x", rows=Rates(row=1.0), columns=columns, needs_grad=needs_grad)
 
 
 def names(graph: Graph, phase: Phase) -> list[str]:
@@ -76,7 +75,7 @@ def test_activations_are_held_until_their_backward() -> None:
 def test_attention_counts_the_pairs() -> None:
     made, x = tape(3 * 64)
     query, key, value = split("qkv", x, 3)
-    made.backward(Attention("attention", Amount(pair=1.0), 16)(query, key, value))
+    made.backward(Attention("attention", Rates(pair=1.0), 16)(query, key, value))
     graph = made.graph()
     assert flops(graph, Phase.FORWARD) == 4 * 64 * 50_000
     assert flops(graph, Phase.BACKWARD_INPUT) == 8 * 64 * 50_000
@@ -86,7 +85,7 @@ def test_attention_counts_the_pairs() -> None:
 def test_keys_may_come_as_one() -> None:
     made, x = tape()
     query, key, value = (Linear(name, 64, 64, trainable=False)(x) for name in "qkv")
-    made.backward(Attention("attention", Amount(pair=1.0), 16)(query, concat("kv", key, value)))
+    made.backward(Attention("attention", Rates(pair=1.0), 16)(query, concat("kv", key, value)))
     assert names(made.graph(), Phase.BACKWARD_INPUT)[:1] == ["attention.backward"]
     assert names(made.graph(), Phase.BACKWARD_INPUT).count("grad.sum") == 2
 
