@@ -68,23 +68,38 @@ def make_problem(
     if limits is None and planner_config.activation_memory_gib:
         limits = [planner_config.activation_memory_gib * _GIB] * partition.num_ranks
     limited = limits is not None and any(limit is not None for limit in limits)
-    prices = _Prices(
-        spec=spec,
-        chains={name: partition.of_module(name) for name in batching.modules},
-        costs=costs,
-        memory=memory if limited else memory.fixed,
-        submesh=submesh,
-        splits_backward=splits_backward,
-        forward_only=forward_only,
-    )
+
+    def attempt(memory: MemoryChoices) -> tuple[PlanningProblem, Sequence[BlockMemory]]:
+        prices = _Prices(
+            spec=spec,
+            chains={name: partition.of_module(name) for name in batching.modules},
+            costs=costs,
+            memory=memory if limited else memory.fixed,
+            submesh=submesh,
+            splits_backward=splits_backward,
+            forward_only=forward_only,
+        )
+        return _problem(prices, partition, batching, limits), prices.strategies
+
+    problem, strategies = attempt(memory)
+    fewer = tuple(how for how in strategies if how is not BlockMemory.OFFLOAD)
+    if 0 < len(fewer) < len(strategies) and not _fits(problem):
+        problem, _ = attempt(replace(memory, strategies=fewer))
+    _check_restored(problem)
+    return problem
+
+
+def _problem(
+    prices: "_Prices", partition: Partition, batching: Batching, limits: Sequence[float | None] | None
+) -> PlanningProblem:
     prices_of: list[list[_StagePrice]] = []
     for number, item in enumerate(batching.items):
-        grad = not forward_only and any(prices_of[other][-1].grad for other in item.work.after)
+        grad = not prices.forward_only and any(prices_of[other][-1].grad for other in item.work.after)
         module = batching.module_of(number)
-        unevenness = batching.kinds[module].unevenness(submesh, item.units)
+        unevenness = batching.kinds[module].unevenness(prices.submesh, item.units)
         prices_of.append(prices.chain(module, item.size, grad, unevenness))
     try:
-        problem = PlanningProblem.build(
+        return PlanningProblem.build(
             num_ranks=partition.num_ranks,
             modules=partition.modules,
             stage_rank=partition.stage_rank,
@@ -92,7 +107,7 @@ def make_problem(
             costs=list(prices.table),
             cost_index=[[price.options for price in chain] for chain in prices_of],
             output_bytes=[[price.output_bytes for price in chain] for chain in prices_of],
-            p2p=costs.p2p,
+            p2p=prices.costs.p2p,
             memory_limit_bytes=limits,
         )
     except PlanError as error:  # a number outside of `mmtrain.schedule.limits`
@@ -100,20 +115,10 @@ def make_problem(
             f"this job cannot be planned: {error}; times follow from planner.flops_per_s, hardware or profile, sizes "
             "from training.global_batch_size, seq_len and the models"
         ) from error
-    fewer = tuple(how for how in prices.strategies if how is not BlockMemory.OFFLOAD)
-    if 0 < len(fewer) < len(prices.strategies) and not _fits(problem):
-        return make_problem(
-            spec,
-            partition,
-            batching,
-            costs,
-            planner_config,
-            memory=replace(memory, strategies=fewer),
-            limits=limits,
-            submesh=submesh,
-            splits_backward=splits_backward,
-            forward_only=forward_only,
-        )
+
+
+def _check_restored(problem: PlanningProblem) -> None:
+    """Refuses ranks without room for what the backward of one block brings back."""
     for rank, limit in enumerate(problem.memory_limit_bytes):
         if limit is not None and problem.held_limit_bytes[rank] == 0.0:
             most = max(
@@ -128,7 +133,6 @@ def make_problem(
                 "planner.memory_limit (or activation_memory_gib), or lower training.seq_len or "
                 "model.encoder.sub_microbatch_size"
             )
-    return problem
 
 
 def _fits(problem: PlanningProblem) -> bool:
@@ -236,10 +240,11 @@ class _Prices:
         self._spec = spec
         self._stages = chains
         self.table = {}
-        self._costs = costs
+        self.costs = costs
+        self.submesh = submesh
         self._memory = memory
         self._division = {module.name: division_of(submesh, module) for module in spec.modules}
-        self._forward_only = forward_only
+        self.forward_only = forward_only
         halves = (Kind.I, Kind.W) if splits_backward else (Kind.B,)
         self._forward_s = costs.action_s(Kind.F)
         self._backward_s = tuple(costs.action_s(kind) for kind in halves)
@@ -294,7 +299,7 @@ class _Prices:
         forward, backward, weight = price.forward_s, price.backward_input_s, price.backward_weight_s
         kept = max(price.kept_bytes, price.passing_bytes)
         if price.host_bytes:
-            host = self._costs.host_copy
+            host = self.costs.host_copy
             forward, backward = (host.with_compute_s(s, price.host_bytes) for s in (forward, backward))
             kept += held_input
         if grad:
@@ -327,7 +332,7 @@ class _Prices:
                 for kind in shape.blocks
             )
             places = tuple(tuple(kind.places) for kind in shape.blocks)
-            self._offers[key] = offer(kinds, rest.of_block, self._costs.host_copy, strategies, places, shape.num_blocks)
+            self._offers[key] = offer(kinds, rest.of_block, self.costs.host_copy, strategies, places, shape.num_blocks)
         return self._offers[key]
 
     def _shape(self, module: ModuleSpec, stage: StageSpec, grad: bool) -> _StageShape:
@@ -343,7 +348,7 @@ class _Prices:
         for index in range(*stage.layers):
             layer = module.layers[index]
             key = self._class[module.name][index], grad
-            grad = grad or (layer.trainable and not self._forward_only)
+            grad = grad or (layer.trainable and not self.forward_only)
             kinds = blocks if layer.is_block and grad else rest
             kinds.setdefault(key, _Kind(*key, [])).places.append(num_blocks)
             num_blocks += layer.is_block
@@ -374,7 +379,7 @@ class _Prices:
         index, layer = kind.index, self._layer_of_rank(module, kind.index)
         if how is not BlockMemory.KEEP:
             recomputation = self._memory.recomputation(how)
-            repeated = self._costs.repeated_s(module, index, size, recomputation)
+            repeated = self.costs.repeated_s(module, index, size, recomputation)
             plain = self._layer(module, kind, size)
             return replace(
                 plain,
@@ -383,8 +388,8 @@ class _Prices:
                 restored_bytes=recomputation.peak_bytes(layer, size),
                 host_bytes=recomputation.offloaded_bytes(layer, size),
             )
-        times = self._costs.layer(module, index, size, input_grad=kind.enters)
-        if self._forward_only or not (kind.enters or layer.trainable):  # autograd keeps nothing: one layer at a time
+        times = self.costs.layer(module, index, size, input_grad=kind.enters)
+        if self.forward_only or not (kind.enters or layer.trainable):  # autograd keeps nothing: one layer at a time
             return _LayerPrice(forward_s=times.forward_s, passing_bytes=layer.activation_bytes(size))
         return _LayerPrice(
             forward_s=times.forward_s,

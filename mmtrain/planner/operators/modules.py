@@ -7,6 +7,7 @@ Reads and writes count each operand of each kernel once, as eager PyTorch runs t
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from mmtrain.planner.operators.functions import add
 from mmtrain.planner.operators.graph import OpKind, Phase, Shape
@@ -50,47 +51,20 @@ class Linear:
         out = tape.var(self.name, rows=rows, columns=self.outputs, needs_grad=x.needs_grad or self.trainable)
         flops = rows * (2 * self.inputs * self.outputs)
         num_bytes = rows * ((self.inputs + self.outputs) * e) + Rates(fixed=self.inputs * self.outputs * e)
-        tape.product(
-            self.name,
-            rows,
-            O,
-            I,
-            flops=flops,
-            num_bytes=num_bytes,
-            phase=Phase.FORWARD,
-            inputs=(x.tensor, weight.tensor),
-            outputs=(out.tensor,),
-        )
+        product = partial(tape.product, flops=flops, num_bytes=num_bytes)
+        product(self.name, rows, O, I, phase=Phase.FORWARD, inputs=(x.tensor, weight.tensor), outputs=(out.tensor,))
 
         def gradients(grad: int) -> dict[Var, int]:
             found = {}
             if x.needs_grad:
-                found[x] = tape.tensor(f"{self.name}.dx", x.num_bytes)
-                tape.product(
-                    f"{self.name}.dx",
-                    rows,
-                    I,
-                    O,
-                    flops=flops,
-                    num_bytes=num_bytes,
-                    phase=Phase.BACKWARD_INPUT,
-                    inputs=(grad, weight.tensor),
-                    outputs=(found[x],),
-                )
+                name, phase = f"{self.name}.dx", Phase.BACKWARD_INPUT
+                found[x] = tape.tensor(name, x.num_bytes)
+                product(name, rows, I, O, phase=phase, inputs=(grad, weight.tensor), outputs=(found[x],))
             if self.trainable:
-                made = tape.tensor(f"{self.name}.dw", Rates(fixed=weight.count * e))
-                tape.product(
-                    f"{self.name}.dw",
-                    O,
-                    I,
-                    rows,
-                    flops=flops,
-                    num_bytes=num_bytes,
-                    phase=Phase.BACKWARD_WEIGHT,
-                    inputs=(grad, x.tensor),
-                    outputs=(made,),
-                )
-                tape.accumulate(self.name, weight, made, Phase.BACKWARD_WEIGHT)
+                name, phase = f"{self.name}.dw", Phase.BACKWARD_WEIGHT
+                made = tape.tensor(name, Rates(fixed=weight.count * e))
+                product(name, O, I, rows, phase=phase, inputs=(grad, x.tensor), outputs=(made,))
+                tape.accumulate(self.name, weight, made, phase)
             if bias is not None and self.trainable:
                 summed = tape.tensor(f"{self.name}.db", Rates(fixed=bias.count * e))
                 tape.stream(
