@@ -119,25 +119,10 @@ def partition(
         if module.is_whole:
             cuts[module.name] = _Cut(bounds=((0, len(costs)),), costs=costs, ranks=[0], fixed=True)
             continue
-        segments = num_segments.get(module.name, 0)
+        by_rule = int(totals[module.name] // fastest)
         layout = (layouts or {}).get(module.name, "")
-        bounds = _layout_bounds(layout, module, num_ranks, segments) if layout else []
-        segments = len(bounds) // num_ranks if bounds else segments
-        if placement == "v":
-            _check_v(module, segments)
-            segments = 2
-        if segments == 0:
-            by_rule = int(totals[module.name] // fastest)
-            segments = max(1, min(by_rule, len(module.layers) // num_ranks))
-        _check_layers(module, num_ranks, segments)
-        cuts[module.name] = _Cut(
-            bounds=tuple(bounds) or split_evenly(costs, num_ranks * segments),
-            costs=costs,
-            ranks=[
-                num_ranks - 1 - j % num_ranks if placement == "v" and j >= num_ranks else j % num_ranks
-                for j in range(num_ranks * segments)
-            ],
-            fixed=bool(bounds),
+        cuts[module.name] = _cut(
+            module, costs, num_ranks, num_segments.get(module.name, 0), by_rule, placement=placement, layout=layout
         )
     stages: list[StageSpec] = []
     for name, cut in _level_ranks(cuts, num_ranks).items():
@@ -186,6 +171,36 @@ def _level_ranks(cuts: Mapping[str, _Cut], num_ranks: int) -> dict[str, _Cut]:
             changed |= bounds != cut.bounds
             found[name] = replace(cut, bounds=bounds)
     return found
+
+
+def _cut(
+    module: ModuleSpec,
+    costs: list[float],
+    num_ranks: int,
+    segments: int,
+    by_rule: int,
+    *,
+    placement: Placement,
+    layout: str,
+) -> "_Cut":
+    """The chunks of a module, and their ranks. Args: segments: K; 0: `by_rule`, as far as layers suffice."""
+    bounds = _layout_bounds(layout, module, num_ranks, segments) if layout else []
+    segments = len(bounds) // num_ranks if bounds else segments
+    if placement == "v":
+        _check_v(module, segments)
+        segments = 2
+    if segments == 0:
+        segments = max(1, min(by_rule, len(module.layers) // num_ranks))
+    _check_layers(module, num_ranks, segments)
+    return _Cut(
+        bounds=tuple(bounds) or split_evenly(costs, num_ranks * segments),
+        costs=costs,
+        ranks=[
+            num_ranks - 1 - j % num_ranks if placement == "v" and j >= num_ranks else j % num_ranks
+            for j in range(num_ranks * segments)
+        ],
+        fixed=bool(bounds),
+    )
 
 
 def mixed_partition(spec: ModelSpec, num_ranks: int, passes: int, weights: Mapping[str, Sequence[float]]) -> Partition:
