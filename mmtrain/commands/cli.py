@@ -205,8 +205,8 @@ def _config(args: argparse.Namespace) -> int:
     job = config.load(args.config, args.overrides)
     print(config.dump(job), end="", flush=True)
     planner = IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided
-    if planner.partition_words:
-        print(f"\n# {planner.partition_words}")
+    if planner.partition_summary:
+        print(f"\n# {planner.partition_summary}")
     return 0
 
 

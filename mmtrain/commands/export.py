@@ -91,8 +91,8 @@ def _export_vision(run: StoredRun, out: Path, merge_adapters: bool) -> None:
     if chunk.projector is not None:
         _save_projector(chunk, out / "projector")
     weights = {name: _in_their_order(chunk, name, tensor) for name, tensor in chunk.vision.state_dict().items()}
-    theirs = chunk.host.build(encoder_config(section), "sdpa")
-    pattern = target_pattern(adapted_linears(run.job.model, "vision"), chunk.host.blocks)
+    theirs = chunk.adapter.build(encoder_config(section), "sdpa")
+    pattern = target_pattern(adapted_linears(run.job.model, "vision"), chunk.adapter.blocks)
     adapters = _Adapters(run.job.model.lora, pattern, _base(section), None, out / "vision_adapter")
     _fill(theirs, _plain(weights, adapters, merge_adapters))
     theirs.save_pretrained(out / "vision", max_shard_size=MAX_SHARD_SIZE)
@@ -102,9 +102,9 @@ def _export_language(run: StoredRun, out: Path, merge_adapters: bool) -> None:
     section = run.job.model.language
     chunk = load_module(run, "language")
     assert isinstance(chunk, LanguageChunk)
-    weights, blocks = chunk.language.state_dict(), chunk.host.blocks
+    weights, blocks = chunk.language.state_dict(), chunk.adapter.blocks
     values = language_config(section)
-    theirs: Any = chunk.host.build(values, "sdpa")
+    theirs: Any = chunk.adapter.build(values, "sdpa")
     theirs.config.use_cache = values.get("use_cache", True)  # was off for training
     if not chunk.has_head:  # a text encoder: the class without a head, whose names lack the first part
         prefix = f"{theirs.base_model_prefix}."
@@ -135,7 +135,7 @@ def _export_dit(run: StoredRun, out: Path) -> None:
 
 def _in_their_order(chunk: Chunk, name: str, tensor: Tensor) -> Tensor:
     """The tensor with its rows as Hugging Face orders them."""
-    if isinstance(chunk, VisionChunk) and is_fused(name, chunk.host.fused_qkv):
+    if isinstance(chunk, VisionChunk) and is_fused(name, chunk.adapter.fused_qkv):
         return from_head_major(tensor, chunk.shape.num_heads)
     return tensor
 

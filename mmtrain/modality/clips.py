@@ -124,7 +124,7 @@ class Frames(Clips):
     works = "VAE"
 
     def size(self, module: ModuleSpec, units: Sequence[ClipMeta]) -> WorkSize:
-        """Places of latent frames times frames of pixels, pairs inside of a latent frame, latent places."""
+        """Indices of latent frames times frames of pixels, pairs inside of a latent frame, latent places."""
         return frames_work(module, [clip.bucket for clip in units])
 
     def division(self, submesh: Submesh, module: ModuleSpec) -> Division:

@@ -8,7 +8,7 @@ import numpy as np
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem
 from mmtrain.modality.bitfield import Bits, LanguageMask, language_bits, two_way_spans
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
-from mmtrain.modality.submesh import Places, Submesh, pad_places
+from mmtrain.modality.submesh import Indices, Submesh, pad_indices
 from mmtrain.modality.token_split import split_tokens
 from mmtrain.spec.rows import share_of
 from mmtrain.spec.spec import ModuleSpec, WorkSize, documents_work
@@ -66,7 +66,7 @@ class DocumentsLayout:
         self.submesh = submesh
         self.works = works
         self._meta = meta
-        self._tokens: dict[int, tuple[Places, ...]] = {}
+        self._tokens: dict[int, tuple[Indices, ...]] = {}
         self._bits: dict[int, Bits] = {}
         for item in works.values() if submesh.cp > 1 else ():
             self.tokens(item.work.microbatch)
@@ -83,17 +83,17 @@ class DocumentsLayout:
             self._bits[microbatch] = language_bits(counts, self.submesh.attention_mask)
         return self._bits[microbatch]
 
-    def tokens(self, microbatch: int) -> tuple[Places, ...]:
-        """Places of the tokens of each cp rank, ascending, without padding."""
+    def tokens(self, microbatch: int) -> tuple[Indices, ...]:
+        """Indices of the tokens of each cp rank, ascending, without padding."""
         if microbatch not in self._tokens:
             submesh = self.submesh
             if submesh.cp == 1:
-                split: tuple[Places, ...] = (np.arange(self._meta.microbatches[microbatch].num_tokens),)
+                split: tuple[Indices, ...] = (np.arange(self._meta.microbatches[microbatch].num_tokens),)
             else:
                 split = split_tokens(self.bits(microbatch), submesh.cp, submesh.split, submesh.block_size)
             self._tokens[microbatch] = split
         return self._tokens[microbatch]
 
-    def places(self, microbatch: int, cp_rank: int) -> Places:
-        """Places of the tokens of a cp rank with -1 for its padding, a multiple of tp of them."""
-        return pad_places(self.tokens(microbatch)[cp_rank], self.submesh.tp)
+    def places(self, microbatch: int, cp_rank: int) -> Indices:
+        """Indices of the tokens of a cp rank with -1 for its padding, a multiple of tp of them."""
+        return pad_indices(self.tokens(microbatch)[cp_rank], self.submesh.tp)

@@ -8,7 +8,7 @@ import numpy as np
 
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem, first_of, forward_rates
 from mmtrain.modality.metadata import ImageMeta, IterationMeta, MicrobatchMeta
-from mmtrain.modality.submesh import Places, Submesh, longest_first, pad_places
+from mmtrain.modality.submesh import Indices, Submesh, longest_first, pad_indices
 from mmtrain.spec.rows import part_of, share_of
 from mmtrain.spec.spec import Division, ModuleSpec, WorkSize, images_work
 from mmtrain.spec.windows import feature_order, row_order
@@ -118,8 +118,8 @@ class ImagesLayout:
         size = WorkSize(rows=(high - low) * unit, pairs=0, outputs=high - low)
         return ImagesPart(images=places, rows=(low * unit, high * unit), size=size)
 
-    def patch_places(self, work: int, cp_rank: int, tp_rank: int) -> Places:
-        """Places, in the order of travel, of the patches that a rank attends from where cp ranks divide them.
+    def patch_indices(self, work: int, cp_rank: int, tp_rank: int) -> Indices:
+        """Indices, in the order of travel, of the patches that a rank attends from where cp ranks divide them.
 
         A rank without a patch has rows of padding, with which it takes part in collectives.
         """
@@ -128,13 +128,13 @@ class ImagesLayout:
         low, high = part.rows
         return np.arange(low, high) if high > low else np.full(self._module.merge**2, -1, dtype=np.int64)
 
-    def pixel_rows(self, work: int, cp_rank: int, tp_rank: int) -> Places:
+    def pixel_rows(self, work: int, cp_rank: int, tp_rank: int) -> Indices:
         """Which packed patches of a rank's images it takes, where cp ranks divide patches."""
         part = self.part(work, cp_rank, tp_rank)
         assert part.rows is not None
         return row_order(self._grids(work, part), self._module.merge, self._module.window)[slice(*part.rows)]
 
-    def feature_places(self, work: int, cp_rank: int, tp_rank: int) -> Places:
+    def feature_indices(self, work: int, cp_rank: int, tp_rank: int) -> Indices:
         """Which features of a microbatch the output rows of one rank for a work are; -1 for padding."""
         part = self.part(work, cp_rank, tp_rank)
         images = self.works[work].units
@@ -146,7 +146,7 @@ class ImagesLayout:
             order = feature_order(self._grids(work, part), self._module.merge, self._module.window)
             features = features[order][part.rows[0] // unit : part.rows[1] // unit]
         degree = self.submesh.encoder_tp
-        whole = pad_places(features, degree)
+        whole = pad_indices(features, degree)
         share = len(whole) // degree
         return whole[tp_rank * share : (tp_rank + 1) * share] if degree > 1 else whole
 

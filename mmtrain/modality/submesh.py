@@ -11,7 +11,7 @@ from mmtrain.modality.bitfield import LanguageMask
 from mmtrain.modality.token_split import SplitPolicy
 from mmtrain.spec.rows import padded
 
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Submesh:
         ]
 
 
-def pad_places(places: Places, degree: int) -> Places:
+def pad_indices(places: Indices, degree: int) -> Indices:
     """The places with -1 behind them, so that `degree` divides their number."""
     missing = padded(len(places), degree) - len(places)
     return np.concatenate([places, np.full(missing, -1, dtype=np.int64)]) if missing else places

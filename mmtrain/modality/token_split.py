@@ -16,10 +16,10 @@ from mmtrain.errors import DataError
 from mmtrain.modality.bitfield import Bits, visible_keys
 
 SplitPolicy = Literal["causal", "balanced"]
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 
-def split_tokens(bits: Bits, cp: int, policy: SplitPolicy, block_size: int) -> tuple[Places, ...]:
+def split_tokens(bits: Bits, cp: int, policy: SplitPolicy, block_size: int) -> tuple[Indices, ...]:
     """The places that each rank takes, ascending; each place has one rank and each rank at least one place.
 
     causal: the sequence is cut into 2 cp pieces; rank r takes pieces r and 2 cp - 1 - r, which is even where the
@@ -56,7 +56,7 @@ def split_tokens(bits: Bits, cp: int, policy: SplitPolicy, block_size: int) -> t
     return tuple(np.concatenate([blocks[b] for b in sorted(own)]) for own in taken)
 
 
-def block_work(bits: Bits, block_size: int) -> tuple[Places, Places]:
+def block_work(bits: Bits, block_size: int) -> tuple[Indices, Indices]:
     """For each block of consecutive tokens the blocks of keys and the keys that its tokens see, [blocks] each.
 
     A block of keys counts if it meets the range of keys of one of the tokens; that is exact for masks that let each
@@ -78,13 +78,13 @@ def block_work(bits: Bits, block_size: int) -> tuple[Places, Places]:
     return np.add.reduceat(added, np.searchsorted(block, np.arange(len(starts)))), np.add.reduceat(number, starts)
 
 
-def attended_pairs(bits: Bits, parts: tuple[Places, ...]) -> Places:
+def attended_pairs(bits: Bits, parts: tuple[Indices, ...]) -> Indices:
     """(query, key) pairs of each rank's tokens, [cp]; their imbalance is the largest over the mean."""
     number = visible_keys(bits).number
     return np.array([number[part].sum() for part in parts], dtype=np.int64)
 
 
-def _longest_first(work: Places, ties: Places, parts: int) -> list[list[int]]:
+def _longest_first(work: Indices, ties: Indices, parts: int) -> list[list[int]]:
     """Items of each part: the most work first, each to the part with the least. Args: ties: work between equals."""
     heap = [(0, 0, part) for part in range(parts)]
     taken: list[list[int]] = [[] for _ in range(parts)]

@@ -1,6 +1,6 @@
 """One adapter a family: how a real Hugging Face module is built, cut into layers and called layer by layer.
 
-A host holds no state. It makes the family's own class with parameters on the meta device, keeps the
+An adapter holds no state. It makes the family's own class with parameters on the meta device, keeps the
 children of the wanted layers (names unchanged: a `ModuleDict` keyed by the original index stands for the
 list) and sets the others to None.
 

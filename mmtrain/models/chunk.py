@@ -86,16 +86,16 @@ class VisionChunk(Chunk):
         self,
         model: ModelConfig,
         shape: VisionShape,
-        host: VisionAdapter,
+        adapter: VisionAdapter,
         spec: ModelSpec,
         layers: tuple[int, int],
     ) -> None:
         assert model.encoder is not None
         super().__init__(spec.module("vision"), layers)
-        self.shape, self.host = shape, host
+        self.shape, self.adapter = shape, adapter
         native = model.projector.kind == "native"
-        self.vision = host.build(encoder_config(model.encoder))
-        host.keep(self.vision, embed=self.has_embed, blocks=self.block_indices, norm=self.has_norm)
+        self.vision = adapter.build(encoder_config(model.encoder))
+        adapter.keep(self.vision, embed=self.has_embed, blocks=self.block_indices, norm=self.has_norm)
         merger = getattr(self.vision, "merger", None)
         if merger is not None and not (native and self.has_projector):
             self.vision.merger = merger = None
@@ -115,17 +115,17 @@ class VisionChunk(Chunk):
             model.encoder.trainable,
             lora=model.lora,
             adapted=adapted_linears(model, "vision"),
-            blocks=host.blocks,
+            blocks=adapter.blocks,
         )
         for part in (merger, self.projector):
             if part is not None:
                 part.requires_grad_(bool(model.projector.trainable))
         for block in self.blocks():
-            for layer in host.fused_qkv:
+            for layer in adapter.fused_qkv:
                 reorder_output(block, layer)
 
     def blocks(self) -> list[nn.Module]:
-        return list(self.vision.get_submodule(self.host.blocks).children())
+        return list(self.vision.get_submodule(self.adapter.blocks).children())
 
     def forward(
         self,
@@ -155,7 +155,7 @@ class VisionChunk(Chunk):
         check_grids(self.shape, grids)
         if not grids:
             return self._nothing(x)
-        total = sum(self.host.rows(grid) for grid in grids)
+        total = sum(self.adapter.rows(grid) for grid in grids)
         lo, hi = part or (0, total)
         self._check_rows(len(x), grids, lo, hi, total)
         sharding, unit = self.row_sharding, self.shape.patches_per_token
@@ -167,25 +167,25 @@ class VisionChunk(Chunk):
                 x = x.new_zeros(rows, self.shape.patch_dim)
             elif part is None and self.shape.window:
                 x = x.index_select(0, torch.from_numpy(self.shape.row_order(grids)).to(x.device, non_blocking=True))
-            x = sharding.shard(self.host.call_embed(self.vision, x, grids))
+            x = sharding.shard(self.adapter.call_embed(self.vision, x, grids))
         elif empty:
             x = nn.functional.pad(x, (0, 0, 0, held // sharding.degree))
         if self.block_indices:
             places = np.full(held, -1, dtype=np.int64)
             places[: hi - lo] = np.arange(lo, hi)
             attend = partial(attention_context, rows=places, gather=gather, backend=backend)
-            context = self.host.context(self.vision, x, grids, self.shape, places, attend)
+            context = self.adapter.context(self.vision, x, grids, self.shape, places, attend)
             for index, block in zip(self.block_indices, self.blocks(), strict=True):
-                x = self.host.call_block(index, block, x, context)
+                x = self.adapter.call_block(index, block, x, context)
         if self.has_norm:
-            x = self.vision.get_submodule(self.host.norm)(x)
+            x = self.vision.get_submodule(self.adapter.norm)(x)
         if self.has_projector:
             x = self._project(sharding.gather(x)[:rows], grids, in_travel_order=part is not None)
             x = sharding.shard(x)
         return _owned(x[:0] if empty else x)
 
     def _project(self, x_RD: Tensor, grids: tuple[Grid, ...], *, in_travel_order: bool) -> Tensor:
-        x_RD = self.host.features(x_RD, grids)
+        x_RD = self.adapter.features(x_RD, grids)
         x_VL = self.vision.merger(x_RD) if self.projector is None else self.projector(x_RD, grids)
         if in_travel_order or not self.shape.window:
             return x_VL
@@ -227,14 +227,14 @@ class LanguageChunk(Chunk):
         self,
         model: ModelConfig,
         shape: LanguageShape,
-        host: Decoder,
+        adapter: Decoder,
         spec: ModelSpec,
         layers: tuple[int, int],
     ) -> None:
         super().__init__(spec.module("language"), layers)
-        self.shape, self.host = shape, host
-        self.language = host.build(language_config(model.language))
-        host.keep(self.language, embed=self.has_embed, blocks=self.block_indices, norm=self.has_norm)
+        self.shape, self.adapter = shape, adapter
+        self.language = adapter.build(language_config(model.language))
+        adapter.keep(self.language, embed=self.has_embed, blocks=self.block_indices, norm=self.has_norm)
         self.has_head = self.is_last and self.module_spec.layers[-1].name == "head"
         if not self.has_head:
             self.language.lm_head = None
@@ -243,7 +243,7 @@ class LanguageChunk(Chunk):
             model.language.trainable,
             lora=model.lora,
             adapted=adapted_linears(model, "language"),
-            blocks=host.blocks,
+            blocks=adapter.blocks,
         )
         self.loss: LossFunction = cross_entropy_sum
         """Set by tensor parallelism, which divides the vocabulary."""

@@ -45,7 +45,7 @@ def init_weights(chunk: Chunk | VaeDecoder, seed: int) -> None:
 def _plan(chunk: Chunk | VaeDecoder) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], object]]]:
     """(name that seeds it, module, its rule) in the order to run."""
     if isinstance(chunk, VisionChunk):
-        yield from _hugging_face(chunk.vision, "vision", partial(chunk.host.init_weights, chunk.vision))
+        yield from _hugging_face(chunk.vision, "vision", partial(chunk.adapter.init_weights, chunk.vision))
         if chunk.projector is not None:
             for name, module in _children_first(chunk.projector, "projector"):
                 if isinstance(module, nn.Linear | nn.LayerNorm):
@@ -64,7 +64,7 @@ def _plan(chunk: Chunk | VaeDecoder) -> Iterator[tuple[str, nn.Module, Callable[
             yield name, module, init_tables
     elif isinstance(chunk, VaeChunk | VaeDecoder):
         for name, module in _children_first(chunk.vae, "vae"):
-            yield name, module, chunk.host.init_own
+            yield name, module, chunk.adapter.init_own
 
 
 def _hugging_face(

@@ -61,7 +61,7 @@ def load_pretrained(chunk: Chunk | VaeDecoder, model: ModelConfig) -> int:
             model.encoder,
             chunk.shape.model_type,
             {},
-            fused_heads=dict.fromkeys(chunk.host.fused_qkv, chunk.shape.num_heads),
+            fused_heads=dict.fromkeys(chunk.adapter.fused_qkv, chunk.shape.num_heads),
         )
         return loaded + (_load_projector(chunk.projector, model.projector) if chunk.projector is not None else 0)
     if isinstance(chunk, DitChunk):

@@ -16,7 +16,7 @@ from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.dit import DitOutput
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
-from mmtrain.models.vae import HOSTS, VaeChunk
+from mmtrain.models.vae import ADAPTERS, VaeChunk
 from mmtrain.spec.families import vae_config
 from mmtrain.spec.shapes import dit_shape
 from mmtrain.spec.spec import ModelSpec
@@ -121,7 +121,7 @@ class _WholeVae(nn.Module):
         super().__init__()
         assert model.vae is not None
         self._shape = chunk.shape
-        self.vae = HOSTS[chunk.shape.model_type].build(vae_config(model.vae))
+        self.vae = ADAPTERS[chunk.shape.model_type].build(vae_config(model.vae))
         self.vae.load_state_dict(chunk.vae.state_dict(), strict=False, assign=True)
         self.vae.requires_grad_(False)
 

@@ -87,7 +87,7 @@ class AutoencoderKLWan(VaeAdapter):
         super().init_own(module)
 
 
-HOSTS: dict[str, VaeAdapter] = {"autoencoder_kl": AutoencoderKL(), "autoencoder_kl_wan": AutoencoderKLWan()}
+ADAPTERS: dict[str, VaeAdapter] = {"autoencoder_kl": AutoencoderKL(), "autoencoder_kl_wan": AutoencoderKLWan()}
 """By the `model_type` of `models.families`."""
 
 
@@ -97,8 +97,8 @@ class VaeChunk(Chunk):
     def __init__(self, model: ModelConfig, shape: VaeShape, spec: ModelSpec, layers: tuple[int, int]) -> None:
         assert model.vae is not None
         super().__init__(spec.module("vae"), layers)
-        self.shape, self.host = shape, HOSTS[shape.model_type]
-        self.vae = self.host.build(vae_config(model.vae))
+        self.shape, self.adapter = shape, ADAPTERS[shape.model_type]
+        self.vae = self.adapter.build(vae_config(model.vae))
         self.vae.decoder = self.vae.post_quant_conv = None
         self.vae.requires_grad_(False)
 
@@ -119,7 +119,7 @@ class VaeChunk(Chunk):
             raise DataError(f"vae: clips of shapes {found} arrived; their latents {list(latents)} are made of {wanted}")
         weight = next(self.parameters())
         shift, factor = (weight.new_tensor(numbers) for numbers in (self.shape.shift, self.shape.factor))
-        made = [self.host.mode(self.vae, clip.to(weight.dtype)).flatten(1).transpose(0, 1) for clip in pixels]
+        made = [self.adapter.mode(self.vae, clip.to(weight.dtype)).flatten(1).transpose(0, 1) for clip in pixels]
         return (torch.cat(made) - shift) * factor
 
 
@@ -130,8 +130,8 @@ class VaeDecoder(nn.Module):
         super().__init__()
         assert model.vae is not None
         self.shape = vae_shape(model)
-        self.host = HOSTS[self.shape.model_type]
-        self.vae = self.host.build(vae_config(model.vae))
+        self.adapter = ADAPTERS[self.shape.model_type]
+        self.vae = self.adapter.build(vae_config(model.vae))
         self.vae.encoder = self.vae.quant_conv = None
         self.vae.requires_grad_(False)
 
@@ -139,4 +139,4 @@ class VaeDecoder(nn.Module):
     def forward(self, latents_CFHW: Tensor) -> Tensor:
         """[3, frames, height, width], about between -1 and 1, of one clip's latents in the scale that a DiT reads."""
         shift, factor = (latents_CFHW.new_tensor(x)[:, None, None, None] for x in (self.shape.shift, self.shape.factor))
-        return self.host.decode(self.vae, latents_CFHW / factor + shift)
+        return self.adapter.decode(self.vae, latents_CFHW / factor + shift)

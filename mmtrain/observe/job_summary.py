@@ -27,8 +27,8 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
             f"{len(module.layers)} layers in {len(stages)} chunk{'' if len(stages) == 1 else 's'}: "
             f"{show_layout(module, [stage.layers for stage in stages])}"
         )
-    if planner.partition_words:
-        lines.append(f"{planner.partition_words} ({cut_s:.2f} s)")
+    if planner.partition_summary:
+        lines.append(f"{planner.partition_summary} ({cut_s:.2f} s)")
     degrees = zip(AXES, config.parallelism.mesh_shape.degrees, strict=True)
     training = config.training
     lines.append(

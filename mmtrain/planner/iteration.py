@@ -84,7 +84,7 @@ class IterationPlanner:
     """The same before any margin has grown, for batches that do not fit into `activation_limits`; None: no others."""
     check_plans: bool = False
     """Also prove every program free of deadlock under each transport model."""
-    partition_words: str = ""
+    partition_summary: str = ""
     """How the partition was found, for the log; empty if the config left nothing open."""
 
     @classmethod
@@ -115,7 +115,7 @@ class IterationPlanner:
             submesh=Submesh.of(config),
             activation_limits=budget.activation_limits,
             check_plans=config.debug.check_plans,
-            partition_words=choice.words,
+            partition_summary=choice.words,
         )
 
     def with_limits(

@@ -260,21 +260,24 @@ class _Prices:
         """Among which blocks may choose; empty: they may not."""
         return self._memory.strategies
 
-    def chain(self, module: str, size: WorkSize, grad: bool, fullest: float) -> list[_StagePrice]:
+    def chain(self, module: str, size: WorkSize, grad: bool, unevenness: float) -> list[_StagePrice]:
         """What each stage of a module takes for a work.
 
-        Args: grad: whether a gradient has to leave its first layer. fullest: bytes of the fullest rank over those of an
-            even division.
+        Args:
+            grad: whether a gradient has to leave its first layer.
+            unevenness: bytes of the rank with most over those of an even division.
         """
-        key = (module, size, grad, fullest)
+        key = (module, size, grad, unevenness)
         if key not in self._chains:
             found = self._chains[key] = []
             for stage in self._stages[module]:
-                found.append(self._stage(self._spec.module(module), stage, size, grad, fullest))
+                found.append(self._stage(self._spec.module(module), stage, size, grad, unevenness))
                 grad = found[-1].grad
         return self._chains[key]
 
-    def _stage(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool, fullest: float) -> _StagePrice:
+    def _stage(
+        self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool, unevenness: float
+    ) -> _StagePrice:
         shape = self._shape(module, stage, grad)
         rest = _total((len(kind.places), self._layer(module, kind, size)) for kind in shape.rest)
         blocks = [self._layer(module, kind, size, how) for kind in shape.blocks for how in self._memory.allowed]
@@ -284,7 +287,7 @@ class _Prices:
             held_input = self._layer_of_rank(module, shape.held_input).output_bytes(size)
         found: list[Option] = []
         for name, price in zip(offered.names, _mixed(offered, rest, blocks), strict=True):
-            option = self._option(name, price, shape.grad, held_input, fullest)
+            option = self._option(name, price, shape.grad, held_input, unevenness)
             if not found or option.activation_bytes < found[-1].activation_bytes:
                 found.append(option)
         feeds = not stage.last or any(module.name in other.after for other in self._spec.modules)
@@ -292,10 +295,10 @@ class _Prices:
         return _StagePrice(
             options=self.table.setdefault(tuple(found), len(self.table)),
             grad=shape.grad,
-            output_bytes=fullest * output_bytes if feeds else 0.0,
+            output_bytes=unevenness * output_bytes if feeds else 0.0,
         )
 
-    def _option(self, name: str, price: _LayerPrice, grad: bool, held_input: float, fullest: float) -> Option:
+    def _option(self, name: str, price: _LayerPrice, grad: bool, held_input: float, unevenness: float) -> Option:
         forward, backward, weight = price.forward_s, price.backward_input_s, price.backward_weight_s
         kept = max(price.kept_bytes, price.passing_bytes)
         if price.host_bytes:
@@ -310,9 +313,9 @@ class _Prices:
             forward_s=forward + self._forward_s,
             backward_input_s=backward,
             backward_weight_s=weight,
-            activation_bytes=fullest * kept,
-            weight_bytes=fullest * price.waiting_bytes if grad else None,
-            restored_bytes=fullest * price.restored_bytes,
+            activation_bytes=unevenness * kept,
+            weight_bytes=unevenness * price.waiting_bytes if grad else None,
+            restored_bytes=unevenness * price.restored_bytes,
         )
 
     def _offered(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool) -> Offer:

@@ -10,7 +10,7 @@ from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 from mmtrain.spec.config_values import MOST
 from mmtrain.spec.families import dit_config, encoder_config, language_config
-from mmtrain.spec.windows import Grid, Places, feature_order, row_order
+from mmtrain.spec.windows import Grid, Indices, feature_order, row_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,11 @@ class VisionShape:
         """Patches that the projector joins to one token."""
         return self.merge if self.one_row else self.merge**2
 
-    def row_order(self, grids: Sequence[Grid]) -> Places:
+    def row_order(self, grids: Sequence[Grid]) -> Indices:
         """[R] int64: the packed patch that stands in each place of the order in which rows travel."""
         return row_order(grids, self.merge, self.window)
 
-    def feature_order(self, grids: Sequence[Grid]) -> Places:
+    def feature_order(self, grids: Sequence[Grid]) -> Indices:
         """[V] int64: the feature that the rows make, place by place, in the order in which they travel."""
         return feature_order(grids, self.merge, self.window)
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 Grid = tuple[int, int, int]
 
 
-def feature_order(grids: Sequence[Grid], merge: int, window: int) -> Places:
+def feature_order(grids: Sequence[Grid], merge: int, window: int) -> Indices:
     """[V] int64: which unit of the images, counted row by row, stands in each place of the order of travel.
 
     Args: grids: patches (time, height, width) of each image. window: units along a side.
@@ -35,7 +35,7 @@ def feature_order(grids: Sequence[Grid], merge: int, window: int) -> Places:
     return np.concatenate(order) if order else np.empty(0, dtype=np.int64)
 
 
-def row_order(grids: Sequence[Grid], merge: int, window: int) -> Places:
+def row_order(grids: Sequence[Grid], merge: int, window: int) -> Indices:
     """[R] int64: which packed patch of the images stands in each place of the order of travel."""
     inside = np.arange(merge**2, dtype=np.int64)
     return (feature_order(grids, merge, window)[:, None] * merge**2 + inside).reshape(-1)

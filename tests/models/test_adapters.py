@@ -8,17 +8,17 @@ from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS, parameters_on_met
 from mmtrain.spec.config_values import ACTIVATIONS
 from mmtrain.spec.families import ENCODERS, LANGUAGES
 
-HOSTS = {**VISION_ADAPTERS, **DECODERS}
+ADAPTERS = {**VISION_ADAPTERS, **DECODERS}
 FAMILIES = {**ENCODERS, **LANGUAGES}
 
 
 def test_every_family_has_a_host():
-    assert set(HOSTS) == set(FAMILIES)
+    assert set(ADAPTERS) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_defaults_are_those_of_hugging_face(model_type):
-    config_class, _ = HOSTS[model_type].classes()
+    config_class, _ = ADAPTERS[model_type].classes()
     theirs = config_class()
     assert theirs.model_type in (model_type, *FAMILIES[model_type].parents)
     for key, default in FAMILIES[model_type].defaults.items():

@@ -40,9 +40,9 @@ def build(model, module, cuts=(), *, seed=3, dtype=torch.float32):
     return chunks
 
 
-def whole(chunk, prefix, host, values, attention="sdpa"):
+def whole(chunk, prefix, adapter, values, attention="sdpa"):
     """The complete Hugging Face module with the weights of a chunk that holds all layers."""
-    config_class, make = host.classes()
+    config_class, make = adapter.classes()
     config = config_class(**{k: v for k, v in values.items() if k != "model_type"})
     config._attn_implementation = attention
     theirs = make(config)
@@ -58,7 +58,7 @@ def hugging_face_order(chunk, tensors):
     """Parameters or gradients of a chunk with the rows of fused layers put back."""
     if not hasattr(chunk, "vision"):
         return tensors
-    heads, fused = chunk.shape.num_heads, chunk.host.fused_qkv
+    heads, fused = chunk.shape.num_heads, chunk.adapter.fused_qkv
     return {n: from_head_major(x, heads) if is_fused(n, fused) else x for n, x in tensors.items()}
 
 
@@ -111,7 +111,7 @@ def test_vision_equals_hugging_face(tiny, encoder, projector, cuts):
     values = dict(tiny.encoders[encoder])
     if encoder in NATIVE:  # the order of the patches is that of the merge in use
         values["spatial_merge_size"] = model.projector.spatial_merge
-    theirs = whole(reference, "vision.", reference.host, values, "sdpa")
+    theirs = whole(reference, "vision.", reference.adapter, values, "sdpa")
     if encoder in NATIVE:
         out = theirs(pixels, torch.tensor(grids))
         expected = out.pooler_output if reference.projector is None else out.last_hidden_state
@@ -188,7 +188,7 @@ def test_language_equals_hugging_face_on_each_document(tiny, language, cuts, num
     ours = run(chunks, given, features, want_predictions=True)
 
     (reference,) = build(model, "language")
-    theirs = whole(reference, "language.", reference.host, tiny.languages[language])
+    theirs = whole(reference, "language.", reference.adapter, tiny.languages[language])
     leaf = given["features"].clone().requires_grad_()
     embedded = theirs.model.embed_tokens(given["ids"])
     embedded = torch.cat([embedded, leaf])[
@@ -220,7 +220,7 @@ def test_tied_embeddings(tiny, cuts):
     (reference,) = build(model, "language")
     assert reference.tied_weight() is None
     assert reference.language.lm_head.weight is reference.language.model.embed_tokens.weight
-    theirs = whole(reference, "language.", reference.host, {**tiny.languages["qwen2"], "tie_word_embeddings": True})
+    theirs = whole(reference, "language.", reference.adapter, {**tiny.languages["qwen2"], "tie_word_embeddings": True})
     expected = sum(
         nn.functional.cross_entropy(theirs(ids[None]).logits[0], labels, reduction="sum")
         for ids, labels in zip(given["ids"].split(LENGTHS), given["labels"].split(LENGTHS), strict=True)
@@ -298,11 +298,11 @@ def test_names_do_not_depend_on_the_cut(tiny):
 
 def test_rotary_frequencies_are_real_and_stay_float32(tiny):
     model = tiny.model()
-    for module, host, values in (
+    for module, adapter, values in (
         ("vision", VISION_ADAPTERS["qwen2_vl_vision"], tiny.encoders["qwen2_vl"]),
         ("language", DECODERS["qwen2"], tiny.languages["qwen2"]),
     ):
-        config_class, make = host.classes()
+        config_class, make = adapter.classes()
         theirs = make(config_class(**{k: v for k, v in values.items() if k != "model_type"}))
         for chunk in build(model, module, (2,), dtype=torch.bfloat16):
             ours = {n.removeprefix(f"{module}."): b for n, b in chunk.named_buffers()}

@@ -18,10 +18,10 @@ from mmtrain.models.pretrained import load_pretrained
 from mmtrain.spec.builders import model_spec
 
 
-def hugging_face(host, values):
+def hugging_face(adapter, values):
     """The complete module with random weights, its heads and poolers included."""
     torch.manual_seed(5)
-    config_class, make = host.classes()
+    config_class, make = adapter.classes()
     config = config_class(**{k: v for k, v in values.items() if k != "model_type"})
     if config_class.__name__ == "ViTConfig":
         from transformers import ViTModel
@@ -59,17 +59,17 @@ def model_of(tiny, path, module, **more) -> ModelConfig:
 def test_two_chunks_hold_what_hugging_face_saved(tiny, tmp_path, name, shard):
     module = "language" if name in tiny.languages else "vision"
     values = {**tiny.encoders, **tiny.languages}[name]
-    hosts = {**VISION_ADAPTERS, **DECODERS}
-    full = {f.removesuffix("_vision").removesuffix("_vision_model").removesuffix("_encoder"): f for f in hosts}
-    host = hosts[full[name]]
-    theirs = hugging_face(host, values)
+    adapters = {**VISION_ADAPTERS, **DECODERS}
+    full = {f.removesuffix("_vision").removesuffix("_vision_model").removesuffix("_encoder"): f for f in adapters}
+    adapter = adapters[full[name]]
+    theirs = hugging_face(adapter, values)
     theirs.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
     found, count = load_in_two(model_of(tiny, tmp_path, module), module)
     loaded = {n: p for n, p in found.items() if not n.startswith("projector")}
     assert count == len(loaded)
     for key, value in loaded.items():
-        value = from_head_major(value, 2) if is_fused(key, host.fused_qkv) else value
+        value = from_head_major(value, 2) if is_fused(key, adapter.fused_qkv) else value
         assert torch.equal(value, theirs.get_parameter(key.removeprefix(f"{module}."))), key
 
 

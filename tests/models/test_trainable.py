@@ -145,7 +145,7 @@ def call_block(chunk, module, x):
     """A chunk of one block on rows x."""
     if module == "vision":
         grid = chunk.shape.fixed_grid or (1, 4, 4)
-        return chunk(x, grids=(grid,) * (len(x) // chunk.host.rows(grid)))
+        return chunk(x, grids=(grid,) * (len(x) // chunk.adapter.rows(grid)))
     context = attention_context(segment_bits([len(x)]))
     return chunk(x, attention=context, position_ids=torch.arange(len(x)))
 

@@ -15,7 +15,7 @@ from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.build import materialise
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
-from mmtrain.models.vae import HOSTS, VaeDecoder
+from mmtrain.models.vae import ADAPTERS, VaeDecoder
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.families import VAES as FAMILIES
 from mmtrain.spec.spec import WorkSize, frames_work
@@ -57,9 +57,9 @@ def encoded(name, net, pixels):
 
 
 def test_every_family_has_a_shape_and_a_host():
-    assert set(FAMILIES) == set(_SHAPES) == set(HOSTS)
-    for host in HOSTS.values():
-        assert hasattr(diffusers, host.name)
+    assert set(FAMILIES) == set(_SHAPES) == set(ADAPTERS)
+    for adapter in ADAPTERS.values():
+        assert hasattr(diffusers, adapter.name)
 
 
 @pytest.mark.parametrize(("name", "changes"), CONFIGS)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.images import Images, ImagesLayout
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.submesh import Submesh, longest_first, pad_places
+from mmtrain.modality.submesh import Submesh, longest_first, pad_indices
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.layout import IterationLayout
 from mmtrain.spec.spec import Division, ModelSpec
@@ -55,7 +55,7 @@ def test_every_token_and_feature_is_somewhere_once_and_shapes_count_the_padding(
             for t in range(submesh.tp):
                 rows = found.local_size(work, c, t)
                 if item.work.module == 0:
-                    places = vision.feature_places(work, c, t)
+                    places = vision.feature_indices(work, c, t)
                     assert len(places) == rows.outputs
                     features += [p for p in places if p >= 0]
                 else:
@@ -113,7 +113,7 @@ def test_how_ranks_divide_each_module(submesh: Submesh, vision: Division, langua
 
 
 @pytest.mark.parametrize(
-    ("submesh", "fullest"),
+    ("submesh", "unevenness"),
     [
         (Submesh(tp=4), 1.0),
         (Submesh(cp=2), 64 * 2 / 112),
@@ -123,10 +123,10 @@ def test_how_ranks_divide_each_module(submesh: Submesh, vision: Division, langua
         (Submesh(cp=2, tp=2, data_encoder=True, share_patches=True), 64 * 2 / 112),
     ],
 )
-def test_the_rank_with_most_patches(submesh: Submesh, fullest: float) -> None:
+def test_the_rank_with_most_patches(submesh: Submesh, unevenness: float) -> None:
     images = layout(submesh).batching.items[0].units
     assert sum(image.num_patches for image in images) == 112
-    assert Images().unevenness(submesh, images) == fullest
+    assert Images().unevenness(submesh, images) == unevenness
     assert Images().unevenness(submesh, ()) == 1.0
 
 
@@ -147,5 +147,5 @@ def test_longest_first_is_a_partition_within_its_bound(weights: list[int], parts
 
 @pytest.mark.parametrize(("count", "degree", "length"), [(5, 2, 6), (4, 2, 4), (0, 4, 0), (1, 4, 4)])
 def test_padding(count: int, degree: int, length: int) -> None:
-    places = pad_places(np.arange(count), degree)
+    places = pad_indices(np.arange(count), degree)
     assert list(places) == [*range(count), *[-1] * (length - count)]

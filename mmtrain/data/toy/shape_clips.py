@@ -208,7 +208,7 @@ def _path(shape: Shape, clip: ShapeClip) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _reflected(place: np.ndarray, edge: float) -> np.ndarray:
-    """Places of something that is thrown back at `edge` and at 1 - `edge`."""
+    """Indices of something that is thrown back at `edge` and at 1 - `edge`."""
     room = 1 - 2 * edge
     phase = (place - edge) % (2 * room)
     return edge + np.minimum(phase, 2 * room - phase)

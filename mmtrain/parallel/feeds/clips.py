@@ -10,7 +10,7 @@ from torch import Tensor
 from mmtrain.modality.base import first_of
 from mmtrain.modality.bitfield import prompt_bits
 from mmtrain.modality.clips import ClipsLayout
-from mmtrain.modality.submesh import pad_places
+from mmtrain.modality.submesh import pad_indices
 from mmtrain.models.attention.context import AttentionContext, attention_context
 from mmtrain.models.batch import ClipMicrobatch
 from mmtrain.models.diffusion import ClipNoise
@@ -60,7 +60,7 @@ class CaptionsFeed(ClipsFeed):
     def __call__(self, first: bool, last: bool, work: int) -> Arguments:
         clips = self._works[work].units
         lengths = [clip.num_text_tokens for clip in clips]
-        places = pad_places(np.arange(sum(lengths)), self._inputs.layout.submesh.tp)
+        places = pad_indices(np.arange(sum(lengths)), self._inputs.layout.submesh.tp)
         if work not in self._cache:
             attention = attention_context(prompt_bits(lengths), rows=places, backend=self._inputs.backend)
             positions = torch.cat([torch.arange(length) for length in lengths])

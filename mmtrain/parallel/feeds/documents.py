@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmtrain.modality.documents import DocumentsLayout
 from mmtrain.modality.images import ImagesLayout
-from mmtrain.modality.submesh import Places
+from mmtrain.modality.submesh import Indices
 from mmtrain.models.attention.context import AttentionContext, attention_context
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.parallel.context import RowExchange
@@ -45,7 +45,7 @@ class DocumentsFeed:
             kwargs["want_predictions"] = inputs.want_predictions
         return args, kwargs
 
-    def _attention(self, microbatch: int, places: Places) -> AttentionContext:
+    def _attention(self, microbatch: int, places: Indices) -> AttentionContext:
         gather = None
         submesh = self._layout.submesh
         if submesh.cp > 1:
@@ -56,12 +56,12 @@ class DocumentsFeed:
             self._layout.bits(microbatch), rows=places, gather=gather, backend=self._inputs.backend
         )
 
-    def _position_ids(self, microbatch: int, places: Places) -> Tensor:
+    def _position_ids(self, microbatch: int, places: Indices) -> Tensor:
         """Positions restart with each document; padding has 0."""
         lengths = self._inputs.meta.microbatches[microbatch].lengths
         return self._inputs.take(torch.cat([torch.arange(n) for n in lengths]), places, 0)
 
-    def _slots(self, work: int, places: Places, image_slots: Places) -> dict[str, Any]:
+    def _slots(self, work: int, places: Indices, image_slots: Indices) -> dict[str, Any]:
         """Which of this rank's rows are image tokens, and the exchange that brings their features."""
         inputs, submesh = self._inputs, self._layout.submesh
         if submesh.size == 1:
@@ -81,7 +81,7 @@ class DocumentsFeed:
         exchange = RowExchange(inputs.mesh.submesh_group, held, wanted[slots], inputs.mesh.device)
         return {"slots": inputs.to_device(torch.from_numpy(slots)), "exchange": exchange}
 
-    def _features(self, work: int, cp_rank: int, tp_rank: int) -> Places:
+    def _features(self, work: int, cp_rank: int, tp_rank: int) -> Indices:
         layout = self._inputs.layout.of_module[self._inputs.layout.batching.module_of(work)]
         assert isinstance(layout, ImagesLayout)
-        return layout.feature_places(work, cp_rank, tp_rank)
+        return layout.feature_indices(work, cp_rank, tp_rank)

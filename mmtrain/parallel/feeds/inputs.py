@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.submesh import Places, pad_places
+from mmtrain.modality.submesh import Indices, pad_indices
 from mmtrain.models.attention.context import Backend
 from mmtrain.models.batch import Batch
 from mmtrain.models.diffusion import ClipNoise
@@ -38,7 +38,7 @@ class StepInputs:
     want_predictions: bool = False
     """Of a language model's tokens."""
 
-    def take(self, values: Tensor, places: Places, padding: int) -> Tensor:
+    def take(self, values: Tensor, places: Indices, padding: int) -> Tensor:
         """values at the places, with `padding` for the places -1, on the device."""
         index = torch.from_numpy(places)
         return self.to_device(values[index.clamp(min=0)].masked_fill(index < 0, padding))
@@ -47,11 +47,11 @@ class StepInputs:
         """The tensor on this rank's device."""
         return tensor.to(self.mesh.device, non_blocking=True)
 
-    def key_value_gather(self, held: Sequence[Places], degree: int, total: int) -> KeyValueGather:
+    def key_value_gather(self, held: Sequence[Indices], degree: int, total: int) -> KeyValueGather:
         """The exchange of keys among cp ranks.
 
         Args: held: places of each cp rank. degree: a rank pads its rows to a multiple of it. total: all places.
         """
         assert self.mesh.cp_group is not None
-        padded = [pad_places(places, degree) for places in held]
+        padded = [pad_indices(places, degree) for places in held]
         return KeyValueGather(RowExchange(self.mesh.cp_group, padded, np.arange(total), self.mesh.device))

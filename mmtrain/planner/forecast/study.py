@@ -105,7 +105,7 @@ class Answer:
         return sum(step.flops for step in self.iterations) / (seconds * ranks * peak_flops)
 
     @property
-    def fullest(self) -> tuple[int, float]:
+    def most_loaded(self) -> tuple[int, float]:
         """The pipeline rank that needs the most memory in any iteration, and its bytes."""
         peaks = [max(step.peak_bytes[rank] for step in self.iterations) for rank in range(self.num_ranks)]
         rank = max(range(self.num_ranks), key=peaks.__getitem__)
@@ -292,7 +292,7 @@ def _most_tokens(config: Config) -> str:
 
 def _row(answer: Answer, machine: Machine, ranks: int) -> tuple[str, ...]:
     times = [step.iteration_s for step in answer.iterations]
-    rank, peak = answer.fullest
+    rank, peak = answer.most_loaded
     mfu = "-" if machine.peak_flops is None else f"{100 * answer.mfu(ranks, machine.peak_flops):.1f} %"
     return (
         answer.schedule,
@@ -324,7 +324,7 @@ def _faults(report: Report) -> list[str]:
         if answer.problem:
             faults.append(f"{answer.schedule}: NO PLAN: {answer.problem}")
             continue
-        rank, peak = answer.fullest
+        rank, peak = answer.most_loaded
         limit = report.machine.memory_bytes
         if limit is not None and peak > limit:
             fixed = peak - max(step.activation_bytes[rank] for step in answer.iterations)
@@ -366,7 +366,7 @@ def to_json(report: Report) -> dict[str, Any]:
 def _answer_json(answer: Answer, machine: Machine, ranks: int) -> dict[str, Any]:
     if answer.problem:
         return {"schedule": answer.schedule, "problem": answer.problem}
-    rank, peak = answer.fullest
+    rank, peak = answer.most_loaded
     return {
         "schedule": answer.schedule,
         "iteration_s": answer.mean("iteration_s"),

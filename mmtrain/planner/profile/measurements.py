@@ -283,7 +283,7 @@ class _Probe:
         return next((self._seconds[key] for key in keys if key in self._seconds), None)
 
     def _equal_blocks(self, module: str, taking_part: Sequence[int]) -> tuple[int, int] | None:
-        """Places of the first two blocks, if they are of one kind."""
+        """Indices of the first two blocks, if they are of one kind."""
         layers = self.spec.module(module).layers
         blocks = [place for place, index in enumerate(taking_part) if layers[index].is_block][:2]
         kinds = {role(layers[taking_part[place]]) for place in blocks}

@@ -120,7 +120,7 @@ def test_too_much_memory_is_said():
     report = simulate_job(question("planner.hardware=a40x2"))
     assert "OUT OF MEMORY" not in table(report)
     object.__setattr__(report.machine, "memory_bytes", 1e6)
-    rank, peak = report.answers[0].fullest
+    rank, peak = report.answers[0].most_loaded
     assert f"OUT OF MEMORY: pp_rank {rank} needs {peak / 2**30:.3g} GiB" in table(report)
     assert to_json(report)["schedules"][0]["fits"] is False
 
@@ -142,7 +142,7 @@ def test_all_schedules_read_the_same_batches():
 def test_the_fullest_rank_is_that_of_any_iteration():
     (answer,) = simulate_job(question()).answers
     assert isinstance(answer, Answer)
-    rank, peak = answer.fullest
+    rank, peak = answer.most_loaded
     assert peak == max(value for step in answer.iterations for value in step.peak_bytes)
     assert any(step.peak_bytes[rank] == peak for step in answer.iterations)
 

@@ -144,8 +144,8 @@ def test_search_finds_the_best_of_all_candidates(job) -> None:
             scores[k, other] = typical.seconds(parts) * (1 + WORTH * (k + other))
     found = segments(chosen)
     assert scores[found["vision"], found["language"]] == min(scores.values())
-    assert "16 tried" in planner.partition_words
-    assert f"vision {found['vision']}, language {found['language']} segments" in planner.partition_words
+    assert "16 tried" in planner.partition_summary
+    assert f"vision {found['vision']}, language {found['language']} segments" in planner.partition_summary
 
 
 def test_search_beats_the_papers_rule_where_one_pass_leaves_a_bubble(job) -> None:
@@ -180,7 +180,7 @@ def test_a_short_job_is_cut_without_the_kernels_of_the_search(job, tmp_path) -> 
     script = (
         "import sys; from mmtrain.config import config; from mmtrain.planner.iteration import IterationPlanner as I\n"
     )
-    script += "print(I.of(config.load(sys.argv[1], sys.argv[2:])).partition_words[:10])\n"
+    script += "print(I.of(config.load(sys.argv[1], sys.argv[2:])).partition_summary[:10])\n"
     script += "print('numba.np.arraymath' in sys.modules)"  # which the first call of a kernel loads
     words = [
         sys.executable,
@@ -220,8 +220,8 @@ def test_what_the_config_gives_is_kept(job, keys: list[str], module: str, count:
 
 def test_nothing_is_searched_where_nothing_is_open(job) -> None:
     keys = ("model.language.num_segments=3", "model.encoder.num_segments=2")
-    assert IterationPlanner.of(job(*keys)).partition_words == ""
-    assert IterationPlanner.of(job("planner.partition=dip")).partition_words == ""
+    assert IterationPlanner.of(job(*keys)).partition_summary == ""
+    assert IterationPlanner.of(job("planner.partition=dip")).partition_summary == ""
     assert segments(job("parallelism.pipeline_parallel_degree=1")) == {"vision": 1, "language": 1}
     assert segments(job("parallelism.pipeline_parallel_schedule=ZBV")) == {"vision": 2, "language": 2}
 
@@ -239,12 +239,12 @@ def test_a_limit_that_no_plan_keeps_leaves_the_rule(job) -> None:
 
 def test_the_choice_follows_from_the_config_alone(job, tmp_path) -> None:
     chosen = job()
-    words = IterationPlanner.of(chosen).partition_words
-    assert IterationPlanner.of(job("debug.seed=7", "data.source=elsewhere")).partition_words == words
+    words = IterationPlanner.of(chosen).partition_summary
+    assert IterationPlanner.of(job("debug.seed=7", "data.source=elsewhere")).partition_summary == words
     script = (
         "import sys; from mmtrain.config import config; from mmtrain.planner.iteration import IterationPlanner as I\n"
     )
-    script += "print(I.of(config.load(sys.argv[1])).partition_words)"
+    script += "print(I.of(config.load(sys.argv[1])).partition_summary)"
     for seed in ("1", "2"):  # as on other ranks
         answer = subprocess.run(
             [sys.executable, "-c", script, str(tmp_path / "job.toml")],
@@ -270,9 +270,9 @@ def video(*overrides: str) -> Config:
 def test_a_vae_makes_the_modules_a_chain() -> None:
     found = IterationPlanner.of(video(VAE, *OPEN))
     assert found.partition.passes == 1
-    assert "partition: one chain of all modules, 1 on each rank, by search" in found.partition_words
-    assert "chain x 1: " in found.partition_words
-    assert "20 tried" in found.partition_words
+    assert "partition: one chain of all modules, 1 on each rank, by search" in found.partition_summary
+    assert "chain x 1: " in found.partition_summary
+    assert "20 tried" in found.partition_summary
     typical = TypicalIterations.draw(video(VAE), found.spec, found.costs, found.sub_microbatch_size)
     apart = [
         partition_of(video(VAE, f"model.language.num_segments={k}", f"model.dit.num_segments={n}"), found.spec)
@@ -289,7 +289,7 @@ def test_a_chain_fits_into_a_limit() -> None:
         IterationPlanner.of(video(VAE, *OPEN, "planner.partition=mixed-latency", limit))
     found = IterationPlanner.of(video(VAE, *OPEN, limit))
     assert found.partition.passes != 1
-    assert "by search" in found.partition_words
+    assert "by search" in found.partition_summary
 
 
 def test_a_chain_fits_into_the_device() -> None:
@@ -311,15 +311,17 @@ def test_a_chain_fits_as_the_job_is_planned() -> None:
     keys = ("parallelism.pipeline_parallel_schedule=GPipe", "activation_checkpoint.mode=none")
     found = IterationPlanner.of(video(VAE, *OPEN, *keys))
     assert found.partition.passes == 0
-    assert "20 tried" in found.partition_words
-    assert "inf" not in found.partition_words
+    assert "20 tried" in found.partition_summary
+    assert "inf" not in found.partition_summary
 
 
 def test_no_chain_where_the_memory_is_not_known(job) -> None:
-    assert "16 tried" in IterationPlanner.of(job()).partition_words
-    assert "20 tried" in IterationPlanner.of(job("planner.memory_limit=60GiB")).partition_words
-    assert "16 tried" in IterationPlanner.of(job("planner.memory_limit=90%")).partition_words
-    assert "20 tried" in IterationPlanner.of(job("planner.memory_limit=90%", "planner.hardware=h800x2")).partition_words
+    assert "16 tried" in IterationPlanner.of(job()).partition_summary
+    assert "20 tried" in IterationPlanner.of(job("planner.memory_limit=60GiB")).partition_summary
+    assert "16 tried" in IterationPlanner.of(job("planner.memory_limit=90%")).partition_summary
+    assert (
+        "20 tried" in IterationPlanner.of(job("planner.memory_limit=90%", "planner.hardware=h800x2")).partition_summary
+    )
 
 
 @pytest.mark.parametrize(
@@ -333,13 +335,13 @@ def test_no_chain_where_the_memory_is_not_known(job) -> None:
     ],
 )
 def test_a_job_that_cuts_a_module_has_no_chain(keys: list[str], num_tried: int) -> None:
-    words = IterationPlanner.of(video(VAE, *OPEN, *keys)).partition_words
+    words = IterationPlanner.of(video(VAE, *OPEN, *keys)).partition_summary
     assert (f"best of {num_tried} tried" in words) if num_tried else not words
     assert ("chain" in words) == (num_tried == 20)
 
 
 def test_one_module_is_no_chain(job) -> None:
-    assert "best of 4 tried" in IterationPlanner.of(job("planner.memory_limit=60GiB", text=TEXT)).partition_words
+    assert "best of 4 tried" in IterationPlanner.of(job("planner.memory_limit=60GiB", text=TEXT)).partition_summary
 
 
 def test_modules_of_few_layers_can_still_be_a_chain(job) -> None:
@@ -348,7 +350,7 @@ def test_modules_of_few_layers_can_still_be_a_chain(job) -> None:
         partition_of(job(*keys), model_spec(job().model, dtype_bytes=4))
     planner = IterationPlanner.of(job(*keys, "planner.memory_limit=60GiB"))
     assert planner.partition.passes == 1
-    assert "best of 1 tried: chain x 1" in planner.partition_words
+    assert "best of 1 tried: chain x 1" in planner.partition_summary
 
 
 @pytest.mark.parametrize("schedule", [name for name, known in CATALOGUE.items() if known.placement == "loop"])
@@ -376,7 +378,7 @@ def test_equal_parameters(job) -> None:
     ]
     best = min(max(sum(params[:cut]), sum(params[cut:])) for cut in range(1, len(params)))
     assert max(loads) == best
-    assert "mixed-parameters" in IterationPlanner.of(chosen).partition_words
+    assert "mixed-parameters" in IterationPlanner.of(chosen).partition_summary
 
 
 @pytest.mark.parametrize("passes", [1, 2])
