@@ -39,8 +39,8 @@ from mmtrain.planner.plan_choice import choose_plan, search_options, search_seed
 from mmtrain.planner.search.chains import Start, TreeChain
 from mmtrain.planner.search.evaluate import evaluate
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.kernels import Decoder
-from mmtrain.planner.search.orders import by_cluster, cluster_orders
+from mmtrain.planner.search.kernels.arrays import Decoder
+from mmtrain.planner.search.orders import by_component, component_orders
 from mmtrain.planner.search.search import ITERATIONS, LAST_ITERATIONS, search
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE
@@ -432,7 +432,7 @@ def _paper(planner: IterationPlanner, problem: PlanningProblem, number: int) -> 
     """DIP's search: orders as if everything were recomputed, then memory options, in each of the tree's rollouts."""
     searched = Searched.of(problem)
     space, how = searched.workspace(), Decoder(1.0, 1.0, 0.0, False, False)
-    order = by_cluster(searched, cluster_orders(searched)[0])
+    order = by_component(searched, component_orders(searched)[0])
     start = Start(order, how, evaluate(searched, space, order, how, ITERATIONS))
     if start.cost == math.inf:
         return PlanResult(status="infeasible", message="the start does not fit")

@@ -26,15 +26,14 @@ import numpy as np
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import PlanResult, make_plan
-from mmtrain.planner.search import kernels
 from mmtrain.planner.search.chains import AnnealChain, Chain, DepthFirstChain, RandomChain, Start, TreeChain
 from mmtrain.planner.search.evaluate import choose, evaluate
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.kernels import Decoder, Workspace
+from mmtrain.planner.search.kernels.arrays import SPLITS, Decoder, Workspace
 from mmtrain.planner.search.numba_start import HAS_NUMBA, load_numba
-from mmtrain.planner.search.orders import Order, by_cluster, cluster_orders
+from mmtrain.planner.search.orders import Order, by_component, component_orders
 from mmtrain.schedule.graph import ModuleStages, Work
-from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.memory import choose_options
 from mmtrain.schedule.limits import THREADS
 from mmtrain.schedule.plan import Plan, check
@@ -152,7 +151,7 @@ def _without_restoring(problem: PlanningProblem) -> tuple[PlanningProblem, list[
 
 def _search(problem: PlanningProblem, options: SearchOptions, cancelled: Callable[[], bool]) -> PlanResult:
     try:
-        only = None if options.memory else choose_options(problem, clusters(problem.graph))
+        only = None if options.memory else choose_options(problem, components(problem.graph))
     except PlanError as error:
         return PlanResult(status="infeasible", message=str(error), seed=options.seed)
     run = _Search(problem, options, only, cancelled)
@@ -291,7 +290,7 @@ class _Search:
     def _sweep(self, run: _Map) -> list[Start]:
         """The best starts, best first."""
         decoders = _decoders(self.searched, split=self.options.split)
-        orders = [by_cluster(self.searched, order) for order in cluster_orders(self.searched)]
+        orders = [by_component(self.searched, order) for order in component_orders(self.searched)]
         found = self._try(run, [(orders[0], how) for how in decoders])
         if self.options.reorder:
             best = [start.how for start in sorted(found, key=lambda start: start.cost)[:4]]
@@ -374,7 +373,7 @@ def _decoders(searched: Searched, *, split: bool) -> list[Decoder]:
     several = bool((np.diff(p.first) > 1).any())
     memory = (0.0, 0.5, 1.0, 0.25, 0.75) if limited and several else (0.0,)
     speed = (0.0, 0.5) if limited and several else (0.0,)
-    halves = [(True, 1.0), (True, 0.5), (True, 0.0)] if split and p.node[:, kernels.SPLITS].any() else []
+    halves = [(True, 1.0), (True, 0.5), (True, 0.0)] if split and p.node[:, SPLITS].any() else []
     halves.append((False, 0.0))
     return [
         Decoder(m, s, gap, backward_first, splits)

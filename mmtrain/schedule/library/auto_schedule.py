@@ -1,6 +1,6 @@
 """The zero-bubble paper's automatic schedule, under the problem's memory limits and for its costs."""
 
-from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.list_schedule import ListScheduler, rank_footprints
 from mmtrain.schedule.library.memory import choose_options
 from mmtrain.schedule.plan import Plan
@@ -20,7 +20,7 @@ def auto_schedule(problem: PlanningProblem) -> Plan:
     Raises: PlanError: the activations of one microbatch alone exceed a rank's memory limit.
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 3.1 (heuristic).
     """
-    chosen = choose_options(problem, clusters(problem.graph))
+    chosen = choose_options(problem, components(problem.graph))
     room = rank_footprints(problem, 2.0 * problem.graph.num_ranks)
     limits = [own if given is None else given for own, given in zip(room, problem.held_limit_bytes, strict=True)]
     soft = [rank for rank, given in enumerate(problem.held_limit_bytes) if given is None]

@@ -27,7 +27,7 @@ def greedy(problem: PlanningProblem) -> Plan:
     return _Greedy(problem).run()
 
 
-def clusters(graph: WorkGraph) -> list[int]:
+def components(graph: WorkGraph) -> list[int]:
     """[work] -> number of the set of works that hang together through `after`, oldest microbatch first."""
     leader = list(range(len(graph.works)))
 
@@ -53,13 +53,13 @@ class _Greedy:
     def __init__(self, problem: PlanningProblem) -> None:
         graph = self.graph = problem.graph
         items = self.items = graph.items
-        cluster = clusters(graph)
-        self.chosen = choose_options(problem, cluster)
+        component = components(graph)
+        self.chosen = choose_options(problem, component)
         self.options = [problem.options(*node)[self.chosen[node]] for node in zip(items.stage, items.work, strict=True)]
         """[node]"""
-        self.cluster = [cluster[work] for work in items.work]
+        self.component = [component[work] for work in items.work]
         """[node]"""
-        self.memory = Memory(problem, cluster, {n: problem.options(*n)[i] for n, i in self.chosen.items()})
+        self.memory = Memory(problem, component, {n: problem.options(*n)[i] for n, i in self.chosen.items()})
         self.engine = Engine(items, problem.message_s)
         ranks = range(graph.num_ranks)
         self.orders: list[list[Action]] = [[] for _ in ranks]
@@ -71,7 +71,7 @@ class _Greedy:
         self.priority: list[tuple[int, int, int]] = [(0, 0, 0)] * (2 * items.num_nodes)
         """[item]"""
         for place, (stage, work) in enumerate(graph.nodes()):
-            age = cluster[work], graph.works[work].microbatch
+            age = component[work], graph.works[work].microbatch
             for kind, sign in ((Kind.F, 1), (Kind.B, -1)):
                 self.priority[items.item(kind, stage, work)] = (*age, sign * place)
         self._queue(node for node in range(items.num_nodes) if not items.num_needs[node])
@@ -111,7 +111,7 @@ class _Greedy:
                 entry = (max(arrival[item], last), priority[item], item)
                 if best is not None and entry >= best:
                     continue
-                if slot or fits(self.cluster[item], self.options[item]):
+                if slot or fits(self.component[item], self.options[item]):
                     best = entry
             heads[slot] = best
         forward, backward = heads
@@ -146,7 +146,7 @@ class _Greedy:
         self.orders[rank].append(self.graph.action(kind, items.stage[node], items.work[node]))
         self.stale.add(rank)
         take = self.memory.end_backward if slot else self.memory.start_forward
-        if take(self.cluster[node], rank, option):
-            # The promise to this cluster is kept: others may have more room, on all ranks.
+        if take(self.component[node], rank, option):
+            # The promise to this component is kept: others may have more room, on all ranks.
             self.stale.update(range(self.graph.num_ranks))
         self._queue(self.engine.start(item, end))

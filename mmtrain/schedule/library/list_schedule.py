@@ -22,7 +22,7 @@ from functools import cached_property
 
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.engine import Engine
-from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.memory import Memory
 from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.plan import Plan
@@ -32,7 +32,7 @@ Node = tuple[int, int]
 """(stage, work)."""
 
 Priority = tuple[int, int, int]
-"""Of a node among those of its kind: cluster, microbatch and place; the least is served first."""
+"""Of a node among those of its kind: component, microbatch and place; the least is served first."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class ListScheduler:
         """
         graph = problem.graph
         self.problem, self.graph, self.limits, self.soft = problem, graph, limits, soft
-        self.cluster = clusters(graph)
+        self.component = components(graph)
         self.chosen = {node: index for node, index in (chosen or {}).items() if index}
         given = {n: problem.options(*n)[self.chosen.get(n, 0)] for n in graph.nodes()}
         self.split = {node for node, option in given.items() if worth_splitting(option)}
         self.options = {n: _widest(option) if n in self.split else option for n, option in given.items()}
-        too_wide = {cluster for cluster, _ in Memory(problem, self.cluster, self.options, limits).oversize()}
+        too_wide = {component for component, _ in Memory(problem, self.component, self.options, limits).oversize()}
         for node, option in given.items():
-            if self.cluster[node[1]] in too_wide:  # what a half leaves behind is too much: its backwards stay whole
+            if self.component[node[1]] in too_wide:  # what a half leaves behind is too much: its backwards stay whole
                 self.split.discard(node)
                 self.options[node] = option
         self.stages = [graph.stages_of_rank(rank) for rank in range(graph.num_ranks)]
@@ -82,7 +82,7 @@ class ListScheduler:
         nodes = list(zip(items.stage, items.work, strict=True))
         self.option_of = [self.options[node] for node in nodes]
         """[node]"""
-        self.cluster_of = [self.cluster[work] for work in items.work]
+        self.component_of = [self.component[work] for work in items.work]
         """[node]"""
         self.done_as = [Kind.F] * items.num_nodes + [Kind.I if node in self.split else Kind.B for node in nodes]
         """[item of F or I] -> the kind of the action that is done: B where an I is not worth its own action."""
@@ -93,7 +93,7 @@ class ListScheduler:
         self.forwards = []
         """The items of F, in the order of the graph's nodes."""
         for place, node in enumerate(graph.nodes()):
-            age = (self.cluster[node[1]], graph.works[node[1]].microbatch)
+            age = (self.component[node[1]], graph.works[node[1]].microbatch)
             self.forwards.append(items.item(Kind.F, *node))
             for kind, sign in ((Kind.F, 1), (Kind.I, -1)):
                 self.priority[items.item(kind, *node)] = (*age, sign * place)
@@ -132,12 +132,12 @@ class ListScheduler:
 
 def rank_footprints(problem: PlanningProblem, microbatches: float) -> list[float]:
     """Bytes of activations of so many microbatches of mean size on each rank; at least those of the largest."""
-    graph, cluster = problem.graph, clusters(problem.graph)
+    graph, component = problem.graph, components(problem.graph)
     options = {node: problem.options(*node)[0] for node in graph.nodes()}
-    memory = Memory(problem, cluster, {node: _widest(option) for node, option in options.items()})
+    memory = Memory(problem, component, {node: _widest(option) for node, option in options.items()})
     found = []
     for rank in range(graph.num_ranks):
-        amounts = [memory.footprint(c, rank) for c in range(memory.num_clusters)]
+        amounts = [memory.footprint(c, rank) for c in range(memory.num_components)]
         found.append(max(max(amounts), microbatches * sum(amounts) / len(amounts)) if amounts else 0.0)
     return found
 
@@ -155,8 +155,8 @@ class _Run:
     def __init__(self, setting: ListScheduler, *, eager: bool, patient: bool) -> None:
         graph, ranks, items = setting.graph, range(setting.graph.num_ranks), setting.graph.items
         self.setting, self.graph, self.items, self.eager, self.patient = setting, graph, items, eager, patient
-        self.cluster, self.options = setting.cluster_of, setting.option_of
-        self.memory = Memory(setting.problem, setting.cluster, setting.options, setting.limits)
+        self.component, self.options = setting.component_of, setting.option_of
+        self.memory = Memory(setting.problem, setting.component, setting.options, setting.limits)
         self.message_s = [*setting.problem.message_s, 0.0]
         self.engine = Engine(items, setting.problem.message_s)
         self.ready: list[list[list[tuple[Priority, int]]]] = [[[] for _ in graph.stage_rank] for _ in range(2)]
@@ -164,7 +164,7 @@ class _Run:
         self.due: list[deque[int]] = [deque() for _ in ranks]
         """[rank] -> nodes."""
         self.begun: set[tuple[int, int]] = set()
-        """(rank, cluster) with a forward that has a backward to come or behind it."""
+        """(rank, component) with a forward that has a backward to come or behind it."""
         self.in_flight = [0.0 for _ in ranks]
         self.most_in_flight = [math.inf for _ in ranks]
         self.backwards = [0 for _ in ranks]
@@ -240,9 +240,9 @@ class _Run:
         fits = self.memory.room(rank)
 
         def admits(node: int) -> bool:
-            option, cluster = self.options[node], self.cluster[node]
-            opens = not self.eager and option.has_backward and (rank, cluster) not in self.begun
-            return not (opens and self._holds_up(rank, now, option.forward_s)) and fits(cluster, option)
+            option, component = self.options[node], self.component[node]
+            opens = not self.eager and option.has_backward and (rank, component) not in self.begun
+            return not (opens and self._holds_up(rank, now, option.forward_s)) and fits(component, option)
 
         for _, node in sorted(queue[0] for queue in queues) if len(queues) > 1 else (queues[0][0],):
             if admits(node):
@@ -267,7 +267,7 @@ class _Run:
         """Starts the oldest forward where rule 1 or 2 admits none; if none keeps the promise, one that fits at all."""
         ready = sorted(entry for queue in self.ready[0] for entry in queue)
         for _, node in ready:
-            if self.memory.room(self.items.rank[node])(self.cluster[node], self.options[node]):
+            if self.memory.room(self.items.rank[node])(self.component[node], self.options[node]):
                 return self._start(node, now)
         for _, node in ready:
             rank = self.items.rank[node]
@@ -280,7 +280,7 @@ class _Run:
     def _start(self, item: int, now: float) -> None:
         """Starts F, or I (or B in its place), of a node."""
         slot, node = divmod(item, self.items.num_nodes)
-        rank, option, cluster = self.items.rank[node], self.options[node], self.cluster[node]
+        rank, option, component = self.items.rank[node], self.options[node], self.component[node]
         queue = self.ready[slot][self.items.stage[node]]
         if queue[0][1] == item:
             heapq.heappop(queue)
@@ -290,9 +290,9 @@ class _Run:
         self.left -= 1
         if not slot:
             self.previous[rank] = Kind.F
-            self.memory.start_forward(cluster, rank, option)
+            self.memory.start_forward(component, rank, option)
             if option.has_backward:
-                self.begun.add((rank, cluster))
+                self.begun.add((rank, component))
                 self.in_flight[rank] += option.forward_s
         else:
             self.previous[rank] = Kind.I
@@ -322,16 +322,16 @@ class _Run:
                     self._post(arrives, target, -1)
 
     def _end(self, rank: int, kind: Kind, node: int) -> bool:
-        """Frees what an action that ended held; tells whether its cluster may be finished by it."""
+        """Frees what an action that ended held; tells whether its component may be finished by it."""
         self.busy[rank] = False
-        cluster, option = self.cluster[node], self.options[node]
+        component, option = self.component[node], self.options[node]
         if kind is Kind.F:
             return not option.has_backward
         if kind is Kind.I:
             self.due[rank].append(node)
-            self.memory.end_input(cluster, rank, option)
+            self.memory.end_input(component, rank, option)
             return False
-        return self.memory.end_backward(cluster, rank, option, split=kind is Kind.W)
+        return self.memory.end_backward(component, rank, option, split=kind is Kind.W)
 
     def _too_long(self, rank: int, now: float) -> bool:
         """Whether a patient rank waits for its last gradient instead of starting its oldest W."""
