@@ -13,7 +13,7 @@ import torch
 from mmtrain import __version__
 from mmtrain.config.topology import AXES
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.parallel.planning import ranks_here
+from mmtrain.parallel.planning import local_world_size
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "device": _device_name(mesh.device),
         "ranks": shape.world_size,
-        "ranks_per_host": ranks_here(shape.world_size),
+        "ranks_per_host": local_world_size(shape.world_size),
         "mesh": {axis: degree for axis, degree in zip(AXES, shape.degrees, strict=True) if degree > 1},
         "system": platform.platform(terse=True),
     }

@@ -20,7 +20,7 @@ from mmtrain.config.config import Config
 from mmtrain.config.memory_amount import GIB, show_bytes
 from mmtrain.observe.metrics import memory_gib
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.parallel.planning import ranks_here
+from mmtrain.parallel.planning import local_world_size
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.memory.limit import BudgetHistory, MemoryBudget, MemoryRule, least_activation_bytes
 from mmtrain.planner.partition.partition import Partition
@@ -159,7 +159,7 @@ class JobMemory:
 
         Raises: ConfigError: planner.memory_limit leaves nothing for activations.
         """
-        found = DeviceMemory.agreed(mesh.device, ranks_here(mesh.shape.world_size))
+        found = DeviceMemory.agreed(mesh.device, local_world_size(mesh.shape.world_size))
         budget = MemoryRule.of(config, found.device_bytes).budget(spec, partition, found.process_bytes)
         budget.check()
         if budget.limited:

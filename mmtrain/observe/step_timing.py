@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mmtrain.observe.metrics import ModuleMetrics
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.parallel.planning import ranks_here
+from mmtrain.parallel.planning import local_world_size
 from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.timeline import Timeline
@@ -45,7 +45,7 @@ class StepTiming:
         if mesh.shape.pp > 1:
             found = [torch.empty_like(mine) for _ in counts]
             dist.all_gather(found, mine, group=mesh.pp_group)
-        own_clocks = ranks_here(mesh.shape.world_size) < mesh.shape.world_size
+        own_clocks = local_world_size(mesh.shape.world_size) < mesh.shape.world_size
         starts, ends, spans = [], [], []
         for count, row in zip(counts, found, strict=True):
             values = row.numpy()
