@@ -286,13 +286,13 @@ def chain_problem(problem: PlanningProblem, chunks: Sequence[int]) -> PlanningPr
         mine = {work.module: i for i, work in enumerate(graph.works) if work.microbatch == microbatch}
         rows, amounts = [], []
         for stages in stages_of:
-            held = [(stage, mine[graph.place[stage][0]]) for stage in stages if graph.place[stage][0] in mine]
+            held = [(stage, mine[graph.module_of[stage]]) for stage in stages if graph.module_of[stage] in mine]
             options = tuple(
                 _together([at_level(problem.options(*node), level) for node in held]) for level in range(LEVELS + 1)
             )
             rows.append(table.setdefault(options, len(table)))
             last, work = held[-1] if held else (None, None)
-            amounts.append(0.0 if work is None else problem.output_bytes[work][graph.place[last][1]])
+            amounts.append(0.0 if work is None else problem.output_bytes[work][graph.position[last]])
         index.append(rows)
         sent.append(amounts)
     return PlanningProblem.build(

@@ -77,7 +77,7 @@ class StepFiles:
             "modules": [module.name for module in graph.modules],
             "num_ranks": graph.num_ranks,
             "stages": [
-                [graph.place[stage.index][0], stage.pp_rank, stage.layers[0], stage.layers[1] - 1]
+                [graph.module_of[stage.index], stage.pp_rank, stage.layers[0], stage.layers[1] - 1]
                 for stage in self.planner.partition.stages
             ],
             "actions": actions,

@@ -42,7 +42,7 @@ class Timeline:
         peak_bytes: tuple[float, ...] = (),
     ) -> "Timeline":
         """The timeline of some rows (rank, action, start_s, end_s), in any order; transfers are left out."""
-        names = tuple(graph.modules[graph.place[stage][0]].name for stage in range(len(graph.stage_rank)))
+        names = tuple(graph.modules[module].name for module in graph.module_of)
         found = [Row(*row) for row in rows if row[1].kind not in NOT_COMPUTE]
         found.sort(key=lambda row: (row.rank, row.start_s, row.end_s))
         return cls(graph.num_ranks, names, tuple(found), memory, peak_bytes)

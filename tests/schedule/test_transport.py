@@ -49,7 +49,7 @@ def test_late_receive_is_harmless_where_directions_have_queues_of_their_own() ->
         ),
         ("1B0.0 1SEND_B0.0>0", "1SEND_B0.0>0 1B0.0", r"1SEND_B0.0>0 sends what was not computed"),
         ("1F0.0 1RECV_F1.0<0 1B0.0", "1B0.0 1RECV_F1.0<0 1F0.0", r"1B0.0 needs 1F0.0 before it"),
-        ("0F1.0 ", "0F1.0 0F1.0 ", r"0F1.0 is there twice"),
+        ("0F1.0 ", "0F1.0 0F1.0 ", r"0F1.0 occurs twice"),
         ("0F1.0 ", "0F1.0 1F1.0 ", r"1F1.0 belongs on rank 1"),
         ("1SEND_B1.0>0 ", "", r"deadlock under gloo transport: rank 0, step \d+: 0WAIT_B1.0<1"),
         (" 0SEND_F1.0>1", "", r"deadlock under gloo transport: rank 0"),

@@ -62,7 +62,7 @@ class Searched:
         kinds: dict[tuple[int, int], int] = {}
         kind: Ints = np.empty(len(nodes), np.int64)
         for i, (stage, work) in enumerate(nodes):
-            key = problem.cost_index[work][graph.place[stage][1]], -1 if only is None else only.get((stage, work), 0)
+            key = problem.cost_index[work][graph.position[stage]], -1 if only is None else only.get((stage, work), 0)
             kind[i] = kinds.setdefault(key, len(kinds))
         table = _Options()
         for options, one in kinds:

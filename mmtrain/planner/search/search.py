@@ -118,9 +118,9 @@ def search(
     lean, original = kept
     one = _search(lean, half, cancelled)
     if one.plan is not None:
-        place = problem.graph.place
+        position = problem.graph.position
         back = {
-            (stage, work): original[problem.cost_index[work][place[stage][1]]][option]
+            (stage, work): original[problem.cost_index[work][position[stage]]][option]
             for (stage, work), option in one.plan.options.items()
         }
         plan = Plan(problem.graph, one.plan.orders, {node: option for node, option in back.items() if option})

@@ -14,7 +14,7 @@ from functools import cached_property
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import NOT_COMPUTE, RESULT_OF, Action, Kind
 from mmtrain.schedule.graph import Edge, WorkGraph
-from mmtrain.schedule.plan import Plan, check
+from mmtrain.schedule.plan import Plan, check, orders_text, parse_orders
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Row, Timeline
@@ -38,18 +38,12 @@ class Program:
 
     def __str__(self) -> str:
         """One line a rank: its actions separated by spaces; `parse` reads it back, without the memory options."""
-        return "\n".join(" ".join(map(str, actions)) for actions in self.actions)
+        return orders_text(self.actions)
 
     @classmethod
     def parse(cls, graph: WorkGraph, text: str) -> "Program":
-        """The program of a text that has one line a rank.
-
-        Raises: PlanError: a word is not an action, or there are more or fewer lines than ranks.
-        """
-        lines = text.strip("\n").split("\n")
-        if len(lines) != graph.num_ranks:
-            raise PlanError(f"a program for {graph.num_ranks} ranks has one line a rank; there are {len(lines)}")
-        return cls(graph, tuple(tuple(map(Action.parse, line.split())) for line in lines))
+        """The program of a text that has one line a rank. Raises: PlanError: as `parse_orders`."""
+        return cls(graph, parse_orders(text, graph.num_ranks))
 
     @cached_property
     def hash(self) -> int:
@@ -158,12 +152,12 @@ def _pair(graph: WorkGraph, send: Kind, sender: int, receive: Kind, receiver: in
 
 def add_waits(graph: WorkGraph, steps: list[Step]) -> list[Step]:
     """The steps with a wait for each received input directly before the compute action that consumes it."""
-    found: list[Step] = []
+    with_waits: list[Step] = []
     for rank, action in steps:
         if action.kind not in NOT_COMPUTE:
-            found += [(rank, wait) for wait in waits_before(graph, action)]
-        found.append((rank, action))
-    return found
+            with_waits += [(rank, wait) for wait in waits_before(graph, action)]
+        with_waits.append((rank, action))
+    return with_waits
 
 
 def waits_before(graph: WorkGraph, action: Action) -> list[Action]:
