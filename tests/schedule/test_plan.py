@@ -35,7 +35,7 @@ def test_backward_may_be_split() -> None:
         (GOOD.replace(" 0B1.0", " 0B1.0 0W1.0"), "but the plan has B, W"),
         (GOOD.replace("0F0.0 ", ""), "rank 0: 0F0.0 is missing"),
         (GOOD.replace("0F0.0 ", "1F0.0 "), r"rank 0, step 0: 1F0.0 belongs on rank 1"),
-        (GOOD + " 1SEND_B0.0>0", r"rank 1, step 4: 1SEND_B0.0>0 is not compute"),
+        (GOOD + " 1SEND_B0.0>0", r"rank 1, step 4: 1SEND_B0.0>0 is not a compute action"),
         (GOOD + " 1F7.0", r"action 1F7.0: .* has no sub-microbatch 7.0"),
     ],
 )
