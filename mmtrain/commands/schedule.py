@@ -56,7 +56,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "compare",
         help="compare schedules on one iteration",
         description="Plans one iteration by several schedules, and prints a line each: makespan, bubble, the longest "
-        "idle time of a rank between its first and last action, peak of activations of the fullest and the emptiest "
+        "idle time of a rank between its first and last action, peak of activations of the most and the least loaded "
         "rank. A chain or a config's model is cut as each schedule wants it; a problem's stages stay where they are. "
         "`searched` is what the planner's search makes of the stages of the best schedule named before it.",
     )
@@ -281,7 +281,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
             f"{row['idle_s']:9.4g} {peak:>20s}"
         )
     lines.append(
-        "idle s: of the rank that idles longest between its first and last action; peak: fullest (emptiest) rank"
+        "idle s: of the rank that idles longest between its first and last action; peak: most (least) loaded rank"
     )
     return "\n".join(lines) + "\n"
 

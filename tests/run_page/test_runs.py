@@ -79,7 +79,7 @@ def test_charts_have_the_numbers_of_the_file(tmp_path):
     assert planner["gap to the bound"] == [25.0] * 2
     assert planner["gain over the first plan"] == pytest.approx([20.0] * 2)
     assert chart(found, "Steps with their first plan") == {"late": [2] * 2, "failed": [0] * 2, "invalid": [1] * 2}
-    assert chart(found, "Memory of the fullest rank") == {"predicted": [1.0] * 2}
+    assert chart(found, "Memory of the most loaded rank") == {"predicted": [1.0] * 2}
 
 
 def test_several_runs_are_told_apart_by_colour_and_curves_by_dash(tmp_path):

@@ -46,7 +46,7 @@ def from_bytes(graph: WorkGraph, data: bytes) -> Plan:
     rows = [tuple(numbers[at : at + 3]) for at in range(first, len(numbers), 3)]
     counts = (num_orders, num_options, *lengths)
     if min(counts) < 0 or numbers.itemsize * (first + 3 * (sum(lengths) + num_options)) != len(data):
-        raise PlanError(f"{len(data)} bytes are not one whole plan; send all of its bytes and no others")
+        raise PlanError(f"{len(data)} bytes are not a whole plan; send all of its bytes and no others")
     actions = iter(rows)
     orders = tuple(tuple(_action(graph, *row) for row in islice(actions, length)) for length in lengths)
     return Plan(graph, orders, {(stage, work): option for stage, work, option in actions})

@@ -111,15 +111,31 @@ def _decides(queued: Any, at: Any, old: Any, low: int, high: int, component_of: 
 
 
 @part
+def _decodes_alike(
+    w: Workspace, chain: Chain, component_of: Any, begin: int, end: int, low: int, high: int, component: int
+) -> bool:
+    """Whether a move is known to change no plan. Args: as `_propose` returns them."""
+    current, same = chain.current[0], chain.current[1] > 0
+    for i in range(chain.decoder.size):
+        same = same and chain.decoder[i] == w.old_decoder[i]
+    for d in range(begin, end):
+        queued, at, old = chain.queued[current, d], chain.at[d], w.swap[2 + d]
+        same = same and not _decides(queued, at, old, low, high, component_of, component)
+    return same
+
+
+@part
 def _propose(
     w: Workspace, chain: Chain, component_of: Any, can_split: bool, reorder: bool
 ) -> tuple[int, int, int, int, int, bool]:
-    """Changes a chain by one random move.
+    """Changes a chain by one random move, and saves what it was in the workspace.
 
     Returns: (first direction and end of the directions, low and high position of the part of the order that changes;
         the component that was moved, or -1; whether the decoder changes).
     """
     num_groups, state = component_of.size, chain.random
+    for i in range(chain.decoder.size):
+        w.old_decoder[i] = chain.decoder[i]
     begin, end, low, high, component, changed = FORWARD, BACKWARD + 1, 0, 0, -1, False
     dice = _uniform(state)
     if num_groups < 2 or not reorder or dice < 0.06:
@@ -209,17 +225,9 @@ def run(
     for number in range(evaluations):
         same = False
         if mode == ANNEAL:
-            for i in range(decoder.size):
-                old_decoder[i] = decoder[i]
             begin, end, low, high, component, decodes = _propose(w, chain, component_of, can_split, reorder)
             changed = changed or decodes
-            current, same = chain.current[0], chain.current[1] > 0
-            for i in range(decoder.size):
-                same = same and decoder[i] == old_decoder[i]
-            for d in range(begin, end):
-                same = same and not _decides(
-                    chain.queued[current, d], chain.at[d], w.swap[2 + d], low, high, component_of, component
-                )
+            same = _decodes_alike(w, chain, component_of, begin, end, low, high, component)
         if same:
             _uniform(chain.random)  # as if it had been decoded; only the prices for the choice of options stay behind
             continue
