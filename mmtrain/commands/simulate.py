@@ -1,4 +1,4 @@
-"""`mmtrain simulate`: what a job would do on a cluster."""
+"""`mmtrain simulate`: simulates a job on a cluster."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The samples of a text-to-video job: clips of any buckets, with their captions."""
+"""The samples of a text-to-video job: clips of any bucket, with their captions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +26,11 @@ class ReadClip:
     text_ids: np.ndarray
     """[T] int64."""
     latents: Tensor
-    """[C, F, H, W] float32; pixels, if the job has a VAE."""
+    """[C, F, H, W] float32; pixels if the job has a VAE."""
 
 
 class Clips:
-    """`Samples` of clips; a microbatch holds `data.max_clips` clips of `data.max_total_seconds` together.
+    """`Samples` of clips; a microbatch holds up to `data.max_clips` clips of `data.max_total_seconds` in total.
 
     Raises: ConfigError: source, split or tokenizer do not exist, or the buckets do not fit the model.
     """
@@ -68,7 +68,7 @@ class Clips:
         return self._processor.truncated(measured, num_tokens)
 
     def size(self, measured: Clip) -> tuple[int, ...]:
-        """Its frames; and one clip."""
+        """Its number of frames, and 1 clip."""
         return self._geometry.pixels(measured.meta.bucket)[0], 1
 
     def read(self, measured: Clip, occurrence: int) -> ReadClip:

@@ -49,7 +49,7 @@ class Conversations:
         return None if record is None else self._processor.document(record)
 
     def num_text_tokens(self, measured: Document) -> int:
-        """All tokens of a document, those of images too."""
+        """All tokens of the document, with those of images."""
         return measured.meta.num_tokens
 
     def truncated(self, measured: Document, num_tokens: int) -> Document:
@@ -85,7 +85,7 @@ def make_processor(config: Config) -> Processor:
 
 
 def image_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None]:
-    """How images become encoder input; None, None for a model without an encoder.
+    """The geometry and pixel rules of the encoder's images; None, None for a model without an encoder.
 
     Raises: ConfigError: encoder, projector, data.image_processor and area limits do not fit together.
     """

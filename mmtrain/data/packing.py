@@ -3,8 +3,8 @@
 The samples of all epochs form one endless sequence: each epoch is a permutation of the source drawn from (seed, epoch).
 A step packs samples of that sequence first-fit into the `training.global_batch_size` bins, whose capacity is a number
 of tokens, or of frames and clips. It ends at the first sample that fits no bin, with which the next step begins. The
-state is the position, three integers. A step's bins do not depend on the number of replicas (bin g belongs to replica
-g % dp), so a job resumes exactly with another number of replicas.
+state is the position, three integers. A step's bins do not depend on the number of replicas (bin g belongs to replica g
+% dp), so a job resumes exactly with another number of replicas.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ class LoaderState:
     epoch: int = 0
     """Number of complete passes over the source."""
     cursor: int = 0
-    """Samples of this epoch's order that are used up."""
+    """Number of samples used of this epoch's order."""
 
     def __post_init__(self) -> None:
         if min(self.seed, self.epoch, self.cursor) < 0:
@@ -37,10 +37,7 @@ class LoaderState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "LoaderState":
-        """The state that `to_dict` wrote.
-
-        Raises: DataError: a key is missing or not an integer.
-        """
+        """The state of `to_dict`. Raises: DataError: a key is missing or not an integer."""
         try:
             seed, epoch, cursor = (int(values[name]) for name in ("seed", "epoch", "cursor"))
         except (KeyError, TypeError, ValueError) as error:
@@ -49,12 +46,12 @@ class LoaderState:
 
 
 Size = tuple[int, ...]
-"""What a sample takes of each limit of a bin."""
+"""Size of a sample under each limit of a bin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """One of the things of which a bin holds only so many."""
+    """One capacity of a bin."""
 
     most: int
     """Capacity of a bin."""

@@ -1,4 +1,4 @@
-"""What a job runs, in words of its resolved config: for the log's first lines. Pure."""
+"""A summary of a job's resolved config for the first lines of the log. Pure."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def families(model: ModelConfig) -> dict[str, str]:
 
 
 def start_lines(config: Config, planner: IterationPlanner, *, device: str, threads: int, cut_s: float) -> list[str]:
-    """What runs: the models on which data, each module with its size and cut, mesh and planner.
+    """The models and their data, size and cut of each module, mesh and planner.
 
     Args: device: its type. threads: of one rank's search. cut_s: seconds that the partition took.
     """
@@ -54,19 +54,19 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
 
 
 def _sections(model: ModelConfig) -> dict[str, EncoderConfig | VaeConfig | LanguageConfig | DitConfig]:
-    """Module, in the order of the data -> its section; those that the model has."""
+    """Module, in the order of the data -> its section, of the model's modules."""
     sections = {"vision": model.encoder, "vae": model.vae, "language": model.language, "dit": model.dit}
     return {module: section for module, section in sections.items() if section is not None}
 
 
 def _model(model: ModelConfig, module: str) -> str:
-    """Family and size of a module's model, and where its weights come from."""
+    """Family and size of a module's model, and the source of its weights."""
     section, shape = _sections(model)[module], _SHAPES[module](model)
-    words = [f"{section.pretrained} ({shape.model_type})" if section.pretrained else shape.model_type]
+    parts = [f"{section.pretrained} ({shape.model_type})" if section.pretrained else shape.model_type]
     if isinstance(shape, VaeShape):
-        words.append(f"latents of {shape.channels} channels")
+        parts.append(f"latents of {shape.channels} channels")
     else:
-        words.append(f"{shape.depth} blocks of width {shape.width}")
-    words += [f"projector {model.projector.kind}"] if module == "vision" else []
-    words += ["random weights"] if section.config or section.weights == "random" else []
-    return ", ".join(words)
+        parts.append(f"{shape.depth} blocks of width {shape.width}")
+    parts += [f"projector {model.projector.kind}"] if module == "vision" else []
+    parts += ["random weights"] if section.config or section.weights == "random" else []
+    return ", ".join(parts)

@@ -162,8 +162,7 @@ def _planner_and_data_charts(runs: Sequence[Run]) -> list[Chart]:
             ],
         ),
         _chart(
-            runs, "Steps with their first plan", "", "Because the search timed out (late), failed or was invalid; counted over "
-            "the run.",
+            runs, "Steps with their first plan", "", "Search timed out (late), failed or was invalid; in the run.",
             [
                 _Curve(label=label, of=f"plan_{label}", colour=HUES[i])
                 for i, label in enumerate(("late", "failed", "invalid"))

@@ -115,8 +115,8 @@ def test_numbers_are_medians_of_the_later_half(tmp_path):
 
 
 FAR_OFF = {
-    "mfu": (0.05, "The devices do little of what they could"),
-    "bubble": (0.6, "Pipeline ranks idle much"),
+    "mfu": (0.05, "The devices reach little of their peak"),
+    "bubble": (0.6, "Pipeline ranks are idle for long"),
     "makespan_ratio": (
         2.5,
         "Costs are not calibrated for this machine and its load, ",

@@ -1,4 +1,4 @@
-"""What the built-in data sets have in common: colours, splits, and a folder that is either absent or whole."""
+"""Shared by the built-in data sets: colours, splits, and a folder that is either absent or complete."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ COLOURS = {
     "purple": (150, 30, 190),
     "orange": (255, 125, 0),
 }
-"""Name -> red, green, blue of what is drawn."""
+"""Name -> red, green, blue."""
 
 
 def split_sizes(kind: str, num_samples: int, seed: int, validation_fraction: float) -> dict[str, int]:
@@ -43,7 +43,7 @@ def split_sizes(kind: str, num_samples: int, seed: int, validation_fraction: flo
 
 @contextmanager
 def new_folder(kind: str, out: Path) -> Iterator[Path]:
-    """A folder beside `out`, with an empty folder `data`, that is renamed to `out` at the end.
+    """A temporary folder next to `out`, with an empty folder `data`, that is renamed to `out` at the end.
 
     Raises: DataError: `out` exists.
     """
@@ -60,7 +60,7 @@ def new_folder(kind: str, out: Path) -> Iterator[Path]:
 
 
 def told(samples: Iterable[T], progress: Progress | None, before: int, total: int) -> Iterator[T]:
-    """The samples, of which progress is told after each one; `before` were made before them."""
+    """The samples; reports progress after each one. Args: before: samples made earlier."""
     for index, sample in enumerate(samples, before + 1):
         yield sample
         if progress:

@@ -126,7 +126,7 @@ def _png(image: Image.Image) -> bytes:
 
 
 def check_preview(path: Path) -> None:
-    """Refuses a file that `write_preview` could not write.
+    """Checks the file of `write_preview`.
 
     Raises: ConfigError: its ending is neither .png nor .gif. DataError: its folder does not exist.
     """

@@ -1,4 +1,4 @@
-"""A planning problem as the arrays that the kernels read, and the memory that a thread of the search works in."""
+"""A planning problem as the arrays that the kernels read, and the workspace of a thread."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,7 +46,7 @@ class Searched:
 
     problem: PlanningProblem
     nodes: tuple[Node, ...]
-    """By number: work by work along its chain."""
+    """In the order of their numbers: work by work along its chain."""
     groups: tuple[tuple[int, int], ...]
     """(work, pass over the ranks) of each group."""
     arrays: Instance
@@ -55,7 +55,7 @@ class Searched:
 
     @classmethod
     def of(cls, problem: PlanningProblem, only: Mapping[Node, int] | None = None) -> "Searched":
-        """Args: only: (stage, work) -> the one option that may be chosen; None: each may."""
+        """Args: only: (stage, work) -> its only option; None: all options."""
         graph = problem.graph
         nodes = tuple((stage, work) for work in range(len(graph.works)) for stage in graph.stages(work))
         number = {node: i for i, node in enumerate(nodes)}
@@ -131,7 +131,7 @@ class Searched:
         p = self.arrays
         n, (ranks, groups) = len(self.nodes), p.node_at.shape
         most = 3 * int(np.bincount(p.node[:, RANK], minlength=ranks).max(initial=0)) + 2
-        words = (groups + 63) // 64 + 1
+        num_words = (groups + 63) // 64 + 1
 
         def ints(*shape: int) -> Ints:
             return np.zeros(shape, np.int64)
@@ -144,8 +144,8 @@ class Searched:
             inputs_s=np.zeros((n, 2)),
             footprint=np.zeros(p.members_start.size),
             missing=naturals(n, 2),
-            ready=np.zeros((3 * ranks, words), np.uint64),
-            busy=np.zeros((3 * ranks, (words + 63) // 64), np.uint64),
+            ready=np.zeros((3 * ranks, num_words), np.uint64),
+            busy=np.zeros((3 * ranks, (num_words + 63) // 64), np.uint64),
             first=naturals(3 * ranks),
             admitted=np.zeros(p.members_start.size, np.uint8),
             reserved=np.zeros(ranks),
@@ -224,7 +224,7 @@ class _Options:
         self.same_w: list[bool] = []
 
     def add(self, options: Sequence[Option], one: int) -> None:
-        """Adds a list. Args: one: the only option that counts; below 0: all do."""
+        """Adds a list. Args: one: its only usable option; below 0: all."""
         kept = _useful(options) if one < 0 else [one]
         begin = len(self.index)
         for o in (options[i] for i in kept):
@@ -255,7 +255,7 @@ def _slope(large: Sequence[float], small: Sequence[float]) -> float:
 
 
 def _useful(options: Sequence[Option]) -> list[int]:
-    """The options for which no other one is at least as fast and as small in everything; the fastest first."""
+    """The options that no other one dominates, the fastest first."""
     amounts = [(o.forward_s + o.duration_s(Kind.B), o.activation_bytes, o.held_for_weight_bytes) for o in options]
     kept: list[int] = []
     for i in sorted(range(len(options)), key=lambda i: amounts[i]):

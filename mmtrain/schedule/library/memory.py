@@ -1,8 +1,7 @@
-"""Admission of forwards under memory limits so that the works can always be finished.
+"""Admission of forwards under memory limits so that all works can finish.
 
-A component is a set of works that hang together through `after`, in most iterations one microbatch.
-The promise that is kept: the unfinished components can be finished one after the other, oldest first
-(the banker's algorithm with a fixed order).
+A component is a set of works connected through `after`, in most iterations one microbatch. The guarantee: the
+unfinished components can be finished one after the other, oldest first (the banker's algorithm with a fixed order).
 """
 
 import math
@@ -18,7 +17,7 @@ def choose_options(problem: PlanningProblem, component: Sequence[int]) -> dict[t
     """(stage, work) -> option 0 (the fastest) in each component that fits alone, else its option of least memory.
 
     Args: component: [work] -> number of its component, the oldest first.
-    Raises: PlanError: a component alone is over a rank's memory limit even so; with microbatch and bytes.
+    Raises: PlanError: a component alone exceeds a rank's memory limit even so; with microbatch and bytes.
     """
     graph = problem.graph
     fastest = dict.fromkeys(graph.nodes(), 0)
@@ -48,12 +47,11 @@ def _memory(problem: PlanningProblem, component: Sequence[int], chosen: Mapping[
 
 
 class Memory:
-    """Who holds what on which rank, and what may be added.
+    """The bytes that components hold on each rank, and which forwards may be added.
 
-    For each component c and rank r, need[c][r] = (what c and all younger ones hold on r) + (what c will
-    still add to r). As long as need <= limit everywhere, the oldest unfinished component can run to its end.
-    Stages without a backward hold memory during their forward only; what c and all younger ones hold leaves room for
-    the largest of c's that is still to come.
+    For each component c and rank r, need[c][r] = (what c and all younger ones hold on r) + (what c will still add to
+    r). As long as need <= limit everywhere, the oldest unfinished component can run to its end. Stages without a
+    backward hold memory during their forward only; room is kept for the largest such forward of c that has not run.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class Memory:
         options: Mapping[tuple[int, int], Option],
         limits: Sequence[float | None] | None = None,
     ) -> None:
-        """Nothing held yet. Args: limits: bytes a rank; None: the problem's."""
+        """Args: limits: bytes a rank; None: those of the problem."""
         graph = problem.graph
         count, ranks = max(component, default=-1) + 1, range(graph.num_ranks)
         self.num_components, self.num_ranks = count, graph.num_ranks
@@ -91,11 +89,11 @@ class Memory:
         self._owing = [[c for c in range(count) if self._to_come[c][r]] for r in ranks]
 
     def footprint(self, component: int, rank: int) -> float:
-        """Bytes that a component needs on a rank at once if nothing else is there."""
+        """Bytes that a component needs on a rank that is otherwise empty."""
         return max(self._rest[component][rank], *self._passing[component][rank][-1:], 0.0)
 
     def oversize(self) -> Iterator[tuple[int, int]]:
-        """(component, rank) where a component alone is over the limit."""
+        """(component, rank) where a component alone exceeds the limit."""
         for component in range(self.num_components):
             for rank in range(self.num_ranks):
                 if exceeds(self.footprint(component, rank), self._limit[rank]):
@@ -106,7 +104,7 @@ class Memory:
         return self._limit[rank]
 
     def room(self, rank: int) -> Callable[[int, Option], bool]:
-        """Tells for (component, option) whether its forward may start on a rank now and keep the promise."""
+        """A function of (component, option): whether its forward may start on a rank now and keep the guarantee."""
         limit = self._limit[rank]
         if limit == math.inf:
             return lambda component, option: True
@@ -132,18 +130,18 @@ class Memory:
         return fits
 
     def fits_now(self, rank: int, option: Option) -> bool:
-        """Whether a forward fits into what is free on its rank, promise or not."""
+        """Whether a forward fits into the free memory of its rank, ignoring the guarantee."""
         return not exceeds(self._total[rank] + option.activation_bytes, self._limit[rank])
 
     def refusal(self, rank: int, forward: Action, option: Option) -> PlanError:
-        """The error of a forward that fits into no rank's memory, the oldest that waits."""
+        """The error where no waiting forward fits, with the oldest of them."""
         return PlanError(
             f"rank {rank}: no forward fits into the memory limit of {self.limit(rank):.4g} bytes; the oldest that "
             f"waits, {forward}, takes {option.activation_bytes:.4g}; raise the limit"
         )
 
     def start_forward(self, component: int, rank: int, option: Option) -> bool:
-        """Takes the memory of a forward; tells whether the component is finished."""
+        """Allocates the memory of a forward; returns whether the component has finished."""
         self._to_come[component][rank] -= 1
         if not self._to_come[component][rank]:
             self._owing[rank].remove(component)
@@ -155,11 +153,11 @@ class Memory:
         return self._end_one(component)
 
     def end_input(self, component: int, rank: int, option: Option) -> None:
-        """Gives back what an input half frees."""
+        """Frees the memory that an I frees."""
         self._add(component, rank, option.growth_bytes(Kind.I))
 
     def end_backward(self, component: int, rank: int, option: Option, *, split: bool = False) -> bool:
-        """Gives back what a backward (or a weight half) frees; tells whether the component is finished."""
+        """Frees the memory that a B or W frees; returns whether the component has finished."""
         self._add(component, rank, option.growth_bytes(Kind.W if split else Kind.B))
         return self._end_one(component)
 

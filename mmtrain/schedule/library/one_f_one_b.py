@@ -1,19 +1,17 @@
 """1F1B on a work graph: Megatron's one-forward-one-backward orders where the graph is a plain chain.
 
-The order depends on the shape of the graph alone, never on costs. On a chain with one stage a rank it
-is PipeDream's non-interleaved 1F1B, with several it is Megatron-LM's interleaved 1F1B
-(arXiv:2104.04473, section 2.2); both by rules that also make sense for several modules, several
-sub-microbatches, absent modalities and frozen stages:
+The order depends on the shape of the graph, never on costs. On a chain with one stage a rank it is PipeDream's
+non-interleaved 1F1B, with several it is Megatron-LM's interleaved 1F1B (arXiv:2104.04473, section 2.2). The rules also
+cover several modules, several sub-microbatches, absent modalities and frozen stages:
 
-- Microbatches go in groups of P. Inside of a group, forwards are segment by segment in forward order
-  (all of the group's microbatches through one segment, then the next), backwards segment by segment
-  in backward order.
-- A *pair* is one microbatch in one segment of a rank, however many sub-microbatches (and, where a mixed partition
-  has the end of one module and the beginning of the next on one rank, stages) it has. Pipeline
-  rank r has at most P - r pairs between forward and backward if it has one segment with a backward, at
-  most 2(P - r - 1) + (V - 1)P + 1 if it has V > 1 (Megatron's warm-up, plus one).
-- The orders are what unit-time ranks do that follow both orders, alternate where both are possible,
-  and after a backward wait for a forward whose missing inputs are being computed already.
+- Microbatches run in groups of P. Within a group, forwards run segment by segment in forward order (all of the group's
+microbatches through one segment, then the next), backwards segment by segment in backward order.
+- A *pair* is one microbatch in one segment of a rank, with all its sub-microbatches (and all its stages, where a mixed
+partition puts the end of one module and the beginning of the next on one rank). Pipeline rank r has at most P - r pairs
+between forward and backward if it has one segment with a backward, at most 2(P - r - 1) + (V - 1)P + 1 if it has V > 1
+(Megatron's warm-up, plus one).
+- The orders are those of unit-time ranks that follow both orders, alternate where both are possible, and after a
+backward wait for a forward whose missing inputs are being computed.
 """
 
 import itertools
@@ -33,10 +31,9 @@ Node = tuple[int, int]
 def one_f_one_b(problem: PlanningProblem) -> Plan:
     """One forward, one backward; with several stages a rank, Megatron-LM's interleaved order.
 
-    The bubble on a chain of V stages a rank is (P - 1)(F + I + W) / V, in seconds of all that a rank holds, with
-    several stages if P divides M; P microbatches are held at most, with several stages P + (P - 1) / V. The order
-    depends on the work graph alone, never on costs. Every (stage, work) takes its option 0; memory limits are not
-    looked at.
+    The bubble on a chain of V stages a rank is (P - 1)(F + I + W) / V, in seconds of all stages of a rank, with several
+    stages if P divides M; at most P microbatches are held, with several stages P + (P - 1) / V. The order depends only
+    on the work graph. Every (stage, work) takes its option 0; memory limits are ignored.
 
     Source: PipeDream-Flush, arXiv:2006.09503, and Megatron-LM's interleaved schedule, arXiv:2104.04473, section 2.2.
     """
@@ -70,7 +67,7 @@ def alternate(graph: WorkGraph, ahead: int | None = None) -> tuple[tuple[Action,
 
 
 def _limit(P: int, rank: int, V: int, ahead: int | None) -> int:
-    """Pairs that a rank with V segments that train may have in flight."""
+    """Maximum number of pairs in flight on a rank with V trained segments."""
     ahead = ahead or (1 if V <= 1 else 2)
     return ahead * (P - rank - 1) + max(V - 1, 0) * P + 1
 

@@ -1,4 +1,4 @@
-"""The layout of a timeline's drawing: plain shapes that any format can paint."""
+"""The layout of a timeline's drawing: shapes that any format can paint."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ COLOURS: tuple[dict[Kind, Colour], ...] = (
     {Kind.F: "#a8d8a4", Kind.B: "#2c7a3a", Kind.I: "#5aa864", Kind.W: "#d8eed6"},
     {Kind.F: "#cbbde0", Kind.B: "#65459b", Kind.I: "#8f74bb", Kind.W: "#e6dff0"},
 )
-"""A hue a module; in it forward is light, backward dark, and the halves of a split backward between."""
+"""One hue a module: forward is light, backward dark, I and W in between."""
 _DARK = frozenset({Kind.B, Kind.I})
 _KIND_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward, input", Kind.W: "backward, weight"}
 
@@ -29,9 +29,9 @@ PAPER = "#ffffff"
 _LEFT, _RIGHT, _TOP, _ROW, _GAP, _AXIS = 64, 20, 62, 38, 8, 44
 _MOST_BANDS = 6
 _READABLE = 14
-"""Pixels of an action that hold a microbatch's number of two digits."""
+"""Width in pixels of an action that holds a two-digit number."""
 _CHAR = 0.6
-"""Width of a digit over the font's size, a little on the safe side for the fonts in use."""
+"""Width of a digit over the font size, slightly too large for the fonts in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class Box:
     height: float
     fill: Colour
     title: str = ""
-    """Shown when the pointer rests on it, where the format can."""
+    """The tooltip, in formats that have them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One line of text whose middle height is y."""
+    """One line of text, vertically centred at y."""
 
     x: float
     y: float
@@ -61,7 +61,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """Shapes to be painted one after the other on white paper."""
+    """Shapes to be painted in order on white paper."""
 
     width: int
     height: int
@@ -75,8 +75,7 @@ def layout(
 
     Where half of the actions would be too narrow for their number, time is cut into several bands below each other.
 
-    Args: span_s, num_bands: time that the drawing has room for, and the bands that it is cut into; 0: as the timeline
-        needs.
+    Args: span_s, num_bands: time range and number of bands; 0: as the timeline needs.
     """
     inner = width - _LEFT - _RIGHT
     count = num_bands or _num_bands(timeline, inner)
@@ -132,14 +131,14 @@ def _num_bands(timeline: Timeline, inner: int) -> int:
 
 
 def _action(timeline: Timeline, row: Row, band: _Band, y: float, many: bool) -> Iterator[Box | Label]:
-    """The part of an action inside of a band; its label stands in the longer part of it."""
+    """The part of an action within a band; the longer part has the label."""
     start, end = row.start_s - timeline.start_s, row.end_s - timeline.start_s
     low, high = max(start, band.low_s), min(end, band.high_s)
     if high < low or (high == low and (start < low or low == band.high_s < timeline.makespan_s)):
         return
     x, w = _LEFT + (low - band.low_s) * band.scale, (high - low) * band.scale
     tip = f"{name(timeline, row.action)}: {seconds(row.start_s)} to {seconds(row.end_s)}"
-    # A hair of paper between neighbours, but never an invisible action.
+    # A thin gap between neighbours, but no invisible action.
     module = timeline.stage_modules[row.action.stage]
     yield Box(x, y, max(w - 1.0, 0.6), _ROW, colour(timeline, module, row.action.kind), tip)
     text, size = _longest_that_fits(row, w - 3, many=many)
@@ -164,7 +163,7 @@ def colour(timeline: Timeline, module: str, kind: Kind) -> Colour:
 
 
 def name(timeline: Timeline, action: Action) -> str:
-    """An action in words: `F3.0 language s5`."""
+    """The text of an action: `F3.0 language s5`."""
     return (
         f"{action.kind}{action.microbatch}.{action.sub_microbatch} "
         f"{timeline.stage_modules[action.stage]} s{action.stage}"
@@ -172,7 +171,7 @@ def name(timeline: Timeline, action: Action) -> str:
 
 
 def seconds(value: float) -> str:
-    """Seconds with the unit that suits them."""
+    """Seconds in a suitable unit."""
     if value == 0:
         return "0 s"
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
@@ -182,7 +181,7 @@ def seconds(value: float) -> str:
 
 
 def size(amount: float) -> str:
-    """Bytes with the unit that suits them."""
+    """Bytes in a suitable unit."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if amount >= 2**power:
             return f"{amount / 2**power:.4g} {unit}"

@@ -217,8 +217,7 @@ def run(
         the best makespan. iterations: of the choice of options. can_split, reorder: whether backwards may be split and
         orders change.
     """
-    for rank in range(p.limit.size):
-        w.last_rows[rank] = 0  # the result depends on the other evaluations of this call alone
+    w.last_rows[:] = 0  # the result depends on the other evaluations of this call alone
     decoder, old_decoder = chain.decoder, w.old_decoder
     changed, cost = True, np.inf
     begin, end, low, high, component = 0, 2, 0, 0, -1

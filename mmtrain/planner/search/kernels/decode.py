@@ -185,16 +185,16 @@ def _run_forward(
         inputs_s[target, FORWARD] = arrival
         missing[target, FORWARD] -= 1
         if missing[target, FORWARD] == 0:
-            there, reservation = node[target, RANK], node[target, RESERVATION]
-            if arrival > time[there]:
-                _insert(w.pending_at, w.pending, w.pending_span, there, 4 * target + F, arrival)
-                next_start[there] = min(next_start[there], arrival)
+            other_rank, reservation = node[target, RANK], node[target, RESERVATION]
+            if arrival > time[other_rank]:
+                _insert(w.pending_at, w.pending, w.pending_span, other_rank, 4 * target + F, arrival)
+                next_start[other_rank] = min(next_start[other_rank], arrival)
             else:
                 unadmitted = 1 - w.admitted[reservation]
-                _put(ready, busy, first, 3 * there + unadmitted, at[FORWARD, node[target, GROUP]])
-                queued[FORWARD, node[target, GROUP], there, 0] = done
-                if unadmitted == 0 or _has_room(w.footprint, w.reserved, p.room, reservation, there):
-                    next_start[there] = time[there]
+                _put(ready, busy, first, 3 * other_rank + unadmitted, at[FORWARD, node[target, GROUP]])
+                queued[FORWARD, node[target, GROUP], other_rank, 0] = done
+                if unadmitted == 0 or _has_room(w.footprint, w.reserved, p.room, reservation, other_rank):
+                    next_start[other_rank] = time[other_rank]
     # Its own backward; where that still waits for a gradient, it does so long after this.
     missing[i, BACKWARD] -= 1
     if missing[i, BACKWARD] == 0:
@@ -242,15 +242,15 @@ def _run_backward(
             inputs_s[target, BACKWARD] = arrival
             missing[target, BACKWARD] -= 1
             if missing[target, BACKWARD] == 0:
-                there = node[target, RANK]
-                if arrival > time[there]:
-                    _insert(w.pending_at, w.pending, w.pending_span, there, 4 * target + B, arrival)
+                other_rank = node[target, RANK]
+                if arrival > time[other_rank]:
+                    _insert(w.pending_at, w.pending, w.pending_span, other_rank, 4 * target + B, arrival)
                     # The rank would have started before whatever is queued already; a W may fill the time.
-                    next_start[there] = min(next_start[there], arrival)
+                    next_start[other_rank] = min(next_start[other_rank], arrival)
                 else:
-                    _put(ready, busy, first, 3 * there + 2, at[BACKWARD, node[target, GROUP]])
-                    queued[BACKWARD, node[target, GROUP], there, 0] = done
-                    next_start[there] = time[there]
+                    _put(ready, busy, first, 3 * other_rank + 2, at[BACKWARD, node[target, GROUP]])
+                    queued[BACKWARD, node[target, GROUP], other_rank, 0] = done
+                    next_start[other_rank] = time[other_rank]
     return action
 
 
