@@ -295,22 +295,22 @@ class Checkpointer:
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """(stored name, tensor) of every parameter and buffer in this rank's chunks, copies included."""
-        matching = []
-        for chunk in self._chunks:
-            for name, tensor in chunk.state_dict().items():
-                matching.append((self._aliases.get(name, name), tensor))
-        return matching
+        named = (pair for chunk in self._chunks for pair in chunk.state_dict().items())
+        return [(self._aliases.get(name, name), tensor) for name, tensor in named]
 
     def _tensors(self) -> dict[str, Any]:
         tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self._named()}
-        for key, value in self._optimizers.state_dict().items():
-            kind, _, rest = key.partition(".")
-            for alias, name in self._aliases.items():
-                if rest.startswith(alias + "."):
-                    rest = name + rest[len(alias) :]
-            tensors[f"optimizer.{kind}.{rest}"] = value
+        tensors |= {self._stored_key(key): value for key, value in self._optimizers.state_dict().items()}
         tensors[f"rng.{dist.get_rank()}"] = _get_rng()
         return tensors
+
+    def _stored_key(self, key: str) -> str:
+        """The stored name of a value of the optimizers."""
+        kind, _, rest = key.partition(".")
+        for alias, name in self._aliases.items():
+            if rest.startswith(alias + "."):
+                rest = name + rest[len(alias) :]
+        return f"optimizer.{kind}.{rest}"
 
     def _restore(self, tensors: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -321,12 +321,7 @@ class Checkpointer:
         flat = {}
         used: set[str] = set()
         for key in self._optimizers.state_dict():
-            kind, _, rest = key.partition(".")
-            stored = rest
-            for alias, name in self._aliases.items():
-                if rest.startswith(alias + "."):
-                    stored = name + rest[len(alias) :]
-            name = f"optimizer.{kind}.{stored}"
+            name = self._stored_key(key)
             value = tensors[name]
             # Two copies of a tied matrix on one rank: each has its own moments.
             flat[key] = value.clone() if name in used and isinstance(value, Tensor) else value

@@ -95,9 +95,7 @@ def run_on_ranks(
         ]
         with _forwarded_signals(ranks) as signals:
             failed = _run(ranks, signals)
-        ended_by_signal = any(
-            -(rank.exitcode or 0) in signals for rank in ranks
-        )  # then others fail, too
+        ended_by_signal = any(-(rank.exitcode or 0) in signals for rank in ranks)  # then others fail, too
         if failed is not None and not ended_by_signal:
             _raise_reason(failed, ranks[failed].exitcode or 0, folder)
         if signals:

@@ -87,7 +87,7 @@ def _add_iteration(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--costs",
         metavar="F,I,W[,COMM]",
-        help="chain: seconds of F, I and W (forward, input and weight gradient) of a rank's stages, for one microbatch, "
+        help="chain: seconds of F, I and W (forward, input and weight gradient) of a rank's stages for one microbatch, "
         "and of a transfer (default 1,1,1,0); a rank holds 1 MiB of each",
     )
 

@@ -55,7 +55,6 @@ class Clips:
         )
 
     def measured(self, sample: int) -> Clip | None:
-        """See `Samples`."""
         record = self._source[sample]
         return None if record is None else self._processor.clip(record)
 
@@ -64,7 +63,6 @@ class Clips:
         return measured.meta.num_text_tokens
 
     def truncated(self, measured: Clip, num_tokens: int) -> Clip:
-        """See `Samples`."""
         return self._processor.truncated(measured, num_tokens)
 
     def size(self, measured: Clip) -> tuple[int, ...]:
@@ -72,7 +70,6 @@ class Clips:
         return self._geometry.pixels(measured.meta.bucket)[0], 1
 
     def read(self, measured: Clip, occurrence: int) -> ReadClip:
-        """See `Samples`."""
         meta = replace(measured.meta, index=occurrence)
         return ReadClip(meta=meta, text_ids=measured.text_ids, latents=self._processor.latents(measured))
 
@@ -82,7 +79,6 @@ class Clips:
         return ReadClip(meta=meta, text_ids=measured.text_ids, latents=self._processor.zeros(measured))
 
     def batch(self, microbatches: Sequence[Sequence[ReadClip]]) -> tuple[Batch, tuple[MicrobatchMeta, ...]]:
-        """See `Samples`."""
         metas = tuple(MicrobatchMeta(clips=tuple(clip.meta for clip in m)) for m in microbatches)
         return Batch(clips=[_microbatch(m) for m in microbatches]), metas
 

@@ -44,7 +44,6 @@ class Conversations:
         self.limits: tuple[Limit, ...] = (Limit(most=most, unit="tokens", key=f"training.seq_len = {most} tokens"),)
 
     def measured(self, sample: int) -> Document | None:
-        """See `Samples`."""
         record = self._source[sample]
         return None if record is None else self._processor.document(record)
 
@@ -53,7 +52,6 @@ class Conversations:
         return measured.meta.num_tokens
 
     def truncated(self, measured: Document, num_tokens: int) -> Document:
-        """See `Samples`."""
         return self._processor.truncated(measured, num_tokens)
 
     def size(self, measured: Document) -> tuple[int, ...]:
@@ -61,7 +59,6 @@ class Conversations:
         return (measured.meta.num_tokens,)
 
     def read(self, measured: Document, occurrence: int) -> ReadDocument:
-        """See `Samples`."""
         return ReadDocument(document=measured, pixels=self._processor.pixels(measured))
 
     def emptied(self, measured: Document, occurrence: int) -> ReadDocument:
@@ -69,7 +66,6 @@ class Conversations:
         return ReadDocument(document=self._processor.without_images(measured), pixels=())
 
     def batch(self, microbatches: Sequence[Sequence[ReadDocument]]) -> tuple[Batch, tuple[MicrobatchMeta, ...]]:
-        """See `Samples`."""
         metas = tuple(MicrobatchMeta(documents=tuple(read.document.meta for read in m)) for m in microbatches)
         return Batch(microbatches=[_microbatch(m, self._processor.image_token_id) for m in microbatches]), metas
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from mmtrain.errors import ConfigError
-from mmtrain.schedule.view.drawing import GRID, INK, PAPER
+from mmtrain.schedule.view.drawing import GRID, INK, PAPER, round_step
 
 _COLOURS = ("#2b6ca3", "#c2500a", "#2c7a3a", "#65459b", "#b8860b", "#1b9aaa", "#a3295c", "#5f6b6d")
 _BACKDROP = "#8a949e"
@@ -70,14 +70,6 @@ def _axis(paint: "_Paint", values: Sequence[float], *, left: bool) -> float:
         where = (_LEFT - 8, "rm") if left else (_WIDTH - _RIGHT + 8, "lm")
         paint.text(where[0], y, f"{k * step:g}", anchor=where[1], colour=INK if left else _BACKDROP)
     return top
-
-
-def round_step(rough: float) -> float:
-    """The least of 1, 2, 5 times a power of ten that is at least `rough`; 1 for 0."""
-    if rough <= 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
 
 
 def _y(value: float, top: float) -> float:

@@ -5,6 +5,7 @@ types, indices and numbers out of range (`mmtrain.schedule.limits`), cycles and 
 name the dotted path.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -394,18 +395,8 @@ def _backward_flags(
 
 
 def _option_to_json(option: Option) -> dict[str, Any]:
-    table: dict[str, Any] = {
-        "name": option.name,
-        "forward_s": option.forward_s,
-        "backward_input_s": option.backward_input_s,
-        "backward_weight_s": option.backward_weight_s,
-        "activation_bytes": option.activation_bytes,
-    }
-    if option.weight_bytes is not None:
-        table["weight_bytes"] = option.weight_bytes
-    if option.restored_bytes:
-        table["restored_bytes"] = option.restored_bytes
-    return table
+    values = {f.name: (getattr(option, f.name), f.default) for f in dataclasses.fields(option)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _link_to_json(link: Link) -> dict[str, Any]:

@@ -2,16 +2,14 @@
 
 import html
 import io
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from mmtrain.schedule.action import RESULT_OF, Action, Kind
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.schedule.view.drawing import PAPER, Box, Drawing, headline, layout, name, seconds, stacked
+from mmtrain.schedule.view.drawing import PAPER, Box, Drawing, headline, layout, name, num_bands, seconds, stacked
 
-_MOST_BANDS = 6
 _FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: ":"}
 
 
@@ -22,10 +20,7 @@ def text(timeline: Timeline, width: int = 120) -> str:
     microbatch; the rest of its time is `-` forward, `=` backward, `~` I, `:` W. `.` is idle. An action shorter than its
     label has only the letter; one shorter than half a column is invisible.
     """
-    lengths = sorted(row.end_s - row.start_s for row in timeline.rows)
-    median = lengths[len(lengths) // 2] if lengths else 0.0
-    # Half of the actions get 4 columns, which hold a letter and two digits.
-    bands = min(_MOST_BANDS, math.ceil(4 * timeline.makespan_s / median / width)) if median > 0 else 1
+    bands = num_bands(timeline, width, 4)  # columns, which hold a letter and two digits
     cells = [_cells(timeline, rank, bands * width) for rank in range(timeline.num_ranks)]
     lines = [headline(timeline)]
     for band in range(bands):

@@ -68,17 +68,15 @@ class Drawing:
     shapes: tuple[Box | Label, ...]
 
 
-def layout(
-    timeline: Timeline, *, width: int = 1600, title: str = "", span_s: float = 0.0, num_bands: int = 0
-) -> Drawing:
+def layout(timeline: Timeline, *, width: int = 1600, title: str = "", span_s: float = 0.0, bands: int = 0) -> Drawing:
     """The drawing of a timeline: one row a rank, a box an action, a legend above, a time axis below.
 
     Where half of the actions would be too narrow for their number, time is cut into several bands below each other.
 
-    Args: span_s, num_bands: time range and number of bands; 0: as the timeline needs.
+    Args: span_s, bands: time range and number of bands; 0: as the timeline needs.
     """
     inner = width - _LEFT - _RIGHT
-    count = num_bands or _num_bands(timeline, inner)
+    count = bands or num_bands(timeline, inner)
     band_s = (span_s or timeline.makespan_s) / count
     scale = inner / band_s if band_s > 0 else 0.0
     band_height = timeline.num_ranks * (_ROW + _GAP) + _AXIS
@@ -103,12 +101,12 @@ def layout(
 def stacked(timelines: Mapping[str, Timeline], *, width: int = 1600) -> Drawing:
     """The drawings of several timelines below each other, at one scale of time. Args: timelines: by name."""
     span_s = max(timeline.makespan_s for timeline in timelines.values())
-    num_bands = max(_num_bands(timeline, width - _LEFT - _RIGHT) for timeline in timelines.values())
+    bands = max(num_bands(timeline, width - _LEFT - _RIGHT) for timeline in timelines.values())
     shapes: list[Box | Label] = []
     height = 0
     for label, timeline in timelines.items():
         title = f"{label}: {headline(timeline)}"
-        drawing = layout(timeline, width=width, title=title, span_s=span_s, num_bands=num_bands)
+        drawing = layout(timeline, width=width, title=title, span_s=span_s, bands=bands)
         shapes += [replace(shape, y=shape.y + height) for shape in drawing.shapes]
         height += drawing.height
     return Drawing(width, height, tuple(shapes))
@@ -124,10 +122,11 @@ class _Band(NamedTuple):
     """Pixels a second."""
 
 
-def _num_bands(timeline: Timeline, inner: int) -> int:
+def num_bands(timeline: Timeline, width: int, readable: int = _READABLE) -> int:
+    """The bands in which half of the actions are at least `readable` of `width` long; 1 to `_MOST_BANDS`."""
     lengths = sorted(row.end_s - row.start_s for row in timeline.rows)
     median = lengths[len(lengths) // 2] if lengths else 0.0
-    return min(_MOST_BANDS, math.ceil(_READABLE * timeline.makespan_s / median / inner)) if median > 0 else 1
+    return min(_MOST_BANDS, math.ceil(readable * timeline.makespan_s / median / width)) if median > 0 else 1
 
 
 def _action(timeline: Timeline, row: Row, band: _Band, y: float, many: bool) -> Iterator[Box | Label]:
@@ -180,6 +179,14 @@ def seconds(value: float) -> str:
     raise AssertionError("the last unit always suits")
 
 
+def round_step(rough: float) -> float:
+    """The least of 1, 2, 5 times a power of ten that is at least `rough`; 1 for 0."""
+    if rough <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+
+
 def size(amount: float) -> str:
     """Bytes in a suitable unit."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
@@ -216,9 +223,7 @@ def _axis(timeline: Timeline, band: _Band, *, last: bool) -> Iterator[Box | Labe
     if not band.scale:
         return
     bottom = band.top + timeline.num_ranks * (_ROW + _GAP)
-    rough = (band.high_s - band.low_s) / 10
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    step = round_step((band.high_s - band.low_s) / 10)
     first = math.ceil(band.low_s / step - 1e-9)
     for tick in range(first, math.floor(band.high_s / step + (1e-9 if last else -1e-9)) + 1):
         x = _LEFT + (tick * step - band.low_s) * band.scale
