@@ -366,7 +366,7 @@ def _together(*, alike: bool = False) -> Iterator[None]:
     dist.all_gather_object(errors, error)
     for rank, first in enumerate(errors):
         if first and rank and alike:
-            raise MMTrainError(f"checkpoint: rank {rank} says: {first}; rank 0 reads it: do all mount one file system?")
+            raise MMTrainError(f"checkpoint: rank {rank}: {first}; rank 0 can read it: do all mount one file system?")
         if first:
             raise first
 

@@ -46,7 +46,7 @@ def open_run(folder: Path, step: int | None = None) -> StoredRun:
         CheckpointError: the checkpoint is damaged, or refused; no other one is tried.
     """
     if not (folder / "config.toml").is_file():
-        raise ConfigError(f"{folder} holds no config.toml; name the job.dump_folder of a run")
+        raise ConfigError(f"{folder} has no config.toml; name the job.dump_folder of a run")
     job = config.load(folder / "config.toml")
     checkpoints = folder / job.checkpoint.folder
     steps = complete_steps(checkpoints)

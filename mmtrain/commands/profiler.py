@@ -66,12 +66,12 @@ def profile_job(config: Config, *, rounds: int = 3, steps: int = 4, say: Say = p
     if config.activation_checkpoint.mode == "offload":
         raise ConfigError(
             'profile: activation_checkpoint.mode = "offload" would be measured as part of the layers; profile with '
-            'another mode ("none"): copies to the host are measured apart'
+            'another mode ("none"): copies to the CPU are measured separately'
         )
     if config.comm.share_device:
         raise ConfigError(
-            "profile: comm.share_device = true; ranks that take turns on a device say nothing of ranks with one each; "
-            "remove it"
+            "profile: comm.share_device = true; timings of ranks that share a device do not apply to ranks with one "
+            "each; remove it"
         )
     section = config.parallelism
     submesh = section.tensor_parallel_degree * section.context_parallel_degree

@@ -220,7 +220,7 @@ def _bucket(job: Config, geometry: VideoGeometry, wanted: Wanted) -> tuple[int, 
     if geometry.channels != 3 and geometry.vae is None and (wanted.height is None or wanted.width is None):
         raise ConfigError(
             f"sample: the model's latents have {geometry.channels} channels, so they are no pixels, and the job does "
-            "not say their size; name it with --height and --width, in places of latents"
+            "not say their size; name it with --height and --width, in latents"
         )
     most = dit_shape(job.model).max_positions
     asked = (wanted.frames, wanted.height, wanted.width)

@@ -165,7 +165,7 @@ class ClipProcessor:
         if not np.isfinite(values).all():
             raise DataError("its latents hold values that are not finite")
         if (values.shape[0], *clip.meta.bucket) != values.shape:
-            raise DataError(f"its latents have become {values.shape} since they were read first")
+            raise DataError(f"the shape of its latents changed to {values.shape} since they were first read")
         return torch.from_numpy(values)
 
     def _pixels(self, clip: Clip) -> Tensor:
@@ -274,7 +274,7 @@ class _Video:
         self._decoder, self._max_pixels = decoder, max_pixels
         found = decoder.metadata
         if not all((found.num_frames, found.average_fps, found.height, found.width)):
-            raise DataError("it does not say how many frames, how many a second, or of which size it has")
+            raise DataError("its header lacks the number of frames, the frame rate or the size")
         self.num_frames: int = found.num_frames
         self.fps: float = found.average_fps
         self.size: tuple[int, int] = (found.height, found.width)

@@ -143,7 +143,7 @@ def check_text(text: str, what: str) -> str:
     except UnicodeEncodeError as error:
         surrogate = text[error.start]
         raise DataError(
-            f"{what} has half of a character, {surrogate!r}, at {error.start}; write it whole or remove it"
+            f"{what} has a lone surrogate, {surrogate!r}, at {error.start}; write the whole character or remove it"
         ) from None
     return text
 

@@ -167,7 +167,7 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
         raise DataError("it is a PostScript program; write it as PNG")
     if image.mode == "F" or (image.mode.startswith("I") and not _grey_bits(image)):
         kind = "floats" if image.mode == "F" else "integers of 32 bits, or signed ones"
-        raise DataError(f"its grey values are {kind}, of which nothing says what is white; write it with 8 or 16 bits")
+        raise DataError(f"its grey values are {kind}, whose range is unknown; write it with 8 or 16 bits")
     return image
 
 

@@ -305,7 +305,7 @@ def _check_may_be_on_hub(source: str, path: Path) -> None:
         raise ConfigError(f"data.source = {source!r} does not exist; {_siblings(path)}")
     if "/" in source and path.parent.is_dir():
         raise ConfigError(
-            f"data.source = {source!r}: no such folder; {_siblings(path)} (it is not looked for on the hub, since "
+            f"data.source = {source!r}: no such folder; {_siblings(path)} (the hub is not asked, since "
             f"{str(path.parent)!r} is a folder here)"
         )
 

@@ -44,7 +44,7 @@ def owned(folder: Path, patience_s: float = PATIENCE_S, beat_s: float = BEAT_S) 
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder = {str(folder)!r} cannot be written: {error.strerror or error} "
-            f"({error.filename or folder}); name another folder, or correct its rights"
+            f"({error.filename or folder}); name another folder, or correct its permissions"
         ) from None
     ended = threading.Event()
     beat = threading.Thread(target=_touch, args=(file, ended, beat_s), name="owner", daemon=True)
@@ -139,7 +139,7 @@ def _read(file: TextIO) -> dict[str, Any]:
 def _describe(owner: dict[str, Any]) -> str:
     if not owner:
         return "another job"
-    return f"process {owner.get('pid')} on {owner.get('host')}, which writes into it since {owner.get('since')}"
+    return f"process {owner.get('pid')} on {owner.get('host')}, which has written into it since {owner.get('since')}"
 
 
 def _start_of(pid: Any) -> int:

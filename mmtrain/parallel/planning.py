@@ -351,7 +351,7 @@ class PlanAhead:
         dist.broadcast_object_list(box, src=ranks[source], group=group, device=torch.device("cpu"))
         message: _Message = replace(box[0], **more)
         if message.step != local.step:
-            raise PlanError(f"a plan of step {message.step} came for step {local.step}")
+            raise PlanError(f"a plan of step {message.step} was received for step {local.step}")
         return message
 
     def _adopt(self, pending: PendingPlan, message: _Message) -> _Outcome:

@@ -232,7 +232,7 @@ def _check_memory(plan: Plan, problem: PlanningProblem) -> None:
         for step, (during, _) in enumerate(held):
             if limit is not None and exceeds(during, limit):
                 raise PlanError(
-                    f"rank {rank}, step {step}: {plan.orders[rank][step]} brings activations to {during:.4g} "
+                    f"rank {rank}, step {step}: {plan.orders[rank][step]} raises activations to {during:.4g} "
                     f"bytes, over the limit of {limit:.4g}; free some earlier or choose a smaller option\n"
                     + show_steps(plan.orders, {rank: step})
                 )

@@ -205,7 +205,7 @@ def test_threads_that_cannot_agree_stop_searching_and_not_the_job():
     assert statuses == others == [PlanStatus.BROKEN] * 3
     assert leader == []
     assert [text.split(": ", 1)[1] for text in other] == [
-        "the ranks of the replica cannot exchange plans any more: PlanError: a plan of step 1 came for step 7"
+        "the ranks of the replica cannot exchange plans any more: PlanError: a plan of step 1 was received for step 7"
     ]
 
 

@@ -73,7 +73,7 @@ def test_memory_limit_is_enforced_to_the_byte() -> None:
     order = "0F0.0 0F1.0 0B0.0 0B1.0"
     roomy, tight = (chain(1, 2, memory_limit_bytes=[limit]) for limit in (2.0, 1.9))
     check(Plan.parse(roomy.graph, order), roomy)
-    with pytest.raises(PlanError, match=r"rank 0, step 1: 0F1.0 brings activations to 2 bytes, over the limit of 1.9"):
+    with pytest.raises(PlanError, match=r"rank 0, step 1: 0F1.0 raises activations to 2 bytes, over the limit of 1.9"):
         check(Plan.parse(tight.graph, order), tight)
 
 
@@ -93,7 +93,7 @@ def test_both_kinds_of_backward_bring_back_what_they_recompute(order: str, held:
     assert held_bytes(plan, chain(1, 1, cost=cost))[0][1] == held
     check(plan, chain(1, 1, cost=cost, memory_limit_bytes=[5.0]))
     with pytest.raises(
-        PlanError, match=r"rank 0, step 1: 0[IB]0.0 brings activations to 5 bytes, over the limit of 4.9"
+        PlanError, match=r"rank 0, step 1: 0[IB]0.0 raises activations to 5 bytes, over the limit of 4.9"
     ):
         check(plan, chain(1, 1, cost=cost, memory_limit_bytes=[4.9]))
 

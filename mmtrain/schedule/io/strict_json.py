@@ -70,7 +70,7 @@ def _refuse_doubled_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) < len(pairs):
         names = [key for key, _ in pairs]
         doubled = next(key for key in names if names.count(key) > 1)
-        raise PlanError(f"the key {doubled!r} stands twice in one object; keep one")
+        raise PlanError(f"the key {doubled!r} occurs twice in one object; keep one")
     return table
 
 

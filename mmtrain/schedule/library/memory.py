@@ -33,7 +33,7 @@ def choose_options(problem: PlanningProblem, component: Sequence[int]) -> dict[t
     memory = _memory(problem, component, chosen)
     for number, rank in memory.oversize():
         together = sorted({w.microbatch for w, c in zip(graph.works, component, strict=True) if c == number})
-        what = f"microbatch {together[0]}" if len(together) == 1 else f"microbatches {together}, which hang together,"
+        what = f"microbatch {together[0]}" if len(together) == 1 else f"microbatches {together}, which are connected,"
         raise PlanError(
             f"rank {rank}: {what} alone needs {memory.footprint(number, rank):.4g} "
             f"bytes for its activations, over the memory limit of {memory.limit(rank):.4g} bytes; raise "
@@ -136,8 +136,8 @@ class Memory:
     def refusal(self, rank: int, forward: Action, option: Option) -> PlanError:
         """The error where no waiting forward fits, with the oldest of them."""
         return PlanError(
-            f"rank {rank}: no forward fits into the memory limit of {self.limit(rank):.4g} bytes; the oldest that "
-            f"waits, {forward}, takes {option.activation_bytes:.4g}; raise the limit"
+            f"rank {rank}: no forward fits into the memory limit of {self.limit(rank):.4g} bytes; the oldest "
+            f"waiting one, {forward}, takes {option.activation_bytes:.4g}; raise the limit"
         )
 
     def start_forward(self, component: int, rank: int, option: Option) -> bool:

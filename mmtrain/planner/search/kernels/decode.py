@@ -160,7 +160,7 @@ def _next_forward(p: Instance, w: Workspace, group_at: Any, rank: Any) -> tuple[
 @part
 def _run_forward(
     p: Instance, w: Workspace, at: Any, group_at: Any, rank: Any, position: int, waits: int, queued: Any, done: int
-) -> int:
+) -> Any:
     """Runs a forward; the action. Args: position: of its group. waits: whether its memory must be reserved."""
     node, outs, missing, inputs_s, time, next_start = p.node, p.outs, w.missing, w.inputs_s, w.time, w.next_start
     ready, busy, first, queue = w.ready, w.busy, w.first, 3 * rank
@@ -215,7 +215,7 @@ def _run_backward(
     position: int,
     queued: Any,
     done: int,
-) -> int:
+) -> Any:
     """Runs a backward, or its I; the action. Args: position: of its group."""
     node, ins, missing, inputs_s, time, next_start = p.node, p.ins, w.missing, w.inputs_s, w.time, w.next_start
     ready, busy, first, reserved, queue = w.ready, w.busy, w.first, w.reserved, 3 * rank
@@ -255,7 +255,7 @@ def _run_backward(
 
 
 @part
-def _run_weight(w: Workspace, rank: Any) -> int:
+def _run_weight(w: Workspace, rank: Any) -> Any:
     """Runs the first W that is due on a rank; the action."""
     i = w.weights[rank, w.weights_span[rank, 0]]
     w.weights_span[rank, 0] += 1
@@ -265,7 +265,7 @@ def _run_weight(w: Workspace, rank: Any) -> int:
 
 
 @part
-def _next_start(p: Instance, w: Workspace, group_at: Any, gap: float, rank: Any, none: int) -> float:
+def _next_start(p: Instance, w: Workspace, group_at: Any, gap: float, rank: Any, none: int) -> Any:
     """When a rank that has just run an action could start the next one."""
     first, end, queue = w.first, w.time[rank], 3 * rank
     if min(first[queue], first[queue + 2]) < none:
@@ -369,4 +369,4 @@ def replay(p: Instance, w: Workspace) -> float:
                 end += seconds[option, 2]
             ends[i, BACKWARD] = end
         time[rank] = end
-    return _latest(time)
+    return float(_latest(time))

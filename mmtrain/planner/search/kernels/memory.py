@@ -248,7 +248,7 @@ def _repair(w: Workspace, options: Any, count: int, num_rows: int, chosen: Any, 
     _count_usage(w.span, count, num_rows, chosen, options, w.rows[2])
     if not _shrink(w, options, count, num_rows, chosen, limit):
         return np.inf
-    return _grow(w, options, count, chosen, limit)
+    return float(_grow(w, options, count, chosen, limit))
 
 
 @part
