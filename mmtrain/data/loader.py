@@ -127,7 +127,6 @@ class Loader:
     def _start_workers(self) -> Iterator[Any]:
         # Workers are forked from a clean server process: a fork of this one would copy the threads and locks of its
         # process groups, planner and GPU. The tokenizers library warns about forks unless told otherwise.
-        # its process groups, planner and GPU. The tokenizers library warns about forks unless told.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["mmtrain.data.loader"])
