@@ -46,7 +46,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a manifest says of one file."""
+    """The record of one file in a manifest."""
 
     bytes: int
     sha256: str

@@ -168,7 +168,7 @@ class JobMemory:
         made = cls(mesh.device, mesh.pp_rank, budgets, shares_device=config.comm.share_device)
         made.start_step()
         if made.peak_bytes() is None:
-            logger.info("memory: this system does not say what a step takes at most, so it is not measured")
+            logger.info("memory: the peak of a step cannot be measured on this system")
         return made
 
     def resume(self, saved: Mapping[str, Any]) -> None:

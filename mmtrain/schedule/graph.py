@@ -23,7 +23,7 @@ input."""
 Node = TypeVar("Node")
 
 Need = tuple[Result, "Edge | None"]
-"""A result that an action waits for, and the edge that carries it; None inside of one stage."""
+"""A result that an action waits for, and the edge that carries it; None within one stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Ranks run one action after another from two queues, forwards and backwards, each in a fixed order (the priority of
 stages), and choose between the two by a rule (the priority of kinds). Each queue is strict: only its head may start. No
-memory is counted; `in_flight` bounds what a rank holds.
+memory is counted; `in_flight` bounds the held activations.
 """
 
 import math

@@ -37,7 +37,7 @@ _FEATURES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartsSummary:
-    """What was made."""
+    """Size of a data set, and its blind accuracy."""
 
     num_train: int
     num_validation: int
@@ -46,7 +46,7 @@ class ChartsSummary:
     num_bytes: int
     """Size of both parquet files."""
     blind_accuracy: dict[str, float]
-    """For each grade with images, the validation accuracy of a guess that knows the question alone."""
+    """For each grade with images, the validation accuracy of a guess that knows only the question."""
 
 
 def make_charts(
@@ -59,8 +59,7 @@ def make_charts(
 ) -> ChartsSummary:
     """A summary of the data set that was written to a new folder `out`.
 
-    Equal arguments give equal bytes on one machine. The files are written aside and the folder is
-    renamed into place, so that it is either absent or whole.
+    Equal arguments give equal bytes on one machine. The folder is either absent or complete.
 
     Args:
         num_samples: conversations of both splits together.
@@ -110,8 +109,8 @@ def chart_texts(count: int, seed: int) -> Iterator[str]:
 def blind_accuracy(known: Iterable[Conversation], asked: Iterable[Conversation]) -> dict[str, float]:
     """For each grade with images, the accuracy on `asked` of a guess that does not look at them.
 
-    The guess is the answer that the same question (with as many images) has most often in `known`:
-    what a model reaches that has learned everything but to see.
+    The guess is the most frequent answer in `known` to the same question (with as many images): the accuracy of a
+    perfect model that cannot see.
     """
     answers: dict[object, Counter[str]] = defaultdict(Counter)
     for conversation in known:
@@ -129,7 +128,7 @@ def blind_accuracy(known: Iterable[Conversation], asked: Iterable[Conversation])
 
 
 def _asked(conversation: Conversation) -> Iterator[tuple[object, str]]:
-    """(what is known without the images, answer) of each turn."""
+    """(the information without the images, answer) of each turn."""
     for turn, (question, answer) in enumerate(conversation.turns):
         yield (len(conversation.charts), conversation.turns[:turn], question), answer
 

@@ -37,7 +37,7 @@ _ZOOM = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapesSummary:
-    """What was made."""
+    """Size of a data set."""
 
     num_train: int
     num_validation: int
@@ -57,7 +57,7 @@ def make_shapes(
 ) -> ShapesSummary:
     """A summary of the data set that was written to a new folder `out`.
 
-    Equal arguments give equal bytes on one machine. The folder is either absent or whole.
+    Equal arguments give equal bytes on one machine. The folder is either absent or complete.
 
     Args:
         num_samples: clips of both splits together.

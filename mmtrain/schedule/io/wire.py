@@ -18,7 +18,7 @@ _ITEM = "i"
 def to_bytes(plan: Plan) -> bytes:
     """The orders and options of a plan: 12 bytes an action, 12 bytes an option that is not the first.
 
-    Raises: PlanError: an action that is not compute, or that names what the plan's own graph does not have.
+    Raises: PlanError: an action that is not compute, or of a stage or work that the plan's graph lacks.
     """
     chosen = sorted((stage, work, option) for (stage, work), option in plan.options.items() if option)
     numbers = array(_ITEM, [len(plan.orders), len(chosen), *map(len, plan.orders)])
@@ -35,8 +35,7 @@ def to_bytes(plan: Plan) -> bytes:
 def from_bytes(graph: WorkGraph, data: bytes) -> Plan:
     """The plan that `to_bytes` wrote, over this graph; it is not checked.
 
-    Raises: PlanError: the bytes are cut short or too long, or name a kind, stage or work that this graph does not
-        have.
+    Raises: PlanError: the bytes are cut short or too long, or name a kind, stage or work that this graph lacks.
     """
     numbers = array(_ITEM)
     numbers.frombytes(data[: len(data) // numbers.itemsize * numbers.itemsize])

@@ -206,16 +206,9 @@ def _run_forward(
 
 @part
 def _run_backward(
-    p: Instance,
-    w: Workspace,
-    at: Any,
-    group_at: Any,
-    decoder: Decoder,
-    rank: Any,
-    position: int,
-    queued: Any,
-    done: int,
-) -> Any:
+    p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Decoder, rank: Any, position: int,
+    queued: Any, done: int,
+) -> Any:  # fmt: skip
     """Runs a backward, or its I; the action. Args: position: of its group."""
     node, ins, missing, inputs_s, time, next_start = p.node, p.ins, w.missing, w.inputs_s, w.time, w.next_start
     ready, busy, first, reserved, queue = w.ready, w.busy, w.first, w.reserved, 3 * rank

@@ -106,16 +106,9 @@ def _count_usage(span: Any, count: int, num_rows: int, chosen: Any, options: Any
 
 @inner
 def _respond(
-    options: Any,
-    hull: Any,
-    span: Any,
-    count: int,
-    num_rows: int,
-    chosen: Any,
-    usage: Any,
-    prefix: Any,
+    options: Any, hull: Any, span: Any, count: int, num_rows: int, chosen: Any, usage: Any, prefix: Any,
     uniform: float,
-) -> tuple[float, float]:
+) -> tuple[float, float]:  # fmt: skip
     """Sets each node's option with the least seconds + price x bytes, and the usage of the rows.
 
     Args: chosen: options to start from. uniform: the price of a byte for every node; below 0: that of its rows, from
