@@ -121,7 +121,7 @@ def _decodes_alike(
     for d in range(begin, end):
         queued, at, old = chain.queued[current, d], chain.at[d], w.swap[2 + d]
         same = same and not _decides(queued, at, old, low, high, component_of, component)
-    return same
+    return bool(same)
 
 
 @part
