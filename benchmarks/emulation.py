@@ -278,7 +278,7 @@ def message_shapes(problem: PlanningProblem, scale: float) -> ShapeOf:
     """Shapes of float32 that have `scale` times the bytes of the problem, but room for more than a header."""
 
     def shape_of(stage: int, work: int) -> tuple[int, ...]:
-        amount = problem.output_bytes[work][problem.graph.place[stage][1]]
+        amount = problem.output_bytes[work][problem.graph.position[stage]]
         return (max(_HEADER + 1, round(scale * amount / _FLOAT_BYTES)),)
 
     return shape_of

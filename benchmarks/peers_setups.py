@@ -40,8 +40,8 @@ from mmtrain.planner.plan_choice import choose_plan, search_options, search_seed
 from mmtrain.planner.search.chains import Start, TreeChain
 from mmtrain.planner.search.evaluate import evaluate
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.kernels import Decoder
-from mmtrain.planner.search.orders import by_cluster, cluster_orders
+from mmtrain.planner.search.kernels.arrays import Decoder
+from mmtrain.planner.search.orders import by_component, component_orders
 from mmtrain.planner.search.search import ITERATIONS, LAST_ITERATIONS, search
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE
@@ -287,13 +287,13 @@ def chain_problem(problem: PlanningProblem, chunks: Sequence[int]) -> PlanningPr
         mine = {work.module: i for i, work in enumerate(graph.works) if work.microbatch == microbatch}
         rows, amounts = [], []
         for stages in stages_of:
-            held = [(stage, mine[graph.place[stage][0]]) for stage in stages if graph.place[stage][0] in mine]
+            held = [(stage, mine[graph.module_of[stage]]) for stage in stages if graph.module_of[stage] in mine]
             options = tuple(
                 _together([at_level(problem.options(*node), level) for node in held]) for level in range(LEVELS + 1)
             )
             rows.append(table.setdefault(options, len(table)))
             last, work = held[-1] if held else (None, None)
-            amounts.append(0.0 if work is None else problem.output_bytes[work][graph.place[last][1]])
+            amounts.append(0.0 if work is None else problem.output_bytes[work][graph.position[last]])
         index.append(rows)
         sent.append(amounts)
     return PlanningProblem.build(
@@ -433,7 +433,7 @@ def _paper(planner: IterationPlanner, problem: PlanningProblem, number: int) -> 
     """DIP's search: orders as if everything were recomputed, then memory options, in each of the tree's rollouts."""
     searched = Searched.of(problem)
     space, how = searched.workspace(), Decoder(1.0, 1.0, 0.0, False, False)
-    order = by_cluster(searched, cluster_orders(searched)[0])
+    order = by_component(searched, component_orders(searched)[0])
     start = Start(order, how, evaluate(searched, space, order, how, ITERATIONS))
     if start.cost == math.inf:
         return PlanResult(status="infeasible", message="the start does not fit")

@@ -30,11 +30,10 @@ from planner_problems import problem, reference
 
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import make_plan
-from mmtrain.planner.search import kernels
 from mmtrain.planner.search.evaluate import anneal, choose, evaluate, start_chain
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.kernels import Decoder
-from mmtrain.planner.search.orders import by_cluster, cluster_orders
+from mmtrain.planner.search.kernels.arrays import NEEDS_B, Chain, Decoder
+from mmtrain.planner.search.orders import by_component, component_orders
 from mmtrain.planner.search.search import CHAINS, ITERATIONS, SearchOptions, fit_memory, search, warm
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan, check
@@ -57,7 +56,7 @@ def speed() -> None:
     print(f"{head} {'not decoded':>12s}")
     for name in MODELS:
         searched = Searched.of(reference(name))
-        actions = len(searched.nodes) + int((searched.arrays.node[:, kernels.NEEDS_B] > 0).sum())
+        actions = len(searched.nodes) + int((searched.arrays.node[:, NEEDS_B] > 0).sum())
         for whole, split in ((False, False), (False, True), (True, False), (True, True)):
             given = searched
             if not whole:  # nothing to choose
@@ -69,8 +68,8 @@ def speed() -> None:
             print(f"{row} {1e9 / rates[0] / actions:13.0f} {_left_out(given, split=split):12.0%}", flush=True)
 
 
-def _chain(searched: Searched, *, split: bool, seed: int) -> kernels.Chain:
-    order = by_cluster(searched, cluster_orders(searched)[0])
+def _chain(searched: Searched, *, split: bool, seed: int) -> Chain:
+    order = by_component(searched, component_orders(searched)[0])
     return start_chain(searched, order, Decoder(0.5, 0.25, 0.5, False, split), 1e9, seed)
 
 
@@ -78,9 +77,9 @@ def _left_out(searched: Searched, *, split: bool, moves: int = 1000) -> float:
     """The part of a chain's moves that are taken without decoding them: the order changes, its records stay."""
     w, chain, found = searched.workspace(), _chain(searched, split=split, seed=1), 0
     for _ in range(moves):
-        before, here = chain.at.copy(), int(chain.here[0])
+        before, here = chain.at.copy(), int(chain.current[0])
         anneal(searched, w, chain, 1, (1e-3, 1e-3), ITERATIONS, can_split=split, reorder=True)
-        found += int(chain.here[0]) == here and bool((chain.at != before).any())
+        found += int(chain.current[0]) == here and bool((chain.at != before).any())
     return found / moves
 
 
@@ -145,7 +144,7 @@ def memory() -> None:
     for name in MODELS:
         searched = Searched.of(reference(name))
         w, ranks = searched.workspace(), searched.arrays.limit.size
-        order = by_cluster(searched, cluster_orders(searched)[0])
+        order = by_component(searched, component_orders(searched)[0])
         evaluate(searched, w, order, Decoder(0.5, 0.25, 0.5, False, False), 1)
         for iterations in (20, 50, 200):
             start = time.perf_counter()

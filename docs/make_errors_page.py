@@ -258,16 +258,16 @@ NOTES: dict[str, str] = {
         "It is made of characters that the tokenizer drops: write a caption, or leave the record out."
     ),
     "sample {sample}: {error}": "See the second half of the message; it is one of those below.",
-    "frame {place}: {error}": "See the second half of the message. The image can be opened alone to look at it.",
+    "frame {index}: {error}": "See the second half of the message. The image can be opened alone to look at it.",
     "frame 0: {error}": "See the second half of the message. The image can be opened alone to look at it.",
-    "frame {place} has": "All frames of a clip have one size: write the record's frames anew.",
+    "frame {index} has": "All frames of a clip have one size: write the record's frames anew.",
     "the content of its latents": "The header is fine, the rest is not: make the file again.",
     "its latents hold values": "Look for overflow in the VAE that made them (in float16?), and make the file again.",
-    "its latents have become": "Files must not change while a job runs: write new ones beside them.",
+    "the shape of its latents changed to": "Files must not change while a job runs: write new ones beside them.",
     "its latents are a damaged": "Make the file again with `numpy.savez`.",
     "its .npz file cannot": "Make the file again with `numpy.savez`.",
     "its latents are no .npy": "Write it with `numpy.save`, as floats [channels, frames, height, width].",
-    "it does not say how many frames": "Write the video again with `ffmpeg -i old.mp4 new.mp4`.",
+    "its header lacks the number of frames": "Write the video again with `ffmpeg -i old.mp4 new.mp4`.",
     "the content of its video": "Cut short or damaged: fetch it again, or leave it out.",
     "its video cannot be opened": "FFmpeg does not know the file, or it is damaged: try `ffprobe` on it.",
     "image of {width} x {height}": "An image without pixels: leave the record out.",
@@ -337,7 +337,7 @@ NOTES: dict[str, str] = {
     "the tokenizer has": "Only for programs that train a tokenizer: give more text, or ask for a smaller vocabulary.",
     # training
     "checkpoint.load_step = {wanted}, but": "Name one of those steps, or -1 for the newest.",
-    "checkpoint: ": "The file system's reason follows: rights, space, or a mount that only some machines have?",
+    "checkpoint: ": "The file system's reason follows: permissions, space, or a mount that only some machines have?",
     "{folder} is damaged: ": (
         "The file was changed after it was written: look at the disk; bring back a copy, or take another checkpoint. "
         "`checkpoint.load_step` and `--step` name one; a resume without either takes the newest that is whole."

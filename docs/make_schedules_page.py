@@ -56,7 +56,7 @@ P ranks, M microbatches, V chunks a rank (2 where a schedule needs several); F, 
 of one rank for one microbatch, and activations count whole microbatches. The bubble is the makespan without M(F+I+W);
 of schedules marked *, it is the longest time that a rank idles between its own first and last action, since their ends
 are staggered and an optimizer step needs no common end. Formulas with V need M to be a multiple of P (`LoopedBFS`: at
-least P; `V-half`, `V-min`, `DualPipeV`: at least 2P), and those with W need weight halves no longer than F and I
+least P; `V-half`, `V-min`, `DualPipeV`: at least 2P), and those with W need W no longer than F and I
 (`DualPipeV` also I no longer than F, to be sure). Measured: simulated with P = %d and M = %d, for F, I, W =
 %s. The tests hold the simulator to these formulas for other sizes too, and 1F1B, `ZB-H1`, `ZB-H2` and
 `ZB-AutoSchedule` to all rows of Table 5 of the zero-bubble paper (arXiv:2401.10241), from the profiled times of its

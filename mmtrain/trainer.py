@@ -40,7 +40,7 @@ from mmtrain.observe.environment import write_environment
 from mmtrain.observe.host_memory import keep_freed_memory
 from mmtrain.observe.job_summary import start_lines
 from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
-from mmtrain.observe.out_of_memory import Scene, explained, is_out_of_memory
+from mmtrain.observe.out_of_memory import OutOfMemoryContext, explain, is_out_of_memory
 from mmtrain.observe.step_files import StepFiles
 from mmtrain.observe.step_memory import JobMemory, MemoryUse
 from mmtrain.observe.step_timing import StepTiming
@@ -53,7 +53,7 @@ from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_norm
 from mmtrain.parallel.mesh import Mesh, build_mesh, init_process_group, pick_device
 from mmtrain.parallel.optim import build_optimizers, lr_factor, set_lr
-from mmtrain.parallel.planning import Fate, PlanAhead, Planned, Ticket, num_cores, ranks_here
+from mmtrain.parallel.planning import PendingPlan, PlanAhead, Planned, PlanStatus, local_world_size, num_cores
 from mmtrain.parallel.replica_data import Item, ReplicaData
 from mmtrain.parallel.roll_call import RollCall, common_reason, is_communication
 from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
@@ -291,7 +291,7 @@ class Trainer:
         write_environment(self.folder / "environment.json", self.mesh, self.state.step)
 
     def _log_start(self) -> None:
-        threads = search_threads(self.config.planner.threads, num_cores(), ranks_here(self.mesh.shape.world_size))
+        threads = search_threads(self.config.planner.threads, num_cores(), local_world_size(self.mesh.shape.world_size))
         for line in start_lines(
             self.config, self.planner, device=self.mesh.device.type, threads=threads, cut_s=self._cut_s
         ):
@@ -337,7 +337,7 @@ class Trainer:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                raise explained(error, self._scene(step, item, plan)) from error
+                raise explain(error, self._out_of_memory_context(step, item, plan)) from error
             seconds = time.perf_counter() - start
             self.state = dataclasses.replace(
                 self.state, step=step, loader=item.state.to_dict(), tokens=self.state.tokens + result.tokens
@@ -416,9 +416,9 @@ class Trainer:
         )
         return result, outcome
 
-    def _scene(self, step: int, item: Item, plan: IterationPlan) -> Scene:
+    def _out_of_memory_context(self, step: int, item: Item, plan: IterationPlan) -> OutOfMemoryContext:
         """Where this rank ran out of memory."""
-        return Scene(
+        return OutOfMemoryContext(
             config=self.config,
             step=step,
             rank=self.mesh.rank,
@@ -511,7 +511,7 @@ class Trainer:
             check_same_program(plan.program.hash, self.mesh)
             return plan
 
-    def _take(self, ticket: Ticket) -> Planned:
+    def _take(self, ticket: PendingPlan) -> Planned:
         """The plan that was made while the step before ran, or the first one. Collective over the job."""
         assert self._ahead is not None
         with self._on_all_replicas():
@@ -581,7 +581,7 @@ class Trainer:
 
     # --------------------------------------------------------------------------------- data of a step
 
-    def _batches(self, first: int, last: int) -> Iterator[tuple[Item, Ticket | None]]:
+    def _batches(self, first: int, last: int) -> Iterator[tuple[Item, PendingPlan | None]]:
         """The items of the steps first .. last; with the planner on, each after the next one is being planned.
 
         An error in the data of a step is raised when that step comes, and not when it was read.
@@ -590,7 +590,7 @@ class Trainer:
             for _ in range(first, last + 1):
                 yield next(self._items), None
             return
-        waiting: deque[tuple[Item, Ticket] | Exception] = deque()
+        waiting: deque[tuple[Item, PendingPlan] | Exception] = deque()
         for step in range(first, last + 1):
             while len(waiting) < 2 and step + len(waiting) <= last:
                 waiting.append(self._fetch(step + len(waiting), self._ahead))
@@ -599,7 +599,7 @@ class Trainer:
                 raise found
             yield found
 
-    def _fetch(self, step: int, ahead: PlanAhead) -> tuple[Item, Ticket] | Exception:
+    def _fetch(self, step: int, ahead: PlanAhead) -> tuple[Item, PendingPlan] | Exception:
         """The item of a step, which is being planned from now on; or why there is none."""
         try:
             item = next(self._items)
@@ -675,9 +675,10 @@ class Trainer:
         meta = item.meta
         image_tokens = sum(image.num_tokens for m in meta.microbatches for image in m.images)
         video = [meta.num_clips, meta.num_frames, meta.num_video_tokens]
-        fates = self._ahead.counts if self._ahead else {}
+        statuses = self._ahead.counts if self._ahead else {}
         counts = [meta.num_images, meta.num_patches, meta.num_skipped, flops, image_tokens]
-        counts += [*video, *(fates.get(fate, 0) for fate in (Fate.LATE, Fate.FAILED, Fate.BROKEN, Fate.INVALID))]
+        failures = (PlanStatus.TIMED_OUT, PlanStatus.FAILED, PlanStatus.BROKEN, PlanStatus.INVALID)
+        counts += [*video, *(statuses.get(status, 0) for status in failures)]
         totals = torch.tensor(counts if mesh.is_leader else [0.0] * len(counts), dtype=torch.float64)
         dist.all_reduce(totals)
         self._skipped += int(totals[2])

@@ -151,7 +151,7 @@ def test_the_page_is_drawn_without_a_complaint(shown: Browser, run: Path) -> Non
     assert counts == {
         "Loss": 2, "Answers right": 4, "Throughput": 1, "Step time": 3, "Model FLOPs utilisation": 3,
         "Bubble by what was waited for": 3, "Makespan": 3, "Planner": 2, "Steps with their first plan": 3,
-        "Memory of the fullest rank": 2, "Tokens by modality": 2, "Gradient norm": 1,
+        "Memory of the most loaded rank": 2, "Tokens by modality": 2, "Gradient norm": 1,
     }  # fmt: skip
     assert shown.run("return document.querySelectorAll('.tile').length") >= 14
     assert shown.run("return document.querySelectorAll('.chart .start').length") == 12  # resumed after step 3

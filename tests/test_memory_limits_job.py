@@ -199,12 +199,12 @@ def test_a_rank_without_memory_says_what_to_change_and_leaves_its_plan(tmp_path,
     name, ours, text, _ = mine
     assert ours, (name, text)
     assert re.match(
-        r"step 1: rank 1 \(pp_rank 1\) is out of memory; [\d.]+ GiB more were asked for\. Predicted: ", text
+        r"step 1: rank 1 \(pp_rank 1\) is out of memory; [\d.]+ GiB more were requested\. Predicted: ", text
     )
     folder = tmp_path / "job" / "run" / "out_of_memory" / "step_1_rank_1"
     assert f"memory snapshot are in {folder}" in text
     if planner:
-        assert "GiB of planner.memory_limit = 6.00 GiB; taken until then: " in text
+        assert "GiB of planner.memory_limit = 6.00 GiB; used until then: " in text
         assert "First lower planner.memory_limit below" in text
         assert "or add offload to planner.memory_strategies" in text
     else:

@@ -82,11 +82,11 @@ def test_a_job_outlives_its_planner(tmp_path, charts):
     plans = zip(lines(path.parent, "plan_makespan_s"), lines(path.parent, "plan_first_makespan_s"), strict=True)
     assert [plan == first for plan, first in plans] == [step in (2, 3, 4, 5, 7) for step in range(1, 10)]
     assert [text.split(":")[0] for text in warned] == [
-        "step 2 runs its first plan, the search is failed",
-        "step 3 runs its first plan, the search is invalid",
-        "step 4 runs its first plan, the search is invalid",
-        "step 5 runs its first plan, the search is invalid",
-        "step 7 runs its first plan, the search is late",
+        "step 2 runs its first plan (search failed)",
+        "step 3 runs its first plan (search invalid)",
+        "step 4 runs its first plan (search invalid)",
+        "step 5 runs its first plan (search invalid)",
+        "step 7 runs its first plan (search timed out)",
     ]
     assert "it raised RuntimeError: the search broke down" in warned[0]
     assert all(

@@ -1,9 +1,9 @@
-"""Sharded checkpoints (torch DCP) that are complete or not there at all.
+"""Sharded checkpoints (torch DCP) that are either complete or absent.
 
-A checkpoint is written into `step-N.tmp`, flushed, and renamed to `step-N` only when every rank's
-part and the manifest are on disk; a reader looks at `step-N` alone, and takes an older one if it is
-damaged. What one rank finds wrong, all ranks raise. Keys are parameter names, so any pipeline or
-data-parallel degree can load what another one saved. The tied head is stored once, as the embedding.
+A checkpoint is written into `step-N.tmp`, flushed, and renamed to `step-N` once every rank's part and the manifest are
+on disk. A reader opens only `step-N`, and an older one if it is damaged. An error on one rank is raised on all. Keys
+are parameter names, so any pipeline or data-parallel degree can load the checkpoint of another one. A tied head is
+stored once, as the embedding.
 """
 
 import contextlib
@@ -51,22 +51,22 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """The integers that, with the tensors, make a run continue exactly."""
+    """The values that, with the tensors, make a run continue exactly."""
 
     step: int
-    """Steps done."""
+    """Completed steps."""
     loader: dict[str, int]
     """State of the loader after those steps."""
     tokens: int = 0
     """Tokens seen by all replicas."""
     data: dict[str, Any] = field(default_factory=dict)
-    """Settings that give the loader's position its meaning: a run continues exactly only under equal ones."""
+    """Settings that define the loader's position: a run continues exactly only with equal ones."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """What plans allow for beside tensors, and the margins that grew, as of `BudgetHistory.to_dict`."""
+    """Process memory and grown margins that plans allow for, as of `BudgetHistory.to_dict`."""
 
     @classmethod
     def read(cls, stored: StoredCheckpoint) -> "TrainState":
-        """That of a checkpoint. Raises: CheckpointError: it has no such state."""
+        """The state of a checkpoint. Raises: CheckpointError: it has none."""
         raw = stored.state
         for name, kind in (("step", int), ("loader", dict), ("tokens", int)):
             if not isinstance(raw.get(name), kind):
@@ -75,7 +75,7 @@ class TrainState:
         return cls(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"], **optional)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The state as JSON values."""
         return {
             "step": self.step,
             "loader": dict(self.loader),
@@ -108,16 +108,16 @@ class Checkpointer:
         _on_rank_zero(self._remove_leftovers)
 
     def _remove_leftovers(self) -> None:
-        for stale in self._folder.glob("step-*.tmp"):  # a save that was killed
+        for stale in self._folder.glob("step-*.tmp"):  # of a save that was killed
             shutil.rmtree(stale)
 
     # --------------------------------------------------------------------------------------- saving
 
     def save(self, state: TrainState) -> None:
-        """Writes a checkpoint of the state after `state.step` steps; in the background if asked for.
+        """Writes a checkpoint of the state after `state.step` steps; in the background with `checkpoint.async_mode`.
 
-        Raises: MMTrainError: the file system refuses, which `poll` and `finish` may notice later; nothing is left of
-            this checkpoint.
+        Raises: MMTrainError: a write fails, which `poll` and `finish` may notice later; the incomplete checkpoint is
+            removed.
         """
         self.finish()
         aside = self._aside(state)
@@ -139,15 +139,15 @@ class Checkpointer:
                 self._publish(state, writer)
 
     def poll(self) -> None:
-        """Makes a save in the background visible once all ranks have written their parts."""
+        """Publishes a background save once all ranks have written their parts."""
         if self._running is not None:
             done = torch.tensor(int(self._running[0].done()))
-            dist.all_reduce(done, op=dist.ReduceOp.MIN)  # not over the writer's group, which it is using now
+            dist.all_reduce(done, op=dist.ReduceOp.MIN)  # not over the writer's group, which is in use
             if done:
                 self.finish()
 
     def finish(self) -> None:
-        """Waits for a save in the background, and makes it visible."""
+        """Waits for a background save and publishes it."""
         if self._running is not None:
             future, writer, state = self._running
             self._running = None
@@ -157,7 +157,7 @@ class Checkpointer:
 
     @contextmanager
     def _saving(self, state: TrainState) -> Iterator[None]:
-        """Every rank leaves with what stopped one of them, and what was written is removed."""
+        """Raises on every rank the error of any rank, and removes the incomplete checkpoint."""
         aside = self._aside(state)
         try:
             yield
@@ -190,11 +190,11 @@ class Checkpointer:
         for step in complete_steps(self._folder)[:-keep] if keep else []:
             doomed = self._folder / f"step-{step}"
             aside = doomed.with_name(doomed.name + ".tmp")
-            os.replace(doomed, aside)  # a kill halfway through the removal leaves no half checkpoint
+            os.replace(doomed, aside)  # a kill during the removal leaves no incomplete checkpoint
             shutil.rmtree(aside)
 
     def _set_aside_later(self, step: int, damaged: Mapping[int, CheckpointError]) -> None:
-        """Renames the checkpoints after the one that was loaded: damaged ones, and those of a run that is given up."""
+        """Renames the checkpoints after the loaded one: damaged ones, and those of an abandoned run."""
         for later in [s for s in complete_steps(self._folder) if s > step]:
             old = self._folder / f"step-{later}"
             word, reason = ("damaged", f"{damaged[later]}; ") if later in damaged else ("abandoned", "")
@@ -206,10 +206,10 @@ class Checkpointer:
     # -------------------------------------------------------------------------------------- loading
 
     def load(self) -> TrainState | None:
-        """The state to continue from, with parameters, optimizer and random state in place; None: start anew.
+        """The state to continue from, with parameters, optimizer and random state restored; None: a new run.
 
         Raises:
-            ConfigError: checkpoint.load_step names a checkpoint that is not there, or one of another model.
+            ConfigError: checkpoint.load_step names an absent checkpoint, or one of another model.
             CheckpointError: the checkpoint of checkpoint.load_step is damaged, or all are.
         """
         steps = _on_rank_zero(lambda: complete_steps(self._folder))
@@ -231,13 +231,13 @@ class Checkpointer:
         return state
 
     def _load_newest(self, candidates: list[int], damaged: dict[int, CheckpointError]) -> TrainState | None:
-        """That of the newest checkpoint that is whole. Args: damaged: gets the others."""
+        """The state of the newest undamaged checkpoint. Args: damaged: collects the errors of the others."""
         wanted = self._section.load_step
         for step in reversed(candidates):
             try:
                 stored = self._open(step)
                 went_back_to = stored.state.get("went_back_to", -1)
-                if step > wanted >= 0 and went_back_to != wanted:  # the job goes back, for the first time
+                if step > wanted >= 0 and went_back_to != wanted:  # the first load of a job that goes back
                     return self._load_newest([wanted], damaged)
                 state = self._load(stored)
             except CheckpointError as error:
@@ -257,7 +257,7 @@ class Checkpointer:
         tensors = self._tensors()
         known = stored.metadata.state_dict_metadata
         rng_key = f"rng.{dist.get_rank()}"
-        if rng_key not in known:  # saved by another number of ranks
+        if rng_key not in known:  # saved with another number of ranks
             del tensors[rng_key]
         self._check_fits(stored.folder, tensors, known)
         stored.load(tensors)
@@ -271,7 +271,7 @@ class Checkpointer:
         return state
 
     def _check_fits(self, source: Path, tensors: dict[str, Any], stored: dict[str, Any]) -> None:
-        """Refuses, on every rank, a checkpoint whose names or shapes are not this model's."""
+        """Checks on all ranks that names and shapes of the checkpoint are those of this model."""
         problem = ""
         missing = [key for key in tensors if key not in stored]
         if missing:
@@ -281,13 +281,13 @@ class Checkpointer:
             if isinstance(tensor, Tensor) and size is not None and tuple(size) != tuple(tensor.shape) and not problem:
                 here = tuple(tensor.shape)
                 problem = f"does not fit this model: {key} has shape {tuple(size)} there and {here} here"
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (problem, [key for key in tensors if key.startswith("model.")]))
-        known = {key for _, keys in found for key in keys}
+        reports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, (problem, [key for key in tensors if key.startswith("model.")]))
+        known = {key for _, keys in reports for key in keys}
         extra = [key for key in stored if key.startswith("model.") and key not in known]
         if extra:
-            found.append((f"was saved by another model: this one has no {min(extra)} ({len(extra)} too many)", []))
-        for text, _ in found:
+            reports.append((f"was saved by another model: this one has no {min(extra)} ({len(extra)} too many)", []))
+        for text, _ in reports:
             if text:
                 raise ConfigError(f"{source} {text}; use the config it was saved with, or another job.dump_folder")
 
@@ -295,40 +295,35 @@ class Checkpointer:
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """(stored name, tensor) of every parameter and buffer in this rank's chunks, copies included."""
-        found = []
-        for chunk in self._chunks:
-            for name, tensor in chunk.state_dict().items():
-                found.append((self._aliases.get(name, name), tensor))
-        return found
+        named = (pair for chunk in self._chunks for pair in chunk.state_dict().items())
+        return [(self._aliases.get(name, name), tensor) for name, tensor in named]
 
     def _tensors(self) -> dict[str, Any]:
         tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self._named()}
-        for key, value in self._optimizers.state_dict().items():
-            kind, _, rest = key.partition(".")
-            for alias, name in self._aliases.items():
-                if rest.startswith(alias + "."):
-                    rest = name + rest[len(alias) :]
-            tensors[f"optimizer.{kind}.{rest}"] = value
+        tensors |= {self._stored_key(key): value for key, value in self._optimizers.state_dict().items()}
         tensors[f"rng.{dist.get_rank()}"] = _get_rng()
         return tensors
 
+    def _stored_key(self, key: str) -> str:
+        """The stored name of a value of the optimizers."""
+        kind, _, rest = key.partition(".")
+        for alias, name in self._aliases.items():
+            if rest.startswith(alias + "."):
+                rest = name + rest[len(alias) :]
+        return f"optimizer.{kind}.{rest}"
+
     def _restore(self, tensors: dict[str, Any]) -> None:
         with torch.no_grad():
-            for name, tensor in self._named():  # in place already, but for further copies of a tied matrix
+            for name, tensor in self._named():  # restored in place already, except further copies of a tied matrix
                 source = tensors[f"model.{name}"]
                 if source is not tensor and local_part(source).data_ptr() != local_part(tensor).data_ptr():
                     local_part(tensor).copy_(local_part(source))
         flat = {}
         used: set[str] = set()
         for key in self._optimizers.state_dict():
-            kind, _, rest = key.partition(".")
-            stored = rest
-            for alias, name in self._aliases.items():
-                if rest.startswith(alias + "."):
-                    stored = name + rest[len(alias) :]
-            name = f"optimizer.{kind}.{stored}"
+            name = self._stored_key(key)
             value = tensors[name]
-            # Two copies of a tied matrix on one rank: each has moments of its own.
+            # Two copies of a tied matrix on one rank: each has its own moments.
             flat[key] = value.clone() if name in used and isinstance(value, Tensor) else value
             used.add(name)
         settings = self._settings()
@@ -348,7 +343,7 @@ def _is_rank_zero() -> bool:
 
 
 def _on_rank_zero(act: Callable[[], _Value]) -> _Value:
-    """What rank 0 gets, on every rank, so that all act on one view of the folder. Collective over the job."""
+    """The result of rank 0 on every rank, so that all see one state of the folder. Collective over the job."""
     try:
         return on_rank_zero(act)
     except OSError as error:
@@ -357,9 +352,10 @@ def _on_rank_zero(act: Callable[[], _Value]) -> _Value:
 
 @contextmanager
 def _together(*, alike: bool = False) -> Iterator[None]:
-    """Raises on every rank what one rank raises inside of it. Collective over the job.
+    """Raises on every rank the error of any rank. Collective over the job.
 
-    Args: alike: all ranks read the same, so what rank 0 can read is not damaged: others may not see it yet.
+    Args: alike: all ranks read the same files; if only rank 0 can read them, they are not damaged but not visible to
+        others.
     """
     error: MMTrainError | None = None
     try:
@@ -370,7 +366,7 @@ def _together(*, alike: bool = False) -> Iterator[None]:
     dist.all_gather_object(errors, error)
     for rank, first in enumerate(errors):
         if first and rank and alike:
-            raise MMTrainError(f"checkpoint: rank {rank} says: {first}; rank 0 reads it: do all mount one file system?")
+            raise MMTrainError(f"checkpoint: rank {rank}: {first}; rank 0 can read it: do all mount one file system?")
         if first:
             raise first
 
@@ -383,7 +379,7 @@ def _flush(folder: Path) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # not every file system lets a folder be synced
+    with contextlib.suppress(OSError):  # not every file system can sync a folder
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -392,7 +388,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _get_rng() -> str:
-    """Random state of this process, as JSON: one plain entry of the checkpoint."""
+    """Random state of this process as JSON: one plain entry of the checkpoint."""
     version, keys, gauss = random.getstate()
     kind, numpy_keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
@@ -411,5 +407,5 @@ def _set_rng(text: str) -> None:
         torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    version, state_words, gauss = state["python"]
+    random.setstate((version, tuple(state_words), gauss))

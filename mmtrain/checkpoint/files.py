@@ -1,7 +1,7 @@
 """The files of one checkpoint: a manifest of what was written, and reading that trusts none of them.
 
-A file counts as whole if it has the size and the SHA-256 that the manifest records. Whatever a file holds, reading it
-makes tensors and plain values and calls nothing else: torch's own reader would unpickle what it finds.
+A file is intact if it has the size and the SHA-256 of the manifest. Whatever a file contains, reading it creates
+tensors and plain values and calls nothing: torch's own reader would unpickle its content.
 """
 
 import hashlib
@@ -24,21 +24,21 @@ from torch.distributed.checkpoint.metadata import Metadata
 from mmtrain.errors import CheckpointError, MMTrainError
 
 MANIFEST, METADATA, STATE = "manifest.json", ".metadata", "train_state.json"
-"""Size and SHA-256 of all other files; which tensor lies where; step and position in the data."""
+"""Size and SHA-256 of all other files; file and offset of each tensor; step and position in the data."""
 
 _FOLDER = re.compile(r"step-(\d+)")
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints that were written to their end, ascending. A file may have been damaged since."""
+    """Steps of the complete checkpoints, ascending. Their files may have been damaged since."""
     if not folder.is_dir():
         return []
-    found = []
+    steps = []
     for entry in folder.iterdir():
         match = _FOLDER.fullmatch(entry.name)
         if match and any((entry / name).exists() for name in (MANIFEST, METADATA, STATE)):
-            found.append(int(match[1]))
-    return sorted(found)
+            steps.append(int(match[1]))
+    return sorted(steps)
 
 
 # ------------------------------------------------------------------------------------------- writing
@@ -46,7 +46,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a manifest says of one file."""
+    """The record of one file in a manifest."""
 
     bytes: int
     sha256: str
@@ -97,49 +97,49 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 @dataclass(slots=True)
 class StoredCheckpoint:
-    """A checkpoint that is open for reading: what it says of itself is read and checked, its tensors not yet."""
+    """A checkpoint opened for reading: manifest, metadata and state are read and checked, tensors are not."""
 
     folder: Path
     manifest: dict[str, FileRecord] | None
-    """By file; None: there is none, or it is not to be used."""
+    """By file; None: absent, or not to be used."""
     warning: str = ""
-    """What the user is to know if it is loaded."""
+    """A warning for the user if it is loaded."""
     state: dict[str, Any] = field(init=False)
-    """What `STATE` holds."""
+    """Content of `STATE`."""
     metadata: Metadata = field(init=False)
     _ends: dict[str, int] = field(init=False)
-    """File -> bytes that the metadata want it to have at least."""
+    """File -> least size in bytes that the metadata require."""
     _compared: set[str] = field(default_factory=set)
 
     @classmethod
     def open(cls, folder: Path, verify: str) -> "StoredCheckpoint":
-        """A checkpoint whose manifest, metadata and state are whole.
+        """A checkpoint whose manifest, metadata and state are intact.
 
         Args: verify: as `checkpoint.verify`.
         Raises:
             CheckpointError: one of them is damaged, or refused; no manifest, and verify = "required".
             MMTrainError: a file cannot be read.
         """
-        found = cls(folder, None)
-        with found.reading():
+        opened = cls(folder, None)
+        with opened.reading():
             if verify != "off" and (folder / MANIFEST).exists():
-                found.manifest = found._read_manifest()
+                opened.manifest = opened._read_manifest()
             elif verify == "required":
                 raise CheckpointError(
                     f'{folder} has no {MANIFEST}, but checkpoint.verify = "required"; set "auto" to load it unverified'
                 )
-            found.state = found._read_state()
-            found._read_metadata()
-        if verify == "auto" and found.manifest is None:
-            found.warning = f"{folder} has no {MANIFEST}: damage to its files may go unnoticed"
-        return found
+            opened.state = opened._read_state()
+            opened._read_metadata()
+        if verify == "auto" and opened.manifest is None:
+            opened.warning = f"{folder} has no {MANIFEST}: damage to its files may go unnoticed"
+        return opened
 
     def load(self, tensors: dict[str, Any], *, no_dist: bool = False) -> None:
         """Fills tensors in place and replaces other values. Collective over the job, unless `no_dist`.
 
-        Each file is hashed by one of the ranks that read it; what one finds, all raise.
-        Raises: each leaves the values undefined.
-            CheckpointError: a file is damaged, or holds an object that is no plain value.
+        Each file is hashed by one of the ranks that read it; an error on one rank is raised on all.
+        Raises: the values are then undefined.
+            CheckpointError: a file is damaged, or contains an object that is no plain value.
             MMTrainError: a file cannot be read.
         """
         with self.reading():
@@ -149,7 +149,7 @@ class StoredCheckpoint:
                 raise first_failure(error) from error
 
     def check_sizes(self, names: Iterable[str]) -> None:
-        """Looks whether files of tensors are there, and as long as they should be. Raises: as `load`."""
+        """Checks that files of tensors exist and have their size. Raises: as `load`."""
         with self.reading():
             for name in sorted(set(names)):
                 size = self._regular(name).stat().st_size
@@ -164,11 +164,11 @@ class StoredCheckpoint:
                 self._compared.add(name)
 
     def damaged(self, what: str) -> CheckpointError:
-        """The error that says so, in one line whatever the files hold."""
+        """The error of a damaged checkpoint, in one line whatever its files contain."""
         return CheckpointError(f"{self.folder} is damaged: {_printable(what)}")
 
     def refused(self, part: str, name: str) -> CheckpointError:
-        """The error that a part of the checkpoint asks for something that is no data."""
+        """The error of a part of the checkpoint that refers to something other than data."""
         return CheckpointError(
             f"{self.folder} is refused: {_printable(part)} asks for {_printable(name)}, which no checkpoint needs; "
             "loading it could run any program"
@@ -176,7 +176,7 @@ class StoredCheckpoint:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Names whatever comes of reading the files inside of it."""
+        """Converts errors of reading the files."""
         try:
             yield
         except FileNotFoundError as error:
@@ -186,9 +186,9 @@ class StoredCheckpoint:
         except MMTrainError:
             raise
         except Exception as error:
-            if self.manifest is not None:  # these are the bytes that were saved, so the mistake is not theirs
+            if self.manifest is not None:  # the bytes are those that were saved, so the files are not the cause
                 raise
-            reason = re.split(r"\.\s|\n", str(error), maxsplit=1)[0]  # torch goes on with advice to trust the file
+            reason = re.split(r"\.\s|\n", str(error), maxsplit=1)[0]  # torch goes on to advise trusting the file
             raise self.damaged(f"it cannot be read: {type(error).__name__}: {reason}") from None
 
     def _regular(self, name: str) -> Path:
@@ -198,21 +198,21 @@ class StoredCheckpoint:
             raise self.damaged(f"{name} is no file")
         return path
 
-    def _compare(self, name: str, found: FileRecord) -> None:
+    def _compare(self, name: str, actual: FileRecord) -> None:
         wanted = (self.manifest or {}).get(name)
         if wanted is None:
             raise self.damaged(f"{MANIFEST} does not know {name}")
-        if found.bytes != wanted.bytes:
-            raise self.damaged(f"{name} has {found.bytes} bytes, not {wanted.bytes} as when it was saved")
-        if found.sha256 != wanted.sha256:
+        if actual.bytes != wanted.bytes:
+            raise self.damaged(f"{name} has {actual.bytes} bytes, not {wanted.bytes} as when it was saved")
+        if actual.sha256 != wanted.sha256:
             raise self.damaged(f"the content of {name} is not what was saved (its SHA-256 differs)")
 
     def _bytes(self, name: str) -> bytes:
-        """A small file, compared with the manifest."""
-        found = self._regular(name).read_bytes()
+        """The content of a small file, compared with the manifest."""
+        data = self._regular(name).read_bytes()
         if self.manifest is not None:
-            self._compare(name, FileRecord(len(found), hashlib.sha256(found).hexdigest()))
-        return found
+            self._compare(name, FileRecord(len(data), hashlib.sha256(data).hexdigest()))
+        return data
 
     def _read_manifest(self) -> dict[str, FileRecord]:
         try:
@@ -251,7 +251,7 @@ class StoredCheckpoint:
 
 
 def first_failure(error: CheckpointException) -> BaseException:
-    """What stopped a save or load: what we raised on purpose, else that of the lowest rank."""
+    """The cause of a failed save or load: an mmtrain error, else the error of the lowest rank."""
     causes: list[BaseException] = [cause for _, (cause, _) in sorted(error.failures.items())]
     return next((cause for cause in causes if isinstance(cause, MMTrainError)), causes[0])
 
@@ -265,7 +265,7 @@ class _ForbiddenError(Exception):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of torch's checkpoint metadata, and nothing else."""
+    """An unpickler that knows only the classes of torch's checkpoint metadata."""
 
     _KNOWN: Mapping[str, frozenset[str]] = {
         "torch.distributed.checkpoint.metadata": frozenset(
@@ -293,7 +293,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's reader of a checkpoint whose metadata have been read, and whose files are checked before they are."""
+    """torch's reader of a checkpoint with metadata that are read already; checks files before it reads them."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         super().__init__(stored.folder)
@@ -307,7 +307,8 @@ class _Reader(dcp.FileSystemReader):
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Has each file hashed by one of its readers: who reads most of it, or else has least to hash."""
+        """Selects for each file the reader that hashes it: the one that reads most of it, on ties the one with least
+        to hash."""
         readers: dict[str, Counter[int]] = defaultdict(Counter)
         for rank, plan in enumerate(plans):
             for item in plan.items:
@@ -329,7 +330,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """torch's planner for a flat table, whose values other than tensors are plain ones."""
+    """torch's planner for a flat table whose values other than tensors are plain."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,5 +1,5 @@
-"""What a run left in its folder, read by one process without process groups: its config, and the modules of one of
-its checkpoints as whole chunks. And new folders that are absent or whole."""
+"""Reads the folder of a run in one process without process groups: its config, and modules of a checkpoint as whole
+chunks. Makes new folders that are either absent or complete."""
 
 import logging
 import os
@@ -28,25 +28,25 @@ logger = logging.getLogger("mmtrain")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRun:
-    """A run and the checkpoint of it that was chosen."""
+    """A run and one of its checkpoints."""
 
     folder: Path
     job: Config
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     checkpoint: StoredCheckpoint
 
 
 def open_run(folder: Path, step: int | None = None) -> StoredRun:
     """A run with its newest complete checkpoint, or that of a step.
 
-    Args: folder: the job's dump folder, with config.toml and checkpoints.
+    Args: folder: the dump folder of the job, with config.toml and checkpoints.
     Raises:
         ConfigError: it is no dump folder, or has no such checkpoint.
-        CheckpointError: the checkpoint is damaged, or refused; none other is taken in its place.
+        CheckpointError: the checkpoint is damaged, or refused; no other one is tried.
     """
     if not (folder / "config.toml").is_file():
-        raise ConfigError(f"{folder} holds no config.toml; name the job.dump_folder of a run")
+        raise ConfigError(f"{folder} has no config.toml; name the job.dump_folder of a run")
     job = config.load(folder / "config.toml")
     checkpoints = folder / job.checkpoint.folder
     steps = complete_steps(checkpoints)
@@ -65,14 +65,14 @@ def open_run(folder: Path, step: int | None = None) -> StoredRun:
 
 
 def load_module(run: StoredRun, module: str, device: torch.device | str = "cpu") -> Chunk:
-    """All layers of a module as one chunk with the weights of the checkpoint; nothing in it is trainable.
+    """All layers of a module as one chunk with the weights of the checkpoint; none is trainable.
 
     Raises:
         ConfigError: the checkpoint is of another model than config.toml.
         CheckpointError: it is damaged, or refused.
     """
     model, spec = run.job.model, model_spec(run.job.model)
-    if module == "dit":  # here it reads latents, whoever made them
+    if module == "dit":  # here it reads latents of any source
         model = replace(model, vae=None)
     chunk = build_chunk(model, spec, module, (0, len(spec.module(module).layers)), device=device)
     chunk.requires_grad_(False)
@@ -82,9 +82,9 @@ def load_module(run: StoredRun, module: str, device: torch.device | str = "cpu")
 
 def load_decoder(run: StoredRun, device: torch.device | str = "cpu") -> VaeDecoder:
     """The decoder of the run's VAE with the weights of `model.vae.pretrained`, else with initial ones. A checkpoint has
-    the encoder alone.
+    only the encoder.
 
-    Raises: ConfigError: weights that are missing or of another shape.
+    Raises: ConfigError: weights are missing or of another shape.
     """
     decoder = VaeDecoder(run.job.model)
     materialise(decoder, device, torch.float32)
@@ -95,7 +95,7 @@ def load_decoder(run: StoredRun, device: torch.device | str = "cpu") -> VaeDecod
 
 @contextmanager
 def _advised() -> Iterator[None]:
-    """Says what to do about a checkpoint that is damaged or refused."""
+    """Adds advice to the error of a damaged or refused checkpoint."""
     try:
         yield
     except CheckpointError as error:
@@ -126,13 +126,13 @@ def _load(chunk: Chunk, module: str, source: StoredCheckpoint) -> None:
             + "; restore the config.toml of the run that saved it"
         )
     with warnings.catch_warnings(), _advised():
-        warnings.filterwarnings("ignore", message="torch.distributed is")  # one process is what we want
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # there is only one process
         source.load(tensors, no_dist=True)
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out`, that is renamed to `out` at the end, and removed if anything fails.
+    """A temporary folder next to `out`, renamed to `out` at the end, and removed after an error.
 
     Raises: ConfigError: `out` exists.
     """

@@ -1,4 +1,4 @@
-"""`mmtrain check`: whether a plan is one for a problem. Exit status 0 or 1, and one sentence."""
+"""`mmtrain check`: whether a plan is valid for a problem. Exit status 0 or 1, and one sentence."""
 
 import argparse
 from pathlib import Path
@@ -32,8 +32,8 @@ def _check(args: argparse.Namespace) -> int:
         print(f"{args.plan}: wrong: {str(error).splitlines()[0]}")
         return 1
     if not verdict.feasible:
-        words = "right: the problem has" if verdict.proven else "not proven, but no schedule found another: there is"
-        print(f"{args.plan}: {words} no plan within the memory limits")
+        text = "right: the problem has" if verdict.proven else "not proven, but no schedule found another: there is"
+        print(f"{args.plan}: {text} no plan within the memory limits")
         return 0
     bound = verdict.lower_bound_s
     gap = f", {100 * (verdict.makespan_s / bound - 1):.2f} % over the lower bound {bound:.6g} s" if bound > 0 else ""

@@ -21,7 +21,7 @@ from mmtrain.launch.processes import end_with_parent, environment, leave
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's, with the nearest name for a command that does not exist."""
+    """An argument parser that suggests the nearest name for an unknown command."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action.choices, dict) and value not in action.choices:
@@ -76,7 +76,7 @@ def train_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """The exit status of a command; what went wrong is one line on standard error."""
+    """The exit status of a command; an error is one line on standard error."""
     try:
         return run(args)
     except MMTrainError as error:
@@ -89,7 +89,7 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
         return stop.exit_status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who reads has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -97,7 +97,8 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
 
 
 def _said(text: str, status: int) -> int:
-    """The status, after the text was printed. Of the processes that torchrun started here, one prints what all say."""
+    """Prints the text and returns the status. Of several processes of torchrun on this machine, one prints equal
+    texts."""
     if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
         file, summary = Path(report), {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         try:
@@ -105,7 +106,7 @@ def _said(text: str, status: int) -> int:
             file.parent.parent.joinpath(f"said-{zlib.crc32(text.encode())}").touch(exist_ok=False)
         except FileExistsError:
             return status
-        except OSError:  # then each process says it
+        except OSError:  # then each process prints it
             pass
     rank = os.environ.get("RANK")
     print(f"error{'' if rank is None else f' [rank {rank}]'}: {text}", file=sys.stderr, flush=True)
@@ -259,9 +260,9 @@ def _check_parity(args: argparse.Namespace) -> int:
         print(f"data    {'synthetic' if args.synthetic else job.data.source}", flush=True)
         for note in small.notes:
             print(f"changed {note}", flush=True)
-        found = check_parity(job, num_steps=args.steps, tolerance=args.tolerance, say=_progress)
-    print(report(found))
-    return 1 if found.problems else 0
+        parity = check_parity(job, num_steps=args.steps, tolerance=args.tolerance, say=_progress)
+    print(report(parity))
+    return 1 if parity.problems else 0
 
 
 def _progress(text: str) -> None:

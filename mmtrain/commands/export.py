@@ -34,27 +34,27 @@ from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.shapes import vision_shape
 
 MAX_SHARD_SIZE = "5GB"
-"""Of one safetensors file."""
+"""Bytes of one safetensors file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export wrote."""
+    """The result of an export."""
 
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     folders: tuple[str, ...]
-    """Inside of the exported folder."""
+    """Within the exported folder."""
     num_bytes: int
 
 
 def export(folder: Path, out: Path, *, step: int | None = None, merge_adapters: bool = False) -> Exported:
-    """What was written to `out`, which appears only when it is complete.
+    """The summary of an export to `out`, which appears only when it is complete.
 
     Args:
         folder: a job's dump folder, with config.toml and checkpoints.
         step: of the checkpoint; None: the newest complete one.
-        merge_adapters: add W + (alpha / rank) B A to the weights instead of writing adapters beside them.
+        merge_adapters: add W + (alpha / rank) B A to the weights instead of writing adapters.
     Raises: ConfigError: `out` exists, `folder` is no dump folder, no such checkpoint, or one of another model.
     """
     run = open_run(folder, step)
@@ -105,7 +105,7 @@ def _export_language(run: StoredRun, out: Path, merge_adapters: bool) -> None:
     weights, blocks = chunk.language.state_dict(), chunk.adapter.blocks
     values = language_config(section)
     theirs: Any = chunk.adapter.build(values, "sdpa")
-    theirs.config.use_cache = values.get("use_cache", True)  # was off for training
+    theirs.config.use_cache = values.get("use_cache", True)  # was off during training
     if not chunk.has_head:  # a text encoder: the class without a head, whose names lack the first part
         prefix = f"{theirs.base_model_prefix}."
         theirs, blocks = theirs.base_model, blocks.removeprefix(prefix)
@@ -134,7 +134,7 @@ def _export_dit(run: StoredRun, out: Path) -> None:
 
 
 def _in_their_order(chunk: Chunk, name: str, tensor: Tensor) -> Tensor:
-    """The tensor with its rows as Hugging Face orders them."""
+    """The tensor with its rows in the order of Hugging Face."""
     if isinstance(chunk, VisionChunk) and is_fused(name, chunk.adapter.fused_qkv):
         return from_head_major(tensor, chunk.shape.num_heads)
     return tensor
@@ -145,13 +145,13 @@ def _in_their_order(chunk: Chunk, name: str, tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Adapters:
-    """What besides its tensors makes a folder of adapters."""
+    """The metadata of a folder of adapters."""
 
     lora: LoRAConfig
     pattern: str
-    """Of the names of the layers that have one."""
+    """Names of the adapted layers."""
     base: str | None
-    """What the adapted weights were loaded from."""
+    """The source of the adapted weights."""
     task: str | None
     folder: Path
 
@@ -161,14 +161,14 @@ def _base(section: EncoderConfig | LanguageConfig) -> str | None:
 
 
 def _plain(weights: dict[str, Tensor], adapters: _Adapters, merge: bool) -> dict[str, Tensor]:
-    """The weights of a module without adapters, under the names that they have there; adapters are added to them, or
+    """The weights of a module without adapters, under their original names; adapters are merged into them, or
     written to their folder."""
-    found = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
-    if found and merge:
-        _merge(weights, found, adapters.lora)
-    elif found:
-        _save_adapters(found, adapters)
-    return {plain_name(name): tensor for name, tensor in weights.items() if name not in found}
+    low_rank = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
+    if low_rank and merge:
+        _merge(weights, low_rank, adapters.lora)
+    elif low_rank:
+        _save_adapters(low_rank, adapters)
+    return {plain_name(name): tensor for name, tensor in weights.items() if name not in low_rank}
 
 
 def _merge(weights: dict[str, Tensor], adapters: dict[str, Tensor], lora: LoRAConfig) -> None:
@@ -202,9 +202,9 @@ def _save_adapters(tensors: dict[str, Tensor], adapters: _Adapters) -> None:
 
 
 def _fill(module: PreTrainedModel, weights: dict[str, Tensor]) -> None:
-    """Gives a Hugging Face module on the meta device its weights, without a copy."""
+    """Sets the weights of a Hugging Face module on the meta device, without a copy."""
     absent = [name for name, _ in module.named_children() if not any(k.startswith(f"{name}.") for k in weights)]
-    for name in absent:  # a merger that was not trained, since the projector is our own
+    for name in absent:  # a merger that was not trained, since the projector replaces it
         if any(True for _ in module.get_submodule(name).parameters()):
             setattr(module, name, None)
     module.load_state_dict(weights, assign=True, strict=True)
@@ -221,7 +221,7 @@ def _save_projector(chunk: VisionChunk, folder: Path) -> None:
 
 
 def _readme(run: StoredRun, out: Path, final: Path) -> str:
-    """What is what in the exported folder. Args: out: where it is now. final: where it will be."""
+    """The README of the exported folder. Args: out: its present path. final: its final path."""
     job = run.job
     lines = [
         *_title(run),
@@ -287,7 +287,7 @@ def _title(run: StoredRun) -> list[str]:
 
 
 def _ended(lines: list[str], again: list[str], out: Path) -> str:
-    """The page, with its adapters and the config that trains on. Args: again: lines of that config."""
+    """The README, with its adapters and the config for further training. Args: again: lines of that config."""
     adapters = [module for module in ("language", "vision") if (out / f"{module}_adapter").is_dir()]
     for module in adapters:
         lines.append(

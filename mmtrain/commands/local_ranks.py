@@ -1,7 +1,7 @@
-"""Runs a function on ranks that are processes of this machine, and brings back what each returned.
+"""Runs a function on ranks that are processes of this machine, and returns their results.
 
-The ranks meet in a file of a folder that only this user can open, and talk over the loopback interface: nothing listens
-to other machines. What ends one rank ends all of them, and so does the end of this process.
+The ranks rendezvous in a file of a folder that only this user can open, and communicate over the loopback interface: no
+port is open to other machines. The end of one rank ends all of them, as does the end of this process.
 """
 
 import multiprocessing
@@ -28,14 +28,14 @@ from mmtrain.errors import MMTrainError
 from mmtrain.launch.processes import LOOPBACK, STOPS, end_with_parent, environment, leave, stops_held, take_stops
 
 GRACE_S = 3.0
-"""How long the other ranks have to end by themselves after the first that failed."""
+"""How long the other ranks have to end by themselves after the first failure."""
 
 
 class RankDiedError(Exception):
-    """A rank that ended by an error that is not mmtrain's, or from outside."""
+    """A rank that ended by an error other than those of mmtrain, or was killed."""
 
     def __init__(self, rank: int, exit_code: int, text: str = "") -> None:
-        """Args: exit_code: as of multiprocessing, negative of a signal. text: the traceback; empty: there is none."""
+        """Args: exit_code: as of multiprocessing, negative for a signal. text: the traceback, if any."""
         self.exit_status = exit_code if exit_code > 0 else 128 - exit_code
         self.text = text
         how = f"died with exit status {exit_code}"
@@ -46,7 +46,7 @@ class RankDiedError(Exception):
 
 
 class Stopped(KeyboardInterrupt):
-    """The ranks were told to end, by Ctrl-C or SIGTERM, and have ended."""
+    """The ranks have ended after Ctrl-C or SIGTERM."""
 
     def __init__(self, number: int) -> None:
         """Args: number: of the signal."""
@@ -73,20 +73,20 @@ def run_on_ranks(
     copies: int = 1,
     variables: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """What `fn(device, *args)` returned in each process: `copies` process groups of `world` ranks side by side.
+    """The results of `fn(device, *args)` in each process: `copies` process groups of `world` ranks in parallel.
 
-    The default process group exists while it runs, gloo or NCCL as in training. Each process has as many threads as
-    OMP_NUM_THREADS says, else one. `fn` must be importable, its arguments and what it returns can be pickled. SIGINT
-    and SIGTERM of this process go on to the ranks; a second SIGINT kills them.
+    The default process group exists while it runs, gloo or NCCL as in training. The number of threads of each process
+    is OMP_NUM_THREADS, else 1. `fn` must be importable, its arguments and results must be picklable. SIGINT and SIGTERM
+    of this process are forwarded to the ranks; a second SIGINT kills them.
 
-    Args: variables: of the environment of the ranks, besides those of this process.
+    Args: variables: additional environment variables of the ranks.
     Raises:
-        MMTrainError: as the first rank that failed raised it; the others are killed.
+        MMTrainError: the error of the first rank that failed; the others are killed.
         RankDiedError: it failed in another way.
-        Stopped: SIGINT or SIGTERM came, and no rank failed.
+        Stopped: SIGINT or SIGTERM was received, and no rank failed.
     """
     wanted = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **LOOPBACK, **(variables or {})}
-    # A temporary folder of this process, which the ranks take for theirs as well: who is killed leaves nothing behind.
+    # A temporary folder of this process, which the ranks use as theirs as well: a killed rank leaves no files behind.
     shared = multiprocessing.util.get_temp_dir()
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=shared) as name, environment(wanted):
         folder, context = Path(name), multiprocessing.get_context("spawn")
@@ -96,7 +96,7 @@ def run_on_ranks(
         ]
         with _forwarded_signals(ranks) as signals:
             failed = _run(ranks, signals)
-        ended_by_signal = any(-(rank.exitcode or 0) in signals for rank in ranks)  # others then miss that rank
+        ended_by_signal = any(-(rank.exitcode or 0) in signals for rank in ranks)  # then others fail, too
         if failed is not None and not ended_by_signal:
             _raise_reason(failed, ranks[failed].exitcode or 0, folder)
         if signals:
@@ -108,9 +108,9 @@ def run_on_ranks(
 
 
 def _run(ranks: Sequence[SpawnProcess], signals: Sequence[int]) -> int | None:
-    """Starts the processes and waits for them; the first that failed, None if none did.
+    """Starts the processes and waits for them; returns the first that failed, None if none did.
 
-    Args: signals: that were sent on; a rank that one of them ended has not failed.
+    Args: signals: that were forwarded; a rank that ended by one of them has not failed.
     """
     first: int | None = None
     deadline = float("inf")
@@ -122,8 +122,8 @@ def _run(ranks: Sequence[SpawnProcess], signals: Sequence[int]) -> int | None:
         while running and time.monotonic() < deadline:
             multiprocessing.connection.wait([rank.sentinel for rank in running], timeout=1.0)
             for rank in running if signals else ():
-                _send(rank, signals[0])  # again: before the trainer runs, it ends the rank
-            running = [rank for rank in ranks if rank.is_alive()]  # before the look at those that ended
+                _send(rank, signals[0])  # again: a signal before the trainer runs ends the rank
+            running = [rank for rank in ranks if rank.is_alive()]  # before the check of ended ranks
             for index, rank in enumerate(ranks):
                 if first is None and rank.exitcode and -rank.exitcode not in signals:
                     first, deadline = index, time.monotonic() + GRACE_S
@@ -137,7 +137,8 @@ def _run(ranks: Sequence[SpawnProcess], signals: Sequence[int]) -> int | None:
 
 @contextmanager
 def _forwarded_signals(ranks: Sequence[SpawnProcess]) -> Iterator[list[int]]:
-    """Inside, SIGINT and SIGTERM go on to the ranks, a second SIGINT as SIGKILL; gives those that came."""
+    """A context that forwards SIGINT and SIGTERM to the ranks, a second SIGINT as SIGKILL; yields the received
+    signals."""
     came: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
@@ -146,7 +147,7 @@ def _forwarded_signals(ranks: Sequence[SpawnProcess]) -> Iterator[list[int]]:
         for rank in ranks:
             _send(rank, came[-1])
 
-    if threading.current_thread() is not threading.main_thread():  # only this one can take signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield came
         return
     before = {number: signal.signal(number, forward) for number in STOPS}
@@ -163,7 +164,8 @@ def _send(rank: SpawnProcess, number: int) -> None:
 
 
 def _raise_reason(failed: int, exit_code: int, folder: Path) -> None:
-    """Raises what ended the first process that failed; of several at about the same time, the first that wrote why."""
+    """Raises the error of the first process that failed; if several failed at about the same time, the first written
+    one."""
     reasons = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
     if not reasons or exit_code < 0:
         raise RankDiedError(failed, exit_code)
@@ -179,7 +181,7 @@ def _raise_reason(failed: int, exit_code: int, folder: Path) -> None:
 def _rank(
     index: int, parent: int, fn: Callable[..., Any], world: int, comm: CommConfig, folder: Path, args: tuple[Any, ...]
 ) -> None:
-    """The whole life of one process."""
+    """The main function of a process."""
     end_with_parent(parent)
     take_stops()
     try:
@@ -196,7 +198,7 @@ def _rank(
 def _value(
     fn: Callable[..., Any], index: int, world: int, comm: CommConfig, folder: Path, args: tuple[Any, ...]
 ) -> Any:
-    """What the function returns on this rank, with the process group around it."""
+    """The result of the function on this rank, within its process group."""
     import torch
     import torch.distributed as dist
 
@@ -208,14 +210,14 @@ def _value(
     device, store = pick_device(comm), dist.FileStore(f"{folder}/store-{group}", world)
     init_process_group(comm, device, store)
     value = fn(device, *args)
-    # Who closes its connections while another rank still reads from them resets these.
+    # Closing connections while another rank still reads from them would reset these.
     store.set(f"done {rank}", "")
     store.wait([f"done {other}" for other in range(world)], timedelta(seconds=comm.timeout_seconds))
     return value
 
 
 def _save(value: Any, path: Path) -> None:
-    """Writes a file that is either absent or whole."""
+    """Writes a file that is either complete or absent."""
     part = path.with_name(f"part-{path.name}")
     part.write_bytes(pickle.dumps(value))
     os.replace(part, path)

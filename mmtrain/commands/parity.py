@@ -1,6 +1,6 @@
-"""Whether a layout computes what one process computes: loss, gradient norm and every gradient, on the user's data.
+"""Whether a layout computes the same as one process: loss, gradient norm and every gradient, on the user's data.
 
-A small job of the layout runs a step of the Trainer's own path, loader to gradients, on processes of this machine
+A small job of the layout runs a step on the Trainer's code path, loader to gradients, on processes of this machine
 (gloo, CPU). The one-process model then gets the same batch, in this process.
 """
 
@@ -33,13 +33,13 @@ from mmtrain.spec.modules import families
 from mmtrain.trainer import Trainer
 
 FLOAT32_TOLERANCE = 1e-4
-"""Of the largest difference in a gradient, relative to its largest element."""
+"""Maximum of the largest difference in a gradient, relative to its largest element."""
 
 LOW_PRECISION_TOLERANCE = 0.03
-"""Of the L2 norm of the difference of all gradients, relative to theirs, where bfloat16 takes part."""
+"""Maximum of the L2 norm of the difference of all gradients, relative to theirs, with bfloat16."""
 
 _FLOOR = 1e-3
-"""A gradient counts as at least this part of the largest one: what should be zero is rounding, not 100 % wrong."""
+"""Least reference of a relative error, as a part of the largest gradient: zeros differ only by rounding."""
 
 _SYNTHETIC_SAMPLES = 400
 _SYNTHETIC_CLIPS = 100
@@ -49,7 +49,7 @@ _LATENT_SIZES = ((4, 4), (3, 5), (2, 3))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterError:
-    """How far one gradient is from the one-process model's, at its worst over ranks and steps."""
+    """Error of one gradient against the one-process model, the maximum over ranks and steps."""
 
     name: str
     error: float
@@ -59,7 +59,7 @@ class ParameterError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParity:
-    """Loss and gradient norm of one batch: of the layout, and of one process."""
+    """Loss and gradient norm of one batch: of the layout (loss, grad_norm) and of one process (wanted_*)."""
 
     loss: float
     wanted_loss: float
@@ -69,7 +69,7 @@ class StepParity:
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """What was compared, and whether it agrees."""
+    """Result of a comparison."""
 
     low_precision: bool
     tolerance: float
@@ -77,39 +77,39 @@ class Parity:
     parameters: tuple[ParameterError, ...] = ()
     """Worst first."""
     missing: tuple[str, ...] = ()
-    """Gradients of the one-process model that no rank has, and the other way round."""
+    """Gradients that only the one-process model or only the ranks have."""
     total_error: float = 0.0
-    """L2 norm of the difference of all gradients relative to theirs, worst step and rank."""
+    """L2 norm of the difference of all gradients relative to theirs, the maximum over steps and ranks."""
     crash: str = ""
-    """What stopped the layout's processes; empty if nothing did."""
+    """The error that stopped the layout's processes; empty: none."""
 
     @property
     def problems(self) -> list[str]:
-        """What does not agree, in words; empty if the layout is right."""
+        """The differences as text; empty if the layout is right."""
         if self.crash:
             return [self.crash]
-        found = [f"gradient of {name} is on one side alone" for name in self.missing]
+        problems = [f"gradient of {name} is on one side alone" for name in self.missing]
         for number, step in enumerate(self.steps, 1):
             for what, ours, theirs in (
                 ("loss", step.loss, step.wanted_loss),
                 ("gradient norm", step.grad_norm, step.wanted_norm),
             ):
                 if not relative(ours, theirs) <= self.tolerance:
-                    found.append(f"{what} of step {number} differs by {relative(ours, theirs):.2e}")
+                    problems.append(f"{what} of step {number} differs by {relative(ours, theirs):.2e}")
         if self.low_precision:
             if not self.total_error <= self.tolerance:
-                found.append(f"all gradients together differ by {self.total_error:.2e}")
+                problems.append(f"all gradients together differ by {self.total_error:.2e}")
         else:
             wrong = [p for p in self.parameters if not p.error <= self.tolerance]
             if wrong:
-                found.append(
+                problems.append(
                     f"{len(wrong)} of {len(self.parameters)} gradients differ, at most by {wrong[0].error:.2e}"
                 )
-        return found
+        return problems
 
 
 def relative(ours: float, theirs: float) -> float:
-    """The difference relative to the second; NaN and infinity where either is not finite."""
+    """The difference relative to `theirs`; NaN or infinity where one is not finite."""
     return abs(ours - theirs) / (abs(theirs) + 1e-30)
 
 
@@ -120,7 +120,7 @@ def check_parity(
     tolerance: float | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Parity:
-    """How loss and gradients of a layout compare with one process, over the first batches of its data.
+    """Compares loss and gradients of a layout with one process, over the first batches of its data.
 
     Starts `world_size` processes of this machine and waits for them.
 
@@ -128,7 +128,7 @@ def check_parity(
         config: a job as `shrink` makes it.
         num_steps: batches; weights are not changed between them.
         tolerance: None: by dtype.
-        say: is told how far it is.
+        say: called with progress messages.
     Raises: MMTrainError: config or data cannot be used.
     """
     low = "bfloat16" in (config.training.mixed_precision_param, config.training.mixed_precision_reduce)
@@ -149,8 +149,8 @@ def check_parity(
 
 
 def synthetic_data(config: Config, folder: Path) -> DataConfig:
-    """A data section of samples drawn for the purpose, written to a folder: charts, or text without an encoder; for a
-    DiT clips of moving shapes, or latents of noise."""
+    """A data section of synthetic samples in a folder: charts, or text without an encoder; for a DiT clips of moving
+    shapes, or latents of noise."""
     section = replace(config.data, split="train", streaming=False, shuffle=True)
     if config.model.dit is not None:
         source = folder / "shapes"
@@ -179,7 +179,8 @@ def synthetic_data(config: Config, folder: Path) -> DataConfig:
 
 
 def _write_latents(config: Config, dit: DitConfig, folder: Path) -> None:
-    """Clips of noise as latents of the job's rate, about as long as its buckets, in three sizes, with captions."""
+    """Clips of noise as latents at the job's frame rate, about as long as its buckets, in three sizes, with
+    captions."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -192,8 +193,8 @@ def _write_latents(config: Config, dit: DitConfig, folder: Path) -> None:
     rows = []
     for caption in shape_captions(_SYNTHETIC_CLIPS, config.debug.seed):
         frames = rng.integers(geometry.frames[-1], geometry.frames[0], endpoint=True)
-        places = _LATENT_SIZES[rng.integers(len(_LATENT_SIZES))]
-        sides = [count * side for count, side in zip(places, geometry.patch[1:], strict=True)]
+        patches = _LATENT_SIZES[rng.integers(len(_LATENT_SIZES))]
+        sides = [count * side for count, side in zip(patches, geometry.patch[1:], strict=True)]
         values = rng.standard_normal((geometry.channels, frames, *sides), np.float32)
         rows.append({"caption": caption, "latents": npy_bytes(values), "fps": geometry.fps})
     folder.mkdir()
@@ -204,8 +205,8 @@ def _write_latents(config: Config, dit: DitConfig, folder: Path) -> None:
 
 
 def _save_gradients(device: torch.device, config: Config, num_steps: int, folder: Path) -> None:
-    """Runs the steps on one rank of the layout, and writes what `_compare` reads."""
-    warnings.simplefilter("ignore")  # the report is for the user of a layout, not for a developer of torch
+    """Runs the steps on one rank of the layout, and writes the input of `_compare`."""
+    warnings.simplefilter("ignore")  # the report is for users of a layout, not for developers of torch
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     trainer, rank = Trainer(config), dist.get_rank()
     for step, (item, result) in enumerate(trainer.gradients(device, num_steps)):
@@ -252,19 +253,19 @@ def _compare(
         say(f"one process: step {step + 1} of {num_steps} has run")
         wanted_norm = _norm(wanted.values())
         for path in paths:
-            found = _load(path)
-            gradients = {found["aliases"].get(name, name): grad for name, grad in found["gradients"].items()}
+            saved = _load(path)
+            gradients = {saved["aliases"].get(name, name): grad for name, grad in saved["gradients"].items()}
             seen |= set(gradients)
             known = {name: grad for name, grad in gradients.items() if name in wanted}
             for one in _errors(known, wanted, low_precision):
-                # A NaN is the worst there is, and compares with nothing.
+                # NaN is worse than any number, but compares as False.
                 if one.name not in worst or not one.error <= worst[one.name].error:
                     worst[one.name] = one
             difference = _norm([grad - wanted[name] for name, grad in known.items()])
             total_error = max(total_error, difference / (_norm(wanted[name] for name in known) + _FLOOR * wanted_norm))
         steps.append(
             StepParity(
-                loss=found["loss"], wanted_loss=wanted_loss, grad_norm=found["grad_norm"], wanted_norm=wanted_norm
+                loss=saved["loss"], wanted_loss=wanted_loss, grad_norm=saved["grad_norm"], wanted_norm=wanted_norm
             )
         )
     ordered = sorted(worst.values(), key=lambda p: (p.error == p.error, -p.error, p.name))
@@ -294,11 +295,11 @@ def _reference(
     return loss.item(), {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}
 
 
-def _errors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], low_precision: bool) -> list[ParameterError]:
+def _errors(gradients: Mapping[str, Tensor], wanted: Mapping[str, Tensor], low_precision: bool) -> list[ParameterError]:
     largest = max(float(grad.abs().max()) for grad in wanted.values())
     total = _norm(wanted.values())
     out = []
-    for name, grad in found.items():
+    for name, grad in gradients.items():
         theirs, norm = wanted[name], _norm([wanted[name]])
         if low_precision:
             error = _norm([grad - theirs]) / (norm + _FLOOR * total)

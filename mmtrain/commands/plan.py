@@ -53,7 +53,7 @@ def _plan(args: argparse.Namespace) -> int:
             f"plan: --threads {args.threads} --seed {args.seed}; they are 1 to {THREADS.most} and at least 0"
         )
     if args.out:
-        folder = json_path(args.out).parent  # now, not after the search
+        folder = json_path(args.out).parent  # checked before the search
         if args.out.is_dir() or not folder.is_dir():
             raise ConfigError(f"plan: --out {args.out} is a folder, or in none; name a file in a folder that exists")
         if args.out.exists() and args.problem.exists() and args.out.samefile(args.problem):
@@ -73,9 +73,9 @@ def _plan(args: argparse.Namespace) -> int:
     warm()
     start = time.perf_counter()
     result = search(problem, options)
-    taken = time.perf_counter() - start
+    search_s = time.perf_counter() - start
     if args.out:
-        write_text(args.out, plan_to_json(problem, result, search_s=taken))
+        write_text(args.out, plan_to_json(problem, result, search_s=search_s))
     if result.timeline is None:
         print(f"{args.problem}: no plan: {result.message}")
         return 1
@@ -88,5 +88,5 @@ def _plan(args: argparse.Namespace) -> int:
     for rank, (limit, peak) in enumerate(zip(problem.memory_limit_bytes, result.timeline.peak_bytes, strict=True)):
         if limit is not None:
             print(f"pp_rank {rank}: activations take {show_bytes(peak)} of {show_bytes(limit)}")
-    print(f"{result.evaluations} evaluations in {taken:.2f} s, {result.evaluations / taken:.0f} a second")
+    print(f"{result.evaluations} evaluations in {search_s:.2f} s, {result.evaluations / search_s:.0f} a second")
     return 0

@@ -1,4 +1,4 @@
-"""`mmtrain profile`: what a job's layers take on this machine, measured."""
+"""`mmtrain profile`: measures the costs of a job's layers on this machine."""
 
 import argparse
 import os
@@ -47,9 +47,9 @@ def _profile(args: argparse.Namespace) -> int:
             raise ConfigError(f"profile: {path}: the folder {path.parent} does not exist")
     hardware = args.hardware or job.planner.hardware
     job = replace(job, planner=replace(job.planner, hardware="", profile=""))
-    spec = IterationPlanner.of(job).spec  # refuses a model that cannot be built, cut or divided
+    spec = IterationPlanner.of(job).spec  # raises if a model cannot be built, cut or divided
     if hardware:
-        load_hardware(hardware)  # refuses one that does not exist
+        load_hardware(hardware)  # raises if it does not exist
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from mmtrain.commands.profiler import profile_job
     from mmtrain.modality.submesh import Submesh

@@ -1,13 +1,12 @@
-"""Measures what a job's layers, actions, transfers and step ends take on this machine, by its own trainer and runtime.
+"""Measures the time of a job's layers, actions, transfers and step ends on this machine, with its trainer and runtime.
 
 A trainer runs batches of noise with each layer as a stage of its own, then with each module as one stage, with whole
-and with split backwards. The first gives a layer's seconds, what the second saves is what an action costs by itself,
-and the pauses between actions are the runtime's. With several pipeline ranks, as many copies as there are cores for
-run side by side, since ranks share caches and memory; two real ranks exchange messages and end steps.
+and with split backwards. The first run gives the seconds of each layer; the difference to the second is the overhead of
+an action; the pauses between actions are the runtime's. With several pipeline ranks, as many copies as there are cores
+for run in parallel, since ranks share caches and memory; two real ranks measure messages and step ends.
 
-Everything is measured in rounds over all of this. On a CPU, what one thread computes is timed on that thread's own
-clock, which other processes do not move, and only those actions count beside which a fixed piece of work ran about as
-fast as it ever did.
+All of this is repeated in rounds. On a CPU, the compute of one thread is timed on that thread's own clock, which other
+processes do not advance. Only actions count during which a fixed piece of work ran at about its best speed.
 """
 
 import itertools
@@ -49,11 +48,11 @@ MESSAGE_BYTES = tuple(4**k for k in range(5, 13))
 """Sizes of the measured transfers: 1 KiB to 16 MiB."""
 
 _LOOK_EVERY_S = 2e-3
-"""From one look at the machine's speed to the next; each takes a tenth of it."""
+"""Seconds between two measurements of the speed of the machine; each takes a tenth of that."""
 _MESSAGES = 12
-"""Of each size, each way, in one round."""
+"""Messages of each size, each way, in one round."""
 _COMPUTED_S = 6e-3
-"""That a CPU computes after it has sent one: longer than a slice of the scheduler."""
+"""Compute on a CPU after sending one: longer than a time slice of the scheduler."""
 
 Say = Callable[[str], None]
 
@@ -61,19 +60,19 @@ Say = Callable[[str], None]
 def profile_job(config: Config, *, rounds: int = 3, steps: int = 4, say: Say = print) -> Profile:
     """The profile of a job on this machine.
 
-    Args: rounds: over everything. steps: of each trainer in a round, after one that warms up.
-    Raises: ConfigError: fewer CUDA devices than ranks that share a work, ranks that share a device, or activations that
-        are offloaded.
+    Args: rounds: repetitions of all measurements. steps: of each trainer in a round, after a warm-up step.
+    Raises: ConfigError: fewer CUDA devices than ranks that share a work, ranks that share a device, or activation
+        offloading.
     """
     if config.activation_checkpoint.mode == "offload":
         raise ConfigError(
             'profile: activation_checkpoint.mode = "offload" would be measured as part of the layers; profile with '
-            'another mode ("none"): copies to the host are measured apart'
+            'another mode ("none"): copies to the CPU are measured separately'
         )
     if config.comm.share_device:
         raise ConfigError(
-            "profile: comm.share_device = true; ranks that take turns on a device say nothing of ranks with one each; "
-            "remove it"
+            "profile: comm.share_device = true; timings of ranks that share a device do not apply to ranks with one "
+            "each; remove it"
         )
     section = config.parallelism
     submesh = section.tensor_parallel_degree * section.context_parallel_degree
@@ -86,13 +85,13 @@ def profile_job(config: Config, *, rounds: int = 3, steps: int = 4, say: Say = p
     if not torch.cuda.is_available() and submesh > (os.cpu_count() or 1):
         say(f"profile: {submesh} ranks share {os.cpu_count()} cores, so they are slower than with a core each")
     with tempfile.TemporaryDirectory(prefix="mmtrain-profile-") as folder:
-        found = run_on_ranks(_measure_layers, submesh, config, rounds, steps, folder, comm=config.comm, copies=copies)
+        samples = run_on_ranks(_measure_layers, submesh, config, rounds, steps, folder, comm=config.comm, copies=copies)
         pairs: list[Samples] = []
         if section.pipeline_parallel_degree > 1 and (not torch.cuda.is_available() or torch.cuda.device_count() > 1):
             say("profile: transfers and ends of steps, 2 processes")
             pairs = run_on_ranks(_measure_pair, 2, config, rounds, steps, folder, comm=config.comm)
     say(f"profile: load of this machine after {_load()}")
-    together = [slowest(found[first : first + submesh]) for first in range(0, len(found), submesh)]
+    together = [slowest(samples[first : first + submesh]) for first in range(0, len(samples), submesh)]
     return assemble(config, meta, together, pairs, _machine(copies))
 
 
@@ -119,11 +118,11 @@ def _load() -> str:
 
 
 def _measure_layers(device: torch.device, config: Config, rounds: int, steps: int, folder: str) -> Samples:
-    """Actions, pauses, ends of steps and held bytes of the job's layers, on one pipeline rank."""
+    """Actions, pauses, step ends and held bytes of the job's layers, on one pipeline rank."""
     warnings.simplefilter("ignore")  # a measurement is no test of the libraries
     samples = Samples(host_copy=measure_host_copy(device))
     for number in range(rounds):
-        # Where the job recomputes all blocks alike, its layers are measured so, and it has no choice.
+        # A job that recomputes all blocks is measured with recomputation, and has no other options.
         repeats = REPEATS.values() if config.activation_checkpoint.mode == "none" else ()
         for cut in (*CUTS, *repeats):
             job = probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder=_dump_folder(folder))
@@ -150,9 +149,9 @@ def _samples(job: Cut | None, timed: Iterator[TimedStep], steps: int, clock: Wat
         start, end = step.outcome.span
         last, graph = start, step.plan.problem.graph
         for action, begin, done in step.outcome.rows:
-            place = (action.stage, graph.work_of(action), action.kind)
-            rows[place], pauses[place] = done - begin, begin - last
-            speeds[place] = clock.speed_s(last, done)
+            key = (action.stage, graph.work_of(action), action.kind)
+            rows[key], pauses[key] = done - begin, begin - last
+            speeds[key] = clock.speed_s(last, done)
             last = done
         yield StepSample(
             job=job,
@@ -165,13 +164,13 @@ def _samples(job: Cut | None, timed: Iterator[TimedStep], steps: int, clock: Wat
 
 
 def measure_host_copy(device: torch.device, num_bytes: int = 1 << 26) -> HostCopy:
-    """How fast memory of the device goes to host memory and back: the slower way, at its best of five."""
+    """Bandwidth between device and CPU memory: the slower direction, at its best of five."""
     cuda = device.type == "cuda"
-    here = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    there = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=cuda)
+    on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    on_host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=cuda)
     rates = []
-    for target, source in ((there, here), (here, there)):
-        found = []
+    for target, source in ((on_host, on_device), (on_device, on_host)):
+        seconds = []
         for _ in range(5):
             if cuda:
                 torch.cuda.synchronize(device)
@@ -179,8 +178,8 @@ def measure_host_copy(device: torch.device, num_bytes: int = 1 << 26) -> HostCop
             target.copy_(source, non_blocking=True)
             if cuda:
                 torch.cuda.synchronize(device)
-            found.append(time.perf_counter() - start)
-        rates.append(num_bytes / min(found))
+            seconds.append(time.perf_counter() - start)
+        rates.append(num_bytes / min(seconds))
     return HostCopy(bytes_per_s=min(rates), overlaps=cuda)
 
 
@@ -188,7 +187,7 @@ def measure_host_copy(device: torch.device, num_bytes: int = 1 << 26) -> HostCop
 def _steps(
     job: Config, meta: IterationMeta, device: torch.device, clock: Callable[[], float]
 ) -> Iterator[tuple[Trainer, Iterator[TimedStep]]]:
-    """A trainer of a job and its steps on noise, the first of them done."""
+    """A trainer of a job and its steps on noise, after the first one."""
     trainer = Trainer(job)
     batches = itertools.repeat((noise_batch(job.model, meta, job.debug.seed), meta))
     timed = trainer.timed_steps(device, batches, clock=clock)
@@ -200,8 +199,8 @@ def _steps(
 
 
 def _watched_clock(device: torch.device) -> WatchedClock:
-    """On a CPU a thread's own clock, if there is no other rank to wait for: other processes do not move it. Else the
-    host's, which looks between steps alone, as the other ranks would wait for each look, and never on a device."""
+    """On a CPU without other ranks the thread's own clock, which other processes do not advance. Else the CPU's wall
+    clock, which measures the speed only between steps, as other ranks would wait for it, and never on a device."""
     if device.type != "cpu":
         return WatchedClock(time.perf_counter, every_s=None)
     if dist.get_world_size() == 1:
@@ -217,7 +216,7 @@ def _dump_folder(folder: str) -> str:
 def _counting(
     stages: Sequence[ModalityStage], held: dict[tuple[int, int], float], device: torch.device
 ) -> Iterator[None]:
-    """Inside, the bytes that each forward leaves for its backward are counted: each storage once, no parameter."""
+    """A context that counts the bytes that each forward keeps for its backward: each storage once, no parameter."""
     for stage in stages:
         stage.forward_one_chunk = _Counted(stage, held, device)  # type: ignore[method-assign, assignment]
     try:
@@ -228,17 +227,17 @@ def _counting(
 
 
 class _Counted:
-    """A stage's forward that counts what autograd keeps of it."""
+    """A forward of a stage that counts the storage kept by autograd."""
 
     def __init__(self, stage: ModalityStage, held: dict[tuple[int, int], float], device: torch.device) -> None:
         self._forward, self._held, self._device = stage.forward_one_chunk, held, device
         self._stage, self._chunk, self._offloader = stage.stage_index, stage.submod, stage.memory.offloader
 
     def __call__(self, work: int, *args: Any, **kwargs: Any) -> Any:
-        if self._device.type == "cuda":  # what the allocator has more after than before, the output apart
+        if self._device.type == "cuda":  # growth of the allocated memory without the output
             before = torch.cuda.memory_allocated(self._device)
             output = self._forward(work, *args, **kwargs)
-            self._offloader.settle()  # what was offloaded is gone, but for its copies
+            self._offloader.settle()  # frees offloaded activations
             root = output if isinstance(output, Tensor) else output.loss_sum
             used = torch.cuda.memory_allocated(self._device) - before - root.untyped_storage().nbytes()
             self._held[self._stage, work] = float(max(0, used))
@@ -252,14 +251,14 @@ class _Counted:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = self._forward(work, *args, **kwargs)
-        # Afterwards: FSDP2 gathers parameters in the forward.
+        # After the forward: FSDP2 gathers parameters in it.
         own = {local_part(parameter).untyped_storage().data_ptr() for parameter in self._chunk.parameters()}
-        self._held[self._stage, work] = float(sum(size for place, size in kept.items() if place not in own))
+        self._held[self._stage, work] = float(sum(size for storage_ptr, size in kept.items() if storage_ptr not in own))
         return output
 
 
 def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int, folder: str) -> Samples:
-    """Transfers between two pipeline ranks, and how their steps end."""
+    """Transfers between two pipeline ranks, and their step ends."""
     warnings.simplefilter("ignore")
     samples = Samples()
     plain = replace(
@@ -276,15 +275,15 @@ def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int,
 
 
 def _measure_messages(samples: Samples, device: torch.device) -> None:
-    """Messages to and fro, on a CPU while the sender goes on computing.
+    """Messages in both directions, on a CPU while the sender computes.
 
-    What moves a message there is a thread that has to get a core from those that compute, which may take milliseconds.
+    A message there is moved by a thread that competes with computing threads for a core, which may take milliseconds.
     """
     mesh = build_mesh(MeshShape(pp=2), device)
     me, other = mesh.pp_rank, 1 - mesh.pp_rank
     to, fro = mesh.channels.group(me, other), mesh.channels.group(other, me)
     peer = mesh.channels.global_rank(other)
-    clock = time.perf_counter  # one for all processes of a machine
+    clock = time.perf_counter  # shared by all processes of a machine
     square = torch.ones(96, 96)
     for num_bytes in MESSAGE_BYTES:
         sent = torch.ones(num_bytes // 4, device=device)
@@ -302,7 +301,7 @@ def _measure_messages(samples: Samples, device: torch.device) -> None:
             _settle(device)
             moments: list[float] = [0.0, 0.0]
             dist.all_gather_object(moments, start if me == sender else clock())
-            if turn > 1:  # the first ones also fetch memory
+            if turn > 1:  # the first ones also allocate memory
                 samples.trips[num_bytes].append(moments[1 - sender] - moments[sender])
 
 

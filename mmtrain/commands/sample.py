@@ -84,17 +84,14 @@ def _sample(args: argparse.Namespace) -> int:
 
 
 def _device(name: str) -> str:
-    """A device that works.
-
-    Raises: ConfigError: it does not.
-    """
+    """A usable device. Raises: ConfigError: it cannot be used."""
     import torch
 
     from mmtrain.errors import ConfigError
 
     try:
         torch.empty(1, device=name)
-    except Exception as error:  # an unknown word, a library without it, no such device
+    except Exception as error:  # an unknown word, a library without support for it, no such device
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"sample: --device {name} cannot be used: {reason}; name another, such as cpu") from None
     return name

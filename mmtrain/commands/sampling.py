@@ -35,38 +35,35 @@ from mmtrain.spec.shapes import dit_shape
 logger = logging.getLogger("mmtrain")
 
 GUIDANCE = 3.0
-"""Of a job that learned to do without captions, if nothing else is asked for."""
+"""Default for a job that trained with hidden captions."""
 
 _SHEET_FRAMES = 16
-"""Frames of one clip on the sheet, at most."""
+"""Most frames of one clip on the sheet."""
 _LEAST_SIDE = 96
-"""Pixels of an image's longer side, at least: smaller clips are enlarged."""
+"""Least longer side of an image in pixels: smaller clips are enlarged."""
 
 Progress = Callable[[int, int], None]
-"""Told (steps done, steps in all)."""
+"""Called with (steps done, number of steps)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be sampled.
-
-    Raises: ConfigError: a value out of its range.
-    """
+    """The request for clips. Raises: ConfigError: a value out of its range."""
 
     prompts: tuple[str, ...]
     negative: str | None = None
-    """What guidance leads away from; None: null tokens, with which training hides captions."""
+    """The negative prompt of guidance; None: null tokens, with which training hides captions."""
     frames: int | None = None
     height: int | None = None
     width: int | None = None
-    """Of latents, which are pixels if they have 3 channels; with a VAE of pixels. None: as `default_bucket`."""
+    """In latents, which are pixels if they have 3 channels; with a VAE in pixels. None: as `default_bucket`."""
     num_steps: int = 30
     guidance: float | None = None
-    """1: none. None: `GUIDANCE`, or 1 where the job hid no captions."""
+    """1: no guidance. None: `GUIDANCE`, or 1 if the job hid no captions."""
     num_samples: int = 1
     """Clips of each prompt."""
     seed: int = 0
-    """Of the noise."""
+    """Seed of the noise."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -83,19 +80,19 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What was sampled."""
+    """Result of sampling."""
 
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     shape: tuple[int, int, int, int]
-    """Channels, frames, height and width of what was written."""
+    """Channels, frames, height and width of the clips."""
     guidance: float
     files: tuple[str, ...]
-    """One a clip, the samples of a prompt one after another; then the sheet, if these are images and no latents."""
+    """One a clip, ordered by prompt; then the sheet, if the clips are images."""
 
     @property
     def is_pixels(self) -> bool:
-        """Whether the files are images; else latents."""
+        """Whether the files are images, not latents."""
         return self.shape[0] == 3
 
 
@@ -108,15 +105,15 @@ def sample(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> Sampled:
-    """What was written to `out`, which appears only when it is complete. Equal arguments give equal bytes.
+    """The result of sampling into `out`, which appears only when it is complete. Equal arguments give equal bytes.
 
     Args:
         folder: a job's dump folder, with config.toml and checkpoints.
         step: of the checkpoint; None: the newest complete one.
     Raises:
-        ConfigError: `out` exists, `folder` is no dump folder of a text-to-video job, no such checkpoint, or a prompt
-            or size that the model cannot take.
-        MMTrainError: the model makes values that are not finite.
+        ConfigError: `out` exists, `folder` is no dump folder of a text-to-video job, no such checkpoint, or the model
+            does not support a prompt or size.
+        MMTrainError: the model produces values that are not finite.
     """
     run = open_run(folder, step)
     question = _resolved(run, wanted)
@@ -142,7 +139,7 @@ def sample(
 
 
 def to_pixels(latents_CFHW: Tensor) -> npt.NDArray[np.uint8] | None:
-    """[F, H, W, 3] of latents that are pixels from -1 to 1; None: they are none."""
+    """[F, H, W, 3] of latents that are pixels from -1 to 1; None: they are no pixels."""
     if len(latents_CFHW) != 3:
         return None
     levels = ((latents_CFHW.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
@@ -150,7 +147,7 @@ def to_pixels(latents_CFHW: Tensor) -> npt.NDArray[np.uint8] | None:
 
 
 def default_bucket(geometry: VideoGeometry) -> tuple[int, int, int]:
-    """Frames, height and width of the bucket that is nearest to half of the longest and has the first aspect."""
+    """Frames, height and width of the bucket nearest to half of the longest one, with the first aspect."""
     return min(geometry.frames, key=lambda count: abs(2 * count - geometry.frames[0])), *geometry.sizes[0]
 
 
@@ -159,12 +156,12 @@ def default_bucket(geometry: VideoGeometry) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """What is to be sampled, as the model takes it."""
+    """The request in the form of the model."""
 
     prompts: tuple[Tensor, ...]
     """Token ids, [T] each."""
     others: tuple[Tensor, ...] | None
-    """What guidance leads away from, of each prompt; None: there is no guidance."""
+    """Negative prompt of each prompt; None: no guidance."""
     guidance: float
     shape: tuple[int, int, int, int]
     """Channels, frames, height and width."""
@@ -184,18 +181,18 @@ def _resolved(run: StoredRun, wanted: Wanted) -> _Question:
     tokenizer = job_tokenizer(job)
 
     def ids(text: str, option: str) -> Tensor:
-        found = tokenizer(text, verbose=False)["input_ids"] if text.strip() else []
-        if not found:
+        tokens = tokenizer(text, verbose=False)["input_ids"] if text.strip() else []
+        if not tokens:
             advice = (
                 "describe what the clip shows" if option == "--prompt" else "leave it out to lead away from no caption"
             )
             raise ConfigError(f"sample: {option} {_shown(text)} has no token; {advice}")
-        if len(found) > job.training.seq_len:
+        if len(tokens) > job.training.seq_len:
             raise ConfigError(
-                f"sample: {option} {_shown(text)} has {len(found)} tokens, but the job trained with captions of at "
+                f"sample: {option} {_shown(text)} has {len(tokens)} tokens, but the job trained with captions of at "
                 f"most training.seq_len = {job.training.seq_len}; shorten it"
             )
-        return torch.tensor(found, dtype=torch.int64)
+        return torch.tensor(tokens, dtype=torch.int64)
 
     prompts = tuple(ids(prompt, "--prompt") for prompt in wanted.prompts)
     others = None
@@ -207,8 +204,8 @@ def _resolved(run: StoredRun, wanted: Wanted) -> _Question:
 
 
 def _check_num_steps(prediction: str, num_steps: int) -> None:
-    """Refuses numbers with which the scheduler of epsilon and v begins where clips are not yet noise: it goes by whole
-    steps of 1000 // num_steps, and the first one follows from the others."""
+    """Checks that the scheduler of epsilon and v begins at noise: it goes by whole steps of 1000 // num_steps, from
+    which its first timestep follows."""
     first = NUM_TIMESTEPS // num_steps * (num_steps - 1)
     if prediction != "flow" and not 0.9 * NUM_TIMESTEPS <= first < NUM_TIMESTEPS - 1:
         raise ConfigError(
@@ -219,11 +216,11 @@ def _check_num_steps(prediction: str, num_steps: int) -> None:
 
 
 def _bucket(job: Config, geometry: VideoGeometry, wanted: Wanted) -> tuple[int, int, int]:
-    """Frames, height and width; with a VAE of pixels."""
+    """Frames, height and width; with a VAE in pixels."""
     if geometry.channels != 3 and geometry.vae is None and (wanted.height is None or wanted.width is None):
         raise ConfigError(
             f"sample: the model's latents have {geometry.channels} channels, so they are no pixels, and the job does "
-            "not say their size; name it with --height and --width, in places of latents"
+            "not say their size; name it with --height and --width, in latents"
         )
     most = dit_shape(job.model).max_positions
     asked = (wanted.frames, wanted.height, wanted.width)
@@ -242,7 +239,7 @@ def _bucket(job: Config, geometry: VideoGeometry, wanted: Wanted) -> tuple[int, 
 
 
 def _pixel_bucket(geometry: VideoGeometry, sides: Sequence[int], most: int) -> tuple[int, int, int]:
-    """Frames, height and width of pixels that a VAE makes of whole patches of latents."""
+    """Frames, height and width of pixels that a VAE decodes from whole patches of latents."""
     frames, height, width = sides
     scale = geometry.vae
     assert scale is not None
@@ -269,9 +266,9 @@ def _shown(text: str) -> str:
 def _latents(
     run: StoredRun, wanted: Wanted, question: _Question, device: torch.device, progress: Progress | None
 ) -> Tensor:
-    """[N, C, F, H, W] on the CPU; the samples of a prompt one after another.
+    """[N, C, F, H, W] on the CPU, ordered by prompt.
 
-    Sample k begins with the same noise whatever the prompt, so what differs is the prompt's doing.
+    Sample k begins with the same noise for every prompt, so that only the prompt makes a difference.
     """
     texts = [ids.to(device) for ids in (*question.prompts, *(question.others or ()))]
     states = [state for state in _states(run, texts, device) for _ in range(wanted.num_samples)]
@@ -303,7 +300,7 @@ def _decoded(run: StoredRun, latents_NCFHW: Tensor, device: torch.device) -> Ten
 
 
 def _states(run: StoredRun, texts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """What the text encoder makes of them; it is freed before the DiT is loaded."""
+    """The outputs of the text encoder, which is freed before the DiT is loaded."""
     chunk = load_module(run, "language", device).eval()
     assert isinstance(chunk, LanguageChunk)
     states: list[Tensor] = encode_prompts(chunk, texts)
@@ -311,7 +308,7 @@ def _states(run: StoredRun, texts: Sequence[Tensor], device: torch.device) -> li
 
 
 def _noise(shape: tuple[int, int, int, int], seed: int, index: int) -> Tensor:
-    """[C, F, H, W] drawn on the CPU, so that all devices begin alike."""
+    """[C, F, H, W] drawn on the CPU, so that all devices start from equal noise."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(clip_seed(seed, 0, 0, index)))
 
 
@@ -324,20 +321,20 @@ def _of_clips(wanted: Wanted) -> list[str]:
 
 
 def _names(wanted: Wanted) -> list[str]:
-    """The name of each clip's file, without ending: its prompt's number and first words, and which sample it is."""
-    found = []
+    """File name of each clip without ending: number and first words of its prompt, and the sample's number."""
+    names = []
     for number, prompt in enumerate(wanted.prompts, 1):
-        words = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:48].strip("-")
+        slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:48].strip("-")
         for k in range(1, wanted.num_samples + 1):
-            parts = [f"{number:02}", words, str(k) if wanted.num_samples > 1 else ""]
-            found.append("-".join(part for part in parts if part))
-    return found
+            parts = [f"{number:02}", slug, str(k) if wanted.num_samples > 1 else ""]
+            names.append("-".join(part for part in parts if part))
+    return names
 
 
 def _write(folder: Path, fps: float, wanted: Wanted, clips_NCFHW: Tensor) -> list[str]:
     """The names of the files, those of the clips first.
 
-    A long clip shows some of its frames on the sheet, equally far apart, the first and the last among them.
+    A long clip shows evenly spaced frames on the sheet, with the first and the last one.
     """
     files, rows = [], []
     for name, prompt, clip in zip(_names(wanted), _of_clips(wanted), clips_NCFHW, strict=True):
@@ -349,8 +346,8 @@ def _write(folder: Path, fps: float, wanted: Wanted, clips_NCFHW: Tensor) -> lis
         files.append(f"{name}.gif")
         images = enlarged(pixels, math.ceil(_LEAST_SIDE / max(pixels.shape[1:3])))
         save_gif(folder / files[-1], images, fps)
-        places = np.linspace(0, len(images) - 1, min(len(images), _SHEET_FRAMES)).round().astype(int)
-        rows.append((prompt, [images[place] for place in places]))
+        indices = np.linspace(0, len(images) - 1, min(len(images), _SHEET_FRAMES)).round().astype(int)
+        rows.append((prompt, [images[index] for index in indices]))
     if rows:
         files.append("sheet.png")
         sheet(rows).save(folder / files[-1])

@@ -56,7 +56,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "compare",
         help="compare schedules on one iteration",
         description="Plans one iteration by several schedules, and prints a line each: makespan, bubble, the longest "
-        "idle time of a rank between its first and last action, peak of activations of the fullest and the emptiest "
+        "idle time of a rank between its first and last action, peak of activations of the most and the least loaded "
         "rank. A chain or a config's model is cut as each schedule wants it; a problem's stages stay where they are. "
         "`searched` is what the planner's search makes of the stages of the best schedule named before it.",
     )
@@ -87,8 +87,8 @@ def _add_iteration(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--costs",
         metavar="F,I,W[,COMM]",
-        help="chain: seconds of forward, input and weight half of all that a rank holds, for one microbatch, and of a "
-        "transfer (default 1,1,1,0); 1 MiB is what a rank holds of one",
+        help="chain: seconds of F, I and W (forward, input and weight gradient) of a rank's stages for one microbatch, "
+        "and of a transfer (default 1,1,1,0); a rank holds 1 MiB of each",
     )
 
 
@@ -110,7 +110,7 @@ class _Planned:
 
     @property
     def timeline(self) -> "Timeline":
-        """The simulated one. Raises: MMTrainError: there is none."""
+        """The simulated timeline. Raises: MMTrainError: there is none."""
         assert self.plan is self.result.plan
         assert self.result.timeline is not None
         return self.result.timeline
@@ -139,7 +139,7 @@ def _show(args: argparse.Namespace) -> int:
     if args.format == "png" and args.out is None:
         raise ConfigError("schedule show: --format png needs --out FILE")
     planned = _from_file(args) if _is_file(args.name) else _planner(args)(args.name)
-    if args.format == "json":  # also that there is no plan
+    if args.format == "json":  # also without a plan
         _write(plan_to_json(planned.problem, planned.result), args.out)
         return 0
     if args.format == "problem":
@@ -171,7 +171,7 @@ def _is_file(name: str | None) -> bool:
 
 
 def _from_file(args: argparse.Namespace) -> _Planned:
-    """A plan that somebody else made."""
+    """A plan from a file."""
     from mmtrain.planner.plan import PlanResult
     from mmtrain.planner.plan_json import plan_from_json
     from mmtrain.schedule.chain import chain_problem
@@ -254,7 +254,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _row(name: str, base: str | None, search: "_Search | None", plan: "_Planner") -> dict[str, Any]:
-    """One line of the comparison; a schedule that cannot plan this iteration has the reason alone."""
+    """One row of the comparison; a schedule that cannot plan this iteration has only the reason."""
     row: dict[str, Any] = {"schedule": name}
     numbers = ("makespan_s", "bubble", "idle_s", "peak_bytes", "least_peak_bytes")
     try:
@@ -281,7 +281,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
             f"{row['idle_s']:9.4g} {peak:>20s}"
         )
     lines.append(
-        "idle s: of the rank that idles longest between its first and last action; peak: fullest (emptiest) rank"
+        "idle s: of the rank that idles longest between its first and last action; peak: most (least) loaded rank"
     )
     return "\n".join(lines) + "\n"
 
@@ -290,7 +290,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def _check(args: argparse.Namespace, verb: str) -> None:
-    """Refuses options that do not go together, before anything is read."""
+    """Checks the combination of options before anything is read."""
     where = f"schedule {verb}"
     if args.config and args.problem:
         raise ConfigError(f"{where}: give --config or --problem, not both")
@@ -316,13 +316,13 @@ def _check(args: argparse.Namespace, verb: str) -> None:
 
 @dataclass(frozen=True)
 class _Search:
-    """The planner's search in place of a schedule's order."""
+    """The planner's search instead of a schedule's order."""
 
     evaluations: int
     seed: int
 
     def section(self, given: "PlannerConfig | None" = None) -> "PlannerConfig":
-        """What a job that searches has as [planner]. Args: given: of the job."""
+        """The [planner] section of a job that searches. Args: given: of the job."""
         from mmtrain.config.sections import PlannerConfig
 
         return replace(given or PlannerConfig(), enable=True, budget_evaluations=self.evaluations, budget_s=0.0)
@@ -337,7 +337,7 @@ class _Planner(Protocol):
 
 
 def _planner(args: argparse.Namespace) -> _Planner:
-    """What plans the iteration that the options name."""
+    """The planner of the iteration that the options describe."""
     if args.config:
         return _of_config(args)
     from mmtrain.schedule.chain import plain_chain

@@ -1,4 +1,4 @@
-"""`mmtrain simulate`: what a job would do on a cluster."""
+"""`mmtrain simulate`: simulates a job on a cluster."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     """Adds the command to the parser."""
     parser = commands.add_parser(
         "simulate",
-        help="ask what a job would do on a cluster",
+        help="simulate a job on a cluster",
         usage="mmtrain simulate [-h] --config CONFIG [--cluster NAME] [options] [--section.key=value ...]",
         description="Simulates iterations of a job on hardware that need not be there: their time, model FLOPs "
         "utilisation (MFU), bubble and memory, under one or several schedules, on batches drawn from a workload. "

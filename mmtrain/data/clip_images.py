@@ -1,4 +1,4 @@
-"""Video clips as images to look at: moving, or their frames side by side with captions. Pillow and numpy alone."""
+"""Video clips as images: animated, or their frames side by side with captions. Pillow and numpy only."""
 
 import textwrap
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _GAP = 4
 _LINE = 14
 """Height of a line of text in pixels."""
 _LETTER = 7
-"""Width that a letter has at most, nearly always."""
+"""Width of nearly every letter, at most."""
 _LEAST_LETTERS = 60
 """Letters of one line above images that are narrower."""
 
@@ -24,7 +24,7 @@ def enlarged(frames_FHWC: np.ndarray, zoom: int) -> list[Image.Image]:
 
 
 def sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]]) -> Image.Image:
-    """Rows of images, the caption above each, in as many lines as it needs."""
+    """Rows of images with their captions above, wrapped into lines."""
     wide = max(sum(p.width + _GAP for p in images) for _, images in rows)
     letters = max(_LEAST_LETTERS, wide // _LETTER)
     texts = [textwrap.wrap(caption, letters) or [""] for caption, _ in rows]
@@ -37,18 +37,18 @@ def sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]]) -> Image.Image:
     for lines, room, height, (_, images) in zip(texts, above, heights, rows, strict=True):
         for i, line in enumerate(lines):
             pen.text((_GAP, top + i * _LINE), line, fill=(0, 0, 0))
-        left = _GAP
+        x = _GAP
         for image in images:
-            paper.paste(image, (left, top + room))
-            left += image.width + _GAP
+            paper.paste(image, (x, top + room))
+            x += image.width + _GAP
         top += room + height + 2 * _GAP
     return paper
 
 
 def save_gif(path: Path, images: Sequence[Image.Image], fps: float) -> None:
-    """Writes images that move for ever. A GIF counts hundredths of a second, so frames last nearly equally long and
-    all together as long as they should."""
+    """Writes an endlessly looping GIF. GIF counts hundredths of a second, so the durations of frames are rounded
+    such that their sum is right."""
     ends = [round(100 * i / fps) for i in range(len(images) + 1)]
-    # Viewers show a frame of less than two hundredths for ten.
+    # Viewers show a frame of less than two hundredths of a second for ten.
     durations = [10 * max(2, ends[i + 1] - ends[i]) for i in range(len(images))]
     images[0].save(path, save_all=True, append_images=list(images[1:]), duration=durations, loop=0)

@@ -1,4 +1,4 @@
-"""The samples of a text-to-video job: clips of any buckets, with their captions."""
+"""The samples of a text-to-video job: clips of any bucket, with their captions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +26,11 @@ class ReadClip:
     text_ids: np.ndarray
     """[T] int64."""
     latents: Tensor
-    """[C, F, H, W] float32; pixels, if the job has a VAE."""
+    """[C, F, H, W] float32; pixels if the job has a VAE."""
 
 
 class Clips:
-    """`Samples` of clips; a microbatch holds `data.max_clips` clips of `data.max_total_seconds` together.
+    """`Samples` of clips; a microbatch holds up to `data.max_clips` clips of `data.max_total_seconds` in total.
 
     Raises: ConfigError: source, split or tokenizer do not exist, or the buckets do not fit the model.
     """
@@ -55,7 +55,6 @@ class Clips:
         )
 
     def measured(self, sample: int) -> Clip | None:
-        """See `Samples`."""
         record = self._source[sample]
         return None if record is None else self._processor.clip(record)
 
@@ -64,15 +63,13 @@ class Clips:
         return measured.meta.num_text_tokens
 
     def truncated(self, measured: Clip, num_tokens: int) -> Clip:
-        """See `Samples`."""
         return self._processor.truncated(measured, num_tokens)
 
     def size(self, measured: Clip) -> tuple[int, ...]:
-        """Its frames; and one clip."""
+        """Its number of frames, and 1 clip."""
         return self._geometry.pixels(measured.meta.bucket)[0], 1
 
     def read(self, measured: Clip, occurrence: int) -> ReadClip:
-        """See `Samples`."""
         meta = replace(measured.meta, index=occurrence)
         return ReadClip(meta=meta, text_ids=measured.text_ids, latents=self._processor.latents(measured))
 
@@ -82,7 +79,6 @@ class Clips:
         return ReadClip(meta=meta, text_ids=measured.text_ids, latents=self._processor.zeros(measured))
 
     def batch(self, microbatches: Sequence[Sequence[ReadClip]]) -> tuple[Batch, tuple[MicrobatchMeta, ...]]:
-        """See `Samples`."""
         metas = tuple(MicrobatchMeta(clips=tuple(clip.meta for clip in m)) for m in microbatches)
         return Batch(clips=[_microbatch(m) for m in microbatches]), metas
 

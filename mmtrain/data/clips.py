@@ -30,18 +30,18 @@ class Clip:
     meta: ClipMeta
     text_ids: np.ndarray
     """[T] int64."""
-    places: tuple[int, ...]
-    """Which frames of the record are read; empty for latents, of which the first ones are."""
+    frame_indices: tuple[int, ...]
+    """Indices of the frames that are read; empty for latents, whose first frames are read."""
     record: VideoRecord
 
 
 class ClipProcessor:
-    """Turns records into clips, and their content into latents.
+    """Converts records into clips, and their content into latents.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer; its own special tokens are added to captions.
         geometry: the buckets.
-        data: limits of what is read, and frames a second of records that do not say.
+        data: limits of what is read, and the frame rate of records without one.
     """
 
     def __init__(self, tokenizer: Any, geometry: VideoGeometry, data: DataConfig) -> None:
@@ -60,7 +60,7 @@ class ClipProcessor:
         if not len(ids):
             raise DataError(f"{where}: its caption {shown(record.caption)} has no token in this tokenizer")
         try:
-            bucket, places = self._latent_bucket(record) if record.latents else self._pixel_bucket(record)
+            bucket, indices = self._latent_bucket(record) if record.latents else self._pixel_bucket(record)
             bucket = self.geometry.latents(*bucket)
             num_tokens = self.geometry.num_tokens(bucket)
         except DataError as error:
@@ -74,7 +74,7 @@ class ClipProcessor:
             num_tokens=num_tokens,
             num_text_tokens=len(ids),
         )
-        return Clip(meta=meta, text_ids=ids, places=places, record=record)
+        return Clip(meta=meta, text_ids=ids, frame_indices=indices, record=record)
 
     def truncated(self, clip: Clip, num_tokens: int) -> Clip:
         """The clip with the first num_tokens tokens of its caption."""
@@ -85,7 +85,7 @@ class ClipProcessor:
     def latents(self, clip: Clip) -> Tensor:
         """[C, F, H, W] float32 of a clip, in its bucket: its own latents, or pixels between -1 and 1.
 
-        Pixels stand for latents where no VAE encodes them; the rank that holds one does it, not the loader.
+        Pixels are encoded by the VAE on the rank that holds it, not by the loader; without a VAE they are the latents.
         Raises: DataError: naming the sample whose content is corrupt.
         """
         try:
@@ -101,7 +101,7 @@ class ClipProcessor:
     # ------------------------------------------------------------------------------------ buckets
 
     def _pixel_bucket(self, record: VideoRecord) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-        """The bucket of a record with frames or a video, and which of its frames it takes."""
+        """The bucket of a record with frames or a video, and the indices of the frames to read."""
         if self.geometry.channels != PIXEL_CHANNELS and self.geometry.vae is None:
             raise DataError(
                 f"it has pixels, but the model reads latents of {self.geometry.channels} channels; give `latents`, add "
@@ -119,11 +119,11 @@ class ClipProcessor:
             except DataError as error:
                 raise DataError(f"frame 0: {error}") from None
         count = self.geometry.longest(self.geometry.sampled(num_frames, fps))
-        places = tuple(self.geometry.places(num_frames, fps, count))
-        return (count, *self.geometry.size(height, width)), places
+        indices = tuple(self.geometry.places(num_frames, fps, count))
+        return (count, *self.geometry.size(height, width)), indices
 
     def _latent_bucket(self, record: VideoRecord) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-        """The bucket of a record with latents, which are cut at their end, but neither sampled nor resized."""
+        """The bucket of a record with latents, which are truncated, but neither sampled nor resized."""
         assert record.latents
         if self.geometry.vae is not None:
             raise DataError(
@@ -157,41 +157,41 @@ class ClipProcessor:
         assert clip.record.latents
         with self._array_file(clip.record.latents) as (file, _, _):
             try:
-                found = np.lib.format.read_array(file, allow_pickle=False)
-            except Exception as error:  # of numpy, and of the archive's compression
+                array = np.lib.format.read_array(file, allow_pickle=False)
+            except Exception as error:  # of numpy, and of the decompression
                 raise DataError(f"the content of its latents is corrupt: {one_line(error)}") from None
-        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite
-            values = np.ascontiguousarray(found[:, : clip.meta.frames], np.float32)
+        with np.errstate(over="ignore"):  # values that float32 cannot hold become infinite
+            values = np.ascontiguousarray(array[:, : clip.meta.frames], np.float32)
         if not np.isfinite(values).all():
             raise DataError("its latents hold values that are not finite")
         if (values.shape[0], *clip.meta.bucket) != values.shape:
-            raise DataError(f"its latents have become {values.shape} since they were read first")
+            raise DataError(f"the shape of its latents changed to {values.shape} since they were first read")
         return torch.from_numpy(values)
 
     def _pixels(self, clip: Clip) -> Tensor:
         """[3, F, H, W] float32 between -1 and 1."""
         size = self.geometry.pixels(clip.meta.bucket)[1:]
         if clip.record.video:
-            images: Iterator[Image.Image] = self._video(clip.record.video).read(clip.places)
+            images: Iterator[Image.Image] = self._video(clip.record.video).read(clip.frame_indices)
         else:
-            images = self._frames(clip.record.frames, clip.places)
+            images = self._frames(clip.record.frames, clip.frame_indices)
         frames_FHWC = np.stack([_resized(image, size) for image in images])
         values = frames_FHWC.astype(np.float32) / np.float32(127.5) - np.float32(1)
         return torch.from_numpy(np.ascontiguousarray(values.transpose(3, 0, 1, 2)))
 
-    def _frames(self, frames: Sequence[RawImage], places: Sequence[int]) -> Iterator[Image.Image]:
-        """The frames of some places; a place that follows itself is decoded once."""
+    def _frames(self, frames: Sequence[RawImage], indices: Sequence[int]) -> Iterator[Image.Image]:
+        """The frames of some indices; a repeated index is decoded once."""
         first: tuple[int, int] | None = None
         last, image = -1, None
-        for place in places:
-            if place != last or image is None:
+        for index in indices:
+            if index != last or image is None:
                 try:
-                    image, last = decode(frames[place].read(self._max_bytes), self._max_pixels), place
+                    image, last = decode(frames[index].read(self._max_bytes), self._max_pixels), index
                 except DataError as error:
-                    raise DataError(f"frame {place}: {error}") from None
+                    raise DataError(f"frame {index}: {error}") from None
                 first = first or image.size
                 if image.size != first:
-                    raise DataError(f"frame {place} has {image.size} pixels (width, height), but frame 0 has {first}")
+                    raise DataError(f"frame {index} has {image.size} pixels (width, height), but frame 0 has {first}")
             yield image
 
     def _video(self, raw: RawImage) -> "_Video":
@@ -201,7 +201,7 @@ class ClipProcessor:
     def _array_file(self, raw: RawImage) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[Any]]]:
         """A .npy file, or the one array (or the one called `latents`) of a .npz file; its shape and dtype.
 
-        Raises: DataError: it is neither, or says that it is larger than what is read.
+        Raises: DataError: it is neither, or declares a size above the limit.
         """
         with raw.open(self._max_bytes) as file, _npy_file(file) as npy:
             shape, dtype = _header(npy)
@@ -216,7 +216,7 @@ class ClipProcessor:
 
 
 def _resized(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
-    """[H, W, 3] uint8: the image's middle, in the size (height, width)."""
+    """[H, W, 3] uint8: the centre of the image, in the size (height, width)."""
     if (image.height, image.width) != size:
         height, width = size
         box = crop(image.height, image.width, size)
@@ -229,7 +229,7 @@ def _resized(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
 
 @contextmanager
 def _npy_file(file: IO[bytes]) -> Iterator[IO[bytes]]:
-    """The .npy file that a file is, or has in it as a .npz archive."""
+    """The .npy file itself, or that of a .npz archive."""
     start = file.read(2)
     file.seek(0)
     if start != b"PK":
@@ -237,7 +237,7 @@ def _npy_file(file: IO[bytes]) -> Iterator[IO[bytes]]:
         return
     try:
         archive = zipfile.ZipFile(file)
-    except Exception as error:  # a damaged archive shows in many ways
+    except Exception as error:  # a damaged archive raises many kinds of errors
         raise DataError(f"its latents are a damaged .npz file: {one_line(error)}") from None
     with archive:
         names = [name for name in archive.namelist() if name.endswith(".npy")]
@@ -247,7 +247,7 @@ def _npy_file(file: IO[bytes]) -> Iterator[IO[bytes]]:
             raise DataError(f"its .npz file has the arrays {has}; name one of them `latents`")
         try:
             member = archive.open(chosen)
-        except Exception as error:  # a password, an unknown compression
+        except Exception as error:  # a password, or an unknown compression
             raise DataError(f"its .npz file cannot be read: {one_line(error)}") from None
         with member:
             yield member
@@ -259,7 +259,7 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
-    except Exception as error:  # of numpy, and of the archive's compression
+    except Exception as error:  # of numpy, and of the decompression
         raise DataError(f"its latents are no .npy or .npz file: {one_line(error, 150)}") from None
     return shape, dtype
 
@@ -274,7 +274,7 @@ class _Video:
         self._decoder, self._max_pixels = decoder, max_pixels
         found = decoder.metadata
         if not all((found.num_frames, found.average_fps, found.height, found.width)):
-            raise DataError("it does not say how many frames, how many a second, or of which size it has")
+            raise DataError("its header lacks the number of frames, the frame rate or the size")
         self.num_frames: int = found.num_frames
         self.fps: float = found.average_fps
         self.size: tuple[int, int] = (found.height, found.width)
@@ -284,25 +284,25 @@ class _Video:
                 f"{max_pixels}; make them smaller, or raise that"
             )
 
-    def read(self, places: Sequence[int]) -> Iterator[Image.Image]:
-        """The frames of some places; no more are decoded at once than have `max_pixels` in all.
+    def read(self, indices: Sequence[int]) -> Iterator[Image.Image]:
+        """The frames of some indices; at most `max_pixels` in total are decoded at once.
 
         Raises: DataError: the content is corrupt.
         """
         at_once = self._max_pixels // math.prod(self.size)
-        for start in range(0, len(places), at_once):
+        for start in range(0, len(indices), at_once):
             try:
-                frames_FCHW = self._decoder.get_frames_at(indices=list(places[start : start + at_once])).data
-            except Exception as error:  # whatever the codec says
+                frames_FCHW = self._decoder.get_frames_at(indices=list(indices[start : start + at_once])).data
+            except Exception as error:  # any error of the codec
                 raise DataError(f"the content of its video is corrupt: {one_line(error)}") from None
             for frame in frames_FCHW:
                 yield Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy())
 
 
 def _video_decoder(raw: RawImage) -> Any:
-    """torchcodec's decoder of a video.
+    """The decoder of torchcodec for a video.
 
-    Raises: DataError: torchcodec is not here, or the file is none that it reads.
+    Raises: DataError: torchcodec is not installed, or it cannot read the file.
     """
     try:
         from torchcodec.decoders import VideoDecoder
@@ -315,7 +315,7 @@ def _video_decoder(raw: RawImage) -> Any:
     source = raw.data if raw.data is not None else raw.local_path()
     try:
         return VideoDecoder(source)
-    except Exception as error:  # whatever the codec says
+    except Exception as error:  # any error of the codec
         raise DataError(f"its video cannot be opened: {one_line(error)}") from None
 
 

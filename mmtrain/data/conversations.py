@@ -44,16 +44,14 @@ class Conversations:
         self.limits: tuple[Limit, ...] = (Limit(most=most, unit="tokens", key=f"training.seq_len = {most} tokens"),)
 
     def measured(self, sample: int) -> Document | None:
-        """See `Samples`."""
         record = self._source[sample]
         return None if record is None else self._processor.document(record)
 
     def num_text_tokens(self, measured: Document) -> int:
-        """All tokens of a document, those of images too."""
+        """All tokens of the document, with those of images."""
         return measured.meta.num_tokens
 
     def truncated(self, measured: Document, num_tokens: int) -> Document:
-        """See `Samples`."""
         return self._processor.truncated(measured, num_tokens)
 
     def size(self, measured: Document) -> tuple[int, ...]:
@@ -61,7 +59,6 @@ class Conversations:
         return (measured.meta.num_tokens,)
 
     def read(self, measured: Document, occurrence: int) -> ReadDocument:
-        """See `Samples`."""
         return ReadDocument(document=measured, pixels=self._processor.pixels(measured))
 
     def emptied(self, measured: Document, occurrence: int) -> ReadDocument:
@@ -69,7 +66,6 @@ class Conversations:
         return ReadDocument(document=self._processor.without_images(measured), pixels=())
 
     def batch(self, microbatches: Sequence[Sequence[ReadDocument]]) -> tuple[Batch, tuple[MicrobatchMeta, ...]]:
-        """See `Samples`."""
         metas = tuple(MicrobatchMeta(documents=tuple(read.document.meta for read in m)) for m in microbatches)
         return Batch(microbatches=[_microbatch(m, self._processor.image_token_id) for m in microbatches]), metas
 
@@ -85,7 +81,7 @@ def make_processor(config: Config) -> Processor:
 
 
 def image_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None]:
-    """How images become encoder input; None, None for a model without an encoder.
+    """The geometry and pixel rules of the encoder's images; None, None for a model without an encoder.
 
     Raises: ConfigError: encoder, projector, data.image_processor and area limits do not fit together.
     """

@@ -1,7 +1,7 @@
-"""The loader: a replica's steps one after another, made in the background, resumable from three integers.
+"""The loader: the steps of a replica in order, made in the background, resumable from three integers.
 
-Only the leader rank of a model replica runs one. With W workers, worker w makes the steps w, w + W,
-...; all of them plan all steps, so the sequence is the same for any number of workers.
+Only the leader rank of a model replica runs one. With W workers, worker w makes the steps w, w + W, ...; all of them
+plan all steps, so the sequence does not depend on the number of workers.
 """
 
 import multiprocessing
@@ -27,23 +27,23 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch
 
 Step = tuple[Batch, IterationMeta, LoaderState]
-"""A replica's tensors, their metadata, and the state after them."""
+"""A replica's tensors, their metadata, and the loader state after them."""
 
 
 class Loader:
     """An iterator over the steps of one replica, and a context manager that ends its workers.
 
-    Each item is (batch, meta, state); a loader that starts from that state continues exactly, with
-    any number of replicas and workers. `iter` starts again from the first state.
+    Each item is (batch, meta, state). A loader that starts from that state continues exactly, with any number of
+    replicas and workers. `iter` starts again from the first state.
 
     Args:
         split: of `data.source`; None: `data.split`.
-        dp_rank, dp_degree: the replica, among how many; the bin g of a step belongs to g % dp_degree.
-        state: where to start; None: the beginning, in the order that debug.seed draws.
+        dp_rank, dp_degree: index and number of replicas; bin g of a step belongs to replica g % dp_degree.
+        state: where to start; None: the beginning, in the order drawn from debug.seed.
         shuffle: None: `data.shuffle` on the training split, false on others.
-        num_steps: steps after which the iterator ends; None: never. A source that is used up starts again.
-        num_workers: background processes; None: `data.num_workers`; 0: a step is made when asked for.
-    Raises: ConfigError: with no worker, whatever cannot be opened; with workers, the first step raises it.
+        num_steps: steps after which the iterator ends; None: never. The epochs of a source follow each other.
+        num_workers: background processes; None: `data.num_workers`; 0: steps are made when they are requested.
+    Raises: ConfigError: anything that cannot be opened; with workers, the first step raises it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Loader:
             self._steps.open()
         self._running: Iterator[Any] | None = None
         self.state = self._first
-        """The state after the step that was given out last."""
+        """The state after the last step that was returned."""
 
     def __iter__(self) -> "Loader":
         self.close()
@@ -97,7 +97,7 @@ class Loader:
             item = next(self._running)
         except StopIteration:
             self.close()
-            self._running = iter(())  # stays at its end, as an iterator must
+            self._running = iter(())  # an exhausted iterator stays exhausted
             raise
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
@@ -112,7 +112,7 @@ class Loader:
         return batch, meta, self.state
 
     def close(self) -> None:
-        """Ends the workers, waiting for each; the loader can be iterated again."""
+        """Ends the workers and waits for them; the loader can be iterated again."""
         running, self._running = self._running, None
         shut_down = getattr(running, "_shutdown_workers", None)
         if shut_down is not None:
@@ -125,8 +125,8 @@ class Loader:
         self.close()
 
     def _start_workers(self) -> Iterator[Any]:
-        # Workers are forked from a clean server process: forking this one would copy the threads and locks of
-        # its process groups, planner and GPU. The tokenizers library warns about forks unless told.
+        # Workers are forked from a clean server process: a fork of this one would copy the threads and locks of its
+        # process groups, planner and GPU. The tokenizers library warns about forks unless told otherwise.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["mmtrain.data.loader"])
@@ -136,7 +136,7 @@ class Loader:
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch,
             multiprocessing_context=context,
-            generator=torch.Generator(),  # the default would take a number from the global random state
+            generator=torch.Generator(),  # the default would draw a number from the global random state
         )
         with stops_held():
             return iter(loader)
@@ -159,7 +159,7 @@ class _Steps(IterableDataset[Any]):  # type: ignore[misc] # torch is not followe
         self._maker: StepMaker | None = None
 
     def open(self) -> StepMaker:
-        """The maker of the steps, made at the first call."""
+        """Makes the steps; opened at the first call."""
         if self._maker is None:
             self._maker = StepMaker(self._config, **self._what)
         return self._maker
@@ -187,13 +187,13 @@ class _Steps(IterableDataset[Any]):  # type: ignore[misc] # torch is not followe
 
 
 def _end_with_parent() -> None:
-    """Ends this worker when the process that reads from it is gone, even if it was killed.
+    """Ends this worker when the process that reads from it has ended, even if it was killed.
 
-    torch's own watchdog looks at the parent's id, which for a forked worker of a server is the server's.
+    torch's own watchdog checks the id of the parent, which for a forked worker of a server is the server's.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
-    os.setsid()  # what asks the job to end goes to whole groups of processes, and this one is needed until it has
+    os.setsid()  # else signals to the job's process group end this process too early
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
     def wait() -> None:
@@ -205,7 +205,7 @@ def _end_with_parent() -> None:
 
 @dataclass(frozen=True)
 class _Failure:
-    """An mmtrain error on its way out of a worker."""
+    """An mmtrain error, as a worker passes it on."""
 
     kind: str
     message: str
@@ -217,7 +217,7 @@ class _Failure:
 
 @dataclass
 class _Wire:
-    """A step in two tensors: each tensor that crosses a process border costs a file descriptor."""
+    """A step in two tensors: each tensor that is sent to another process costs a file descriptor."""
 
     integers: Tensor
     pixels: Tensor

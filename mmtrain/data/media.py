@@ -1,7 +1,7 @@
 """Images, latents and videos of a record, still encoded: in memory, or in a file that is opened with care.
 
-A record may come from a stranger. So a file is opened only if it is a regular one (a device or a pipe could be
-read for ever) and not larger than `data.max_media_bytes`.
+Records may be untrusted. So a file is opened only if it is a regular one (reading a device or a pipe might never end)
+and not larger than `data.max_media_bytes`.
 """
 
 import base64
@@ -34,12 +34,12 @@ class RawImage:
         """
         with self.open(max_bytes) as file:
             data = self._guarded(lambda: file.read(max_bytes + 1))
-            _check_size(len(data), max_bytes)  # of a URL the size may not be known before
+            _check_size(len(data), max_bytes)  # the size behind a URL may be unknown before
             return data
 
     @contextmanager
     def open(self, max_bytes: int) -> Iterator[IO[bytes]]:
-        """The encoded bytes as a file, for what reads a part of them.
+        """The encoded bytes as a file, for readers that need only a part of them.
 
         Raises: DataError: no regular file, one of more than max_bytes, or it cannot be opened.
         """
@@ -51,7 +51,7 @@ class RawImage:
             yield file
 
     def local_path(self) -> str:
-        """The path, for a library that opens it by itself and reads parts of it.
+        """The path, for a library that opens the file itself and reads parts of it.
 
         Raises: DataError: it names no regular file.
         """
@@ -70,7 +70,7 @@ class RawImage:
             return action()
         except DataError:
             raise
-        except Exception as error:  # file systems behind URLs raise whatever they like
+        except Exception as error:  # file systems behind URLs raise any kind of error
             reason = getattr(error, "strerror", None) or one_line(error)
             raise DataError(f"its file {shown(self.path)} cannot be read: {reason}") from None
 
@@ -79,26 +79,27 @@ _IRREGULAR = "it is no regular file, but a folder, device or pipe"
 
 
 def _regular_size(path: str) -> int:
-    """Bytes of a regular file; it is not opened, which would wait for a pipe's writer and could move a tape."""
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+    """Size of a regular file in bytes; other files are not opened, as that may wait for a pipe's writer or move a
+    tape."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(_IRREGULAR)
-    if not found.st_size:
-        raise ValueError("it is empty")  # as are those of /proc, which may wait for ever
-    return found.st_size
+    if not status.st_size:
+        raise ValueError("it is empty")  # as those of /proc, reading which may never end
+    return status.st_size
 
 
 def _open_url(url: str, max_bytes: int) -> IO[bytes]:
     """A file at a URL: hf://, zip://NAME::ARCHIVE, what `datasets` names when it streams, or another of fsspec's."""
     import fsspec
 
-    archive = url.rpartition("::")[2]  # looked at first, for opening it may be reading it to its end
+    archive = url.rpartition("::")[2]  # checked first, since opening may read the whole file
     for part in dict.fromkeys((archive, url)):
         system, path = fsspec.url_to_fs(part)
-        found = system.info(path)
-        if found["type"] != "file":
+        info = system.info(path)
+        if info["type"] != "file":
             raise ValueError(_IRREGULAR)
-    _check_size(found.get("size") or 0, max_bytes)
+    _check_size(info.get("size") or 0, max_bytes)
     opened: IO[bytes] = system.open(path, "rb")
     return opened
 
@@ -112,7 +113,7 @@ def _check_size(num_bytes: int, max_bytes: int) -> None:
 
 
 def raw_image(value: Any, where: str, folder: str) -> RawImage:
-    """The image (or other file) that a value of a row holds or names: bytes, a path, a `data:` URL, or a struct.
+    """The image (or other file) that a value of a row contains or names: bytes, a path, a `data:` URL, or a struct.
 
     Raises: DataError: it is none of these.
     """
@@ -133,16 +134,16 @@ def raw_image(value: Any, where: str, folder: str) -> RawImage:
 
 
 def check_text(text: str, what: str) -> str:
-    """The text, which every program can encode.
+    """The text, if it can be encoded.
 
-    Raises: DataError: naming it as `what`: it has a lone surrogate, as JSON can write it (one half of a character).
+    Raises: DataError: naming it as `what`: it has a lone surrogate, which JSON can contain.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = text[error.start]
+        surrogate = text[error.start]
         raise DataError(
-            f"{what} has half of a character, {half!r}, at {error.start}; write it whole or remove it"
+            f"{what} has a lone surrogate, {surrogate!r}, at {error.start}; write the whole character or remove it"
         ) from None
     return text
 

@@ -1,4 +1,4 @@
-"""Batches of noise: the tensors that some metadata describes, for measurements that need no data."""
+"""Batches of noise: tensors in the shapes of given metadata, for measurements without data."""
 
 import torch
 from torch import Tensor
@@ -12,31 +12,39 @@ from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
 
 
 def noise_batch(model: ModelConfig, meta: IterationMeta, seed: int) -> Batch:
-    """Random pixels or latents, tokens and labels in the shapes of the metadata; each document's last tokens are
-    labelled."""
+    """Random pixels or latents, tokens and labels in the shapes of the metadata; the last tokens of each document
+    are labelled."""
     generator = torch.Generator().manual_seed(seed)
-    words = language_shape(model).vocab_size
+    vocab_size = language_shape(model).vocab_size
     if model.dit is not None:
         channels, scale = latent_channels(model.dit), LatentScale()
         if model.vae is not None:
             channels, scale = PIXEL_CHANNELS, latent_scale(model.vae)
-        return Batch(clips=[_clips(microbatch, words, channels, scale, generator) for microbatch in meta.microbatches])
+        return Batch(
+            clips=[_clips(microbatch, vocab_size, channels, scale, generator) for microbatch in meta.microbatches]
+        )
     shape = vision_shape(model) if model.encoder is not None else None
-    return Batch(microbatches=[_microbatch(microbatch, words, shape, generator) for microbatch in meta.microbatches])
+    return Batch(
+        microbatches=[_microbatch(microbatch, vocab_size, shape, generator) for microbatch in meta.microbatches]
+    )
 
 
-def _microbatch(meta: MicrobatchMeta, words: int, shape: VisionShape | None, generator: torch.Generator) -> Microbatch:
+def _microbatch(
+    meta: MicrobatchMeta, vocab_size: int, shape: VisionShape | None, generator: torch.Generator
+) -> Microbatch:
     labels = torch.full((meta.num_tokens,), IGNORE_INDEX)
     slots: list[int] = []
     start = 0
     for document in meta.documents:
         end = start + document.num_tokens
-        labels[end - document.num_targets : end] = torch.randint(words, (document.num_targets,), generator=generator)
+        labels[end - document.num_targets : end] = torch.randint(
+            vocab_size, (document.num_targets,), generator=generator
+        )
         for image in document.images:
             slots += range(start + image.start, start + image.start + image.num_tokens)
         start = end
     return Microbatch(
-        input_ids=torch.randint(words, (meta.num_tokens,), generator=generator),
+        input_ids=torch.randint(vocab_size, (meta.num_tokens,), generator=generator),
         position_ids=torch.cat([torch.arange(length) for length in meta.lengths]),
         labels=labels,
         image_slots=torch.tensor(slots, dtype=torch.int64),
@@ -46,10 +54,10 @@ def _microbatch(meta: MicrobatchMeta, words: int, shape: VisionShape | None, gen
 
 
 def _clips(
-    meta: MicrobatchMeta, words: int, channels: int, scale: LatentScale, generator: torch.Generator
+    meta: MicrobatchMeta, vocab_size: int, channels: int, scale: LatentScale, generator: torch.Generator
 ) -> ClipMicrobatch:
     return ClipMicrobatch(
-        text_ids=torch.randint(words, (meta.num_text_tokens,), generator=generator),
+        text_ids=torch.randint(vocab_size, (meta.num_text_tokens,), generator=generator),
         latents=[torch.randn(channels, *scale.pixels(clip.bucket), generator=generator) for clip in meta.clips],
         clip_names=[(clip.sample, clip.index) for clip in meta.clips],
     )
@@ -58,7 +66,7 @@ def _clips(
 def _pixels(image: ImageMeta, shape: VisionShape, generator: torch.Generator) -> Tensor:
     if shape.packed:
         return torch.randn(image.num_patches, shape.patch_dim, generator=generator)
-    if shape.one_row:  # a spectrogram, whose frames the encoder halves
+    if shape.one_row:  # a spectrogram, whose number of frames the encoder halves
         return torch.randn(1, shape.patch_dim // 2, 2 * image.num_patches, generator=generator)
     _, h, w = image.grid
     side = shape.patch_size

@@ -1,7 +1,7 @@
-"""From the bytes of an image to the numbers that an encoder reads, with Pillow and numpy alone.
+"""From the bytes of an image to the input of an encoder, with Pillow and numpy only.
 
-The results equal those of the Hugging Face image processors of the same encoders (tested), which
-need torchvision in some versions. The size comes from the header, without decoding.
+The results equal those of the Hugging Face image processors of the same encoders (tested), which need torchvision in
+some versions. The size is read from the header, without decoding.
 """
 
 import io
@@ -21,11 +21,11 @@ from mmtrain.modality.geometry import ImageGeometry
 
 _GREY = (128, 128, 128)
 _ORIENTATION = 0x0112
-"""EXIF tag: how a camera was held."""
+"""EXIF tag: orientation of the camera."""
 _BITS_PER_SAMPLE = 258
 """TIFF tag."""
 _SCALED_TO_16_BITS = ("PNG", "PPM", "JPEG2000")
-"""Formats whose grey values of 9 to 16 bits Pillow gives as 0 .. 65535, in mode I;16 or I."""
+"""Formats whose grey values of 9 to 16 bits Pillow decodes to 0 .. 65535, in mode I;16 or I."""
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -42,18 +42,18 @@ _HALF = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelRules:
-    """How 8-bit colours become an encoder's input: (value * rescale - mean) / std after resampling."""
+    """The conversion of 8-bit colours into an encoder's input: (value * rescale - mean) / std after resampling."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     resample: Image.Resampling
     rescale: float = 1 / 255
     min_pixels: int = 0
-    """Smallest area after resizing that the processor names; 0: none."""
+    """Smallest area after resizing, from the processor; 0: none."""
     max_pixels: int = 0
-    """Largest area after resizing that the processor names; 0: none."""
+    """Largest area after resizing, from the processor; 0: none."""
     image_size: int = 0
-    """Fixed side that the processor names; 0: none."""
+    """Fixed side, from the processor; 0: none."""
 
     def table(self) -> np.ndarray:
         """[256, 3] float32: the input value of each 8-bit value of each channel."""
@@ -119,19 +119,19 @@ def _read_rules(name: str, config: Mapping[str, Any], default: PixelRules) -> Pi
 
 
 def header_size(data: bytes, max_pixels: int) -> tuple[int, int]:
-    """Height and width of an image as it will be decoded, from its header alone.
+    """Height and width of an image after decoding, from its header only.
 
-    Raises: DataError: not an image that Pillow knows, more than max_pixels, or of a kind that `decode` refuses.
+    Raises: DataError: not an image that Pillow reads, more than max_pixels, or of a kind that `decode` refuses.
     """
     image = _open(data, max_pixels)
     return _upright_size(image, _orientation(image))
 
 
 def decode(data: bytes, max_pixels: int) -> Image.Image:
-    """The image in RGB, turned upright as its EXIF header asks, of the size that `header_size` tells.
+    """The image in RGB, rotated as its EXIF header tells, of the size that `header_size` returns.
 
     Grey values of more than 8 bits are rescaled by their number of bits: of 16 bits, 0 .. 65535 become 0 .. 255.
-    Raises: DataError: its content is corrupt or cut off, or as `header_size`.
+    Raises: DataError: its content is corrupt or truncated, or as `header_size`.
     """
     image = _open(data, max_pixels)
     orientation = _orientation(image)
@@ -149,30 +149,30 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:
-    """The image with its content not yet decoded, of a size and a kind that can be."""
+    """The image, not yet decoded, checked for size and kind."""
     try:
         image = Image.open(io.BytesIO(data))
     except Image.UnidentifiedImageError:
         raise DataError(f"its {len(data)} bytes are not an image in a known format") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):  # far above what can be allowed
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):  # far above any allowed size
         raise DataError(f"it has more pixels than data.max_decoded_pixels = {max_pixels}; make it smaller") from None
-    except Exception as error:  # as in `decode`: a damaged header shows in many ways
+    except Exception as error:  # as in `decode`: a damaged header raises many kinds of errors
         raise DataError(f"its header is corrupt: {one_line(error)}") from None
     if not 0 < image.width * image.height <= max_pixels:
         raise DataError(
             f"it has {image.width} x {image.height} pixels; 1 to data.max_decoded_pixels = {max_pixels} are decoded: "
             "make it smaller, or raise that"
         )
-    if image.format == "EPS":  # Pillow has another program run it
+    if image.format == "EPS":  # Pillow would start another program for it
         raise DataError("it is a PostScript program; write it as PNG")
     if image.mode == "F" or (image.mode.startswith("I") and not _grey_bits(image)):
         kind = "floats" if image.mode == "F" else "integers of 32 bits, or signed ones"
-        raise DataError(f"its grey values are {kind}, of which nothing says what is white; write it with 8 or 16 bits")
+        raise DataError(f"its grey values are {kind}, whose range is unknown; write it with 8 or 16 bits")
     return image
 
 
 def _grey_bits(image: Image.Image) -> int | None:
-    """Bits of the grey values of an image that has more than 8 of them, or None: it has not, or they are not known."""
+    """Bits of the grey values of an image with more than 8 bits; None: it has 8, or they are unknown."""
     if not image.mode.startswith("I"):
         return None
     if image.format == "TIFF":
@@ -182,7 +182,7 @@ def _grey_bits(image: Image.Image) -> int | None:
 
 
 def _rescaled(image: Image.Image, bits: int) -> Image.Image:
-    """Grey values of some bits as 8-bit ones, white as white; rounded to the nearest."""
+    """Grey values of more bits as 8-bit ones, rounded; white stays white."""
     table = np.rint(np.arange(2**bits) * (255 / (2**bits - 1))).astype(np.uint8)
     return Image.fromarray(table[np.asarray(image)])
 
@@ -202,7 +202,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _upright_size(image: Image.Image, orientation: int) -> tuple[int, int]:
-    """Height and width after turning; the orientations from 5 on swap the axes."""
+    """Height and width after rotation; orientations from 5 on swap the axes."""
     return (image.width, image.height) if orientation >= 5 else (image.height, image.width)
 
 
@@ -214,8 +214,8 @@ def blank(image: Image.Image) -> Image.Image:
 def pixel_values(image: Image.Image, geometry: ImageGeometry, rules: PixelRules) -> Tensor:
     """An RGB image as float32 encoder input.
 
-    Shapes: packed: [patches, channels * frames * patch * patch], patches in merge blocks (block row,
-        block column, row inside, column inside). fixed: [1, channels, image_size, image_size].
+    Shapes: packed: [patches, channels * frames * patch * patch], patches in merge blocks (block row, block column, row
+    inside, column inside). fixed: [1, channels, image_size, image_size].
     Source: layout of Qwen2-VL's image processor (arXiv:2409.12191).
     """
     height, width = geometry.resized(image.height, image.width)

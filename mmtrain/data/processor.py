@@ -1,8 +1,8 @@
 """From a record to token ids, labels and image sizes.
 
-Only an assistant's answers and the token that ends them are targets. Where they lie is found by
-rendering prefixes of the conversation with the tokenizer's own chat template and comparing
-characters, so any template serves whose rendering of a turn does not depend on later turns.
+Only an assistant's answers and the token that ends them are targets. They are located by rendering prefixes of the
+conversation with the tokenizer's own chat template and comparing characters, so any template works whose rendering of a
+turn does not depend on later turns.
 """
 
 import re
@@ -23,10 +23,10 @@ from mmtrain.modality.metadata import DocumentMeta, ImageMeta
 from mmtrain.models.batch import IGNORE_INDEX
 
 PLACEHOLDER = "<image>"
-"""What stands in a record's text where an image goes."""
+"""The placeholder of an image in a record's text."""
 
 ROLES = ("system", "user", "assistant")
-"""Who speaks in a message; "tool" too, with a chat template that names it."""
+"""Roles of messages; also "tool", with a chat template that names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,18 +37,18 @@ class Document:
     input_ids: np.ndarray
     """[T] int64."""
     labels: np.ndarray
-    """[T] int64: the token to predict at each position, or IGNORE_INDEX; nothing at the last one."""
+    """[T] int64: the token to predict at each position, or IGNORE_INDEX; always IGNORE_INDEX at the last one."""
     raw_images: tuple[RawImage, ...]
 
 
 class Processor:
-    """Turns records into documents, and images into encoder input.
+    """Converts records into documents, and images into encoder input.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer with a chat template.
-        image_token: the token that stands for one image feature.
+        image_token: the token of one image feature.
         geometry, rules: of the encoder's images; None for a model without an encoder.
-        data: limits of what is read, and whether images are grey instead of their content.
+        data: limits of what is read, and whether images are replaced by grey ones.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Processor:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = np.array(encoded["input_ids"], np.int64)
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
-        turn = np.full(len(ids), -1, np.int64)  # which answer a token belongs to
+        turn = np.full(len(ids), -1, np.int64)  # index of the answer that a token belongs to
         for index, (begin, end) in enumerate(spans):
             turn[(ends > begin) & (starts < end)] = index
 
@@ -101,7 +101,7 @@ class Processor:
     def truncated(self, document: Document, num_tokens: int) -> Document:
         """The first num_tokens tokens of a document without images.
 
-        Raises: DataError: it has images, or no answer would be left.
+        Raises: DataError: it has images, or no answer would remain.
         """
         where = f"sample {document.meta.sample}"
         if document.meta.images:
@@ -122,16 +122,13 @@ class Processor:
         return _make_document(record, ids, turn, (), ())
 
     def without_images(self, document: Document) -> Document:
-        """The text of a document, with neither images nor targets."""
+        """The text of a document, without images and targets."""
         ids = document.input_ids[document.input_ids != self.image_token_id]
         record = Record(sample=document.meta.sample, messages=(), images=(), grade=document.meta.grade)
         return _make_document(record, ids, np.full(len(ids), -1, np.int64), (), ())
 
     def pixels(self, document: Document) -> list[Tensor]:
-        """Encoder input of each image of a document.
-
-        Raises: DataError: naming the image whose content is corrupt.
-        """
+        """Encoder input of each image of a document. Raises: DataError: naming the image whose content is corrupt."""
         out = []
         for image, raw in zip(document.meta.images, document.raw_images, strict=True):
             assert self.geometry is not None
@@ -188,7 +185,7 @@ class Processor:
             text: str = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except Exception as error:  # templates are programs: jinja errors, and whatever their filters raise
+        except Exception as error:  # templates are programs: jinja errors, and any error of their filters
             raise DataError(f"{where}: the chat template refuses it: {one_line(error)}") from None
         return text
 

@@ -1,11 +1,11 @@
-"""Where records come from: Hugging Face `datasets` (hub id, folder, parquet) and jsonl files.
+"""Records from Hugging Face `datasets` (hub id, folder, parquet) and jsonl files.
 
-A source is read by index, or as a stream: in order, from any position, without an index. A record
-has `messages` (a list of role and content), optionally `images` and `grade`; what records of video
-clips have is in `video_records`. Images stay encoded, see `media`.
+A source is read by index, or as a stream: in order, from any position, without an index. A record has `messages` (a
+list of role and content), optionally `images` and `grade`; for video clips see `video_records`. Images stay encoded,
+see `media`.
 
-Images in parquet and hub data are the `Image` feature (bytes or a path). In json and jsonl they are paths
-or `data:image/...;base64,` URLs. A relative path starts at the folder of the file that holds the record.
+Images in parquet and hub data are the `Image` feature (bytes or a path). In json and jsonl they are paths or
+`data:image/...;base64,` URLs. Relative paths start at the folder of the file that contains the record.
 """
 
 import bisect
@@ -26,14 +26,14 @@ from mmtrain.errors import ConfigError, DataError, one_line, shown
 R_co = TypeVar("R_co", covariant=True)
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-"""What a data set on the hub can be called: OWNER/NAME, or NAME alone."""
+"""Names of data sets on the hub: OWNER/NAME, or NAME only."""
 
 _END = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One sample as the source holds it."""
+    """One sample of the source, not decoded."""
 
     sample: int
     """Its index in the source."""
@@ -44,26 +44,26 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordForm(Generic[R_co]):
-    """What the rows of a source must be, and how a record is made of one."""
+    """The form of the rows of a source, and how a row becomes a record."""
 
     columns: tuple[str, ...]
-    """All that `make` reads; others are not decoded."""
+    """The columns that `make` reads; others are not decoded."""
     check: Callable[[str, list[str]], None]
-    """(how errors call the source, names of its columns); raises ConfigError where a record cannot be made of them."""
+    """(name of the source in errors, names of its columns); raises ConfigError if records cannot be made of them."""
     make: Callable[[Any, int, str, str], R_co]
-    """(row, its index, how errors call the source, folder of relative paths) -> record; raises DataError."""
+    """(row, its index, name of the source in errors, folder of relative paths) -> record; raises DataError."""
 
 
 class Source(Protocol[R_co]):
     """Records by index."""
 
     num_samples: int | None
-    """Records in all; None for a stream."""
+    """Number of records; None for a stream."""
 
     def __getitem__(self, index: int) -> R_co | None:
         """The record of that index, or None behind the end of a stream.
 
-        Raises: DataError: the record has not the form of a sample. ConfigError: the source itself cannot be read.
+        Raises: DataError: the record is not a valid sample. ConfigError: the source itself cannot be read.
         """
 
 
@@ -87,9 +87,9 @@ class IndexedSource(Generic[R_co]):
 
 
 class StreamSource(Generic[R_co]):
-    """Records of a stream, by rising index; reading again any but the last one opens the stream anew.
+    """Records of a stream, by rising index; reading any earlier one again, except the last, reopens the stream.
 
-    A `DataError` of a stream concerns one record; after any other error nothing tells where it stands.
+    A `DataError` of a stream concerns one record; after any other error its position is unknown.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class StreamSource(Generic[R_co]):
         if index != self._last[0]:
             if self._rows is None or index != self._last[0] + 1:
                 self._rows = self._open_at(index)
-            rows, self._rows = self._rows, None  # an iterator that has failed or ended is not asked again
+            rows, self._rows = self._rows, None  # an iterator that has failed or ended is not used again
             try:
                 row = next(rows, _END)
             except DataError:
@@ -124,7 +124,7 @@ def _unreadable(name: str, index: int, error: Exception) -> ConfigError:
 def open_source(data: DataConfig, split: str, form: RecordForm[R_co]) -> Source[R_co]:
     """The records of one split of `data.source`, by index or as a stream.
 
-    Raises: ConfigError: the source or the split does not exist, or lacks a column of the form; names what exists.
+    Raises: ConfigError: the source or the split does not exist, or lacks a column; names what exists.
     """
     path = Path(data.source).expanduser()
     name = f"{data.source} ({split})"
@@ -153,7 +153,8 @@ def _local(
 
 
 def _folder_of(files: Sequence[Path], source: Path) -> str:
-    """The folder that the files of a split have in common, which relative paths start at; of several the source's."""
+    """The common folder of the files of a split, at which relative paths start; of several folders the source
+    itself."""
     folders = {file.parent for file in files}
     return str(folders.pop() if len(folders) == 1 else source)
 
@@ -168,7 +169,7 @@ def make_record(row: Any, index: int, name: str, folder: str = "") -> Record:
         has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
         raise DataError(f"{where}: no `messages`; it has {has}")
     messages = row["messages"]
-    if isinstance(messages, Mapping):  # how older `datasets` give a list of structs
+    if isinstance(messages, Mapping):  # the form of a list of structs in older `datasets`
         columns = [list(column) for column in messages.values()]
         messages = [dict(zip(messages, values, strict=True)) for values in zip(*columns, strict=True)]
     if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
@@ -188,7 +189,7 @@ def make_record(row: Any, index: int, name: str, folder: str = "") -> Record:
 
 
 class JsonLines:
-    """The lines of a jsonl file by index; only their positions are kept in memory."""
+    """The lines of a jsonl file by index; only their positions are in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -260,11 +261,11 @@ def _jsonl_file(path: Path, split: str) -> Path | None:
                 f"folder with train.jsonl and {split}.jsonl"
             )
         return path
-    if path.is_dir() and (found := sorted(path.glob("*.jsonl"))):
+    if path.is_dir() and (files := sorted(path.glob("*.jsonl"))):
         if (path / f"{split}.jsonl").is_file():
             return path / f"{split}.jsonl"
         if not any(path.rglob("*.parquet")):
-            splits = ", ".join(p.stem for p in found)
+            splits = ", ".join(p.stem for p in files)
             raise ConfigError(f"data: split {split!r} of {str(path)!r} does not exist; it has {splits}")
     return None
 
@@ -294,22 +295,23 @@ def _has_datasets() -> bool:
 
 
 def _check_may_be_on_hub(source: str, path: Path) -> None:
-    """Refuses what does not exist here and is no id of the hub's, or one whose owner is a folder here: a typing error.
+    """Checks a source that does not exist here: it must be an id of the hub whose owner is no folder here (a typing
+    error).
 
-    Raises: ConfigError: with a name that is near.
+    Raises: ConfigError: with a similar name.
     """
     named = path.suffix in (".parquet", ".json", ".jsonl") or source.startswith((".", "/", "~"))
     if named or not HUB_ID.fullmatch(source):
         raise ConfigError(f"data.source = {source!r} does not exist; {_siblings(path)}")
     if "/" in source and path.parent.is_dir():
         raise ConfigError(
-            f"data.source = {source!r}: no such folder; {_siblings(path)} (it is not looked for on the hub, since "
+            f"data.source = {source!r}: no such folder; {_siblings(path)} (the hub is not asked, since "
             f"{str(path.parent)!r} is a folder here)"
         )
 
 
 def _check_reachable(source: str, path: Path) -> None:
-    """Asks the hub once, for `datasets` would ask for a minute.
+    """Checks once whether the hub answers, since `datasets` would retry for a minute.
 
     Raises: ConfigError: it does not answer, and no copy of the data set is in the cache of `datasets`.
     """
@@ -349,14 +351,14 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, str]:
             files = datasets.load_dataset_builder(**what).config.data_files or {}
             folder = _folder_of([Path(file) for file in files.get(split, ())], path)
         elif data.source.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{data.source}"):
-            raise ConfigError(  # one of them unpickles whatever the working directory holds
+            raise ConfigError(  # one of them unpickles files of the working directory
                 f"data.source = {data.source!r} is a file format of `datasets`; name a file, a folder or a hub id"
             )
         else:
             _check_reachable(data.source, path)
             what = {"path": data.source}
         rows = datasets.load_dataset(**what, split=split, streaming=data.streaming)
-        # Images and videos are decoded by us, and only where they are used.
+        # Images and videos are decoded by us, and only those in use.
         for column, feature in (rows.features or {}).items():
             inner = getattr(feature, "feature", feature)
             if isinstance(inner, datasets.Image | datasets.Video):
@@ -364,17 +366,17 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, str]:
                 rows = rows.cast_column(column, encoded if inner is feature else type(feature)(encoded))
     except (ConfigError, DataError):
         raise
-    except Exception as error:  # builders, hub clients and file systems raise whatever they like
+    except Exception as error:  # builders, hub clients and file systems raise any kind of error
         reason = one_line(error, 300)
         raise ConfigError(f"data.source = {data.source!r}, split {split!r} cannot be opened: {reason}") from None
     return rows, folder
 
 
 def _cache_of(path: Path) -> str:
-    """A cache folder of `datasets` for the local files as they are now.
+    """A cache folder of `datasets` for the current local files.
 
-    Its own key for a folder with a README (4.7) is the folder's name and the README: another folder of that name,
-    or the same one written anew, would silently give the samples that were read first.
+    Its own key for a folder with a README (4.7) is the folder's name and the README: another folder of that name, or
+    the same one after a change, would silently yield the old samples.
     """
     import datasets
 
@@ -385,10 +387,7 @@ def _cache_of(path: Path) -> str:
 
 
 def check_column(wanted: str, name: str, columns: list[str]) -> None:
-    """Refuses a source that lacks a column.
-
-    Raises: ConfigError: with the columns that it has, and one whose name is near.
-    """
+    """Checks that a source has a column. Raises: ConfigError: with its columns, and a similar name."""
     if wanted not in columns:
         near = difflib.get_close_matches(wanted, columns, 1, cutoff=0.75)
         hint = f"; did you mean {near[0]!r}? rename it" if near else ""
@@ -410,7 +409,7 @@ CONVERSATIONS = RecordForm(columns=("messages", "images", "grade"), check=_check
 
 
 def _near(path: Path) -> str:
-    """A question for what is in the folder of a path and has nearly its name; empty if nothing has."""
+    """A question with a similar name in the folder of a path; empty if there is none."""
     names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, 1)
     return f"did you mean {path.parent / near[0]}?" if near else ""

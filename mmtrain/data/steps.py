@@ -1,7 +1,7 @@
-"""Makes steps: plans which samples they hold, and builds one replica's tensors and metadata of them.
+"""Makes steps: plans which samples they contain, and builds one replica's tensors and metadata of them.
 
-Every process that makes steps plans all of them (from token counts and headers alone) and decodes
-only the images and clips of its own microbatches.
+Every process that makes steps plans all of them (from token counts and headers only) and decodes only the images and
+clips of its own microbatches.
 """
 
 from collections import Counter
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class Samples(Protocol[M, R]):
-    """What a job reads: how a sample is measured, decoded, and put into tensors."""
+    """The samples of a job: how they are measured, decoded, and put into tensors."""
 
     num_samples: int | None
-    """Of the split; None for a stream."""
+    """Number of samples of the split; None for a stream."""
     limits: tuple[Limit, ...]
     """Capacity of a microbatch."""
     text: str
@@ -42,21 +42,18 @@ class Samples(Protocol[M, R]):
         """
 
     def num_text_tokens(self, measured: M) -> int:
-        """Tokens that `training.seq_len` bounds."""
+        """Number of tokens that `training.seq_len` limits."""
 
     def truncated(self, measured: M, num_tokens: int) -> M:
-        """The sample with its first num_tokens tokens.
-
-        Raises: DataError: it cannot be cut.
-        """
+        """The sample with its first num_tokens tokens. Raises: DataError: it cannot be truncated."""
 
     def size(self, measured: M) -> Size:
-        """What it takes of each limit."""
+        """Its size under each limit."""
 
     def read(self, measured: M, occurrence: int) -> R:
         """The sample with its content.
 
-        Args: occurrence: how often it stands before this place in the step.
+        Args: occurrence: how often it occurs earlier in the step.
         Raises: DataError: its content is corrupt.
         """
 
@@ -71,8 +68,8 @@ class StepMaker:
     """Plans and builds the steps of one data-parallel replica.
 
     Args:
-        split, shuffle: which samples, and whether their order is drawn anew each epoch.
-        dp_rank, dp_degree: the replica, among how many.
+        split, shuffle: the samples, and whether their order is drawn for each epoch.
+        dp_rank, dp_degree: index and number of replicas.
     Raises: ConfigError: source, split, tokenizer or image processor do not exist or do not fit the model.
     """
 
@@ -85,10 +82,8 @@ class StepMaker:
         self._measured: dict[int, Any] = {}
 
     def plan(self, state: LoaderState) -> StepPlan:
-        """The bins of the step that starts at `state`.
-
-        Raises: DataError: a sample that the policies do not let pass, or too few samples.
-        """
+        """The bins of the step that starts at `state`. Raises: DataError: a sample refused by the policies, or too
+        few samples."""
         self._measured.clear()
         bins = self._config.training.global_batch_size
         return plan_step(state, self._order, self._size, num_bins=bins, limits=self._samples.limits)
@@ -96,10 +91,10 @@ class StepMaker:
     def build(self, plan: StepPlan) -> tuple[Batch, IterationMeta]:
         """The tensors and the metadata of this replica's microbatches of the step that was planned last.
 
-        A sample with corrupt content leaves its microbatch and moves no other sample.
+        A sample with corrupt content is removed from its microbatch; the others stay in theirs.
         Raises: DataError: corrupt content, with `data.on_error = "raise"`.
         """
-        # Samples that planning passed over are dealt out like bins, so that each is counted once in all.
+        # Samples that planning left out are distributed like bins, so that each is counted by one replica.
         num_skipped = len(plan.dropped[self._dp_rank :: self._dp_degree])
         bins = _with_occurrences(plan)
         microbatches = []
@@ -116,7 +111,7 @@ class StepMaker:
         return batch, meta
 
     def _size(self, sample: int) -> Size | Dropped | None:
-        """What a sample takes, why it is left out, or None behind a stream's end; keeps the measured sample."""
+        """Size of a sample, why it is left out, or None behind the end of a stream; keeps the measured sample."""
         data, limit, samples = self._config.data, self._config.training.seq_len, self._samples
         if sample in self._measured:
             return samples.size(self._measured[sample])
@@ -139,10 +134,10 @@ class StepMaker:
         self._measured[sample] = measured
         return samples.size(measured)
 
-    def _read(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+    def _read(self, positions: Sequence[tuple[int, int]]) -> list[Any]:
         """The samples of (index, occurrence) that can be decoded, with their content."""
         readable = []
-        for sample, occurrence in places:
+        for sample, occurrence in positions:
             try:
                 read = partial(self._samples.read, self._measured[sample], occurrence)
                 readable.append(_made(sample, read))
@@ -153,7 +148,7 @@ class StepMaker:
 
 
 def _made(sample: int, make: Callable[[], T]) -> T:
-    """What `make` makes of a sample. Whatever can be wrong with one comes out of here as a `DataError`.
+    """The result of `make`. Any error about a sample becomes a `DataError`.
 
     Raises: DataError: one line that names the sample. ConfigError: the source as a whole cannot be read.
     """
@@ -163,18 +158,18 @@ def _made(sample: int, make: Callable[[], T]) -> T:
         raise
     except DataError as error:
         raise DataError(one_line(error)) from error
-    except Exception as error:  # libraries raise whatever they like
+    except Exception as error:  # libraries raise any kind of error
         raise DataError(f"sample {sample} cannot be used: {type(error).__name__}: {one_line(error)}") from error
 
 
 def _with_occurrences(plan: StepPlan) -> list[list[tuple[int, int]]]:
-    """(sample, how often it stands before in the step) for each bin: the same on all replicas."""
+    """(sample, how often it occurs earlier in the step) for each bin: equal on all replicas."""
     before: Counter[int] = Counter()
     bins = []
     for samples in plan.bins:
-        found = []
+        numbered = []
         for sample in samples:
-            found.append((sample, before[sample]))
+            numbered.append((sample, before[sample]))
             before[sample] += 1
-        bins.append(found)
+        bins.append(numbered)
     return bins

@@ -1,7 +1,7 @@
-"""Tokenizers: the two small ones that ship with mmtrain, how they were trained, and how any other is loaded.
+"""Tokenizers: the two small ones that ship with mmtrain, their training, and loading any other.
 
-`python -m mmtrain.data.tokenizer OUT` trains the one for charts again, and with `--captions` the one for the
-captions of moving shapes (the results are deterministic).
+`python -m mmtrain.data.tokenizer OUT` trains the one for charts again, and with `--captions` the one for the captions
+of moving shapes (the results are deterministic).
 """
 
 import argparse
@@ -16,16 +16,16 @@ from mmtrain.errors import ConfigError
 from mmtrain.spec.families import language_config
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tokenizer"
-"""Folder of the tokenizer that `tokenizer.path = ""` means."""
+"""Folder of the default tokenizer, of `tokenizer.path = ""`."""
 
 SHIPPED_CAPTIONS = SHIPPED.parent / "caption_tokenizer"
-"""The same, for a text-to-video job."""
+"""The same for a text-to-video job."""
 
 VOCAB_SIZE = 448
-"""Entries of the shipped tokenizer, special tokens included."""
+"""Vocabulary size of the default tokenizer, with special tokens."""
 
 CAPTION_VOCAB_SIZE = 416
-"""Entries of the shipped tokenizer for captions, with which all but one of their words are one token each."""
+"""Vocabulary size of the default tokenizer for captions: each of their words but one is one token."""
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -42,7 +42,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""Chat template of the shipped tokenizer, and of any tokenizer that has none."""
+"""Chat template of the default tokenizer, and of any tokenizer without one."""
 
 
 def job_tokenizer(config: Config) -> Any:
@@ -63,9 +63,9 @@ def job_tokenizer(config: Config) -> Any:
 
 
 def load_tokenizer(section: TokenizerConfig, *, captions: bool = False) -> Any:
-    """The tokenizer that a config names, as a fast Hugging Face tokenizer with a chat template.
+    """The tokenizer of a config, as a fast Hugging Face tokenizer with a chat template.
 
-    Args: captions: it is for captions alone, so it needs no image token.
+    Args: captions: for captions only, so it needs no image token.
     Raises: ConfigError: it does not exist, is slow (no character offsets), or lacks the image token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -73,7 +73,7 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False) -> Any:
     path = section.path or str(SHIPPED_CAPTIONS if captions else SHIPPED)
     try:
         if section.path:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # unset, it asks on a terminal
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # else it asks on a terminal
         else:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     except Exception as error:  # OSError, ValueError, hub client errors: all mean that it cannot be loaded

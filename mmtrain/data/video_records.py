@@ -1,9 +1,8 @@
-"""Records of video clips with captions: what a row of a source must hold to become one.
+"""Records of video clips with captions, made of the rows of a source.
 
-A row has `caption`, and one of: `frames` (a list of images: the `Image` feature, or in jsonl paths relative
-to the file; or one folder, whose images in the order of their names are the frames), `latents` (a .npy or
-.npz file, as a path or its bytes) or `video` (the `Video` feature, or a path). `fps` may stand beside them.
-All content stays encoded.
+A row has `caption`, and one of: `frames` (a list of images: the `Image` feature, or in jsonl paths relative to the
+file; or one folder, whose images sorted by name are the frames), `latents` (a .npy or .npz file, as a path or its
+bytes) or `video` (the `Video` feature, or a path). It may have `fps`. All content stays encoded.
 """
 
 import math
@@ -17,15 +16,15 @@ from mmtrain.data.sources import RecordForm, check_column
 from mmtrain.errors import ConfigError, DataError, shown
 
 CONTENTS = ("frames", "latents", "video")
-"""The columns of which a record has one."""
+"""Columns with content: a record has exactly one of them."""
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-"""Endings of the files of a folder that are its frames."""
+"""Endings of the frames in a folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoRecord:
-    """One clip as the source holds it: frames, or latents, or a video file."""
+    """One clip of the source: frames, or latents, or a video file."""
 
     sample: int
     """Its index in the source."""
@@ -35,21 +34,21 @@ class VideoRecord:
     """A .npy or .npz file."""
     video: RawImage | None = None
     fps: float | None = None
-    """Frames (or latent frames) a second; None: the record does not say."""
+    """Frames (or latent frames) a second; None: not in the record."""
 
 
 def make_video_record(row: Any, index: int, name: str, folder: str = "") -> VideoRecord:
     """The clip of a row.
 
-    Raises: DataError: a column is missing or of another form, or it has not exactly one kind of content.
+    Raises: DataError: a column is missing or invalid, or the row has not exactly one kind of content.
     """
     where = f"sample {index} of {name}"
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: a {type(row).__name__}; it must have a `caption` and frames, latents or a video")
     caption = row.get("caption")
     if not isinstance(caption, str) or not caption.strip():
-        found = "no `caption`" if caption is None else f"`caption` = {shown(caption)}"
-        raise DataError(f"{where}: {found}; it must be a text that is not empty")
+        caption_text = "no `caption`" if caption is None else f"`caption` = {shown(caption)}"
+        raise DataError(f"{where}: {caption_text}; it must be a text that is not empty")
     held = [column for column in CONTENTS if row.get(column) is not None]
     if len(held) != 1:
         has = " and ".join(f"`{column}`" for column in held) or ", ".join(map(str, row))
@@ -74,8 +73,8 @@ def _frames(value: Any, where: str, folder: str) -> tuple[RawImage, ...]:
     if isinstance(value, str):
         return _folder_frames(Path(folder) / value, where)
     if not isinstance(value, list) or not value:
-        found = "an empty list" if isinstance(value, list) else f"a {type(value).__name__}"
-        raise DataError(f"{where}: `frames` is {found}; it must be a list of images, or one folder of them")
+        description = "an empty list" if isinstance(value, list) else f"a {type(value).__name__}"
+        raise DataError(f"{where}: `frames` is {description}; it must be a list of images, or one folder of them")
     return tuple(raw_image(frame, f"frame {i} of {where}", folder) for i, frame in enumerate(value))
 
 

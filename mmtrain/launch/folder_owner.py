@@ -1,8 +1,8 @@
-"""One job at a time writes into a run folder: whoever holds the lock on its `owner.json`, which says who that is.
+"""One job at a time writes into a run folder: the owner of the lock on its `owner.json`, which identifies the owner.
 
-The kernel drops the lock of a process that ends, however it ends, also over NFS with its lock service. A mount without
-one locks each machine for itself; therefore the owner also touches the file every few seconds, and a new one that gets
-the lock although another machine is named watches the file first: if it changes, its owner is alive.
+The kernel releases the lock of a process that ends, for whatever reason, also over NFS with its lock service. A mount
+without that service locks each machine separately. Therefore the owner also touches the file every few seconds. A new
+owner that gets the lock while another machine is recorded watches the file first: if it changes, its owner is alive.
 """
 
 import fcntl
@@ -28,14 +28,14 @@ PATIENCE_S = 10.0
 """How long a job that was just killed may take to end."""
 
 BEAT_S = 3.0
-"""Between two touches; an owner on another machine that does not touch for three of them is gone."""
+"""Seconds between two touches; an owner on another machine is considered dead after three without one."""
 
 
 @contextmanager
 def owned(folder: Path, patience_s: float = PATIENCE_S, beat_s: float = BEAT_S) -> Iterator[None]:
-    """Inside, this process alone writes into the folder, which is made if it is absent.
+    """A context in which only this process writes into the folder, which is created if it is absent.
 
-    Args: patience_s: waits so long for an owner to end.
+    Args: patience_s: how long to wait for the end of another owner.
     Raises: ConfigError: the folder cannot be made or written, or another process owns it.
     """
     try:
@@ -44,7 +44,7 @@ def owned(folder: Path, patience_s: float = PATIENCE_S, beat_s: float = BEAT_S) 
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder = {str(folder)!r} cannot be written: {error.strerror or error} "
-            f"({error.filename or folder}); name another folder, or correct its rights"
+            f"({error.filename or folder}); name another folder, or correct its permissions"
         ) from None
     ended = threading.Event()
     beat = threading.Thread(target=_touch, args=(file, ended, beat_s), name="owner", daemon=True)
@@ -59,11 +59,11 @@ def owned(folder: Path, patience_s: float = PATIENCE_S, beat_s: float = BEAT_S) 
             ended.set()
             beat.join()
             with suppress(OSError):
-                os.unlink(folder / FILE)  # before the lock is dropped: who waits for it sees that the file is another
+                os.unlink(folder / FILE)  # before the lock is released: a process that waits for it sees a new file
 
 
 def _locked(path: Path, patience_s: float, beat_s: float) -> TextIO:
-    """The file, locked. Raises: ConfigError: it belongs to another process. OSError: it cannot be opened."""
+    """The file, locked. Raises: ConfigError: another process owns it. OSError: it cannot be opened."""
     deadline, waits = time.monotonic() + patience_s, False
     while True:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  # it stays open
@@ -84,7 +84,7 @@ def _locked(path: Path, patience_s: float, beat_s: float) -> TextIO:
 
 
 def _lock(file: TextIO) -> bool:
-    """Whether nobody else has the lock now. True as well where there are no locks: then only the record counts."""
+    """Whether the lock is free. Also True without locks: then only the record counts."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -102,7 +102,7 @@ def _is_at(file: TextIO, path: Path) -> bool:
 
 
 def _is_alive(owner: dict[str, Any], path: Path, watch_s: float) -> bool:
-    """Whether the process of a record that nobody locks still runs: one on a machine whose locks we do not see."""
+    """Whether the process of an unlocked record still runs: one on a machine whose locks are not visible here."""
     if not owner:
         return False
     if owner.get("boot") == _boot():
@@ -116,7 +116,7 @@ def _is_alive(owner: dict[str, Any], path: Path, watch_s: float) -> bool:
 
 
 def _record() -> dict[str, Any]:
-    """What tells this process from all others."""
+    """An identifier of this process that no other one has."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -127,23 +127,23 @@ def _record() -> dict[str, Any]:
 
 
 def _read(file: TextIO) -> dict[str, Any]:
-    """The record in the file; empty if there is none, or half of one."""
+    """The record in the file; empty if it is absent or incomplete."""
     file.seek(0)
     try:
-        found = json.loads(file.read())
+        record = json.loads(file.read())
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def _describe(owner: dict[str, Any]) -> str:
     if not owner:
         return "another job"
-    return f"process {owner.get('pid')} on {owner.get('host')}, which writes into it since {owner.get('since')}"
+    return f"process {owner.get('pid')} on {owner.get('host')}, which has written into it since {owner.get('since')}"
 
 
 def _start_of(pid: Any) -> int:
-    """When a process of this machine started, in ticks since its boot; 0: there is none, or it is dead already."""
+    """Start time of a process of this machine in ticks since its boot; 0: it does not exist, or is a zombie."""
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return 0 if state in "ZX" else int(numbers[18])
@@ -152,7 +152,7 @@ def _start_of(pid: Any) -> int:
 
 
 def _boot() -> str:
-    """Names this boot of this machine, and the processes that this one can see."""
+    """Identifies this boot of this machine, and the processes that are visible here."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -160,7 +160,7 @@ def _boot() -> str:
 
 
 def _time_of(path: Path) -> int:
-    """When the file was touched, by the file server's clock. It is opened: over NFS that asks the server."""
+    """When the file was touched, by the clock of the file server. Opening it makes NFS ask the server."""
     try:
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
@@ -170,5 +170,5 @@ def _time_of(path: Path) -> int:
 
 def _touch(file: TextIO, ended: threading.Event, beat_s: float) -> None:
     while not ended.wait(beat_s):
-        with suppress(OSError):  # a file system that is away for a moment
+        with suppress(OSError):  # a file system that is temporarily unavailable
             os.utime(file.fileno())

@@ -1,4 +1,4 @@
-"""How the processes of a job on one machine start, end with each other, and leave nothing behind."""
+"""Start and end of the processes of a job on one machine, and cleaning up after them."""
 
 import ctypes
 import multiprocessing.util
@@ -11,21 +11,21 @@ from multiprocessing import resource_tracker
 from typing import NoReturn
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Variables that keep the sockets of process groups from other machines."""
+"""Variables that hide the sockets of process groups from other machines."""
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
-"""What asks a job to end."""
+"""Signals that end a job."""
 
 _QUIET_TRACKER = "ignore:resource_tracker:UserWarning"
-"""For PYTHONWARNINGS: no warning about the semaphores of a process that was killed, which are removed all the same."""
+"""For PYTHONWARNINGS: no warning about the semaphores of a killed process, which are removed anyway."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """From now on the kernel kills this process when the one that started it ends, however that ends (Linux).
+    """Makes the kernel kill this process when its parent ends, for whatever reason (Linux).
 
-    Args: parent: its id, where it is known: it may have ended already.
+    Args: parent: its id, if known: it may have ended already.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -35,8 +35,8 @@ def end_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def stops_held() -> Iterator[None]:
-    """`STOPS` wait until the end, and for processes that are started inside until these call `take_stops`."""
-    resource_tracker.ensure_running()  # its start would let them through again
+    """A context that blocks `STOPS`; processes that are started within it block them until they call `take_stops`."""
+    resource_tracker.ensure_running()  # its start would unblock them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
@@ -45,14 +45,14 @@ def stops_held() -> Iterator[None]:
 
 
 def take_stops() -> None:
-    """From now on `STOPS` end this process without a word, also those that came since it was started."""
+    """Lets `STOPS` end this process silently, also those received since its start."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Inside, new processes see these variables, and say nothing of semaphores that a killed process left."""
+    """A context in which new processes have these variables and do not warn about semaphores of killed processes."""
     given = os.environ.get("PYTHONWARNINGS")
     wanted = {**variables, "PYTHONWARNINGS": f"{given},{_QUIET_TRACKER}" if given else _QUIET_TRACKER}
     before = {name: os.environ.get(name) for name in wanted}
@@ -70,8 +70,8 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 def leave(status: int) -> NoReturn:
     """Ends a process that trained, without Python's own finalisation.
 
-    A thread of the process groups may still drop its last tensor, which needs the interpreter; if that is being
-    finalised just then, the process aborts after all its work was done (seen once in some thirty jobs). Only the
+    A thread of the process groups may still free its last tensor, which needs the interpreter. If the interpreter is
+    being finalised then, the process aborts after all its work is done (seen once in some thirty jobs). Only the
     temporary folder and the semaphores of `multiprocessing` are removed.
     """
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Where a run was started: versions, devices, ranks, commit. Kept for those who look at the run later."""
+"""Where a run was started: versions, devices, ranks, commit, for later inspection of the run."""
 
 import json
 import os
@@ -13,13 +13,13 @@ import torch
 from mmtrain import __version__
 from mmtrain.config.topology import AXES
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.parallel.planning import ranks_here
+from mmtrain.parallel.planning import local_world_size
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:
-    """What a start of a job should be remembered by."""
+    """The environment of one start of a job."""
     shape = mesh.shape
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "mmtrain": __version__,
         "commit": _commit(),
@@ -27,25 +27,25 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "device": _device_name(mesh.device),
         "ranks": shape.world_size,
-        "ranks_per_host": ranks_here(shape.world_size),
+        "ranks_per_host": local_world_size(shape.world_size),
         "mesh": {axis: degree for axis, degree in zip(AXES, shape.degrees, strict=True) if degree > 1},
         "system": platform.platform(terse=True),
     }
     if mesh.device.type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-    return found
+        record["cuda"] = str(torch.version.cuda)
+    return record
 
 
 def write_environment(path: Path, mesh: Mesh, step: int) -> None:
-    """Writes environment.json; a resumed run adds its start to those before.
+    """Writes environment.json; a resumed run appends its start.
 
-    Args: step: the run goes on after it; what was started at it or later is forgotten.
+    Args: step: the run continues after it; records of starts at this step or later are removed.
     """
     starts: list[dict[str, Any]] = []
     if step and path.exists():
         try:
             starts = [start for start in json.loads(path.read_text())["starts"] if start["step"] < step]
-        except (ValueError, KeyError, TypeError):  # it is for reading only: not worth a run
+        except (ValueError, KeyError, TypeError):  # for inspection only: must not stop a run
             starts = []
     text = json.dumps({"starts": [*starts, {"step": step, **environment(mesh)}]}, indent=2)
     aside = path.with_name(path.name + ".tmp")
@@ -65,7 +65,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that runs, with `+` if files differ from it; None: there is no checkout."""
+    """The commit of the running checkout, with `+` if files differ from it; None: no checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -76,7 +76,7 @@ def _commit() -> str | None:
     return head + ("+" if changed else "")
 
 
-def _git(folder: Path, *words: str) -> str:
-    """What a git command prints. Raises: OSError, SubprocessError: there is no git, or it fails."""
-    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+def _git(folder: Path, *arguments: str) -> str:
+    """The output of a git command. Raises: OSError, SubprocessError: no git, or it fails."""
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()

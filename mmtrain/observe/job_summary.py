@@ -1,4 +1,4 @@
-"""What a job runs, in words of its resolved config: for the log's first lines. Pure."""
+"""A summary of a job's resolved config for the first lines of the log. Pure."""
 
 from mmtrain.config.config import Config
 from mmtrain.config.model import ModelConfig
@@ -11,7 +11,7 @@ from mmtrain.spec.vae_shapes import VaeShape
 
 
 def start_lines(config: Config, planner: IterationPlanner, *, device: str, threads: int, cut_s: float) -> list[str]:
-    """What runs: the models on which data, each module with its size and cut, mesh and planner.
+    """The models and their data, size and cut of each module, mesh and planner.
 
     Args: device: its type. threads: of one rank's search. cut_s: seconds that the partition took.
     """
@@ -42,11 +42,11 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
 def _model(model: ModelConfig, module: str) -> str:
     """Family and size of a module's model, and where its weights come from."""
     section, shape = model.modules[module], shape_of(model, module)
-    words = [f"{section.pretrained} ({shape.model_type})" if section.pretrained else shape.model_type]
+    parts = [f"{section.pretrained} ({shape.model_type})" if section.pretrained else shape.model_type]
     if isinstance(shape, VaeShape):
-        words.append(f"latents of {shape.channels} channels")
+        parts.append(f"latents of {shape.channels} channels")
     else:
-        words.append(f"{shape.depth} blocks of width {shape.width}")
-    words += [f"projector {model.projector.kind}"] if module == "vision" else []
-    words += ["random weights"] if section.config or section.weights == "random" else []
-    return ", ".join(words)
+        parts.append(f"{shape.depth} blocks of width {shape.width}")
+    parts += [f"projector {model.projector.kind}"] if module == "vision" else []
+    parts += ["random weights"] if section.config or section.weights == "random" else []
+    return ", ".join(parts)

@@ -48,8 +48,8 @@ def setup_logging(rank: int) -> None:
 def peak_flops(section: MetricsConfig, device: torch.device) -> float:
     """FLOP/s that MFU is measured against: configured, or those of the data sheet of a known accelerator.
 
-    NaN where neither says: a CPU has no such number, and what a matrix product reaches at the start of a job says more
-    of its neighbours on the machine than of the CPU.
+    NaN where neither is known. On a CPU it is not measured either: a matrix product at the start of a job measures the
+    load of the machine more than the CPU.
     """
     if section.peak_flops:
         return section.peak_flops
@@ -80,26 +80,26 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerMetrics:
-    """What the search came to: of one step on this replica; of the run over all replicas where it says so."""
+    """Results of the search: of one step on this replica; of the run over all replicas where noted."""
 
     evaluations: int
-    """Plans that were tried; 0 if that is not known, as of a late search."""
+    """Plans tried; 0: not known, as of a timed-out search."""
     search_s: float
-    """Seconds that the search took, beside the step before."""
+    """Seconds that the search took, during the step before."""
     makespan_s: float
-    """Simulated, of the plan that ran."""
+    """Simulated makespan of the plan that ran."""
     first_s: float
-    """Simulated, of the first plan; NaN if none fits."""
+    """Simulated makespan of the first plan; NaN if none fits."""
     bound_s: float
-    """No plan is shorter; NaN if that is not known."""
+    """Lower bound of the makespan of any plan; NaN: not known."""
     late: int
-    """Steps of the run with the first plan since the searched one was not there in time, over all replicas."""
+    """Steps of the run, over all replicas, that ran the first plan because the search timed out."""
     failed: int
-    """Since the search raised or found nothing."""
+    """Because the search raised or found no plan."""
     invalid: int
-    """Since the searched plan broke a rule."""
+    """Because the searched plan broke a rule."""
     age_s: float = 0.0
-    """How long the searched plan lay ready before its step took it; 0 for a first plan, which is made for its step."""
+    """Seconds from the time the searched plan was ready to its use; 0 for a first plan."""
 
     @property
     def gap(self) -> float:
@@ -112,18 +112,18 @@ class PlannerMetrics:
         return self.makespan_s / self.first_s - 1 if self.first_s > 0 else math.nan
 
     def __str__(self) -> str:
-        """A few words for the log line; what is not known is left out."""
+        """The planner's part of the log line, with the values that are known."""
         parts = [f"{_percent(self.change):+.1f}% vs first"] if math.isfinite(self.change) else []
         parts += [f"gap {_percent(self.gap):.1f}%"] if math.isfinite(self.gap) else []
         parts += [f"{self.evaluations} tried in {self.search_s:.2f}s"] if self.evaluations else []
         text = f"plan: {', '.join(parts) or 'first'}"
         if self.late or self.failed or self.invalid:
-            text += f"; first plans: {self.late} late, {self.failed} failed, {self.invalid} invalid"
+            text += f"; first plans: {self.late} timed out, {self.failed} failed, {self.invalid} invalid"
         return text
 
 
 def _percent(fraction: float) -> float:
-    """Of a fraction, with one digit; what rounds to nothing has no sign."""
+    """A fraction in percent, rounded to one digit; never -0."""
     return round(100 * fraction, 1) + 0.0
 
 
@@ -134,9 +134,9 @@ class ModuleMetrics:
     compute_s: float
     """Seconds of its actions, all pipeline ranks together."""
     flops: float
-    """Model FLOPs of it: frozen parts without weight gradients, nothing twice that is recomputed."""
+    """Model FLOPs: no weight gradients of frozen parts; recomputation does not count."""
     peak_flops: float
-    """FLOP/s of the devices that stand behind one pipeline rank; NaN: not known."""
+    """FLOP/s of all devices of one pipeline rank (cp x tp); NaN: not known."""
     bubble: float
     """Fraction of the pipeline ranks' time in which they waited for this module (`schedule/view/waits.py`)."""
 
@@ -147,13 +147,13 @@ class ModuleMetrics:
 
     @property
     def mfu(self) -> float:
-        """The same over what the devices can do; NaN if that is not known."""
+        """Model FLOPs utilisation: achieved over peak FLOP/s; NaN: not known."""
         return self.tflops * 1e12 / self.peak_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Numbers of one step, over all replicas where not said otherwise."""
+    """Metrics of one step, over all replicas unless noted."""
 
     step: int
     loss: float
@@ -163,26 +163,26 @@ class StepMetrics:
     lr: float
     step_time_s: float
     data_time_s: float
-    """Waiting for the loader; with the planner on, for the batch of the next step."""
+    """Seconds waited for the loader; with the planner on, for the batch of the next step."""
     plan_time_s: float
-    """Planning, lowering and checking; with the planner on, what the step waits for it."""
+    """Seconds of planning, lowering and checking; with the planner on, seconds waited for it."""
     tokens: int
     images: int
     image_tokens: int
-    """Those of `tokens` that stand for images."""
+    """The part of `tokens` that are image tokens."""
     patches: int
     """Encoder rows."""
     clips: int
     frames: int
     """Latent frames of the clips."""
     video_tokens: int
-    """Those of `tokens` that are latents."""
+    """The part of `tokens` that are latents."""
     skipped_samples: int
     """Samples dropped since the run started."""
     bubble: float
     """Idle fraction of the pipeline ranks of this replica."""
     flops: float
-    """Model FLOPs of one device in this step: frozen parts without weight gradients, real tokens only."""
+    """Model FLOPs of one device in this step: no weight gradients of frozen parts, no padding."""
     peak_flops: float
     """FLOP/s of one device; NaN: not known."""
     memory_gib: float
@@ -190,11 +190,11 @@ class StepMetrics:
     memory_percent: float
     world_size: int
     memory_predicted_gib: float = math.nan
-    """Of the fullest rank: what is there in any case, and the plan's peak of activations."""
+    """Predicted peak of the most loaded rank: its static memory and the plan's peak of activations."""
     memory_measured_gib: float = math.nan
-    """Peak of this step on the fullest rank; NaN where the system does not say."""
+    """Measured peak of the most loaded rank; NaN: not known on this system."""
     memory_limit_gib: float = math.nan
-    """What a rank may take; NaN: no limit."""
+    """Memory limit of a rank; NaN: no limit."""
     measured_s: float = math.nan
     """Makespan of the pipeline of this replica: from the first start of an action to the last end."""
     planned_s: float = math.nan
@@ -211,7 +211,7 @@ class StepMetrics:
 
     @property
     def mfu(self) -> float:
-        """The same over what the device can do; NaN if that is not known."""
+        """Model FLOPs utilisation: achieved over peak FLOP/s; NaN: not known."""
         return self.tflops * 1e12 / self.peak_flops
 
     @property
@@ -221,24 +221,32 @@ class StepMetrics:
 
     @property
     def bubble_other(self) -> float:
-        """What of the bubble is charged to no module: transfers, starts of actions, gathers and reductions."""
+        """The part of the bubble that is due to no module: transfers, starts of actions, gathers and reductions."""
         return self.bubble - sum(module.bubble for module in self.modules.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """What one validation found, over all replicas."""
+    """Results of one validation, over all replicas."""
 
     loss: float
     """Mean over labelled tokens, or over all numbers of the latents."""
     accuracy: Mapping[str, tuple[int, int]]
     """Grade -> (answers right, answers)."""
     shuffled_loss: float | None = None
-    """With each clip under the caption of another; None: not asked for."""
+    """Loss with each clip under the caption of another one; None: not measured."""
+
+
+_LINE_KEYS = (
+    "step", "loss", "grad_norm", "lr", "step_time_s", "data_time_s", "plan_time_s", "tokens", "images", "image_tokens",
+    "patches", "clips", "frames", "video_tokens", "skipped_samples", "bubble", "memory_predicted_gib",
+    "memory_measured_gib", "memory_limit_gib",
+)  # fmt: skip
+"""Fields of `StepMetrics` in a line of metrics.jsonl, under the same names."""
 
 
 class Reporter:
-    """Writes a run's metrics; does nothing on a rank that is not asked to."""
+    """Writes a run's metrics; does nothing where it is not enabled."""
 
     def __init__(self, section: MetricsConfig, folder: Path, *, enabled: bool, steps: int, start: int) -> None:
         self._enabled = enabled
@@ -258,43 +266,21 @@ class Reporter:
             self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
 
     def step(self, m: StepMetrics, *, quiet: bool = False) -> None:
-        """Reports one training step. Args: quiet: to metrics.jsonl alone."""
+        """Reports one training step. Args: quiet: to metrics.jsonl only."""
         if not self._enabled:
             return
         tps = m.tokens / m.step_time_s / m.world_size
         items_s = (m.clips or m.images) / m.step_time_s
         item = "clips" if m.clips else "images"
         self._line(
-            {
-                "step": m.step,
-                "loss": m.loss,
-                "grad_norm": m.grad_norm,
-                "lr": m.lr,
-                "step_time_s": m.step_time_s,
-                "data_time_s": m.data_time_s,
-                "plan_time_s": m.plan_time_s,
-                "tokens": m.tokens,
-                "images": m.images,
-                "image_tokens": m.image_tokens,
-                "patches": m.patches,
-                "clips": m.clips,
-                "frames": m.frames,
-                "video_tokens": m.video_tokens,
-                "skipped_samples": m.skipped_samples,
-                "bubble": m.bubble,
-                "memory_predicted_gib": m.memory_predicted_gib,
-                "memory_measured_gib": m.memory_measured_gib,
-                "memory_limit_gib": m.memory_limit_gib,
-                "tps": tps,
-                "tflops": m.tflops,
-                "mfu": m.mfu,
-                "makespan_s": m.measured_s,
-                "planned_makespan_s": m.planned_s,
-                "makespan_ratio": m.slowdown,
+            {key: getattr(m, key) for key in _LINE_KEYS}
+            | {"tps": tps, "tflops": m.tflops, "mfu": m.mfu}
+            | {"makespan_s": m.measured_s, "planned_makespan_s": m.planned_s, "makespan_ratio": m.slowdown}
+            | {
+                f"{key}_{name}": getattr(module, key)
+                for key in ("tflops", "mfu", "bubble")
+                for name, module in m.modules.items()
             }
-            | {f"tflops_{name}": module.tflops for name, module in m.modules.items()}
-            | {f"mfu_{name}": module.mfu for name, module in m.modules.items()}
-            | {f"bubble_{name}": module.bubble for name, module in m.modules.items()}
             | ({"bubble_other": m.bubble_other} if m.modules else {})
             | _planner_values(m.planner, "plan_{}")
         )
@@ -302,7 +288,7 @@ class Reporter:
             return
         self._say(
             f"step: {m.step:4d}  loss: {m.loss:7.4f}  grad_norm: {m.grad_norm:7.4f}  "
-            f"memory: {m.memory_gib:.2f}GiB({m.memory_percent:.1f}%)  {_memory_words(m)}"
+            f"memory: {m.memory_gib:.2f}GiB({m.memory_percent:.1f}%)  {_memory_text(m)}"
             f"tps: {tps:,.0f}  tflops: {m.tflops:.4f}  "
             + (f"mfu: {100 * m.mfu:.1f}%  " if math.isfinite(m.mfu) else "")
             + f"{item}/s: {items_s:.1f}  bubble: {100 * m.bubble:.0f}%"
@@ -311,54 +297,26 @@ class Reporter:
         if self._bar is not None:
             self._bar.update(m.step - self._bar.n)
             self._bar.set_postfix(loss=f"{m.loss:.3f}")
-        self._scalars(
-            {
-                "loss_metrics/global_avg_loss": m.loss,
-                "loss_metrics/global_max_loss": m.max_loss,
-                "grad_norm": m.grad_norm,
-                "lr": m.lr,
-                "throughput(tps)": tps,
-                f"throughput({item}/s)": items_s,
-                "tflops": m.tflops,
-                "time_metrics/end_to_end(s)": m.step_time_s,
-                "time_metrics/data_loading(s)": m.data_time_s,
-                "time_metrics/data_loading(%)": 100 * m.data_time_s / m.step_time_s,
-                "time_metrics/planning(s)": m.plan_time_s,
-                "memory/max_reserved(GiB)": m.memory_gib,
-                "memory/max_reserved(%)": m.memory_percent,
-            }
-            | _memory_values(m)
-            | {
-                "pipeline/bubble(%)": 100 * m.bubble,
-                "modality/text/tokens": m.tokens - m.image_tokens - m.video_tokens,
-            }
-            | _modality_values(m)
-            | {
-                "data/skipped_samples": m.skipped_samples,
-            }
-            | _timing_values(m)
-            | _planner_values(m.planner, "planner/{}"),
-            m.step,
-        )
+        self._scalars(_scalars(m, tps, f"throughput({item}/s)", items_s), m.step)
 
-    def validation(self, step: int, found: Validation) -> None:
+    def validation(self, step: int, result: Validation) -> None:
         """Reports one validation."""
         if not self._enabled:
             return
-        shares = {grade: right / count for grade, (right, count) in sorted(found.accuracy.items()) if count}
-        words = "".join(f"  {grade}: {100 * share:.1f}%" for grade, share in shares.items())
-        words = f"  accuracy{words}" if words else ""
-        shuffled = found.shuffled_loss
+        shares = {grade: right / count for grade, (right, count) in sorted(result.accuracy.items()) if count}
+        text = "".join(f"  {grade}: {100 * share:.1f}%" for grade, share in shares.items())
+        text = f"  accuracy{text}" if text else ""
+        shuffled = result.shuffled_loss
         if shuffled is not None:
-            words += f"  with shuffled captions: {shuffled:.4f}"
-        self._say(f"validate step: {step:4d}  loss: {found.loss:7.4f}{words}")
+            text += f"  with shuffled captions: {shuffled:.4f}"
+        self._say(f"validate step: {step:4d}  loss: {result.loss:7.4f}{text}")
         extra = {} if shuffled is None else {"validation_metrics/loss_shuffled_captions": shuffled}
         self._scalars(
-            {"validation_metrics/loss": found.loss, **extra}
+            {"validation_metrics/loss": result.loss, **extra}
             | {f"validation_metrics/accuracy/{grade}": share for grade, share in shares.items()},
             step,
         )
-        line = {"step": step, "validation_loss": found.loss, "accuracy": shares}
+        line = {"step": step, "validation_loss": result.loss, "accuracy": shares}
         self._line(line if shuffled is None else line | {"shuffled_captions_loss": shuffled})
 
     def image(self, step: int, name: str, make: Callable[[], bytes]) -> None:
@@ -370,9 +328,9 @@ class Reporter:
 
     def close(self) -> None:
         """Flushes and closes all files."""
-        for thing in (self._board, self._file, self._bar):
-            if thing is not None:
-                thing.close()
+        for output in (self._board, self._file, self._bar):
+            if output is not None:
+                output.close()
 
     def _say(self, text: str) -> None:
         if self._bar is not None:
@@ -390,58 +348,58 @@ class Reporter:
         self._file.flush()
 
 
-def _memory_words(m: StepMetrics) -> str:
-    """A step's memory beside its limit, for the log line; nothing without a limit."""
+def _memory_text(m: StepMetrics) -> str:
+    """A step's memory and its limit, for the log line; empty without a limit."""
     if not math.isfinite(m.memory_limit_gib):
         return ""
     measured = f"{m.memory_measured_gib:.2f}" if math.isfinite(m.memory_measured_gib) else "-"
     return f"predicted: {m.memory_predicted_gib:.2f} measured: {measured} of {m.memory_limit_gib:.2f}GiB  "
 
 
-def _memory_values(m: StepMetrics) -> dict[str, float]:
-    """Those of a step's memory that are known, as scalars."""
+def _scalars(m: StepMetrics, tps: float, item_tag: str, items_s: float) -> dict[str, float]:
+    """The tensorboard scalars of a step; those of memory, utilisation and makespans only where they are known."""
+    kind = "video" if m.clips else "image"
     values = {
+        "loss_metrics/global_avg_loss": m.loss,
+        "loss_metrics/global_max_loss": m.max_loss,
+        "grad_norm": m.grad_norm,
+        "lr": m.lr,
+        "throughput(tps)": tps,
+        item_tag: items_s,
+        "tflops": m.tflops,
+        "time_metrics/end_to_end(s)": m.step_time_s,
+        "time_metrics/data_loading(s)": m.data_time_s,
+        "time_metrics/data_loading(%)": 100 * m.data_time_s / m.step_time_s,
+        "time_metrics/planning(s)": m.plan_time_s,
+        "memory/max_reserved(GiB)": m.memory_gib,
+        "memory/max_reserved(%)": m.memory_percent,
+        "pipeline/bubble(%)": 100 * m.bubble,
+        "modality/text/tokens": m.tokens - m.image_tokens - m.video_tokens,
+        f"modality/{kind}/tokens": m.video_tokens if m.clips else m.image_tokens,
+        f"modality/{kind}/count": m.clips or m.images,
+        **({"modality/video/frames": m.frames} if m.clips else {"modality/image/patches": m.patches}),
+        "data/skipped_samples": m.skipped_samples,
+    }
+    optional = {
         "memory/predicted(GiB)": m.memory_predicted_gib,
         "memory/measured(GiB)": m.memory_measured_gib,
         "memory/limit(GiB)": m.memory_limit_gib,
-    }
-    return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
-def _modality_values(m: StepMetrics) -> dict[str, float]:
-    """Counts of what a step had besides text: clips or images."""
-    if m.clips:
-        return {
-            "modality/video/tokens": m.video_tokens,
-            "modality/video/frames": m.frames,
-            "modality/video/count": m.clips,
-        }
-    return {
-        "modality/image/tokens": m.image_tokens,
-        "modality/image/patches": m.patches,
-        "modality/image/count": m.images,
-    }
-
-
-def _timing_values(m: StepMetrics) -> dict[str, float]:
-    """Utilisation, makespans and the parts of the modules, as scalars; those that are known."""
-    values = {
         "mfu(%)": 100 * m.mfu,
         "pipeline/makespan_measured(s)": m.measured_s,
         "pipeline/makespan_planned(s)": m.planned_s,
         "pipeline/makespan_ratio": m.slowdown,
+        "pipeline/bubble_other(%)": 100 * m.bubble_other if m.modules else math.nan,
     }
     for name, module in m.modules.items():
-        values[f"modality/{name}/tflops"] = module.tflops
-        values[f"modality/{name}/mfu(%)"] = 100 * module.mfu
-        values[f"modality/{name}/bubble(%)"] = 100 * module.bubble
-    if m.modules:
-        values["pipeline/bubble_other(%)"] = 100 * m.bubble_other
-    return {name: value for name, value in values.items() if math.isfinite(value)}
+        optional[f"modality/{name}/tflops"] = module.tflops
+        optional[f"modality/{name}/mfu(%)"] = 100 * module.mfu
+        optional[f"modality/{name}/bubble(%)"] = 100 * module.bubble
+    values |= {tag: value for tag, value in optional.items() if math.isfinite(value)}
+    return values | _planner_values(m.planner, "planner/{}")
 
 
 def _planner_values(m: PlannerMetrics | None, name: str) -> dict[str, float]:
-    """The planner's numbers under names of a form; NaN where one is not known. Empty if the planner is off."""
+    """The planner's metrics; empty if the planner is off. Args: name: pattern of the keys."""
     if m is None:
         return {}
     values = {
@@ -460,7 +418,7 @@ def _planner_values(m: PlannerMetrics | None, name: str) -> dict[str, float]:
 
 
 def _continue_jsonl(path: Path, start: int) -> TextIO:
-    """The metrics file, opened to append, without lines of steps that a resumed run does again."""
+    """The metrics file, opened to append, without the steps that a resumed run repeats."""
     if path.exists():
         kept = []
         for line in path.read_text().splitlines():
@@ -468,7 +426,7 @@ def _continue_jsonl(path: Path, start: int) -> TextIO:
                 if start and json.loads(line)["step"] <= start:
                     kept.append(line + "\n")
             except (json.JSONDecodeError, KeyError):
-                continue  # cut short by a kill
+                continue  # truncated by a kill
         aside = path.with_name(path.name + ".tmp")
         aside.write_text("".join(kept))
         os.replace(aside, path)

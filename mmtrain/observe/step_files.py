@@ -1,4 +1,4 @@
-"""Files about one step: its measured timeline beside the planned one, as a trace, an image and data."""
+"""Files about one step: its measured and planned timelines as a trace, an image and data."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from mmtrain.spec.spec import Flops
 
 @dataclass(frozen=True, kw_only=True)
 class StepFiles:
-    """What can be written about a step, on replica 0."""
+    """The files of a step, on replica 0."""
 
     step: int
     planner: IterationPlanner
@@ -27,12 +27,12 @@ class StepFiles:
 
     @cached_property
     def timelines(self) -> dict[str, Timeline]:
-        """Both, by name."""
+        """Measured and planned."""
         assert self.plan.result.timeline is not None
         return {"measured": self.timing.timeline(), "planned": self.plan.result.timeline}
 
     def write_trace(self, path: Path) -> None:
-        """Writes a Chrome / Perfetto trace with two groups of rows and arrows for what ranks needed of each other."""
+        """Writes a Chrome / Perfetto trace with both timelines and arrows for results needed by other ranks."""
         graph = self.plan.problem.graph
         details = {action: self._details(action) for order in self.timing.plan.orders for action in order}
         _write(path, json.dumps(trace_events(self.timelines, graph=graph, details=details)))
@@ -77,7 +77,7 @@ class StepFiles:
             "modules": [module.name for module in graph.modules],
             "num_ranks": graph.num_ranks,
             "stages": [
-                [graph.place[stage.index][0], stage.pp_rank, stage.layers[0], stage.layers[1] - 1]
+                [graph.module_of[stage.index], stage.pp_rank, stage.layers[0], stage.layers[1] - 1]
                 for stage in self.planner.partition.stages
             ],
             "actions": actions,
@@ -96,7 +96,7 @@ class StepFiles:
         return flops_of(action.kind, self.planner.spec.flops(stage.module, size, range(*stage.layers)))
 
     def _details(self, action: Action) -> dict[str, Any]:
-        """What a trace says of an action."""
+        """The details of an action in a trace."""
         stage, work = self.planner.partition.stages[action.stage], self._works[action]
         size = self.plan.batching.sizes[work]
         return {
@@ -112,7 +112,7 @@ class StepFiles:
 
 
 def flops_of(kind: Kind, flops: Flops) -> float:
-    """Those of a compute action of a kind, of all of a stage and work."""
+    """FLOPs of a compute action of a stage and work."""
     if kind is Kind.F:
         return flops.forward
     if kind is Kind.I:
@@ -123,14 +123,14 @@ def flops_of(kind: Kind, flops: Flops) -> float:
 
 
 def _waits(timing: StepTiming, zero: float) -> list[list[float]]:
-    found = timing.waits
-    columns = (found.rank, found.start_s - zero, found.end_s - zero, found.action)
+    waits = timing.waits
+    columns = (waits.rank, waits.start_s - zero, waits.end_s - zero, waits.action)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [[rank, round(start, 7), round(end, 7), action] for rank, start, end, action in rows]
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file that is whole or not there."""
+    """Writes a file that is either complete or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(text, encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Memory of a running rank: what its device has, what the process takes beside tensors, the peak of each step, and the
-margins that grow where a step took more than `planner.memory_limit`.
+"""Memory of a running rank: device memory, memory of the process besides tensors, the peak of each step, and the
+margins, which grow after a step that exceeds `planner.memory_limit`.
 
-On CUDA a peak is the allocator's, with the context beside it. On a CPU it is that of the whole process (resident set),
-which Linux counts from a chosen moment on.
+On CUDA a peak is that of the allocator plus the context. On a CPU it is that of the whole process (resident set), which
+Linux can count from a given time on.
 """
 
 import logging
@@ -20,7 +20,7 @@ from mmtrain.config.config import Config
 from mmtrain.config.memory_amount import GIB, show_bytes
 from mmtrain.observe.metrics import memory_gib
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.parallel.planning import ranks_here
+from mmtrain.parallel.planning import local_world_size
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.memory.limit import BudgetHistory, MemoryBudget, MemoryRule, least_activation_bytes
 from mmtrain.planner.partition.partition import Partition
@@ -29,7 +29,7 @@ from mmtrain.spec.spec import ModelSpec
 logger = logging.getLogger("mmtrain")
 
 ROUNDED_TO_BYTES = 2.0**26
-"""What a process takes is rounded up to this, so that small differences from run to run change no plan."""
+"""The memory of a process is rounded up to a multiple, so that small variations between runs change no plan."""
 
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
@@ -38,31 +38,31 @@ _GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """What one rank finds before its model is there; equal on all ranks of the job."""
+    """Memory of a rank before its model is built; equal on all ranks of the job."""
 
     device_bytes: float
-    """Of a rank's device; of a CPU: of the machine, divided by its ranks. The smallest of the job."""
+    """Memory of a rank's device; on a CPU, that of the machine divided by its ranks. The minimum over the job."""
     process_bytes: float
-    """What the process takes beside tensors. The largest of the job."""
+    """Memory of the process besides tensors. The maximum over the job."""
 
     @classmethod
     def agreed(cls, device: torch.device, num_ranks: int) -> "DeviceMemory":
-        """What all ranks of the job can rely on. Collective over the job. Args: num_ranks: on this machine."""
+        """The values that hold for all ranks. Collective over the job. Args: num_ranks: on this machine."""
         memory = _cuda_memory(device, _sharers(num_ranks)) if device.type == "cuda" else _host_memory(num_ranks)
         device_bytes, process_bytes = memory
-        found = torch.tensor([-device_bytes, process_bytes], dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        rounded = -(-float(found[1]) // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
-        return cls(device_bytes=-float(found[0]), process_bytes=rounded)
+        largest = torch.tensor([-device_bytes, process_bytes], dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        rounded = -(-float(largest[1]) // ROUNDED_TO_BYTES) * ROUNDED_TO_BYTES
+        return cls(device_bytes=-float(largest[0]), process_bytes=rounded)
 
 
 def _sharers(num_ranks: int) -> int:
-    """Ranks on one CUDA device of this machine: 1, but with comm.share_device."""
+    """Ranks on one CUDA device of this machine: 1, except with comm.share_device."""
     return -(-num_ranks // int(torch.cuda.device_count()))
 
 
 def _cuda_memory(device: torch.device, sharers: int = 1) -> tuple[float, float]:
-    """Bytes of a device for one of the ranks that share it, and those beside tensors, while no rank has any."""
+    """Bytes of a device for each of the ranks that share it, and those besides tensors, before any rank has tensors."""
     free, total = torch.cuda.mem_get_info(device)
     return total / sharers, max(0.0, float(total - free - torch.cuda.memory_reserved(device))) / sharers
 
@@ -78,21 +78,21 @@ def _host_memory(num_ranks: int) -> tuple[float, float]:
 
 
 def _status_bytes(key: str) -> float | None:
-    """A size in /proc/self/status, in bytes; None where there is none."""
+    """A size in /proc/self/status, in bytes; None: absent."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:  # not Linux
         return None
-    found = [line for line in lines if line.startswith(key + ":")]
-    return float(found[0].split()[1]) * 1024 if found else None
+    matching = [line for line in lines if line.startswith(key + ":")]
+    return float(matching[0].split()[1]) * 1024 if matching else None
 
 
 class PeakMeter:
-    """Most memory that this rank takes from one moment to another."""
+    """The peak memory of this rank since `start`."""
 
     def __init__(self, device: torch.device, process_bytes: float, *, shared: bool = False) -> None:
         """Args:
-        process_bytes: counted beside an accelerator's tensors; on a CPU it is in what is measured.
+        process_bytes: added to the tensors of an accelerator; on a CPU it is part of the measurement.
         shared: other ranks are on the same CUDA device.
         """
         self._device, self._shared = device, shared
@@ -100,24 +100,24 @@ class PeakMeter:
         self._resets = True
 
     def start(self) -> None:
-        """Forgets what was before."""
+        """Resets the peak."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             self._resets = _reset_peak()
 
     def peak_bytes(self) -> float | None:
-        """The peak since `start`; None: this system does not say."""
+        """The peak since `start`; None: not known on this system."""
         if self._device.type == "cuda":
             outside = self._process_bytes
-            if not self._shared:  # else tensors of other ranks are there too
-                outside = max(outside, _cuda_memory(self._device)[1])  # NCCL's buffers come later
+            if not self._shared:  # else tensors of other ranks are included
+                outside = max(outside, _cuda_memory(self._device)[1])  # NCCL's buffers are allocated later
             return float(torch.cuda.max_memory_allocated(self._device)) + outside
         return _status_bytes("VmHWM") if self._resets else None
 
 
 def _reset_peak() -> bool:
-    """Lets Linux count the peak of this process from now on; whether it does."""
+    """Makes Linux count the peak of this process from now on; returns whether it does."""
     try:
         _RESET.write_text("5")
     except OSError:
@@ -132,20 +132,20 @@ def in_gib(num_bytes: float | None) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Memory of one training step, of the fullest rank of the job; GiB."""
+    """Memory of one training step on the most loaded rank of the job; GiB."""
 
     reserved_gib: float
     """As `metrics.memory_gib`."""
     reserved_percent: float
     predicted_gib: float
     measured_gib: float
-    """NaN where the system does not say."""
+    """NaN: not known on this system."""
     limit_gib: float
     """NaN: no limit."""
 
 
 class JobMemory:
-    """The memory of a job's ranks from step to step. Every rank makes one, and calls it at the same places."""
+    """The memory of a job's ranks from step to step. Its methods are called by all ranks alike."""
 
     def __init__(
         self, device: torch.device, pp_rank: int, budgets: BudgetHistory, *, shares_device: bool = False
@@ -155,12 +155,12 @@ class JobMemory:
 
     @classmethod
     def measured(cls, config: Config, spec: ModelSpec, partition: Partition, mesh: Mesh) -> "JobMemory":
-        """What plans have to leave free, before the model is there. Collective over the job.
+        """The memory budget of plans, before the model is built. Collective over the job.
 
         Raises: ConfigError: planner.memory_limit leaves nothing for activations.
         """
-        found = DeviceMemory.agreed(mesh.device, ranks_here(mesh.shape.world_size))
-        budget = MemoryRule.of(config, found.device_bytes).budget(spec, partition, found.process_bytes)
+        memory = DeviceMemory.agreed(mesh.device, local_world_size(mesh.shape.world_size))
+        budget = MemoryRule.of(config, memory.device_bytes).budget(spec, partition, memory.process_bytes)
         budget.check()
         if budget.limited:
             logger.info("%s", budget.table())
@@ -168,11 +168,11 @@ class JobMemory:
         made = cls(mesh.device, mesh.pp_rank, budgets, shares_device=config.comm.share_device)
         made.start_step()
         if made.peak_bytes() is None:
-            logger.info("memory: this system does not say what a step takes at most, so it is not measured")
+            logger.info("memory: the peak of a step cannot be measured on this system")
         return made
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Goes on with the margins of the run before.
+        """Continues with the margins of an earlier run.
 
         Args: saved: of `to_dict`.
         Raises: ConfigError: they leave nothing for activations.
@@ -183,11 +183,11 @@ class JobMemory:
             logger.info("resumed %s", self._budgets.newest.table())
 
     def to_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; empty without a limit."""
+        """The state for a resumed run; empty without a limit."""
         return self._budgets.to_dict() if self._budgets.budget.limited else {}
 
     def budget(self, step: int) -> MemoryBudget:
-        """What a step is planned with."""
+        """The budget of a step."""
         return self._budgets.at(step)
 
     def limited(self, planner: IterationPlanner, step: int) -> IterationPlanner:
@@ -196,27 +196,27 @@ class JobMemory:
         return planner.with_limits(limits, self._budgets.budget.activation_limits) if limits else planner
 
     def start_step(self) -> None:
-        """From here on the peak is that of the coming step."""
+        """Resets the peak for the coming step."""
         self._meter.start()
 
     def peak_bytes(self) -> float | None:
-        """The peak of the step on this rank so far; None: this system does not say."""
+        """The peak of the step on this rank so far; None: not known on this system."""
         return self._meter.peak_bytes()
 
     def end_step(self, step: int, plan: IterationPlan) -> MemoryUse:
-        """What a step took, and larger margins for later ones if that was over the limit. Collective over the job."""
-        measured, mine = self._meter.peak_bytes(), self._budgets.at(step).ranks[self._pp_rank]
+        """The memory of a step; larger margins for later steps if it exceeded the limit. Collective over the job."""
+        measured, budget = self._meter.peak_bytes(), self._budgets.at(step).ranks[self._pp_rank]
         assert plan.result.timeline is not None
-        predicted = mine.predicted_bytes(plan.result.timeline.peak_bytes[self._pp_rank])
+        predicted = budget.predicted_bytes(plan.result.timeline.peak_bytes[self._pp_rank])
         excess = [0.0] * len(self._budgets.budget.ranks)
-        if measured is not None and mine.limit_bytes is not None and measured > mine.limit_bytes:
+        if measured is not None and budget.limit_bytes is not None and measured > budget.limit_bytes:
             excess[self._pp_rank] = max(0.0, measured - predicted)
         needed = list(least_activation_bytes(plan.problem)) if self._budgets.budget.limited else []
         known = -1.0 if measured is None else in_gib(measured)
         row = [*memory_gib(self._device), in_gib(predicted), known, *excess, *needed]
-        found = torch.tensor(row, dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        reserved, percent, most_predicted, most_measured, *of_ranks = found.tolist()
+        largest = torch.tensor(row, dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        reserved, percent, most_predicted, most_measured, *of_ranks = largest.tolist()
         if needed:
             self._set_margins(step, of_ranks[: len(excess)], of_ranks[len(excess) :])
         return MemoryUse(
@@ -224,16 +224,16 @@ class JobMemory:
             reserved_percent=percent,
             predicted_gib=most_predicted,
             measured_gib=most_measured if most_measured >= 0 else math.nan,
-            limit_gib=in_gib(mine.limit_bytes),
+            limit_gib=in_gib(budget.limit_bytes),
         )
 
     def _set_margins(self, step: int, excess: Sequence[float], needed: Sequence[float]) -> None:
-        """Args: [pp_rank] -> bytes, equal on all ranks: over the prediction where the limit was passed; the least that
-        the activations of a microbatch take."""
+        """Args: [pp_rank] -> bytes, equal on all ranks. excess: over the prediction where the limit was exceeded.
+        needed: the least activations of a microbatch."""
         before, self._budgets = self._budgets, self._budgets.after(step, excess, needed)
         for old, new in zip(before.newest.ranks, self._budgets.newest.ranks, strict=True):
             margins = f"from {show_bytes(old.margin_bytes)} to {show_bytes(new.margin_bytes)} from step {step + 2} on"
-            if new.margin_bytes > old.margin_bytes:  # equal on all ranks: one of them says it
+            if new.margin_bytes > old.margin_bytes:  # equal on all ranks: one of them logs it
                 logger.info(
                     "step %d: pp_rank %d passed planner.memory_limit, with %s more than predicted; its margin grows %s",
                     step,

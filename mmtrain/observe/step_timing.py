@@ -1,4 +1,4 @@
-"""When the actions of a step ran on all pipeline ranks of a replica, and what follows for each module."""
+"""Start and end of the actions of a step on all pipeline ranks of a replica, and the metrics of each module."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mmtrain.observe.metrics import ModuleMetrics
 from mmtrain.parallel.mesh import Mesh
-from mmtrain.parallel.planning import ranks_here
+from mmtrain.parallel.planning import local_world_size
 from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.timeline import Timeline
@@ -20,10 +20,10 @@ from mmtrain.spec.spec import Flops
 
 @dataclass(frozen=True, kw_only=True)
 class StepTiming:
-    """One step as its pipeline ranks ran it; equal on all of them.
+    """The actions of one step on all pipeline ranks; equal on all of them.
 
-    Seconds on a clock that the ranks share. Ranks of several machines have no such clock: there the programs of all
-    ranks count as started at the same time, which they are but for the time that the end of the step before takes.
+    Seconds on a clock shared by the ranks. Ranks of several machines have no such clock: there all programs count as
+    started at the same time, which is exact except for the different ends of the step before.
     """
 
     plan: Plan
@@ -35,19 +35,19 @@ class StepTiming:
 
     @classmethod
     def gathered(cls, mesh: Mesh, plan: Plan, outcome: StepOutcome) -> "StepTiming":
-        """The timing of a step. Collective over pp: one gather. Args: outcome: of this rank, which ran `plan`."""
+        """The timing of a step. Collective over pp: one gather. Args: outcome: of `plan` on this rank."""
         counts = [len(order) for order in plan.orders]
         assert tuple(a for a, _, _ in outcome.rows) == plan.orders[mesh.pp_rank], "the runtime ran another order"
-        mine = torch.zeros(2 + 2 * max(counts), dtype=torch.float64)
+        local = torch.zeros(2 + 2 * max(counts), dtype=torch.float64)
         times = [*outcome.span, *(s for _, s, _ in outcome.rows), *(e for _, _, e in outcome.rows)]
-        mine[: len(times)] = torch.tensor(times, dtype=torch.float64)
-        found = [mine]
+        local[: len(times)] = torch.tensor(times, dtype=torch.float64)
+        gathered = [local]
         if mesh.shape.pp > 1:
-            found = [torch.empty_like(mine) for _ in counts]
-            dist.all_gather(found, mine, group=mesh.pp_group)
-        own_clocks = ranks_here(mesh.shape.world_size) < mesh.shape.world_size
+            gathered = [torch.empty_like(local) for _ in counts]
+            dist.all_gather(gathered, local, group=mesh.pp_group)
+        own_clocks = local_world_size(mesh.shape.world_size) < mesh.shape.world_size
         starts, ends, spans = [], [], []
-        for count, row in zip(counts, found, strict=True):
+        for count, row in zip(counts, gathered, strict=True):
             values = row.numpy()
             zero = values[0] if own_clocks else 0.0
             starts.append(values[2 : 2 + count] - zero)
@@ -76,17 +76,17 @@ class StepTiming:
         return max(self.spans_s) * len(self.spans_s)
 
     def modules(self, flops: Mapping[str, Flops], peak_flops: float) -> dict[str, ModuleMetrics]:
-        """Module -> what its actions took, and what was waited for them.
+        """Module -> time of its actions, and idle time due to them.
 
         Args:
             flops: module -> model FLOPs of the step on this replica.
-            peak_flops: of all devices that a pipeline rank stands for (cp x tp), together.
+            peak_flops: of all devices of a pipeline rank (cp x tp) together.
         """
         graph = self.plan.graph
         seconds = [0.0] * len(graph.modules)
         for order, start, end in zip(self.plan.orders, self.starts_s, self.ends_s, strict=True):
             for action, length in zip(order, (end - start).tolist(), strict=True):
-                seconds[graph.place[action.stage][0]] += length
+                seconds[graph.module_of[action.stage]] += length
         waited = self.waits.module_s(len(graph.modules))
         return {
             module.name: ModuleMetrics(
@@ -99,7 +99,7 @@ class StepTiming:
         }
 
     def timeline(self) -> Timeline:
-        """As the drawing functions want it."""
+        """The timeline for drawings."""
         rows = [
             (rank, *row)
             for rank, columns in enumerate(zip(self.plan.orders, self.starts_s, self.ends_s, strict=True))
@@ -109,7 +109,7 @@ class StepTiming:
 
 
 def planned_timing(plan: Plan, timeline: Timeline) -> StepTiming:
-    """A simulated timeline in the same form."""
+    """A simulated timeline as a `StepTiming`."""
     starts: list[list[float]] = [[] for _ in plan.orders]
     ends: list[list[float]] = [[] for _ in plan.orders]
     times = {row.action: (row.start_s, row.end_s) for row in timeline.rows}

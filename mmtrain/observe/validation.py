@@ -1,4 +1,4 @@
-"""What validation is computed from: answers by grade."""
+"""The accuracy of validation: answers by grade."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +19,7 @@ def count_answers(
     predictions: Mapping[int, Tensor],
     counts: dict[str, tuple[int, int]],
 ) -> None:
-    """Adds to grade -> (answers right, answers) what one batch's predictions say.
+    """Adds the results of one batch's predictions to grade -> (answers right, answers).
 
     Args:
         labels: [T] of each microbatch.
@@ -48,14 +48,14 @@ def whole_predictions(
     if mesh.cp_group is None:
         return dict(predictions)
     parts: list[dict[int, Tensor]] = [{}] * mesh.shape.cp
-    dist.all_gather_object(parts, {work: found.cpu() for work, found in predictions.items()}, group=mesh.cp_group)
+    dist.all_gather_object(parts, {work: values.cpu() for work, values in predictions.items()}, group=mesh.cp_group)
     whole = {}
     for work in predictions:
         microbatch = plan.batching.works[work].microbatch
         tokens = torch.full_like(labels[microbatch], IGNORE_INDEX)
         labelled = labels[microbatch] != IGNORE_INDEX
-        for part, places in zip(parts, plan.layout.documents.tokens(microbatch), strict=True):
-            mine = torch.from_numpy(places)
-            tokens[mine[labelled[mine]]] = part[work]
+        for part, positions in zip(parts, plan.layout.documents.tokens(microbatch), strict=True):
+            rows = torch.from_numpy(positions)
+            tokens[rows[labelled[rows]]] = part[work]
         whole[work] = tokens[labelled]
     return whole

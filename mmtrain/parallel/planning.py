@@ -1,9 +1,9 @@
-"""Planning beside training: while a step runs, a thread of each rank plans the next one.
+"""Planning during training: while a step runs, a thread of each rank plans the next one.
 
-The leader of a replica (or, with planner.distributed, each of its ranks) searches, and one message an iteration brings
-the plan to all ranks, over a process group that the threads have for themselves. Each rank checks and lowers it
-in its thread. Whatever goes wrong there, a step never fails and never waits longer than `planner.patience_s`: it
-runs the first plan, which every rank makes for itself.
+The leader of a replica (or, with planner.distributed, each of its ranks) searches. One message an iteration brings the
+plan to all ranks, over a process group that only these threads use. Each rank checks and lowers the plan in its thread.
+A failed search never fails a step, and a step waits at most `planner.patience_s`: it then runs the first plan, which
+every rank makes for itself.
 """
 
 import logging
@@ -38,73 +38,71 @@ from mmtrain.schedule.simulate import simulate
 logger = logging.getLogger("mmtrain")
 
 CLOSE_S = 5.0
-"""How long the end of a job waits for a search that was told to end."""
+"""How long the end of a job waits for a cancelled search."""
 MESSAGE_TIMEOUT = timedelta(days=1)
-"""Of the threads' group: a message may take as long as a search. A rank that is gone closes its connections."""
+"""Timeout of the threads' group: a message may take as long as a search. A rank that ends closes its connections."""
 
 
-class Fate(IntEnum):
-    """What became of an iteration's search; of several ranks the greatest counts."""
+class PlanStatus(IntEnum):
+    """How an iteration's search ended; the greatest of all ranks' values counts."""
 
     READY = 0
     """The searched plan runs."""
-    LATE = 1
-    """It was not there when the step's patience ended."""
+    TIMED_OUT = 1
+    """It had not ended after `planner.patience_s`."""
     INVALID = 2
-    """It breaks a rule, or belongs to another iteration."""
+    """The searched plan breaks a rule, or belongs to another iteration."""
     FAILED = 3
-    """The search raised, or found nothing."""
+    """The search raised, or outcome nothing."""
     BROKEN = 4
-    """The threads of the replica cannot talk any more; there will be no further search."""
+    """The threads of the replica cannot communicate any more; there will be no further search."""
     ERROR = 5
     """The iteration itself is wrong: lost images, layers that do not fit. This ends the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """One iteration's plan, and how it came about."""
+    """One iteration's plan, and how the search for it ended."""
 
     plan: IterationPlan
-    fate: Fate
+    status: PlanStatus
     """READY, or why it is the first plan."""
     evaluations: int
-    """Plans that were tried, by all searches of the replica; 0 where that is not known here."""
+    """Plans tried by all searches of the replica; 0: not known on this rank."""
     search_s: float
     """Seconds of the longest search."""
     makespan_s: float
-    """Simulated, of the plan."""
+    """Simulated makespan of the plan."""
     first_s: float
-    """Simulated, of the first plan; NaN if it has none."""
+    """Simulated makespan of the first plan; NaN if it has none."""
     bound_s: float
-    """No plan is shorter; NaN but on the leader."""
+    """Lower bound of the makespan of any plan; NaN on ranks other than the leader."""
     age_s: float = 0.0
-    """Seconds that the searched plan lay ready on this rank; 0 for a first plan."""
+    """Seconds from the time the searched plan was ready on this rank to its use; 0 for a first plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """What one search has to say to the ranks of its replica."""
+    """The result of one search, as it is sent to the ranks of its replica."""
 
     step: int
-    fate: Fate
+    status: PlanStatus
     text: str = ""
     """What went wrong."""
     data: bytes = b""
-    """The plan, as `schedule.wire` has it."""
-    status: Any = "improved"
-    """Of the search's result."""
-    sentence: str = ""
-    """Of the search's result."""
+    """The plan in the form of `schedule.io.wire`."""
+    result_status: Any = "improved"
+    result_message: str = ""
     makespan_s: float = math.inf
     evaluations: int = 0
     search_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _Outcome:
     """What a rank's thread has for a step."""
 
-    fate: Fate
+    status: PlanStatus
     text: str = ""
     plan: IterationPlan | None = None
     evaluations: int = 0
@@ -115,21 +113,21 @@ class _Found:
 
 
 @dataclass(eq=False)
-class Ticket:
-    """One iteration on its way through the thread."""
+class PendingPlan:
+    """One iteration that was submitted to the thread."""
 
     step: int
     meta: IterationMeta
     planner: IterationPlanner
-    """Plans it; not the one of other iterations where memory limits have changed since."""
+    """The planner of this iteration: memory limits may change between iterations."""
     done: threading.Event = field(default_factory=threading.Event)
     given_up: threading.Event = field(default_factory=threading.Event)
-    """Nobody waits for its plan any more."""
+    """Set when nothing waits for its plan any more."""
     prepared: tuple[Iteration, PlanResult] | None = None
-    """The iteration with its first plan, as soon as they are there."""
+    """The iteration with its first plan, once the thread has made them."""
     bound_s: float = math.nan
-    """No plan of it is shorter; on the leader, as soon as it is known."""
-    found: _Found = field(default_factory=lambda: _Found(fate=Fate.LATE))
+    """As in `Planned`."""
+    outcome: _Outcome = field(default_factory=lambda: _Outcome(status=PlanStatus.TIMED_OUT))
     """Final once `done` is set."""
 
 
@@ -140,8 +138,8 @@ class PlanAhead:
 
     Args:
         seed: of the job.
-        search: finds plans; it may raise, answer nonsense, or take too long.
-        warm: what the thread does first where it searches.
+        search: finds plans; it may raise, return an invalid plan, or take too long.
+        warm: called once by a thread that searches, before its first search.
     """
 
     def __init__(
@@ -157,102 +155,104 @@ class PlanAhead:
         self._section: PlannerConfig = planner.section
         self._searches = mesh.is_leader or self._section.distributed
         self._group = second_replica_group(mesh, MESSAGE_TIMEOUT)
-        self.threads = search_threads(self._section.threads, num_cores(), ranks_here(mesh.shape.world_size))
+        self.threads = search_threads(self._section.threads, num_cores(), local_world_size(mesh.shape.world_size))
         """Of a search."""
-        self.counts: Counter[Fate] = Counter()
-        """How many iterations had each fate."""
+        self.counts: Counter[PlanStatus] = Counter()
+        """How many iterations had each status."""
         self._pricing = threading.Lock()
-        """Cost models remember what they were asked last, and serve one thread at a time."""
+        """Cost models cache their last results, so one thread at a time may use them."""
         self._broken = False
-        self._current: Ticket | None = None
-        self._open: list[Ticket] = []
-        self._queue: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._current: PendingPlan | None = None
+        self._open: list[PendingPlan] = []
+        self._queue: queue.SimpleQueue[PendingPlan | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="plan-ahead", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------------------- on the training thread
 
-    def submit(self, step: int, meta: IterationMeta, planner: IterationPlanner | None = None) -> Ticket:
-        """Begins to plan a step; returns at once. Args: planner: instead of the job's, with other memory limits."""
-        ticket = Ticket(step, meta, planner or self._planner)
-        self._open.append(ticket)
-        self._queue.put(ticket)
-        return ticket
+    def submit(self, step: int, meta: IterationMeta, planner: IterationPlanner | None = None) -> PendingPlan:
+        """Starts planning a step; returns at once. Args: planner: one with other memory limits than the job's."""
+        pending = PendingPlan(step, meta, planner or self._planner)
+        self._open.append(pending)
+        self._queue.put(pending)
+        return pending
 
-    def take(self, ticket: Ticket, patience_s: float | None) -> Planned:
+    def take(self, pending: PendingPlan, patience_s: float | None) -> Planned:
         """The plan of a submitted step, equal on all ranks of the replica. Collective over it.
 
-        Args: patience_s: waits so long before the first plan is taken instead; None: as long as it takes.
+        Args: patience_s: seconds to wait before it uses the first plan instead; None: as long as the search takes.
         Raises:
             DataError: an image or token of the batch would be lost or used twice.
             PlanError: no plan fits, with the rank and the bytes.
         """
-        self._wait(ticket, patience_s)
-        self._open.remove(ticket)
-        if ticket.done.is_set():
-            found = ticket.found
+        self._wait(pending, patience_s)
+        self._open.remove(pending)
+        if pending.done.is_set():
+            outcome = pending.outcome
         else:
-            found = _Found(fate=Fate.BROKEN) if self._broken else _Found(fate=Fate.LATE, text=_late(patience_s))
-        fate, text = self._agree(found)
-        self.counts[fate] += 1
-        if fate is Fate.READY:
-            assert found.plan is not None and ticket.prepared is not None
-            return _planned(ticket, found.plan, ticket.prepared[1], found, fate)
-        ticket.given_up.set()
-        if fate is Fate.ERROR:
-            raise found.error or PlanError(f"step {ticket.step}: {text}")
-        if fate is Fate.BROKEN:
+            outcome = _Outcome(status=PlanStatus.TIMED_OUT, text=_timed_out(patience_s))
+            if self._broken:
+                outcome = _Outcome(status=PlanStatus.BROKEN)
+        status, text = self._agree(outcome)
+        self.counts[status] += 1
+        if status is PlanStatus.READY:
+            assert outcome.plan is not None and pending.prepared is not None
+            return _planned(pending, outcome.plan, pending.prepared[1], outcome, status)
+        pending.given_up.set()
+        if status is PlanStatus.ERROR:
+            raise outcome.error or PlanError(f"step {pending.step}: {text}")
+        if status is PlanStatus.BROKEN:
             self._broken = True
-        iteration, first = ticket.prepared or self._prepare(ticket)
-        plan = ticket.planner.finish(iteration, first)
+        iteration, first = pending.prepared or self._prepare(pending)
+        plan = pending.planner.finish(iteration, first)
         check_same_program(plan.program.hash, self._mesh)
         if text:
-            logger.warning("step %d runs its first plan, the search is %s: %s", ticket.step, fate.name.lower(), text)
-        return _planned(ticket, plan, first, found, fate)
+            how = status.name.lower().replace("_", " ")
+            logger.warning("step %d runs its first plan (search %s): %s", pending.step, how, text)
+        return _planned(pending, plan, first, outcome, status)
 
     def now(self, step: int, meta: IterationMeta, planner: IterationPlanner | None = None) -> Planned:
-        """The plan of a step, waited for. Collective over the replica. Arguments as of `submit`, errors of `take`."""
+        """Submits a step and waits for its plan. Collective over the replica. Errors as of `take`."""
         return self.take(self.submit(step, meta, planner), None)
 
     def forward(self, meta: IterationMeta, planner: IterationPlanner | None = None) -> IterationPlan:
-        """The plan of an iteration without backwards, in the order of the schedule. Errors as of `take`."""
+        """The plan of a forward-only iteration, in the order of the schedule. Errors as of `take`."""
         planner = planner or self._planner
         return planner.finish(*planner.prepared(meta, forward_only=True, pricing=self._pricing))
 
     def close(self) -> None:
-        """Ends the thread; searches that nobody waits for any more are told to end."""
-        for ticket in self._open:
-            ticket.given_up.set()
+        """Cancels all searches and ends the thread."""
+        for pending in self._open:
+            pending.given_up.set()
         self._queue.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            logger.warning("a search of step %d does not end; it is left behind", self._current_step())
+            logger.warning("the search of step %d does not end; the job ends without it", self._current_step())
 
-    def _wait(self, ticket: Ticket, patience_s: float | None) -> None:
+    def _wait(self, pending: PendingPlan, patience_s: float | None) -> None:
         if self._broken:
             return
         current = self._current
-        stuck = current is not None and current is not ticket and current.given_up.is_set()
-        # An earlier search that was told to end, and has not during a whole step, is not worth waiting for again.
-        ticket.done.wait(0.0 if stuck and patience_s is not None else patience_s)
+        stuck = current is not None and current is not pending and current.given_up.is_set()
+        # An earlier search was cancelled a whole step ago and still runs: do not wait for it again.
+        pending.done.wait(0.0 if stuck and patience_s is not None else patience_s)
 
-    def _agree(self, found: _Found) -> tuple[Fate, str]:
-        """The fate of a step on all ranks of the replica, and what this rank has to say of it."""
-        number = found.plan.program.hash if found.plan else 0
-        mine = torch.tensor([found.fate, number], dtype=torch.int64)
-        rows = [mine]
+    def _agree(self, outcome: _Outcome) -> tuple[PlanStatus, str]:
+        """The status of a step on all ranks of the replica, and the message that this rank logs."""
+        number = outcome.plan.program.hash if outcome.plan else 0
+        local = torch.tensor([outcome.status, number], dtype=torch.int64)
+        rows = [local]
         if self._mesh.replica_group is not None:
-            rows = [torch.empty_like(mine) for _ in self._mesh.replica_ranks]
-            dist.all_gather(rows, mine, group=self._mesh.replica_group)
-        fates = [Fate(int(row[0])) for row in rows]
-        worst = max(fates)
-        if worst is Fate.READY and len({int(row[1]) for row in rows}) > 1:
-            return Fate.INVALID, "it is another program on some ranks" if self._mesh.is_leader else ""
-        first = self._mesh.replica_ranks[fates.index(worst)]
-        if worst is Fate.ERROR:
-            return worst, f"rank {first} cannot prepare the iteration; its own message says why"
-        speaks = first == self._mesh.rank  # one rank of the replica is enough
-        return worst, found.text if speaks else ""
+            rows = [torch.empty_like(local) for _ in self._mesh.replica_ranks]
+            dist.all_gather(rows, local, group=self._mesh.replica_group)
+        statuses = [PlanStatus(int(row[0])) for row in rows]
+        worst = max(statuses)
+        if worst is PlanStatus.READY and len({int(row[1]) for row in rows}) > 1:
+            return PlanStatus.INVALID, "the program differs between ranks" if self._mesh.is_leader else ""
+        first = self._mesh.replica_ranks[statuses.index(worst)]
+        if worst is PlanStatus.ERROR:
+            return worst, f"rank {first} cannot prepare the iteration; see its own message"
+        return worst, outcome.text if first == self._mesh.rank else ""  # one rank of the replica logs it
 
     def _current_step(self) -> int:
         return self._current.step if self._current else 0
@@ -263,57 +263,57 @@ class PlanAhead:
         if self._searches:
             try:
                 self._warm()
-            except BaseException as error:  # the search will say the same, and is counted
+            except BaseException as error:  # the search will fail in the same way, and is counted
                 logger.warning("the search cannot be prepared: %s: %s", type(error).__name__, error)
-        while (ticket := self._queue.get()) is not None:
-            self._current = ticket
+        while (pending := self._queue.get()) is not None:
+            self._current = pending
             try:
-                ticket.found = self._plan(ticket)
+                pending.outcome = self._plan(pending)
             except BaseException as error:
                 self._broken = True
                 text = f"the ranks of the replica cannot exchange plans any more: {type(error).__name__}: {error}"
-                ticket.found = _Found(fate=Fate.BROKEN, text=text)
+                pending.outcome = _Outcome(status=PlanStatus.BROKEN, text=text)
             self._current = None
-            ticket.done.set()
+            pending.done.set()
 
-    def _plan(self, ticket: Ticket) -> _Found:
-        """All of one iteration. Raises: whatever the exchange of plans raises, and nothing else."""
+    def _plan(self, pending: PendingPlan) -> _Outcome:
+        """Prepares, searches, exchanges and adopts the plan of one iteration. Raises only what the exchange raises."""
         if self._broken:
-            return _Found(fate=Fate.BROKEN)
+            return _Outcome(status=PlanStatus.BROKEN)
         error: Exception | None = None
-        message = _Message(step=ticket.step, fate=Fate.LATE, text="nobody waits for it any more")
-        if not ticket.given_up.is_set():
+        message = _Message(step=pending.step, status=PlanStatus.TIMED_OUT, text="it was cancelled")
+        if not pending.given_up.is_set():
             try:
-                ticket.prepared = iteration, first = self._prepare(ticket)
+                pending.prepared = iteration, first = self._prepare(pending)
                 if self._mesh.is_leader:
-                    ticket.bound_s = lower_bound_s(iteration.problem)
-                message = self._offer(ticket, iteration, first) if self._searches else message
-            except Exception as found:
-                error = found
-                message = replace(message, fate=Fate.ERROR, text=str(found))
-        message = self._exchange(message)  # in any case: the threads of a replica stay in step
+                    pending.bound_s = lower_bound_s(iteration.problem)
+                message = self._offer(pending, iteration, first) if self._searches else message
+            except Exception as raised:
+                error = raised
+                message = replace(message, status=PlanStatus.ERROR, text=str(raised))
+        message = self._exchange(message)  # also after an error, since it is collective
         if error is not None:
-            return _Found(fate=Fate.ERROR, error=error)
-        return self._adopt(ticket, message)
+            return _Outcome(status=PlanStatus.ERROR, error=error)
+        return self._adopt(pending, message)
 
-    def _prepare(self, ticket: Ticket) -> tuple[Iteration, PlanResult]:
-        """An iteration with its first plan. For any thread."""
-        return ticket.planner.prepared(ticket.meta, searched=True, pricing=self._pricing)
+    def _prepare(self, pending: PendingPlan) -> tuple[Iteration, PlanResult]:
+        """An iteration with its first plan. Thread-safe."""
+        return pending.planner.prepared(pending.meta, searched=True, pricing=self._pricing)
 
-    def _offer(self, ticket: Ticket, iteration: Iteration, first: PlanResult) -> _Message:
-        """What this rank's search says. Never raises."""
+    def _offer(self, pending: PendingPlan, iteration: Iteration, first: PlanResult) -> _Message:
+        """The message with the result of this rank's search. Never raises."""
         mesh, section, problem = self._mesh, self._section, iteration.problem
         member = mesh.replica_ranks.index(mesh.rank)
         options = search_options(
             section,
-            seed=search_seed(self._seed, ticket.step, member),
+            seed=search_seed(self._seed, pending.step, member),
             threads=self.threads,
             num_searchers=len(mesh.replica_ranks) if section.distributed else 1,
         )
-        message = _Message(step=ticket.step, fate=Fate.FAILED)
+        message = _Message(step=pending.step, status=PlanStatus.FAILED)
         start = time.perf_counter()
         try:
-            result = choose_plan(problem, first, section, options, self._search, ticket.given_up.is_set)
+            result = choose_plan(problem, first, section, options, self._search, pending.given_up.is_set)
             message = replace(message, search_s=time.perf_counter() - start, evaluations=int(result.evaluations))
             plan, status, sentence = result.plan, str(result.status), str(result.message)
         except Exception as error:
@@ -324,23 +324,22 @@ class PlanAhead:
             if plan.graph != problem.graph:
                 raise PlanError("its work graph is that of another iteration")
             makespan_s = math.inf
-            if section.distributed:  # only a plan that can run may win over those of the other ranks
+            if section.distributed:  # only a valid plan may be preferred to those of the other ranks
                 check(plan, problem)
                 makespan_s = simulate(problem, plan).makespan_s
-            return replace(
-                message, fate=Fate.READY, data=to_bytes(plan), status=status, sentence=sentence, makespan_s=makespan_s
-            )
+            message = replace(message, data=to_bytes(plan), result_status=status, result_message=sentence)
+            return replace(message, status=PlanStatus.READY, makespan_s=makespan_s)
         except Exception as error:
-            return replace(message, fate=Fate.INVALID, text=_text(error))
+            return replace(message, status=PlanStatus.INVALID, text=_text(error))
 
-    def _exchange(self, mine: _Message) -> _Message:
-        """The message that counts. Collective over the threads of the replica."""
+    def _exchange(self, local: _Message) -> _Message:
+        """The message with the best plan of all ranks that search. Collective over the threads of the replica."""
         group, ranks = self._group, self._mesh.replica_ranks
         if group is None:
-            return mine
+            return local
         source, more = 0, {}
         if self._section.distributed:
-            row = torch.tensor([mine.makespan_s, mine.evaluations, mine.search_s], dtype=torch.float64)
+            row = torch.tensor([local.makespan_s, local.evaluations, local.search_s], dtype=torch.float64)
             rows = [torch.empty_like(row) for _ in ranks]
             dist.all_gather(rows, row, group=group)
             source = min(range(len(ranks)), key=lambda member: (float(rows[member][0]), member))
@@ -348,34 +347,36 @@ class PlanAhead:
                 "evaluations": sum(int(row[1]) for row in rows),
                 "search_s": max(float(row[2]) for row in rows),
             }
-        box: list[Any] = [mine]
+        box: list[Any] = [local]
         dist.broadcast_object_list(box, src=ranks[source], group=group, device=torch.device("cpu"))
         message: _Message = replace(box[0], **more)
-        if message.step != mine.step:
-            raise PlanError(f"a plan of step {message.step} came for step {mine.step}")
+        if message.step != local.step:
+            raise PlanError(f"a plan of step {message.step} was received for step {local.step}")
         return message
 
-    def _adopt(self, ticket: Ticket, message: _Message) -> _Found:
-        """The plan of a message as this rank will run it. Never raises."""
-        found = _Found(fate=message.fate, text=message.text, evaluations=message.evaluations, search_s=message.search_s)
-        if message.fate is not Fate.READY:
-            # A leader that could not prepare the iteration says so itself.
-            return replace(found, fate=min(message.fate, Fate.FAILED))
-        if ticket.given_up.is_set() or ticket.prepared is None:
-            return replace(found, fate=Fate.LATE)
-        iteration = ticket.prepared[0]
+    def _adopt(self, pending: PendingPlan, message: _Message) -> _Outcome:
+        """Checks and lowers the plan of a message. Never raises."""
+        outcome = _Outcome(
+            status=message.status, text=message.text, evaluations=message.evaluations, search_s=message.search_s
+        )
+        if message.status is not PlanStatus.READY:
+            # A leader that could not prepare the iteration raises that error itself.
+            return replace(outcome, status=min(message.status, PlanStatus.FAILED))
+        if pending.given_up.is_set() or pending.prepared is None:
+            return replace(outcome, status=PlanStatus.TIMED_OUT)
+        iteration = pending.prepared[0]
         try:
             result = PlanResult(
-                status=message.status,
-                message=message.sentence,
+                status=message.result_status,
+                message=message.result_message,
                 plan=from_bytes(iteration.problem.graph, message.data),
                 evaluations=message.evaluations,
-                seed=search_seed(self._seed, ticket.step),
+                seed=search_seed(self._seed, pending.step),
             )
-            plan = ticket.planner.adopt(iteration, result)
-            return replace(found, plan=plan, ready_s=time.perf_counter())
+            plan = pending.planner.adopt(iteration, result)
+            return replace(outcome, plan=plan, ready_s=time.perf_counter())
         except Exception as error:
-            return replace(found, fate=Fate.INVALID, text=_text(error))
+            return replace(outcome, status=PlanStatus.INVALID, text=_text(error))
 
 
 def num_cores() -> int:
@@ -383,28 +384,30 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def ranks_here(world_size: int) -> int:
-    """Ranks of the job on this machine, as the launcher says; all of them if it does not."""
+def local_world_size(world_size: int) -> int:
+    """Ranks of the job on this machine, from the launcher's LOCAL_WORLD_SIZE; else all of them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
-def _planned(ticket: Ticket, plan: IterationPlan, first: PlanResult, found: _Found, fate: Fate) -> Planned:
+def _planned(
+    pending: PendingPlan, plan: IterationPlan, first: PlanResult, outcome: _Outcome, status: PlanStatus
+) -> Planned:
     assert plan.result.timeline is not None
     return Planned(
         plan=plan,
-        fate=fate,
-        evaluations=found.evaluations,
-        search_s=found.search_s,
+        status=status,
+        evaluations=outcome.evaluations,
+        search_s=outcome.search_s,
         makespan_s=plan.result.timeline.makespan_s,
         first_s=first.timeline.makespan_s if first.timeline else math.nan,
-        bound_s=ticket.bound_s,
-        age_s=time.perf_counter() - found.ready_s if fate is Fate.READY else 0.0,
+        bound_s=pending.bound_s,
+        age_s=time.perf_counter() - outcome.ready_s if status is PlanStatus.READY else 0.0,
     )
 
 
-def _late(patience_s: float | None) -> str:
+def _timed_out(patience_s: float | None) -> str:
     waited = 0.0 if patience_s is None else patience_s
-    return f"it is not there {waited:g} s after the step wanted it (planner.patience_s)"
+    return f"it had not ended {waited:g} s after the step needed it (planner.patience_s)"
 
 
 def _text(error: Exception) -> str:

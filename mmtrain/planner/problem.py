@@ -16,7 +16,7 @@ from mmtrain.planner.costs.cost_model import CostModel, equal_layers
 from mmtrain.planner.memory.options import BlockKind, BlockPrice, MemoryChoices, Offer, offer, shape_class, weighted
 from mmtrain.planner.partition.partition import Partition, StageSpec
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.memory import choose_options
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.spec.memory_strategies import BlockMemory
@@ -138,7 +138,7 @@ def _check_restored(problem: PlanningProblem) -> None:
 def _fits(problem: PlanningProblem) -> bool:
     """Whether each microbatch fits alone, beside the room that the ranks leave for what backwards bring back."""
     try:
-        choose_options(problem, clusters(problem.graph))
+        choose_options(problem, components(problem.graph))
     except PlanError:
         return False
     return True

@@ -1,1 +1,1 @@
-"""The page of a run: what a job left in its folder, as one HTML file. Pure."""
+"""The page of a run: one HTML file made of a job's folder. Pure."""

@@ -1,7 +1,7 @@
-"""Which charts the page of a run has, and their curves."""
+"""The charts of a run's page and their curves."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from mmtrain.schedule.action import Kind
 from mmtrain.schedule.view.drawing import COLOURS
 
 MOST_POINTS = 2000
-"""Points of a curve; of a longer run each is the mean of several steps."""
+"""Points of a curve; in a longer run each point is the mean of several steps."""
 
 Pair = tuple[str, str]
 """A colour on white, and on black."""
@@ -18,9 +18,9 @@ Pair = tuple[str, str]
 HUES: tuple[Pair, ...] = tuple((kinds[Kind.B], kinds[Kind.F]) for kinds in COLOURS)
 GREY: Pair = ("#6b7680", "#9aa5ae")
 RUN_HUES: tuple[Pair, ...] = (*HUES, ("#a3295c", "#e39ac0"), ("#1b7f8c", "#7fd0da"))
-"""Of several runs on one page."""
+"""Colours of several runs on one page."""
 _LAST_COUNTS = frozenset({"plan_late", "plan_failed", "plan_invalid", "skipped_samples"})
-"""Counted over the run: of several steps the last says all."""
+"""Counted over the run: the last of several steps is shown, not their mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Series:
     dash: int = 0
     """0: a solid line; 1, 2: dashed ones."""
     dots: bool = False
-    """Few points, marked each."""
+    """Marks each point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Chart:
     title: str
     unit: str
     note: str
-    """What it shows, in one sentence."""
+    """A sentence about what it shows."""
     series: Sequence[Series]
     stacked: bool = False
     log: bool = False
@@ -56,11 +56,11 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Curve:
-    """A curve that each run has, if it has the numbers."""
+    """A curve of each run that has the numbers."""
 
     label: str
     of: str | Callable[[Run], list[float | None]]
-    """Key in the metrics, or what computes it."""
+    """Key in the metrics, or a function of the run."""
     colour: Pair = HUES[0]
     scale: float = 1.0
     dash: int = 0
@@ -68,12 +68,17 @@ class _Curve:
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
-    """The charts of a page; one that no run has numbers for is left out.
+    """The charts of a page, those for which some run has numbers.
 
-    Of several runs each has a colour, and each kind of curve a dash; nothing is stacked.
+    With several runs each has a colour, each kind of curve a dash, and nothing is stacked.
     """
     modules = list(dict.fromkeys(name for run in runs for name in run.modules))
-    found = [
+    made = [*_training_charts(runs), *_pipeline_charts(runs, modules), *_planner_and_data_charts(runs)]
+    return [chart for chart in made if chart.series]
+
+
+def _training_charts(runs: Sequence[Run]) -> list[Chart]:
+    return [
         _chart(
             runs, "Loss", "", "Mean over labelled tokens (or predicted numbers), all replicas.",
             [
@@ -102,6 +107,11 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
                 _Curve(label="waits for a plan", of="plan_time_s", colour=HUES[2]),
             ],
         ),
+    ]  # fmt: skip
+
+
+def _pipeline_charts(runs: Sequence[Run], modules: Sequence[str]) -> list[Chart]:
+    return [
         _chart(
             runs, "Model FLOPs utilisation", "%", "Of the whole step, and of each module while its actions run.",
             [
@@ -138,6 +148,11 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
                 _Curve(label="lower bound", of="plan_lower_bound_s", colour=GREY, dash=1),
             ],
         ),
+    ]  # fmt: skip
+
+
+def _planner_and_data_charts(runs: Sequence[Run]) -> list[Chart]:
+    return [
         _chart(
             runs, "Planner", "%", "How much longer the plan is than the lower bound, and how much shorter than the "
             "first plan.",
@@ -147,8 +162,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
             ],
         ),
         _chart(
-            runs, "Steps with their first plan", "", "Since the search was late, failed or answered wrongly; counted "
-            "over the run.",
+            runs, "Steps with their first plan", "", "Search timed out (late), failed or was invalid; in the run.",
             [
                 _Curve(label=label, of=f"plan_{label}", colour=HUES[i])
                 for i, label in enumerate(("late", "failed", "invalid"))
@@ -156,7 +170,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
             stacked=True,
         ),
         _chart(
-            runs, "Memory of the fullest rank", "GiB", "Peak of the step, as predicted and as measured.",
+            runs, "Memory of the most loaded rank", "GiB", "Peak of the step, as predicted and as measured.",
             [
                 _Curve(label="measured", of="memory_measured_gib", colour=HUES[1]),
                 _Curve(label="predicted", of="memory_predicted_gib"),
@@ -176,7 +190,6 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
             runs, "Gradient norm", "", "Before clipping.", [_Curve(label="gradient norm", of="grad_norm")], log=True,
         ),
     ]  # fmt: skip
-    return [chart for chart in found if chart.series]
 
 
 def chart_json(chart: Chart) -> dict[str, Any]:
@@ -202,21 +215,19 @@ def _chart(
     series = []
     for number, run in enumerate(runs):
         for dash, curve in enumerate(curves):
-            found = _values(run, curve)
-            if found is None:
+            if (points := _points(run, curve)) is None:
                 continue
-            x, y = found
-            label = f"{run.name}: {curve.label}" if several else curve.label
-            colour = RUN_HUES[number % len(RUN_HUES)] if several else curve.colour
+            label, colour = curve.label, curve.colour
+            if several:
+                label, colour = f"{run.name}: {label}", RUN_HUES[number % len(RUN_HUES)]
+            dash = dash if several else curve.dash
             series.append(
-                Series(
-                    label=label, colour=colour, x=x, y=y, dash=dash if several else curve.dash, dots=curve.validation
-                )
+                Series(label=label, colour=colour, x=points[0], y=points[1], dash=dash, dots=curve.validation)
             )
     return Chart(title=title, unit=unit, note=note, series=series, stacked=stacked and not several, log=log, zero=zero)
 
 
-def _values(run: Run, curve: _Curve) -> tuple[list[int], list[float | None]] | None:
+def _points(run: Run, curve: _Curve) -> tuple[list[int], list[float | None]] | None:
     """Steps and values of a curve; None if the run has none."""
     lines = run.validations if curve.validation else run.steps
     if callable(curve.of):
@@ -235,7 +246,7 @@ def _values(run: Run, curve: _Curve) -> tuple[list[int], list[float | None]] | N
 def thinned(
     x: Sequence[int], y: Sequence[float | None], *, last: bool = False, most: int = MOST_POINTS
 ) -> tuple[list[int], list[float | None]]:
-    """At most so many points: each the mean of as many neighbours, at the last of their steps.
+    """At most `most` points: each the mean of equally many neighbours, at the last of their steps.
 
     Args: last: takes the last value instead of the mean.
     """
@@ -265,28 +276,25 @@ def _some(key: str) -> Callable[[Run], list[float | None]]:
     """A count, if it is ever above 0."""
 
     def values(run: Run) -> list[float | None]:
-        found = run.column(key)
-        return found if any(found) else [None] * len(found)
+        counts = run.column(key)
+        return counts if any(counts) else [None] * len(counts)
 
     return values
 
 
 def _without_mfu(key: str) -> Callable[[Run], list[float | None]]:
-    """A number, of a run that has no MFU."""
+    """A metric, of runs without MFU."""
     return lambda run: [None] * len(run.steps) if "mfu" in run.keys else run.column(key)
 
 
 def _text_tokens(run: Run) -> list[float | None]:
-    return [_less(line, "tokens", "image_tokens", "video_tokens") for line in run.steps]
-
-
-def _less(line: Mapping[str, Any], whole: str, *parts: str) -> float | None:
-    value = line.get(whole)
-    return None if value is None else float(value) - sum(line.get(part) or 0 for part in parts)
+    columns = (run.column(key) for key in ("tokens", "image_tokens", "video_tokens"))
+    rows = zip(*columns, strict=True)
+    return [None if tokens is None else tokens - (image or 0) - (video or 0) for tokens, image, video in rows]
 
 
 def _planned(run: Run) -> list[float | None]:
-    """An older run knows it only with its planner on."""
+    """Older runs have it only with the planner on."""
     both = zip(run.column("planned_makespan_s"), run.column("plan_makespan_s"), strict=True)
     return [of_all if of_all is not None else of_planner for of_all, of_planner in both]
 

@@ -1,4 +1,4 @@
-"""Curves over iterations as a PNG file. Pillow alone, loaded when a chart is painted."""
+"""Curves over iterations as a PNG file, painted by Pillow."""
 
 import io
 import math
@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from mmtrain.errors import ConfigError
-from mmtrain.schedule.view.drawing import GRID, INK, PAPER
+from mmtrain.schedule.view.drawing import GRID, INK, PAPER, round_step
 
 _COLOURS = ("#2b6ca3", "#c2500a", "#2c7a3a", "#65459b", "#b8860b", "#1b9aaa", "#a3295c", "#5f6b6d")
 _BACKDROP = "#8a949e"
@@ -27,7 +27,7 @@ def png(
     Args:
         curves: name -> values, all of one length.
         unit: of the values, at the left axis.
-        backdrop: name and values of a dashed curve with an axis of its own at the right.
+        backdrop: name and values of a dashed curve with its own axis at the right.
     Raises: ConfigError: there is nothing to draw.
     """
     if not curves or not all(curves.values()):
@@ -60,7 +60,7 @@ def png(
 
 
 def _axis(paint: "_Paint", values: Sequence[float], *, left: bool) -> float:
-    """Paints ticks from 0 to a round number above all values, which comes back."""
+    """Paints ticks from 0 to a round number above all values; returns that number."""
     step = round_step(max(values) / 6)
     top = step * max(1, math.ceil(max(values) / step - 1e-9))
     for k in range(round(top / step) + 1):
@@ -72,27 +72,18 @@ def _axis(paint: "_Paint", values: Sequence[float], *, left: bool) -> float:
     return top
 
 
-def round_step(rough: float) -> float:
-    """The least of 1, 2, 5 x a power of ten that is not below `rough`; 1 for 0."""
-    if rough <= 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
-
-
 def _y(value: float, top: float) -> float:
     return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / top
 
 
 class _Paint:
-    """Pillow's pen in units that do not depend on the scale."""
+    """Pillow's pen in unscaled pixels."""
 
     def __init__(self, pen: Any, fonts: Mapping[int, Any], scale: int) -> None:
         self._pen, self._fonts, self._scale = pen, fonts, scale
 
     def text(self, x: float, y: float, text: str, *, size: int = 12, anchor: str = "lm", colour: str = INK) -> None:
-        place = (x * self._scale, y * self._scale)
-        self._pen.text(place, text, fill=colour, font=self._fonts[size], anchor=anchor)
+        self._pen.text((x * self._scale, y * self._scale), text, fill=colour, font=self._fonts[size], anchor=anchor)
 
     def line(self, points: Sequence[tuple[float, float]], colour: str, width: float) -> None:
         scaled = [(x * self._scale, y * self._scale) for x, y in points]
@@ -112,7 +103,7 @@ class _Paint:
                 self.line(ends, colour, 1.5)
 
     def legend(self, x: float, name: str, colour: str) -> float:
-        """Paints a name with its colour at x; where the next one begins."""
+        """Paints a name with its colour at x; returns the x of the next one."""
         self.line([(x, 42), (x + 22, 42)], colour, 3)
         self.text(x + 28, 42, name)
         return x + 28 + self.length(name) + 24

@@ -1,4 +1,4 @@
-"""The numbers at the top of a run's page, and a sentence for each that is far off."""
+"""The numbers at the top of a run's page, with advice where one is far off."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,37 +14,37 @@ class Number:
     label: str
     value: str
     note: str = ""
-    """What it is beside it: of which steps, compared with what."""
+    """Small text below it: of which steps, compared with what."""
     advice: str = ""
-    """What to do about it, in a sentence; empty: it is not far off."""
+    """What to do about it; empty: the number is not far off."""
 
 
 _FAR_OFF: dict[str, tuple[Callable[[float], bool], str]] = {
     "mfu": (
         lambda mfu: mfu < 0.2,
-        "The devices do little of what they could: if neither the bubble nor waits say why, make works larger "
+        "The devices reach little of their peak: if neither the bubble nor waits explain it, make works larger "
         "(model.encoder.sub_microbatch_size, training.seq_len).",
     ),
     "bubble": (
         lambda bubble: bubble > 0.4,
-        "Pipeline ranks idle much: more microbatches a step (training.global_batch_size), other segments "
+        "Pipeline ranks are idle for long: more microbatches a step (training.global_batch_size), other segments "
         "(docs/partition.md), or ranks that have a core or device of their own.",
     ),
     "makespan_ratio": (
         lambda ratio: not 0.5 <= ratio <= 2,
-        "Costs are not calibrated for this machine and its load, so plans are good for another: run mmtrain profile.",
+        "Costs are not calibrated for this machine and its load, so plans do not suit it: run mmtrain profile.",
     ),
     "plan_gap": (lambda gap: gap > 0.1, "The search may find better plans: raise planner.budget_evaluations."),
 }
 """Key in the metrics -> whether its number is far off, and what to do about it."""
 _MOST_LOST = 0.1
-"""Of the steps, or of their time."""
+"""Tolerated part of the steps, or of their time."""
 
 
 def numbers(run: Run) -> list[Number]:
-    """The numbers of a run; what it does not know is left out. Rates are medians of the later half of its steps."""
+    """The known numbers of a run. Rates are medians of the second half of its steps."""
     goal = run.setting("training", "steps")
-    found = [
+    shown = [
         Number(
             label="steps",
             value=f"{run.last_step:,}",
@@ -66,7 +66,7 @@ def numbers(run: Run) -> list[Number]:
         *_memory(run),
         *_waits(run),
     ]
-    return [number for number in found if number is not None]
+    return [number for number in shown if number is not None]
 
 
 def _number(label: str, value: float | None, form: str, note: str = "", show: object = None) -> Number | None:
@@ -74,25 +74,25 @@ def _number(label: str, value: float | None, form: str, note: str = "", show: ob
         return None
     shown = form.format(show(value) if callable(show) else value)
     if not any(digit in shown for digit in "123456789"):
-        shown = shown.removeprefix("-")  # what rounds to nothing has no sign
+        shown = shown.removeprefix("-")  # no -0
     return Number(label=label, value=shown, note=note)
 
 
-def _later_half(values: Sequence[float | None]) -> list[float]:
+def _second_half(values: Sequence[float | None]) -> list[float]:
     return [value for value in values[len(values) // 2 :] if value is not None]
 
 
 def _rate(run: Run, label: str, key: str, form: str, note: str = "", show: object = None) -> Number | None:
-    known = _later_half(run.column(key))
+    known = _second_half(run.column(key))
     if not known:
         return None
-    found = _number(label, median(known), form, note, show)
+    number = _number(label, median(known), form, note, show)
     is_far_off, advice = _FAR_OFF.get(key, (bool, ""))
-    return replace(found, advice=advice) if found and is_far_off(median(known)) else found
+    return replace(number, advice=advice) if number and is_far_off(median(known)) else number
 
 
 def _flops_per_s(run: Run) -> Number | None:
-    """What stands in the place of MFU where nobody knows what the device can do."""
+    """Shown instead of MFU where the peak FLOP/s of the device are not known."""
     note = "a device; MFU needs metrics.peak_flops"
     return _rate(run, "model FLOP/s", "tflops", "{:.3g} G", note=note, show=lambda tera: 1000 * tera)
 
@@ -116,8 +116,8 @@ def _validation(run: Run) -> list[Number]:
 
 
 def _most_waited_for(run: Run) -> str:
-    """The module that costs most idle time."""
-    parts = {module: _later_half(run.column(f"bubble_{module}")) for module in run.modules}
+    """The module that causes most idle time, with its part."""
+    parts = {module: _second_half(run.column(f"bubble_{module}")) for module in run.modules}
     medians = {module: median(values) for module, values in parts.items() if values}
     if not medians:
         return ""
@@ -131,7 +131,7 @@ def _fallbacks(run: Run) -> list[Number]:
     known = {name: count for name, count in counts.items() if count is not None}
     if not known:
         return []
-    words = ", ".join(f"{count} {name}" for name, count in known.items() if count)
+    counts_text = ", ".join(f"{count} {name}" for name, count in known.items() if count)
     total, advice = sum(known.values()), ""
     if total > _MOST_LOST * run.last_step:
         advice = (
@@ -139,7 +139,7 @@ def _fallbacks(run: Run) -> list[Number]:
             if 2 * known.get("late", 0) > total
             else "Searches fail: the log says why."
         )
-    note = words or "every search was used"
+    note = counts_text or "every search was used"
     return [Number(label="first plans run", value=f"{total:,}", note=note, advice=advice)]
 
 
@@ -156,24 +156,24 @@ def _memory(run: Run) -> list[Number]:
 
 
 def _waits(run: Run) -> list[Number]:
-    """Of the later half of the steps: at the start kernels are compiled."""
-    total = sum(_later_half(run.column("step_time_s")))
+    """Over the second half of the steps, as kernels are compiled in the first ones."""
+    total = sum(_second_half(run.column("step_time_s")))
     keys = (("data_time_s", "data"), ("plan_time_s", "plans"))
-    parts = [(sum(_later_half(run.column(key))), name) for key, name in keys]
+    parts = [(sum(_second_half(run.column(key))), name) for key, name in keys]
     if not total or not any(seconds for seconds, _ in parts):
         return []
-    words = ", ".join(f"{seconds / total:.1%} {name}" for seconds, name in parts)
+    parts_text = ", ".join(f"{seconds / total:.1%} {name}" for seconds, name in parts)
     lost, advice = sum(seconds for seconds, _ in parts) / total, ""
     if lost > _MOST_LOST:
         advice = {
             "data": "Steps wait for data: raise data.num_workers or data.prefetch.",
             "plans": "Steps wait for plans: lower planner.budget_evaluations, or raise planner.threads.",
         }[max(parts)[1]]
-    return [Number(label="time lost to waits", value=f"{lost:.1%}", note=words, advice=advice)]
+    return [Number(label="time lost to waits", value=f"{lost:.1%}", note=parts_text, advice=advice)]
 
 
 def _duration(seconds: float) -> str:
-    """Seconds in words that suit them."""
+    """Seconds as text in a suitable unit."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 120:

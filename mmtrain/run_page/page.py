@@ -1,4 +1,4 @@
-"""One HTML file of one or several runs. It loads nothing: style, script and data are inside of it."""
+"""One HTML file of one or several runs, with its style, scripts and data; it loads no other file."""
 
 import html
 import json
@@ -18,7 +18,7 @@ from mmtrain.schedule.view.drawing import COLOURS
 
 
 def write_page(folders: Sequence[Path], out: Path) -> int:
-    """Writes the page of the runs in some folders; its size in bytes.
+    """Writes the page of the runs in some folders; returns its size in bytes.
 
     Raises: ConfigError: a folder without a run or without a step yet, or a file that cannot be written.
     """
@@ -37,7 +37,7 @@ def page(runs: Sequence[Run]) -> str:
     """The page of some runs."""
     assets = resources.files("mmtrain") / "assets" / "run_page"
     names = ", ".join(run.name for run in runs)
-    data = json.dumps(_data(runs), separators=(",", ":")).replace("<", "\\u003c")  # no end tag inside of a script
+    data = json.dumps(_data(runs), separators=(",", ":")).replace("<", "\\u003c")  # no end tag within a script
     text = (assets / "page.html").read_text(encoding="utf-8")
     parts = {
         "title": html.escape(f"{names} - mmtrain"),

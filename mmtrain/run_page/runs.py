@@ -1,4 +1,4 @@
-"""What a job left in its folder, read leniently: the job may be running, or older than this version."""
+"""Reads the files in a job's folder, leniently: the job may be running, or older than this version."""
 
 import json
 import tomllib
@@ -19,10 +19,10 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as its folder tells of it."""
+    """The contents of a run's folder."""
 
     name: str
-    """Of the folder."""
+    """Name of the folder."""
     steps: tuple[Line, ...]
     """Metrics of each step, ascending; not empty."""
     validations: tuple[Line, ...]
@@ -41,7 +41,7 @@ class Run:
             return {}
 
     def setting(self, section: str, key: str) -> Any:
-        """A value of the config; None if it is not there."""
+        """A value of the config; None if it is absent."""
         return self.config.get(section, {}).get(key)
 
     @property
@@ -51,20 +51,18 @@ class Run:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Names of the numbers that some step has, in the order of the file."""
-        found: dict[str, None] = {}
-        for line in self.steps:
-            found.update(dict.fromkeys(key for key, value in line.items() if isinstance(value, int | float)))
-        return tuple(found)
+        """Names of all metrics of the steps, in the order of the file."""
+        keys = (key for line in self.steps for key, value in line.items() if isinstance(value, int | float))
+        return tuple(dict.fromkeys(keys))
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Modality modules that the metrics tell of, in the order of the model."""
+        """Modality modules in the metrics, in the order of the model."""
         parts = (key.removeprefix("bubble_") for key in self.keys if key.startswith("bubble_"))
         return tuple(part for part in parts if part != "other")
 
     def column(self, key: str) -> list[float | None]:
-        """A number of each step; None where it is not known."""
+        """A metric of each step; None where it is not known."""
         return [value if isinstance(value := line.get(key), int | float) else None for line in self.steps]
 
 
@@ -77,8 +75,7 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise ConfigError(f"report: {folder} is not a folder; name the job.dump_folder of a job")
     if not path.is_file():
-        started = (folder / "config.toml").is_file()
-        if started:
+        if (folder / "config.toml").is_file():
             raise ConfigError(f"report: {folder} has no metrics.jsonl yet; try again when the first step has ended")
         raise ConfigError(f"report: {folder} has no metrics.jsonl, so no job ran in it; name a job.dump_folder")
     steps: dict[int, Line] = {}
@@ -118,25 +115,25 @@ def _read_json(path: Path) -> Any:
 
 
 def _starts(path: Path) -> tuple[Mapping[str, Any], ...]:
-    found = _read_json(path)
-    starts = found.get("starts") if isinstance(found, dict) else None
+    record = _read_json(path)
+    starts = record.get("starts") if isinstance(record, dict) else None
     return tuple(start for start in starts if isinstance(start, dict)) if isinstance(starts, list) else ()
 
 
 def _timelines(folder: Path, last_step: int) -> tuple[Mapping[str, Any], ...]:
-    """Those up to the last step: a resumed run may find later ones, which it will overwrite."""
+    """The timelines up to the last step; later ones are of an earlier start and will be overwritten."""
     numbered = {}
     for path in folder.glob("step-*.json"):
         number = path.stem.removeprefix("step-")
         if number.isdecimal() and int(number) <= last_step:
             numbered[int(number)] = path
     steps = sorted(numbered)
-    found = (_read_json(numbered[step]) for step in evenly(steps, MOST_TIMELINES))
-    return tuple(timeline for timeline in found if isinstance(timeline, dict) and "actions" in timeline)
+    timelines = (_read_json(numbered[step]) for step in evenly(steps, MOST_TIMELINES))
+    return tuple(timeline for timeline in timelines if isinstance(timeline, dict) and "actions" in timeline)
 
 
 def evenly(items: Sequence[int], most: int) -> list[int]:
-    """At most so many of the items, evenly spaced, the first and the last among them."""
+    """At most `most` of the items, evenly spaced, with the first and the last one."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

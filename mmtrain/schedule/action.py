@@ -1,11 +1,10 @@
 """One instruction of a pipeline rank, as a value with an exact text form.
 
-Text: `<stage><kind><microbatch>.<sub_microbatch>[>peer|<peer]`. `3F5.1` is the forward of stage 3 for
-sub-microbatch 1 of microbatch 5; `3SEND_F5.1>4` sends its output to stage 4 and `4RECV_F5.1<3`
-receives it there; `4SEND_B5.1>3` sends the gradient of that output back. The work named by a
-communication is always the work that *produced the activation*, also for its gradient. `3UNSHARD`,
-`3RESHARD` and `3REDUCE` name a stage alone. An entry of an order may be a *braid* of several
-compute actions that run together: `3F5.0&3B2.0`.
+Text: `<stage><kind><microbatch>.<sub_microbatch>[>peer|<peer]`. `3F5.1` is the forward of stage 3 for sub-microbatch 1
+of microbatch 5. `3SEND_F5.1>4` sends its output to stage 4, where `4RECV_F5.1<3` receives it; `4SEND_B5.1>3` sends the
+gradient of that output back. A transfer names the work that *produced the activation*, also for its gradient.
+`3UNSHARD`, `3RESHARD` and `3REDUCE` name only a stage. An entry of an order may be a *braid* of several compute actions
+that run together: `3F5.0&3B2.0`.
 """
 
 import re
@@ -17,9 +16,9 @@ from mmtrain.errors import PlanError
 
 
 class Kind(str):
-    """What an action does: one object for each name, so that kinds are compared with `is`.
+    """The kind of an action: one object for each name, so that kinds are compared with `is`.
 
-    The first thirteen are those of every plan; `Kind.register` adds an instruction of some policy.
+    Thirteen kinds are built in; `Kind.register` adds the instructions of a policy.
     """
 
     __slots__ = ()
@@ -30,9 +29,9 @@ class Kind(str):
     B: ClassVar["Kind"]
     """Backward: gradients of input and weights together."""
     I: ClassVar["Kind"]
-    """Backward, input half."""
+    """Input-gradient pass of a split backward."""
     W: ClassVar["Kind"]
-    """Backward, weight half; after its I."""
+    """Weight-gradient pass of a split backward, after its I."""
     SEND_F: ClassVar["Kind"]
     RECV_F: ClassVar["Kind"]
     WAIT_F: ClassVar["Kind"]
@@ -49,7 +48,7 @@ class Kind(str):
     """Reduce the stage's gradients over its data-parallel ranks."""
 
     def __new__(cls, name: str) -> "Kind":
-        """The kind of a name. Raises: ValueError: no kind has it."""
+        """The kind of that name. Raises: ValueError: unknown name."""
         if name not in cls._known:
             raise ValueError(f"{name!r} is not a kind of action")
         return cls._known[name]
@@ -64,12 +63,12 @@ class Kind(str):
 
     @classmethod
     def names(cls) -> Set[str]:
-        """Of all kinds."""
+        """The names of all kinds."""
         return cls._known.keys()
 
     @classmethod
     def register(cls, name: str) -> "Kind":
-        """The kind of a name, new or known; the graph's instructions say what it waits for and what waits for it.
+        """The kind of that name, which is added if it is new. The graph's instructions define its dependencies.
 
         Raises: PlanError: the name is not a word of capital letters.
         """
@@ -80,27 +79,27 @@ class Kind(str):
 
 _NAMES = "F B I W SEND_F RECV_F WAIT_F SEND_B RECV_B WAIT_B UNSHARD RESHARD REDUCE"
 KINDS = tuple(map(Kind.register, _NAMES.split()))
-"""All kinds that are not instructions."""
+"""The built-in kinds."""
 for _kind in KINDS:
     setattr(Kind, str(_kind), _kind)
 BRAID = Kind.register("BRAID")
-"""Several actions that run as one entry of an order; its text is that of its parts."""
+"""Several actions that run together as one entry of an order."""
 
 RESULT_OF = {Kind.F: Kind.F, Kind.B: Kind.B, Kind.I: Kind.B, Kind.W: Kind.W}
-"""Compute kind -> the kind of its result: B and I both give the gradient of the stage's input."""
+"""Compute kind -> the kind of its result: B and I both produce the gradient of the stage's input."""
 SLOTS = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2}
-"""Compute kind -> number of its result among the three that a (stage, work) has."""
+"""Compute kind -> index of its result among the three results of a (stage, work)."""
 
 
 class Needs(NamedTuple):
-    """What an action of one kind waits for, as kinds of results."""
+    """The kinds of results that an action of one kind waits for."""
 
     own: Kind | None = None
     """Of the same stage and work."""
     sources: Kind | None = None
     """Of the sources of the edges that enter (stage, work)."""
     targets: Kind | None = None
-    """Of the targets of the edges that leave it and bring a gradient back."""
+    """Of the targets of the edges that leave it and carry a gradient back."""
 
 
 NEEDS = {
@@ -109,7 +108,7 @@ NEEDS = {
     Kind.I: Needs(own=Kind.F, targets=Kind.B),
     Kind.W: Needs(own=Kind.B),
 }
-"""The one table of what waits for what."""
+"""The dependencies of all compute actions."""
 
 COMPUTE = frozenset(NEEDS)
 BACKWARD = frozenset({Kind.B, Kind.I})
@@ -119,7 +118,7 @@ WAITS = frozenset({Kind.WAIT_F, Kind.WAIT_B})
 TRANSFERS = SENDS | RECEIVES | WAITS
 STAGE_WIDE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE})
 NOT_COMPUTE = TRANSFERS | STAGE_WIDE
-"""What lowering adds. All other kinds, also registered ones, run in the orders of a plan."""
+"""The kinds that lowering adds. All others, also registered ones, occur in the orders of a plan."""
 
 _TEXT = re.compile(
     r"(?P<stage>\d+)(?P<kind>[A-Z_]+)(?:(?P<microbatch>\d+)\.(?P<sub>\d+))?(?:(?P<direction>[<>])(?P<peer>\d+))?"
@@ -140,7 +139,7 @@ class Action:
 
     @property
     def parts(self) -> tuple["Action", ...]:
-        """What the entry of an order comes to: the parts of a braid, else the action alone."""
+        """The actions of an entry of an order: the parts of a braid, else the action itself."""
         return (self,)
 
     def __str__(self) -> str:
@@ -153,10 +152,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action that `str` wrote.
-
-        Raises: PlanError: the text is not exactly of the form that `str` writes.
-        """
+        """The action of a text. Raises: PlanError: the text differs from what `str` writes."""
         if "&" in text:
             return Braid.of(*map(cls.parse, text.split("&")))
         match = _TEXT.fullmatch(text)
@@ -184,10 +180,7 @@ class Braid(Action):
 
     @classmethod
     def of(cls, *actions: Action) -> "Braid":
-        """The braid of some actions.
-
-        Raises: PlanError: fewer than two, or one that cannot be a part.
-        """
+        """The braid of some actions. Raises: PlanError: fewer than two, or one that is no compute action."""
         if len(actions) < 2 or any(action.kind in NOT_COMPUTE or action.kind is BRAID for action in actions):
             raise PlanError(f"{'&'.join(map(str, actions))} is not a braid; join two or more compute actions")
         first = actions[0]

@@ -19,12 +19,12 @@ def plain_chain(
     activation_bytes: float = 1.0,
     transfer_s: float = 0.0,
 ) -> PlanningProblem:
-    """One module on all ranks, cut and placed as a schedule wants, all microbatches alike.
+    """One module on all ranks, cut and placed as a schedule expects it, with equal microbatches.
 
     Args:
         num_segments: chunks a rank; 0: as many as the schedule needs.
-        seconds: F, I and W of all that one rank holds, for one microbatch.
-        activation_bytes: what one rank holds of one microbatch.
+        seconds: F, I and W of all stages of one rank, for one microbatch.
+        activation_bytes: held by one rank for one microbatch.
         transfer_s: from one rank to the next.
     Raises: PlanError: no rank or no microbatch, too many, or a number of chunks that the schedule cannot have.
     """
@@ -57,9 +57,9 @@ def chain_problem(
     activation_bytes: float = 1.0,
     transfer_s: float = 0.0,
 ) -> PlanningProblem:
-    """The problem of a chain, every rank with the same work for each microbatch; arguments as in `plain_chain`.
+    """The problem of a chain whose ranks have equal costs; arguments as in `plain_chain`.
 
-    Raises: PlanError: negative or endless times, or a backward that takes none.
+    Raises: PlanError: negative or infinite times, or a backward without duration.
     """
     trains = graph.has_any_backward
     if trains and not seconds[1] + seconds[2] > 0:

@@ -1,8 +1,8 @@
-"""The engine: when an action may start, and what its end gives to others.
+"""The engine: when an action may start, and which actions its end makes ready.
 
-An action may start once all results that it needs have been made and have arrived on its rank, and once its rank is
-free. A result reaches its own rank at once and another rank after its transfer; transfers occupy no rank. That is
-written here and nowhere else. Who chooses what starts next is a *policy*:
+An action may start once all results that it needs have arrived on its rank, and once its rank is free. A result is
+available on its own rank at once and on another rank after its transfer; transfers occupy no rank. This rule is
+implemented here only. The code that chooses the next action is a *policy*:
 
 - `follow`: given orders (the simulator, the check for deadlocks, the global order of lowering);
 - `library.one_f_one_b`: a table of queues, turns and in-flight limits, in unit time;
@@ -10,8 +10,8 @@ written here and nowhere else. Who chooses what starts next is a *policy*:
 - `library.list_schedule`: rules in the order of time, within memory limits;
 - `library.controllable_memory`: fixed sequences, with weight gradients where a rank would idle.
 
-As soon as an action is started its end is known, and with it when its dependents can start. Policies that decide in the
-order of time look at `arrival` when they get there, or keep a heap of what `start` returns.
+The end of an action, and so the earliest start of its dependents, is known when it starts. Policies that decide in the
+order of time read `arrival`, or keep a heap of the items that `start` returns.
 """
 
 from collections.abc import Sequence
@@ -20,24 +20,24 @@ from mmtrain.schedule.items import Items
 
 
 class Engine:
-    """The state of one run: what has started, when it ends, and when what needs it may start."""
+    """The state of one run: started actions, their ends, and the earliest start of their dependents."""
 
     def __init__(self, items: Items, message_s: Sequence[float] | None = None) -> None:
-        """Nothing started. Args: message_s: [message] -> seconds of its transfer; None: transfers take no time."""
+        """Args: message_s: [message] -> seconds of its transfer; None: transfers take no time."""
         self.waiting = items.num_needs.copy()
-        """[item] -> how many of the results that it needs have not been started."""
+        """[item] -> number of the results it needs whose actions have not started."""
         self.arrival: list[float] = [0.0] * items.num_items
-        """[item] -> when those that have been started will all have arrived on its rank."""
+        """[item] -> when all other results it needs have arrived on its rank."""
         self.end: list[float | None] = [None] * items.num_items
         """[item] -> when its action ends; None: not started."""
         self._dependents = items.dependents
-        # The last entry is that of `SAME_RANK`, which is -1.
+        # Index -1, the last entry, is `SAME_RANK`.
         self._message_s = [*([0.0] * items.num_messages if message_s is None else message_s), 0.0]
 
     def start(self, item: int, end: float) -> list[int]:
-        """Starts an action that ends at a given time; the items that wait for nothing more to be started."""
+        """Starts an action that ends at a given time; returns the items whose needed actions have now all started."""
         if self.end[item] is not None:
-            return []  # made twice: the first result counts
+            return []  # the result exists already: the first one counts
         self.end[item] = end
         ready = []
         waiting, arrival, message_s = self.waiting, self.arrival, self._message_s
@@ -45,14 +45,14 @@ class Engine:
             when = end + message_s[message]
             if when > arrival[dependent]:
                 arrival[dependent] = when
-            left = waiting[dependent] = waiting[dependent] - 1
-            if not left:
+            waiting[dependent] -= 1
+            if not waiting[dependent]:
                 ready.append(dependent)
         return ready
 
 
 class Run:
-    """How ranks ran given orders, until all had ended or none could go on."""
+    """The execution of given orders, until all have ended or none can proceed."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Run:
 
         Args:
             orders: [rank][step] -> item.
-            seconds: [rank][step] -> how long its action takes; None: no time.
-            braids: [rank] step -> all items of an entry that has several; without any, empty.
+            seconds: [rank][step] -> duration; None: 0.
+            braids: [rank] step -> all items of a braid; empty if there is none.
         """
         self.engine, self.orders, self.braids = engine, orders, braids
         self.seconds = seconds or [[0.0] * len(order) for order in orders]
@@ -75,13 +75,13 @@ class Run:
         self.ends: list[list[float]] = [[] for _ in orders]
         """[rank][step]"""
         self.ranks: list[int] = []
-        """The ranks whose next step ran, in an order in which each step comes after what it needs."""
+        """The rank of each step that ran, in topological order."""
         while sum(map(self._advance, range(len(orders)))):
             pass
         self.complete = len(self.ranks) == sum(map(len, orders))
 
     def _advance(self, rank: int) -> int:
-        """Runs a rank's order until it has to wait for another rank; the number of steps that ran."""
+        """Runs a rank's order until it waits for another rank; returns the number of steps that ran."""
         order, seconds, starts, ends = self.orders[rank], self.seconds[rank], self.starts[rank], self.ends[rank]
         braids = self.braids[rank] if self.braids else {}
         waiting, arrival, start_item = self.engine.waiting, self.engine.arrival, self.engine.start

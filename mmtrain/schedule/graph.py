@@ -1,27 +1,29 @@
-"""The works of one iteration and how they depend on each other: a graph instead of a chain.
+"""The works of one iteration and their dependencies: a graph instead of a chain.
 
-A *work* is one sub-microbatch through one module. It passes through the module's chain of stages;
-`after` links it to the works whose last stage feeds its first stage (images into the language
-model), `links` joins any stage of another work to any of its own (inner features of an encoder). An
-absent modality is an absent work.
+A *work* is one sub-microbatch through one module. It passes through the module's chain of stages. `after` names the
+works whose last stage feeds its first stage (images into the language model); `links` connect any stage of another work
+to any of its own (inner features of an encoder). An absent modality is an absent work.
 """
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import BRAID, KINDS, NEEDS, RESULT_OF, Action, Kind
 from mmtrain.schedule.items import Items
 
 Result = tuple[Kind, int, int]
-"""What a compute action leaves behind: (F, B or W; stage, work). Both B and I give the result B, the
-gradient of the stage's input."""
+"""The result of a compute action: (F, B or W; stage, work). Both B and I have the result B, the gradient of the stage's
+input."""
+
+Node = TypeVar("Node")
 
 Need = tuple[Result, "Edge | None"]
-"""A result that an action waits for, and the edge that brings it; no edge inside of one stage."""
+"""A result that an action waits for, and the edge that carries it; None within one stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,22 +39,22 @@ class Link:
     """One activation that a work takes from a stage of another work."""
 
     work: int
-    """Index of the work that makes it."""
+    """The producing work."""
     source: int
-    """Position in that work's chain of the stage that makes it."""
+    """Position of the producing stage in that work's chain."""
     target: int
-    """Position in the taking work's chain of the stage that consumes it."""
+    """Position of the consuming stage in the chain of the work that has this link."""
     grad: bool = True
     """Whether its gradient comes back, if both stages have a backward."""
     size_bytes: float | None = None
-    """What moves over it, either way; None: what the source stage sends on."""
+    """Size of the activation and of its gradient; None: the output of the source stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
     """One action of a registered kind: what it waits for, and what waits for it, all on its stage's rank.
 
-    What several ranks do together is an instruction on each of them, in the same order on all.
+    A collective of several ranks is an instruction on each of them, in the same order on all.
     """
 
     kind: Kind
@@ -62,7 +64,7 @@ class Instruction:
     before: tuple[Result, ...] = ()
     seconds: float = 0.0
     growth_bytes: float = 0.0
-    """Bytes that it leaves behind, less those that it frees."""
+    """Bytes that it allocates, less those that it frees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ class Work:
     after: tuple[int, ...] = ()
     """Indices of the works whose last stage feeds this work's first stage."""
     links: tuple[Link, ...] = ()
-    """What else feeds any of its stages."""
+    """Further inputs of any of its stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +86,47 @@ class Edge:
     """One activation that goes from a stage to another, and whose gradient may come back."""
 
     source: int
-    """Stage that makes the activation."""
+    """The producing stage."""
     target: int
-    """Stage that consumes it."""
+    """The consuming stage."""
     work: int
-    """Work that makes it: names the transfer in both directions."""
+    """The producing work, which names the transfer in both directions."""
     target_work: int
-    """Work that consumes it; differs from `work` at the border of two modules."""
+    """The consuming work; another one than `work` between two modules."""
     grad: bool
     """Whether the gradient comes back over this edge."""
     size_bytes: float | None = None
-    """What moves over it, either way; None: what the source stage sends on."""
+    """Size of the activation and of its gradient; None: the output of the source stage."""
+
+
+def linear_extension(before: Mapping[Node, Collection[Node]], key: Callable[[Node], Any]) -> list[Node]:
+    """The nodes in the order of their keys, but each after its predecessors; without those of a cycle.
+
+    Args: before: node -> its predecessors.
+    """
+    waiting = {node: len(others) for node, others in before.items()}
+    after: dict[Node, list[Node]] = {}
+    for node, others in before.items():
+        for other in others:
+            after.setdefault(other, []).append(node)
+    ready = [(key(node), node) for node, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    order: list[Node] = []
+    while ready:
+        order.append(heapq.heappop(ready)[1])
+        for other in after.get(order[-1], ()):
+            waiting[other] -= 1
+            if not waiting[other]:
+                heapq.heappush(ready, (key(other), other))
+    return order
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkGraph:
     """Modules, the rank of each stage, and the works of one iteration.
 
-    `backward[w][k]` tells whether the k-th stage of work w has a backward; false for a frozen stage
-    with nothing trainable before it, and everywhere in a forward-only iteration.
+    `backward[w][k]`: whether the k-th stage of work w has a backward; false for a frozen stage with nothing trainable
+    before it, and for all stages of a forward-only iteration.
     """
 
     num_ranks: int
@@ -166,8 +190,8 @@ class WorkGraph:
                 )
             keys[key] = index
         if len(self.work_order) < len(self.works):
-            circle = sorted(set(range(len(self.works))) - set(self.work_order))
-            raise PlanError(f"works[{circle[0]}].after: the works {circle} wait for each other in a cycle; cut it")
+            cycle = sorted(set(range(len(self.works))) - set(self.work_order))
+            raise PlanError(f"works[{cycle[0]}].after: the works {cycle} wait for each other in a cycle; cut it")
 
     def _check_links(self, index: int) -> None:
         work = self.works[index]
@@ -208,12 +232,12 @@ class WorkGraph:
 
     @cached_property
     def items(self) -> Items:
-        """Numbers for all results, and what waits for what."""
+        """The numbered results and their dependencies."""
         return Items(self)
 
     @cached_property
     def links(self) -> tuple[tuple[Link, ...], ...]:
-        """[work] -> all that other works make for it: `after`, then `links`."""
+        """[work] -> all inputs from other works: `after`, then `links`."""
         depth = [len(self.modules[work.module].stages) for work in self.works]
         return tuple(
             (*(Link(work=other, source=depth[other] - 1, target=0) for other in work.after), *work.links)
@@ -229,42 +253,25 @@ class WorkGraph:
 
     @cached_property
     def work_order(self) -> tuple[int, ...]:
-        """The works, each after those that feed it; else in the order of the list."""
-        waiting = [len(self.sources(work)) for work in range(len(self.works))]
-        ready = [index for index, count in enumerate(waiting) if not count]
-        heapq.heapify(ready)
-        order: list[int] = []
-        while ready:
-            order.append(heapq.heappop(ready))
-            for consumer in self.consumers[order[-1]]:
-                waiting[consumer] -= 1
-                if not waiting[consumer]:
-                    heapq.heappush(ready, consumer)
-        return tuple(order)
+        """The works in topological order, by index where the graph leaves a choice."""
+        return tuple(linear_extension({work: self.sources(work) for work in range(len(self.works))}, lambda work: work))
 
     @cached_property
-    def place(self) -> dict[int, tuple[int, int]]:
-        """stage -> (module, position in the module's chain)."""
-        return {s: (m, k) for m, module in enumerate(self.modules) for k, s in enumerate(module.stages)}
+    def module_of(self) -> tuple[int, ...]:
+        """[stage] -> its module."""
+        module_of = {stage: m for m, module in enumerate(self.modules) for stage in module.stages}
+        return tuple(module_of[stage] for stage in range(len(self.stage_rank)))
 
     @cached_property
     def position(self) -> tuple[int, ...]:
         """[stage] -> its position in its module's chain."""
-        return tuple(self.place[stage][1] for stage in range(len(self.stage_rank)))
+        position = {stage: k for module in self.modules for k, stage in enumerate(module.stages)}
+        return tuple(position[stage] for stage in range(len(self.stage_rank)))
 
     @cached_property
     def work_index(self) -> dict[tuple[int, int, int], int]:
         """(module, microbatch, sub_microbatch) -> work."""
         return {(w.module, w.microbatch, w.sub_microbatch): i for i, w in enumerate(self.works)}
-
-    @cached_property
-    def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """For each work, the works that it feeds."""
-        lists: list[list[int]] = [[] for _ in self.works]
-        for index in range(len(self.works)):
-            for other in self.sources(index):
-                lists[other].append(index)
-        return tuple(tuple(found) for found in lists)
 
     def stages(self, work: int) -> tuple[int, ...]:
         """The stages that a work passes through, in forward order."""
@@ -272,22 +279,19 @@ class WorkGraph:
 
     def has_backward(self, stage: int, work: int) -> bool:
         """Whether (stage, work) has a backward action."""
-        return self.backward[work][self.place[stage][1]]
+        return self.backward[work][self.position[stage]]
 
     def work_of(self, action: Action) -> int:
         """The work that an action names.
 
         Raises: PlanError: the stage or the work does not exist in this iteration.
         """
-        if action.stage not in self.place:
-            raise PlanError(f"action {action}: stage {action.stage} does not exist")
-        module = self.place[action.stage][0]
-        sender = action.stage
-        if action.kind in (Kind.RECV_F, Kind.WAIT_F, Kind.SEND_B):
-            sender = action.peer  # the producing stage may belong to another module
-            if sender not in self.place:
-                raise PlanError(f"action {action}: stage {sender} does not exist")
-            module = self.place[sender][0]
+        # The producing stage may belong to another module.
+        producer = action.peer if action.kind in (Kind.RECV_F, Kind.WAIT_F, Kind.SEND_B) else action.stage
+        for stage in (action.stage, producer):
+            if not 0 <= stage < len(self.stage_rank):
+                raise PlanError(f"action {action}: stage {stage} does not exist")
+        module = self.module_of[producer]
         key = (module, action.microbatch, action.sub_microbatch)
         if key not in self.work_index:
             raise PlanError(
@@ -303,7 +307,7 @@ class WorkGraph:
 
     @cached_property
     def _inputs(self) -> dict[tuple[int, int], tuple[Edge, ...]]:
-        found: dict[tuple[int, int], tuple[Edge, ...]] = {}
+        edges_into: dict[tuple[int, int], tuple[Edge, ...]] = {}
         for index in range(len(self.works)):
             chain, flags = self.stages(index), self.backward[index]
             entering: dict[int, list[Edge]] = {}
@@ -314,8 +318,8 @@ class WorkGraph:
                 entering.setdefault(link.target, []).append(edge)
             for k, stage in enumerate(chain):
                 before = (Edge(chain[k - 1], stage, index, index, flags[k] and flags[k - 1]),) if k else ()
-                found[stage, index] = (*before, *entering.get(k, ()))
-        return found
+                edges_into[stage, index] = (*before, *entering.get(k, ()))
+        return edges_into
 
     @cached_property
     def _outputs(self) -> dict[tuple[int, int], tuple[Edge, ...]]:
@@ -338,7 +342,7 @@ class WorkGraph:
         return self.stage_rank[edge.source] == self.stage_rank[edge.target]
 
     def nodes(self) -> Iterator[tuple[int, int]]:
-        """All (stage, work), each after those that feed it."""
+        """All (stage, work) in topological order."""
         for index in self.work_order:
             for stage in self.stages(index):
                 yield stage, index
@@ -353,18 +357,17 @@ class WorkGraph:
         return any(any(row) for row in self.backward)
 
     def needs(self, kind: Kind, stage: int, work: int) -> tuple[Need, ...]:
-        """The results that must be there before an action of a plan starts, as the table `NEEDS` and the
-        instructions say."""
+        """The results that an action of a plan waits for, from the table `NEEDS` and the instructions."""
         given = self.instruction.get((kind, stage, work))
         if given:
             return tuple((result, None) for result in given.after)
         table, node = NEEDS[kind], (stage, work)
-        found: list[Need] = [((table.own, *node), None)] if table.own else []
+        needs: list[Need] = [((table.own, *node), None)] if table.own else []
         if table.sources:
-            found += [((table.sources, e.source, e.work), e) for e in self.inputs(*node)]
+            needs += [((table.sources, e.source, e.work), e) for e in self.inputs(*node)]
         if table.targets:
-            found += [((table.targets, e.target, e.target_work), e) for e in self.outputs(*node) if e.grad]
+            needs += [((table.targets, e.target, e.target_work), e) for e in self.outputs(*node) if e.grad]
         if self.instructions:
             result = (RESULT_OF[kind], *node)
-            found += [(key, None) for key, given in self.instruction.items() if result in given.before]
-        return tuple(found)
+            needs += [(key, None) for key, given in self.instruction.items() if result in given.before]
+        return tuple(needs)

@@ -1,8 +1,8 @@
-"""A work graph as numbered items: what each action waits for, written out once for everything that runs actions.
+"""A work graph as numbered items and their dependencies, for everything that executes actions.
 
-A *node* is (stage, work), counted work by work along the chain of its module: node `first[work] + k` is the k-th stage
-of the work. An *item* is one result: F, B (made by B or I) or W of a node, numbered `slot * num_nodes + node`, then the
-graph's instructions. A *message* is what an item needs from another rank: what node n sends on has number n.
+A *node* is a (stage, work): node `first[work] + k` is the k-th stage of the work. An *item* is one result: F, B (of B
+or I) or W of a node, numbered `slot * num_nodes + node`, then the graph's instructions. A *message* is a result that
+another rank needs: the output of node n has number n.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mmtrain.schedule.graph import WorkGraph
 
 SAME_RANK = -1
-"""The message of a result that is needed on the rank that made it."""
+"""The message of a result that is needed on its own rank."""
 
 Dependent = tuple[int, int]
 """(item that waits, message)."""
@@ -41,13 +41,13 @@ class Items:
         """[node]"""
         self.num_items = 3 * self.num_nodes + len(graph.instructions)
         self.num_needs = [0] * self.num_items
-        """[item] -> how many results it needs."""
+        """[item] -> number of results it needs."""
         self.dependents: list[list[Dependent]] = [[] for _ in range(self.num_items)]
         """[item] -> the items that wait for it."""
         self.over_edges: list[tuple[int, int, int]] = []
         """(result, item that needs it, message) of all edges, those into and out of one node in the graph's order."""
         self.link_bytes: list[float] = []
-        """Of the messages behind those of the nodes: links with a size of their own."""
+        """Sizes of the further messages: links with their own `size_bytes`."""
         self._add_table(graph)
         self._instructions = {key: 3 * self.num_nodes + number for number, key in enumerate(graph.instruction)}
         for key, instruction in graph.instruction.items():
@@ -57,14 +57,14 @@ class Items:
                 self._add(self.item(*key), self.item(*result), SAME_RANK)
 
     def item(self, kind: Kind, stage: int, work: int) -> int:
-        """The number of the result that an action of this kind makes."""
+        """The item of the result of an action."""
         slot = SLOTS.get(kind)
         if slot is None:
             return self._instructions[kind, stage, work]
         return slot * self.num_nodes + self.first[work] + self.position[stage]
 
     def of_order(self, order: Sequence[Action], works: Sequence[int]) -> list[int]:
-        """[step] -> item of that action; of a braid, the first."""
+        """[step] -> item of that action; of a braid, its first."""
         first, position = self.first, self.position
         base = {kind: slot * self.num_nodes for kind, slot in SLOTS.items()}
         return [
@@ -74,7 +74,7 @@ class Items:
 
     @property
     def num_messages(self) -> int:
-        """How many numbers messages have."""
+        """Number of messages."""
         return self.num_nodes + len(self.link_bytes)
 
     def _add(self, result: int, item: int, message: int) -> None:
@@ -82,16 +82,16 @@ class Items:
         self.num_needs[item] += 1
 
     def _add_table(self, graph: "WorkGraph") -> None:
-        """What `NEEDS` says, for all nodes."""
+        """Adds the dependencies of the table `NEEDS` for all nodes."""
         edges, N = self._edges(graph), self.num_nodes
         for kind, needs in NEEDS.items():
             if RESULT_OF[kind] is not kind:
-                continue  # I makes and needs what B does
+                continue  # I has the result and the needs of B
             base = SLOTS[kind] * N
             if needs.own:
                 own = SLOTS[needs.own] * N
                 for node, flag in enumerate(self.has_backward):
-                    if flag:  # only a forward needs nothing of its own
+                    if flag:
                         self._add(own + node, base + node, SAME_RANK)
             if needs.sources:
                 made = SLOTS[needs.sources] * N
@@ -105,9 +105,9 @@ class Items:
             self._add(*need)
 
     def _edges(self, graph: "WorkGraph") -> list[tuple[int, int, int, bool]]:
-        """(source node, target node, message, whether a gradient comes back) of all edges."""
+        """(source node, target node, message, whether its gradient is sent back) of all edges."""
         rank, grad, first = self.rank, self.has_backward, self.first
-        found = []
+        edges = []
         for work in range(len(graph.works)):
             begin = first[work]
             for link in graph.links[work]:
@@ -116,8 +116,8 @@ class Items:
                 if link.size_bytes is not None and message != SAME_RANK:
                     message = self.num_nodes + len(self.link_bytes)
                     self.link_bytes.append(link.size_bytes)
-                found.append((source, target, message, link.grad and grad[source] and grad[target]))
+                edges.append((source, target, message, link.grad and grad[source] and grad[target]))
             for node in range(begin, first[work + 1] - 1):
                 message = SAME_RANK if rank[node] == rank[node + 1] else node
-                found.append((node, node + 1, message, grad[node] and grad[node + 1]))
-        return found
+                edges.append((node, node + 1, message, grad[node] and grad[node + 1]))
+        return edges

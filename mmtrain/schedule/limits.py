@@ -1,7 +1,7 @@
-"""How large the numbers of a planning problem may be: one table, with units. Pure.
+"""Ranges of the numbers of a planning problem: one table, with units. Pure.
 
-The limits are far above what any job has. Within them no sum of times or bytes overflows, and no table outgrows a
-machine's memory, whoever wrote the file. docs/planner.md shows the table.
+The limits are far above those of any job. Within them no sum of times or bytes overflows, and no table exceeds a
+machine's memory, even for a malicious file. docs/planner.md shows the table.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from mmtrain.errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """The least and the most that a quantity may be, both allowed."""
+    """The smallest and the largest allowed value of a quantity."""
 
     what: str
     least: float
@@ -23,11 +23,11 @@ class Range:
 
     @property
     def rule(self) -> str:
-        """What a value must be, as the rest of a sentence about it."""
+        """The rule for a value, as the rest of a sentence about it."""
         return f"it must be between {show(self.least)} and {show(self.most)}{' ' * bool(self.unit)}{self.unit}"
 
     def check(self, where: str, value: float) -> None:
-        """Refuses a value outside of the range. Raises: PlanError: with where it stands, the value and the range."""
+        """Checks a value. Raises: PlanError: with its name, the value and the range."""
         if value not in self:
             raise PlanError(f"{where} = {value}; {self.rule}")
 
@@ -53,4 +53,4 @@ TABLE = (
     SECONDS, BYTES, BYTES_PER_S, RANKS, STAGES, VISITS, WORKS_BY_RANKS, GROUPS_BY_RANKS, OPTIONS, THREADS,
     FILE_BYTES,
 )  # fmt: skip
-"""All of them, in the order of docs/planner.md."""
+"""All ranges, in the order of docs/planner.md."""

@@ -1,9 +1,9 @@
 """A plan: one order of compute actions for each rank, its check, and its text form."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import groupby
+from functools import cached_property, partial
 from operator import itemgetter
 
 from mmtrain.errors import PlanError
@@ -25,18 +25,12 @@ class Plan:
 
     def __str__(self) -> str:
         """One line a rank: its actions separated by spaces; `parse` reads it back."""
-        return "\n".join(" ".join(map(str, order)) for order in self.orders)
+        return orders_text(self.orders)
 
     @classmethod
     def parse(cls, graph: WorkGraph, text: str, options: Mapping[tuple[int, int], int] | None = None) -> "Plan":
-        """The plan of a text that has one line a rank.
-
-        Raises: PlanError: a word is not an action, or there are more or fewer lines than ranks.
-        """
-        lines = text.strip("\n").split("\n")
-        if len(lines) != graph.num_ranks:
-            raise PlanError(f"a plan for {graph.num_ranks} ranks has one line a rank, but there are {len(lines)}")
-        return cls(graph, tuple(tuple(map(Action.parse, line.split())) for line in lines), options or {})
+        """The plan of a text that has one line a rank. Raises: PlanError: as `parse_orders`."""
+        return cls(graph, parse_orders(text, graph.num_ranks), options or {})
 
     @cached_property
     def works(self) -> tuple[tuple[int, ...], ...]:
@@ -45,7 +39,7 @@ class Plan:
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
-        """The (stage, work) whose backward is in two halves, I and W."""
+        """The (stage, work) whose backward is split into I and W."""
         return frozenset(
             (action.stage, work) for parts in self.parts for _, action, work in parts if action.kind is Kind.I
         )
@@ -67,11 +61,11 @@ class Plan:
         )
 
     def run(self, seconds: Sequence[Sequence[float]] | None = None, message_s: Sequence[float] | None = None) -> Run:
-        """How the ranks run their orders.
+        """The execution of the orders.
 
         Args:
-            seconds: [rank][step]; None: actions take no time.
-            message_s: [message] -> seconds of its transfer; None: no time.
+            seconds: [rank][step] -> duration; None: 0.
+            message_s: [message] -> seconds of its transfer; None: 0.
         Raises: PlanError: deadlock; with rank, step, the waiting action and the missing one, and the orders.
         """
         items = self.graph.items
@@ -89,11 +83,8 @@ class Plan:
         return run
 
     def run_order(self) -> Iterator[tuple[int, Action, int, tuple[Need, ...]]]:
-        """(rank, action, work, needs) of all actions, each after everything that it needs.
-
-        Raises: PlanError: deadlock; with rank, step, the waiting action and the missing one, and the orders.
-        """
-        steps = [groupby(parts, key=itemgetter(0)) for parts in self.parts]
+        """(rank, action, work, needs) of all actions in topological order. Raises: PlanError: deadlock."""
+        steps = [itertools.groupby(parts, key=itemgetter(0)) for parts in self.parts]
         for rank in self.run().ranks:
             for _, action, work in next(steps[rank])[1]:
                 yield rank, action, work, self.graph.needs(action.kind, action.stage, work)
@@ -111,9 +102,11 @@ class Plan:
         )
         missing = self.graph.action(Kind.I if (stage, other) in self.split and kind is Kind.B else kind, stage, other)
         holder = self.graph.stage_rank[stage]
-        found = next((step for step, action, _ in self.parts[holder] if action == missing), None)
+        position = next((step for step, action, _ in self.parts[holder] if action == missing), None)
         where = (
-            "is in no rank's order" if found is None else f"is step {found} of rank {holder}, which never gets there"
+            "is in no rank's order"
+            if position is None
+            else f"is step {position} of rank {holder}, which never gets there"
         )
         raise PlanError(
             f"deadlock: rank {rank}, step {steps[rank]}: {self.orders[rank][steps[rank]]} waits for {missing}, which "
@@ -121,66 +114,92 @@ class Plan:
         )
 
 
+def orders_text(orders: Sequence[Sequence[Action]]) -> str:
+    """One line a rank: its actions separated by spaces."""
+    return "\n".join(" ".join(map(str, order)) for order in orders)
+
+
+def parse_orders(text: str, num_ranks: int) -> tuple[tuple[Action, ...], ...]:
+    """The orders that `orders_text` wrote.
+
+    Raises: PlanError: a word is not an action, or the number of lines differs from that of the ranks.
+    """
+    lines = text.strip("\n").split("\n")
+    if len(lines) != num_ranks:
+        raise PlanError(f"the text of {num_ranks} ranks has one line a rank, but there are {len(lines)}")
+    return tuple(tuple(map(Action.parse, line.split())) for line in lines)
+
+
 def show_steps(orders: Sequence[Sequence[Action]], steps: Mapping[int, int], reach: int = 5) -> str:
     """The orders around one step of each rank, one line a rank, that step between `>>` and `<<`.
 
-    Args: steps: rank -> step to mark; ranks that are absent are left out. reach: actions to each side.
+    Args: steps: rank -> step to mark, of the ranks to show. reach: actions to each side.
     """
     lines = []
     for rank, step in sorted(steps.items()):
         order = orders[rank]
         low, high = max(0, step - reach), min(len(order), step + reach + 1)
-        words = [f">>{order[i]}<<" if i == step else str(order[i]) for i in range(low, high)]
-        words = ["..."] * (low > 0) + words + (["..."] if high < len(order) else ["(end)"] * (step >= len(order)))
-        lines.append(f"  rank {rank}: {' '.join(words)}")
+        shown = [f">>{order[i]}<<" if i == step else str(order[i]) for i in range(low, high)]
+        shown = ["..."] * (low > 0) + shown + (["..."] if high < len(order) else ["(end)"] * (step >= len(order)))
+        lines.append(f"  rank {rank}: {' '.join(shown)}")
     return "\n".join(lines)
 
 
 def check(plan: Plan, problem: PlanningProblem | None = None) -> None:
-    """Refuses a plan that is not one: each action counted once, on its rank, without deadlock, within memory.
+    """Checks a plan: each action occurs once and on its rank, no deadlock, memory within its limits.
 
-    Args: problem: also hold the plan against this problem's graph, options and memory limits.
-    Raises: PlanError: the first rule that is broken, with rank, step and the orders around it.
+    Args: problem: also check the plan against this problem's graph, options and memory limits.
+    Raises: PlanError: the first broken rule, with rank, step and the orders around it.
     """
     graph = plan.graph
     if len(plan.orders) != graph.num_ranks:
         raise PlanError(f"the plan has {len(plan.orders)} orders for {graph.num_ranks} ranks")
     if problem is not None:
         _check_options(plan, problem)
-    seen: set[Action] = set()
-    for rank, order in enumerate(plan.orders):
-        for step, action in ((step, part) for step, entry in enumerate(order) for part in entry.parts):
-            fault = _fault(plan, rank, action, seen)
-            if fault:
-                marked = show_steps(plan.orders, {rank: step})
-                raise PlanError(f"rank {rank}, step {step}: {action} {fault}\n{marked}")
-            seen.add(action)
+    seen = check_actions(plan.orders, partial(_fault, plan))
     for kind, stage, work in graph.instruction:
         if graph.action(kind, stage, work) not in seen:
             rank = graph.stage_rank[stage]
             raise PlanError(f"rank {rank}: {graph.action(kind, stage, work)} is missing; add it")
     for stage, work in graph.nodes():
-        forward, whole, half, weight = (graph.action(k, stage, work) in seen for k in "FBIW" for k in [Kind(k)])
+        forward, *backwards = (graph.action(Kind(kind), stage, work) in seen for kind in "FBIW")
         name = graph.action(Kind.F, stage, work)
         rank = graph.stage_rank[stage]
         if not forward:
             raise PlanError(f"rank {rank}: {name} is missing; add it")
         if not graph.has_backward(stage, work):
             continue
-        if not (whole and not half and not weight) and not (half and weight and not whole):
-            found = ", ".join(k for k, there in zip("BIW", (whole, half, weight), strict=True) if there) or "none"
+        if backwards not in ([True, False, False], [False, True, True]):
+            present = ", ".join(itertools.compress("BIW", backwards)) or "none"
             raise PlanError(
-                f"rank {rank}: the backward of {name} must be B, or I and W, but the plan has {found}; make it one"
+                f"rank {rank}: the backward of {name} must be B, or I and W, but the plan has {present}; make it one"
             )
     plan.run()
     if problem is not None:
         _check_memory(plan, problem)
 
 
+def check_actions(
+    orders: Sequence[Sequence[Action]], fault_of: Callable[[int, Action, set[Action]], str]
+) -> set[Action]:
+    """The actions of all ranks, those of a braid one by one.
+
+    Args: fault_of: (rank, action, the actions before it) -> its fault as the rest of a sentence; empty: none.
+    Raises: PlanError: the first fault.
+    """
+    seen: set[Action] = set()
+    for rank, order in enumerate(orders):
+        for step, action in ((step, part) for step, entry in enumerate(order) for part in entry.parts):
+            if fault := fault_of(rank, action, seen):
+                raise PlanError(f"rank {rank}, step {step}: {action} {fault}\n{show_steps(orders, {rank: step})}")
+            seen.add(action)
+    return seen
+
+
 def _fault(plan: Plan, rank: int, action: Action, seen: set[Action]) -> str:
-    """What is wrong with one action of a rank's order, as the rest of a sentence; empty if nothing is."""
+    """The fault of one action of a rank's order, as the rest of a sentence; empty if there is none."""
     if action.kind in NOT_COMPUTE:
-        return "is not compute; transfers come with lowering"
+        return "is not a compute action; lowering adds transfers"
     work = plan.graph.work_of(action)
     holder = plan.graph.stage_rank[action.stage]
     if holder != rank:
@@ -189,7 +208,7 @@ def _fault(plan: Plan, rank: int, action: Action, seen: set[Action]) -> str:
         known = (action.kind, action.stage, work) in plan.graph.instruction
         return "" if known else "is an instruction that the iteration does not have; remove it"
     if action.kind is not Kind.F and not plan.graph.has_backward(action.stage, work):
-        return "has no place here: the stage has no backward for this work; remove it"
+        return "cannot run: the stage has no backward for this work; remove it"
     if action not in seen:
         return ""
     step = next(step for step, entry in enumerate(plan.orders[rank]) if action in entry.parts)
@@ -202,7 +221,7 @@ def _check_options(plan: Plan, problem: PlanningProblem) -> None:
     nodes = set(plan.graph.nodes())
     for (stage, work), option in plan.options.items():
         if (stage, work) not in nodes:
-            raise PlanError(f"options[{stage}, {work}] names a stage and work that do not meet")
+            raise PlanError(f"options[{stage}, {work}] names a stage that the work does not pass through")
         count = len(problem.options(stage, work))
         if not 0 <= option < count:
             raise PlanError(f"options[{stage}, {work}] = {option} is outside of 0 .. {count - 1}")
@@ -213,14 +232,14 @@ def _check_memory(plan: Plan, problem: PlanningProblem) -> None:
         for step, (during, _) in enumerate(held):
             if limit is not None and exceeds(during, limit):
                 raise PlanError(
-                    f"rank {rank}, step {step}: {plan.orders[rank][step]} brings activations to {during:.4g} "
+                    f"rank {rank}, step {step}: {plan.orders[rank][step]} raises activations to {during:.4g} "
                     f"bytes, over the limit of {limit:.4g}; free some earlier or choose a smaller option\n"
                     + show_steps(plan.orders, {rank: step})
                 )
 
 
 def exceeds(amount: float, limit: float) -> bool:
-    """Whether an amount is above a limit by more than the rounding of a long sum of floats."""
+    """Whether an amount exceeds a limit by more than rounding errors."""
     return amount > limit * (1 + 1e-9)
 
 

@@ -1,10 +1,11 @@
 """The planning problem: a work graph with costs, options, transfers and memory limits, and its JSON form.
 
-All times are seconds, all sizes bytes. The JSON form is version 1 of mmtrain's planning format: an
-unknown key, a wrong type, an index out of range, a number outside of its range (`mmtrain.schedule.limits`), a
-cycle or an empty list of ranks is refused with the dotted path of the fault.
+All times are seconds, all sizes bytes. The JSON form is version 1 of mmtrain's planning format. Unknown keys, wrong
+types, indices and numbers out of range (`mmtrain.schedule.limits`), cycles and empty lists of ranks are errors that
+name the dotted path.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,18 +36,18 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One memory strategy of one stage for one work. Both backward times zero: it has no backward."""
+    """One memory strategy of one stage for one work. If both backward times are zero, it has no backward."""
 
     name: str
     forward_s: float
     backward_input_s: float
     backward_weight_s: float
     activation_bytes: float
-    """Held from the start of F to the end of B (or of I); without a backward, during F alone."""
+    """Held from the start of F to the end of B (or of I); without a backward, during F only."""
     weight_bytes: float | None = None
     """Held from the end of I to the end of W; None: all of `activation_bytes`."""
     restored_bytes: float = 0.0
-    """Held on top of that while B or I runs: what it computes again, or brings back from the host."""
+    """Held additionally while B or I runs: recomputed activations, or those copied back from the CPU."""
 
     @property
     def has_backward(self) -> bool:
@@ -59,7 +60,7 @@ class Option:
         return self.activation_bytes if self.weight_bytes is None else self.weight_bytes
 
     def growth_bytes(self, kind: Kind) -> float:
-        """Bytes that a compute action of this kind leaves behind, less those that it frees."""
+        """Bytes that a compute action of this kind allocates, less those that it frees."""
         if kind is Kind.F:
             return self.activation_bytes if self.has_backward else 0.0
         if kind is Kind.I:
@@ -67,7 +68,7 @@ class Option:
         return -(self.activation_bytes if kind is Kind.B else self.held_for_weight_bytes)
 
     def needed_bytes(self, kind: Kind) -> float:
-        """Bytes that a compute action of this kind takes while it runs, on top of what was held before it."""
+        """Bytes that a compute action of this kind needs while it runs, in addition to what was held before it."""
         return self.activation_bytes if kind is Kind.F else self.restored_bytes if kind in BACKWARD else 0.0
 
     def duration_s(self, kind: Kind) -> float:
@@ -83,42 +84,42 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class P2P:
-    """What a transfer between two ranks takes: latency_s + bytes / bytes_per_s."""
+    """Cost of a transfer between two ranks: latency_s + bytes / bytes_per_s."""
 
     latency_s: float
     bytes_per_s: float
 
 
 class EntryCost(NamedTuple):
-    """What an entry of an order takes."""
+    """Cost of an entry of an order."""
 
     seconds: float
     needed_bytes: float
-    """While it runs, on top of what was held before it."""
+    """While it runs, in addition to what was held before it."""
     growth_bytes: float
-    """What it leaves behind, less what it frees."""
+    """What it allocates, less what it frees."""
 
 
 BraidKey = tuple[tuple[Kind, int, int], ...]
-"""Of each part: kind, index of its option list in `PlanningProblem.costs`, index of the option."""
+"""For each part: kind, index of its option list in `PlanningProblem.costs`, index of the option."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningProblem:
-    """One iteration to be planned. `build` makes one; the graph's backward flags follow the options."""
+    """One iteration to be planned. Make one with `build`, which derives the graph's backward flags from the options."""
 
     graph: WorkGraph
     memory_limit_bytes: tuple[float | None, ...]
-    """What activations may take on each rank; None: no limit."""
+    """Limit of the activations on each rank; None: no limit."""
     p2p: P2P
     costs: tuple[tuple[Option, ...], ...]
     """Option lists, the fastest option of each first."""
     cost_index: tuple[tuple[int, ...], ...]
     """[work][k] -> option list of the k-th stage of the work's module."""
     output_bytes: tuple[tuple[float, ...], ...]
-    """[work][k] -> what the k-th stage sends on; its gradient is as large."""
+    """[work][k] -> size of the output of the k-th stage; its gradient has the same size."""
     braid_s: Mapping[BraidKey, float] = field(default_factory=dict)
-    """What a braid takes, by its parts; one that is absent takes as long as its parts together."""
+    """Duration of a braid, by its parts; default: the sum of the durations of its parts."""
 
     def __post_init__(self) -> None:
         graph = self.graph
@@ -167,7 +168,7 @@ class PlanningProblem:
         """The problem whose graph takes its backward flags from the options.
 
         Args: memory_limit_bytes: one entry a rank; None: no limit on any rank.
-        Raises: PlanError: the first rule that is broken, with the dotted path of the fault.
+        Raises: PlanError: the first broken rule, with the dotted path.
         """
         table = tuple(tuple(options) for options in costs)
         index = tuple(tuple(row) for row in cost_index)
@@ -197,9 +198,10 @@ class PlanningProblem:
 
     @cached_property
     def held_limit_bytes(self) -> tuple[float | None, ...]:
-        """What activations may take on each rank beside the largest `restored_bytes` there; None: no limit.
+        """Limit of the held activations on each rank: the memory limit less the largest `restored_bytes`; None: no
+        limit.
 
-        Who plans admissions by what actions hold keeps this, and the plan then keeps `memory_limit_bytes`.
+        Schedules that admit actions by held bytes keep this limit; their plans then keep `memory_limit_bytes`.
         """
         most = [0.0] * self.graph.num_ranks
         largest = [max(option.restored_bytes for option in options) for options in self.costs]
@@ -230,15 +232,15 @@ class PlanningProblem:
         return [latency + amount / rate for amount in (*sizes, *self.graph.items.link_bytes)]
 
     def entry_cost(self, entry: Action, work: int, chosen: Mapping[tuple[int, int], int]) -> EntryCost:
-        """What one entry of an order costs. Args: work: of its first part. chosen: option of each (stage, work)."""
+        """The cost of one entry of an order. Args: work: of its first part. chosen: option of each (stage, work)."""
         if entry.kind in COMPUTE:
             key = entry.kind, self._list_of(entry.stage, work), chosen.get((entry.stage, work), 0) if chosen else 0
-            found = self._costs_of_kind.get(key)
-            if found is None:
+            cost = self._costs_of_kind.get(key)
+            if cost is None:
                 option = self.costs[key[1]][key[2]]
-                found = EntryCost(option.duration_s(key[0]), option.needed_bytes(key[0]), option.growth_bytes(key[0]))
-                self._costs_of_kind[key] = found
-            return found
+                cost = EntryCost(option.duration_s(key[0]), option.needed_bytes(key[0]), option.growth_bytes(key[0]))
+                self._costs_of_kind[key] = cost
+            return cost
         if entry.kind is not BRAID:
             given = self.graph.instruction[entry.kind, entry.stage, work]
             return EntryCost(given.seconds, max(0.0, given.growth_bytes), given.growth_bytes)
@@ -255,7 +257,7 @@ class PlanningProblem:
 
     @cached_property
     def _costs_of_kind(self) -> dict[tuple[Kind, int, int], EntryCost]:
-        """(kind, option list, option) -> cost, of those that were asked for."""
+        """(kind, option list, option) -> cost: a cache."""
         return {}
 
     def _list_of(self, stage: int, work: int) -> int:
@@ -264,9 +266,9 @@ class PlanningProblem:
     # ------------------------------------------------------------------------------------- as JSON
 
     def to_json(self) -> str:
-        """The problem as JSON text of version 1, one line a work, that `from_json` reads back equal.
+        """The problem as JSON text of version 1, one line a work; `from_json` is the inverse.
 
-        Raises: PlanError: it has instructions or times of braids, which the format does not have.
+        Raises: PlanError: the problem has instructions or times of braids, which the format lacks.
         """
         graph = self.graph
         if graph.instructions or self.braid_s:
@@ -300,7 +302,7 @@ class PlanningProblem:
 
     @classmethod
     def from_json(cls, source: str | Mapping[str, Any]) -> "PlanningProblem":
-        """The problem of a JSON text, or of the dictionary that such a text stands for.
+        """The problem of a JSON text or of its dictionary.
 
         Raises: PlanError: the text is not JSON, or breaks a rule of the format; with the dotted path.
         """
@@ -327,7 +329,7 @@ class PlanningProblem:
 
 
 def check_sizes(num_ranks: int, modules: Sequence[ModuleStages], works: Sequence[Work]) -> None:
-    """Refuses what is too large to be planned. Raises: PlanError: with the number and the most that it may be."""
+    """Checks the sizes of a problem. Raises: PlanError: with the number and its maximum."""
     RANKS.check("num_ranks", num_ranks)
     depth = [len(module.stages) for module in modules]
     STAGES.check("modules: number of stages", sum(depth))
@@ -393,18 +395,8 @@ def _backward_flags(
 
 
 def _option_to_json(option: Option) -> dict[str, Any]:
-    table: dict[str, Any] = {
-        "name": option.name,
-        "forward_s": option.forward_s,
-        "backward_input_s": option.backward_input_s,
-        "backward_weight_s": option.backward_weight_s,
-        "activation_bytes": option.activation_bytes,
-    }
-    if option.weight_bytes is not None:
-        table["weight_bytes"] = option.weight_bytes
-    if option.restored_bytes:
-        table["restored_bytes"] = option.restored_bytes
-    return table
+    values = {f.name: (getattr(option, f.name), f.default) for f in dataclasses.fields(option)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _link_to_json(link: Link) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from mmtrain.schedule.timeline import Timeline
 
 
 def simulate(problem: PlanningProblem, plan: Plan) -> Timeline:
-    """The timeline of a plan: each rank runs its order, an action starts once what it needs has arrived.
+    """The timeline of a plan: each rank runs its order, an action starts once its inputs have arrived.
 
-    A result reaches another rank `latency_s + bytes / bytes_per_s` after its end, its own rank at
-    once; transfers occupy no rank. Memory and peaks follow the chosen options.
+    A result reaches another rank `latency_s + bytes / bytes_per_s` after its end, its own rank at once; transfers
+    occupy no rank. Memory and peaks follow the chosen options.
 
     Raises: PlanError: deadlock; with rank, step, the waiting action and the missing one, and the orders.
     """

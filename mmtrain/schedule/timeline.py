@@ -1,4 +1,4 @@
-"""A timeline: when each compute action ran, simulated or measured. Both have this one type."""
+"""A timeline: when each compute action ran, simulated or measured."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ class Timeline:
 
     num_ranks: int
     stage_modules: tuple[str, ...]
-    """Name of the module of each stage, for drawings."""
+    """Module name of each stage, for drawings."""
     rows: tuple[Row, ...]
     """Sorted by rank, then by start."""
     memory: tuple[tuple[tuple[float, float], ...], ...] = ()
-    """[rank] -> (seconds, activation bytes held from then on); empty where it was not recorded."""
+    """[rank] -> (seconds, activation bytes held from then on); empty: not recorded."""
     peak_bytes: tuple[float, ...] = ()
-    """Most activation bytes at any instant on each rank; empty where it was not recorded."""
+    """Peak of activation bytes on each rank; empty: not recorded."""
 
     @classmethod
     def from_rows(
@@ -41,11 +41,11 @@ class Timeline:
         memory: tuple[tuple[tuple[float, float], ...], ...] = (),
         peak_bytes: tuple[float, ...] = (),
     ) -> "Timeline":
-        """The timeline of some rows (rank, action, start_s, end_s), in any order; transfers are left out."""
-        names = tuple(graph.modules[graph.place[stage][0]].name for stage in range(len(graph.stage_rank)))
-        found = [Row(*row) for row in rows if row[1].kind not in NOT_COMPUTE]
-        found.sort(key=lambda row: (row.rank, row.start_s, row.end_s))
-        return cls(graph.num_ranks, names, tuple(found), memory, peak_bytes)
+        """The timeline of rows (rank, action, start_s, end_s) in any order, without transfers."""
+        names = tuple(graph.modules[module].name for module in graph.module_of)
+        kept = [Row(*row) for row in rows if row[1].kind not in NOT_COMPUTE]
+        kept.sort(key=lambda row: (row.rank, row.start_s, row.end_s))
+        return cls(graph.num_ranks, names, tuple(kept), memory, peak_bytes)
 
     @cached_property
     def start_s(self) -> float:
@@ -72,9 +72,9 @@ class Timeline:
 
     @cached_property
     def span_s(self) -> tuple[float, ...]:
-        """Seconds from each rank's own first start to its own last end; 0 if it did nothing."""
+        """Seconds from each rank's first start to its last end; 0 if it ran nothing."""
         rows = [self.of_rank(rank) for rank in range(self.num_ranks)]
-        return tuple(max(row.end_s for row in mine) - mine[0].start_s if mine else 0.0 for mine in rows)
+        return tuple(max(row.end_s for row in local) - local[0].start_s if local else 0.0 for local in rows)
 
     @property
     def bubble(self) -> float:

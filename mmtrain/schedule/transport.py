@@ -1,7 +1,7 @@
-"""A proof by execution that a program cannot deadlock or swap messages on a transport.
+"""A check by execution that a program cannot deadlock or swap messages on a transport.
 
-No transport matches messages by name: what counts is the order in which the two ends post them.
-Three models of what waits for what:
+No transport matches messages by name: only the order in which the two ends post them counts. Three models of which
+transfers wait for each other:
 
 - gloo: each directed pair of ranks is a queue of its own (also NCCL with one group a direction);
 - paired: each unordered pair of ranks has one stream, which its sends and receives share (NCCL, lazy);
@@ -11,11 +11,12 @@ Three models of what waits for what:
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import RECEIVES, SENDS, STAGE_WIDE, TRANSFERS, WAITS, Action, Kind
 from mmtrain.schedule.passes.lower import Program, waits_before
-from mmtrain.schedule.plan import show_steps
+from mmtrain.schedule.plan import check_actions, show_steps
 
 Stream = tuple[int, ...]
 """Names a queue of one rank; transfers in one queue run one after another."""
@@ -41,13 +42,12 @@ class _Message:
 
 
 def check_transport(program: Program, models: Sequence[str] = tuple(MODELS)) -> None:
-    """Refuses a program that could hang or mix up messages under one of the transport models.
+    """Checks that a program can neither hang nor swap messages under the transport models.
 
-    Raises: PlanError: a wait, send or result is missing, two ends disagree, or nothing can go on; with
-        the model, rank, step and action.
+    Raises: PlanError: a wait, send or result is missing, two ends disagree, or a deadlock; with the model, rank, step
+        and action.
     """
-    for rank in range(len(program.actions)):
-        _check_own_order(program, rank)
+    check_actions(program.actions, partial(_fault, program))
     messages = [
         [_message(program, step, a) if a.kind in TRANSFERS else None for step, a in enumerate(actions)]
         for actions in program.actions
@@ -65,26 +65,15 @@ def _message(program: Program, step: int, action: Action) -> _Message:
     return _Message(step, action, rank_of[sender], rank_of[receiver], name)
 
 
-def _check_own_order(program: Program, rank: int) -> None:
-    """Refuses a list in which an action comes before what the same rank must do for it first."""
-    seen: set[Action] = set()
-    for step, action in ((step, part) for step, entry in enumerate(program.actions[rank]) for part in entry.parts):
-        if action.kind in STAGE_WIDE:
-            continue
-        fault = _fault(program, rank, action, seen)
-        if fault:
-            marked = show_steps(program.actions, {rank: step})
-            raise PlanError(f"rank {rank}, step {step}: {action} {fault}\n{marked}")
-        seen.add(action)
-
-
 def _fault(program: Program, rank: int, action: Action, seen: set[Action]) -> str:
-    """What one action lacks among those before it, as the rest of a sentence; empty if nothing."""
+    """What an action lacks among the rank's actions before it, as the rest of a sentence; empty: nothing."""
+    if action.kind in STAGE_WIDE:
+        return ""
     graph = program.graph
     work = graph.work_of(action)
     holder = graph.stage_rank[action.stage]
     if action in seen:
-        return "is there twice; keep one"
+        return "occurs twice; keep one"
     if holder != rank:
         return f"belongs on rank {holder}, which holds its stage"
     if action.kind not in TRANSFERS:
@@ -97,7 +86,7 @@ def _fault(program: Program, rank: int, action: Action, seen: set[Action]) -> st
                 return f"needs {graph.action(kind, stage, other)} before it"
         return ""
     if graph.stage_rank[action.peer] == rank:
-        return "is a transfer inside of one rank; remove it"
+        return "is a transfer within one rank; remove it"
     if action.kind in WAITS:
         receive = Kind.RECV_F if action.kind is Kind.WAIT_F else Kind.RECV_B
         return "" if graph.action(receive, action.stage, work, action.peer) in seen else "waits for no receive"
@@ -108,7 +97,7 @@ def _fault(program: Program, rank: int, action: Action, seen: set[Action]) -> st
         made = any(_computed(program, Kind.B, action.stage, w, seen) for w in consumers)
     else:
         return ""
-    return "" if made else "sends what was not computed before"
+    return "" if made else "sends a result that was not computed before"
 
 
 def _computed(program: Program, kind: Kind, stage: int, work: int, seen: set[Action]) -> bool:
@@ -140,12 +129,12 @@ class _Execution:
             heads = "; ".join(f"rank {r} step {m.step} {m.action}" for r, m in waiting) or "none"
             raise PlanError(
                 f"deadlock under {self._model} transport: rank {rank}, step {step}: "
-                f"{self._program.actions[rank][step]} never gets done; first transfers that wait: {heads}\n"
+                f"{self._program.actions[rank][step]} never completes; first waiting transfers: {heads}\n"
                 + show_steps(self._program.actions, dict(enumerate(self._steps)))
             )
 
     def _advance(self, rank: int) -> bool:
-        """Runs a rank's list until it must wait; tells whether anything was done."""
+        """Runs a rank's list until it must wait; returns whether any step ran."""
         messages, start = self._messages[rank], self._steps[rank]
         while self._steps[rank] < len(messages):
             message = messages[self._steps[rank]]
@@ -158,7 +147,7 @@ class _Execution:
         return self._steps[rank] > start
 
     def _deliver(self, rank: int) -> bool:
-        """Finishes messages whose two ends are both at the head of their queues, driven by the sender."""
+        """Delivers messages whose two ends are both at the head of their queues; returns whether there were any."""
         progress = False
         for queue in self._queues[rank].values():
             while queue and queue[0].action.kind in SENDS:
@@ -179,6 +168,6 @@ class _Execution:
         actions = self._program.actions
         raise PlanError(
             f"mismatch under {self._model} transport: rank {rank}, step {sent.step}: {sent.action} would be "
-            f"taken by rank {sent.target}, step {received.step}: {received.action}; give both ends the same "
+            f"received by rank {sent.target}, step {received.step}: {received.action}; give both ends the same "
             "order\n" + show_steps(actions, {rank: sent.step, sent.target: received.step})
         )

@@ -131,7 +131,7 @@ def test_what_a_file_system_refuses_is_one_sentence_on_all_ranks_and_changes_not
     assert "step-2.tmp cannot be written: [Errno 2] No such file or directory" in deleted
     assert "\n" not in deleted
     assert late.startswith(
-        f"checkpoint: rank 1 says: {tmp_path}/late/old/step-4 is damaged: train_state.json is missing; rank 0"
+        f"checkpoint: rank 1: {tmp_path}/late/old/step-4 is damaged: train_state.json is missing; rank 0"
     )
     for mode in ("at-once", "in-background"):
         assert complete_steps(tmp_path / mode) == [2, 6]
@@ -154,5 +154,5 @@ def test_a_dump_folder_that_cannot_be_made_is_one_sentence_on_all_ranks(tmp_path
     messages = run_ranks(refused, 2, path)
     assert messages == [
         f"job.dump_folder = '{tmp_path}/run' cannot be written: File exists ({tmp_path}/run); name another folder, or "
-        "correct its rights"
+        "correct its permissions"
     ] * 2  # fmt: skip

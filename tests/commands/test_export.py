@@ -318,7 +318,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):
     (tmp_path / "there").mkdir()
     for words, message in [
         ([str(run), str(tmp_path / "there")], "there exists already"),
-        ([str(tmp_path / "nothing"), str(out)], "nothing holds no config.toml; name the job.dump_folder"),
+        ([str(tmp_path / "nothing"), str(out)], "nothing has no config.toml; name the job.dump_folder"),
         ([str(run), str(out), "--step", "3"], "--step 3: "),
         ([str(run), str(out), "--merge-adapters"], "there is nothing to merge"),
     ]:

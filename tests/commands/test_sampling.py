@@ -309,7 +309,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 
 def test_folders_that_are_no_text_to_video_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing holds no config.toml; name the job.dump_folder of a run"):
+    with pytest.raises(ConfigError, match=r"nothing has no config.toml; name the job.dump_folder of a run"):
         sample(tmp_path / "nothing", tmp_path / "out", wanted())
     save_run(tmp_path / "chat", model_config(None))
     with pytest.raises(ConfigError, match=r"only a text-to-video model makes clips, and this run has no \[model.dit\]"):

@@ -136,7 +136,7 @@ def test_compare_says_why_a_schedule_has_no_plan(tmp_path, capsys) -> None:
     text = path.read_text().replace("[null, null]", "[1.5, 1.5]")
     path.write_text(text.replace("null", "1.5"))
     lines = shown(capsys, "compare", "GPipe", "interleave", "--problem", str(path)).splitlines()
-    assert "rank 0, step 1: 0F1.0 brings activations to 2 bytes" in lines[1]
+    assert "rank 0, step 1: 0F1.0 raises activations to 2 bytes" in lines[1]
     assert lines[2].split()[1] == "24"  # one microbatch after the other
 
 

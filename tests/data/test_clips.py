@@ -150,10 +150,10 @@ def test_clips_are_sampled_and_cut_to_the_longest_bucket_that_they_fill() -> Non
     made = processor(video_frames=[4, 8])
     greys = [10 * i / 127.5 - 1 for i in (0, 2, 4, 6)]
     clip = made.clip(record(*[(24, 24)] * 15, fps=16.0))  # 7 frames at 8 a second
-    assert clip.places == (0, 2, 4, 6)
+    assert clip.frame_indices == (0, 2, 4, 6)
     assert made.latents(clip)[0, :, 5, 20].tolist() == pytest.approx(greys)
     slow = made.clip(record(*[(24, 24)] * 2, fps=4.0))
-    assert slow.places == (0, 0, 1, 1)
+    assert slow.frame_indices == (0, 0, 1, 1)
     # A record without a rate: as data.source_fps says, else data.fps.
     assert processor(source_fps=4.0).clip(record(*[(24, 24)] * 4)).meta.frames == 8
     assert processor().clip(record(*[(24, 24)] * 4)).meta.frames == 4
@@ -401,7 +401,7 @@ def behind_vae(name: str, **data: Any) -> ClipProcessor:
 def test_with_a_vae_pixels_are_read_and_the_metadata_counts_latents() -> None:
     made = behind_vae("wan", video_area=24 * 24, video_aspects=["1:1"])
     clip = made.clip(record(*[(24, 24)] * 8))
-    assert (clip.meta.bucket, clip.meta.num_tokens, len(clip.places)) == ((2, 3, 3), 18, 5)
+    assert (clip.meta.bucket, clip.meta.num_tokens, len(clip.frame_indices)) == ((2, 3, 3), 18, 5)
     pixels = made.latents(clip)
     assert pixels.shape == made.zeros(clip).shape == (3, 5, 24, 24)
     assert float(pixels.min()) >= -1 and float(pixels.max()) <= 1

@@ -107,6 +107,6 @@ def test_messages_show_any_name_on_one_short_line() -> None:
 def test_text_is_whole_characters() -> None:
     assert check_text("a\U0001f600", "text") == "a\U0001f600"
     with pytest.raises(
-        DataError, match=r"^text has half of a character, '\\ud83d', at 1; write it whole or remove it$"
+        DataError, match=r"^text has a lone surrogate, '\\ud83d', at 1; write the whole character or remove it$"
     ):
         check_text("a\ud83d", "text")

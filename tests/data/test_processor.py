@@ -120,8 +120,8 @@ def test_content_parts_are_the_same_as_placeholders() -> None:
         (record("?", "yes", role=3), "has the role 3; the roles are system, user, assistant$"),  # type: ignore[arg-type]
         (record("?", "yes", role="human"), "has the role 'human'; the roles are system, user, assistant$"),
         (record("?", "yes", "3", role="tool"), "has the role 'tool'; the roles are system, user, assistant$"),
-        (record("?\ud800", "yes"), r"the user's text has half of a character, '\\ud800', at 1; write it whole"),
-        (record("?", [{"type": "text", "text": "\udfff"}]), "the assistant's text has half of a character"),
+        (record("?\ud800", "yes"), r"the user's text has a lone surrogate, '\\ud800', at 1; write the whole character"),
+        (record("?", [{"type": "text", "text": "\udfff"}]), "the assistant's text has a lone surrogate"),
     ],
 )
 def test_refusals(bad: Record, message: str) -> None:

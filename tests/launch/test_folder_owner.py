@@ -49,8 +49,9 @@ def test_a_second_owner_is_refused_by_name(tmp_path, other):
         pass
     found = record(tmp_path)
     assert found["pid"] == other.pid
-    assert f"belongs to process {other.pid} on {found['host']}, which writes into it since {found['since']}" in str(
-        caught.value
+    assert (
+        f"belongs to process {other.pid} on {found['host']}, which has written into it since {found['since']}"
+        in str(caught.value)
     )
 
 

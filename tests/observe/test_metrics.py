@@ -78,7 +78,7 @@ def test_what_the_search_came_to_is_seen_everywhere(tmp_path, capsys):
     report.close()
     one, two = capsys.readouterr().out.splitlines()
     assert one.endswith("bubble: 25%  plan: -10.0% vs first, gap 20.0%, 120 tried in 0.25s")
-    assert two.endswith("bubble: 25%  plan: first; first plans: 2 late, 0 failed, 1 invalid")
+    assert two.endswith("bubble: 25%  plan: first; first plans: 2 timed out, 0 failed, 1 invalid")
     first, second = lines(tmp_path)
     assert first["plan_gap"] == pytest.approx(0.2)
     assert (first["plan_makespan_s"], first["plan_first_makespan_s"], first["plan_evaluations"]) == (0.9, 1.0, 120)

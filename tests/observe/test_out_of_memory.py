@@ -9,7 +9,14 @@ import torch
 
 from mmtrain.config import config
 from mmtrain.modality.typical import Bins
-from mmtrain.observe.out_of_memory import Scene, advice, asked_bytes, explained, is_out_of_memory, live_tensors
+from mmtrain.observe.out_of_memory import (
+    OutOfMemoryContext,
+    advice,
+    explain,
+    is_out_of_memory,
+    live_tensors,
+    requested_bytes,
+)
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import MemoryRule
@@ -27,12 +34,12 @@ def too_much() -> RuntimeError:
 def test_errors_of_memory_are_known_with_their_amount():
     error = too_much()
     assert is_out_of_memory(error)
-    assert asked_bytes(error) == 2**58
+    assert requested_bytes(error) == 2**58
     cuda = torch.OutOfMemoryError(CUDA_WORDS)
     assert is_out_of_memory(cuda)
-    assert asked_bytes(cuda) == 2.5 * GIB
+    assert requested_bytes(cuda) == 2.5 * GIB
     assert is_out_of_memory(MemoryError())
-    assert asked_bytes(MemoryError()) is None
+    assert requested_bytes(MemoryError()) is None
 
 
 def test_other_errors_are_not():
@@ -40,12 +47,12 @@ def test_other_errors_are_not():
     assert not is_out_of_memory(ValueError("std::bad_alloc"))
 
 
-def scene(folder: Path, *overrides: str, measured: float | None = 1.0 * GIB) -> Scene:
+def context(folder: Path, *overrides: str, measured: float | None = 1.0 * GIB) -> OutOfMemoryContext:
     """The first step of the debug job, on its second rank."""
     job = config.load("debug_vlm.toml", [f"job.dump_folder={folder}", *overrides])
     planner = IterationPlanner.of(job)
     meta = draw("mix", Bins.of(job, 112), seed=0, iteration=0)
-    return Scene(
+    return OutOfMemoryContext(
         config=job,
         step=7,
         rank=1,
@@ -59,25 +66,25 @@ def scene(folder: Path, *overrides: str, measured: float | None = 1.0 * GIB) -> 
 
 
 def test_the_first_advice_follows_from_what_went_wrong(tmp_path):
-    assert advice(scene(tmp_path), 0.5 * GIB).startswith('First set planner.memory_limit, such as "90%"')
+    assert advice(context(tmp_path), 0.5 * GIB).startswith('First set planner.memory_limit, such as "90%"')
     limit = "planner.memory_limit=2GiB"
     # The device had less than the limit says.
-    assert advice(scene(tmp_path, limit), 0.5 * GIB).startswith("First lower planner.memory_limit below 1.50GiB")
+    assert advice(context(tmp_path, limit), 0.5 * GIB).startswith("First lower planner.memory_limit below 1.50GiB")
     # The step wanted more than was predicted: 2.2 of 2 GiB, predicted 0.3.
-    words = advice(scene(tmp_path, limit, measured=2.1 * GIB), 0.1 * GIB)
+    words = advice(context(tmp_path, limit, measured=2.1 * GIB), 0.1 * GIB)
     assert words.startswith("First raise planner.memory_margin (it is 0.05), or lower planner.memory_limit")
-    tight = scene(tmp_path, limit, "planner.memory_margin=0.01", measured=1.9 * GIB)
+    tight = context(tmp_path, limit, "planner.memory_margin=0.01", measured=1.9 * GIB)
     raised = dataclasses.replace(tight, budget=tight.budget.with_process(1.8 * GIB))
     assert advice(raised, 0.2 * GIB).startswith("First raise planner.memory_margin to 0.15 (it is 0.01)")
 
 
 def test_advice_names_only_what_the_job_has_not_done(tmp_path):
-    assert "or add offload to planner.memory_strategies" in advice(scene(tmp_path), None)
-    every = scene(tmp_path, 'planner.memory_strategies=["keep", "selective", "recompute", "offload"]')
+    assert "or add offload to planner.memory_strategies" in advice(context(tmp_path), None)
+    every = context(tmp_path, 'planner.memory_strategies=["keep", "selective", "recompute", "offload"]')
     assert "memory_strategies" not in advice(every, None)
-    off = advice(scene(tmp_path, "planner.enable=false"), None)
+    off = advice(context(tmp_path, "planner.enable=false"), None)
     assert 'or let blocks be recomputed: planner.enable = true, or activation_checkpoint.mode = "full"' in off
-    full = advice(scene(tmp_path, "planner.enable=false", "activation_checkpoint.mode=full"), None)
+    full = advice(context(tmp_path, "planner.enable=false", "activation_checkpoint.mode=full"), None)
     assert "recomputed" not in full
     assert "lower training.seq_len or model.encoder.sub_microbatch_size, or raise parallelism" in full
 
@@ -86,8 +93,8 @@ def test_what_is_left_behind_replaces_what_was_there(tmp_path):
     for text in ("old", "new"):
         (tmp_path / "out_of_memory" / "step_7_rank_1").mkdir(parents=True, exist_ok=True)
         (tmp_path / "out_of_memory" / "step_7_rank_1" / text).touch()
-    error = explained(too_much(), scene(tmp_path))
-    assert "step 7: rank 1 (pp_rank 1) is out of memory; 268435456 GiB more were asked for. Predicted: 0.2" in str(
+    error = explain(too_much(), context(tmp_path))
+    assert "step 7: rank 1 (pp_rank 1) is out of memory; 268435456 GiB more were requested. Predicted: 0.2" in str(
         error
     )
     (folder,) = (tmp_path / "out_of_memory").iterdir()
@@ -98,7 +105,7 @@ def test_what_is_left_behind_replaces_what_was_there(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "out_of_memory").touch()
-    assert "The step's plan could not be saved in" in str(explained(too_much(), scene(tmp_path)))
+    assert "The step's plan could not be saved in" in str(explain(too_much(), context(tmp_path)))
 
 
 def test_each_storage_counts_once():
@@ -116,6 +123,6 @@ def test_a_real_error_on_a_gpu_leaves_the_allocators_blocks(tmp_path):
     held = torch.ones(1024, device="cuda")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(2**50, dtype=torch.uint8, device="cuda")
-    assert asked_bytes(caught.value) == pytest.approx(2**50, rel=0.01)
-    explained(caught.value, dataclasses.replace(scene(tmp_path), device=held.device))
+    assert requested_bytes(caught.value) == pytest.approx(2**50, rel=0.01)
+    explain(caught.value, dataclasses.replace(context(tmp_path), device=held.device))
     assert (tmp_path / "out_of_memory" / "step_7_rank_1" / "memory_snapshot.pickle").stat().st_size > 0

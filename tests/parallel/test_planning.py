@@ -20,7 +20,7 @@ from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.parallel.build import build_local_model
 from mmtrain.parallel.mesh import build_mesh
-from mmtrain.parallel.planning import Fate, PlanAhead
+from mmtrain.parallel.planning import PlanAhead, PlanStatus
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
@@ -71,31 +71,32 @@ def first_hashes(planner: IterationPlanner, batches: Sequence[IterationMeta]) ->
 
 
 def run_faults(rank, fault):
-    """Steps 1 to 5, the second of them with a fault: (fates, which plans are first plans, all hashes, seconds)."""
+    """Steps 1 to 5, the second of them with a fault: (statuses, which plans are first plans, all hashes, seconds)."""
     mesh = build_mesh(MeshShape(pp=2), CPU)
     planner, batches = make_planner(mesh.shape), metas(5)
     ahead = PlanAhead(planner, mesh, seed=SEED, search=Faulty(SEED, {2: fault}))
     patience = 0.7 if fault in ("late", "stubborn") else 30.0
-    tickets = [ahead.submit(1, batches[0])]
+    pending = [ahead.submit(1, batches[0])]
     found, seconds = [], []
     for step in range(1, 6):
         if step < 5:
-            tickets.append(ahead.submit(step + 1, batches[step]))
+            pending.append(ahead.submit(step + 1, batches[step]))
         start = time.monotonic()
-        found.append(ahead.take(tickets[step - 1], patience))
+        found.append(ahead.take(pending[step - 1], patience))
         seconds.append(time.monotonic() - start)
         time.sleep(2.0 if step == 3 and fault == "stubborn" else 0.02)  # the step itself
     ahead.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "plan-ahead"]
     hashes = [planned.plan.program.hash for planned in found]
     firsts = [a == b for a, b in zip(hashes, first_hashes(planner, batches), strict=True)]
-    assert ahead.counts == {fate: [p.fate for p in found].count(fate) for fate in {p.fate for p in found}}
-    return [planned.fate for planned in found], firsts, hashes, seconds
+    assert ahead.counts == {status: [p.status for p in found].count(status) for status in {p.status for p in found}}
+    return [planned.status for planned in found], firsts, hashes, seconds
 
 
 OF_FAULT = {
-    "crash": Fate.FAILED, "memory": Fate.FAILED, "nothing": Fate.FAILED, "nonsense": Fate.FAILED, "late": Fate.LATE,
-    "stubborn": Fate.LATE, "slow": Fate.READY,
+    "crash": PlanStatus.FAILED, "memory": PlanStatus.FAILED, "nothing": PlanStatus.FAILED,
+    "nonsense": PlanStatus.FAILED, "late": PlanStatus.TIMED_OUT, "stubborn": PlanStatus.TIMED_OUT,
+    "slow": PlanStatus.READY,
 }  # fmt: skip
 
 
@@ -112,13 +113,19 @@ def outcomes():
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_search_that_goes_wrong_costs_its_step_alone(outcomes, fault):
-    (fates, firsts, hashes, seconds), (other_fates, _, other_hashes, _) = (rank[fault] for rank in outcomes)
-    assert (fates, hashes) == (other_fates, other_hashes)
-    wrong = OF_FAULT.get(fault, Fate.INVALID)
+    (statuses, firsts, hashes, seconds), (other_statuses, _, other_hashes, _) = (rank[fault] for rank in outcomes)
+    assert (statuses, hashes) == (other_statuses, other_hashes)
+    wrong = OF_FAULT.get(fault, PlanStatus.INVALID)
     # A search that does not listen holds up the next one, which is not waited for.
-    assert fates == [Fate.READY, wrong, wrong if fault == "stubborn" else Fate.READY, Fate.READY, Fate.READY]
-    assert firsts == [fate is not Fate.READY for fate in fates]
-    if wrong is Fate.LATE:
+    assert statuses == [
+        PlanStatus.READY,
+        wrong,
+        wrong if fault == "stubborn" else PlanStatus.READY,
+        PlanStatus.READY,
+        PlanStatus.READY,
+    ]
+    assert firsts == [status is not PlanStatus.READY for status in statuses]
+    if wrong is PlanStatus.TIMED_OUT:
         assert 0.7 <= seconds[1] < 1.7
         assert seconds[2] < 0.7 or fault == "late"
 
@@ -129,7 +136,7 @@ def all_forwards_first(problem, options, *, cancelled):
 
 
 def run_over_the_limit(rank):
-    """Fates of a plan that holds more than each rank may, without and with the limit."""
+    """Statuses of a plan that holds more than each rank may, without and with the limit."""
     mesh = build_mesh(MeshShape(pp=2), CPU)
     meta = make_batch(model_config(), [[1]] * 6, seed=1)[1]
     found = []
@@ -139,14 +146,14 @@ def run_over_the_limit(rank):
         ahead = PlanAhead(planner, mesh, seed=SEED, search=all_forwards_first)
         planned = ahead.now(1, meta)
         ahead.close()
-        found.append(planned.fate)
+        found.append(planned.status)
         gib = 0.6 * max(planned.plan.result.timeline.peak_bytes) / 2**30
     return found
 
 
 @pytest.mark.ranks
 def test_a_plan_over_the_memory_limit_does_not_run():
-    assert run_ranks(run_over_the_limit, 2) == [[Fate.READY, Fate.INVALID]] * 2
+    assert run_ranks(run_over_the_limit, 2) == [[PlanStatus.READY, PlanStatus.INVALID]] * 2
 
 
 # -------------------------------------------------------------------------------- errors of an iteration
@@ -165,7 +172,7 @@ def run_errors(rank):
             ahead.now(1, meta)
         found.append(str(caught.value))
         if section is SECTION:
-            assert ahead.now(2, good).fate is Fate.READY
+            assert ahead.now(2, good).status is PlanStatus.READY
         ahead.close()
     return found
 
@@ -179,7 +186,7 @@ def test_errors_of_an_iteration_are_raised_on_every_rank():
 
 
 def run_out_of_step(rank):
-    """The two threads of a replica disagree on what they plan: fates, and what is logged."""
+    """The two threads of a replica disagree on what they plan: statuses, and what is logged."""
     from mmtrain.parallel import planning
 
     warned = []
@@ -191,16 +198,16 @@ def run_out_of_step(rank):
     found += [ahead.now(step, batches[step - 1]) for step in (2, 3)]
     ahead.close()
     assert [planned.plan.program.hash for planned in found] == first_hashes(planner, batches)
-    return [planned.fate for planned in found], warned
+    return [planned.status for planned in found], warned
 
 
 @pytest.mark.ranks
 def test_threads_that_cannot_agree_stop_searching_and_not_the_job():
-    (fates, leader), (others, other) = run_ranks(run_out_of_step, 2)
-    assert fates == others == [Fate.BROKEN] * 3
+    (statuses, leader), (others, other) = run_ranks(run_out_of_step, 2)
+    assert statuses == others == [PlanStatus.BROKEN] * 3
     assert leader == []
     assert [text.split(": ", 1)[1] for text in other] == [
-        "the ranks of the replica cannot exchange plans any more: PlanError: a plan of step 1 came for step 7"
+        "the ranks of the replica cannot exchange plans any more: PlanError: a plan of step 1 was received for step 7"
     ]
 
 

@@ -80,7 +80,7 @@ def test_a_problem_without_a_plan_is_judged_too() -> None:
 
 def test_limits_are_part_of_the_judgement() -> None:
     wide, tight = chain(2, 3), chain(2, 3, memory_limit_bytes=[1.5, 1.5])
-    with pytest.raises(PlanError, match=r"rank 0, step 1: 0F1\.0 brings activations to 2 bytes"):
+    with pytest.raises(PlanError, match=r"rank 0, step 1: 0F1\.0 raises activations to 2 bytes"):
         judge(tight, json.dumps(table_of(wide, "1F1B")))
 
 

@@ -79,7 +79,7 @@ def test_charts_have_the_numbers_of_the_file(tmp_path):
     assert planner["gap to the bound"] == [25.0] * 2
     assert planner["gain over the first plan"] == pytest.approx([20.0] * 2)
     assert chart(found, "Steps with their first plan") == {"late": [2] * 2, "failed": [0] * 2, "invalid": [1] * 2}
-    assert chart(found, "Memory of the fullest rank") == {"predicted": [1.0] * 2}
+    assert chart(found, "Memory of the most loaded rank") == {"predicted": [1.0] * 2}
 
 
 def test_several_runs_are_told_apart_by_colour_and_curves_by_dash(tmp_path):
@@ -115,8 +115,8 @@ def test_numbers_are_medians_of_the_later_half(tmp_path):
 
 
 FAR_OFF = {
-    "mfu": (0.05, "The devices do little of what they could"),
-    "bubble": (0.6, "Pipeline ranks idle much"),
+    "mfu": (0.05, "The devices reach little of their peak"),
+    "bubble": (0.6, "Pipeline ranks are idle for long"),
     "makespan_ratio": (
         2.5,
         "Costs are not calibrated for this machine and its load, ",

@@ -176,7 +176,7 @@ def test_a_file_that_unpacks_to_more_than_the_limit_is_refused(tmp_path: Path) -
         PlanningProblem.read(path)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ('{"a": 1, "a": 2}', "'a' stands twice")])
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ('{"a": 1, "a": 2}', "'a' occurs twice")])
 def test_text_that_is_no_json_is_refused(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         PlanningProblem.from_json(text)

@@ -145,7 +145,7 @@ def test_a_braid_is_one_entry_with_the_needs_bytes_and_results_of_its_parts() ->
     assert "&" in text(simulate(timed, plan))
     with pytest.raises(PlanError, match="no JSON form"):
         timed.to_json()
-    with pytest.raises(PlanError, match="braids and instructions are not sent"):
+    with pytest.raises(PlanError, match="is none of F, B, I and W"):
         to_bytes(plan)
 
 

@@ -45,11 +45,11 @@ def test_late_receive_is_harmless_where_directions_have_queues_of_their_own() ->
         (
             "0F0.0 0SEND_F0.0>1",
             "0SEND_F0.0>1 0F0.0",
-            r"rank 0, step 1: 0SEND_F0.0>1 sends what was not computed",
+            r"rank 0, step 1: 0SEND_F0.0>1 sends a result that was not computed",
         ),
-        ("1B0.0 1SEND_B0.0>0", "1SEND_B0.0>0 1B0.0", r"1SEND_B0.0>0 sends what was not computed"),
+        ("1B0.0 1SEND_B0.0>0", "1SEND_B0.0>0 1B0.0", r"1SEND_B0.0>0 sends a result that was not computed"),
         ("1F0.0 1RECV_F1.0<0 1B0.0", "1B0.0 1RECV_F1.0<0 1F0.0", r"1B0.0 needs 1F0.0 before it"),
-        ("0F1.0 ", "0F1.0 0F1.0 ", r"0F1.0 is there twice"),
+        ("0F1.0 ", "0F1.0 0F1.0 ", r"0F1.0 occurs twice"),
         ("0F1.0 ", "0F1.0 1F1.0 ", r"1F1.0 belongs on rank 1"),
         ("1SEND_B1.0>0 ", "", r"deadlock under gloo transport: rank 0, step \d+: 0WAIT_B1.0<1"),
         (" 0SEND_F1.0>1", "", r"deadlock under gloo transport: rank 0"),
@@ -62,7 +62,7 @@ def test_faults_are_found(old: str, new: str, message: str) -> None:
 
 def test_transfer_inside_of_a_rank_is_refused() -> None:
     alone = chain(1, 1, num_segments=2)
-    with pytest.raises(PlanError, match="is a transfer inside of one rank"):
+    with pytest.raises(PlanError, match="is a transfer within one rank"):
         check_transport(Program.parse(alone.graph, "0F0.0 0SEND_F0.0>1"))
 
 

@@ -12,7 +12,7 @@ Kind = Literal["bar", "line", "pie"]
 
 KINDS: tuple[Kind, ...] = ("bar", "line", "pie")
 MAX_VALUE = 9
-"""Values of bars and points are 1 .. 9; a grid line lies at every second unit."""
+"""Values of bars and points are 1 .. 9; there is a grid line at every second unit."""
 
 _WHITE, _BLACK, _GRID = (255, 255, 255), (0, 0, 0), (205, 205, 205)
 

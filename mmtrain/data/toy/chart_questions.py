@@ -1,7 +1,7 @@
-"""Conversations about charts: an answer is drawn first, then a chart that has it.
+"""Conversations about charts: the answer is drawn first, then a chart for it.
 
-Answers come from decks (every answer of a question equally often), and image sizes are drawn
-independently of them, so that without the image nothing beats an even guess among them.
+Answers come from decks (every answer of a question equally often), and image sizes are drawn independently of them, so
+that without the image a uniform guess is optimal.
 """
 
 import random
@@ -17,9 +17,9 @@ GRADE_SHARES = (10, 4, 3, 3)
 """Samples of each grade, in twentieths."""
 
 SMALLEST_SIDE, LARGEST_SIDE = 56, 168
-"""Pixels along one side of an image that stands alone."""
+"""Side in pixels of a single image."""
 LARGEST_SIDE_OF_MANY = 112
-"""The same for images that share a conversation."""
+"""Side in pixels of one of several images of a conversation."""
 
 _NAMES = tuple(COLOURS)
 _COUNTS = (2, 3, 4, 5, 6)
@@ -30,29 +30,29 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Charts, the turns about them, and how hard they are."""
+    """Charts, the turns about them, and their difficulty."""
 
     charts: tuple[Chart, ...]
     turns: tuple[tuple[str, str], ...]
-    """(question, answer); the questions hold no placeholders yet."""
+    """(question, answer), without placeholders."""
     grade: str
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """The turns as chat messages; before the first question an `<image>` placeholder for each chart."""
         if len(self.charts) > 1:
-            places = "".join(f"Picture {i + 1}: <image>\n" for i in range(len(self.charts)))
+            markers = "".join(f"Picture {i + 1}: <image>\n" for i in range(len(self.charts)))
         else:
-            places = "<image>\n" * len(self.charts)
+            markers = "<image>\n" * len(self.charts)
         out = []
         for index, (question, answer) in enumerate(self.turns):
-            out.append({"role": "user", "content": question if index else places + question})
+            out.append({"role": "user", "content": question if index else markers + question})
             out.append({"role": "assistant", "content": answer})
         return out
 
 
 class ConversationMaker:
-    """Makes conversations one after another; the sequence depends on the seed text alone."""
+    """Makes conversations in order; the sequence depends only on the seed text."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
@@ -86,7 +86,7 @@ class ConversationMaker:
     # ------------------------------------------------------------------------------------ random parts
 
     def _draw(self, deck: str, choices: Sequence[_T]) -> _T:
-        """The next card of a deck that holds each choice once and is refilled when empty."""
+        """The next card of a deck that contains each choice once and is refilled when empty."""
         cards = self._decks.setdefault(deck, [])
         if not cards:
             cards.extend(choices)
@@ -111,7 +111,7 @@ class ConversationMaker:
         return Chart(kind=kind, values=tuple(values), colours=tuple(colours), width=width, height=height)
 
     def _values(self, kind: Kind, count: int) -> list[int]:
-        # A thin slice or a low bar would make counting a matter of resolution.
+        # With a thin slice or a low bar, counting would depend on the resolution.
         lowest = 3 if kind == "pie" else 2
         return [self._random.randint(lowest, MAX_VALUE) for _ in range(count)]
 
@@ -155,11 +155,11 @@ class ConversationMaker:
         largest = self._draw(f"largest {kind}", (True, False))
         answer = self._draw(f"extreme colour {kind} {largest}", _NAMES)
         count = self._random.randint(2, 5)
-        place = self._random.randrange(count)
+        index = self._random.randrange(count)
         others = self._random.sample([name for name in _NAMES if name != answer], count - 1)
         values = [self._random.randint(3, 6) for _ in range(count)]
-        values[place] = MAX_VALUE if largest else 1
-        colours = [*others[:place], answer, *others[place:]]
+        values[index] = MAX_VALUE if largest else 1
+        colours = [*others[:index], answer, *others[index:]]
         word = {"bar": ("tallest", "shortest"), "pie": ("largest", "smallest")}[kind][not largest]
         question = f"What colour is the {word} {_MARKS[kind]}?"
         return self._one("medium", self._chart(kind, values, colours), question, answer)
@@ -184,17 +184,17 @@ class ConversationMaker:
         return count, self._draw(f"asked of {count}", range(count))
 
     def _kind_of_image(self) -> Conversation:
-        count, place = self._many()
+        count, index = self._many()
         answer = self._draw("kind of picture", KINDS)
-        charts = [self._any_chart(answer if i == place else None, LARGEST_SIDE_OF_MANY) for i in range(count)]
-        turns = ((f"In picture {place + 1}, what kind of chart is it?", answer),)
+        charts = [self._any_chart(answer if i == index else None, LARGEST_SIDE_OF_MANY) for i in range(count)]
+        turns = ((f"In picture {index + 1}, what kind of chart is it?", answer),)
         return Conversation(charts=tuple(charts), turns=turns, grade="medium")
 
     def _colour_of_image(self) -> Conversation:
-        count, place = self._many()
+        count, index = self._many()
         answer = self._draw("colour of picture", _NAMES)
-        charts = [self._any_chart("bar", LARGEST_SIDE_OF_MANY, answer if i == place else "") for i in range(count)]
-        turns = ((f"In picture {place + 1}, what colour are the bars?", answer),)
+        charts = [self._any_chart("bar", LARGEST_SIDE_OF_MANY, answer if i == index else "") for i in range(count)]
+        turns = ((f"In picture {index + 1}, what colour are the bars?", answer),)
         return Conversation(charts=tuple(charts), turns=turns, grade="medium")
 
     # ------------------------------------------------------------------------------------ hard
@@ -203,9 +203,9 @@ class ConversationMaker:
         kind: Kind = self._draw("kind of value", ("bar", "line"))
         answer = self._draw(f"value {kind}", range(1, MAX_VALUE + 1))
         values = self._values(kind, self._random.choice(_COUNTS))
-        place = self._random.randrange(len(values))
-        values[place] = answer
-        question = f"What is the value of the {_ORDINALS[place]} {_MARKS[kind]}?"
+        index = self._random.randrange(len(values))
+        values[index] = answer
+        question = f"What is the value of the {_ORDINALS[index]} {_MARKS[kind]}?"
         return self._one("hard", self._chart(kind, values), question, answer)
 
     def _difference(self) -> Conversation:
@@ -217,26 +217,26 @@ class ConversationMaker:
         return self._one("hard", self._chart("bar", values), question, answer)
 
     def _tallest(self) -> Conversation:
-        place = self._draw("tallest", range(len(_ORDINALS)))
+        ordinal = self._draw("tallest", range(len(_ORDINALS)))
         values = [self._random.randint(1, MAX_VALUE - 2) for _ in _ORDINALS]
-        values[place] = MAX_VALUE
-        return self._one("hard", self._chart("bar", values), "Which bar is the tallest?", _ORDINALS[place])
+        values[ordinal] = MAX_VALUE
+        return self._one("hard", self._chart("bar", values), "Which bar is the tallest?", _ORDINALS[ordinal])
 
     def _which_image(self) -> Conversation:
-        count, place = self._many()
+        count, index = self._many()
         kind = self._draw("kind to find", KINDS)
         others = [other for other in KINDS if other != kind]
-        kinds = [kind if i == place else self._random.choice(others) for i in range(count)]
+        kinds = [kind if i == index else self._random.choice(others) for i in range(count)]
         charts = [self._any_chart(k, LARGEST_SIDE_OF_MANY) for k in kinds]
-        turns = ((f"Which picture shows a {kind} chart?", f"picture {place + 1}"),)
+        turns = ((f"Which picture shows a {kind} chart?", f"picture {index + 1}"),)
         return Conversation(charts=tuple(charts), turns=turns, grade="hard")
 
     def _count_of_image(self) -> Conversation:
-        count, place = self._many()
+        count, index = self._many()
         answer = self._draw("count of picture", _COUNTS)
         charts = [self._any_chart("bar", LARGEST_SIDE_OF_MANY) for _ in range(count)]
-        charts[place] = self._chart("bar", self._values("bar", answer), largest=LARGEST_SIDE_OF_MANY)
-        turns = ((f"In picture {place + 1}, how many bars are there?", str(answer)),)
+        charts[index] = self._chart("bar", self._values("bar", answer), largest=LARGEST_SIDE_OF_MANY)
+        turns = ((f"In picture {index + 1}, how many bars are there?", str(answer)),)
         return Conversation(charts=tuple(charts), turns=turns, grade="hard")
 
     # ------------------------------------------------------------------------------------ text

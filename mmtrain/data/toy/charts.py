@@ -4,8 +4,6 @@ Made once by `mmtrain data charts OUT --num-samples N --seed S`: parquet files t
 `datasets.load_dataset(OUT)` opens with the splits `train` and `validation`, and a data set card.
 """
 
-import io
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,9 +19,8 @@ from mmtrain.data.toy.chart_questions import (
     Conversation,
     ConversationMaker,
 )
-from mmtrain.data.toy.folder import Progress, new_folder, split_sizes, told
+from mmtrain.data.toy.folder import Progress, card_head, image_value, new_folder, split_sizes, told, write_rows
 
-_ROWS_OF_A_GROUP = 100
 _FEATURES = {
     "messages": {
         "feature": {
@@ -40,7 +37,7 @@ _FEATURES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartsSummary:
-    """What was made."""
+    """Size of a data set, and its blind accuracy."""
 
     num_train: int
     num_validation: int
@@ -49,7 +46,7 @@ class ChartsSummary:
     num_bytes: int
     """Size of both parquet files."""
     blind_accuracy: dict[str, float]
-    """For each grade with images, the validation accuracy of a guess that knows the question alone."""
+    """For each grade with images, the validation accuracy of a guess that knows only the question."""
 
 
 def make_charts(
@@ -62,8 +59,7 @@ def make_charts(
 ) -> ChartsSummary:
     """A summary of the data set that was written to a new folder `out`.
 
-    Equal arguments give equal bytes on one machine. The files are written aside and the folder is
-    renamed into place, so that it is either absent or whole.
+    Equal arguments give equal bytes on one machine. The folder is either absent or complete.
 
     Args:
         num_samples: conversations of both splits together.
@@ -77,7 +73,8 @@ def make_charts(
         made = num_images = num_bytes = 0
         for split, count in splits.items():
             path = aside / "data" / f"{split}-00000-of-00001.parquet"
-            num_images += _write(path, told(conversations(split, count, seed), progress, made, num_samples))
+            samples = told(conversations(split, count, seed), progress, made, num_samples)
+            num_images += write_rows(path, map(_row, samples), _FEATURES, "images")
             num_bytes += path.stat().st_size
             made += count
         summary = ChartsSummary(
@@ -112,8 +109,8 @@ def chart_texts(count: int, seed: int) -> Iterator[str]:
 def blind_accuracy(known: Iterable[Conversation], asked: Iterable[Conversation]) -> dict[str, float]:
     """For each grade with images, the accuracy on `asked` of a guess that does not look at them.
 
-    The guess is the answer that the same question (with as many images) has most often in `known`:
-    what a model reaches that has learned everything but to see.
+    The guess is the most frequent answer in `known` to the same question (with as many images): the accuracy of a
+    perfect model that cannot see.
     """
     answers: dict[object, Counter[str]] = defaultdict(Counter)
     for conversation in known:
@@ -131,60 +128,19 @@ def blind_accuracy(known: Iterable[Conversation], asked: Iterable[Conversation])
 
 
 def _asked(conversation: Conversation) -> Iterator[tuple[object, str]]:
-    """(what is known without the images, answer) of each turn."""
+    """(the information without the images, answer) of each turn."""
     for turn, (question, answer) in enumerate(conversation.turns):
         yield (len(conversation.charts), conversation.turns[:turn], question), answer
 
 
-def _write(path: Path, sample: Iterable[Conversation]) -> int:
-    """Number of images written to a parquet file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    schema = pa.schema(
-        [("messages", pa.list_(message)), ("images", pa.list_(image)), ("grade", pa.string())],
-        metadata={"huggingface": json.dumps({"info": {"features": _FEATURES}})},
-    )
-    num_images = 0
-    rows: list[dict[str, Any]] = []
-    # Images are compressed already, and small groups keep a random read cheap.
-    with pq.ParquetWriter(path, schema, compression={"messages": "snappy", "grade": "snappy"}) as writer:
-        for conversation in sample:
-            images = [{"bytes": _png(draw(chart)), "path": None} for chart in conversation.charts]
-            rows.append({"messages": conversation.messages, "images": images, "grade": conversation.grade})
-            num_images += len(images)
-            if len(rows) == _ROWS_OF_A_GROUP:
-                writer.write_table(pa.Table.from_pylist(rows, schema))
-                rows.clear()
-        if rows:
-            writer.write_table(pa.Table.from_pylist(rows, schema))
-    return num_images
-
-
-def _png(image: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=4)
-    return buffer.getvalue()
+def _row(conversation: Conversation) -> dict[str, Any]:
+    images = [image_value(draw(chart)) for chart in conversation.charts]
+    return {"messages": conversation.messages, "images": images, "grade": conversation.grade}
 
 
 def _card(summary: ChartsSummary, num_samples: int, seed: int) -> str:
     blind = "\n".join(f"| {grade} | {value:.0%} |" for grade, value in summary.blind_accuracy.items())
-    return f"""---
-license: apache-2.0
-task_categories: [visual-question-answering]
-pretty_name: Charts
-configs:
-- config_name: default
-  data_files:
-  - split: train
-    path: data/train-*.parquet
-  - split: validation
-    path: data/validation-*.parquet
----
-# Charts
-
+    return f"""{card_head("visual-question-answering", "Charts")}
 Bar, line and pie charts with short question-answer conversations, made by
 `mmtrain data charts OUT --num-samples {num_samples} --seed {seed}`. The same command makes the same data.
 

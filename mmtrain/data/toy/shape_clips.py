@@ -11,7 +11,7 @@ from mmtrain.data.toy.folder import COLOURS
 
 Kind = Literal["circle", "square", "triangle", "diamond", "cross"]
 Motion = Literal["right", "left", "up", "down", "still", "sideways", "vertical"]
-"""A direction; or at rest; or bouncing off two opposite edges."""
+"""A direction; at rest; or bouncing off two opposite edges."""
 
 KINDS: tuple[Kind, ...] = ("circle", "square", "triangle", "diamond", "cross")
 MOTIONS: tuple[Motion, ...] = ("right", "left", "up", "down", "still", "sideways", "vertical")
@@ -26,10 +26,10 @@ FRAME_SIZES = ((24, 24), (32, 32), (24, 32), (32, 24))
 """Height and width in pixels."""
 
 SPEEDS = {"slowly": 0.16, "quickly": 0.34}
-"""Frame sides a second of a shape that moves in one direction; one that bounces is twice as fast."""
+"""Frame sides a second of a shape that moves in one direction; a bouncing one is twice as fast."""
 
 _HELD_OUT = 7
-"""One in so many combinations of colour, kind and motion is seen in the validation split alone."""
+"""One in this many combinations of colour, kind and motion is in the validation split only."""
 
 _WAYS = {
     "right": ("{} right", "{} to the right"),
@@ -47,7 +47,7 @@ _BOUNCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One shape and its way through the clip."""
+    """One shape and its path through the clip."""
 
     kind: Kind
     colour: str
@@ -56,15 +56,15 @@ class Shape:
     speed: str
     """A word of `SPEEDS`; empty for a shape at rest."""
     x: float
-    """Place of its centre in the first frame, as a part of the frame's width."""
+    """x of its centre in the first frame, as a part of the frame's width."""
     y: float
-    """The same of its height."""
+    """y of its centre, as a part of the frame's height."""
     heading: int
-    """-1 or 1: where a bouncing shape goes first (left or up; right or down)."""
+    """-1 or 1: first direction of a bouncing shape (left or up; right or down)."""
 
     @property
     def combination(self) -> tuple[str, str, str]:
-        """What the splits do not share."""
+        """Values that differ between the splits."""
         return self.colour, self.kind, self.motion
 
 
@@ -84,13 +84,13 @@ class ShapeClip:
 def held_out(combination: tuple[str, str, str]) -> bool:
     """Whether a combination of colour, kind and motion belongs to the validation split, for every seed."""
     colour, kind, motion = combination
-    places = list(COLOURS).index(colour), KINDS.index(kind), MOTIONS.index(motion)  # type: ignore[arg-type]
-    # A sum modulo 7 spreads them: each colour with each kind lacks one motion of seven in training.
-    return (2 * places[0] + 3 * places[1] + places[2]) % _HELD_OUT == 0
+    indices = list(COLOURS).index(colour), KINDS.index(kind), MOTIONS.index(motion)  # type: ignore[arg-type]
+    # A sum modulo 7 distributes them: each colour with each kind lacks one motion of seven in training.
+    return (2 * indices[0] + 3 * indices[1] + indices[2]) % _HELD_OUT == 0
 
 
 class ClipMaker:
-    """Makes clips one after another; the sequence depends on the seed text alone."""
+    """Makes clips in order; the sequence depends only on the seed text."""
 
     def __init__(self, seed: str, *, validation: bool) -> None:
         self._random = random.Random(seed)
@@ -143,7 +143,7 @@ class ClipMaker:
         return Shape(kind=kind, colour=colour, size=size, motion=motion, speed=speed, x=x, y=y, heading=heading)
 
     def _start(self, edge: float, travel: float, sign: int) -> float:
-        """Where a shape starts that goes one way and stays between the edges."""
+        """The start of a shape that moves in one direction and stays within the edges."""
         from_behind = self._random.uniform(edge, max(edge, 1 - edge - travel))
         return from_behind if sign > 0 else 1 - from_behind
 
@@ -168,8 +168,8 @@ class ClipMaker:
 
 
 def _before_edge(edge: float, travel: float, heading: int) -> float:
-    """Where a shape starts that is at the edge it heads for in the middle of the clip."""
-    from_edge = min(travel, 1 - 2 * edge)  # it is twice as fast as one that goes one way: half of 2 * travel
+    """The start of a shape that reaches its edge in the middle of the clip."""
+    from_edge = min(travel, 1 - 2 * edge)  # it is twice as fast as in one direction: half of 2 * travel
     return 1 - edge - from_edge if heading > 0 else edge + from_edge
 
 
@@ -207,15 +207,15 @@ def _path(shape: Shape, clip: ShapeClip) -> tuple[np.ndarray, np.ndarray]:
     return x * clip.width, y * clip.height
 
 
-def _reflected(place: np.ndarray, edge: float) -> np.ndarray:
-    """Indices of something that is thrown back at `edge` and at 1 - `edge`."""
+def _reflected(position: np.ndarray, edge: float) -> np.ndarray:
+    """Positions of a shape that is reflected at `edge` and at 1 - `edge`."""
     room = 1 - 2 * edge
-    phase = (place - edge) % (2 * room)
+    phase = (position - edge) % (2 * room)
     return edge + np.minimum(phase, 2 * room - phase)
 
 
 def _outside(kind: Kind, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
-    """About how many pixels a point lies outside of a shape; negative inside."""
+    """Approximate distance in pixels of a point from a shape; negative inside."""
     if kind == "circle":
         return np.asarray(np.hypot(dx, dy) - radius)
     across, along = np.abs(dx), np.abs(dy)

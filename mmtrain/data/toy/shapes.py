@@ -4,8 +4,6 @@ Made once by `mmtrain data shapes OUT --num-samples N --seed S`: parquet files t
 `datasets.load_dataset(OUT)` opens with the splits `train` and `validation`, and a data set card.
 """
 
-import io
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +12,19 @@ from typing import Any
 from PIL import Image
 
 from mmtrain.data.clip_images import enlarged, save_gif, sheet
-from mmtrain.data.toy.folder import COLOURS, Progress, new_folder, split_sizes, told
+from mmtrain.data.toy.folder import (
+    COLOURS,
+    Progress,
+    card_head,
+    image_value,
+    new_folder,
+    split_sizes,
+    told,
+    write_rows,
+)
 from mmtrain.data.toy.shape_clips import FPS, FRAME_SIZES, KINDS, MOTIONS, NUM_FRAMES, ClipMaker, ShapeClip, draw
 from mmtrain.errors import ConfigError, DataError
 
-_ROWS_OF_A_GROUP = 100
 _FEATURES = {
     "caption": {"dtype": "string", "_type": "Value"},
     "frames": {"feature": {"_type": "Image"}, "_type": "List"},
@@ -31,7 +37,7 @@ _ZOOM = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapesSummary:
-    """What was made."""
+    """Size of a data set."""
 
     num_train: int
     num_validation: int
@@ -51,7 +57,7 @@ def make_shapes(
 ) -> ShapesSummary:
     """A summary of the data set that was written to a new folder `out`.
 
-    Equal arguments give equal bytes on one machine. The folder is either absent or whole.
+    Equal arguments give equal bytes on one machine. The folder is either absent or complete.
 
     Args:
         num_samples: clips of both splits together.
@@ -66,7 +72,8 @@ def make_shapes(
         num_frames = num_bytes = made = 0
         for split, count in splits.items():
             path = aside / "data" / f"{split}-00000-of-00001.parquet"
-            num_frames += _write(path, told(shape_clips(split, count, seed), progress, made, num_samples))
+            clips = told(shape_clips(split, count, seed), progress, made, num_samples)
+            num_frames += write_rows(path, map(_row, clips), _FEATURES, "frames")
             num_bytes += path.stat().st_size
             made += count
         summary = ShapesSummary(
@@ -91,42 +98,16 @@ def shape_captions(count: int, seed: int) -> Iterator[str]:
     return (clip.caption for clip in shape_clips("train", count, seed))
 
 
-def _write(path: Path, clips: Iterable[ShapeClip]) -> int:
-    """Number of frames written to a parquet file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    schema = pa.schema(
-        [("caption", pa.string()), ("frames", pa.list_(image)), ("fps", pa.float64())],
-        metadata={"huggingface": json.dumps({"info": {"features": _FEATURES}})},
-    )
-    num_frames = 0
-    rows: list[dict[str, Any]] = []
-    with pq.ParquetWriter(path, schema, compression={"caption": "snappy", "fps": "snappy"}) as writer:
-        for clip in clips:
-            frames = [{"bytes": _png(Image.fromarray(frame)), "path": None} for frame in draw(clip)]
-            rows.append({"caption": clip.caption, "frames": frames, "fps": float(FPS)})
-            num_frames += len(frames)
-            if len(rows) == _ROWS_OF_A_GROUP:
-                writer.write_table(pa.Table.from_pylist(rows, schema))
-                rows.clear()
-        if rows:
-            writer.write_table(pa.Table.from_pylist(rows, schema))
-    return num_frames
-
-
-def _png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=4)
-    return buffer.getvalue()
+def _row(clip: ShapeClip) -> dict[str, Any]:
+    frames = [image_value(Image.fromarray(frame)) for frame in draw(clip)]
+    return {"caption": clip.caption, "frames": frames, "fps": float(FPS)}
 
 
 # ---------------------------------------------------------------------------------------------- preview
 
 
 def check_preview(path: Path) -> None:
-    """Refuses a file that `write_preview` could not write.
+    """Checks the file of `write_preview`.
 
     Raises: ConfigError: its ending is neither .png nor .gif. DataError: its folder does not exist.
     """
@@ -155,20 +136,7 @@ def write_preview(path: Path, clips: Iterable[ShapeClip]) -> None:
 
 def _card(summary: ShapesSummary, num_samples: int, seed: int) -> str:
     sizes = ", ".join(f"{width} x {height}" for height, width in FRAME_SIZES)
-    return f"""---
-license: apache-2.0
-task_categories: [text-to-video]
-pretty_name: Moving shapes
-configs:
-- config_name: default
-  data_files:
-  - split: train
-    path: data/train-*.parquet
-  - split: validation
-    path: data/validation-*.parquet
----
-# Moving shapes
-
+    return f"""{card_head("text-to-video", "Moving shapes")}
 Short clips of one to three coloured shapes that move on a plain background, with captions, made by
 `mmtrain data shapes OUT --num-samples {num_samples} --seed {seed}`. The same command makes the same data.
 

@@ -20,7 +20,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.planner.memory.rank_state import RankState, Sharding
 from mmtrain.planner.operators.cluster import Cluster
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.plan import exceeds
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.spec.spec import ModelSpec
@@ -312,7 +312,7 @@ def least_activation_bytes(problem: PlanningProblem) -> tuple[float, ...]:
 
     Works that depend on each other count as one microbatch. With less on any rank there is no plan.
     """
-    graph, cluster = problem.graph, clusters(problem.graph)
+    graph, cluster = problem.graph, components(problem.graph)
     kept: defaultdict[tuple[int, int], float] = defaultdict(float)
     passing: defaultdict[tuple[int, int], float] = defaultdict(float)
     restored = [0.0] * graph.num_ranks

@@ -1,4 +1,4 @@
-"""Strategies: how a search goes on from a good start. Each chain has its own random numbers and memory."""
+"""Strategies: how a search continues from a good start. Each chain has its own random numbers and memory."""
 
 import math
 import random
@@ -10,16 +10,16 @@ import numpy as np
 
 from mmtrain.planner.search.evaluate import anneal, best_of, evaluate, start_chain
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.kernels import Decoder, Workspace
-from mmtrain.planner.search.orders import Order, by_cluster, order_of
+from mmtrain.planner.search.kernels.arrays import Decoder, Workspace
+from mmtrain.planner.search.orders import Order, by_component, order_of
 
 HOT, COLD = 1e-3, 6e-5
-"""Temperature of annealing at the start and at the end, of the makespan. Hotter, a chain loses what the sweep found,
-and on a large problem does not find it again."""
+"""Temperature of annealing at the start and at the end, as a part of the makespan. A hotter chain leaves the sweep's
+order, and on a large problem does not find one as good again."""
 ROLLOUTS = 10
-"""Of one new node of the tree (DIP, section 5.1)."""
+"""Random completions of each new node of the tree (DIP, section 5.1)."""
 EXPLORATION = 0.05
-"""Weight of what was visited seldom, beside scores between 0 and 1."""
+"""Weight of rarely visited nodes, relative to scores between 0 and 1."""
 
 
 class Start(NamedTuple):
@@ -51,14 +51,14 @@ class Chain(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Prepares what the strategy needs."""
+        """Sets up the state of the strategy."""
 
     @abstractmethod
     def run(self, evaluations: int, before: float, after: float) -> None:
-        """Tries so many plans. Args: before, after: the part of the budget used up at the start and at the end."""
+        """Tries plans. Args: before, after: part of the budget used up at the start and at the end."""
 
     def evaluate(self, order: Order) -> float:
-        """The makespan of an order with the start's decoder; `best` follows."""
+        """The makespan of an order with the start's decoder; updates `best`."""
         how = self.best.how
         cost = evaluate(self.searched, self.workspace, order, how, self.iterations)
         if cost < self.best.cost:
@@ -92,29 +92,29 @@ def _temperature(progress: float) -> float:
 
 
 class RandomChain(Chain):
-    """Random orders of clusters."""
+    """Random orders of components."""
 
     def begin(self) -> None:
-        self._clusters = list(range(int(self.searched.cluster_of.max(initial=-1)) + 1))
+        self._components = list(range(int(self.searched.component_of.max(initial=-1)) + 1))
 
     def run(self, evaluations: int, before: float, after: float) -> None:
         for _ in range(evaluations):
-            self.random.shuffle(self._clusters)
-            self.evaluate(by_cluster(self.searched, self._clusters))
+            self.random.shuffle(self._components)
+            self.evaluate(by_component(self.searched, self._components))
 
 
 class DepthFirstChain(Chain):
-    """Permutations of the clusters in lexicographic order, each chain from its own turn of the first one."""
+    """Permutations of the components in lexicographic order, each chain from its own rotation of the first one."""
 
     def begin(self) -> None:
-        count = int(self.searched.cluster_of.max(initial=-1)) + 1
+        count = int(self.searched.component_of.max(initial=-1)) + 1
         shift = self.seed[1] % max(1, count)
         self._names = [*range(shift, count), *range(shift)]
         self._current = list(range(count))
 
     def run(self, evaluations: int, before: float, after: float) -> None:
         for _ in range(evaluations):
-            self.evaluate(by_cluster(self.searched, [self._names[i] for i in self._current]))
+            self.evaluate(by_component(self.searched, [self._names[i] for i in self._current]))
             self._advance()
 
     def _advance(self) -> None:
@@ -146,35 +146,35 @@ class _TreeNode:
 class TreeChain(Chain):
     """Monte Carlo tree search over the sequence of groups (DIP, section 5.1).
 
-    A node may have as many children as the square root of its visits says: with hundreds of groups a node that tried
-    each of them first would never go below the first position.
+    The number of a node's children grows with the square root of its visits. A node that tried each of hundreds of
+    groups first would never get below the first position.
     """
 
     def begin(self) -> None:
         self.root = _TreeNode(-1)
-        self._rollouts_left = 0
+        self._rollouts_remaining = 0
         self._leaf = self.root
         self._leaf_best = math.inf
         self._prefix: list[int] = []
 
     def run(self, evaluations: int, before: float, after: float) -> None:
         for _ in range(evaluations):
-            if not self._rollouts_left:
+            if not self._rollouts_remaining:
                 self._select()
             self._leaf_best = min(self._leaf_best, self.evaluate(self._rollout()))
-            self._rollouts_left -= 1
-            if not self._rollouts_left:
+            self._rollouts_remaining -= 1
+            if not self._rollouts_remaining:
                 self._propagate()
 
     def _select(self) -> None:
-        """Goes down to a node that may have one more child, and gives it one."""
+        """Descends to a node that may have one more child, and adds it."""
         node, self._prefix = self.root, []
-        taken: set[int] = set()
-        while len(taken) < self.searched.num_groups:
-            widest = min(self.searched.num_groups - len(taken), 1 + math.isqrt(node.visits))
+        chosen: set[int] = set()
+        while len(chosen) < self.searched.num_groups:
+            widest = min(self.searched.num_groups - len(chosen), 1 + math.isqrt(node.visits))
             if len(node.children) < widest:
-                there = taken | {child.group for child in node.children}
-                group = self.random.choice([g for g in range(self.searched.num_groups) if g not in there])
+                tried = chosen | {child.group for child in node.children}
+                group = self.random.choice([g for g in range(self.searched.num_groups) if g not in tried])
                 child = _TreeNode(group, node)
                 node.children.append(child)
                 node = child
@@ -182,17 +182,17 @@ class TreeChain(Chain):
                 break
             node = max(node.children, key=self._bound)
             self._prefix.append(node.group)
-            taken.add(node.group)
-        self._leaf, self._leaf_best, self._rollouts_left = node, math.inf, ROLLOUTS
+            chosen.add(node.group)
+        self._leaf, self._leaf_best, self._rollouts_remaining = node, math.inf, ROLLOUTS
 
     def _bound(self, node: _TreeNode) -> float:
         assert node.parent is not None
-        seldom = math.sqrt(math.log(node.parent.visits + 1) / max(1, node.visits))
-        return self.best.cost / node.best + EXPLORATION * seldom
+        rarity = math.sqrt(math.log(node.parent.visits + 1) / max(1, node.visits))
+        return self.best.cost / node.best + EXPLORATION * rarity
 
     def _rollout(self) -> Order:
-        there = set(self._prefix)
-        rest = [group for group in range(self.searched.num_groups) if group not in there]
+        chosen = set(self._prefix)
+        rest = [group for group in range(self.searched.num_groups) if group not in chosen]
         self.random.shuffle(rest)
         sequence = np.array([*self._prefix, *rest], np.int64)
         return order_of(np.stack([sequence, sequence]))

@@ -1,4 +1,4 @@
-"""A planning problem as the arrays that the kernels read, and the memory that a thread of the search works in."""
+"""A planning problem as the arrays that the kernels read, and the workspace of a thread."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,10 +10,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmtrain.planner.search import kernels
-from mmtrain.planner.search.kernels import Instance, Workspace
+from mmtrain.planner.search.kernels.arrays import (
+    COMPONENT,
+    DOWN,
+    GROUP,
+    HELD,
+    HELD_W,
+    RANK,
+    SLOPE,
+    SLOPE_UP,
+    TOTAL,
+    UP,
+    Instance,
+    Workspace,
+)
 from mmtrain.schedule.action import Action, Kind
-from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.limits import GROUPS_BY_RANKS
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem
@@ -30,27 +42,27 @@ KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 @dataclass(frozen=True)
 class Searched:
-    """A problem with its arrays."""
+    """A problem with its arrays for the kernels."""
 
     problem: PlanningProblem
     nodes: tuple[Node, ...]
-    """By number: work by work along its chain."""
+    """In the order of their numbers: work by work along its chain."""
     groups: tuple[tuple[int, int], ...]
     """(work, pass over the ranks) of each group."""
     arrays: Instance
     option_index: tuple[int, ...]
-    """[option of the arrays] -> its place in its list."""
+    """[option of the arrays] -> its index in its list."""
 
     @classmethod
     def of(cls, problem: PlanningProblem, only: Mapping[Node, int] | None = None) -> "Searched":
-        """Args: only: (stage, work) -> the one option that may be chosen; None: each may."""
+        """Args: only: (stage, work) -> its only option; None: all options."""
         graph = problem.graph
         nodes = tuple((stage, work) for work in range(len(graph.works)) for stage in graph.stages(work))
         number = {node: i for i, node in enumerate(nodes)}
         kinds: dict[tuple[int, int], int] = {}
         kind: Ints = np.empty(len(nodes), np.int64)
         for i, (stage, work) in enumerate(nodes):
-            key = problem.cost_index[work][graph.place[stage][1]], -1 if only is None else only.get((stage, work), 0)
+            key = problem.cost_index[work][graph.position[stage]], -1 if only is None else only.get((stage, work), 0)
             kind[i] = kinds.setdefault(key, len(kinds))
         table = _Options()
         for options, one in kinds:
@@ -58,12 +70,12 @@ class Searched:
         groups, group = _groups(problem, nodes)
         GROUPS_BY_RANKS.check("works: their passes over the ranks, times num_ranks", len(groups) * graph.num_ranks)
         rank = np.array([graph.stage_rank[stage] for stage, _ in nodes], np.int64)
-        cluster_of_work = clusters(graph)
-        cluster = np.array([cluster_of_work[work] for _, work in nodes], np.int64)
-        num_ranks, num_clusters = graph.num_ranks, max(cluster_of_work, default=-1) + 1
+        component_of_work = components(graph)
+        component = np.array([component_of_work[work] for _, work in nodes], np.int64)
+        num_ranks, num_components = graph.num_ranks, max(component_of_work, default=-1) + 1
         node_at = np.zeros((num_ranks, max(1, len(groups))), np.uint32)
         node_at[rank, group] = np.arange(len(nodes), dtype=np.uint32)
-        place: Ints = cluster * num_ranks + rank
+        reservation: Ints = component * num_ranks + rank
         ins = [graph.inputs(*node) for node in nodes]
         outs = [graph.outputs(*node) for node in nodes]
         has_b = np.array([graph.has_backward(*node) for node in nodes], bool)
@@ -73,19 +85,19 @@ class Searched:
         limit = np.array([math.inf if limit is None else limit for limit in problem.held_limit_bytes], np.float64)
         room = limit.copy()
         for i in map(int, np.flatnonzero(~has_b)):
-            alone = table.rows[first[kind[i] + 1] - 1][kernels.HELD]
+            alone = table.rows[first[kind[i] + 1] - 1][HELD]
             room[rank[i]] = min(room[rank[i]], limit[rank[i]] - alone)
         needs_f = np.array([len(edges) for edges in ins], np.int64)
         splits = (fastest[:, 1] > 0) & (fastest[:, 2] > 0)
-        nowhere = num_clusters * num_ranks
-        columns = (rank, group, cluster, np.where(has_b, place, nowhere), needs_f, needs_b, kind, splits)
+        none = num_components * num_ranks
+        columns = (rank, group, component, np.where(has_b, reservation, none), needs_f, needs_b, kind, splits)
         arrays = Instance(
             node=np.stack([column.astype(np.uint32) for column in columns], axis=1).copy(),
             node_at=node_at,
             entries=np.flatnonzero(needs_f == 0).astype(np.uint32),
             num_actions=len(nodes) + int(has_b.sum()),
-            of_cluster_start=np.searchsorted(np.sort(place), np.arange(nowhere + 1)).astype(np.uint32),
-            of_cluster=np.argsort(place, kind="stable").astype(np.uint32),
+            members_start=np.searchsorted(np.sort(reservation), np.arange(none + 1)).astype(np.uint32),
+            members=np.argsort(reservation, kind="stable").astype(np.uint32),
             ins_start=_starts(ins),
             ins=_pairs((number[e.source, e.work], e.grad) for edges in ins for e in edges),
             ins_lag=np.array([problem.transfer_s(e) for edges in ins for e in edges], np.float64),
@@ -103,11 +115,11 @@ class Searched:
         return cls(problem, nodes, groups, arrays, tuple(table.index))
 
     @cached_property
-    def cluster_of(self) -> Ints:
-        """[G] cluster of each group."""
-        found = np.zeros(len(self.groups), np.int64)
-        found[self.arrays.node[:, kernels.GROUP]] = self.arrays.node[:, kernels.CLUSTER]
-        return found
+    def component_of(self) -> Ints:
+        """[G] component of each group."""
+        component = np.zeros(len(self.groups), np.int64)
+        component[self.arrays.node[:, GROUP]] = self.arrays.node[:, COMPONENT]
+        return component
 
     @property
     def num_groups(self) -> int:
@@ -118,8 +130,8 @@ class Searched:
         """Fresh memory for one thread."""
         p = self.arrays
         n, (ranks, groups) = len(self.nodes), p.node_at.shape
-        most = 3 * int(np.bincount(p.node[:, kernels.RANK], minlength=ranks).max(initial=0)) + 2
-        words = (groups + 63) // 64 + 1
+        most = 3 * int(np.bincount(p.node[:, RANK], minlength=ranks).max(initial=0)) + 2
+        num_words = (groups + 63) // 64 + 1
 
         def ints(*shape: int) -> Ints:
             return np.zeros(shape, np.int64)
@@ -129,16 +141,16 @@ class Searched:
 
         return Workspace(
             state=np.zeros((n, 8)),
-            fed=np.zeros((n, 2)),
-            footprint=np.zeros(p.of_cluster_start.size),
-            left=naturals(n, 2),
-            ready=np.zeros((3 * ranks, words), np.uint64),
-            busy=np.zeros((3 * ranks, (words + 63) // 64), np.uint64),
+            inputs_s=np.zeros((n, 2)),
+            footprint=np.zeros(p.members_start.size),
+            missing=naturals(n, 2),
+            ready=np.zeros((3 * ranks, num_words), np.uint64),
+            busy=np.zeros((3 * ranks, (num_words + 63) // 64), np.uint64),
             first=naturals(3 * ranks),
-            admitted=np.zeros(p.of_cluster_start.size, np.uint8),
+            admitted=np.zeros(p.members_start.size, np.uint8),
             reserved=np.zeros(ranks),
             time=np.zeros(ranks),
-            tau=np.zeros(ranks),
+            next_start=np.zeros(ranks),
             backward_next=np.zeros(ranks, np.uint8),
             pending_at=np.zeros((ranks, most)),
             pending=naturals(ranks, most),
@@ -150,17 +162,17 @@ class Searched:
             length=naturals(ranks),
             ends=np.zeros((n, 2)),
             option=naturals(n),
-            mine=naturals(n),
-            place=naturals(n),
+            local=naturals(n),
+            local_index=naturals(n),
             span=naturals(n, 7),
             picks=naturals(3, n),
             active=naturals(n),
-            looked_at=ints(len(p.option), 2),
+            visited=ints(len(p.option), 2),
             rows=np.zeros((3, most)),
             last_price=np.zeros((ranks, most)),
             last_rows=ints(ranks),
             last_seconds=np.zeros(ranks),
-            how=np.zeros(5),
+            old_decoder=np.zeros(5),
             swap=naturals(4, groups),
         )
 
@@ -177,7 +189,7 @@ class Searched:
     def plan(self, w: Workspace, *, join: bool = True) -> Plan:
         """The plan that a workspace holds after an evaluation.
 
-        Args: join: halves of a backward become one where W follows its I at once and no stage waits for the gradient.
+        Args: join: I and W become one B where W follows its I at once and no stage waits for the gradient.
         """
         p, graph = self.arrays, self.problem.graph
         waited_for = np.zeros(len(self.nodes), bool)
@@ -200,7 +212,7 @@ class Searched:
 
 
 class _Options:
-    """The options of all lists, those that are worse than another one left out."""
+    """The options of all lists, without dominated ones."""
 
     def __init__(self) -> None:
         self.first = [0]
@@ -212,38 +224,38 @@ class _Options:
         self.same_w: list[bool] = []
 
     def add(self, options: Sequence[Option], one: int) -> None:
-        """Adds a list. Args: one: the only option that counts; below 0: all do."""
+        """Adds a list. Args: one: its only usable option; below 0: all."""
         kept = _useful(options) if one < 0 else [one]
         begin = len(self.index)
         for o in (options[i] for i in kept):
             seconds = [o.forward_s, o.backward_input_s, o.backward_weight_s]
             held_w = o.held_for_weight_bytes if o.has_backward else 0.0
-            larger = min((row[kernels.HELD] for row in self.rows[begin:]), default=math.inf)
+            larger = min((row[HELD] for row in self.rows[begin:]), default=math.inf)
             self.rows.append([*seconds, sum(seconds), o.activation_bytes, held_w, math.inf, -math.inf, larger])
             self.hull.append([0, 0])
         self.index += kept
         self.first.append(len(self.index))
         rows = self.rows[begin:]
-        self.same_w.append(all(row[kernels.HELD] == row[kernels.HELD_W] for row in rows))
+        self.same_w.append(all(row[HELD] == row[HELD_W] for row in rows))
         at = 0
         while at + 1 < len(rows):  # the lower convex hull of (bytes, seconds), from the most bytes
-            smaller = [j for j in range(at + 1, len(rows)) if rows[j][kernels.HELD] < rows[at][kernels.HELD]]
+            smaller = [j for j in range(at + 1, len(rows)) if rows[j][HELD] < rows[at][HELD]]
             if not smaller:
                 break
-            rows[at][kernels.SLOPE], j = min((_slope(rows[at], rows[j]), -j) for j in smaller)
-            rows[-j][kernels.SLOPE_UP] = rows[at][kernels.SLOPE]
-            self.hull[begin + at][kernels.DOWN], self.hull[begin - j][kernels.UP] = begin - j, begin + at
+            rows[at][SLOPE], j = min((_slope(rows[at], rows[j]), -j) for j in smaller)
+            rows[-j][SLOPE_UP] = rows[at][SLOPE]
+            self.hull[begin + at][DOWN], self.hull[begin - j][UP] = begin - j, begin + at
             at = -j
-        self.steepest.append(max((row[kernels.SLOPE] for row in rows if row[kernels.SLOPE] < math.inf), default=0.0))
+        self.steepest.append(max((row[SLOPE] for row in rows if row[SLOPE] < math.inf), default=0.0))
 
 
 def _slope(large: Sequence[float], small: Sequence[float]) -> float:
     """Seconds a byte from one option to a smaller one."""
-    return (small[kernels.TOTAL] - large[kernels.TOTAL]) / (large[kernels.HELD] - small[kernels.HELD])
+    return (small[TOTAL] - large[TOTAL]) / (large[HELD] - small[HELD])
 
 
 def _useful(options: Sequence[Option]) -> list[int]:
-    """The options for which no other one is at least as fast and as small in everything; the fastest first."""
+    """The options that no other one dominates, the fastest first."""
     amounts = [(o.forward_s + o.duration_s(Kind.B), o.activation_bytes, o.held_for_weight_bytes) for o in options]
     kept: list[int] = []
     for i in sorted(range(len(options)), key=lambda i: amounts[i]):
@@ -253,21 +265,21 @@ def _useful(options: Sequence[Option]) -> list[int]:
 
 
 def _groups(problem: PlanningProblem, nodes: Sequence[Node]) -> tuple[tuple[tuple[int, int], ...], Any]:
-    """The groups, and the group of each node: a work's stages up to the first one on a rank that it has been on."""
-    found: list[tuple[int, int]] = []
+    """The groups, and the group of each node. A work starts a new group where it returns to a rank of the last one."""
+    groups: list[tuple[int, int]] = []
     group = np.empty(len(nodes), np.int64)
     seen: set[int] = set()
     for i, (stage, work) in enumerate(nodes):
         rank = problem.graph.stage_rank[stage]
-        if not found or found[-1][0] != work:
-            found.append((work, 0))
+        if not groups or groups[-1][0] != work:
+            groups.append((work, 0))
             seen = set()
         elif rank in seen:
-            found.append((work, found[-1][1] + 1))
+            groups.append((work, groups[-1][1] + 1))
             seen = set()
         seen.add(rank)
-        group[i] = len(found) - 1
-    return tuple(found), group
+        group[i] = len(groups) - 1
+    return tuple(groups), group
 
 
 def _starts(lists: Sequence[Sequence[object]]) -> Naturals:

@@ -1,15 +1,14 @@
-"""The search: from a planning problem to the best plan that a budget finds.
+"""The search: from a planning problem to the best plan within a budget.
 
-1. *Sweep*: decoders (how much memory is reserved, what durations are assumed, when weight halves run) on the order of
-   arrival, then the best decoders on all deterministic orders. This finds most of the gain in some hundred evaluations.
-2. A *strategy* goes on from the best of them: simulated annealing by default, on the orders of groups and the decoder
-   together. The number of chains follows from the budget, never from the threads, and chains do not see each other, so
-   that a plan depends on problem, budget and seed alone.
-3. The best plan gets its memory options once more with more iterations, is checked, and simulated by the module that
-   judges all plans.
+1. *Sweep*: decoders (how much memory is reserved, which durations are assumed, when Ws run) on the order of arrival,
+then the best decoders on all deterministic orders. This finds most of the gain in some hundred evaluations.
+2. A *strategy* continues from the best of them: simulated annealing by default, on the orders of groups and the decoder
+together. The number of chains follows from the budget, not from the threads, and chains are independent, so a plan
+depends only on problem, budget and seed.
+3. The options of the best plan are chosen again with more iterations; then it is checked and simulated.
 
-Each evaluation is a whole one: orders by interleaving, memory options of each rank, makespan (DIP, arXiv:2504.14145,
-section 5: its three phases).
+Each evaluation is complete: orders by interleaving, memory options of each rank, makespan (the three phases of DIP,
+arXiv:2504.14145, section 5).
 """
 
 import math
@@ -26,22 +25,21 @@ import numpy as np
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import PlanResult, make_plan
-from mmtrain.planner.search import kernels
 from mmtrain.planner.search.chains import AnnealChain, Chain, DepthFirstChain, RandomChain, Start, TreeChain
 from mmtrain.planner.search.evaluate import choose, evaluate
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.kernels import Decoder, Workspace
+from mmtrain.planner.search.kernels.arrays import SPLITS, Decoder, Workspace
 from mmtrain.planner.search.numba_start import HAS_NUMBA, load_numba
-from mmtrain.planner.search.orders import Order, by_cluster, cluster_orders
+from mmtrain.planner.search.orders import Order, by_component, component_orders
 from mmtrain.schedule.graph import ModuleStages, Work
-from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.memory import choose_options
 from mmtrain.schedule.limits import THREADS
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
-if TYPE_CHECKING:  # a search needs no config, and its sections take as long to import as the rest of the planner
+if TYPE_CHECKING:  # a search needs no config, whose import takes as long as the rest of the planner
     from mmtrain.config.sections import Strategy
 
 CHAINS: Mapping[str, type[Chain]] = {
@@ -52,22 +50,22 @@ CHAINS: Mapping[str, type[Chain]] = {
 }
 
 ITERATIONS = 20
-"""Of the memory choice in an evaluation."""
+"""Iterations of the memory choice in an evaluation."""
 LAST_ITERATIONS = 300
-"""Of the memory choice of the best plan."""
+"""Iterations of the memory choice of the best plan."""
 EVALUATIONS_PER_CHAIN = 2000
 LEAST_PER_CHAIN = 500
-"""With this a second chain is worth more than a longer one, as one alone may get stuck."""
+"""From here on a second chain is worth more than a longer first one, which may get stuck."""
 MOST_CHAINS = 16
 SWEEP_SHARE = 0.4
-"""Of the budget that the sweep may take at most."""
+"""Largest part of the budget that the sweep may use."""
 CHUNK = 72_000
-"""Stages of works evaluated by a chain between two looks at clock and cancellation: up to some thirty milliseconds."""
+"""Stages of works that a chain evaluates between two checks of clock and cancellation: about 30 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What a search may do, and for how long."""
+    """Budget and search space of a search."""
 
     budget_evaluations: int = 1000
     """Plans tried; 0: no limit."""
@@ -75,15 +73,15 @@ class SearchOptions:
     """Seconds; 0: no limit. If it ends the search, the plan depends on the speed of the machine."""
     seed: int = 0
     threads: int = 1
-    """The plan does not depend on it unless budget_s ends the search."""
+    """The plan depends on it only if budget_s ends the search."""
     strategy: "Strategy" = "anneal"
-    """mcts is DIP's (section 5.1); dfs and random are there for comparison; first: no search at all."""
+    """mcts is DIP's (section 5.1); dfs and random are for comparison; first: no search."""
     reorder: bool = True
     """Search the order of microbatches."""
     split: bool = True
-    """Backwards may be split into input and weight halves."""
+    """Backwards may be split into I and W."""
     memory: bool = True
-    """Choose a memory option for each stage and work; else the fastest that fits for all."""
+    """Choose a memory option for each stage and work; else the fastest one that fits for all."""
 
     def __post_init__(self) -> None:
         for name in ("budget_evaluations", "budget_s", "seed"):
@@ -97,16 +95,17 @@ class SearchOptions:
 def search(
     problem: PlanningProblem, options: SearchOptions, *, cancelled: Callable[[], bool] = lambda: False
 ) -> PlanResult:
-    """The best checked plan that the search found, with its timeline.
+    """The best checked plan of the search, with its timeline.
 
-    An infeasible problem is a result with that status and a sentence, never an exception. Without numba it is the plan
+    An infeasible problem is a result with that status and a message, not an exception. Without numba the plan is that
     of `interleave`.
 
-    Room is left on each rank for the most that any option's backward brings back, chosen or not. Where options without
-    that exist for everything, half of the budget goes to plans of these alone, which have all of the limit.
+    On each rank room is kept for the largest `restored_bytes` of any option, chosen or not. Where options without these
+    exist for all stages and works, half of the budget goes to plans with only such options, which can use the whole
+    limit.
 
-    Args: cancelled: asked now and then; the search ends early where it says True.
-    Raises: PlanError: no budget at all.
+    Args: cancelled: polled; the search ends early once it returns True.
+    Raises: PlanError: no budget.
     """
     if options.strategy == "first" or not HAS_NUMBA or not problem.graph.has_any_backward:
         return replace(make_plan(problem, "interleave"), seed=options.seed)
@@ -115,44 +114,44 @@ def search(
     kept = _without_restoring(problem) if options.memory else None
     if kept is None:
         return _search(problem, options, cancelled)
-    half = replace(options, budget_evaluations=-(-options.budget_evaluations // 2), budget_s=options.budget_s / 2)
+    share = replace(options, budget_evaluations=-(-options.budget_evaluations // 2), budget_s=options.budget_s / 2)
     lean, original = kept
-    one = _search(lean, half, cancelled)
-    if one.plan is not None:
-        place = problem.graph.place
+    first = _search(lean, share, cancelled)
+    if first.plan is not None:
+        position = problem.graph.position
         back = {
-            (stage, work): original[problem.cost_index[work][place[stage][1]]][option]
-            for (stage, work), option in one.plan.options.items()
+            (stage, work): original[problem.cost_index[work][position[stage]]][option]
+            for (stage, work), option in first.plan.options.items()
         }
-        plan = Plan(problem.graph, one.plan.orders, {node: option for node, option in back.items() if option})
+        plan = Plan(problem.graph, first.plan.orders, {node: option for node, option in back.items() if option})
         check(plan, problem)
-        one = replace(one, plan=plan)
-        assert one.timeline is not None
-        if one.timeline.makespan_s <= lower_bound_s(problem) * (1 + 1e-9):
-            return one
-    two = _search(problem, half, cancelled)
-    best = min((one, two), key=lambda r: math.inf if r.timeline is None else r.timeline.makespan_s)
-    best = two if best.plan is None else best
-    evaluations = one.evaluations + two.evaluations
+        first = replace(first, plan=plan)
+        assert first.timeline is not None
+        if first.timeline.makespan_s <= lower_bound_s(problem) * (1 + 1e-9):
+            return first
+    second = _search(problem, share, cancelled)
+    best = min((first, second), key=lambda r: math.inf if r.timeline is None else r.timeline.makespan_s)
+    best = second if best.plan is None else best
+    evaluations = first.evaluations + second.evaluations
     message = best.message.replace(f"best of {best.evaluations} ", f"best of {evaluations} ", 1)
     return replace(best, evaluations=evaluations, message=message)
 
 
 def _without_restoring(problem: PlanningProblem) -> tuple[PlanningProblem, list[list[int]]] | None:
-    """The problem with those options alone whose backwards bring nothing back, and which they were; None: some have no
-    such option, all are such options, or there is no limit that this matters for."""
+    """The problem with only those options that restore nothing, and their indices. None: some stage has no such
+    option, all options are such, or no rank has a limit."""
     if all(limit is None for limit in problem.memory_limit_bytes):
         return None
     kept = [[i for i, option in enumerate(options) if not option.restored_bytes] for options in problem.costs]
-    if not all(kept) or all(len(mine) == len(options) for mine, options in zip(kept, problem.costs, strict=True)):
+    if not all(kept) or all(len(indices) == len(options) for indices, options in zip(kept, problem.costs, strict=True)):
         return None
-    costs = tuple(tuple(options[i] for i in mine) for mine, options in zip(kept, problem.costs, strict=True))
+    costs = tuple(tuple(options[i] for i in indices) for indices, options in zip(kept, problem.costs, strict=True))
     return replace(problem, costs=costs), kept
 
 
 def _search(problem: PlanningProblem, options: SearchOptions, cancelled: Callable[[], bool]) -> PlanResult:
     try:
-        only = None if options.memory else choose_options(problem, clusters(problem.graph))
+        only = None if options.memory else choose_options(problem, components(problem.graph))
     except PlanError as error:
         return PlanResult(status="infeasible", message=str(error), seed=options.seed)
     run = _Search(problem, options, only, cancelled)
@@ -172,9 +171,9 @@ def _search(problem: PlanningProblem, options: SearchOptions, cancelled: Callabl
 
 
 def fit_memory(problem: PlanningProblem, plan: Plan, *, iterations: int = LAST_ITERATIONS) -> Plan | None:
-    """The plan with the same orders and the memory options that take the least time within the limits.
+    """The plan with the same orders and the fastest memory options within the limits.
 
-    None: even the options of least memory do not fit into these orders, or there is no numba to choose them.
+    None: even the options of least memory do not fit, or numba is not installed.
 
     Args: iterations: of the choice.
     """
@@ -189,7 +188,7 @@ def fit_memory(problem: PlanningProblem, plan: Plan, *, iterations: int = LAST_I
 
 
 def warm() -> None:
-    """Compiles the kernels, or loads them from numba's cache, so that no search has to."""
+    """Compiles the kernels, or loads them from numba's cache."""
     kinds = [Option(name="a", forward_s=1, backward_input_s=1, backward_weight_s=1, activation_bytes=2)]
     kinds.append(replace(kinds[0], name="b", backward_input_s=2, activation_bytes=1))
     problem = PlanningProblem.build(
@@ -207,7 +206,7 @@ def warm() -> None:
 
 
 _Map = Callable[[Callable[[Any], None], Iterable[Any]], Iterable[None]]
-"""Calls a function with each of some values, in any order."""
+"""Like `map`, with the calls in any order."""
 
 
 class _Search:
@@ -227,20 +226,20 @@ class _Search:
         self.searched = Searched.of(problem, only)
         self.evaluations = 0
         self.makespan_s = math.inf
-        """Of the best plan."""
+        """Makespan of the best plan."""
         self._best: tuple[Order, Decoder] | None = None
         self._start_s = time.perf_counter()
         self._workspaces: list[Workspace] = []
 
     def run(self) -> str:
-        """Searches until the budget is used up; says why it ended."""
-        # One thread is this one: handing work to another costs as much as a small search, more on a busy machine.
+        """Searches until the budget is used up; returns why it ended."""
+        # One thread is this one: a thread pool costs as much as a small search, more on a busy machine.
         several = self.options.threads > 1
         with ThreadPoolExecutor(self.options.threads) if several else nullcontext() as pool:
             run = pool.map if pool else map
-            found = self._sweep(run)
+            starts = self._sweep(run)
             why = self._why_over()
-            return why or self._go_on(run, found)
+            return why or self._go_on(run, starts)
 
     def plan(self) -> Plan | None:
         """The checked best plan; None if none fits."""
@@ -291,16 +290,16 @@ class _Search:
     def _sweep(self, run: _Map) -> list[Start]:
         """The best starts, best first."""
         decoders = _decoders(self.searched, split=self.options.split)
-        orders = [by_cluster(self.searched, order) for order in cluster_orders(self.searched)]
-        found = self._try(run, [(orders[0], how) for how in decoders])
+        orders = [by_component(self.searched, order) for order in component_orders(self.searched)]
+        starts = self._try(run, [(orders[0], how) for how in decoders])
         if self.options.reorder:
-            best = [start.how for start in sorted(found, key=lambda start: start.cost)[:4]]
-            found += self._try(run, [(order, how) for order in orders[1:] for how in best])
-        found.sort(key=lambda start: start.cost)
-        return found
+            best = [start.how for start in sorted(starts, key=lambda start: start.cost)[:4]]
+            starts += self._try(run, [(order, how) for order in orders[1:] for how in best])
+        starts.sort(key=lambda start: start.cost)
+        return starts
 
     def _try(self, run: _Map, candidates: Sequence[tuple[Order, Decoder]]) -> list[Start]:
-        """Evaluates candidates, those that the budget allows."""
+        """Evaluates candidates within the budget."""
         threads = self.options.threads
         if self.options.budget_evaluations:
             most = max(1, int(SWEEP_SHARE * self.options.budget_evaluations)) - self.evaluations
@@ -318,11 +317,11 @@ class _Search:
 
         self._workspace(threads - 1)
         list(run(work, range(threads)))
-        found = [Start(*c, float(cost)) for c, cost in zip(candidates, costs, strict=True) if cost == cost]
-        self.evaluations += len(found)
-        for start in found:
+        starts = [Start(*c, float(cost)) for c, cost in zip(candidates, costs, strict=True) if cost == cost]
+        self.evaluations += len(starts)
+        for start in starts:
             self._note(start)
-        return found
+        return starts
 
     def _note(self, start: Start) -> None:
         if start.cost < self.makespan_s:
@@ -330,16 +329,16 @@ class _Search:
 
     # ------------------------------------------------------------------------------------ chains
 
-    def _go_on(self, run: _Map, found: Sequence[Start]) -> str:
-        """Runs the chains of the strategy in turns until the search is over; says why."""
+    def _go_on(self, run: _Map, starts: Sequence[Start]) -> str:
+        """Runs the chains of the strategy in rounds until the search is over; returns why."""
         options = self.options
         count = options.threads
         if options.budget_evaluations:
             count = num_chains(options.budget_evaluations)
         chains = [
             CHAINS[options.strategy](
-                self.searched, self._workspace(i), found[i % len(found)], (options.seed, i), options.reorder,
-                any(start.how.split for start in found), ITERATIONS,
+                self.searched, self._workspace(i), starts[i % len(starts)], (options.seed, i), options.reorder,
+                any(start.how.split for start in starts), ITERATIONS,
             )
             for i in range(count)
         ]  # fmt: skip
@@ -347,11 +346,11 @@ class _Search:
         why = ""
         while not why:
             each = chunk
-            if options.budget_evaluations:  # the last turn may be shorter, and leave out the last chains
-                left = options.budget_evaluations - self.evaluations
-                each = min(chunk, max(1, left // count))
-                chains = chains[:left]
-            # Progress at the start and at the end of the turn: of evaluations alone where time is no limit.
+            if options.budget_evaluations:  # the last round may be shorter, without the last chains
+                remaining = options.budget_evaluations - self.evaluations
+                each = min(chunk, max(1, remaining // count))
+                chains = chains[:remaining]
+            # Progress at the start and at the end of the round; only evaluations count where there is no time limit.
             before = self._progress
             self.evaluations += each * len(chains)
             after = self._progress
@@ -363,20 +362,20 @@ class _Search:
 
 
 def num_chains(evaluations: int) -> int:
-    """The chains that share a budget of evaluations: 2 from 1,000 on, and 1 for each 2,000 from 6,000 on."""
+    """The number of chains of a budget: 2 from 1,000 evaluations on, and 1 for each 2,000 from 6,000 on."""
     return min(MOST_CHAINS, max(1, min(2, evaluations // LEAST_PER_CHAIN), evaluations // EVALUATIONS_PER_CHAIN))
 
 
 def _decoders(searched: Searched, *, split: bool) -> list[Decoder]:
-    """The decoders of the sweep; the first ones do well nearly everywhere."""
+    """The decoders of the sweep, those first that are good for nearly all problems."""
     p = searched.arrays
     limited = bool(np.isfinite(p.limit).any())
     several = bool((np.diff(p.first) > 1).any())
     memory = (0.0, 0.5, 1.0, 0.25, 0.75) if limited and several else (0.0,)
     speed = (0.0, 0.5) if limited and several else (0.0,)
-    halves = [(True, 1.0), (True, 0.5), (True, 0.0)] if split and p.node[:, kernels.SPLITS].any() else []
-    halves.append((False, 0.0))
+    splits_and_gaps = [(True, 1.0), (True, 0.5), (True, 0.0)] if split and p.node[:, SPLITS].any() else []
+    splits_and_gaps.append((False, 0.0))
     return [
         Decoder(m, s, gap, backward_first, splits)
-        for s, (splits, gap), backward_first, m in product(speed, halves, (False, True), memory)
+        for s, (splits, gap), backward_first, m in product(speed, splits_and_gaps, (False, True), memory)
     ]

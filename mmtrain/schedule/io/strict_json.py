@@ -1,4 +1,4 @@
-"""JSON read without mercy: unknown keys, doubled keys and wrong types are refused with their dotted path."""
+"""Strict JSON: unknown keys, duplicate keys and wrong types are errors with their dotted path."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
 
 
 def show(value: Any) -> str:
-    """A value from a file as errors name it: in one line, without the middle of what is long."""
+    """A value from a file as errors show it: in one line, abbreviated in the middle."""
     return _SHORT.repr(value)
 
 
@@ -43,7 +43,7 @@ def read_text(path: str | Path) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a .json or .json.gz file (without a time stamp, so that equal texts give equal bytes)."""
+    """Writes a .json or .json.gz file (without a time stamp: equal texts give equal bytes)."""
     file = json_path(path)
     data = text.encode()
     file.write_bytes(gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
@@ -58,10 +58,7 @@ def json_path(path: str | Path) -> Path:
 
 
 def loads(text: str) -> Any:
-    """The value that a JSON text stands for.
-
-    Raises: PlanError: the text is not JSON, or an object has a key twice.
-    """
+    """The value of a JSON text. Raises: PlanError: the text is not JSON, or an object has a key twice."""
     try:
         return json.loads(text, object_pairs_hook=_refuse_doubled_keys)
     except (ValueError, RecursionError) as error:
@@ -73,12 +70,12 @@ def _refuse_doubled_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) < len(pairs):
         names = [key for key, _ in pairs]
         doubled = next(key for key in names if names.count(key) > 1)
-        raise PlanError(f"the key {doubled!r} stands twice in one object; keep one")
+        raise PlanError(f"the key {doubled!r} occurs twice in one object; keep one")
     return table
 
 
 def fields(table: Any, where: str, required: Sequence[str], optional: Sequence[str] = ()) -> None:
-    """Refuses what is not an object with exactly these keys. Raises: PlanError: with the dotted path."""
+    """Checks that a value is an object with exactly these keys. Raises: PlanError: with the dotted path."""
     if not isinstance(table, Mapping):
         raise PlanError(f"{where or 'the file'} must be an object, not {_json_type(table)}")
     prefix = f"{where}." if where else ""
@@ -92,14 +89,14 @@ def fields(table: Any, where: str, required: Sequence[str], optional: Sequence[s
 
 
 def items(value: Any, where: str) -> Sequence[Any]:
-    """The value, if it is an array. Raises: PlanError: it is something else; with the dotted path."""
+    """The value, if it is an array. Raises: PlanError: with the dotted path."""
     if not isinstance(value, (list, tuple)):
         raise PlanError(f"{where} must be an array, not {_json_type(value)}")
     return value
 
 
 def integer(value: Any, where: str) -> int:
-    """The value, if it is an integer. Raises: PlanError: it is something else; with the dotted path."""
+    """The value, if it is an integer. Raises: PlanError: with the dotted path."""
     if type(value) is not int:
         raise PlanError(f"{where} = {show(value)} must be an integer, not {_json_type(value)}")
     if not -(2**63) <= value < 2**63:
@@ -108,12 +105,12 @@ def integer(value: Any, where: str) -> int:
 
 
 def integers(value: Any, where: str) -> list[int]:
-    """The values, if they are an array of integers. Raises: PlanError: with the dotted path."""
+    """The values of an array of integers. Raises: PlanError: with the dotted path."""
     return [integer(v, f"{where}[{i}]") for i, v in enumerate(items(value, where))]
 
 
 def number(value: Any, where: str) -> float:
-    """The value as a float, if it is a number. Raises: PlanError: it is something else."""
+    """The value as a float, if it is a number. Raises: PlanError: with the dotted path."""
     if type(value) not in (int, float):
         raise PlanError(f"{where} = {show(value)} must be a number, not {_json_type(value)}")
     try:
@@ -123,7 +120,7 @@ def number(value: Any, where: str) -> float:
 
 
 def amount(value: Any, where: str) -> float:
-    """The value as a float, if it is a finite number of at least 0. Raises: PlanError: it is something else."""
+    """The value as a float, if it is a finite number of at least 0. Raises: PlanError: with the dotted path."""
     found = number(value, where)
     if not 0 <= found < math.inf:
         raise PlanError(f"{where} = {show(value)} must be a finite number, and not negative")
@@ -131,7 +128,7 @@ def amount(value: Any, where: str) -> float:
 
 
 def string(value: Any, where: str) -> str:
-    """The value, if it is a string. Raises: PlanError: it is something else."""
+    """The value, if it is a string. Raises: PlanError: with the dotted path."""
     if not isinstance(value, str):
         raise PlanError(f"{where} = {show(value)} must be a string, not {_json_type(value)}")
     try:

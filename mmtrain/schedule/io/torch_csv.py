@@ -1,11 +1,11 @@
 """The CSV form of schedules in torch: one row a rank, one cell an action.
 
-Its pipelining knows one chain of stages, each on one rank, with the same microbatches in every stage. A cell is
+torch's pipelining has one chain of stages, each on one rank, with the same microbatches in every stage. A cell is
 `<stage><kind><microbatch>`, as `2F0`, or empty where a rank waits. Files are *compute-only* (F, B, I, W) or *with
-communication* (also SEND_F, RECV_F, SEND_B, RECV_B between neighbours in the chain, and UNSHARD, RESHARD,
-REDUCE_GRAD). torch waits for what it received just before it is used; in a `Program` that is an action of its own.
+communication* (also SEND_F, RECV_F, SEND_B, RECV_B between neighbours in the chain, and UNSHARD, RESHARD, REDUCE_GRAD).
+torch waits for a received input just before its use; a `Program` has an action for that wait.
 
-Source: the form that `_load_csv` and `_dump_csv` of torch 2.13 read and write.
+Source: the format of `_load_csv` and `_dump_csv` of torch 2.13.
 """
 
 import csv
@@ -21,14 +21,14 @@ from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.transport import check_transport
 
 MODULE = "model"
-"""Name of the one module of a schedule that was read."""
+"""Name of the module of a schedule from a file."""
 
 _TO_TORCH = {Kind.REDUCE: "REDUCE_GRAD"}
 _FROM_TORCH = {_TO_TORCH.get(kind, str(kind)): kind for kind in KINDS if kind not in WAITS}
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _CELL = re.compile(rf"({_NUMBER})({'|'.join(sorted(_FROM_TORCH, key=len, reverse=True))})({_NUMBER}|)")
 _SHOWN = 40
-"""Characters of a faulty cell in its error."""
+"""Maximum number of characters of a faulty cell in its error."""
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 Cell = tuple[Kind, int, int]
@@ -36,7 +36,7 @@ Cell = tuple[Kind, int, int]
 
 
 def write_plan(plan: Plan) -> str:
-    """The compute-only CSV text of a plan. Empty cells put every action after what it needs, a column a step.
+    """The compute-only CSV text of a plan. Empty cells put every action after its inputs, one column a step.
 
     Raises: PlanError: the plan is not one chain with one work a microbatch, or deadlocks.
     """
@@ -51,7 +51,7 @@ def write_plan(plan: Plan) -> str:
 
 
 def write_program(program: Program) -> str:
-    """The CSV text with communication of a program; its waits, which torch does not write, are left out.
+    """The CSV text with communication of a program, without its waits, which torch does not write.
 
     Raises: PlanError: the program is not one chain with one work a microbatch.
     """
@@ -60,9 +60,9 @@ def write_program(program: Program) -> str:
 
 
 def read_plan(text: str) -> Plan:
-    """The checked plan of a CSV text: its compute actions, on the chain that they make.
+    """The checked plan of a CSV text: its compute actions, on the chain that they form.
 
-    A pair that torch overlaps, `(0F1;3B0)OVERLAP_F_B`, is read as its parts one after the other.
+    A pair that torch overlaps, `(0F1;3B0)OVERLAP_F_B`, is read as its parts in order.
 
     Raises: PlanError: a cell is no action, or the orders are no plan; with row and column or rank and step.
     """
@@ -74,7 +74,7 @@ def read_plan(text: str) -> Plan:
 
 
 def read_program(text: str) -> Program:
-    """The program of a CSV text with communication; what is received is waited for just before it is used.
+    """The program of a CSV text with communication; received inputs are waited for just before their use.
 
     Raises: PlanError: a cell is no action, the compute actions are no plan, or a transfer goes to no neighbour, is
         missing, or deadlocks.
@@ -87,7 +87,7 @@ def read_program(text: str) -> Program:
 
 
 def has_transfers(text: str) -> bool:
-    """Whether a CSV text is of the form with communication. Raises: PlanError: a cell is no action."""
+    """Whether a CSV text has communication. Raises: PlanError: a cell is no action."""
     return any(kind in TRANSFERS for row in _read(text) for kind, _, _ in row)
 
 
@@ -103,14 +103,14 @@ def _check_chain(graph: WorkGraph) -> None:
 
 
 def _columns(plan: Plan) -> list[list[int]]:
-    """[rank][step] -> the column of an action: the earliest if each takes one column."""
+    """[rank][step] -> column of an action: the earliest if each takes one column."""
     column: dict[Result, int] = {}
-    found: list[list[int]] = [[] for _ in plan.orders]
+    columns: list[list[int]] = [[] for _ in plan.orders]
     for rank, action, work, needs in plan.run_order():
-        after = [column[result] for result, _ in needs] + found[rank][-1:]
-        found[rank].append(max(after, default=-1) + 1)
-        column[RESULT_OF[action.kind], action.stage, work] = found[rank][-1]
-    return found
+        after = [column[result] for result, _ in needs] + columns[rank][-1:]
+        columns[rank].append(max(after, default=-1) + 1)
+        column[RESULT_OF[action.kind], action.stage, work] = columns[rank][-1]
+    return columns
 
 
 def _cell(action: Action) -> str:
@@ -158,7 +158,7 @@ def _parse(word: str, rank: int, column: int) -> list[Cell]:
 
 
 def _chain_of(rows: Sequence[Sequence[Cell]]) -> WorkGraph:
-    """The chain whose stages lie where the rows name them; no backward anywhere if the rows have none."""
+    """The chain whose stages are on the ranks of their rows; without backwards if the rows have none."""
     holder: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for kind, stage, _ in row:
@@ -183,8 +183,8 @@ def _chain_of(rows: Sequence[Sequence[Cell]]) -> WorkGraph:
     )
 
 
-def _check_numbers(what: str, found: set[int]) -> None:
-    for expected, number in enumerate(sorted(found)):
+def _check_numbers(what: str, numbers: set[int]) -> None:
+    for expected, number in enumerate(sorted(numbers)):
         if number != expected:
             raise PlanError(
                 f"{what} {expected} has no action, but {what} {number} has; number them from 0 without gaps"

@@ -9,7 +9,7 @@ from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.plan import Plan
 
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-"""A kind is sent as its place here."""
+"""A kind is sent as its index."""
 
 _ITEM = "i"
 """A signed integer of the machine; ranks of one job run on one kind of machine."""
@@ -18,16 +18,14 @@ _ITEM = "i"
 def to_bytes(plan: Plan) -> bytes:
     """The orders and options of a plan: 12 bytes an action, 12 bytes an option that is not the first.
 
-    Raises: PlanError: an action that is not compute, or that names what the plan's own graph does not have.
+    Raises: PlanError: an action that is not compute, or of a stage or work that the plan's graph lacks.
     """
     chosen = sorted((stage, work, option) for (stage, work), option in plan.options.items() if option)
     numbers = array(_ITEM, [len(plan.orders), len(chosen), *map(len, plan.orders)])
     for order, works in zip(plan.orders, plan.works, strict=True):
         for action, work in zip(order, works, strict=True):
             if action.kind not in COMPUTE:
-                raise PlanError(
-                    f"{action} is not compute; transfers come with lowering, and braids and instructions are not sent"
-                )
+                raise PlanError(f"{action} is none of F, B, I and W, which alone are sent")
             numbers.extend((KINDS.index(action.kind), action.stage, work))
     for row in chosen:
         numbers.extend(row)
@@ -35,10 +33,9 @@ def to_bytes(plan: Plan) -> bytes:
 
 
 def from_bytes(graph: WorkGraph, data: bytes) -> Plan:
-    """The plan that `to_bytes` wrote, over this graph; whether it is complete and feasible, `check` tells.
+    """The plan that `to_bytes` wrote, over this graph; it is not checked.
 
-    Raises: PlanError: the bytes are cut short or too long, or name a kind, stage or work that this graph does not
-        have.
+    Raises: PlanError: the bytes are cut short or too long, or name a kind, stage or work that this graph lacks.
     """
     numbers = array(_ITEM)
     numbers.frombytes(data[: len(data) // numbers.itemsize * numbers.itemsize])
@@ -48,7 +45,7 @@ def from_bytes(graph: WorkGraph, data: bytes) -> Plan:
     rows = [tuple(numbers[at : at + 3]) for at in range(first, len(numbers), 3)]
     counts = (num_orders, num_options, *lengths)
     if min(counts) < 0 or numbers.itemsize * (first + 3 * (sum(lengths) + num_options)) != len(data):
-        raise PlanError(f"{len(data)} bytes are not a whole plan; send all of one, and nothing else")
+        raise PlanError(f"{len(data)} bytes are not a whole plan; send all of its bytes and no others")
     actions = iter(rows)
     orders = tuple(tuple(_action(graph, *row) for row in islice(actions, length)) for length in lengths)
     return Plan(graph, orders, {(stage, work): option for stage, work, option in actions})

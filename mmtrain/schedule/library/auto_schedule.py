@@ -1,6 +1,6 @@
 """The zero-bubble paper's automatic schedule, under the problem's memory limits and for its costs."""
 
-from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.list_schedule import ListScheduler, rank_footprints
 from mmtrain.schedule.library.memory import choose_options
 from mmtrain.schedule.plan import Plan
@@ -10,17 +10,17 @@ from mmtrain.schedule.problem import PlanningProblem
 def auto_schedule(problem: PlanningProblem) -> Plan:
     """The best of a few list schedules: least makespan, then least span of any rank.
 
-    The span of a rank is the time from its first start to its last end. It is what an iteration takes where the next
-    one may begin on the first ranks while the last ranks still finish (the paper's post-validation of the optimizer).
+    The span of a rank is the time from its first start to its last end. It is the time of an iteration if the next one
+    may begin on the first ranks while the last ranks still run (the paper's post-validation of the optimizer).
 
-    Memory limits are kept; a rank without one gets room for 2P microbatches of mean size (the paper's ZB-2p), since
-    weight halves could wait forever otherwise. Each microbatch gets its fastest options where these fit alone, else
-    those of least memory.
+    Memory limits are kept. A rank without one gets room for 2P microbatches of mean size (the paper's ZB-2p), since Ws
+    could be delayed forever otherwise. Each microbatch gets its fastest options where these fit alone, else those of
+    least memory.
 
     Raises: PlanError: the activations of one microbatch alone exceed a rank's memory limit.
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 3.1 (heuristic).
     """
-    chosen = choose_options(problem, clusters(problem.graph))
+    chosen = choose_options(problem, components(problem.graph))
     room = rank_footprints(problem, 2.0 * problem.graph.num_ranks)
     limits = [own if given is None else given for own, given in zip(room, problem.held_limit_bytes, strict=True)]
     soft = [rank for rank, given in enumerate(problem.held_limit_bytes) if given is None]

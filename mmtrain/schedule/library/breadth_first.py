@@ -9,8 +9,8 @@ from mmtrain.schedule.problem import PlanningProblem
 def gpipe(problem: PlanningProblem) -> Plan:
     """All forwards, then all backwards; with several stages a rank, by groups of P microbatches.
 
-    The bubble on a chain of one stage a rank is (P - 1) / (M + P - 1) for M microbatches, and the activations of all
-    of them are held. Every (stage, work) takes its option 0; memory limits are not looked at.
+    The bubble on a chain of one stage a rank is (P - 1) / (M + P - 1) for M microbatches, and the activations of all of
+    them are held. Every (stage, work) takes its option 0; memory limits are ignored.
 
     Source: Huang et al., GPipe, arXiv:1811.06965. Backwards start with the oldest microbatch, as in torch.
     """
@@ -20,8 +20,8 @@ def gpipe(problem: PlanningProblem) -> Plan:
 def looped_bfs(problem: PlanningProblem) -> Plan:
     """All forwards, then all backwards, each segment of a rank with all microbatches before the next.
 
-    With V segments the bubble on a chain is (P - 1) / (MV + P - 1), and parameters that are gathered for each segment
-    are gathered least often. Every (stage, work) takes its option 0; memory limits are not looked at.
+    With V segments the bubble on a chain is (P - 1) / (MV + P - 1), and parameters gathered for each segment are
+    gathered the fewest times. Every (stage, work) takes its option 0; memory limits are ignored.
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, arXiv:2211.05953.
     """

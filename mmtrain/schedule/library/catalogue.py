@@ -1,8 +1,8 @@
-"""The named schedules: functions from a planning problem to a plan, and where they want the stages.
+"""The named schedules: functions from a planning problem to a plan, with the placement of stages that they expect.
 
-Not here: Chimera (arXiv:2107.06925) and DualPipe, which send microbatches through a module in both directions at once.
-Each stage then has a copy of its weights on two ranks, while a stage of a plan lives on one. DualPipeV is the same
-idea with one copy.
+Chimera (arXiv:2107.06925) and DualPipe are not included: they send microbatches through a module in both directions, so
+each stage has a copy of its weights on two ranks, while a stage of a plan is on one. DualPipeV is the same idea with
+one copy.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,21 +22,23 @@ from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 
 Placement = Literal["loop", "v"]
-"""Where the chunks of a module go. loop: chunk j on rank j mod P. v: down the ranks and back up, 2 chunks a rank."""
+"""Placement of the chunks of a module. loop: chunk j on rank j mod P. v: down the ranks and back up, 2 chunks a
+rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One named schedule. Any works for any problem; the other fields say what it is meant for."""
+    """One named schedule. It works for any problem; the other fields tell what it is designed for."""
 
     idea: str
-    """A few words for lists."""
+    """A short description for lists."""
     make: Callable[[PlanningProblem], Plan]
     placement: Placement = "loop"
     least_passes: int = 1
-    """Chunks of the whole model that each rank needs at least, over all modules; fewer make it another schedule."""
+    """Least number of chunks of the whole model on each rank, over all modules; with fewer it becomes another
+    schedule."""
     splits_backward: bool = False
-    """Whether plans have I and W where that is worth it."""
+    """Whether plans have I and W where splitting is worthwhile."""
     keeps_memory_limits: bool = False
     """Whether plans stay within the problem's memory limits; see `names.MEMORY_BOUNDED_SCHEDULES`."""
 
@@ -48,9 +50,9 @@ CATALOGUE: Mapping[str, Schedule] = {
     ),
     "Interleaved1F1B": Schedule(idea="1F1B with at least 2 chunks a rank", make=one_f_one_b, least_passes=2),
     "LoopedBFS": Schedule(idea="all forwards, then all backwards, chunk by chunk", make=looped_bfs, least_passes=2),
-    "ZB-H1": Schedule(idea="1F1B, weight halves of rank r after r more pairs", make=zb_h1, splits_backward=True),
+    "ZB-H1": Schedule(idea="1F1B, weight gradients of rank r after r more pairs", make=zb_h1, splits_backward=True),
     "ZB-H2": Schedule(
-        idea="twice the forwards in flight, weight halves after 2r pairs", make=zb_h2, splits_backward=True
+        idea="twice the forwards in flight, weight gradients after 2r pairs", make=zb_h2, splits_backward=True
     ),
     "ZB-AutoSchedule": Schedule(
         idea="list scheduling by cost with split backwards, within memory limits",
@@ -66,7 +68,7 @@ CATALOGUE: Mapping[str, Schedule] = {
         idea="down and back up, gradients back sooner", make=v_half, placement="v", splits_backward=True
     ),
     "V-min": Schedule(
-        idea="down and back up, gradients back as soon as can be", make=v_min, placement="v", splits_backward=True
+        idea="down and back up, gradients back as soon as possible", make=v_min, placement="v", splits_backward=True
     ),
     "DualPipeV": Schedule(
         idea="down and back up, in pairs of a forward and a backward",

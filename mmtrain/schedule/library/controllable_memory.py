@@ -1,8 +1,8 @@
-"""V-half and V-min: V-shaped building blocks whose life span decides the memory.
+"""V-half and V-min: V-shaped building blocks whose life span determines the memory.
 
-A building block is the four forwards and input halves of one microbatch on each rank, at fixed times in units of one
-action; the next microbatch's block starts 6 units later (2 stages x 3 actions). Activations held are the time between
-forward and backward over 6, so the sooner a block's gradient comes back, the less is held.
+A building block is the four Fs and Is of one microbatch on each rank, at fixed times in units of one action; the next
+microbatch's block starts 6 units later (2 stages x 3 actions). The number of held activations is the time between
+forward and backward over 6, so an earlier gradient means less memory.
 """
 
 from collections import deque
@@ -54,7 +54,7 @@ def v_half(problem: PlanningProblem) -> Plan:
 
 
 def _shortest(num_ranks: int) -> Block:
-    # Every hop takes one unit. Where 3 divides P, actions of a rank would fall on each other without longer turns.
+    # Every hop takes one unit. Where 3 divides P, actions of a rank would coincide without longer turns.
     return Block((1, 1, 1, 1), (3, 1, 3) if num_ranks % 3 == 0 else (1, 1, 1))
 
 
@@ -72,7 +72,7 @@ def _template(block: Callable[[int], Block], held: int) -> Callable[[int, int], 
 
 
 def _sequence(block: Block, P: int, rank: int, num_microbatches: int) -> list[Slot]:
-    """Forwards and input halves of a rank in the order of their times."""
+    """Fs and Is of a rank in the order of their times."""
     (down, up, back_down, back_up), turns = block
     last, behind = P - 1, P - 1 - rank
     forward_down = down * rank
@@ -80,14 +80,14 @@ def _sequence(block: Block, P: int, rank: int, num_microbatches: int) -> list[Sl
     gradient_down = (down + up) * last + turns[0] + turns[1] + back_down * rank
     gradient_up = (down + up + back_down) * last + sum(turns) + back_up * behind
     times = [(forward_down, Kind.F, 0), (forward_up, Kind.F, 1), (gradient_down, Kind.I, 1), (gradient_up, Kind.I, 0)]
-    found = [(time + PERIOD * m, Slot(kind, leg, m)) for m in range(num_microbatches) for time, kind, leg in times]
-    return [slot for _, slot in sorted(found, key=lambda entry: entry[0])]
+    slots = [(time + PERIOD * m, Slot(kind, leg, m)) for m in range(num_microbatches) for time, kind, leg in times]
+    return [slot for _, slot in sorted(slots, key=lambda entry: entry[0])]
 
 
 def with_weights(sequences: list[list[Slot]], limit: int) -> list[list[Slot]]:
-    """The slots of each rank with weight halves where the rank would idle or hold more than `limit` activations.
+    """The slots of each rank with Ws where the rank would idle or hold more than `limit` activations.
 
-    All actions take one unit, so that the ranks move in step.
+    All actions take one unit, so that the ranks run in lockstep.
     """
     P, num_microbatches = len(sequences), len(sequences[0]) // 4
     down = tuple(range(P))
@@ -100,17 +100,17 @@ def with_weights(sequences: list[list[Slot]], limit: int) -> list[list[Slot]]:
     )
     engine = Engine(graph.items)
     held, due = [0] * P, [deque[Slot]() for _ in range(P)]
-    left = [deque(sequence) for sequence in sequences]
+    remaining = [deque(sequence) for sequence in sequences]
     written: list[list[Slot]] = [[] for _ in range(P)]
     for now in range(sum(map(len, sequences)) * 2):
         for rank in range(P):
-            if left[rank] and not (left[rank][0].kind is Kind.F and held[rank] >= limit):
-                slot = left[rank][0]
+            if remaining[rank] and not (remaining[rank][0].kind is Kind.F and held[rank] >= limit):
+                slot = remaining[rank][0]
                 stage = rank if slot.leg == 0 else 2 * P - 1 - rank
                 item = graph.items.item(slot.kind, stage, slot.microbatch)
                 if not engine.waiting[item] and engine.arrival[item] <= now:
                     engine.start(item, now + 1)
-                    written[rank].append(left[rank].popleft())
+                    written[rank].append(remaining[rank].popleft())
                     if slot.kind is Kind.F:
                         held[rank] += 1
                     else:
@@ -119,7 +119,7 @@ def with_weights(sequences: list[list[Slot]], limit: int) -> list[list[Slot]]:
             if due[rank]:
                 written[rank].append(due[rank].popleft())
                 held[rank] -= 1
-        if not any(left) and not any(due):
+        if not any(remaining) and not any(due):
             break
-    assert not any(left), "a building block's times respect what its actions need"
+    assert not any(remaining), "a building block's times respect what its actions need"
     return written

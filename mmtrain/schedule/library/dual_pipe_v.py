@@ -6,13 +6,12 @@ from mmtrain.schedule.problem import PlanningProblem
 
 
 def dual_pipe_v(problem: PlanningProblem) -> Plan:
-    """The DualPipeV plan: in the steady state a forward of one leg stands next to a backward of the other.
+    """The DualPipeV plan: in the steady state a forward of one leg is followed by a backward of the other.
 
     DualPipe runs such a pair as one overlapped block F&B; a plan has F, then B. On one V with at least 2P microbatches,
-    and W and I no longer than F,
-    2P + 1 activations of a stage are held, and the bubble is (P - 1)(F + I - W), in seconds of one stage. (With
-    blocks, whose results leave at their end, it is the published (P - 1)(F&B + B - 3W).) See `v_shape.fill` for
-    several modules.
+    and W and I at most F, 2P + 1 activations of a stage are held, and the bubble is (P - 1)(F + I - W), in seconds of
+    one stage. (With blocks, whose results are sent at their end, it is the published (P - 1)(F&B + B - 3W).) See
+    `v_shape.fill` for several modules.
 
     Source: DeepSeek-AI, DualPipe, arXiv:2412.19437, and the "cut in half" of Qi et al., 2025.
     """
@@ -27,13 +26,13 @@ def template(num_ranks: int, num_microbatches: int) -> list[list[Slot]]:
 def _slots(P: int, rank: int, num_microbatches: int) -> list[Slot]:
     behind = P - 1 - rank
     write = Writer(num_microbatches)
-    # The way down, until the first microbatch comes back up; then both ways by turns.
+    # The way down, until the first microbatch comes back up; then both directions alternately.
     for _ in range(2 * behind):
         write.forward(0)
     for _ in range(rank + 1):
         write.forward(0)
         write.forward(1)
-    # The first gradients, split, so that they go on sooner.
+    # The first gradients, split, so that they are sent sooner.
     for _ in range(behind):
         write.backward(1, split=True)
         write.weight()
@@ -48,7 +47,7 @@ def _slots(P: int, rank: int, num_microbatches: int) -> list[Slot]:
         write.backward(1)
         write.forward(1)
         write.backward(0)
-    # Gradients alone, split in the second half, so that weight halves are left for the ranks' last waits.
+    # Gradients only, split in the second half, so that Ws remain to fill the last waits of the ranks.
     for i in range(rank + 1):
         late = 2 * i >= rank + 1
         write.backward(1, split=late)

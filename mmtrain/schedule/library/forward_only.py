@@ -7,7 +7,7 @@ from mmtrain.schedule.problem import PlanningProblem
 
 
 def forward_only(problem: PlanningProblem) -> Plan:
-    """The plan of forwards alone: a rank never waits while a forward could start, older microbatches first.
+    """The plan of forwards only: a rank never waits while a forward could start, older microbatches first.
 
     Raises: PlanError: a stage has a backward, or one activation alone exceeds a rank's memory limit.
     """

@@ -1,8 +1,8 @@
 """Greedy list scheduling of a work graph with two queues a rank, under memory limits that cannot deadlock.
 
-Source: DIP, arXiv:2504.14145, section 5.2. Its "disable the forward queue when memory is full" can
-deadlock: forwards of many microbatches may fill a rank, so that none of them can get to its backward.
-Here `Memory` decides on admission, and always leaves a way to the end.
+Source: DIP, arXiv:2504.14145, section 5.2. Its "disable the forward queue when memory is full" can deadlock: forwards
+of many microbatches may fill a rank, so that none of them can reach its backward. Here `Memory` decides on admission,
+so that all works can finish.
 """
 
 from collections.abc import Iterable
@@ -16,19 +16,19 @@ from mmtrain.schedule.problem import PlanningProblem
 
 
 def greedy(problem: PlanningProblem) -> Plan:
-    """The plan that always schedules what can start earliest; older microbatches first among equals.
+    """The plan that always schedules the action that can start earliest; on ties, that of the oldest microbatch.
 
-    Each rank has a queue of forwards and one of backwards. The rank whose next action can start
-    earliest is served; if both of its queues have something that could have started before the rank's
-    last action ended, forward and backward alternate, else the earlier start wins.
+    Each rank has a queue of forwards and one of backwards. The rank whose next action can start earliest is served. If
+    both of its queues have an action that could have started before the rank's last action ended, forward and backward
+    alternate, else the earlier start wins.
 
     Raises: PlanError: the activations of one microbatch alone exceed a rank's memory limit.
     """
     return _Greedy(problem).run()
 
 
-def clusters(graph: WorkGraph) -> list[int]:
-    """[work] -> number of the set of works that hang together through `after`, oldest microbatch first."""
+def components(graph: WorkGraph) -> list[int]:
+    """[work] -> number of its connected component of the graph, oldest microbatch first."""
     leader = list(range(len(graph.works)))
 
     def find(work: int) -> int:
@@ -43,8 +43,8 @@ def clusters(graph: WorkGraph) -> list[int]:
     for index, work in enumerate(graph.works):
         age = (work.microbatch, index)
         oldest[find(index)] = min(age, oldest.get(find(index), age))
-    place = {root: number for number, root in enumerate(sorted(oldest, key=oldest.__getitem__))}
-    return [place[find(index)] for index in range(len(graph.works))]
+    number_of = {root: number for number, root in enumerate(sorted(oldest, key=oldest.__getitem__))}
+    return [number_of[find(index)] for index in range(len(graph.works))]
 
 
 class _Greedy:
@@ -53,31 +53,31 @@ class _Greedy:
     def __init__(self, problem: PlanningProblem) -> None:
         graph = self.graph = problem.graph
         items = self.items = graph.items
-        cluster = clusters(graph)
-        self.chosen = choose_options(problem, cluster)
+        component = components(graph)
+        self.chosen = choose_options(problem, component)
         self.options = [problem.options(*node)[self.chosen[node]] for node in zip(items.stage, items.work, strict=True)]
         """[node]"""
-        self.cluster = [cluster[work] for work in items.work]
+        self.component = [component[work] for work in items.work]
         """[node]"""
-        self.memory = Memory(problem, cluster, {n: problem.options(*n)[i] for n, i in self.chosen.items()})
+        self.memory = Memory(problem, component, {n: problem.options(*n)[i] for n, i in self.chosen.items()})
         self.engine = Engine(items, problem.message_s)
         ranks = range(graph.num_ranks)
         self.orders: list[list[Action]] = [[] for _ in ranks]
         self.candidates: list[tuple[float, int] | None] = [None for _ in ranks]
-        self.stale = set(ranks)  # ranks whose candidate must be looked for again
+        self.stale = set(ranks)  # ranks whose candidate must be computed again
         self.t_last = [0.0 for _ in ranks]
         self.ready: list[list[list[int]]] = [[[] for _ in ranks] for _ in range(2)]
         """[0: F, 1: B][rank] -> items."""
         self.priority: list[tuple[int, int, int]] = [(0, 0, 0)] * (2 * items.num_nodes)
         """[item]"""
-        for place, (stage, work) in enumerate(graph.nodes()):
-            age = cluster[work], graph.works[work].microbatch
+        for position, (stage, work) in enumerate(graph.nodes()):
+            age = component[work], graph.works[work].microbatch
             for kind, sign in ((Kind.F, 1), (Kind.B, -1)):
-                self.priority[items.item(kind, stage, work)] = (*age, sign * place)
+                self.priority[items.item(kind, stage, work)] = (*age, sign * position)
         self._queue(node for node in range(items.num_nodes) if not items.num_needs[node])
 
-    def _queue(self, found: Iterable[int]) -> None:
-        for item in found:
+    def _queue(self, items: Iterable[int]) -> None:
+        for item in items:
             slot, node = divmod(item, self.items.num_nodes)
             if slot < 2:
                 rank = self.items.rank[node]
@@ -92,26 +92,26 @@ class _Greedy:
         return Plan(self.graph, tuple(map(tuple, self.orders)), {n: i for n, i in self.chosen.items() if i})
 
     def _next(self) -> int | None:
-        """What the rank that can start earliest does next; None if nothing may start."""
+        """The item that the rank that can start earliest runs next; None if nothing may start."""
         for rank in self.stale:
             self.candidates[rank] = self._candidate(rank)
         self.stale.clear()
-        found = [(c[0], rank) for rank, c in enumerate(self.candidates) if c]
-        return self.candidates[min(found)[1]][1] if found else None  # type: ignore[index]
+        starts = [(c[0], rank) for rank, c in enumerate(self.candidates) if c]
+        return self.candidates[min(starts)[1]][1] if starts else None  # type: ignore[index]
 
     def _candidate(self, rank: int) -> tuple[float, int] | None:
-        """The earliest start on a rank and what starts then; None if nothing may start there."""
+        """The earliest start on a rank and the item that starts then; None if nothing may start there."""
         last, arrival, priority = self.t_last[rank], self.engine.arrival, self.priority
         heads: list[tuple[float, tuple[int, int, int], int] | None] = [None, None]
         fits = self.memory.room(rank)
         for slot in range(2):
-            # What has already arrived by priority, else what arrives first.
+            # Arrived items by priority, else the item that arrives first.
             best = None
             for item in self.ready[slot][rank]:
                 entry = (max(arrival[item], last), priority[item], item)
                 if best is not None and entry >= best:
                     continue
-                if slot or fits(self.cluster[item], self.options[item]):
+                if slot or fits(self.component[item], self.options[item]):
                     best = entry
             heads[slot] = best
         forward, backward = heads
@@ -125,8 +125,8 @@ class _Greedy:
         return (forward[0], forward[2]) if turn else (backward[0], backward[2])
 
     def _forced(self) -> int:
-        """The oldest forward that fits, where the promise cannot be kept (a stage without a backward whose
-        inputs have one). Raises: PlanError: none fits."""
+        """The oldest forward that fits, where the guarantee cannot be kept (a stage without a backward whose inputs
+        have one). Raises: PlanError: none fits."""
         waiting = sorted((item for queue in self.ready[0] for item in queue), key=self.priority.__getitem__)
         for node in waiting:
             if self.memory.fits_now(self.items.rank[node], self.options[node]):
@@ -146,7 +146,7 @@ class _Greedy:
         self.orders[rank].append(self.graph.action(kind, items.stage[node], items.work[node]))
         self.stale.add(rank)
         take = self.memory.end_backward if slot else self.memory.start_forward
-        if take(self.cluster[node], rank, option):
-            # The promise to this cluster is kept: others may have more room, on all ranks.
+        if take(self.component[node], rank, option):
+            # The component has finished: others may have more room, on all ranks.
             self.stale.update(range(self.graph.num_ranks))
         self._queue(self.engine.start(item, end))

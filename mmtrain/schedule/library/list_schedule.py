@@ -1,16 +1,16 @@
-"""List scheduling with split backwards: what a rank can start now, under memory limits, by a few rules.
+"""List scheduling with split backwards: which action a rank starts now, under memory limits, by a few rules.
 
-The rules are those of the automatic schedule of the zero-bubble paper (arXiv:2401.10241, section 3.1) in a form that
-needs no chain:
+The rules are those of the automatic schedule of the zero-bubble paper (arXiv:2401.10241, section 3.1), generalised from
+chains to work graphs:
 
-1. *Warm-up.* A rank goes forward as long as that does not hold up its first backward, whose earliest time follows
-   from the critical paths of the work graph, and as long as memory admits it.
-2. *Steady state.* Forward and backward alternate where both could start. What was in flight (forwards without a
-   backward yet, in seconds) when the first backward started is not exceeded again.
-3. *Weight halves* fill the time in which a rank can start nothing else, and make room where memory is full.
+1. *Warm-up.* A rank runs forwards as long as they do not delay its first backward, whose earliest time follows from the
+critical paths of the work graph, and as long as memory admits them.
+2. *Steady state.* Forward and backward alternate where both could start. The amount in flight (forwards without a
+backward yet, in seconds) when the first backward started is not exceeded again.
+3. *Ws* fill the time in which a rank can start nothing else, and free memory where it is full.
 
-`Memory` decides on admission and always leaves a way to the end. An *eager* run has rule 3 alone and goes forward
-whenever memory admits it: better where ranks hold several stages, whose forwards wait for each other, or little memory.
+`Memory` decides on admission, so that all works can finish. An *eager* run uses rule 3 only and runs forwards whenever
+memory admits them: better where ranks hold several stages, whose forwards wait for each other, or little memory.
 """
 
 import heapq
@@ -22,7 +22,7 @@ from functools import cached_property
 
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.engine import Engine
-from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.memory import Memory
 from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.plan import Plan
@@ -32,23 +32,24 @@ Node = tuple[int, int]
 """(stage, work)."""
 
 Priority = tuple[int, int, int]
-"""Of a node among those of its kind: cluster, microbatch and place; the least is served first."""
+"""Of a node among those of its kind: component, microbatch and position; the least is served first."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A plan with the times that it was made for."""
+    """A plan with its times."""
 
     plan: Plan
     makespan_s: float
     longest_s: float
     """The longest time from the first start to the last end on one rank."""
     perfect: bool
-    """Whether no run can be better: the last rank to end, and the busiest one, never idled once they had begun."""
+    """Whether no run can be better: the last rank to end, and the busiest one, never idled between their first and
+    last action."""
 
 
 class ListScheduler:
-    """List scheduling of one problem under given limits; what its runs have in common."""
+    """List scheduling of one problem under given limits; the data shared by its runs."""
 
     def __init__(
         self,
@@ -58,23 +59,21 @@ class ListScheduler:
         *,
         soft: Collection[int] = (),
     ) -> None:
-        """Nothing run yet.
-
-        Args:
-            limits: bytes of activations a rank; each microbatch fits alone with whole backwards.
-            chosen: index of the option of each (stage, work); None: 0.
-            soft: ranks whose limit may be exceeded where nothing could go on otherwise.
+        """Args:
+        limits: bytes of activations a rank; each microbatch fits alone with whole backwards.
+        chosen: index of the option of each (stage, work); None: 0.
+        soft: ranks whose limit may be exceeded to avoid a deadlock.
         """
         graph = problem.graph
         self.problem, self.graph, self.limits, self.soft = problem, graph, limits, soft
-        self.cluster = clusters(graph)
+        self.component = components(graph)
         self.chosen = {node: index for node, index in (chosen or {}).items() if index}
         given = {n: problem.options(*n)[self.chosen.get(n, 0)] for n in graph.nodes()}
         self.split = {node for node, option in given.items() if worth_splitting(option)}
         self.options = {n: _widest(option) if n in self.split else option for n, option in given.items()}
-        too_wide = {cluster for cluster, _ in Memory(problem, self.cluster, self.options, limits).oversize()}
+        too_wide = {component for component, _ in Memory(problem, self.component, self.options, limits).oversize()}
         for node, option in given.items():
-            if self.cluster[node[1]] in too_wide:  # what a half leaves behind is too much: its backwards stay whole
+            if self.component[node[1]] in too_wide:  # what I leaves for W is too much: backwards stay whole
                 self.split.discard(node)
                 self.options[node] = option
         self.stages = [graph.stages_of_rank(rank) for rank in range(graph.num_ranks)]
@@ -82,29 +81,29 @@ class ListScheduler:
         nodes = list(zip(items.stage, items.work, strict=True))
         self.option_of = [self.options[node] for node in nodes]
         """[node]"""
-        self.cluster_of = [self.cluster[work] for work in items.work]
+        self.component_of = [self.component[work] for work in items.work]
         """[node]"""
         self.done_as = [Kind.F] * items.num_nodes + [Kind.I if node in self.split else Kind.B for node in nodes]
-        """[item of F or I] -> the kind of the action that is done: B where an I is not worth its own action."""
+        """[item of F or I] -> kind of the action that runs: B where splitting is not worthwhile."""
         self.seconds = [self.option_of[i % items.num_nodes].duration_s(kind) for i, kind in enumerate(self.done_as)]
         """[item of F or I]"""
         self.priority: list[Priority] = [(0, 0, 0)] * len(self.done_as)
         """[item of F or I]"""
         self.forwards = []
         """The items of F, in the order of the graph's nodes."""
-        for place, node in enumerate(graph.nodes()):
-            age = (self.cluster[node[1]], graph.works[node[1]].microbatch)
+        for position, node in enumerate(graph.nodes()):
+            age = (self.component[node[1]], graph.works[node[1]].microbatch)
             self.forwards.append(items.item(Kind.F, *node))
             for kind, sign in ((Kind.F, 1), (Kind.I, -1)):
-                self.priority[items.item(kind, *node)] = (*age, sign * place)
+                self.priority[items.item(kind, *node)] = (*age, sign * position)
 
     def run(self, *, eager: bool = False, patient: bool = False) -> Outcome:
         """The plan of one run of the rules, and its times.
 
         Args:
-            eager: leave out rules 1 and 2.
-            patient: a rank starts no weight half that its last gradient would have to wait for.
-        Raises: PlanError: a forward does not fit, whatever is finished before.
+            eager: skip rules 1 and 2.
+            patient: a rank starts no W that would delay its last gradient.
+        Raises: PlanError: a forward does not fit, even after all others have finished.
         """
         return _Run(self, eager=eager, patient=patient).run()
 
@@ -112,11 +111,11 @@ class ListScheduler:
     def several_stages(self) -> bool:
         """Whether some rank has works on more than one stage."""
         used = {stage for stage, _ in self.options}
-        return any(sum(stage in used for stage in mine) > 1 for mine in self.stages)
+        return any(sum(stage in used for stage in stages) > 1 for stages in self.stages)
 
     @cached_property
     def first_backwards(self) -> list[float]:
-        """[rank] -> the earliest time at which any of its backwards could start, by dependencies alone; inf: none."""
+        """[rank] -> the earliest start of any of its backwards, by dependencies only; inf: none."""
         items = self.graph.items
         engine = Engine(items, self.problem.message_s)
         first = [math.inf] * self.graph.num_ranks
@@ -131,19 +130,19 @@ class ListScheduler:
 
 
 def rank_footprints(problem: PlanningProblem, microbatches: float) -> list[float]:
-    """Bytes of activations of so many microbatches of mean size on each rank; at least those of the largest."""
-    graph, cluster = problem.graph, clusters(problem.graph)
+    """Bytes of activations of a number of microbatches of mean size on each rank; at least those of the largest one."""
+    graph, component = problem.graph, components(problem.graph)
     options = {node: problem.options(*node)[0] for node in graph.nodes()}
-    memory = Memory(problem, cluster, {node: _widest(option) for node, option in options.items()})
-    found = []
+    memory = Memory(problem, component, {node: _widest(option) for node, option in options.items()})
+    footprints = []
     for rank in range(graph.num_ranks):
-        amounts = [memory.footprint(c, rank) for c in range(memory.num_clusters)]
-        found.append(max(max(amounts), microbatches * sum(amounts) / len(amounts)) if amounts else 0.0)
-    return found
+        amounts = [memory.footprint(c, rank) for c in range(memory.num_components)]
+        footprints.append(max(max(amounts), microbatches * sum(amounts) / len(amounts)) if amounts else 0.0)
+    return footprints
 
 
 def _widest(option: Option) -> Option:
-    """The option with as much from F to I as it may ever take."""
+    """The option with the most bytes that it may ever hold from F to I."""
     if option.held_for_weight_bytes <= option.activation_bytes:
         return option
     return replace(option, activation_bytes=option.held_for_weight_bytes)
@@ -155,8 +154,8 @@ class _Run:
     def __init__(self, setting: ListScheduler, *, eager: bool, patient: bool) -> None:
         graph, ranks, items = setting.graph, range(setting.graph.num_ranks), setting.graph.items
         self.setting, self.graph, self.items, self.eager, self.patient = setting, graph, items, eager, patient
-        self.cluster, self.options = setting.cluster_of, setting.option_of
-        self.memory = Memory(setting.problem, setting.cluster, setting.options, setting.limits)
+        self.component, self.options = setting.component_of, setting.option_of
+        self.memory = Memory(setting.problem, setting.component, setting.options, setting.limits)
         self.message_s = [*setting.problem.message_s, 0.0]
         self.engine = Engine(items, setting.problem.message_s)
         self.ready: list[list[list[tuple[Priority, int]]]] = [[[] for _ in graph.stage_rank] for _ in range(2)]
@@ -164,7 +163,7 @@ class _Run:
         self.due: list[deque[int]] = [deque() for _ in ranks]
         """[rank] -> nodes."""
         self.begun: set[tuple[int, int]] = set()
-        """(rank, cluster) with a forward that has a backward to come or behind it."""
+        """(rank, component) that has started a forward whose backward remains or has run."""
         self.in_flight = [0.0 for _ in ranks]
         self.most_in_flight = [math.inf for _ in ranks]
         self.backwards = [0 for _ in ranks]
@@ -178,8 +177,8 @@ class _Run:
         self.end_s = [0.0 for _ in ranks]
         self.work_s = [0.0 for _ in ranks]
         self.events: list[tuple[float, int, int, int, Kind | None]] = []
-        """Heap of (time, number, rank, item, the kind of its action, which ended; None: the item is ready). A rank
-        looks again at the time of an event of item -1."""
+        """Heap of (time, number, rank, item, kind of the action that ended; None: the item is ready). Item -1: the
+        rank decides again at that time."""
         self.count = 0
         self.left = items.num_nodes + sum(items.has_backward)
         for node in range(items.num_nodes):
@@ -217,7 +216,7 @@ class _Run:
         heapq.heappush(self.ready[slot][self.items.stage[node]], (self.setting.priority[item], item))
 
     def _serve(self, rank: int, now: float) -> None:
-        """Starts what the rules tell an idle rank to start, if anything."""
+        """Starts the action that the rules select for an idle rank, if any."""
         backward = min((queue[0] for queue in self._queues(1, rank)), default=None)
         turn = backward is None or self.previous[rank] is Kind.I
         forward = self._forward(rank, now) if turn else None
@@ -233,21 +232,21 @@ class _Run:
         return [ready[stage] for stage in self.setting.stages[rank] if ready[stage]]
 
     def _forward(self, rank: int, now: float) -> int | None:
-        """The oldest forward that the rules admit, those that are next on a stage before the others."""
+        """The oldest forward that the rules admit, preferably the next one of a stage."""
         queues = self._queues(0, rank)
         if not queues:
             return None
         fits = self.memory.room(rank)
 
         def admits(node: int) -> bool:
-            option, cluster = self.options[node], self.cluster[node]
-            opens = not self.eager and option.has_backward and (rank, cluster) not in self.begun
-            return not (opens and self._holds_up(rank, now, option.forward_s)) and fits(cluster, option)
+            option, component = self.options[node], self.component[node]
+            opens = not self.eager and option.has_backward and (rank, component) not in self.begun
+            return not (opens and self._holds_up(rank, now, option.forward_s)) and fits(component, option)
 
         for _, node in sorted(queue[0] for queue in queues) if len(queues) > 1 else (queues[0][0],):
             if admits(node):
                 return node
-        # The next on a stage may keep room for what stands behind it: a forward that leaves nothing.
+        # The next forward on a stage may keep room for one behind it that has no backward.
         behind = sorted(entry for queue in queues for entry in queue[1:] if not self.options[entry[1]].has_backward)
         return next((node for _, node in behind if admits(node)), None)
 
@@ -257,17 +256,18 @@ class _Run:
             return self.in_flight[rank] + seconds > self.most_in_flight[rank] * (1 + 1e-9)
         first = self.setting.first_backwards[rank]
         if now < first < math.inf and now + seconds > first * (1 + 1e-9):
-            if not self.alarm[rank]:  # the backward may come later than its earliest time: then go on
+            if not self.alarm[rank]:  # the backward may start later than that: then go on
                 self.alarm[rank] = True
                 self._post(first, rank, -1)
             return True
         return False
 
     def _force(self, now: float) -> None:
-        """Starts the oldest forward where rule 1 or 2 admits none; if none keeps the promise, one that fits at all."""
+        """Starts the oldest forward where rules 1 and 2 admit none; if none keeps the guarantee, one that fits at
+        all."""
         ready = sorted(entry for queue in self.ready[0] for entry in queue)
         for _, node in ready:
-            if self.memory.room(self.items.rank[node])(self.cluster[node], self.options[node]):
+            if self.memory.room(self.items.rank[node])(self.component[node], self.options[node]):
                 return self._start(node, now)
         for _, node in ready:
             rank = self.items.rank[node]
@@ -278,9 +278,9 @@ class _Run:
         raise self.memory.refusal(self.items.rank[node], name, self.options[node])
 
     def _start(self, item: int, now: float) -> None:
-        """Starts F, or I (or B in its place), of a node."""
+        """Starts the F, or the I (or B), of a node."""
         slot, node = divmod(item, self.items.num_nodes)
-        rank, option, cluster = self.items.rank[node], self.options[node], self.cluster[node]
+        rank, option, component = self.items.rank[node], self.options[node], self.component[node]
         queue = self.ready[slot][self.items.stage[node]]
         if queue[0][1] == item:
             heapq.heappop(queue)
@@ -290,9 +290,9 @@ class _Run:
         self.left -= 1
         if not slot:
             self.previous[rank] = Kind.F
-            self.memory.start_forward(cluster, rank, option)
+            self.memory.start_forward(component, rank, option)
             if option.has_backward:
-                self.begun.add((rank, cluster))
+                self.begun.add((rank, component))
                 self.in_flight[rank] += option.forward_s
         else:
             self.previous[rank] = Kind.I
@@ -312,7 +312,7 @@ class _Run:
         self.work_s[rank] += seconds
         self._post(end, rank, item, kind)
         for ready in self.engine.start(item, end):
-            if ready < 2 * self.items.num_nodes:  # a weight half is due at the end of its I
+            if ready < 2 * self.items.num_nodes:  # a W is due at the end of its I
                 self._post(self.engine.arrival[ready], self.items.rank[ready % self.items.num_nodes], ready)
         if self.patient and kind is not Kind.F and kind is not Kind.W:
             for dependent, message in self.items.dependents[item]:
@@ -322,16 +322,16 @@ class _Run:
                     self._post(arrives, target, -1)
 
     def _end(self, rank: int, kind: Kind, node: int) -> bool:
-        """Frees what an action that ended held; tells whether its cluster may be finished by it."""
+        """Frees the memory of an action that ended; returns whether its component may have finished."""
         self.busy[rank] = False
-        cluster, option = self.cluster[node], self.options[node]
+        component, option = self.component[node], self.options[node]
         if kind is Kind.F:
             return not option.has_backward
         if kind is Kind.I:
             self.due[rank].append(node)
-            self.memory.end_input(cluster, rank, option)
+            self.memory.end_input(component, rank, option)
             return False
-        return self.memory.end_backward(cluster, rank, option, split=kind is Kind.W)
+        return self.memory.end_backward(component, rank, option, split=kind is Kind.W)
 
     def _too_long(self, rank: int, now: float) -> bool:
         """Whether a patient rank waits for its last gradient instead of starting its oldest W."""

@@ -1,4 +1,4 @@
-"""The names of the schedules, where a config can read them without loading any schedule."""
+"""The names of the schedules, for configs, which do not load the schedules."""
 
 from typing import Literal
 
@@ -21,4 +21,4 @@ ScheduleName = Literal[
 """The keys of `catalogue.CATALOGUE`, in its order."""
 
 MEMORY_BOUNDED_SCHEDULES: tuple[ScheduleName, ...] = ("ZB-AutoSchedule", "interleave")
-"""Those whose plans stay within a problem's memory limits; the others bound their memory by their own rule."""
+"""Schedules whose plans keep the memory limits of a problem; the others bound their memory by their own rule."""

@@ -1,30 +1,25 @@
 """1F1B on a work graph: Megatron's one-forward-one-backward orders where the graph is a plain chain.
 
-The order depends on the shape of the graph alone, never on costs. On a chain with one stage a rank it
-is PipeDream's non-interleaved 1F1B, with several it is Megatron-LM's interleaved 1F1B
-(arXiv:2104.04473, section 2.2); both by rules that also make sense for several modules, several
-sub-microbatches, absent modalities and frozen stages:
+The order depends on the shape of the graph, never on costs. On a chain with one stage a rank it is PipeDream's
+non-interleaved 1F1B, with several it is Megatron-LM's interleaved 1F1B (arXiv:2104.04473, section 2.2). The rules also
+cover several modules, several sub-microbatches, absent modalities and frozen stages:
 
-- Microbatches go in groups of P. Inside of a group, forwards are segment by segment in forward order
-  (all of the group's microbatches through one segment, then the next), backwards segment by segment
-  in backward order.
-- A *pair* is one microbatch in one segment of a rank, however many sub-microbatches (and, where a mixed partition
-  has the end of one module and the beginning of the next on one rank, stages) it has. Pipeline
-  rank r has at most P - r pairs between forward and backward if it has one segment with a backward, at
-  most 2(P - r - 1) + (V - 1)P + 1 if it has V > 1 (Megatron's warm-up, plus one).
-- The orders are what unit-time ranks do that follow both orders, alternate where both are possible,
-  and after a backward wait for a forward whose missing inputs are being computed already.
+- Microbatches run in groups of P. Within a group, forwards run segment by segment in forward order (all of the group's
+microbatches through one segment, then the next), backwards segment by segment in backward order.
+- A *pair* is one microbatch in one segment of a rank, with all its sub-microbatches (and all its stages, where a mixed
+partition puts the end of one module and the beginning of the next on one rank). Pipeline rank r has at most P - r pairs
+between forward and backward if it has one segment with a backward, at most 2(P - r - 1) + (V - 1)P + 1 if it has V > 1
+(Megatron's warm-up, plus one).
+- The orders are those of unit-time ranks that follow both orders, alternate where both are possible, and after a
+backward wait for a forward whose missing inputs are being computed.
 """
 
-import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 from mmtrain.schedule.action import Action, Kind
-from mmtrain.schedule.graph import WorkGraph
+from mmtrain.schedule.graph import WorkGraph, linear_extension
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.table import Table
@@ -36,10 +31,9 @@ Node = tuple[int, int]
 def one_f_one_b(problem: PlanningProblem) -> Plan:
     """One forward, one backward; with several stages a rank, Megatron-LM's interleaved order.
 
-    The bubble on a chain of V stages a rank is (P - 1)(F + I + W) / V, in seconds of all that a rank holds, with
-    several stages if P divides M; P microbatches are held at most, with several stages P + (P - 1) / V. The order
-    depends on the work graph alone, never on costs. Every (stage, work) takes its option 0; memory limits are not
-    looked at.
+    The bubble on a chain of V stages a rank is (P - 1)(F + I + W) / V, in seconds of all stages of a rank, with several
+    stages if P divides M; at most P microbatches are held, with several stages P + (P - 1) / V. The order depends only
+    on the work graph. Every (stage, work) takes its option 0; memory limits are ignored.
 
     Source: PipeDream-Flush, arXiv:2006.09503, and Megatron-LM's interleaved schedule, arXiv:2104.04473, section 2.2.
     """
@@ -57,7 +51,7 @@ def alternate(graph: WorkGraph, ahead: int | None = None) -> tuple[tuple[Action,
     nodes = list(zip(items.stage, items.work, strict=True))
     names = [(together.get(stage, stage), graph.works[work].microbatch) for stage, work in nodes]
     works = Counter(names)
-    number = {name: place for place, name in enumerate(works)}
+    number = {name: i for i, name in enumerate(works)}
     tick = math.lcm(*works.values(), 1)
     trained: list[set[int]] = [set() for _ in range(graph.num_ranks)]
     for node, has_backward in enumerate(items.has_backward):
@@ -73,59 +67,59 @@ def alternate(graph: WorkGraph, ahead: int | None = None) -> tuple[tuple[Action,
 
 
 def _limit(P: int, rank: int, V: int, ahead: int | None) -> int:
-    """Pairs that a rank with V segments that train may have in flight."""
+    """Maximum number of pairs in flight on a rank with V trained segments."""
     ahead = ahead or (1 if V <= 1 else 2)
     return ahead * (P - rank - 1) + max(V - 1, 0) * P + 1
 
 
 def segments(graph: WorkGraph) -> dict[int, int]:
-    """stage -> its place among its rank's stages in forward order: the rank's segments, counted from 0.
+    """stage -> its index among its rank's stages in forward order: the rank's segments, counted from 0.
 
-    Stages that `joined` puts together are in one segment.
+    Stages that `joined` combines are in one segment.
     """
     count = [0] * graph.num_ranks
-    found: dict[int, int] = {}
+    segment: dict[int, int] = {}
     together = joined(graph)
     for module in module_order(graph):
         for stage in graph.modules[module].stages:
             if stage in together:
-                found[stage] = found[together[stage]]
+                segment[stage] = segment[together[stage]]
                 continue
             rank = graph.stage_rank[stage]
-            found[stage] = count[rank]
+            segment[stage] = count[rank]
             count[rank] += 1
-    return found
+    return segment
 
 
 def joined(graph: WorkGraph) -> dict[int, int]:
-    """First stage of a module -> last stage of the one before it, where a mixed partition put both into one part.
+    """First stage of a module -> last stage of the module before it, where a mixed partition put both into one part.
 
-    That is where they are on one of several ranks, and both modules go round the ranks.
+    That is the case if both are on the same one of several ranks and both modules cycle through the ranks.
     """
-    found: dict[int, int] = {}
+    last_of: dict[int, int] = {}
     order = module_order(graph)
     for before, behind in itertools.pairwise(order):
         last, first = graph.modules[before].stages[-1], graph.modules[behind].stages[0]
         same = graph.num_ranks > 1 and graph.stage_rank[last] == graph.stage_rank[first]
-        if same and _goes_round(graph, before) and _goes_round(graph, behind):
-            found[first] = found.get(last, last)
-    return found
+        if same and _cycles(graph, before) and _cycles(graph, behind):
+            last_of[first] = last_of.get(last, last)
+    return last_of
 
 
-def _goes_round(graph: WorkGraph, module: int) -> bool:
+def _cycles(graph: WorkGraph, module: int) -> bool:
     ranks = [graph.stage_rank[stage] for stage in graph.modules[module].stages]
     return all(b == (a + 1) % graph.num_ranks for a, b in itertools.pairwise(ranks))
 
 
 def module_order(graph: WorkGraph) -> list[int]:
-    """The modules, each after those that feed it in this iteration; else (or in a circle) by index."""
+    """The modules in topological order of this iteration; by index where there is a choice (or a cycle)."""
     feeds = {(graph.works[o].module, w.module) for i, w in enumerate(graph.works) for o in graph.sources(i)}
-    left = list(range(len(graph.modules)))
+    remaining = list(range(len(graph.modules)))
     order: list[int] = []
-    while left:
-        free = [m for m in left if not any((other, m) in feeds for other in left if other != m)]
-        order.append((free or left)[0])
-        left.remove(order[-1])
+    while remaining:
+        free = [m for m in remaining if not any((other, m) in feeds for other in remaining if other != m)]
+        order.append((free or remaining)[0])
+        remaining.remove(order[-1])
     return order
 
 
@@ -144,40 +138,18 @@ def backward_order(graph: WorkGraph, group_size: int = 0) -> list[Node]:
 
 
 def _in_groups(graph: WorkGraph, before: dict[Node, list[Node]], group_size: int, way: int) -> list[Node]:
-    """The nodes by group of microbatches, but each after what must come before it; way: 1 forward, -1 backward."""
+    """The nodes by group of microbatches, but each after its predecessors. Args: way: 1 forward, -1 backward."""
     segment, group = segments(graph), _groups(graph, group_size)
 
     def key(node: Node) -> tuple[int, ...]:
         stage, work = node
         w = graph.works[work]
-        place = graph.place[stage][1]
-        return group[w.microbatch], way * segment[stage], w.microbatch, w.sub_microbatch, way * place, stage
+        position = way * graph.position[stage]
+        return group[w.microbatch], way * segment[stage], w.microbatch, w.sub_microbatch, position, stage
 
-    return linear_extension(list(before), before.__getitem__, key)
+    return linear_extension(before, key)
 
 
 def _groups(graph: WorkGraph, size: int) -> dict[int, int]:
     numbers = sorted({w.microbatch for w in graph.works})
-    return {number: place // (size or graph.num_ranks) for place, number in enumerate(numbers)}
-
-
-def linear_extension(
-    nodes: list[Node], before: Callable[[Node], list[Node]], key: Callable[[Node], tuple[Any, ...]]
-) -> list[Node]:
-    """The nodes in the order of their keys, but each after what must come before it."""
-    waiting = {node: len(before(node)) for node in nodes}
-    after: dict[Node, list[Node]] = {}
-    for node in nodes:
-        for other in before(node):
-            after.setdefault(other, []).append(node)
-    ready = [(key(node), node) for node, count in waiting.items() if not count]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        order.append(node)
-        for other in after.get(node, ()):
-            waiting[other] -= 1
-            if not waiting[other]:
-                heapq.heappush(ready, (key(other), other))
-    return order
+    return {number: i // (size or graph.num_ranks) for i, number in enumerate(numbers)}

@@ -1,4 +1,4 @@
-"""Optimus in its coarse form: everything before the language model first, in one go."""
+"""Optimus in its coarse form: encoders run before and after everything else."""
 
 from dataclasses import replace
 
@@ -12,9 +12,9 @@ from mmtrain.schedule.problem import PlanningProblem
 def optimus(problem: PlanningProblem) -> Plan:
     """All forwards of encoders, then 1F1B of the modules that they feed, then all backwards of encoders.
 
-    An encoder is a module that feeds another one in this iteration. The finer half of Optimus, encoder kernels inside
-    of the language model's bubbles, is not part of it. Every (stage, work) takes its option 0; memory limits are not
-    looked at.
+    An encoder is a module that feeds another one in this iteration. The fine-grained part of Optimus, encoder kernels
+    within the language model's bubbles, is not included. Every (stage, work) takes its option 0; memory limits are
+    ignored.
 
     Source: Feng et al., Optimus, arXiv:2408.03505, section 4 (coarse-grained bubble exploitation).
     """
@@ -28,7 +28,7 @@ def optimus(problem: PlanningProblem) -> Plan:
 
 
 def _without_inputs(graph: WorkGraph, kept: list[int]) -> WorkGraph:
-    """The graph of some works alone, as if what feeds them were there already."""
+    """The graph of some works only, as if the works that feed them had finished."""
     return WorkGraph(
         num_ranks=graph.num_ranks,
         modules=graph.modules,

@@ -1,4 +1,4 @@
-"""Schedules of one chain that runs down the ranks and back up: orders written as slots, then filled with works.
+"""Schedules of one chain that goes down the ranks and back up: orders of slots, which are then filled with works.
 
 A *slot* is one action of a rank: its kind, its leg (0: the stage on the way down, 1: on the way up) and the number of
 the microbatch. V-shaped schedules are lists of slots for ranks r = 0 .. P - 1 that hold stages r and 2P - 1 - r.
@@ -27,14 +27,13 @@ class Slot(NamedTuple):
 
 
 def fill(problem: PlanningProblem, template: Template, held: float) -> Plan:
-    """The plan of a V-shaped schedule: its template where the works are one V, else its memory in list scheduling.
+    """The plan of a V-shaped schedule: its template if the works are one V, else list scheduling within its memory.
 
-    Works of a single module that is placed as a V take the places of the template's microbatches, in their order.
-    The template is made for one such chain. With several modules (each a V of its own, or placed in any other way)
-    ranks do what can start, forwards and backwards alternating and weight halves in between, as long as no more
-    activations are held than the template would hold: `held` microbatches of mean size.
+    Works of a single module that is placed as a V take the slots of the template's microbatches, in their order. With
+    several modules (each a V of its own, or placed in any other way) ranks run what can start, forwards and backwards
+    alternating and Ws in between, as long as at most `held` microbatches of mean size are held, as in the template.
 
-    Every (stage, work) takes its option 0; the problem's memory limits are not looked at.
+    Every (stage, work) takes its option 0; memory limits are ignored.
     """
     chain = v_chain(problem.graph)
     if chain is None:
@@ -63,7 +62,7 @@ def v_chain(graph: WorkGraph) -> tuple[int, ...] | None:
 
 
 def _actions(problem: PlanningProblem, kind: Kind, stage: int, work: int) -> list[Action]:
-    """What a slot comes to for a stage that may have no backward, or none that is worth splitting."""
+    """The actions of a slot for a stage that may have no backward, or none that is worth splitting."""
     graph = problem.graph
     if kind is not Kind.F:
         if not graph.has_backward(stage, work):
@@ -74,22 +73,22 @@ def _actions(problem: PlanningProblem, kind: Kind, stage: int, work: int) -> lis
 
 
 class Writer:
-    """Writes the slots of one rank; each call takes the next microbatch of its kind and leg, if any is left."""
+    """Writes the slots of one rank; each call takes the next microbatch of its kind and leg, if any remains."""
 
     def __init__(self, num_microbatches: int) -> None:
         self.slots: list[Slot] = []
         self._count = num_microbatches
         self._next = {(kind, leg): 0 for kind in (Kind.F, Kind.B) for leg in (0, 1)}
         self._waiting: list[tuple[int, int]] = []
-        """(leg, microbatch) of the weight halves that are due, oldest first."""
+        """(leg, microbatch) of the Ws that are due, oldest first."""
 
     def done(self, kind: Kind, leg: int) -> int:
-        """How many microbatches had their F, or their B or I, on a leg."""
+        """Number of microbatches whose F, or whose B or I, is written on a leg."""
         return self._next[kind, leg]
 
     @property
     def due(self) -> int:
-        """How many weight halves are due."""
+        """Number of Ws that are due."""
         return len(self._waiting)
 
     def forward(self, leg: int) -> None:
@@ -103,10 +102,10 @@ class Writer:
             self._waiting.append((leg, microbatch))
 
     def weight(self, leg: int | None = None) -> None:
-        """The oldest W that is due (on a leg)."""
-        for place, (other, microbatch) in enumerate(self._waiting):
+        """The oldest W that is due (on that leg)."""
+        for index, (other, microbatch) in enumerate(self._waiting):
             if leg in (None, other):
-                del self._waiting[place]
+                del self._waiting[index]
                 self.slots.append(Slot(Kind.W, other, microbatch))
                 return
 

@@ -1,8 +1,8 @@
 """From a plan to a program: small pure passes that add transfers, waits and stage-wide actions.
 
-Source of the rules: one global order of compute and transfers that every rank's list restricts keeps
-any transport free of deadlock, whatever its streams; data-parallel replicas run different plans, so
-their collectives come in one canonical order at the two ends of the step.
+Rules: every rank's list is a part of one global order of compute and transfers, so no transport can deadlock, whatever
+its streams. Data-parallel replicas run different plans, so their collectives run in one canonical order at both ends of
+the step.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ from functools import cached_property
 from mmtrain.errors import PlanError
 from mmtrain.schedule.action import NOT_COMPUTE, RESULT_OF, Action, Kind
 from mmtrain.schedule.graph import Edge, WorkGraph
-from mmtrain.schedule.plan import Plan, check
+from mmtrain.schedule.plan import Plan, check, orders_text, parse_orders
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Row, Timeline
 
 KEEP = "keep"
-"""Name of the memory option that needs nothing from the runtime."""
+"""Name of the memory option that the runtime can ignore."""
 
 Step = tuple[int, Action]
 """A rank and an action of its list."""
@@ -28,32 +28,26 @@ Step = tuple[int, Action]
 
 @dataclass(frozen=True)
 class Program:
-    """What each rank executes: compute, transfers, waits and stage-wide actions, in order."""
+    """The actions of each rank: compute, transfers, waits and stage-wide actions, in order."""
 
     graph: WorkGraph
     actions: tuple[tuple[Action, ...], ...]
     """[rank] -> its list."""
     memory: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """(stage, work) -> name of its memory option, of those with a backward; what is absent keeps all."""
+    """(stage, work) -> name of its memory option, of those with a backward; default: `KEEP`."""
 
     def __str__(self) -> str:
         """One line a rank: its actions separated by spaces; `parse` reads it back, without the memory options."""
-        return "\n".join(" ".join(map(str, actions)) for actions in self.actions)
+        return orders_text(self.actions)
 
     @classmethod
     def parse(cls, graph: WorkGraph, text: str) -> "Program":
-        """The program of a text that has one line a rank.
-
-        Raises: PlanError: a word is not an action, or there are more or fewer lines than ranks.
-        """
-        lines = text.strip("\n").split("\n")
-        if len(lines) != graph.num_ranks:
-            raise PlanError(f"a program for {graph.num_ranks} ranks has one line a rank; there are {len(lines)}")
-        return cls(graph, tuple(tuple(map(Action.parse, line.split())) for line in lines))
+        """The program of a text that has one line a rank. Raises: PlanError: as `parse_orders`."""
+        return cls(graph, parse_orders(text, graph.num_ranks))
 
     @cached_property
     def hash(self) -> int:
-        """A 64-bit number (a signed int64) that is equal on all ranks that hold equal programs."""
+        """A 64-bit number (a signed int64): equal programs have equal hashes."""
         text = f"{self}\n{sorted(self.memory.items())}" if self.memory else str(self)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
@@ -67,16 +61,15 @@ def lower(
     reduce: bool | None = None,
     timeline: Timeline | None = None,
 ) -> Program:
-    """The program of a plan: what every rank executes, in an order that no transport can deadlock.
+    """The program of a plan: the actions of every rank, in an order that no transport can deadlock.
 
     Args:
         sharded: add UNSHARD, REDUCE and RESHARD of every stage (FSDP).
-        regathered: stages that have no UNSHARD and RESHARD: their parameters are gathered around each use.
-        reduce: whether the step ends with REDUCE. None: if this plan has any backward; a training step of
-            several replicas must say true, since another replica's plan may have one where this has none.
-        timeline: of this plan as `simulate` gives it; None: it is simulated here.
-    Raises: PlanError: the plan breaks a rule of `check`, or one activation would go twice over the same
-        pair of stages.
+        regathered: stages without UNSHARD and RESHARD: their parameters are gathered around each use.
+        reduce: whether the step ends with REDUCE. None: if this plan has any backward; a training step of several
+            replicas must pass True, since the plan of another replica may have one.
+        timeline: of this plan as `simulate` returns it; None: it is simulated here.
+    Raises: PlanError: the plan breaks a rule of `check`, or one activation would be sent twice between the same stages.
     """
     check(plan)
     check_edges(plan.graph)
@@ -91,7 +84,7 @@ def lower(
 
 
 def check_edges(graph: WorkGraph) -> None:
-    """Refuses two edges that move the same activation between the same stages: their transfers have one name.
+    """Checks that no two edges move the same activation between the same stages: their transfers would have one name.
 
     Raises: PlanError: with the works; such a graph can be planned and simulated, but not run.
     """
@@ -110,12 +103,12 @@ def check_edges(graph: WorkGraph) -> None:
 def order_globally(plan: Plan, problem: PlanningProblem, timeline: Timeline | None = None) -> list[Step]:
     """All compute and transfers in one order: by simulated start, a transfer when its producer ends.
 
-    Both ends of a transfer stand next to each other, so every two ranks see their common transfers
-    in the same order, in both directions.
+    Both ends of a transfer are adjacent, so any two ranks see their common transfers in the same order, in both
+    directions.
     """
     steps_of = list(map(iter, plan.orders))
     position = {next(steps_of[rank]): i for i, rank in enumerate(plan.run().ranks)}
-    # Actions of no duration can start together; the run order then keeps causes before effects.
+    # Actions of zero duration may start together: the run order then keeps causes before effects.
     timeline = timeline or simulate(problem, plan)
     rows = sorted(timeline.rows, key=lambda row: (row.start_s, row.end_s, position[row.action]))
     steps: list[Step] = []
@@ -131,7 +124,7 @@ def order_globally(plan: Plan, problem: PlanningProblem, timeline: Timeline | No
 
 
 def transfers_after(graph: WorkGraph, action: Action) -> list[Step]:
-    """The transfers, send next to receive, that a compute action's result needs to reach other ranks."""
+    """The transfers of a result of a compute action to other ranks, each send followed by its receive."""
     steps: list[Step] = []
     for part in action.parts:
         result = RESULT_OF.get(part.kind)
@@ -158,16 +151,16 @@ def _pair(graph: WorkGraph, send: Kind, sender: int, receive: Kind, receiver: in
 
 def add_waits(graph: WorkGraph, steps: list[Step]) -> list[Step]:
     """The steps with a wait for each received input directly before the compute action that consumes it."""
-    found: list[Step] = []
+    with_waits: list[Step] = []
     for rank, action in steps:
         if action.kind not in NOT_COMPUTE:
-            found += [(rank, wait) for wait in waits_before(graph, action)]
-        found.append((rank, action))
-    return found
+            with_waits += [(rank, wait) for wait in waits_before(graph, action)]
+        with_waits.append((rank, action))
+    return with_waits
 
 
 def waits_before(graph: WorkGraph, action: Action) -> list[Action]:
-    """What must have been received before a compute action, as waits."""
+    """The waits for the received inputs of a compute action."""
     return [
         graph.action(Kind.WAIT_F, e.target, e.work, e.source)
         if kind is Kind.F
@@ -181,7 +174,7 @@ def waits_before(graph: WorkGraph, action: Action) -> list[Action]:
 def add_stage_wide(program: Program, reduce: bool, regathered: Collection[int] = ()) -> Program:
     """The program with its stages gathered first, and reduced and freed last, ascending on every rank.
 
-    Every stage is named, also one without work, since another replica may have work for it.
+    It contains every stage, also one without work, since another replica may have work for it.
     """
     lists = []
     for rank, actions in enumerate(program.actions):

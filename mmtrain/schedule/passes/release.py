@@ -1,8 +1,7 @@
-"""When a rank may forget what it has sent, read off the program alone.
+"""When a rank may free the buffers that it has sent, derived from the program.
 
-A transport tells a sender late (gloo: only if asked, by blocking) that its message has arrived. The
-program knows earlier: if the receiver waits for our message and later sends something to us, then
-whatever we wait for from that later message implies that ours has arrived.
+A transport reports late (gloo: only by blocking) that a message has arrived. The program tells earlier: if the receiver
+waits for our message and later sends us another one, then our message has arrived once we have waited for that one.
 """
 
 from bisect import bisect_right
@@ -15,46 +14,46 @@ if TYPE_CHECKING:
     from mmtrain.schedule.passes.lower import Program
 
 Transfer = tuple[Edge, bool]
-"""An edge, and whether the activation (True) or its gradient (False) moves over it."""
+"""An edge; True for its activation, False for the gradient."""
 
 _FORWARD = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.WAIT_F})
 _AT_SOURCE = frozenset({Kind.SEND_F, Kind.RECV_B, Kind.WAIT_B})
 
 
 def transfers(program: "Program", rank: int) -> dict[int, Transfer]:
-    """Index of a send, receive or wait in a rank's list -> the edge and the direction that it moves."""
+    """Index of a send, receive or wait in a rank's list -> its edge and direction."""
     graph = program.graph
     edges: dict[tuple[int, int, int, int], Edge] = {}
     for stage, work in graph.nodes():
         key = (graph.works[work].microbatch, graph.works[work].sub_microbatch)
         for edge in graph.outputs(stage, work):
             edges[stage, edge.target, *key] = edge
-    found = {}
+    by_index = {}
     for index, action in enumerate(program.actions[rank]):
         if action.kind in TRANSFERS:
             stage, peer = action.stage, action.peer
             source, target = (stage, peer) if action.kind in _AT_SOURCE else (peer, stage)
             edge = edges[source, target, action.microbatch, action.sub_microbatch]
-            found[index] = (edge, action.kind in _FORWARD)
-    return found
+            by_index[index] = (edge, action.kind in _FORWARD)
+    return by_index
 
 
 def releases(program: "Program", rank: int) -> dict[int, tuple[Transfer, ...]]:
-    """Index of a wait in this rank's list -> sends of this rank that have surely arrived after it.
+    """Index of a wait in this rank's list -> sends of this rank that have arrived after it.
 
-    Sends that nothing later acknowledges are absent; they end with the step.
+    Sends that no later message acknowledges are absent; they are freed at the end of the step.
     """
     stage_rank = program.graph.stage_rank
-    mine = transfers(program, rank)
+    local = transfers(program, rank)
     sent: dict[int, list[Transfer]] = {}
     waited: dict[Transfer, int] = {}
-    for index, transfer in mine.items():
+    for index, transfer in local.items():
         action = program.actions[rank][index]
         if action.kind in SENDS:
             sent.setdefault(stage_rank[action.peer], []).append(transfer)
         elif action.kind in WAITS:
             waited[transfer] = index
-    found: dict[int, list[Transfer]] = {}
+    released: dict[int, list[Transfer]] = {}
     for peer, messages in sent.items():
         arrived: dict[Transfer, int] = {}
         replies: list[tuple[int, Transfer]] = []
@@ -70,5 +69,5 @@ def releases(program: "Program", rank: int) -> dict[int, tuple[Transfer, ...]]:
         for transfer in messages:
             after = bisect_right(indices, arrived[transfer])
             if after < len(replies):
-                found.setdefault(waited[replies[after][1]], []).append(transfer)
-    return {index: tuple(done) for index, done in found.items()}
+                released.setdefault(waited[replies[after][1]], []).append(transfer)
+    return {index: tuple(done) for index, done in released.items()}

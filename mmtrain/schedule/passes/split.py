@@ -1,4 +1,4 @@
-"""Whole backwards cut in two: the simplest way from a plan without I and W to one with them."""
+"""Splits whole backwards: the simplest way to a plan with I and W."""
 
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -13,12 +13,10 @@ from mmtrain.schedule.problem import PlanningProblem
 def split_backwards(
     plan: Plan, problem: PlanningProblem, delay: int, *, nodes: Collection[tuple[int, int]] | None = None
 ) -> Plan:
-    """The plan with I in the place of each B, and its W `delay` actions later on its rank.
+    """The plan with each B replaced by I, and its W `delay` actions later on its rank.
 
-    The weight halves of a rank keep the order of its backwards, behind each other where several are due. One comes
-    earlier where activations and what weight halves need would not fit into the memory limit otherwise.
-
-    Where the halves of one backward do not fit even so, it stays whole.
+    The Ws of a rank keep the order of its backwards. A W runs earlier where the memory limit requires it. A backward
+    whose I and W do not fit even so stays whole.
 
     Args:
         delay: number of forwards and backwards of the rank between I and W; 0: W follows at once.
@@ -26,7 +24,7 @@ def split_backwards(
     Raises: PlanError: delay is below 0.
     """
     if delay < 0:
-        raise PlanError(f"delay = {delay}; a weight half cannot come before its input half, use 0 or more")
+        raise PlanError(f"delay = {delay}; W cannot run before its I; use 0 or more")
     chosen = set(plan.graph.nodes() if nodes is None else nodes)
     ranks = range(len(plan.orders))
     return replace(plan, orders=tuple(tuple(_split(plan, problem, rank, delay, chosen)) for rank in ranks))
@@ -42,7 +40,7 @@ def _split(
         option = plan.option(problem, action.stage, work)
         splits = action.kind is Kind.B and (action.stage, work) in chosen
         more = option.growth_bytes(Kind.I if splits else action.kind)
-        # A forward without a backward takes its bytes for as long as it runs.
+        # A forward without a backward needs its bytes while it runs.
         needed = option.activation_bytes if action.kind is Kind.F else more
         while waiting and (waiting[0][0] + delay < step or _is_over(held + needed, limit)):
             _, weight, freed = waiting.popleft()

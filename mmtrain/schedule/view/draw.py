@@ -1,32 +1,26 @@
-"""A timeline as text, SVG, PNG, or Chrome / Perfetto trace: simulated and measured ones alike."""
+"""A simulated or measured timeline as text, SVG, PNG, or Chrome / Perfetto trace."""
 
 import html
 import io
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from mmtrain.schedule.action import RESULT_OF, Action, Kind
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.timeline import Timeline
-from mmtrain.schedule.view.drawing import PAPER, Box, Drawing, headline, layout, name, seconds, stacked
+from mmtrain.schedule.view.drawing import PAPER, Box, Drawing, headline, layout, name, num_bands, seconds, stacked
 
-_MOST_BANDS = 6
 _FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: ":"}
 
 
 def text(timeline: Timeline, width: int = 120) -> str:
     """The timeline as a grid of characters, time to the right, in one or several bands of `width` columns.
 
-    An action starts with the first letter of its module, small for a forward and capital for a
-    backward, and its microbatch; the rest of its time is `-` forward, `=` backward, `~` its input half,
-    `:` its weight half. `.` is idle. What is shorter than its label has the letter alone, what
-    is shorter than half a column nothing.
+    An action starts with the first letter of its module, small for a forward and capital for a backward, and its
+    microbatch; the rest of its time is `-` forward, `=` backward, `~` I, `:` W. `.` is idle. An action shorter than its
+    label has only the letter; one shorter than half a column is invisible.
     """
-    lengths = sorted(row.end_s - row.start_s for row in timeline.rows)
-    median = lengths[len(lengths) // 2] if lengths else 0.0
-    # Half of the actions get 4 columns, which hold a letter and two digits.
-    bands = min(_MOST_BANDS, math.ceil(4 * timeline.makespan_s / median / width)) if median > 0 else 1
+    bands = num_bands(timeline, width, 4)  # columns, which hold a letter and two digits
     cells = [_cells(timeline, rank, bands * width) for rank in range(timeline.num_ranks)]
     lines = [headline(timeline)]
     for band in range(bands):
@@ -55,7 +49,7 @@ def _cells(timeline: Timeline, rank: int, width: int) -> str:
 def svg(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title: str = "") -> str:
     """The drawing of a timeline as an SVG document; each action has a tooltip with its name and times.
 
-    Args: timeline: one, or several by name, which are drawn below each other at one scale. title: of one.
+    Args: timeline: one, or several by name, which are drawn below each other at one scale. title: of a single one.
     """
     drawing = _drawing(timeline, width, title)
     lines = [
@@ -118,13 +112,13 @@ def trace_events(
 ) -> dict[str, Any]:
     """One or several timelines as a Chrome trace, which chrome://tracing and ui.perfetto.dev open.
 
-    Each timeline is a process, each rank a thread; an action is an event such as `F3.0 language s5`. What an action
-    needs of another rank is a flow, drawn as an arrow.
+    Each timeline is a process, each rank a thread; an action is an event such as `F3.0 language s5`. A result that
+    another rank needs is a flow, drawn as an arrow.
 
     Args:
-        timelines: one, or by name, such as measured and planned, each from its own first start.
+        timelines: one, or several by name, such as measured and planned, each from its own first start.
         graph: of the iteration, for the flows; None: without them.
-        details: of actions, shown where one is selected.
+        details: of actions, shown for a selected one.
     """
     named = {"pipeline": timelines} if isinstance(timelines, Timeline) else timelines
     events: list[dict[str, Any]] = []
@@ -162,7 +156,7 @@ def trace_events(
 
 
 def _flows(timeline: Timeline, graph: WorkGraph, process: int) -> list[dict[str, Any]]:
-    """An arrow for each result that another rank needed: from its maker's end to the start of who needed it."""
+    """An arrow for each result needed by another rank: from its producer's end to the start of its consumer."""
     makers = {(RESULT_OF[r.action.kind], r.action.stage, graph.work_of(r.action)): r for r in timeline.rows}
     events: list[dict[str, Any]] = []
     for row in timeline.rows:

@@ -1,4 +1,4 @@
-"""The layout of a timeline's drawing: plain shapes that any format can paint."""
+"""The layout of a timeline's drawing: shapes that any format can paint."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ COLOURS: tuple[dict[Kind, Colour], ...] = (
     {Kind.F: "#a8d8a4", Kind.B: "#2c7a3a", Kind.I: "#5aa864", Kind.W: "#d8eed6"},
     {Kind.F: "#cbbde0", Kind.B: "#65459b", Kind.I: "#8f74bb", Kind.W: "#e6dff0"},
 )
-"""A hue a module; in it forward is light, backward dark, and the halves of a split backward between."""
+"""One hue a module: forward is light, backward dark, I and W in between."""
 _DARK = frozenset({Kind.B, Kind.I})
 _KIND_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward, input", Kind.W: "backward, weight"}
 
@@ -29,9 +29,9 @@ PAPER = "#ffffff"
 _LEFT, _RIGHT, _TOP, _ROW, _GAP, _AXIS = 64, 20, 62, 38, 8, 44
 _MOST_BANDS = 6
 _READABLE = 14
-"""Pixels of an action that hold a microbatch's number of two digits."""
+"""Width in pixels of an action that holds a two-digit number."""
 _CHAR = 0.6
-"""Width of a digit over the font's size, a little on the safe side for the fonts in use."""
+"""Width of a digit over the font size, slightly too large for the fonts in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class Box:
     height: float
     fill: Colour
     title: str = ""
-    """Shown when the pointer rests on it, where the format can."""
+    """The tooltip, in formats that have them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One line of text whose middle height is y."""
+    """One line of text, vertically centred at y."""
 
     x: float
     y: float
@@ -61,25 +61,22 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """Shapes to be painted one after the other on white paper."""
+    """Shapes to be painted in order on white paper."""
 
     width: int
     height: int
     shapes: tuple[Box | Label, ...]
 
 
-def layout(
-    timeline: Timeline, *, width: int = 1600, title: str = "", span_s: float = 0.0, num_bands: int = 0
-) -> Drawing:
+def layout(timeline: Timeline, *, width: int = 1600, title: str = "", span_s: float = 0.0, bands: int = 0) -> Drawing:
     """The drawing of a timeline: one row a rank, a box an action, a legend above, a time axis below.
 
     Where half of the actions would be too narrow for their number, time is cut into several bands below each other.
 
-    Args: span_s, num_bands: time that the drawing has room for, and the bands that it is cut into; 0: as the timeline
-        needs.
+    Args: span_s, bands: time range and number of bands; 0: as the timeline needs.
     """
     inner = width - _LEFT - _RIGHT
-    count = num_bands or _num_bands(timeline, inner)
+    count = bands or num_bands(timeline, inner)
     band_s = (span_s or timeline.makespan_s) / count
     scale = inner / band_s if band_s > 0 else 0.0
     band_height = timeline.num_ranks * (_ROW + _GAP) + _AXIS
@@ -104,12 +101,12 @@ def layout(
 def stacked(timelines: Mapping[str, Timeline], *, width: int = 1600) -> Drawing:
     """The drawings of several timelines below each other, at one scale of time. Args: timelines: by name."""
     span_s = max(timeline.makespan_s for timeline in timelines.values())
-    num_bands = max(_num_bands(timeline, width - _LEFT - _RIGHT) for timeline in timelines.values())
+    bands = max(num_bands(timeline, width - _LEFT - _RIGHT) for timeline in timelines.values())
     shapes: list[Box | Label] = []
     height = 0
     for label, timeline in timelines.items():
         title = f"{label}: {headline(timeline)}"
-        drawing = layout(timeline, width=width, title=title, span_s=span_s, num_bands=num_bands)
+        drawing = layout(timeline, width=width, title=title, span_s=span_s, bands=bands)
         shapes += [replace(shape, y=shape.y + height) for shape in drawing.shapes]
         height += drawing.height
     return Drawing(width, height, tuple(shapes))
@@ -125,21 +122,22 @@ class _Band(NamedTuple):
     """Pixels a second."""
 
 
-def _num_bands(timeline: Timeline, inner: int) -> int:
+def num_bands(timeline: Timeline, width: int, readable: int = _READABLE) -> int:
+    """The bands in which half of the actions are at least `readable` of `width` long; 1 to `_MOST_BANDS`."""
     lengths = sorted(row.end_s - row.start_s for row in timeline.rows)
     median = lengths[len(lengths) // 2] if lengths else 0.0
-    return min(_MOST_BANDS, math.ceil(_READABLE * timeline.makespan_s / median / inner)) if median > 0 else 1
+    return min(_MOST_BANDS, math.ceil(readable * timeline.makespan_s / median / width)) if median > 0 else 1
 
 
 def _action(timeline: Timeline, row: Row, band: _Band, y: float, many: bool) -> Iterator[Box | Label]:
-    """The part of an action inside of a band; its label stands in the longer part of it."""
+    """The part of an action within a band; the longer part has the label."""
     start, end = row.start_s - timeline.start_s, row.end_s - timeline.start_s
     low, high = max(start, band.low_s), min(end, band.high_s)
     if high < low or (high == low and (start < low or low == band.high_s < timeline.makespan_s)):
         return
     x, w = _LEFT + (low - band.low_s) * band.scale, (high - low) * band.scale
     tip = f"{name(timeline, row.action)}: {seconds(row.start_s)} to {seconds(row.end_s)}"
-    # A hair of paper between neighbours, but never an invisible action.
+    # A thin gap between neighbours, but no invisible action.
     module = timeline.stage_modules[row.action.stage]
     yield Box(x, y, max(w - 1.0, 0.6), _ROW, colour(timeline, module, row.action.kind), tip)
     text, size = _longest_that_fits(row, w - 3, many=many)
@@ -164,7 +162,7 @@ def colour(timeline: Timeline, module: str, kind: Kind) -> Colour:
 
 
 def name(timeline: Timeline, action: Action) -> str:
-    """An action in words: `F3.0 language s5`."""
+    """The text of an action: `F3.0 language s5`."""
     return (
         f"{action.kind}{action.microbatch}.{action.sub_microbatch} "
         f"{timeline.stage_modules[action.stage]} s{action.stage}"
@@ -172,7 +170,7 @@ def name(timeline: Timeline, action: Action) -> str:
 
 
 def seconds(value: float) -> str:
-    """Seconds with the unit that suits them."""
+    """Seconds in a suitable unit."""
     if value == 0:
         return "0 s"
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
@@ -181,8 +179,16 @@ def seconds(value: float) -> str:
     raise AssertionError("the last unit always suits")
 
 
+def round_step(rough: float) -> float:
+    """The least of 1, 2, 5 times a power of ten that is at least `rough`; 1 for 0."""
+    if rough <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+
+
 def size(amount: float) -> str:
-    """Bytes with the unit that suits them."""
+    """Bytes in a suitable unit."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if amount >= 2**power:
             return f"{amount / 2**power:.4g} {unit}"
@@ -217,9 +223,7 @@ def _axis(timeline: Timeline, band: _Band, *, last: bool) -> Iterator[Box | Labe
     if not band.scale:
         return
     bottom = band.top + timeline.num_ranks * (_ROW + _GAP)
-    rough = (band.high_s - band.low_s) / 10
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    step = round_step((band.high_s - band.low_s) / 10)
     first = math.ceil(band.low_s / step - 1e-9)
     for tick in range(first, math.floor(band.high_s / step + (1e-9 if last else -1e-9)) + 1):
         x = _LEFT + (tick * step - band.low_s) * band.scale

@@ -1,10 +1,10 @@
-"""What idle ranks waited for: each stretch of idle time, charged to the computation that held it up.
+"""What idle ranks waited for: each idle interval is attributed to the computation that delayed it.
 
-A rank that waits for a gradient of the language model may in truth wait for the vision encoder, whose output the
-language model did not have yet. So a stretch of idle time is followed back along what held up what, as far as it
-lasted: the action that was waited for, then what that action itself waited for (the action before it on its rank, or
-what it needed from another one, whichever ended later), and so on. What is left are moments in which nothing in this
-chain computed: transfers, and the start of actions.
+A rank that waits for a gradient of the language model may really wait for the vision encoder, whose output the language
+model did not have yet. So an idle interval is traced back along the chain of delays for its whole length: first the
+action that was waited for, then what that action waited for itself (the action before it on its rank, or a result of
+another rank, whichever ended later), and so on. Intervals in which no action of this chain computed (transfers, the
+start of actions) are attributed to nothing.
 """
 
 from collections.abc import Sequence
@@ -23,27 +23,27 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """Stretches of idle time of one timeline, from its first start to its last end; [n] each."""
+    """Idle intervals of one timeline, from its first start to its last end; arrays of [n]."""
 
     rank: Ints
     start_s: Floats
     end_s: Floats
     action: Ints
-    """Row of the action that was waited for, counted over the orders of all ranks; -1: nothing computed."""
+    """Index of the action that was waited for, over the orders of all ranks; -1: nothing computed."""
     module: Ints
-    """Its module, as an index into the graph's; -1 where there is none."""
+    """Its module, as an index into the graph; -1: none."""
 
     def module_s(self, num_modules: int) -> tuple[float, ...]:
-        """[module] -> rank-seconds that were waited for it."""
-        found = self.module >= 0
-        lengths = (self.end_s - self.start_s)[found]
-        return tuple(np.bincount(self.module[found], lengths, num_modules).tolist())
+        """[module] -> rank-seconds in which ranks waited for it."""
+        attributed = self.module >= 0
+        lengths = (self.end_s - self.start_s)[attributed]
+        return tuple(np.bincount(self.module[attributed], lengths, num_modules).tolist())
 
 
 def waits(plan: Plan, starts_s: Sequence[Floats], ends_s: Sequence[Floats]) -> Waits:
     """The idle time of all ranks that ran a plan. A rank that has ended waits for the action that ends last.
 
-    Args: starts_s, ends_s: [rank] -> of each action of its order, on a clock that the ranks share.
+    Args: starts_s, ends_s: [rank] -> of each action of its order, on a clock shared by the ranks.
     """
     rows = _Rows.of(plan)
     start, end = np.concatenate(starts_s), np.concatenate(ends_s)
@@ -52,7 +52,7 @@ def waits(plan: Plan, starts_s: Sequence[Floats], ends_s: Sequence[Floats]) -> W
         return Waits(rank=none, start_s=np.empty(0), end_s=np.empty(0), action=none, module=none)
     needed = rows.needed_last(end)
     behind = rows.before
-    # What held up an action: the last to end of the action before it and of what it needed from elsewhere.
+    # What delayed an action: the later end of the action before it and of its inputs from other stages.
     needs_later = (needed >= 0) & ((behind < 0) | (end[needed] > end[behind]))
     held_up_by = np.where(needs_later, needed, behind)
     low = np.where(behind >= 0, end[behind], start.min())
@@ -72,14 +72,14 @@ def waits(plan: Plan, starts_s: Sequence[Floats], ends_s: Sequence[Floats]) -> W
 
 
 class _Chain:
-    """Stretches that are followed back, all at once."""
+    """Intervals that are traced back, all at once."""
 
     def __init__(self, start: Floats, end: Floats, held_up_by: Ints) -> None:
         self._start, self._end, self._held_up_by = start, end, held_up_by
         self._found: list[tuple[Ints, Floats, Floats, Ints]] = []
 
     def follow(self, *, rank: Ints, low: Floats, high: Floats, action: Ints) -> None:
-        """Takes stretches apart. Args: action: the one that is waited for at the end of each; -1: none."""
+        """Splits intervals. Args: action: the one that is waited for at the end of each; -1: none."""
         while rank.size:
             known = action >= 0
             stop = np.where(known, np.clip(self._end[action], low, np.maximum(low, high)), low)
@@ -95,7 +95,7 @@ class _Chain:
         self._found.append((rank[some], start[some], end[some], action[some]))
 
     def found(self) -> tuple[Ints, Floats, Floats, Ints]:
-        """All pieces, by rank and start."""
+        """All parts, by rank and start."""
         rank, start, end, action = (np.concatenate(parts) for parts in zip(*self._found, strict=True))
         order = np.lexsort((start, rank))
         return rank[order], start[order], end[order], action[order]
@@ -103,14 +103,14 @@ class _Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """The actions of all ranks, one after the other."""
+    """The actions of all ranks in one list."""
 
     rank: Ints
     module: Ints
     before: Ints
-    """Row of the action before it on its rank; -1: it is the first."""
+    """Index of the action before it on its rank; -1: it is the first."""
     pairs: Ints
-    """[n, 2]: row, and a row that it needs of another stage, as `WorkGraph.needs` says."""
+    """[n, 2]: index, and an index that it needs of another stage, as in `WorkGraph.needs`."""
 
     @classmethod
     def of(cls, plan: Plan) -> "_Rows":
@@ -133,8 +133,8 @@ class _Rows:
         return cls(rank=ranks, module=module, before=before, pairs=pairs[(pairs >= 0).all(axis=1)])
 
     def needed_last(self, end: Floats) -> Ints:
-        """For each row, the one of those that it needs that ends last; -1: it needs none."""
-        found = np.full(len(self.rank), -1, np.int64)
+        """For each action, the needed one that ends last; -1: it needs none."""
+        last = np.full(len(self.rank), -1, np.int64)
         by_end = self.pairs[np.argsort(end[self.pairs[:, 1]], kind="stable")]
-        found[by_end[:, 0]] = by_end[:, 1]  # of several values for one row the last one stays
-        return found
+        last[by_end[:, 0]] = by_end[:, 1]  # of several values for one index the last one is kept
+        return last

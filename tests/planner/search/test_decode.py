@@ -8,11 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmtrain.planner.search import kernels
 from mmtrain.planner.search.evaluate import anneal, evaluate, start_chain
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.kernels import Decoder
-from mmtrain.planner.search.orders import SEEDS, Order, by_cluster, cluster_orders, order_of
+from mmtrain.planner.search.kernels.arrays import GROUP, Chain, Decoder, F
+from mmtrain.planner.search.orders import SEEDS, Order, by_component, component_orders, order_of
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import PlanningProblem
@@ -74,7 +73,7 @@ def test_queues_of_any_length_are_served_in_their_order(count: int) -> None:
     order = random_order(searched, 0)
     evaluate(searched, w, order, Decoder(0.0, 0.0, 0.0, False, False), 0)
     served = w.order[0, : w.length[0]]
-    assert [int(a) >> 2 for a in served if a & 3 == kernels.F] == order[1][0].tolist()
+    assert [int(a) >> 2 for a in served if a & 3 == F] == order[1][0].tolist()
 
 
 @pytest.mark.parametrize("count", [65, 4300])
@@ -110,15 +109,15 @@ def test_a_move_that_is_not_decoded_changes_nothing(problem: PlanningProblem, ho
     w, order = searched.workspace(), random_order(searched, seed)
     chain = start_chain(searched, order, how, evaluate(searched, w, order, how, 5), seed)
     for _ in range(40):
-        before, there = standing(chain), chain.here[0]
+        before, there = standing(chain), chain.current[0]
         anneal(searched, w, chain, 1, (1e-2, 1e-2), 5, can_split=True, reorder=True)
-        if chain.here[0] == there and (chain.at != before[0][0]).any():
+        if chain.current[0] == there and (chain.at != before[0][0]).any():
             assert decoded(searched, *standing(chain)) == decoded(searched, *before)
 
 
 def test_a_chain_goes_where_it_would_if_each_move_were_decoded() -> None:
     searched = Searched.of(two_modules(2, [3, 0, 1, 2, 5, 1, 1]))
-    order, how = by_cluster(searched, range(7)), Decoder(0.0, 0.0, 0.5, False, True)
+    order, how = by_component(searched, range(7)), Decoder(0.0, 0.0, 0.5, False, True)
     ways: list[list[object]] = []
     for forget in (False, True):
         w = searched.workspace()
@@ -126,20 +125,20 @@ def test_a_chain_goes_where_it_would_if_each_move_were_decoded() -> None:
         way: list[object] = []
         left_out = 0
         for _ in range(400):
-            before, there = chain.at.tolist(), chain.here[0]
+            before, there = chain.at.tolist(), chain.current[0]
             if forget:
-                chain.here[1] = 0
+                chain.current[1] = 0
             anneal(searched, w, chain, 1, (1e-2, 1e-2), 0, can_split=True, reorder=True)
-            left_out += chain.here[0] == there and chain.at.tolist() != before
-            way.append((chain.at.tolist(), chain.how.tolist(), chain.cost.tolist()))
+            left_out += chain.current[0] == there and chain.at.tolist() != before
+            way.append((chain.at.tolist(), chain.decoder.tolist(), chain.cost.tolist()))
         assert (left_out == 0) if forget else (left_out > 100)
         ways.append(way)
     assert ways[0] == ways[1]
 
 
-def standing(chain: kernels.Chain) -> tuple[Order, Decoder]:
+def standing(chain: Chain) -> tuple[Order, Decoder]:
     """Where a chain stands."""
-    memory, speed, gap, backward_first, split = map(float, chain.how)
+    memory, speed, gap, backward_first, split = map(float, chain.decoder)
     order = (chain.at.astype(np.int64), chain.group_at.astype(np.int64))
     return order, Decoder(memory, speed, gap, backward_first > 0.5, split > 0.5)
 
@@ -166,7 +165,7 @@ def test_weight_halves_fill_the_time_before_a_gradient() -> None:
     problem = chain(2, 2)
     searched = Searched.of(problem)
     w = searched.workspace()
-    order = by_cluster(searched, [0, 1])
+    order = by_component(searched, [0, 1])
     makespan = evaluate(searched, w, order, Decoder(0.0, 0.0, 1.0, False, True), 0)
     assert makespan == 7.0  # the bound: 1 + 2 x (F + I + W)
     assert Kind.W in {action.kind for action in searched.plan(w, join=False).orders[1]}
@@ -178,7 +177,7 @@ def test_memory_bounds_what_is_in_flight() -> None:
         problem = chain(2, 6, memory_limit_bytes=[limit, limit])
         searched = Searched.of(problem)
         w = searched.workspace()
-        evaluate(searched, w, by_cluster(searched, range(6)), Decoder(0.0, 0.0, 0.0, False, False), 0)
+        evaluate(searched, w, by_component(searched, range(6)), Decoder(0.0, 0.0, 0.0, False, False), 0)
         plan = searched.plan(w)
         check(plan, problem)
         peaks.append(max(simulate(problem, plan).peak_bytes))
@@ -188,9 +187,9 @@ def test_memory_bounds_what_is_in_flight() -> None:
 def test_groups_are_passes_over_the_ranks() -> None:
     searched = Searched.of(chain(2, 2, num_segments=2))
     assert searched.groups == ((0, 0), (0, 1), (1, 0), (1, 1))
-    assert searched.arrays.node[:, kernels.GROUP].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert searched.arrays.node[:, GROUP].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     down_and_up = Searched.of(chain(2, 1, v=True))
-    assert down_and_up.arrays.node[:, kernels.GROUP].tolist() == [
+    assert down_and_up.arrays.node[:, GROUP].tolist() == [
         0,
         0,
         1,
@@ -200,14 +199,14 @@ def test_groups_are_passes_over_the_ranks() -> None:
 
 def test_seed_orders_are_permutations() -> None:
     searched = Searched.of(two_modules(2, [3, 0, 1, 2, 5]))
-    found = cluster_orders(searched)
+    found = component_orders(searched)
     assert len(found) == len(SEEDS)
     assert all(sorted(order) == list(range(5)) for order in found)
     rising, falling = found[1], found[2]
     assert rising == (1, 2, 3, 0, 4)
     assert falling == rising[::-1]
     for order in found:
-        at, group_at = by_cluster(searched, order)
+        at, group_at = by_component(searched, order)
         for half in range(2):
             assert sorted(group_at[half]) == list(range(searched.num_groups))
             assert (group_at[half][at[half]] == np.arange(searched.num_groups)).all()

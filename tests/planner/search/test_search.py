@@ -97,7 +97,7 @@ def test_every_switch_costs_time() -> None:
 @pytest.mark.parametrize("weight_bytes", [None, 7.9])
 @pytest.mark.parametrize("limit", [26.0, 40.0])
 def test_no_named_schedule_is_better(limit: float, weight_bytes: float | None) -> None:
-    """Also where recomputation leaves more to hold for weight halves than until then."""
+    """Also where recomputation leaves more to hold for W than until then."""
     problem = mixed(limit=limit, weight_bytes=weight_bytes)
     free = mixed(limit=None, weight_bytes=weight_bytes)
     for split, names in ((False, ("GPipe", "1F1B", "interleave")), (True, ("ZB-H1", "ZB-AutoSchedule"))):

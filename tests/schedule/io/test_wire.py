@@ -61,5 +61,5 @@ def test_only_compute_and_works_of_the_graph_are_sent():
     with pytest.raises(PlanError, match="99"):
         to_bytes(Plan(GRAPH, ((Action(Kind.F, 0, 99, 0),), ())))
     transfer = GRAPH.action(Kind.SEND_F, 0, 0, 1)
-    with pytest.raises(PlanError, match="is not compute"):
+    with pytest.raises(PlanError, match="is none of F, B, I and W"):
         to_bytes(Plan(GRAPH, ((transfer,), ())))

@@ -3,7 +3,7 @@ import pytest
 from mmtrain.errors import PlanError
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.forward_only import forward_only
-from mmtrain.schedule.library.greedy import clusters
+from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.interleave import interleave
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import Option, PlanningProblem
@@ -67,8 +67,8 @@ def test_passing_memory_of_frozen_stages_is_awaited() -> None:
     check(plan, problem)
 
 
-def test_clusters_follow_after_links() -> None:
-    assert clusters(two_modules(1, [2, 0, 1]).graph) == [0, 0, 0, 1, 2, 2]
+def test_components_follow_after_links() -> None:
+    assert components(two_modules(1, [2, 0, 1]).graph) == [0, 0, 0, 1, 2, 2]
 
 
 def test_forward_only_leaves_no_bubble_at_the_first_rank() -> None:

@@ -1,0 +1,254 @@
+"""Simulated annealing on the orders of groups and on the decoder, and the one entry to all kernels."""
+
+from typing import Any
+
+import numpy as np
+
+from mmtrain.planner.search.kernels.arrays import BACKWARD, FORWARD, Chain, Decoder, Instance, Workspace
+from mmtrain.planner.search.kernels.compiler import entry, inner, part
+from mmtrain.planner.search.kernels.decode import assume, decode, replay
+from mmtrain.planner.search.kernels.memory import choose_all
+
+ANNEAL, EVALUATE, CHOOSE = 0, 1, 2
+"""Modes of `run`."""
+
+
+@inner
+def _uniform(state: Any) -> float:
+    """The next number in [0, 1) (xorshift64*)."""
+    x = state[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    state[0] = x
+    return float((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
+
+
+@inner
+def _below(state: Any, count: int) -> int:
+    """The next index in [0, count)."""
+    return min(count - 1, int(_uniform(state) * count))
+
+
+@inner
+def _save(group_at: Any, swap: Any, direction: int, low: int, high: int) -> None:
+    """Saves a part of one direction's order before it changes."""
+    for position in range(low, high):
+        swap[2 + direction, position] = group_at[direction, position]
+
+
+@inner
+def _shift(at: Any, group_at: Any, source: int, target: int) -> None:
+    """Moves the group at one position to another one; those between move by one."""
+    group = group_at[source]
+    step = 1 if target > source else -1
+    for position in range(source, target, step):
+        group_at[position] = group_at[position + step]
+        at[group_at[position]] = position
+    group_at[target] = group
+    at[group] = target
+
+
+@inner
+def _move_component(component_of: Any, at: Any, group_at: Any, swap: Any, component: int, target: int) -> None:
+    """Moves all groups of a component, in their order, to a position."""
+    num_groups, kept, moved = at.size, 0, 0
+    for position in range(num_groups):
+        group = group_at[position]
+        if component_of[group] == component:
+            swap[1, moved] = group
+            moved += 1
+        else:
+            swap[0, kept] = group
+            kept += 1
+    target = min(target, kept)
+    index = 0
+    for i in range(kept + 1):
+        if i == target:
+            for j in range(moved):
+                group_at[index] = swap[1, j]
+                at[swap[1, j]] = index
+                index += 1
+        if i < kept:
+            group_at[index] = swap[0, i]
+            at[swap[0, i]] = index
+            index += 1
+
+
+@inner
+def _change_decoder(decoder: Any, state: Any, can_split: bool) -> None:
+    """One random step of one parameter."""
+    which = _below(state, 5 if can_split else 4)
+    if which < 2:
+        decoder[which] = min(1.0, max(0.0, decoder[which] + 0.3 * (_uniform(state) - 0.5)))
+    elif which == 2:
+        decoder[2] = 0.25 * int(5 * _uniform(state))
+    else:
+        decoder[which] = 1.0 - decoder[which]
+
+
+@part
+def _decides(queued: Any, at: Any, old: Any, low: int, high: int, component_of: Any, component: int) -> bool:
+    """Whether a move can change what is decoded: two groups whose order it changes were in a queue at the same time.
+
+    Args: queued: [G, R, 2] of one direction. at: [G] positions after the move. old: the group at each position before.
+        low, high: positions between which groups have moved. component: the one that was moved; -1: a group at one of
+        the ends was, or both.
+    """
+    for i in range(low, high):
+        one = old[i]
+        if i > low and i < high - 1 and component_of[one] != component:
+            continue
+        for j in range(low, high):
+            other = old[j]
+            if (i < j) == (at[one] < at[other]):
+                continue
+            for rank in range(queued.shape[1]):
+                since = max(queued[one, rank, 0], queued[other, rank, 0])
+                if since <= min(queued[one, rank, 1], queued[other, rank, 1]):
+                    return True
+    return False
+
+
+@part
+def _decodes_alike(
+    w: Workspace, chain: Chain, component_of: Any, begin: int, end: int, low: int, high: int, component: int
+) -> bool:
+    """Whether a move is known to change no plan. Args: as `_propose` returns them."""
+    current, same = chain.current[0], chain.current[1] > 0
+    for i in range(chain.decoder.size):
+        same = same and chain.decoder[i] == w.old_decoder[i]
+    for d in range(begin, end):
+        queued, at, old = chain.queued[current, d], chain.at[d], w.swap[2 + d]
+        same = same and not _decides(queued, at, old, low, high, component_of, component)
+    return bool(same)
+
+
+@part
+def _propose(
+    w: Workspace, chain: Chain, component_of: Any, can_split: bool, reorder: bool
+) -> tuple[int, int, int, int, int, bool]:
+    """Changes a chain by one random move, and saves what it was in the workspace.
+
+    Returns: (first direction and end of the directions, low and high position of the part of the order that changes;
+        the component that was moved, or -1; whether the decoder changes).
+    """
+    num_groups, state = component_of.size, chain.random
+    for i in range(chain.decoder.size):
+        w.old_decoder[i] = chain.decoder[i]
+    begin, end, low, high, component, changed = FORWARD, BACKWARD + 1, 0, 0, -1, False
+    dice = _uniform(state)
+    if num_groups < 2 or not reorder or dice < 0.06:
+        _change_decoder(chain.decoder, state, can_split)
+        changed = True
+    elif dice < 0.2:
+        component, target = component_of[_below(state, num_groups)], _below(state, num_groups)
+        high = num_groups
+        for direction in range(2):
+            _save(chain.group_at, w.swap, direction, low, high)
+            _move_component(component_of, chain.at[direction], chain.group_at[direction], w.swap, component, target)
+    else:
+        begin, source = int(2 * _uniform(state)), _below(state, num_groups)
+        end = begin + 1
+        reach = num_groups if _uniform(state) < 0.5 else max(2, num_groups // 16)
+        far = 1 + _below(state, reach)
+        target = source + far if _uniform(state) < 0.5 else source - far
+        target = min(num_groups - 1, max(0, target))
+        low, high = min(source, target), max(source, target) + 1
+        _save(chain.group_at, w.swap, begin, low, high)
+        at, group_at = chain.at[begin], chain.group_at[begin]
+        if _uniform(state) < 0.5:
+            _shift(at, group_at, source, target)
+        else:
+            first, second = group_at[source], group_at[target]
+            group_at[source], group_at[target] = second, first
+            at[first], at[second] = target, source
+    return begin, end, low, high, component, changed
+
+
+@part
+def _copy_best(chain: Chain, cost: float) -> None:
+    """Keeps the current state as the best one."""
+    chain.cost[1] = cost
+    for i in range(chain.decoder.size):
+        chain.best_decoder[i] = chain.decoder[i]
+    for group in range(chain.at.shape[1]):
+        for direction in range(2):
+            chain.best_at[direction, group] = chain.at[direction, group]
+
+
+@part
+def _evaluate(p: Instance, w: Workspace, chain: Chain, mode: int, iterations: int) -> tuple[float, bool]:
+    """(cost of a chain's priorities as `run` returns it, whether the last row of `queued` is conclusive)."""
+    cost, conclusive, how = 0.0, False, chain.decoder
+    if mode != CHOOSE:
+        decoder = Decoder(how[0], how[1], how[2], how[3] > 0.5, how[4] > 0.5)
+        cost, conclusive = decode(p, w, chain.at, chain.group_at, decoder, chain.queued[1 - chain.current[0]])
+    if cost < np.inf:
+        cost = choose_all(p, w, iterations)
+        if cost < np.inf and mode != CHOOSE:
+            cost = replay(p, w)
+    return cost, conclusive
+
+
+@entry
+def run(
+    p: Instance,
+    w: Workspace,
+    chain: Chain,
+    component_of: Any,
+    mode: int,
+    evaluations: int,
+    hot: float,
+    cold: float,
+    iterations: int,
+    can_split: bool,
+    reorder: bool,
+) -> float:
+    """The one entry to the kernels, so that each part is compiled once.
+
+    `ANNEAL`: some evaluations of simulated annealing. A move swaps two groups or shifts one, among forwards or among
+    backwards, half of the moves to a near position; or shifts a component among both; or changes the decoder. Many
+    moves change the order of groups that are never queued together: they decode to the same plan, at the same cost.
+    `EVALUATE`: the makespan of the plan that the chain's priorities decode to; inf: it does not fit.
+    `CHOOSE`: options for the orders that the workspace holds; how far they are above a bound, or inf.
+
+    Args: component_of: [G] component of each group. hot, cold: temperature at the start and at the end, as a part of
+        the best makespan. iterations: of the choice of options. can_split, reorder: whether backwards may be split and
+        orders change.
+    """
+    w.last_rows[:] = 0  # the result depends on the other evaluations of this call alone
+    decoder, old_decoder = chain.decoder, w.old_decoder
+    changed, cost = True, np.inf
+    begin, end, low, high, component = 0, 2, 0, 0, -1
+    for number in range(evaluations):
+        same = False
+        if mode == ANNEAL:
+            begin, end, low, high, component, decodes = _propose(w, chain, component_of, can_split, reorder)
+            changed = changed or decodes
+            same = _decodes_alike(w, chain, component_of, begin, end, low, high, component)
+        if same:
+            _uniform(chain.random)  # as if it had been decoded; only the prices for the choice of options stay behind
+            continue
+        if changed:
+            assume(p.node, p.first, p.option, w.state, w.footprint, decoder[0], decoder[1])
+            changed = False
+        cost, conclusive = _evaluate(p, w, chain, mode, iterations)
+        if mode != ANNEAL:
+            break
+        temperature = hot * (cold / hot) ** (number / evaluations) * chain.cost[1]
+        if cost <= chain.cost[0] - temperature * np.log(1.0 - _uniform(chain.random)):
+            chain.cost[0] = cost
+            chain.current[0], chain.current[1] = 1 - chain.current[0], conclusive
+            if cost < chain.cost[1]:
+                _copy_best(chain, cost)
+            continue
+        for i in range(decoder.size):
+            changed = changed or decoder[i] != old_decoder[i]
+            decoder[i] = old_decoder[i]
+        for d in range(begin, end):
+            for position in range(low, high):
+                group = w.swap[2 + d, position]
+                chain.group_at[d, position] = group
+                chain.at[d, group] = position
+    return cost

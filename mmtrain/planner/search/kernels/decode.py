@@ -1,0 +1,365 @@
+"""From priorities to orders, and from orders to a makespan.
+
+Dual queues and alternation are DIP's (arXiv:2504.14145, section 5.2). Admission is not: forwards of a microbatch start
+on a rank once all that it will hold there is reserved. Components reserve memory on the ranks in one order, so that the
+one that holds memory on the last rank can finish, and each waits only for components that are further along: there is
+no deadlock. Where a problem has no such order, the decoder exceeds the reservation, and the choice of options decides
+whether the plan fits.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mmtrain.planner.search.kernels.arrays import (
+    BACKWARD,
+    FORWARD,
+    GROUP,
+    HELD,
+    HELD_W,
+    KIND,
+    NEEDS_B,
+    NEEDS_F,
+    RANK,
+    RESERVATION,
+    SPLITS,
+    B,
+    Decoder,
+    F,
+    I,
+    Instance,
+    W,
+    Workspace,
+)
+from mmtrain.planner.search.kernels.compiler import inner, part, small, trailing_zeros
+
+
+@inner
+def assume(node: Any, first: Any, option: Any, state: Any, footprint: Any, memory: float, speed: float) -> None:
+    """Sets the seconds and bytes that the decoder assumes."""
+    footprint[:] = 0.0
+    for i in range(node.shape[0]):
+        fast, smallest = first[node[i, KIND]], first[node[i, KIND] + 1] - 1
+        for column in range(3):
+            state[i, column] = (1 - speed) * option[fast, column] + speed * option[smallest, column]
+        state[i, HELD] = (1 - memory) * option[fast, HELD] + memory * option[smallest, HELD]
+        state[i, HELD_W] = (1 - memory) * option[fast, HELD_W] + memory * option[smallest, HELD_W]
+        if node[i, NEEDS_B]:
+            footprint[node[i, RESERVATION]] += state[i, HELD]
+
+
+@small
+def _put(ready: Any, busy: Any, first: Any, queue: int, position: int) -> None:
+    """Puts a position into a queue."""
+    word = position >> 6
+    ready[queue, word] |= np.uint64(1) << np.uint64(position & 63)
+    busy[queue, word >> 6] |= np.uint64(1) << np.uint64(word & 63)
+    first[queue] = min(first[queue], position)
+
+
+@small
+def _remove(ready: Any, busy: Any, first: Any, queue: int, position: int) -> None:
+    """Removes a position from a queue and finds the first one that remains; there is always the last one."""
+    word = position >> 6
+    bits = ready[queue, word] & ~(np.uint64(1) << np.uint64(position & 63))
+    ready[queue, word] = bits
+    busy[queue, word >> 6] &= ~(np.uint64(bits == 0) << np.uint64(word & 63))
+    page = 0
+    while busy[queue, page] == 0:
+        page += 1
+    word = 64 * page + trailing_zeros(busy[queue, page])
+    first[queue] = 64 * word + trailing_zeros(ready[queue, word])
+
+
+@small
+def _has_room(footprint: Any, reserved: Any, room: Any, reservation: int, rank: int) -> bool:
+    """Whether a component can reserve its memory on a rank; one larger than the whole room is admitted alone."""
+    amount = footprint[reservation]
+    return bool(amount <= room[rank] - reserved[rank] or reserved[rank] <= 1e-9 * amount)
+
+
+@small
+def _insert(pending_at: Any, pending: Any, pending_span: Any, rank: int, action: int, arrival: float) -> None:
+    """Puts an action into a rank's list of those that have not arrived yet."""
+    index = pending_span[rank, 1]
+    pending_span[rank, 1] = index + 1
+    pending_at[rank, index + 1] = np.inf
+    begin = pending_span[rank, 0]
+    while index > begin and pending_at[rank, index - 1] > arrival:
+        pending_at[rank, index] = pending_at[rank, index - 1]
+        pending[rank, index] = pending[rank, index - 1]
+        index -= 1
+    pending_at[rank, index] = arrival
+    pending[rank, index] = action
+
+
+@small
+def _latest(time: Any) -> float:
+    latest = 0.0
+    for rank in range(time.size):
+        latest = max(latest, time[rank])
+    return latest
+
+
+@part
+def _reset(p: Instance, w: Workspace, at: Any, backward_first: bool, queued: Any, none: int) -> None:
+    """Empties the workspace, and queues the nodes that need nothing. Args: none: the position behind all others."""
+    node = p.node
+    w.ready[:] = 0
+    w.busy[:] = 0
+    for queue in range(w.first.size):
+        w.first[queue] = none
+        _put(w.ready, w.busy, w.first, queue, none)
+    w.admitted[:] = 0
+    w.admitted[w.admitted.size - 1] = 1
+    w.reserved[:] = 0.0
+    w.time[:] = 0.0
+    w.next_start[:] = 0.0
+    w.backward_next[:] = backward_first
+    w.pending_at[:, 0] = np.inf
+    w.pending_span[:] = 0
+    w.weights_span[:] = 0
+    w.length[:] = 0
+    w.inputs_s[:] = 0.0
+    for i in range(node.shape[0]):
+        w.missing[i, FORWARD], w.missing[i, BACKWARD] = node[i, NEEDS_F], node[i, NEEDS_B]
+    for k in range(p.entries.size):
+        i = p.entries[k]
+        waits = 1 - w.admitted[node[i, RESERVATION]]
+        _put(w.ready, w.busy, w.first, 3 * node[i, RANK] + waits, at[FORWARD, node[i, GROUP]])
+        queued[FORWARD, node[i, GROUP], node[i, RANK], 0] = 0
+
+
+@part
+def _receive(p: Instance, w: Workspace, at: Any, rank: Any, now: float, queued: Any, done: int) -> None:
+    """Moves the actions whose inputs have arrived by now into their queues."""
+    node, pending_at, pending, admitted = p.node, w.pending_at, w.pending, w.admitted
+    arrived = w.pending_span[rank, 0]
+    while pending_at[rank, arrived] <= now:
+        action = pending[rank, arrived]
+        i, direction = action >> 2, action & 1
+        waits = max(2 * direction, 1 - admitted[node[i, RESERVATION]])
+        _put(w.ready, w.busy, w.first, 3 * rank + waits, at[direction, node[i, GROUP]])
+        queued[direction, node[i, GROUP], rank, 0] = done
+        arrived += 1
+    w.pending_span[rank, 0] = arrived
+
+
+@part
+def _next_forward(p: Instance, w: Workspace, group_at: Any, rank: Any) -> tuple[int, int]:
+    """The position of a rank's next forward, and whether its memory must be reserved first."""
+    first, queue = w.first, 3 * rank
+    position, waits = first[queue], 0
+    if first[queue + 1] < position:
+        reservation = p.node[p.node_at[rank, group_at[FORWARD, first[queue + 1]]], RESERVATION]
+        if _has_room(w.footprint, w.reserved, p.room, reservation, rank):
+            position, waits = first[queue + 1], 1
+    return position, waits
+
+
+@part
+def _run_forward(
+    p: Instance, w: Workspace, at: Any, group_at: Any, rank: Any, position: int, waits: int, queued: Any, done: int
+) -> Any:
+    """Runs a forward; the action. Args: position: of its group. waits: whether its memory must be reserved."""
+    node, outs, missing, inputs_s, time, next_start = p.node, p.outs, w.missing, w.inputs_s, w.time, w.next_start
+    ready, busy, first, queue = w.ready, w.busy, w.first, 3 * rank
+    i = p.node_at[rank, group_at[FORWARD, position]]
+    _remove(ready, busy, first, queue + waits, position)
+    queued[FORWARD, group_at[FORWARD, position], rank, 1] = done
+    if waits:
+        reservation = node[i, RESERVATION]
+        w.admitted[reservation] = 1
+        w.reserved[rank] += w.footprint[reservation]
+        for k in range(p.members_start[reservation], p.members_start[reservation + 1]):
+            other = at[FORWARD, node[p.members[k], GROUP]]
+            if ready[queue + 1, other >> 6] >> np.uint64(other & 63) & np.uint64(1):
+                _remove(ready, busy, first, queue + 1, other)
+                _put(ready, busy, first, queue, other)
+    end = max(time[rank], inputs_s[i, FORWARD]) + w.state[i, 0]
+    w.backward_next[rank] = 1
+    time[rank] = end
+    for e in range(p.outs_start[i], p.outs_start[i + 1]):
+        target = outs[e, 0]
+        arrival = max(end + p.outs_lag[e], inputs_s[target, FORWARD])
+        inputs_s[target, FORWARD] = arrival
+        missing[target, FORWARD] -= 1
+        if missing[target, FORWARD] == 0:
+            other_rank, reservation = node[target, RANK], node[target, RESERVATION]
+            if arrival > time[other_rank]:
+                _insert(w.pending_at, w.pending, w.pending_span, other_rank, 4 * target + F, arrival)
+                next_start[other_rank] = min(next_start[other_rank], arrival)
+            else:
+                unadmitted = 1 - w.admitted[reservation]
+                _put(ready, busy, first, 3 * other_rank + unadmitted, at[FORWARD, node[target, GROUP]])
+                queued[FORWARD, node[target, GROUP], other_rank, 0] = done
+                if unadmitted == 0 or _has_room(w.footprint, w.reserved, p.room, reservation, other_rank):
+                    next_start[other_rank] = time[other_rank]
+    # Its own backward; where that still waits for a gradient, it does so long after this.
+    missing[i, BACKWARD] -= 1
+    if missing[i, BACKWARD] == 0:
+        inputs_s[i, BACKWARD] = end
+        _put(ready, busy, first, queue + 2, at[BACKWARD, node[i, GROUP]])
+        queued[BACKWARD, node[i, GROUP], rank, 0] = done
+    return 4 * i + F
+
+
+@part
+def _run_backward(
+    p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Decoder, rank: Any, position: int,
+    queued: Any, done: int,
+) -> Any:  # fmt: skip
+    """Runs a backward, or its I; the action. Args: position: of its group."""
+    node, ins, missing, inputs_s, time, next_start = p.node, p.ins, w.missing, w.inputs_s, w.time, w.next_start
+    ready, busy, first, reserved, queue = w.ready, w.busy, w.first, w.reserved, 3 * rank
+    i = p.node_at[rank, group_at[BACKWARD, position]]
+    _remove(ready, busy, first, queue + 2, position)
+    queued[BACKWARD, group_at[BACKWARD, position], rank, 1] = done
+    end = max(time[rank], inputs_s[i, BACKWARD]) + w.state[i, 1]
+    reserved[rank] -= w.state[i, HELD]
+    # Split only where what W needs has room: with recomputation it is more than was held until then.
+    if decoder.split and node[i, SPLITS] and reserved[rank] + w.state[i, HELD_W] <= p.room[rank]:
+        action = 4 * i + I
+        w.weights[rank, w.weights_span[rank, 1]] = i
+        w.weights_span[rank, 1] += 1
+        reserved[rank] += w.state[i, HELD_W]
+    else:
+        action = 4 * i + B
+        end += w.state[i, 2]
+    w.backward_next[rank] = decoder.backward_first
+    time[rank] = end
+    for e in range(p.ins_start[i], p.ins_start[i + 1]):
+        if ins[e, 1]:
+            target = ins[e, 0]
+            arrival = max(end + p.ins_lag[e], inputs_s[target, BACKWARD])
+            inputs_s[target, BACKWARD] = arrival
+            missing[target, BACKWARD] -= 1
+            if missing[target, BACKWARD] == 0:
+                other_rank = node[target, RANK]
+                if arrival > time[other_rank]:
+                    _insert(w.pending_at, w.pending, w.pending_span, other_rank, 4 * target + B, arrival)
+                    # The rank would have started before whatever is queued already; a W may fill the time.
+                    next_start[other_rank] = min(next_start[other_rank], arrival)
+                else:
+                    _put(ready, busy, first, 3 * other_rank + 2, at[BACKWARD, node[target, GROUP]])
+                    queued[BACKWARD, node[target, GROUP], other_rank, 0] = done
+                    next_start[other_rank] = time[other_rank]
+    return action
+
+
+@part
+def _run_weight(w: Workspace, rank: Any) -> Any:
+    """Runs the first W that is due on a rank; the action."""
+    i = w.weights[rank, w.weights_span[rank, 0]]
+    w.weights_span[rank, 0] += 1
+    w.time[rank] += w.state[i, 2]
+    w.reserved[rank] -= w.state[i, HELD_W]
+    return 4 * i + W
+
+
+@part
+def _next_start(p: Instance, w: Workspace, group_at: Any, gap: float, rank: Any, none: int) -> Any:
+    """When a rank that has just run an action could start the next one."""
+    first, end, queue = w.first, w.time[rank], 3 * rank
+    if min(first[queue], first[queue + 2]) < none:
+        return end
+    if first[queue + 1] < none:
+        reservation = p.node[p.node_at[rank, group_at[FORWARD, first[queue + 1]]], RESERVATION]
+        if _has_room(w.footprint, w.reserved, p.room, reservation, rank):
+            return end
+    arrival = w.pending_at[rank, w.pending_span[rank, 0]]
+    head = w.weights_span[rank, 0]
+    if head < w.weights_span[rank, 1] and arrival - end >= gap * w.state[w.weights[rank, head], 2]:
+        return end
+    return arrival
+
+
+@inner
+def decode(p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Decoder, queued: Any) -> tuple[float, bool]:
+    """The orders of all ranks from priorities.
+
+    The rank that can start first is served: by the first backward or forward in the order of priority, in turns if both
+    are ready. Ws fill the remaining time.
+
+    Args: at: [2, G] u4 position of each group among forwards and among backwards, the first is served first.
+        group_at: [2, G] u4 its inverse.
+        queued: [2, G, R, 2] u4, set: when each group came into a rank's queue of forwards or of backwards, and when it
+            was removed, by the number of actions before. Unchanged where there is nothing to queue.
+    Returns: (the makespan with the assumed seconds, or inf; whether `queued` is conclusive: the order of two groups
+        matters only if they were in a queue at the same time).
+    """
+    first, next_start, weights_span = w.first, w.next_start, w.weights_span
+    num_ranks, none = p.room.size, 64 * (w.ready.shape[1] - 1)
+    _reset(p, w, at, decoder.backward_first, queued, none)
+    remaining, done, conclusive = p.num_actions, 0, True
+    while True:
+        served, now = 0, np.inf
+        for other in range(num_ranks):
+            if next_start[other] < now:
+                served, now = other, next_start[other]
+        if now == np.inf:
+            if remaining == 0:
+                break
+            position = none  # of the first forward that waits for memory: it exceeds the reservation
+            for other in range(num_ranks):
+                if first[3 * other + 1] < position:
+                    served, position = other, first[3 * other + 1]
+            if position == none:
+                return np.inf, False
+            conclusive = False  # groups of different ranks were compared
+            w.reserved[served] = 0.0
+            now = w.time[served]
+        rank: Any = np.uint32(served)
+        _receive(p, w, at, rank, now, queued, done)
+        position, waits = _next_forward(p, w, group_at, rank)
+        backward = first[3 * rank + 2]
+        if (backward < none) & ((position == none) | (w.backward_next[rank] > 0)):
+            action = _run_backward(p, w, at, group_at, decoder, rank, backward, queued, done)
+            remaining -= 1
+        elif position < none:
+            action = _run_forward(p, w, at, group_at, rank, position, waits, queued, done)
+            remaining -= 1
+        elif weights_span[rank, 0] < weights_span[rank, 1]:
+            action = _run_weight(w, rank)
+        else:  # what arrived still waits for memory
+            next_start[rank] = w.pending_at[rank, w.pending_span[rank, 0]]
+            continue
+        w.sequence[done] = action
+        w.order[rank, w.length[rank]] = action
+        w.length[rank] += 1
+        done += 1
+        next_start[rank] = _next_start(p, w, group_at, decoder.gap, rank, none)
+    return _latest(w.time), conclusive
+
+
+@inner
+def replay(p: Instance, w: Workspace) -> float:
+    """The makespan of the decoded orders with the chosen options."""
+    node, seconds, time, ends = p.node, p.option, w.time, w.ends
+    ins_start, ins, ins_lag = p.ins_start, p.ins, p.ins_lag
+    outs_start, outs, outs_lag = p.outs_start, p.outs, p.outs_lag
+    sequence, options, num_actions = w.sequence, w.option, 0
+    for rank in range(time.size):
+        num_actions += w.length[rank]
+        time[rank] = 0.0
+    for step in range(num_actions):
+        i, kind = sequence[step] >> 2, sequence[step] & 3
+        rank, option = node[i, RANK], options[i]
+        end = time[rank]
+        if kind == F:
+            for e in range(ins_start[i], ins_start[i + 1]):
+                end = max(end, ends[ins[e, 0], FORWARD] + ins_lag[e])
+            end += seconds[option, 0]
+            ends[i, FORWARD] = end
+        elif kind == W:
+            end += seconds[option, 2]
+        else:
+            for e in range(outs_start[i], outs_start[i + 1]):
+                if outs[e, 1]:
+                    end = max(end, ends[outs[e, 0], BACKWARD] + outs_lag[e])
+            end += seconds[option, 1]
+            if kind == B:
+                end += seconds[option, 2]
+            ends[i, BACKWARD] = end
+        time[rank] = end
+    return float(_latest(time))
