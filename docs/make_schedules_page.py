@@ -59,8 +59,8 @@ are staggered and an optimizer step needs no common end. Formulas with V need M 
 least P; `V-half`, `V-min`, `DualPipeV`: at least 2P), and those with W need W no longer than F and I
 (`DualPipeV` also needs I no longer than F). Measured: simulated with P = %d and M = %d, for F, I, W =
 %s. The tests compare the simulator with these formulas for other sizes too, and
-1F1B, `ZB-H1`, `ZB-H2` and `ZB-AutoSchedule` with all rows of Table 5 of the zero-bubble paper (arXiv:2401.10241), from the profiled times of its
-Table 9, with 4 digits.
+1F1B, `ZB-H1`, `ZB-H2` and `ZB-AutoSchedule` with all rows of Table 5 of the zero-bubble paper (arXiv:2401.10241), from
+the profiled times of its Table 9, with 4 digits.
 
 | schedule | bubble | formula: measured | activations held | formula: measured |
 |---|---|---|---|---|
