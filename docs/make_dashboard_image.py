@@ -13,7 +13,7 @@ sys.path.insert(0, str(DOCS.parent))
 from mmtrain.run_page.page import write_page  # noqa: E402
 from tests.browser import browser  # noqa: E402
 
-WINDOWS = {"run_page": (1040, 840, 1.5), "dashboard": (1400, 1500, 1.0)}
+WINDOWS = {"run_page": (1040, 815, 1.5), "dashboard": (1400, 1500, 1.0)}
 """Name of an image -> width and height of the window, and pixels of the image for each of them."""
 
 
