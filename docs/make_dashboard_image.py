@@ -1,4 +1,7 @@
-"""Makes docs/images/dashboard.png: python docs/make_dashboard_image.py RUN (Chromium and chromedriver needed)."""
+"""Makes docs/images/run_page.png and dashboard.png: python docs/make_dashboard_image.py RUN (Chromium, chromedriver).
+
+The first is the top of a run's page, up to its timeline, for the README; the second shows more of it.
+"""
 
 import sys
 import tempfile
@@ -10,15 +13,20 @@ sys.path.insert(0, str(DOCS.parent))
 from mmtrain.run_page.page import write_page  # noqa: E402
 from tests.browser import browser  # noqa: E402
 
+WINDOWS = {"run_page": (1040, 815, 1.5), "dashboard": (1400, 1500, 1.0)}
+"""Name of an image -> width and height of the window, and pixels of the image for each of them."""
+
 
 def main() -> None:
-    """Draws the page of a run as a window of 1400 pixels shows it."""
+    """Draws the page of a run."""
     with tempfile.TemporaryDirectory() as folder, browser() as window:
         page = Path(folder) / "page.html"
         write_page([Path(sys.argv[1])], page)
-        window.resize(1400, 1612)
-        window.open(page)
-        (DOCS / "images" / "dashboard.png").write_bytes(window.screenshot())
+        for name, (width, height, scale) in WINDOWS.items():
+            metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+            window._command("Emulation.setDeviceMetricsOverride", metrics)
+            window.open(page)
+            (DOCS / "images" / f"{name}.png").write_bytes(window.screenshot())
 
 
 if __name__ == "__main__":

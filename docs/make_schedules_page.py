@@ -29,24 +29,24 @@ INTRODUCTION = """\
 *Made by `python docs/make_schedules_page.py` from `mmtrain/schedule/library/`; do not edit it by hand.*
 
 `parallelism.pipeline_parallel_schedule` takes one of these names. `mmtrain schedule list` prints them,
-`mmtrain schedule show NAME` draws one, and `mmtrain schedule compare` puts them side by side: on a plain chain, on a
-planning problem in a file, or on a batch of a job's own data.
+`mmtrain schedule show NAME` draws one, and `mmtrain schedule compare` compares them: on a plain chain, on a planning
+problem in a file, or on a batch of a job's own data.
 
 All of them work for any number of microbatches and any work graph: several modules, microbatches without images,
-frozen stages. What a formula below counts as a microbatch in a stage is then a *pair*, however many sub-microbatches
-it has. A backward is split only where each half has something to do, so a frozen stage keeps `B`.
+frozen stages. A microbatch of a formula below is then a *pair* of a microbatch and a stage, with any number of
+sub-microbatches. A backward is split only where both `I` and `W` have something to do, so a frozen stage keeps `B`.
 
-**V placement.** `ZBV`, `V-half`, `V-min` and `DualPipeV` want 2 chunks of each module on a rank: chunk j on rank j on
-the way down, and in the other direction on the way back up, so that each module begins and ends on rank 0. A job that
-names one of them is cut so, and another `num_segments` than 2 (or 0) is refused. Their orders are made for one such
-chain. Vision and language are two V in a row; then ranks do what can start, by the rules of `ZB-AutoSchedule`, and hold
-no more than the schedule's number of microbatches of mean size (at least the largest one).
+**V placement.** `ZBV`, `V-half`, `V-min` and `DualPipeV` need 2 chunks of each module on a rank: the first P chunks go
+down the ranks and the second P chunks back up, so that each module begins and ends on rank 0. A job that names one of
+them is cut in this way, and any other `num_segments` than 2 (or 0) is refused. Their orders are made for one such
+chain. For two modules in a row ranks do what can start, by the rules of `ZB-AutoSchedule`, and hold no more than the
+schedule's number of microbatches of mean size (at least the largest one).
 
-**Memory limits** are kept by `interleave` and `ZB-AutoSchedule`. The others bound what is in flight by their own rule;
-with `planner.activation_memory_gib` they are refused.
+**Memory limits** are kept by `interleave` and `ZB-AutoSchedule`. The others limit the microbatches in flight by their
+own rule; with `planner.activation_memory_gib` they are refused.
 
-**Not there.** Chimera (arXiv:2107.06925) and DualPipe send microbatches through a module in both directions at once,
-with two copies of each stage's weights on two ranks. A stage of a plan lives on one rank. `DualPipeV` is the same idea
+**Not supported.** Chimera (arXiv:2107.06925) and DualPipe send microbatches through a module in both directions at
+once, with two copies of each stage's weights on two ranks. Here a stage is on one rank. `DualPipeV` is the same idea
 with one copy, but runs the two parts of a pair one after the other, not as one overlapped block: the bubble is smaller
 by `(P-1)I/2` than the published `(P-1)(F&B+B-3W)` of a chunk, and no communication is hidden by the pairing.
 
@@ -54,13 +54,13 @@ by `(P-1)I/2` than the published `(P-1)(F&B+B-3W)` of a chunk, and no communicat
 
 P ranks, M microbatches, V chunks a rank (2 where a schedule needs several); F, I and W are the seconds of all chunks
 of one rank for one microbatch, and activations count whole microbatches. The bubble is the makespan without M(F+I+W);
-of schedules marked *, it is the longest time that a rank idles between its own first and last action, since their ends
+for schedules marked *, the longest time that a rank idles between its own first and last action, since their ends
 are staggered and an optimizer step needs no common end. Formulas with V need M to be a multiple of P (`LoopedBFS`: at
 least P; `V-half`, `V-min`, `DualPipeV`: at least 2P), and those with W need W no longer than F and I
-(`DualPipeV` also I no longer than F, to be sure). Measured: simulated with P = %d and M = %d, for F, I, W =
-%s. The tests hold the simulator to these formulas for other sizes too, and 1F1B, `ZB-H1`, `ZB-H2` and
-`ZB-AutoSchedule` to all rows of Table 5 of the zero-bubble paper (arXiv:2401.10241), from the profiled times of its
-Table 9, with 4 digits.
+(`DualPipeV` also needs I no longer than F). Measured: simulated with P = %d and M = %d, for F, I, W =
+%s. The tests compare the simulator with these formulas for other sizes too, and
+1F1B, `ZB-H1`, `ZB-H2` and `ZB-AutoSchedule` with all rows of Table 5 of the zero-bubble paper (arXiv:2401.10241), from
+the profiled times of its Table 9, with 4 digits.
 
 | schedule | bubble | formula: measured | activations held | formula: measured |
 |---|---|---|---|---|
