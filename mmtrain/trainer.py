@@ -13,7 +13,6 @@ import errno
 import gc
 import logging
 import os
-import random
 import signal
 import time
 from collections import deque
@@ -22,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,7 +29,7 @@ import torch.distributed as dist
 
 from mmtrain.checkpoint.checkpoint import Checkpointer
 from mmtrain.checkpoint.held import HeldTensors
-from mmtrain.checkpoint.state import NamedTensors, TrainState
+from mmtrain.checkpoint.state import NamedTensors, TrainState, seed_everything
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config, ParallelismConfig
 from mmtrain.data.packing import LoaderState
@@ -45,8 +43,9 @@ from mmtrain.models.batch import Batch, check_batch, with_other_captions
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.observe.environment import write_environment
 from mmtrain.observe.host_memory import keep_freed_memory
+from mmtrain.observe.job_counts import JobCounts, StepCounts
 from mmtrain.observe.job_summary import start_lines
-from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
+from mmtrain.observe.metrics import Reporter, StepMetrics, Validation, peak_flops, setup_logging
 from mmtrain.observe.out_of_memory import Scene, explained, is_out_of_memory
 from mmtrain.observe.step_files import StepFiles
 from mmtrain.observe.step_memory import DeviceMemory, JobMemory, MemoryUse
@@ -61,7 +60,7 @@ from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_no
 from mmtrain.parallel.mesh import Mesh, init_process_group, pick_device
 from mmtrain.parallel.optim import lr_factor, set_lr
 from mmtrain.parallel.placement import Placement
-from mmtrain.parallel.planning import Fate, PlanAhead, Planned, Ticket, num_cores, ranks_here
+from mmtrain.parallel.planning import PlanAhead, Planned, Ticket, num_cores, ranks_here
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.roll_call import RollCall, common_reason, is_communication
 from mmtrain.parallel.runtime import StepOutcome
@@ -126,9 +125,7 @@ class Trainer:
         self.checkpointer: Checkpointer | None = None
         self._placement: Placement | None = None
         self.state = TrainState.first(config)
-        self._skipped = 0
-        self._search_faults = torch.zeros(4, dtype=torch.int64)
-        """Searches of all replicas that were late, failed, broke down or gave an invalid plan."""
+        self._counts = JobCounts()
         self._stop_signal = 0
         self._old_handlers: dict[int, Any] = {}
 
@@ -153,7 +150,7 @@ class Trainer:
         """That of the planner."""
         return self.planner.partition
 
-    def run(self, layouts: Mapping[int, ParallelismConfig] = MappingProxyType({})) -> None:
+    def run(self, layouts: Mapping[int, ParallelismConfig] | None = None) -> None:
         """Trains to the last step, or until SIGTERM or SIGINT. Joins the job's process group unless the caller has.
 
         A run that has no step to do writes nothing.
@@ -173,7 +170,7 @@ class Trainer:
             timeout_s = self.config.comm.timeout_seconds
             with common_reason(roll_call, timeout_s, self._place), self._owning_folder(), self._needing_room():
                 self._set_up(device)
-                self._train(layouts)
+                self._train(layouts or {})
         except MMTrainError as error:
             lost = is_communication(error.__cause__)
             raise
@@ -238,7 +235,7 @@ class Trainer:
     def _set_up(self, device: torch.device) -> None:
         """What is done once in a process, and the first layout with the state of the newest checkpoint."""
         config = self.config
-        _seed_everything(config.debug.seed, config.debug.deterministic)
+        seed_everything(config.debug.seed, config.debug.deterministic)
         if device.type == "cpu":
             keep_freed_memory()
         set_default_timeout(timedelta(seconds=config.comm.timeout_seconds))
@@ -269,7 +266,7 @@ class Trainer:
     def change_layout(self, parallelism: ParallelismConfig) -> None:
         """Goes on at other degrees of parallelism, in the same processes, as a resumed job would. Collective.
 
-        Raises: ConfigError: the job does not fit them; nothing was changed.
+        Raises: ConfigError: the job does not fit them.
         """
         config = dataclasses.replace(self.config, parallelism=parallelism)
         config_module.check(config)
@@ -707,32 +704,9 @@ class Trainer:
         mesh = self.mesh
         module_flops = self.planner.flops(plan.batching)
         flops = sum(f.total for f in module_flops.values())
-        meta = item.meta
-        image_tokens = sum(image.num_tokens for m in meta.microbatches for image in m.images)
-        video = [meta.num_clips, meta.num_frames, meta.num_video_tokens]
-        fate = planned.fate if planned else None
-        counts = [meta.num_images, meta.num_patches, meta.num_skipped, flops, image_tokens]
-        counts += [*video, *(fate is fault for fault in (Fate.LATE, Fate.FAILED, Fate.BROKEN, Fate.INVALID))]
-        totals = torch.tensor(counts if mesh.is_leader else [0.0] * len(counts), dtype=torch.float64)
-        dist.all_reduce(totals)
-        self._skipped += int(totals[2])
+        counts = StepCounts.of(item.meta, flops, planned).summed(mesh)
+        self._counts.add(counts)
         step = self.state.step
-        self._search_faults += totals[8:].long()
-        clips, frames, video_tokens = map(int, totals[5:8])
-        late, failed, broken, invalid = self._search_faults.tolist()
-        planner = None
-        if planned:
-            planner = PlannerMetrics(
-                evaluations=planned.evaluations,
-                search_s=planned.search_s,
-                makespan_s=planned.makespan_s,
-                first_s=planned.first_s,
-                bound_s=planned.bound_s,
-                late=late,
-                failed=failed + broken,
-                invalid=invalid,
-                age_s=planned.age_s,
-            )
         if not self._is_reporter:
             return
         assert self.reporter is not None and plan.result.timeline is not None
@@ -747,15 +721,15 @@ class Trainer:
                 data_time_s=waits[0],
                 plan_time_s=waits[1],
                 tokens=result.tokens,
-                images=int(totals[0]),
-                patches=int(totals[1]),
-                image_tokens=int(totals[4]),
-                clips=clips,
-                frames=frames,
-                video_tokens=video_tokens,
-                skipped_samples=self._skipped,
+                images=counts.images,
+                patches=counts.patches,
+                image_tokens=counts.image_tokens,
+                clips=counts.clips,
+                frames=counts.frames,
+                video_tokens=counts.video_tokens,
+                skipped_samples=self._counts.skipped_samples,
                 bubble=timing.bubble,
-                flops=float(totals[3]) / mesh.shape.world_size,
+                flops=counts.flops / mesh.shape.world_size,
                 peak_flops=self.peak_flops,
                 memory_gib=memory.reserved_gib,
                 memory_percent=memory.reserved_percent,
@@ -766,7 +740,7 @@ class Trainer:
                 measured_s=timing.makespan_s,
                 planned_s=plan.result.timeline.makespan_s,
                 modules=timing.modules(module_flops, self.peak_flops * mesh.shape.cp * mesh.shape.tp),
-                planner=planner,
+                planner=self._counts.planner(planned) if planned else None,
             ),
             quiet=quiet,
         )
@@ -791,13 +765,3 @@ def _planner_in_time(config: Config) -> tuple[IterationPlanner, float]:
     start = time.perf_counter()
     planner = IterationPlanner.of(config)
     return planner, time.perf_counter() - start
-
-
-def _seed_everything(seed: int, deterministic: bool) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False

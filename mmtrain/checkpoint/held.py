@@ -5,7 +5,6 @@ of a checkpoint are.
 """
 
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,16 +133,12 @@ class _Reader(dcp.StorageReader):
 
     def _part(self, item: ReadItem) -> Tensor:
         """What a rank asked for of a part that this rank holds."""
-        tensor = self._held.parts[item.storage_index]
-        return tensor[_box(item.storage_offsets, item.lengths)]
+        box = zip(item.storage_offsets, item.lengths, strict=True)
+        return self._held.parts[item.storage_index][tuple(slice(first, first + count) for first, count in box)]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
-
-
-def _box(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
 
 
 def _done(value: Any) -> Any:

@@ -5,6 +5,7 @@ A checkpoint, and a job that goes on at another layout, take it from one set of 
 
 import json
 import logging
+import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -142,6 +143,17 @@ class NamedTensors:
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+
+def seed_everything(seed: int, deterministic: bool) -> None:
+    """Sets the random state of this process. Args: deterministic: torch refuses operations whose results vary."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
 
 
 def random_state_name() -> str:
