@@ -45,7 +45,7 @@ _Value = TypeVar("_Value")
 
 
 class Checkpointer:
-    """Saves and loads this rank's part of a checkpoint; every method is collective over the job."""
+    """Saves and loads this rank's part of a checkpoint, of whatever layout; every method is collective over the job."""
 
     def __init__(self, section: CheckpointConfig, folder: Path) -> None:
         self._section = section
