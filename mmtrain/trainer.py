@@ -3,17 +3,20 @@
 All ranks of a replica get the metadata of each batch; every rank then plans the iteration by itself and gets the same
 program. With the planner on, the data of a step are read before the step before runs, so that its plan is searched
 meanwhile.
+
+What is trained (`TrainState` and the tensors by name) and where (`Placement`) are two values, so a job can go on at
+another layout in the same processes.
 """
 
 import dataclasses
 import errno
+import gc
 import logging
 import os
-import random
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,9 +27,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mmtrain.checkpoint.checkpoint import Checkpointer, TrainState
+from mmtrain.checkpoint.checkpoint import Checkpointer
+from mmtrain.checkpoint.held import HeldTensors
+from mmtrain.checkpoint.state import NamedTensors, TrainState, seed_everything
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
+from mmtrain.config.sections import ParallelismConfig
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError, MMTrainError, TrainingError
@@ -38,28 +44,31 @@ from mmtrain.models.batch import Batch, check_batch, with_other_captions
 from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
 from mmtrain.observe.environment import write_environment
 from mmtrain.observe.host_memory import keep_freed_memory
+from mmtrain.observe.job_counts import JobCounts, StepCounts
 from mmtrain.observe.job_summary import start_lines
-from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
+from mmtrain.observe.metrics import Reporter, StepMetrics, Validation, peak_flops, setup_logging
 from mmtrain.observe.out_of_memory import OutOfMemoryContext, explain, is_out_of_memory
 from mmtrain.observe.step_files import StepFiles
-from mmtrain.observe.step_memory import JobMemory, MemoryUse
+from mmtrain.observe.step_memory import DeviceMemory, JobMemory, MemoryUse
 from mmtrain.observe.step_timing import StepTiming
 from mmtrain.observe.validation import count_answers, whole_predictions
 from mmtrain.parallel.activation_memory import saved_ops
-from mmtrain.parallel.build import build_local_model, check_same_program
+from mmtrain.parallel.build import LocalModel, check_same_program
 from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
 from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_norm
-from mmtrain.parallel.mesh import Mesh, build_mesh, init_process_group, pick_device
-from mmtrain.parallel.optim import build_optimizers, lr_factor, set_lr
-from mmtrain.parallel.planning import PendingPlan, PlanAhead, Planned, PlanStatus, local_world_size, num_cores
-from mmtrain.parallel.replica_data import Item, ReplicaData
+from mmtrain.parallel.mesh import Mesh, init_process_group, pick_device
+from mmtrain.parallel.optim import lr_factor, set_lr
+from mmtrain.parallel.placement import Placement
+from mmtrain.parallel.planning import PendingPlan, PlanAhead, Planned, local_world_size, num_cores
+from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.roll_call import RollCall, common_reason, is_communication
-from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
+from mmtrain.parallel.runtime import StepOutcome
 from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.parallel.torch_private import default_store, set_default_timeout
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan_choice import Search, search_threads
 from mmtrain.planner.search import search as searching
 
@@ -104,31 +113,52 @@ class Trainer:
         check_video(config)
         self.folder = Path(config.job.dump_folder)
         saved_ops(config.activation_checkpoint)
-        start = time.perf_counter()
-        self.planner = IterationPlanner.of(config)
-        self._cut_s = time.perf_counter() - start
-        self.spec, self.partition = self.planner.spec, self.planner.partition
+        self.planner, self._cut_s = _planner_in_time(config)
         self._denoising: Denoising | None = None
         if config.model.reads_clips:
             self._denoising = Denoising.of(config, null_token(job_tokenizer(config)))
         self.reporter: Reporter | None = None
         self.checkpointer: Checkpointer | None = None
-        self._ahead: PlanAhead | None = None
+        self._placement: Placement | None = None
+        self.state = TrainState.first(config)
+        self._counts = JobCounts()
         self._stop_signal = 0
         self._old_handlers: dict[int, Any] = {}
 
-    def run(self) -> None:
+    @property
+    def placement(self) -> Placement:
+        """Where the job is trained now."""
+        assert self._placement is not None
+        return self._placement
+
+    @property
+    def mesh(self) -> Mesh:
+        """That of the placement."""
+        return self.placement.mesh
+
+    @property
+    def model(self) -> LocalModel:
+        """That of the placement."""
+        return self.placement.model
+
+    @property
+    def partition(self) -> Partition:
+        """That of the planner."""
+        return self.planner.partition
+
+    def run(self, layouts: Mapping[int, ParallelismConfig] | None = None) -> None:
         """Trains to the last step, or until SIGTERM or SIGINT. Joins the job's process group unless the caller has.
 
         A run that has no step to do writes nothing.
 
+        Args: layouts: step -> `[parallelism]` of the steps after it; for as many ranks as the job has.
         Raises:
             MMTrainError: the same on all ranks.
             RankLostError: a rank does not answer. This process can only end: its process groups are of no use any more.
         """
         setup_logging(int(os.environ.get("RANK", "0")))
         device = pick_device(self.config.comm)
-        owns_group = not dist.is_initialized()
+        owns_group, lost = not dist.is_initialized(), False
         if owns_group:
             init_process_group(self.config.comm, device)
         roll_call = RollCall(default_store(), dist.get_rank(), dist.get_world_size())
@@ -136,17 +166,16 @@ class Trainer:
             timeout_s = self.config.comm.timeout_seconds
             with common_reason(roll_call, timeout_s, self._place), self._owning_folder(), self._needing_room():
                 self._set_up(device)
-                self._train()
+                self._train(layouts or {})
         except MMTrainError as error:
-            if is_communication(error.__cause__):
-                self._ahead, owns_group = None, False  # they would wait for the lost rank
+            lost = is_communication(error.__cause__)
             raise
         finally:
-            self._tear_down()
-            if owns_group:
+            self._tear_down(lost=lost)
+            if owns_group and not lost:  # it would wait for the lost rank
                 dist.destroy_process_group()
 
-    def _train(self) -> None:
+    def _train(self, layouts: Mapping[int, ParallelismConfig]) -> None:
         steps = self.config.training.steps
         if self.state.step >= steps:
             words = "already at step %d of training.steps = %d: nothing to do; raise it, or use another job.dump_folder"
@@ -154,7 +183,11 @@ class Trainer:
             return
         self._open_record()
         try:
-            self._loop()
+            for step, parallelism in sorted(layouts.items()):
+                if not self._loop(step):
+                    return
+                self.change_layout(parallelism)
+            self._loop(steps)
         except TrainingError:  # on every rank: a checkpoint that is being written is still good
             if self.checkpointer:
                 self.checkpointer.finish()
@@ -189,78 +222,62 @@ class Trainer:
 
     def _place(self, function: str) -> str:
         """Where this rank is in the job, for a message. Args: function: that it is in."""
-        if not hasattr(self, "runtime") or not hasattr(self, "state"):
-            return f"before the first step, {function}"
-        if self.runtime.doing:
-            return f"at step {self.state.step + 1}, {self.runtime.doing}"
-        return f"after step {self.state.step}, {function}"
+        if self._placement is not None and self._placement.runtime.doing:
+            return f"at step {self.state.step + 1}, {self._placement.runtime.doing}"
+        return f"after step {self.state.step}, {function}" if self.state.step else f"before the first step, {function}"
 
     # --------------------------------------------------------------------------------------- set-up
 
     def _set_up(self, device: torch.device) -> None:
+        """What is done once in a process, and the first layout with the state of the newest checkpoint."""
         config = self.config
-        _seed_everything(config.debug.seed, config.debug.deterministic)
+        seed_everything(config.debug.seed, config.debug.deterministic)
         if device.type == "cpu":
             keep_freed_memory()
         set_default_timeout(timedelta(seconds=config.comm.timeout_seconds))
-        self.mesh: Mesh = build_mesh(
-            config.parallelism.mesh_shape,
-            device,
-            data_encoder=config.data_encoder,
-            tie_ranks=self.partition.tie_ranks,
-            share_device=config.comm.share_device,
-        )
-        self.data = ReplicaData(config, self.mesh, self.spec, self.partition)
-        self._log_start()
-        self._memory = JobMemory.measured(config, self.spec, self.partition, self.mesh)
-        if config.planner.enable:
-            self._ahead = PlanAhead(
-                self.planner, self.mesh, seed=config.debug.seed, search=self._search, warm=searching.warm
-            )
-        if config.training.attention_backend == "flex" and device.type != "cuda":
-            raise ConfigError(
-                f'training.attention_backend = "flex" trains on CUDA alone, but the device is {device.type}; set "auto"'
-            )
-        self.model = build_local_model(
-            config.model,
-            self.spec,
-            self.partition,
-            self.mesh,
-            config.training,
-            seed=config.debug.seed,
-            regathered=config.regathered,
-            recompute=config.activation_checkpoint,
-        )
-        self.optimizers = build_optimizers(config.optimizer, self.model.chunks, self.model.tied)
-        self.runtime = PipelineScheduleRuntime(self.model.stages)
-        settings = {
-            "data.source": config.data.source,
-            "training.seq_len": config.training.seq_len,
-            "training.global_batch_size": config.training.global_batch_size,
-            "debug.seed": config.debug.seed,
-        }
-        self.state = TrainState(step=0, loader=LoaderState(seed=config.debug.seed).to_dict(), data=settings)
+        self._device_memory = DeviceMemory.agreed(device, local_world_size(config.parallelism.mesh_shape.world_size))
         if config.checkpoint.enable:
-            folder = self.folder / config.checkpoint.folder
-            self.checkpointer = Checkpointer(
-                config.checkpoint, folder, self.model.chunks, self.optimizers, self.model.aliases
-            )
-            self.state = self.checkpointer.load() or self.state
-            if self.state.step:
-                logger.info("resumed from step %d", self.state.step)
-            for name, old in self.state.data.items():
-                if settings[name] != old:
-                    logger.warning(
-                        "%s was %r when step %d was saved and is %r now: the data do not go on where they stopped",
-                        name,
-                        old,
-                        self.state.step,
-                        settings[name],
-                    )
-            self.state = dataclasses.replace(self.state, data=settings)
-            self._memory.resume(self.state.memory)
-        self._items = self.data.training(LoaderState.from_dict(self.state.loader))
-        self._skipped = 0
+            self.checkpointer = Checkpointer(config.checkpoint, self.folder / config.checkpoint.folder)
+        self._build(device)
+        if self.checkpointer and (saved := self.checkpointer.load(self._named())):
+            self.state = saved.resumed(self.state.data)
+        self._take_up()
+
+    def _build(self, device: torch.device) -> None:
+        """Places the job as its config says, with initial weights. Collective over the job."""
+        self._log_start(device)
+        self._memory = JobMemory.budgeted(self.config, self.planner, device, self._device_memory)
+        self._placement = Placement.build(self.config, self.planner, device, self._search)
+
+    def _named(self) -> NamedTensors:
+        """The tensors of the placement."""
+        model = self.model
+        return NamedTensors(model.chunks, self.placement.optimizers, model.aliases)
+
+    def _take_up(self) -> None:
+        """Goes on from the state: its margins of memory and its position in the data."""
+        self._memory.resume(self.state.memory)
+        self._items = self.placement.data.training(LoaderState.from_dict(self.state.loader))
+
+    def change_layout(self, parallelism: ParallelismConfig) -> None:
+        """Goes on at other degrees of parallelism, in the same processes, as a resumed job would. Collective.
+
+        Raises: ConfigError: the job does not fit them.
+        """
+        config = dataclasses.replace(self.config, parallelism=parallelism)
+        config_module.check(config)
+        parallelism.mesh_shape.check_world_size(dist.get_world_size())
+        planner, cut_s = _planner_in_time(config)
+        logger.info("after step %d the layout changes", self.state.step)
+        device, held = self.mesh.device, HeldTensors.of(self._named())
+        self.placement.close()
+        self._placement, self._items = None, iter(())
+        gc.collect()  # hooks refer to modules: their memory is needed now
+        self.config, self.planner, self._cut_s = config, planner, cut_s
+        self._build(device)
+        held.restore(self._named())
+        self._take_up()
+        self._on_folder(self._write_description)
 
     def _open_record(self) -> None:
         """Begins what the run leaves in its folder, and takes signals from now on."""
@@ -290,19 +307,20 @@ class Trainer:
         (self.folder / "config.toml").write_text(config_module.dump(self.config))
         write_environment(self.folder / "environment.json", self.mesh, self.state.step)
 
-    def _log_start(self) -> None:
-        threads = search_threads(self.config.planner.threads, num_cores(), local_world_size(self.mesh.shape.world_size))
-        for line in start_lines(
-            self.config, self.planner, device=self.mesh.device.type, threads=threads, cut_s=self._cut_s
-        ):
+    def _log_start(self, device: torch.device) -> None:
+        world_size = self.config.parallelism.mesh_shape.world_size
+        threads = search_threads(self.config.planner.threads, num_cores(), local_world_size(world_size))
+        for line in start_lines(self.config, self.planner, device=device.type, threads=threads, cut_s=self._cut_s):
             logger.info("%s", line)
 
-    def _tear_down(self) -> None:
+    def _tear_down(self, *, lost: bool = False) -> None:
+        """Args: lost: a rank does not answer."""
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        for part in (getattr(self, name, None) for name in ("_ahead", "reporter", "data")):
-            if part is not None:
-                part.close()
+        if self.reporter is not None:
+            self.reporter.close()
+        if self._placement is not None:
+            self._placement.stop(lost=lost)
 
     def _on_stop(self, number: int, frame: Any) -> None:
         again = number == self._stop_signal == signal.SIGINT
@@ -317,13 +335,15 @@ class Trainer:
 
     # ----------------------------------------------------------------------------------------- loop
 
-    def _loop(self) -> None:
+    def _loop(self, until: int) -> bool:
+        """Trains up to a step, or until it is asked to stop; whether there are steps left to train."""
         config = self.config
-        steps = config.training.steps
+        steps, until = config.training.steps, min(until, config.training.steps)
+        stopped = False
         if config.validation.enable and self.state.step == 0:
             self.validate(0)
-        batches = self._batches(self.state.step + 1, steps)
-        while self.state.step < steps:
+        batches = self._batches(self.state.step + 1, until)
+        while self.state.step < until and not stopped:
             start = time.perf_counter()
             item, ticket = next(batches)
             loaded = time.perf_counter()
@@ -354,16 +374,16 @@ class Trainer:
             if self.checkpointer:
                 self.checkpointer.poll()
                 if step % config.checkpoint.interval == 0 or step == steps or result.stop:
-                    self.checkpointer.save(self.state)
+                    self.checkpointer.save(self.state, self._named())
             due = step % config.validation.freq == 0 or step == steps
             if config.validation.enable and due and not result.stop:  # a stop leaves little time
                 self.validate(step)
-            if result.stop:
+            if stopped := result.stop:
                 reason = signal.Signals(self._stop_signal).name if self._stop_signal else "a signal to another rank"
                 logger.info("%s: stopped after step %d%s", reason, step, ", saved" if self.checkpointer else "")
-                break
         if self.checkpointer:
             self.checkpointer.finish()
+        return not stopped and self.state.step < steps
 
     def train_step(self, step: int, item: Item, plan: IterationPlan) -> tuple[StepResult, StepOutcome]:
         """Forward, backward and optimizer step of one batch. Collective over the job.
@@ -375,11 +395,11 @@ class Trainer:
             clip(self.model.parameters, result.grad_norm, self.config.training.max_norm)
             section = self.config.optimizer
             factor = lr_factor(self.config.lr_scheduler, step, self.config.training.steps)
-            set_lr(self.optimizers, section.lr * factor)
-            self.optimizers.step()
+            set_lr(self.placement.optimizers, section.lr * factor)
+            self.placement.optimizers.step()
         else:
             self._handle_nonfinite(step, result.loss, result.grad_norm, self._loss_sum(outcome))
-        self.optimizers.zero_grad()
+        self.placement.optimizers.zero_grad()
         return result, outcome
 
     def backward(self, step: int, item: Item, plan: IterationPlan) -> tuple[StepResult, StepOutcome]:
@@ -440,7 +460,7 @@ class Trainer:
             for step in range(1, num_steps + 1):
                 item = next(self._items)
                 yield item, self.backward(step, item, self._plan(item.meta, step=step))[0]
-                self.optimizers.zero_grad()
+                self.placement.optimizers.zero_grad()
         finally:
             self._tear_down()
 
@@ -460,9 +480,9 @@ class Trainer:
         """
         try:
             self._set_up(device)
-            self.runtime.use_clock(clock)
+            self.placement.runtime.use_clock(clock)
             for step, (batch, meta) in enumerate(batches, 1):
-                item = self.data.item(batch, meta)
+                item = self.placement.data.item(batch, meta)
                 plan = self._plan(meta, step=step)
                 dist.barrier()
                 start = clock()
@@ -505,17 +525,19 @@ class Trainer:
         """
         planner = self._memory.limited(self.planner, step)
         with self._on_all_replicas():
-            if self._ahead and not forward_only:
-                return self._ahead.now(step, meta, planner).plan
-            plan = self._ahead.forward(meta, planner) if self._ahead else planner.plan(meta, forward_only=forward_only)
+            ahead = self.placement.ahead
+            if ahead and not forward_only:
+                return ahead.now(step, meta, planner).plan
+            plan = ahead.forward(meta, planner) if ahead else planner.plan(meta, forward_only=forward_only)
             check_same_program(plan.program.hash, self.mesh)
             return plan
 
     def _take(self, ticket: PendingPlan) -> Planned:
         """The plan that was made while the step before ran, or the first one. Collective over the job."""
-        assert self._ahead is not None
+        ahead = self.placement.ahead
+        assert ahead is not None
         with self._on_all_replicas():
-            return self._ahead.take(ticket, self.config.planner.patience_s)
+            return ahead.take(ticket, self.config.planner.patience_s)
 
     @contextmanager
     def _on_all_replicas(self) -> Iterator[None]:
@@ -559,11 +581,11 @@ class Trainer:
             backend=self.config.training.attention_backend,
             want_predictions=want_predictions,
         )
-        self.runtime.load(
+        self.placement.runtime.load(
             plan.program,
             lambda stage, work: self.planner.output_shape(plan.layout, stage, work, place.cp, place.tp),
         )
-        return self.runtime.step(StepFeed(self.partition, inputs), loss_grad=loss_grad)
+        return self.placement.runtime.step(StepFeed(self.partition, inputs), loss_grad=loss_grad)
 
     def _noise(self, step: int, *, hides: bool) -> ClipNoise | None:
         """The random choices of a step of a text-to-video job. Args: hides: captions may be hidden."""
@@ -586,14 +608,15 @@ class Trainer:
 
         An error in the data of a step is raised when that step comes, and not when it was read.
         """
-        if self._ahead is None:
+        ahead = self.placement.ahead
+        if ahead is None:
             for _ in range(first, last + 1):
                 yield next(self._items), None
             return
         waiting: deque[tuple[Item, PendingPlan] | Exception] = deque()
         for step in range(first, last + 1):
             while len(waiting) < 2 and step + len(waiting) <= last:
-                waiting.append(self._fetch(step + len(waiting), self._ahead))
+                waiting.append(self._fetch(step + len(waiting), ahead))
             found = waiting.popleft()
             if isinstance(found, Exception):
                 raise found
@@ -622,9 +645,9 @@ class Trainer:
         An answer is right if every one of its tokens is the most likely one after the right prefix, which
         is when greedy decoding would write it.
         """
-        found = self._validated(step, self.data.validation(self.config.validation.steps))
+        found = self._validated(step, self.placement.data.validation(self.config.validation.steps))
         if self.config.validation.shuffled_captions:
-            items = self.data.validation(self.config.validation.steps, with_other_captions)
+            items = self.placement.data.validation(self.config.validation.steps, with_other_captions)
             found = dataclasses.replace(found, shuffled_loss=self._validated(step, items).loss)
         assert self.reporter is not None
         self.reporter.validation(step, found)
@@ -672,31 +695,9 @@ class Trainer:
         mesh = self.mesh
         module_flops = self.planner.flops(plan.batching)
         flops = sum(f.total for f in module_flops.values())
-        meta = item.meta
-        image_tokens = sum(image.num_tokens for m in meta.microbatches for image in m.images)
-        video = [meta.num_clips, meta.num_frames, meta.num_video_tokens]
-        statuses = self._ahead.counts if self._ahead else {}
-        counts = [meta.num_images, meta.num_patches, meta.num_skipped, flops, image_tokens]
-        failures = (PlanStatus.TIMED_OUT, PlanStatus.FAILED, PlanStatus.BROKEN, PlanStatus.INVALID)
-        counts += [*video, *(statuses.get(status, 0) for status in failures)]
-        totals = torch.tensor(counts if mesh.is_leader else [0.0] * len(counts), dtype=torch.float64)
-        dist.all_reduce(totals)
-        self._skipped += int(totals[2])
+        counts = StepCounts.of(item.meta, flops, planned).summed(mesh)
+        self._counts.add(counts)
         step = self.state.step
-        clips, frames, video_tokens, late, failed, broken, invalid = map(int, totals[5:])
-        planner = None
-        if planned:
-            planner = PlannerMetrics(
-                evaluations=planned.evaluations,
-                search_s=planned.search_s,
-                makespan_s=planned.makespan_s,
-                first_s=planned.first_s,
-                bound_s=planned.bound_s,
-                late=late,
-                failed=failed + broken,
-                invalid=invalid,
-                age_s=planned.age_s,
-            )
         if not self._is_reporter:
             return
         assert self.reporter is not None and plan.result.timeline is not None
@@ -711,15 +712,15 @@ class Trainer:
                 data_time_s=waits[0],
                 plan_time_s=waits[1],
                 tokens=result.tokens,
-                images=int(totals[0]),
-                patches=int(totals[1]),
-                image_tokens=int(totals[4]),
-                clips=clips,
-                frames=frames,
-                video_tokens=video_tokens,
-                skipped_samples=self._skipped,
+                images=counts.images,
+                patches=counts.patches,
+                image_tokens=counts.image_tokens,
+                clips=counts.clips,
+                frames=counts.frames,
+                video_tokens=counts.video_tokens,
+                skipped_samples=self._counts.skipped_samples,
                 bubble=timing.bubble,
-                flops=float(totals[3]) / mesh.shape.world_size,
+                flops=counts.flops / mesh.shape.world_size,
                 peak_flops=self.peak_flops,
                 memory_gib=memory.reserved_gib,
                 memory_percent=memory.reserved_percent,
@@ -730,7 +731,7 @@ class Trainer:
                 measured_s=timing.makespan_s,
                 planned_s=plan.result.timeline.makespan_s,
                 modules=timing.modules(module_flops, self.peak_flops * mesh.shape.cp * mesh.shape.tp),
-                planner=planner,
+                planner=self._counts.planner(planned) if planned else None,
             ),
             quiet=quiet,
         )
@@ -750,11 +751,8 @@ class Trainer:
             self.reporter.image(step, "timeline", files.image)
 
 
-def _seed_everything(seed: int, deterministic: bool) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+def _planner_in_time(config: Config) -> tuple[IterationPlanner, float]:
+    """The planner of a job, and the seconds that it took to make."""
+    start = time.perf_counter()
+    planner = IterationPlanner.of(config)
+    return planner, time.perf_counter() - start

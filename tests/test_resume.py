@@ -191,7 +191,7 @@ def resumed_weight_decay(rank, path, overrides):
 
     trainer = Trainer(config.load(path, overrides))
     trainer.run()
-    return [group["weight_decay"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return [group["weight_decay"] for optimizer in trainer.placement.optimizers for group in optimizer.param_groups]
 
 
 def test_a_checkpoint_step_that_is_not_there_is_refused(job):

@@ -11,21 +11,17 @@ import itertools
 import json
 import logging
 import os
-import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -38,70 +34,22 @@ from mmtrain.checkpoint.files import (
     first_failure,
     write_manifest,
 )
+from mmtrain.checkpoint.state import NamedTensors, TrainState, random_state_name
 from mmtrain.config.sections import CheckpointConfig
 from mmtrain.errors import CheckpointError, ConfigError, MMTrainError
 from mmtrain.parallel.collectives import on_rank_zero
-from mmtrain.parallel.grads import local_part
-from mmtrain.parallel.titan import FrozenAwareOptimizers
 
 logger = logging.getLogger("mmtrain")
 
 _Value = TypeVar("_Value")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainState:
-    """The values that, with the tensors, make a run continue exactly."""
-
-    step: int
-    """Completed steps."""
-    loader: dict[str, int]
-    """State of the loader after those steps."""
-    tokens: int = 0
-    """Tokens seen by all replicas."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """Settings that define the loader's position: a run continues exactly only with equal ones."""
-    memory: dict[str, Any] = field(default_factory=dict)
-    """Process memory and grown margins that plans allow for, as of `BudgetHistory.to_dict`."""
-
-    @classmethod
-    def read(cls, stored: StoredCheckpoint) -> "TrainState":
-        """The state of a checkpoint. Raises: CheckpointError: it has none."""
-        raw = stored.state
-        for name, kind in (("step", int), ("loader", dict), ("tokens", int)):
-            if not isinstance(raw.get(name), kind):
-                raise stored.damaged(f"{STATE} does not say the {name}")
-        optional = {name: raw[name] for name in ("data", "memory") if name in raw}
-        return cls(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"], **optional)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The state as JSON values."""
-        return {
-            "step": self.step,
-            "loader": dict(self.loader),
-            "tokens": self.tokens,
-            "data": dict(self.data),
-            "memory": dict(self.memory),
-        }
-
-
 class Checkpointer:
-    """Saves and loads this rank's part of a checkpoint; every method is collective over the job."""
+    """Saves and loads this rank's part of a checkpoint, of whatever layout; every method is collective over the job."""
 
-    def __init__(
-        self,
-        section: CheckpointConfig,
-        folder: Path,
-        chunks: Sequence[nn.Module],
-        optimizers: FrozenAwareOptimizers,
-        aliases: dict[str, str],
-    ) -> None:
-        """Args: aliases: parameter name -> name that it is stored under (tied head -> embedding)."""
+    def __init__(self, section: CheckpointConfig, folder: Path) -> None:
         self._section = section
         self._folder = folder
-        self._chunks = chunks
-        self._optimizers = optimizers
-        self._aliases = aliases
         self._group = dist.new_group(backend="gloo") if section.async_mode == "async" else None
         self._running: tuple[Future[Any], RecordingWriter, TrainState] | None = None
         self._went_back_to = -1
@@ -113,8 +61,8 @@ class Checkpointer:
 
     # --------------------------------------------------------------------------------------- saving
 
-    def save(self, state: TrainState) -> None:
-        """Writes a checkpoint of the state after `state.step` steps; in the background with `checkpoint.async_mode`.
+    def save(self, state: TrainState, named: NamedTensors) -> None:
+        """Writes a checkpoint of the state after `state.step` steps; in the background if asked for.
 
         Raises: MMTrainError: a write fails, which `poll` and `finish` may notice later; the incomplete checkpoint is
             removed.
@@ -130,7 +78,7 @@ class Checkpointer:
 
         with self._saving(state):
             on_rank_zero(begin)
-            tensors, writer = self._tensors(), RecordingWriter(aside)
+            tensors, writer = named.table(), RecordingWriter(aside)
             if self._section.async_mode == "async":
                 future = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
                 self._running = (future, writer, state)  # type: ignore[assignment]
@@ -205,8 +153,8 @@ class Checkpointer:
 
     # -------------------------------------------------------------------------------------- loading
 
-    def load(self) -> TrainState | None:
-        """The state to continue from, with parameters, optimizer and random state restored; None: a new run.
+    def load(self, named: NamedTensors) -> TrainState | None:
+        """The state to continue from, with parameters, optimizer and random state in place; None: start anew.
 
         Raises:
             ConfigError: checkpoint.load_step names an absent checkpoint, or one of another model.
@@ -220,7 +168,7 @@ class Checkpointer:
                 f"{', '.join(f'step-{s}' for s in steps) or 'no complete checkpoint'}"
             )
         damaged: dict[int, CheckpointError] = {}
-        state = self._load_newest([step for step in steps if step >= wanted], damaged)
+        state = self._load_newest([step for step in steps if step >= wanted], damaged, named)
         if state is None and wanted in damaged:
             raise CheckpointError(f"checkpoint.load_step = {wanted}: {damaged[wanted]}; name another step")
         if state is None and damaged:
@@ -230,16 +178,18 @@ class Checkpointer:
             )
         return state
 
-    def _load_newest(self, candidates: list[int], damaged: dict[int, CheckpointError]) -> TrainState | None:
-        """The state of the newest undamaged checkpoint. Args: damaged: collects the errors of the others."""
+    def _load_newest(
+        self, candidates: list[int], damaged: dict[int, CheckpointError], named: NamedTensors
+    ) -> TrainState | None:
+        """That of the newest checkpoint that is whole. Args: damaged: gets the others."""
         wanted = self._section.load_step
         for step in reversed(candidates):
             try:
                 stored = self._open(step)
                 went_back_to = stored.state.get("went_back_to", -1)
-                if step > wanted >= 0 and went_back_to != wanted:  # the first load of a job that goes back
-                    return self._load_newest([wanted], damaged)
-                state = self._load(stored)
+                if step > wanted >= 0 and went_back_to != wanted:  # the job goes back, for the first time
+                    return self._load_newest([wanted], damaged, named)
+                state = self._load(stored, named)
             except CheckpointError as error:
                 damaged[step] = error
                 continue
@@ -252,20 +202,17 @@ class Checkpointer:
         with _together(alike=True):
             return StoredCheckpoint.open(self._folder / f"step-{step}", self._section.verify)
 
-    def _load(self, stored: StoredCheckpoint) -> TrainState:
+    def _load(self, stored: StoredCheckpoint, named: NamedTensors) -> TrainState:
         """Raises: CheckpointError: it is damaged; a later `_load` overwrites whatever this one has set."""
-        tensors = self._tensors()
+        tensors = named.table()
         known = stored.metadata.state_dict_metadata
-        rng_key = f"rng.{dist.get_rank()}"
-        if rng_key not in known:  # saved with another number of ranks
-            del tensors[rng_key]
+        if random_state_name() not in known:  # saved by another number of ranks
+            del tensors[random_state_name()]
         self._check_fits(stored.folder, tensors, known)
         stored.load(tensors)
         with _together(), stored.reading():
             state = TrainState.read(stored)
-            self._restore(tensors)
-            if rng_key in tensors:
-                _set_rng(tensors[rng_key])
+            named.restore(tensors)
         if stored.warning and _is_rank_zero():
             logger.warning("%s", stored.warning)
         return state
@@ -290,52 +237,6 @@ class Checkpointer:
         for text, _ in reports:
             if text:
                 raise ConfigError(f"{source} {text}; use the config it was saved with, or another job.dump_folder")
-
-    # --------------------------------------------------------------------------------- tensor names
-
-    def _named(self) -> list[tuple[str, Tensor]]:
-        """(stored name, tensor) of every parameter and buffer in this rank's chunks, copies included."""
-        named = (pair for chunk in self._chunks for pair in chunk.state_dict().items())
-        return [(self._aliases.get(name, name), tensor) for name, tensor in named]
-
-    def _tensors(self) -> dict[str, Any]:
-        tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self._named()}
-        tensors |= {self._stored_key(key): value for key, value in self._optimizers.state_dict().items()}
-        tensors[f"rng.{dist.get_rank()}"] = _get_rng()
-        return tensors
-
-    def _stored_key(self, key: str) -> str:
-        """The stored name of a value of the optimizers."""
-        kind, _, rest = key.partition(".")
-        for alias, name in self._aliases.items():
-            if rest.startswith(alias + "."):
-                rest = name + rest[len(alias) :]
-        return f"optimizer.{kind}.{rest}"
-
-    def _restore(self, tensors: dict[str, Any]) -> None:
-        with torch.no_grad():
-            for name, tensor in self._named():  # restored in place already, except further copies of a tied matrix
-                source = tensors[f"model.{name}"]
-                if source is not tensor and local_part(source).data_ptr() != local_part(tensor).data_ptr():
-                    local_part(tensor).copy_(local_part(source))
-        flat = {}
-        used: set[str] = set()
-        for key in self._optimizers.state_dict():
-            name = self._stored_key(key)
-            value = tensors[name]
-            # Two copies of a tied matrix on one rank: each has its own moments.
-            flat[key] = value.clone() if name in used and isinstance(value, Tensor) else value
-            used.add(name)
-        settings = self._settings()
-        self._optimizers.load_state_dict(flat)
-        for group, values in zip(self._groups(), settings, strict=True):
-            group.update(values)  # moments come from the checkpoint, hyperparameters from the config
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    def _settings(self) -> list[dict[str, Any]]:
-        return [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
 
 
 def _is_rank_zero() -> bool:
@@ -385,27 +286,3 @@ def _flush_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _get_rng() -> str:
-    """Random state of this process as JSON: one plain entry of the checkpoint."""
-    version, keys, gauss = random.getstate()
-    kind, numpy_keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state = {
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "cuda": torch.cuda.get_rng_state().numpy().tobytes().hex() if torch.cuda.is_available() else "",
-        "numpy": [kind, np.asarray(numpy_keys).tolist(), position, has_gauss, cached],
-        "python": [version, list(keys), gauss],
-    }
-    return json.dumps(state)
-
-
-def _set_rng(text: str) -> None:
-    state = json.loads(text)
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
-    version, state_words, gauss = state["python"]
-    random.setstate((version, tuple(state_words), gauss))

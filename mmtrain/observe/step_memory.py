@@ -19,12 +19,8 @@ import torch.distributed as dist
 from mmtrain.config.config import Config
 from mmtrain.config.memory_amount import GIB, show_bytes
 from mmtrain.observe.metrics import memory_gib
-from mmtrain.parallel.mesh import Mesh
-from mmtrain.parallel.planning import local_world_size
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.memory.limit import BudgetHistory, MemoryBudget, MemoryRule, least_activation_bytes
-from mmtrain.planner.partition.partition import Partition
-from mmtrain.spec.spec import ModelSpec
 
 logger = logging.getLogger("mmtrain")
 
@@ -154,18 +150,21 @@ class JobMemory:
         self._meter = PeakMeter(device, budgets.budget.ranks[pp_rank].process_bytes, shared=shares_device)
 
     @classmethod
-    def measured(cls, config: Config, spec: ModelSpec, partition: Partition, mesh: Mesh) -> "JobMemory":
-        """The memory budget of plans, before the model is built. Collective over the job.
+    def budgeted(
+        cls, config: Config, planner: IterationPlanner, device: torch.device, found: DeviceMemory
+    ) -> "JobMemory":
+        """What the plans of a layout have to leave free, of what was found before any model was there.
 
         Raises: ConfigError: planner.memory_limit leaves nothing for activations.
         """
-        memory = DeviceMemory.agreed(mesh.device, local_world_size(mesh.shape.world_size))
-        budget = MemoryRule.of(config, memory.device_bytes).budget(spec, partition, memory.process_bytes)
+        rule = MemoryRule.of(config, found.device_bytes)
+        budget = rule.budget(planner.spec, planner.partition, found.process_bytes)
         budget.check()
         if budget.limited:
             logger.info("%s", budget.table())
-        budgets = BudgetHistory(budget=budget, device=mesh.device.type)
-        made = cls(mesh.device, mesh.pp_rank, budgets, shares_device=config.comm.share_device)
+        budgets = BudgetHistory(budget=budget, device=device.type)
+        pp_rank = config.parallelism.mesh_shape.coordinates(dist.get_rank()).pp
+        made = cls(device, pp_rank, budgets, shares_device=config.comm.share_device)
         made.start_step()
         if made.peak_bytes() is None:
             logger.info("memory: the peak of a step cannot be measured on this system")

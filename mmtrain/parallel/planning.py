@@ -53,7 +53,7 @@ class PlanStatus(IntEnum):
     INVALID = 2
     """The searched plan breaks a rule, or belongs to another iteration."""
     FAILED = 3
-    """The search raised, or outcome nothing."""
+    """The search raised an error, or found no plan."""
     BROKEN = 4
     """The threads of the replica cannot communicate any more; there will be no further search."""
     ERROR = 5

@@ -4,6 +4,7 @@
 """
 
 import logging
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
     _PipelineScheduleRuntime,
 )
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
@@ -31,11 +33,13 @@ __all__ = [
     "TorchScheduleRuntime",
     "default_store",
     "dump_cuda_memory",
+    "end_groups",
     "fsdp_modules",
     "gathers_itself",
     "gradient_edge",
     "is_decomposed",
     "prepare_fsdp",
+    "process_groups",
     "reduce_grads",
     "scale_",
     "set_default_timeout",
@@ -71,6 +75,21 @@ def set_default_timeout(timeout: timedelta) -> None:
     """How long collectives wait on groups that are made from now on without a timeout, as device meshes make theirs."""
     dist.distributed_c10d.default_pg_timeout = timeout
     dist.distributed_c10d.default_pg_nccl_timeout = timeout
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """The process groups that this process has, in the order in which they were made."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Ends process groups, and forgets the device meshes that used them.
+
+    DTensor remembers what operations gave, with their meshes, and takes a new mesh for an old one of equal ranks.
+    """
+    _clear_sharding_prop_cache()
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

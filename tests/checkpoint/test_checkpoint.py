@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mmtrain.checkpoint.checkpoint import TrainState
 from mmtrain.checkpoint.files import MANIFEST, RecordingWriter, complete_steps
+from mmtrain.checkpoint.state import TrainState
 from mmtrain.config import config
 from mmtrain.errors import ConfigError, MMTrainError
 from tests.faults.storage import Damage, SmallJob, equal, load_damaged
@@ -63,18 +63,18 @@ def on_a_full_disk(rank: int, folder: Path, mode: str) -> str:
         if step == 4 and rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         try:
-            checkpointer.save(TrainState(step=step, loader={}))
+            checkpointer.save(TrainState(step=step, loader={}), job.tensors)
             checkpointer.finish()
         except MMTrainError as error:
             message = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert [path.name for path in folder.iterdir()] == ["step-2"]
     dist.barrier()
-    checkpointer.save(TrainState(step=6, loader={}))
+    checkpointer.save(TrainState(step=6, loader={}), job.tensors)
     checkpointer.finish()
     saved = job.values()
     job.spoil()
-    state = job.checkpointer().load()
+    state = job.checkpointer().load(job.tensors)
     assert state is not None and state.step == 6 and equal(job.values(), saved)
     return message
 
@@ -92,7 +92,7 @@ def deleted_during_a_save(rank: int, folder: Path) -> str:
     job = SmallJob(rank, folder)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MMTrainError) as caught:
         patch.setattr(RecordingWriter, "write_data", write_data)
-        job.checkpointer().save(TrainState(step=2, loader={}))
+        job.checkpointer().save(TrainState(step=2, loader={}), job.tensors)
     assert list(folder.iterdir()) == []
     return str(caught.value)
 
@@ -101,11 +101,11 @@ def not_seen_by_rank_1(rank: int, folder: Path) -> str:
     """As on a network file system that tells one machine later than another."""
     job = SmallJob(rank, folder)
     for step in (2, 4):
-        job.checkpointer().save(TrainState(step=step, loader={}))
+        job.checkpointer().save(TrainState(step=step, loader={}), job.tensors)
     checkpointer = job.checkpointer()
     checkpointer._folder = folder / "old" if rank == 1 else folder
     with pytest.raises(MMTrainError) as caught:
-        checkpointer.load()
+        checkpointer.load(job.tensors)
     assert complete_steps(folder) == [2, 4]
     return str(caught.value)
 

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from mmtrain.checkpoint.checkpoint import Checkpointer, TrainState
+from mmtrain.checkpoint.checkpoint import Checkpointer
 from mmtrain.checkpoint.files import MANIFEST
+from mmtrain.checkpoint.state import NamedTensors, TrainState
 from mmtrain.config.sections import CheckpointConfig, OptimizerConfig
 from mmtrain.errors import MMTrainError
 from mmtrain.parallel.optim import build_optimizers
@@ -74,11 +75,12 @@ class SmallJob:
         self.model = nn.ModuleDict({"shared": nn.Linear(96, 96), f"own{rank}": nn.Linear(64, 64 + 32 * rank)})
         fully_shard(self.model["shared"], mesh=init_device_mesh("cpu", (2,)))
         self.optimizers = build_optimizers(OptimizerConfig(), [self.model], ())
+        self.tensors = NamedTensors([self.model], self.optimizers, {})
         torch.manual_seed(rank)
 
     def checkpointer(self, **section: Any) -> Checkpointer:
         """One that has just been started."""
-        return Checkpointer(CheckpointConfig(enable=True, **section), self.folder, [self.model], self.optimizers, {})
+        return Checkpointer(CheckpointConfig(enable=True, **section), self.folder)
 
     def train(self) -> None:
         """One step on gradients that are drawn."""
@@ -107,7 +109,7 @@ def save_two(job: SmallJob, folder: Path) -> dict[int, dict[str, Any]]:
     for step in (2, 4):
         job.train()
         state = TrainState(step=step, loader={"seed": 3, "epoch": 0, "cursor": step})
-        job.checkpointer().save(state)
+        job.checkpointer().save(state, job.tensors)
         saved[step] = job.values()
     if dist.get_rank() == 0:
         shutil.copytree(job.folder, folder)
@@ -133,7 +135,7 @@ def load_damaged(
         dist.barrier()
         job.spoil()
         try:
-            state = job.checkpointer(load_step=load_step).load()
+            state = job.checkpointer(load_step=load_step).load(job.tensors)
             assert state is not None
             same = equal(job.values(), saved[state.step]) if state.step in saved else False
             outcomes.append(("loaded" if same else "other values", state.step))

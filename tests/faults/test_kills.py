@@ -25,10 +25,11 @@ def timed(rank: int, path: Path, overrides: list[str]) -> float:
 
     loop, found = Trainer._loop, []
 
-    def _loop(self: Trainer) -> None:
+    def _loop(self: Trainer, *args: Any) -> bool:
         start = time.monotonic()
-        loop(self)
+        goes_on = loop(self, *args)
         found.append(time.monotonic() - start)
+        return goes_on
 
     Trainer._loop = _loop
     train(rank, path, overrides)
@@ -46,10 +47,10 @@ def killed(rank: int, path: Path, overrides: list[str], victims: list[int], phas
 
     original = getattr(Trainer, phase)
 
-    def begun(self: Trainer, *args: Any) -> None:
+    def begun(self: Trainer, *args: Any) -> Any:
         if rank in victims:
             threading.Thread(target=kill, daemon=True).start()
-        original(self, *args)
+        return original(self, *args)
 
     setattr(Trainer, phase, begun)
     train(rank, path, overrides)

@@ -2,15 +2,20 @@
 
 import inspect
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import PipelineStage
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from mmtrain.parallel.runtime import BoundAction, PipelineScheduleRuntime
 from mmtrain.parallel.stage import ModalityStage
-from mmtrain.parallel.torch_private import is_decomposed
+from mmtrain.parallel.torch_private import end_groups, is_decomposed, process_groups
 from mmtrain.schedule.action import Action, Kind
+from tests.ranks import run_ranks
 
 
 def test_ours_are_real_subclasses():
@@ -94,3 +99,23 @@ def test_a_parameter_group_says_whether_it_frees_parameters_after_a_forward():
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     assert isinstance(FSDPParamGroup._reshard_after_forward, property)
+
+
+def sums_on_equal_meshes(rank):
+    """A sum on a mesh, then on an equal one that is made after the groups of the one before have ended."""
+    found = []
+    for _ in range(2):
+        others, mesh = process_groups(), init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        total = x + x
+        assert total.device_mesh is mesh
+        found.append(total.full_tensor().tolist())
+        dist.barrier()
+        end_groups([group for group in process_groups() if group not in others])
+        assert process_groups() == others
+    return found
+
+
+@pytest.mark.ranks
+def test_an_ended_mesh_is_not_taken_for_a_new_one_of_equal_ranks():
+    assert run_ranks(sums_on_equal_meshes, 2) == [[[0.0, 2.0, 4.0, 6.0]] * 2] * 2

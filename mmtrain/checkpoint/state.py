@@ -1,0 +1,185 @@
+"""What is trained, whatever the layout: numbers of the run, and tensors by the names of the model's parameters.
+
+A checkpoint, and a job that goes on at another layout, take it from one set of chunks and put it into another.
+"""
+
+import json
+import logging
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from mmtrain.checkpoint.files import STATE, StoredCheckpoint
+from mmtrain.config.config import Config
+from mmtrain.data.packing import LoaderState
+from mmtrain.parallel.grads import local_part
+from mmtrain.parallel.titan import FrozenAwareOptimizers
+
+logger = logging.getLogger("mmtrain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """The integers that, with the tensors, make a run continue exactly."""
+
+    step: int
+    """Steps done."""
+    loader: dict[str, int]
+    """State of the loader after those steps."""
+    tokens: int = 0
+    """Tokens seen by all replicas."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Settings that give the loader's position its meaning: a run continues exactly only under equal ones."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What plans allow for beside tensors, and the margins that grew, as of `BudgetHistory.to_dict`."""
+
+    @classmethod
+    def first(cls, config: Config) -> "TrainState":
+        """That of a job which has not trained yet."""
+        settings = {
+            "data.source": config.data.source,
+            "training.seq_len": config.training.seq_len,
+            "training.global_batch_size": config.training.global_batch_size,
+            "debug.seed": config.debug.seed,
+        }
+        return cls(step=0, loader=LoaderState(seed=config.debug.seed).to_dict(), data=settings)
+
+    @classmethod
+    def read(cls, stored: StoredCheckpoint) -> "TrainState":
+        """That of a checkpoint. Raises: CheckpointError: it has no such state."""
+        raw = stored.state
+        for name, kind in (("step", int), ("loader", dict), ("tokens", int)):
+            if not isinstance(raw.get(name), kind):
+                raise stored.damaged(f"{STATE} does not say the {name}")
+        optional = {name: raw[name] for name in ("data", "memory") if name in raw}
+        return cls(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"], **optional)
+
+    def resumed(self, settings: dict[str, Any]) -> "TrainState":
+        """This state in a run with these `data` settings; a warning names those that were others."""
+        logger.info("resumed from step %d", self.step)
+        for name, old in self.data.items():
+            if settings[name] != old:
+                logger.warning(
+                    "%s was %r when step %d was saved and is %r now: the data do not go on where they stopped",
+                    name,
+                    old,
+                    self.step,
+                    settings[name],
+                )
+        return replace(self, data=settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {
+            "step": self.step,
+            "loader": dict(self.loader),
+            "tokens": self.tokens,
+            "data": dict(self.data),
+            "memory": dict(self.memory),
+        }
+
+
+class NamedTensors:
+    """The tensors of this rank's chunks and optimizers, under names that no layout changes.
+
+    Args: aliases: parameter name -> name that it is stored under (tied head -> embedding).
+    """
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], optimizers: FrozenAwareOptimizers, aliases: Mapping[str, str]
+    ) -> None:
+        self._chunks, self._optimizers, self._aliases = chunks, optimizers, aliases
+
+    def table(self) -> dict[str, Any]:
+        """Name -> parameter, buffer, moment or setting of an optimizer, or random state; tensors are the live ones."""
+        tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self._parameters()}
+        tensors |= {self._stored_name(key): value for key, value in self._optimizers.state_dict().items()}
+        tensors[random_state_name()] = _get_rng()
+        return tensors
+
+    def restore(self, tensors: Mapping[str, Any]) -> None:
+        """Takes over a table whose values were replaced, in place or not. Hyperparameters stay those of the config."""
+        with torch.no_grad():
+            for name, tensor in self._parameters():  # in place already, but for further copies of a tied matrix
+                source = tensors[f"model.{name}"]
+                if source is not tensor and local_part(source).data_ptr() != local_part(tensor).data_ptr():
+                    local_part(tensor).copy_(local_part(source))
+        flat = {}
+        used: set[str] = set()
+        for key in self._optimizers.state_dict():
+            name = self._stored_name(key)
+            value = tensors[name]
+            # Two copies of a tied matrix on one rank: each has moments of its own.
+            flat[key] = value.clone() if name in used and isinstance(value, Tensor) else value
+            used.add(name)
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
+        self._optimizers.load_state_dict(flat)
+        for group, values in zip(self._groups(), settings, strict=True):
+            group.update(values)
+        if random_state_name() in tensors:  # else this rank was not there
+            _set_rng(tensors[random_state_name()])
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(stored name, tensor) of every parameter and buffer in this rank's chunks, copies included."""
+        for chunk in self._chunks:
+            for name, tensor in chunk.state_dict().items():
+                yield self._aliases.get(name, name), tensor
+
+    def _stored_name(self, key: str) -> str:
+        """The name of an entry of the optimizers' table, which is KIND.PARAMETER.VALUE."""
+        kind, _, rest = key.partition(".")
+        for alias, name in self._aliases.items():
+            if rest.startswith(alias + "."):
+                rest = name + rest[len(alias) :]
+        return f"optimizer.{kind}.{rest}"
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+
+def seed_everything(seed: int, deterministic: bool) -> None:
+    """Sets the random state of this process. Args: deterministic: torch refuses operations whose results vary."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def random_state_name() -> str:
+    """The name of this rank's random state."""
+    return f"rng.{dist.get_rank()}"
+
+
+def _get_rng() -> str:
+    """Random state of this process, as JSON: one plain entry of the checkpoint."""
+    version, keys, gauss = random.getstate()
+    kind, numpy_keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": torch.cuda.get_rng_state().numpy().tobytes().hex() if torch.cuda.is_available() else "",
+        "numpy": [kind, np.asarray(numpy_keys).tolist(), position, has_gauss, cached],
+        "python": [version, list(keys), gauss],
+    }
+    return json.dumps(state)
+
+
+def _set_rng(text: str) -> None:
+    state = json.loads(text)
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))

@@ -1,0 +1,87 @@
+"""What all replicas of a job count: in one step, and in all steps of this process, at whatever layouts."""
+
+from dataclasses import astuple, dataclass
+
+import torch
+import torch.distributed as dist
+
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.observe.metrics import PlannerMetrics
+from mmtrain.parallel.mesh import Mesh
+from mmtrain.parallel.planning import Planned, PlanStatus
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What the batch of one step had, over all replicas, and what became of its plans."""
+
+    flops: float
+    images: int
+    patches: int
+    image_tokens: int
+    clips: int
+    frames: int
+    video_tokens: int
+    skipped_samples: int
+    late: int
+    """Replicas whose search was not done in time."""
+    failed: int
+    invalid: int
+
+    @classmethod
+    def of(cls, meta: IterationMeta, flops: float, planned: Planned | None) -> "StepCounts":
+        """Those of one replica. Args: flops: of its batch. planned: None without the planner."""
+        status = planned.status if planned else PlanStatus.READY
+        return cls(
+            flops=flops,
+            images=meta.num_images,
+            patches=meta.num_patches,
+            image_tokens=sum(image.num_tokens for m in meta.microbatches for image in m.images),
+            clips=meta.num_clips,
+            frames=meta.num_frames,
+            video_tokens=meta.num_video_tokens,
+            skipped_samples=meta.num_skipped,
+            late=int(status is PlanStatus.TIMED_OUT),
+            failed=int(status in (PlanStatus.FAILED, PlanStatus.BROKEN)),
+            invalid=int(status is PlanStatus.INVALID),
+        )
+
+    def summed(self, mesh: Mesh) -> "StepCounts":
+        """The sum over the leaders of all replicas. Collective over the job."""
+        totals = torch.tensor(astuple(self), dtype=torch.float64)
+        if not mesh.is_leader:
+            totals.zero_()
+        dist.all_reduce(totals)
+        flops, *numbers = totals.tolist()
+        return StepCounts(flops, *map(int, numbers))
+
+
+@dataclass(slots=True)
+class JobCounts:
+    """Sums over the steps of this process."""
+
+    skipped_samples: int = 0
+    late: int = 0
+    failed: int = 0
+    invalid: int = 0
+
+    def add(self, step: StepCounts) -> None:
+        """Adds a step."""
+        self.skipped_samples += step.skipped_samples
+        self.late += step.late
+        self.failed += step.failed
+        self.invalid += step.invalid
+
+    def planner(self, planned: Planned) -> PlannerMetrics:
+        """What a user sees of a plan, and of the searches before it."""
+        return PlannerMetrics(
+            evaluations=planned.evaluations,
+            search_s=planned.search_s,
+            makespan_s=planned.makespan_s,
+            first_s=planned.first_s,
+            bound_s=planned.bound_s,
+            late=self.late,
+            failed=self.failed,
+            invalid=self.invalid,
+            age_s=planned.age_s,
+        )

@@ -1,0 +1,96 @@
+"""Where a job is trained: how its model, its data and its planning are divided over the ranks.
+
+A placement holds nothing that cannot be built again. What is trained comes into its chunks and optimizer by the names
+of parameters, from a checkpoint or from the placement before it.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mmtrain.config.config import Config
+from mmtrain.errors import ConfigError
+from mmtrain.parallel.build import LocalModel, build_local_model
+from mmtrain.parallel.mesh import Mesh, build_mesh
+from mmtrain.parallel.optim import LocalOptimizers, build_optimizers
+from mmtrain.parallel.planning import PlanAhead
+from mmtrain.parallel.replica_data import ReplicaData
+from mmtrain.parallel.runtime import PipelineScheduleRuntime
+from mmtrain.parallel.torch_private import end_groups, process_groups
+from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.plan_choice import Search
+from mmtrain.planner.search import search as searching
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One layout of a job on this rank."""
+
+    mesh: Mesh
+    data: ReplicaData
+    ahead: PlanAhead | None
+    """Searches plans (`planner.enable`), with a thread of its own."""
+    model: LocalModel
+    optimizers: LocalOptimizers
+    runtime: PipelineScheduleRuntime
+    groups: tuple[dist.ProcessGroup, ...]
+    """All that were made for it."""
+
+    @classmethod
+    def build(cls, config: Config, planner: IterationPlanner, device: torch.device, search: Search) -> "Placement":
+        """The layout that a config and its planner describe, with initial weights. Collective over the job.
+
+        Args: search: finds the plans of iterations.
+        Raises: ConfigError.
+        """
+        if config.training.attention_backend == "flex" and device.type != "cuda":
+            raise ConfigError(
+                f'training.attention_backend = "flex" trains on CUDA alone, but the device is {device.type}; set "auto"'
+            )
+        seed, partition, others = config.debug.seed, planner.partition, process_groups()
+        mesh = build_mesh(
+            config.parallelism.mesh_shape,
+            device,
+            data_encoder=config.data_encoder,
+            tie_ranks=partition.tie_ranks,
+            share_device=config.comm.share_device,
+        )
+        data, ahead = ReplicaData(config, mesh, planner.spec, partition), None
+        with ExitStack() as undo:
+            if config.planner.enable:
+                ahead = PlanAhead(planner, mesh, seed=seed, search=search, warm=searching.warm)
+                undo.callback(ahead.close)
+            model = build_local_model(
+                config.model,
+                planner.spec,
+                partition,
+                mesh,
+                config.training,
+                seed=seed,
+                regathered=config.regathered,
+                recompute=config.activation_checkpoint,
+            )
+            optimizers = build_optimizers(config.optimizer, model.chunks, model.tied)
+            runtime = PipelineScheduleRuntime(model.stages)
+            undo.pop_all()
+        groups = tuple(group for group in process_groups() if group not in others)
+        return cls(
+            mesh=mesh, data=data, ahead=ahead, model=model, optimizers=optimizers, runtime=runtime, groups=groups
+        )
+
+    def stop(self, *, lost: bool = False) -> None:
+        """Ends what runs beside this process' main thread: its planning thread and the processes that read data.
+
+        Args: lost: a rank does not answer, and the planning thread may wait for it: it is left behind.
+        """
+        if self.ahead is not None and not lost:
+            self.ahead.close()
+        self.data.close()
+
+    def close(self) -> None:
+        """Ends the layout, and its process groups. Collective over the job, none of whose ranks uses it any more."""
+        self.stop()
+        dist.barrier()  # a rank that ends its connections while another one reads from them would break these
+        end_groups(self.groups)
