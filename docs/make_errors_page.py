@@ -236,10 +236,8 @@ NOTES: dict[str, str] = {
     ),
     "rank {rank} is outside of a mesh": "Only for programs that ask for the place of a rank: ranks count from 0.",
     # models
-    "{where}.pretrained: {path} is not valid JSON": "The file is damaged, or a Git LFS pointer: fetch it again.",
-    "{where}.pretrained: {path} holds no JSON object": (
-        "It is no model's `config.json`: name the folder that holds one."
-    ),
+    "{key}: {path} is not valid JSON": "The file is damaged, or a Git LFS pointer: fetch it again.",
+    "{key}: {path} holds no JSON object": "It is another file of that name: name the folder of a published model.",
     "{name} cannot be built from the config": (
         "The Hugging Face class says why; compare with the `config.json` of a published model."
     ),
@@ -279,12 +277,6 @@ NOTES: dict[str, str] = {
     "the source has no usable sample": (
         "The example says why one was left out; the policies are `data.on_error` and `data.too_long`."
     ),
-    "data.image_processor = '{processor}': {path}": (
-        "Name a folder with `preprocessor_config.json`, an id, or leave it empty."
-    ),
-    "data.image_processor = '{processor}' cannot be read": (
-        "Name a folder with `preprocessor_config.json`, an id, or leave it empty."
-    ),
     "its content is corrupt": "The image's header is fine, the rest is not: fetch it again, or leave it out.",
     "it decodes to": "A damaged file, or one whose format Pillow reads in another way: write the image anew.",
     "its {number} bytes are not": "Not an image, or a format that Pillow does not know: write it as PNG or JPEG.",
@@ -310,11 +302,11 @@ NOTES: dict[str, str] = {
     "sample {sample} cannot be used": (
         "A library's error that has no message of its own here; its kind and words follow. Look at the sample alone."
     ),
-    "data.source = '{source}' does not exist": (
+    "{key} = {value} does not exist; {instead}": (
         "Paths start where the job was started. The nearest name, or all names beside it, follow."
     ),
-    "data.source = '{source}': no such folder; ": (
-        "Local paths come first. For a data set of the hub whose owner is called like a folder start the job elsewhere."
+    "{key} = {value} does not exist; {instead} (": (
+        "Local paths come first. For an id of the hub whose owner is called like a folder start the job elsewhere."
     ),
     "data.source = '{source}': no such folder, and the hub": (
         "A path is misspelt, or there is no network: download the data set before, and name its folder."
@@ -330,9 +322,6 @@ NOTES: dict[str, str] = {
     ),
     "data.source cannot be read": (
         "The file system's reason follows. Every job's leaders read the data: is it there on their machines?"
-    ),
-    "tokenizer.path = '{path}' cannot be loaded": (
-        "Name a folder with `tokenizer.json`, or an id that is cached or can be reached."
     ),
     "the tokenizer has": "Only for programs that train a tokenizer: give more text, or ask for a smaller vocabulary.",
     # training

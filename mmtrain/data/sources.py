@@ -13,7 +13,6 @@ import difflib
 import hashlib
 import importlib.util
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from mmtrain.config.config import DataConfig
 from mmtrain.data.media import RawImage, check_text, raw_image
 from mmtrain.errors import ConfigError, DataError, one_line, shown
+from mmtrain.spec.hub_files import local_path, near_name
 
 R_co = TypeVar("R_co", covariant=True)
-
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-"""What a data set on the hub can be called: OWNER/NAME, or NAME alone."""
 
 _END = object()
 
@@ -126,12 +123,10 @@ def open_source(data: DataConfig, split: str, form: RecordForm[R_co]) -> Source[
 
     Raises: ConfigError: the source or the split does not exist, or lacks a column of the form; names what exists.
     """
-    path = Path(data.source).expanduser()
+    path = local_path("data.source", data.source) or Path(data.source)
     name = f"{data.source} ({split})"
     if jsonl := _jsonl_file(path, split):
         return _local(JsonLines(jsonl), data, form, name, str(jsonl.parent))
-    if not path.exists():
-        _check_may_be_on_hub(data.source, path)
     if not _has_datasets():
         return _local(ParquetRows(files := _parquet_files(path, split)), data, form, name, _folder_of(files, path))
     rows, folder = _load_dataset(data, path, split)
@@ -293,21 +288,6 @@ def _has_datasets() -> bool:
         return False
 
 
-def _check_may_be_on_hub(source: str, path: Path) -> None:
-    """Refuses what does not exist here and is no id of the hub's, or one whose owner is a folder here: a typing error.
-
-    Raises: ConfigError: with a name that is near.
-    """
-    named = path.suffix in (".parquet", ".json", ".jsonl") or source.startswith((".", "/", "~"))
-    if named or not HUB_ID.fullmatch(source):
-        raise ConfigError(f"data.source = {source!r} does not exist; {_siblings(path)}")
-    if "/" in source and path.parent.is_dir():
-        raise ConfigError(
-            f"data.source = {source!r}: no such folder; {_siblings(path)} (it is not looked for on the hub, since "
-            f"{str(path.parent)!r} is a folder here)"
-        )
-
-
 def _check_reachable(source: str, path: Path) -> None:
     """Asks the hub once, for `datasets` would ask for a minute.
 
@@ -325,7 +305,7 @@ def _check_reachable(source: str, path: Path) -> None:
         try:
             datasets.load.CachedDatasetModuleFactory(source).get_module()
         except FileNotFoundError:
-            reason, near = one_line(error).rstrip("."), _near(path)
+            reason, near = one_line(error).rstrip("."), near_name(path)
             raise ConfigError(
                 f"data.source = {source!r}: no such folder, and the hub cannot be asked: {reason}"
                 + (f"; {near}" if near else "")
@@ -407,18 +387,3 @@ def _check_conversations(name: str, columns: list[str]) -> None:
 
 CONVERSATIONS = RecordForm(columns=("messages", "images", "grade"), check=_check_conversations, make=make_record)
 """Records with `messages`."""
-
-
-def _near(path: Path) -> str:
-    """A question for what is in the folder of a path and has nearly its name; empty if nothing has."""
-    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, 1)
-    return f"did you mean {path.parent / near[0]}?" if near else ""
-
-
-def _siblings(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"neither does its folder {path.parent}"
-    names = sorted(p.name for p in path.parent.iterdir() if not p.name.startswith("."))
-    listed = ", ".join([*names[:10], "..."] if len(names) > 10 else names) or "no file"
-    return _near(path) or f"{path.parent.absolute()} has {listed}"
