@@ -38,7 +38,7 @@ from mmtrain.models.batch import Batch, check_batch, with_other_captions
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.observe.environment import write_environment
 from mmtrain.observe.host_memory import keep_freed_memory
-from mmtrain.observe.job_summary import start_lines
+from mmtrain.observe.job_summary import few_clips, start_lines
 from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, peak_flops, setup_logging
 from mmtrain.observe.out_of_memory import Scene, explained, is_out_of_memory
 from mmtrain.observe.step_files import StepFiles
@@ -76,6 +76,7 @@ class StepResult:
     max_loss: float
     grad_norm: float
     tokens: int
+    clips: int
     stop: bool
     """Whether some rank was asked to stop."""
 
@@ -160,6 +161,8 @@ class Trainer:
         self._open_record()
         try:
             self._loop()
+            if few := few_clips(self.config, self.state.clips):
+                logger.info("%s", few)
         except TrainingError:  # on every rank: a checkpoint that is being written is still good
             if self.checkpointer:
                 self.checkpointer.finish()
@@ -244,7 +247,7 @@ class Trainer:
             "training.global_batch_size": config.training.global_batch_size,
             "debug.seed": config.debug.seed,
         }
-        self.state = TrainState(step=0, loader=LoaderState(seed=config.debug.seed).to_dict(), data=settings)
+        self.state = TrainState(step=0, loader=LoaderState(seed=config.debug.seed).to_dict(), data=settings, clips=0)
         if config.checkpoint.enable:
             folder = self.folder / config.checkpoint.folder
             self.checkpointer = Checkpointer(
@@ -345,7 +348,11 @@ class Trainer:
                 raise explained(error, self._scene(step, item, plan)) from error
             seconds = time.perf_counter() - start
             self.state = dataclasses.replace(
-                self.state, step=step, loader=item.state.to_dict(), tokens=self.state.tokens + result.tokens
+                self.state,
+                step=step,
+                loader=item.state.to_dict(),
+                tokens=self.state.tokens + result.tokens,
+                clips=None if self.state.clips is None else self.state.clips + result.clips,
             )
             memory = self._memory.end_step(step, plan)
             if saved := self._memory.to_dict():
@@ -405,10 +412,8 @@ class Trainer:
         sync_tied(self.model.tied, self.mesh)
         norm = total_norm(parameters, self.mesh, skip=self._tied_copy_to_skip())
         loss_sum = self._loss_sum(outcome)
-        totals = torch.tensor(
-            [loss_sum, float(item.meta.num_all_tokens if self.mesh.is_leader else 0), float(self._stop_signal)],
-            dtype=torch.float64,
-        )
+        counts = (item.meta.num_all_tokens, item.meta.num_clips) if self.mesh.is_leader else (0, 0)
+        totals = torch.tensor([loss_sum, *counts, self._stop_signal], dtype=torch.float64)
         dist.all_reduce(totals)
         largest = torch.tensor(loss_sum / max(1, self._num_targets(item.meta)), dtype=torch.float64)
         if self.mesh.replica_group is not None:
@@ -419,7 +424,8 @@ class Trainer:
             max_loss=float(largest),
             grad_norm=float(norm),
             tokens=int(totals[1]),
-            stop=bool(totals[2]),
+            clips=int(totals[2]),
+            stop=bool(totals[3]),
         )
         return result, outcome
 

@@ -63,15 +63,17 @@ class TrainState:
     """Settings that give the loader's position its meaning: a run continues exactly only under equal ones."""
     memory: dict[str, Any] = field(default_factory=dict)
     """What plans allow for beside tensors, and the margins that grew, as of `BudgetHistory.to_dict`."""
+    clips: int | None = None
+    """Clips seen by all replicas; None: not known, of a checkpoint from before they were counted."""
 
     @classmethod
     def read(cls, stored: StoredCheckpoint) -> "TrainState":
         """That of a checkpoint. Raises: CheckpointError: it has no such state."""
         raw = stored.state
-        for name, kind in (("step", int), ("loader", dict), ("tokens", int)):
+        for name, kind in (("step", int), ("loader", dict), ("tokens", int), ("clips", int | None)):
             if not isinstance(raw.get(name), kind):
                 raise stored.damaged(f"{STATE} does not say the {name}")
-        optional = {name: raw[name] for name in ("data", "memory") if name in raw}
+        optional = {name: raw[name] for name in ("data", "memory", "clips") if name in raw}
         return cls(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"], **optional)
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,6 +84,7 @@ class TrainState:
             "tokens": self.tokens,
             "data": dict(self.data),
             "memory": dict(self.memory),
+            "clips": self.clips,
         }
 
 

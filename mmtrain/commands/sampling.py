@@ -30,6 +30,7 @@ from mmtrain.models.chunk import LanguageChunk
 from mmtrain.models.denoising import denoise, encode_prompts
 from mmtrain.models.diffusion import NUM_TIMESTEPS, make_scheduler, null_token
 from mmtrain.models.dit import DitChunk
+from mmtrain.observe.job_summary import few_clips
 from mmtrain.spec.shapes import dit_shape
 
 logger = logging.getLogger("mmtrain")
@@ -120,6 +121,9 @@ def sample(
     """
     run = open_run(folder, step)
     question = _resolved(run, wanted)
+    clips = run.checkpoint.state.get("clips")
+    if few := few_clips(run.job, clips if isinstance(clips, int) else None):
+        logger.warning("%s", few)
     with new_folder(out) as aside:
         where = torch.device(device)
         clips = _decoded(run, _latents(run, wanted, question, where, progress), where)

@@ -1,4 +1,4 @@
-"""What a job runs, in words of its resolved config: for the log's first lines. Pure."""
+"""What a job runs, in words of its resolved config: for the log's first lines, and its last. Pure."""
 
 from collections.abc import Callable
 
@@ -17,6 +17,10 @@ _SHAPES: dict[str, Callable[[ModelConfig], VisionShape | VaeShape | LanguageShap
     "dit": dit_shape,
 }
 """Module -> the numbers of its model."""
+
+FEW_CLIPS = 32_000
+"""The most that a small DiT with random initial weights was tried with; its samples were noise all the same. Source:
+docs/log.md, "Samples that are noise"."""
 
 
 def families(model: ModelConfig) -> dict[str, str]:
@@ -51,6 +55,22 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
         f"{training.global_batch_size} microbatches x {training.seq_len} tokens"
     )
     return [*lines, show_switches(config.planner, threads)]
+
+
+def few_clips(config: Config, clips: int | None) -> str:
+    """That samples will look like noise, where the DiT began with random weights and has seen few clips since; else
+    the empty string.
+
+    Args: clips: that it has learned from; None: not known.
+    """
+    dit = config.model.dit
+    if dit is None or clips is None or clips > FEW_CLIPS or (dit.pretrained and dit.weights == "pretrained"):
+        return ""
+    return (
+        f"the DiT has learned from {clips:,} clips since its random weights, so samples will look like noise: a model "
+        f"as small as that of debug_t2v.toml still drew noise after {FEW_CLIPS:,} clips (docs/sampling.md); raise "
+        "training.steps, or start from published weights (model.dit.pretrained)"
+    )
 
 
 def _sections(model: ModelConfig) -> dict[str, EncoderConfig | VaeConfig | LanguageConfig | DitConfig]:

@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.config.config import MetricsConfig
-from mmtrain.observe.job_summary import start_lines
+from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, start_lines
 from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, setup_logging
 from mmtrain.planner.iteration import IterationPlanner
 from tests.observe.test_metrics import STEP
@@ -53,6 +53,21 @@ def test_a_description_is_not_inherited(tmp_path):
     (tmp_path / "job.toml").write_text('extends = "base.toml"\n[job]\ndump_folder = "x"\n')
     assert config.load(tmp_path / "base.toml").job.description
     assert config.load(tmp_path / "job.toml").job.description == ""
+
+
+def test_a_dit_that_has_seen_few_clips_since_random_weights_is_named():
+    job = config.load("debug_t2v.toml")
+    said = few_clips(job, 4_012)
+    assert "learned from 4,012 clips since its random weights, so samples will look like noise" in said
+    assert "32,000 clips" in said and "raise training.steps, or start from published weights" in said
+    assert "\n" not in said
+    assert few_clips(job, FEW_CLIPS)
+    assert not few_clips(job, FEW_CLIPS + 1)
+    assert not few_clips(job, None), "a checkpoint that does not say"
+    assert not few_clips(config.load("debug_vlm.toml"), 100)
+    published = ["--model.dit.config={}", "--model.dit.pretrained=models/wan"]
+    assert not few_clips(config.load("debug_t2v.toml", published), 100)
+    assert few_clips(config.load("debug_t2v.toml", [*published, "--model.dit.weights=random"]), 100)
 
 
 @pytest.fixture
