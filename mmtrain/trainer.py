@@ -31,7 +31,7 @@ from mmtrain.data.packing import LoaderState
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError, MMTrainError, TrainingError
 from mmtrain.launch.folder_owner import owned
-from mmtrain.launch.processes import STOPS
+from mmtrain.launch.processes import STOPS, check_temporary_folder
 from mmtrain.modality.buckets import check_video
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch, check_batch, with_other_captions
@@ -104,6 +104,7 @@ class Trainer:
         """
         self.config = config
         self._search = search
+        check_temporary_folder(config.data.num_workers)
         check_video(config)
         self.folder = Path(config.job.dump_folder)
         saved_ops(config.activation_checkpoint)

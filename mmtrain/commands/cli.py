@@ -17,7 +17,7 @@ from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
 from mmtrain.errors import MMTrainError
 from mmtrain.launch.folder_owner import owned
-from mmtrain.launch.processes import end_with_parent, environment, leave
+from mmtrain.launch.processes import check_temporary_folder, end_with_parent, environment, leave
 
 
 class _Parser(argparse.ArgumentParser):
@@ -135,6 +135,7 @@ def _train(args: argparse.Namespace) -> int:
     from mmtrain.modality.buckets import check_video
     from mmtrain.planner.iteration import IterationPlanner
 
+    check_temporary_folder(job.data.num_workers)
     check_video(job)
     IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided, before any process starts
     with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use
