@@ -29,7 +29,8 @@ def families(model: ModelConfig) -> dict[str, str]:
 
 
 def start_lines(config: Config, planner: IterationPlanner, *, device: str, threads: int, cut_s: float) -> list[str]:
-    """What runs: the models on which data, each module with its size and cut, mesh and planner.
+    """What runs: the models on which data, each module with its size and cut, mesh and planner; and that a search on
+    accelerators has no limit of memory.
 
     Args: device: its type. threads: of one rank's search. cut_s: seconds that the partition took.
     """
@@ -54,7 +55,14 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
         f"schedule {config.parallelism.pipeline_parallel_schedule}; {training.steps} steps of "
         f"{training.global_batch_size} microbatches x {training.seq_len} tokens"
     )
-    return [*lines, show_switches(config.planner, threads)]
+    lines.append(show_switches(config.planner, threads))
+    section = config.planner
+    if device != "cpu" and section.enable and not (section.memory_limit or section.activation_memory_gib):
+        lines.append(
+            "planner: no limit of memory, so a searched plan may hold more than a device has; set "
+            'planner.memory_limit, such as "90%"'
+        )
+    return lines
 
 
 def few_clips(config: Config, clips: int | None) -> str:

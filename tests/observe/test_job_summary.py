@@ -19,9 +19,9 @@ SIGLIP = "{model_type='siglip_vision_model', hidden_size=96, num_hidden_layers=2
 LLAMA = "{model_type='llama', hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=448}"
 
 
-def lines(name: str, *overrides: str) -> list[str]:
+def lines(name: str, *overrides: str, device: str = "cpu") -> list[str]:
     job = config.load(name, overrides)
-    return start_lines(job, IterationPlanner.of(job), device="cpu", threads=1, cut_s=0.0)
+    return start_lines(job, IterationPlanner.of(job), device=device, threads=1, cut_s=0.0)
 
 
 def test_the_models_that_run_are_named_whatever_the_base_says():
@@ -46,6 +46,28 @@ def test_a_pretrained_model_is_named_by_its_source(tmp_path):
     first, _, language, *_ = lines("debug_vlm.toml", *overrides)
     assert first.startswith(f"qwen2_vl_vision + {tmp_path} on data/charts")
     assert language.startswith(f"language: {tmp_path} (qwen2), 4 blocks of width 64; ")
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "said"),
+    [
+        ("cuda", [], True),
+        ("cpu", [], False),
+        ("cuda", ["--planner.enable=false"], False),
+        ("cuda", ["--planner.memory_limit=90%"], False),
+        ("cuda", ["--planner.activation_memory_gib=1"], False),
+    ],
+)
+def test_a_search_without_a_limit_on_an_accelerator_is_named(device, overrides, said):
+    found = lines("debug_vlm.toml", *overrides, device=device)
+    assert ("no limit of memory" in found[-1] and 'set planner.memory_limit, such as "90%"' in found[-1]) == said
+
+
+def test_configs_that_search_on_clusters_have_a_limit():
+    for path in (ROOT / "configs").glob("*.toml"):
+        section = config.load(path).planner
+        if section.enable and not path.name.startswith("debug_"):
+            assert section.memory_limit == "90%", path.name
 
 
 def test_a_description_is_not_inherited(tmp_path):
