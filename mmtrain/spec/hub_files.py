@@ -28,6 +28,8 @@ def local_path(key: str, value: str) -> Path | None:
             f"{key} = {shown(value)} does not exist: there is no user {path.parts[0][1:]!r} with a home folder; write "
             "the path in full"
         )
+    if "://" in value:
+        raise ConfigError(f"{key} = {shown(value)} is an address; download what it names, and name that file or folder")
     instead = _what_exists(path)
     if value.startswith((".", "/", "~")) or path.suffix in _DATA_FILES or not _ID.fullmatch(value):
         raise ConfigError(f"{key} = {shown(value)} does not exist; {instead}")

@@ -126,6 +126,7 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ),
         ("data/x", r"data.source = 'data/x' does not exist; .*/data has charts"),
         ("~no-one/x", "data.source = '~no-one/x' does not exist: there is no user 'no-one'"),
+        ("https://example.com/x.parquet", "is an address; download what it names"),
         ("data/charts/train", r"data.source = 'data/charts/train' does not exist"),
         ("./chart", "data.source = './chart' does not exist"),
         ("chart.json", "data.source = 'chart.json' does not exist"),
