@@ -30,9 +30,9 @@ INTRODUCTION = """\
 
 A mistake in what you gave ends the program with exit status 2 and one sentence: where it is, the value, the rule, and
 what to change. Under torchrun the rank stands in front: `error [rank 3]: ...`; an error of all ranks is printed once
-on each machine. What stands in braces differs from case to case. To find a message, search this page for a few of its
-fixed words. Many messages get a place in front on their way to you: the file of the config, the sample, the file of a
-plan.
+on each machine, and again as the root cause at the end of torchrun's own lines. What stands in braces differs from case
+to case. To find a message, search this page for a few of its fixed words. Many messages get a place in front on their
+way to you: the file of the config, the sample, the file of a plan.
 
 The seven kinds are classes of `mmtrain/errors.py`, for programs that call mmtrain:
 

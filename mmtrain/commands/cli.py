@@ -8,6 +8,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +99,29 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
 
 def _said(text: str, status: int) -> int:
     """The status, after the text was printed. Of the processes that torchrun started here, one prints what all say."""
-    if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
-        file, summary = Path(report), {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
-        try:
-            file.write_text(json.dumps({"message": summary}))  # torchrun's own last lines show it
-            file.parent.parent.joinpath(f"said-{zlib.crc32(text.encode())}").touch(exist_ok=False)
-        except FileExistsError:
-            return status
-        except OSError:  # then each process says it
-            pass
-    rank = os.environ.get("RANK")
-    print(f"error{'' if rank is None else f' [rank {rank}]'}: {text}", file=sys.stderr, flush=True)
+    report, first = os.environ.get("TORCHELASTIC_ERROR_FILE"), True
+    if report is not None:
+        with suppress(OSError):  # then each process says it
+            first = _is_first(Path(report).parent.parent / f"said-{zlib.crc32(text.encode())}")
+    if first:
+        rank = os.environ.get("RANK")
+        print(f"error{'' if rank is None else f' [rank {rank}]'}: {text}", file=sys.stderr, flush=True)
+    if report is not None:
+        # torchrun's last lines show what each process wrote, and at the end, as the root cause, the earliest in seconds.
+        message, time_s = text if first else "the error of another process", int(time.time()) - first
+        summary = {"message": message, "extraInfo": {"timestamp": str(time_s)}}
+        with suppress(OSError):
+            Path(report).write_text(json.dumps({"message": summary}))
     return status
+
+
+def _is_first(marker: Path) -> bool:
+    """Whether no other process made this file before. Raises: OSError: it cannot be made."""
+    try:
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------------ train
