@@ -107,7 +107,7 @@ def _said(text: str, status: int) -> int:
         rank = os.environ.get("RANK")
         print(f"error{'' if rank is None else f' [rank {rank}]'}: {text}", file=sys.stderr, flush=True)
     if report is not None:
-        # torchrun's last lines show what each process wrote, and at the end, as the root cause, the earliest in seconds.
+        # torchrun's last lines show what each process wrote; the earliest, in seconds, comes last as the root cause.
         message, time_s = text if first else "the error of another process", int(time.time()) - first
         summary = {"message": message, "extraInfo": {"timestamp": str(time_s)}}
         with suppress(OSError):
