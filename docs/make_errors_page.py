@@ -241,7 +241,6 @@ NOTES: dict[str, str] = {
     "{name} cannot be built from the config": (
         "The Hugging Face class says why; compare with the `config.json` of a published model."
     ),
-    "{source}: {name} has shape": "Config and weights are of different models: take both from one folder.",
     "{module}: layers {lo}..": "Only for programs that build chunks: name layers that exist.",
     # cutting
     "{where} = '{text}' has more than": "A number behind `*` is too large.",
@@ -325,7 +324,6 @@ NOTES: dict[str, str] = {
     ),
     "the tokenizer has": "Only for programs that train a tokenizer: give more text, or ask for a smaller vocabulary.",
     # training
-    "checkpoint.load_step = {wanted}, but": "Name one of those steps, or -1 for the newest.",
     "checkpoint: ": "The file system's reason follows: rights, space, or a mount that only some machines have?",
     "{folder} is damaged: ": (
         "The file was changed after it was written: look at the disk; bring back a copy, or take another checkpoint. "
@@ -338,14 +336,8 @@ NOTES: dict[str, str] = {
         "No answer, or no clip that can be read, is in the whole batch: look for skipped samples in the log."
     ),
     # commands
-    "profile: {path}: the folder": "Make it, or name another file.",
     "no plan: ": "The reason follows; under a memory limit raise it or take a schedule that keeps limits.",
     "schedule show: {path}: cannot be read": "The file system's reason follows.",
-    "{where}: {overrides} overrides": "Add `--config`, or leave the override out.",
-    "{where}: --out {out}: the folder": "Make it, or name another file.",
-    "simulate: {option} {path}: the folder": "Make it, or name another file.",
-    "{folder}: no module was trained": "Leave `--merge-adapters` out.",
-    "{folder}: only a text-to-video model": "Name the `job.dump_folder` of a text-to-video job.",
 }
 """Beginning of a message -> what to do, where the message does not say it."""
 

@@ -94,7 +94,8 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        return _said(str(error), 2)
+        named = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        return _said(named, 2)
 
 
 def _said(text: str, status: int) -> int:

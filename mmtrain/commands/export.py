@@ -62,7 +62,10 @@ def export(folder: Path, out: Path, *, step: int | None = None, merge_adapters: 
     model = run.job.model
     sections = (model.encoder, model.language)
     if merge_adapters and not any(section is not None and section.trainable == "lora" for section in sections):
-        raise ConfigError(f'{folder}: no module was trained with trainable = "lora", so there is nothing to merge')
+        raise ConfigError(
+            f'{folder}: no module was trained with trainable = "lora", so there is nothing to merge; leave '
+            "--merge-adapters out"
+        )
     with new_folder(out) as aside:
         _export_language(run, aside, merge_adapters)
         if model.encoder is not None:

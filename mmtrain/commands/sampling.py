@@ -177,7 +177,9 @@ class _Question:
 def _resolved(run: StoredRun, wanted: Wanted) -> _Question:
     job = run.job
     if job.model.dit is None:
-        raise ConfigError(f"{run.folder}: only a text-to-video model makes clips, and this run has no [model.dit]")
+        raise ConfigError(
+            f"{run.folder}: only a text-to-video model makes clips, and this run has no [model.dit]; name another run"
+        )
     check_video(job)
     _check_num_steps(job.diffusion.prediction, wanted.num_steps)
     geometry = video_geometry(job.model.dit, job.data, job.model.vae)
@@ -227,7 +229,7 @@ def _bucket(job: Config, geometry: VideoGeometry, wanted: Wanted) -> tuple[int, 
     if geometry.channels != 3 and geometry.vae is None and (wanted.height is None or wanted.width is None):
         raise ConfigError(
             f"sample: the model's latents have {geometry.channels} channels, so they are no pixels, and the job does "
-            "not say their size; name it with --height and --width, in places of latents"
+            "not say their size; name it with --height and --width, in rows and columns of latents"
         )
     most = dit_shape(job.model).max_positions
     asked = (wanted.frames, wanted.height, wanted.width)

@@ -151,16 +151,14 @@ def _refuse(source: str, missing: list[str], unexpected: list[str]) -> None:
     for what, found in (("misses", missing), ("has unexpected", unexpected)):
         if found:
             shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-            raise ConfigError(
-                f"{source}: the checkpoint {what} {shown}; its config.json and its weights do not belong together"
-            )
+            raise ConfigError(f"{source}: the checkpoint {what} {shown}; take config.json and weights from one folder")
 
 
 def _fill(source: str, name: str, parameter: nn.Parameter, tensor: Tensor, fused_heads: int = 0) -> None:
     if tensor.shape != parameter.shape:
         raise ConfigError(
             f"{source}: {name} has shape {tuple(tensor.shape)} "
-            f"in the checkpoint, but the config makes {tuple(parameter.shape)}"
+            f"in the checkpoint, but the config makes {tuple(parameter.shape)}; take both from one folder"
         )
     parameter.copy_(to_head_major(tensor, fused_heads) if fused_heads else tensor)
 

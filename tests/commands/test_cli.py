@@ -148,6 +148,15 @@ def test_a_missing_config_is_one_line(capsys):
     assert 'config file "nothing.toml" does not exist; configs/ has' in one_line(capsys)
 
 
+def test_a_folder_is_no_config_and_a_file_no_folder_in_one_line(capsys, tmp_path):
+    assert main(["config", "--config", str(tmp_path)]) == 2
+    assert f'config file "{tmp_path}" is a folder; name a file in it' in one_line(capsys)
+    (tmp_path / "file").touch()
+    assert main(["data", "charts", str(tmp_path / "file" / "x"), "--num-samples", "4"]) == 2
+    said = f"charts: {tmp_path}/file/x cannot be made: Not a directory; name another folder"
+    assert one_line(capsys) == f"error: {said}"
+
+
 def test_config_prints_what_load_reads(job, capsys, tmp_path):
     assert main(["config", "--config", str(job), "--training.steps=7"]) == 0
     path = tmp_path / "printed.toml"
