@@ -35,8 +35,10 @@ def check_temporary_folder(num_workers: int) -> None:
 
     Raises: ConfigError: with what is too long, and by how much.
     """
+    if not num_workers:
+        return
     length = len(os.fsencode(multiprocessing.util.get_temp_dir()))
-    if num_workers and length + len(_SOCKET) > _LONGEST_SOCKET:
+    if length + len(_SOCKET) > _LONGEST_SOCKET:
         given, most = length - len(_OWN_FOLDER), _LONGEST_SOCKET - len(_OWN_FOLDER + _SOCKET)
         raise ConfigError(
             f"TMPDIR: {tempfile.gettempdir()!r} has {given} bytes, but at most {most} leave room for the sockets of "

@@ -19,7 +19,7 @@ _SHAPES: dict[str, Callable[[ModelConfig], VisionShape | VaeShape | LanguageShap
 """Module -> the numbers of its model."""
 
 FEW_CLIPS = 32_000
-"""The most that a small DiT with random initial weights was tried with; its samples were noise all the same. Source:
+"""The most that a small DiT with random initial weights was tried with; still none of its samples was right. Source:
 docs/log.md, "Samples that are noise"."""
 
 
@@ -75,8 +75,8 @@ def few_clips(config: Config, clips: int | None) -> str:
     if dit is None or clips is None or clips > FEW_CLIPS or (dit.pretrained and dit.weights == "pretrained"):
         return ""
     return (
-        f"the DiT has learned from {clips:,} clips since its random weights, so samples will look like noise: a model "
-        f"as small as that of debug_t2v.toml still drew noise after {FEW_CLIPS:,} clips (docs/sampling.md); raise "
+        f"the DiT has learned from {clips:,} clips since its random weights, so samples will look like noise: of a "
+        f"model as small as that of debug_t2v.toml none was right after {FEW_CLIPS:,} clips (docs/sampling.md); raise "
         "training.steps, or start from published weights (model.dit.pretrained)"
     )
 
