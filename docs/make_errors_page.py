@@ -29,9 +29,10 @@ INTRODUCTION = """\
 *Made by `python docs/make_errors_page.py > docs/errors.md` from the source; do not edit it by hand.*
 
 A mistake in what you gave ends the program with exit status 2 and one sentence: where it is, the value, the rule, and
-what to change. Under torchrun it begins with the rank: `error [rank 3]: ...`; an error of all ranks is printed once on
-each machine. Names in braces stand for values. To find a message, search this page for a few of its fixed words. Many
-messages are printed after a location: the file of the config, the sample, the file of a plan.
+what to change. Under torchrun it begins with the rank: `error [rank 3]: ...`; an error of all ranks is printed once
+on each machine, and again as the root cause at the end of torchrun's own lines. Names in braces stand for values. To
+find a message, search this page for a few of its fixed words. Many messages are printed after a location: the file of
+the config, the sample, the file of a plan.
 
 The seven kinds are classes of `mmtrain/errors.py`, for programs that call mmtrain:
 
@@ -235,14 +236,11 @@ NOTES: dict[str, str] = {
     ),
     "rank {rank} is outside of a mesh": "Only for programs that ask for the place of a rank: ranks count from 0.",
     # models
-    "{where}.pretrained: {path} is not valid JSON": "The file is damaged, or a Git LFS pointer: fetch it again.",
-    "{where}.pretrained: {path} holds no JSON object": (
-        "It is no model's `config.json`: name the folder that holds one."
-    ),
+    "{key}: {path} is not valid JSON": "The file is damaged, or a Git LFS pointer: fetch it again.",
+    "{key}: {path} holds no JSON object": "It is another file of that name: name the folder of a published model.",
     "{name} cannot be built from the config": (
         "The Hugging Face class says why; compare with the `config.json` of a published model."
     ),
-    "{source}: {name} has shape": "Config and weights are of different models: take both from one folder.",
     "{module}: layers {lo}..": "Only for programs that build chunks: name layers that exist.",
     # cutting
     "{where} = '{text}' has more than": "A number behind `*` is too large.",
@@ -278,12 +276,6 @@ NOTES: dict[str, str] = {
     "the source has no usable sample": (
         "The example says why one was left out; the policies are `data.on_error` and `data.too_long`."
     ),
-    "data.image_processor = '{processor}': {path}": (
-        "Name a folder with `preprocessor_config.json`, an id, or leave it empty."
-    ),
-    "data.image_processor = '{processor}' cannot be read": (
-        "Name a folder with `preprocessor_config.json`, an id, or leave it empty."
-    ),
     "its content is corrupt": "The image's header is fine, the rest is not: fetch it again, or leave it out.",
     "it decodes to": "A damaged file, or one whose format Pillow reads in another way: write the image anew.",
     "its {number} bytes are not": "Not an image, or a format that Pillow does not know: write it as PNG or JPEG.",
@@ -309,11 +301,11 @@ NOTES: dict[str, str] = {
     "sample {sample} cannot be used": (
         "A library's error that has no message of its own here; its kind and words follow. Look at the sample alone."
     ),
-    "data.source = '{source}' does not exist": (
+    "{key} = {value} does not exist; {instead}": (
         "Paths start where the job was started. The nearest name, or all names beside it, follow."
     ),
-    "data.source = '{source}': no such folder; ": (
-        "Local paths come first. For a data set of the hub whose owner is called like a folder start the job elsewhere."
+    "{key} = {value} does not exist; {instead} (": (
+        "Local paths come first. For an id of the hub whose owner is called like a folder start the job elsewhere."
     ),
     "data.source = '{source}': no such folder, and the hub": (
         "A path is misspelt, or there is no network: download the data set before, and name its folder."
@@ -330,12 +322,8 @@ NOTES: dict[str, str] = {
     "data.source cannot be read": (
         "The file system's reason follows. Every job's leaders read the data: is it there on their machines?"
     ),
-    "tokenizer.path = '{path}' cannot be loaded": (
-        "Name a folder with `tokenizer.json`, or an id that is cached or can be reached."
-    ),
     "the tokenizer has": "Only for programs that train a tokenizer: give more text, or ask for a smaller vocabulary.",
     # training
-    "checkpoint.load_step = {wanted}, but": "Name one of those steps, or -1 for the newest.",
     "checkpoint: ": "The file system's reason follows: permissions, space, or a mount that only some machines have?",
     "{folder} is damaged: ": (
         "The file was changed after it was written: look at the disk; bring back a copy, or take another checkpoint. "
@@ -348,14 +336,8 @@ NOTES: dict[str, str] = {
         "No answer, or no clip that can be read, is in the whole batch: look for skipped samples in the log."
     ),
     # commands
-    "profile: {path}: the folder": "Make it, or name another file.",
     "no plan: ": "The reason follows; under a memory limit raise it or take a schedule that keeps limits.",
     "schedule show: {path}: cannot be read": "The file system's reason follows.",
-    "{where}: {overrides} overrides": "Add `--config`, or leave the override out.",
-    "{where}: --out {out}: the folder": "Make it, or name another file.",
-    "simulate: {option} {path}: the folder": "Make it, or name another file.",
-    "{folder}: no module was trained": "Leave `--merge-adapters` out.",
-    "{folder}: only a text-to-video model": "Name the `job.dump_folder` of a text-to-video job.",
 }
 """Beginning of a message -> what to do, where the message does not say it."""
 

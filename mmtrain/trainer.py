@@ -37,7 +37,7 @@ from mmtrain.data.packing import LoaderState
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError, MMTrainError, TrainingError
 from mmtrain.launch.folder_owner import owned
-from mmtrain.launch.processes import STOPS
+from mmtrain.launch.processes import STOPS, check_temporary_folder
 from mmtrain.modality.buckets import check_video
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch, check_batch, with_other_captions
@@ -45,7 +45,7 @@ from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
 from mmtrain.observe.environment import write_environment
 from mmtrain.observe.host_memory import keep_freed_memory
 from mmtrain.observe.job_counts import JobCounts, StepCounts
-from mmtrain.observe.job_summary import start_lines
+from mmtrain.observe.job_summary import few_clips, start_lines
 from mmtrain.observe.metrics import Reporter, StepMetrics, Validation, peak_flops, setup_logging
 from mmtrain.observe.out_of_memory import OutOfMemoryContext, explain, is_out_of_memory
 from mmtrain.observe.step_files import StepFiles
@@ -83,6 +83,7 @@ class StepResult:
     max_loss: float
     grad_norm: float
     tokens: int
+    clips: int
     stop: bool
     """Whether some rank was asked to stop."""
 
@@ -110,6 +111,7 @@ class Trainer:
         """
         self.config = config
         self._search = search
+        check_temporary_folder(config.data.num_workers)
         check_video(config)
         self.folder = Path(config.job.dump_folder)
         saved_ops(config.activation_checkpoint)
@@ -188,6 +190,8 @@ class Trainer:
                     return
                 self.change_layout(parallelism)
             self._loop(steps)
+            if few := few_clips(self.config, self.state.clips):
+                logger.info("%s", few)
         except TrainingError:  # on every rank: a checkpoint that is being written is still good
             if self.checkpointer:
                 self.checkpointer.finish()
@@ -360,7 +364,11 @@ class Trainer:
                 raise explain(error, self._out_of_memory_context(step, item, plan)) from error
             seconds = time.perf_counter() - start
             self.state = dataclasses.replace(
-                self.state, step=step, loader=item.state.to_dict(), tokens=self.state.tokens + result.tokens
+                self.state,
+                step=step,
+                loader=item.state.to_dict(),
+                tokens=self.state.tokens + result.tokens,
+                clips=None if self.state.clips is None else self.state.clips + result.clips,
             )
             memory = self._memory.end_step(step, plan)
             if saved := self._memory.to_dict():
@@ -418,10 +426,8 @@ class Trainer:
         sync_tied(self.model.tied, self.mesh)
         norm = total_norm(parameters, self.mesh, skip=self._tied_copy_to_skip())
         loss_sum = self._loss_sum(outcome)
-        totals = torch.tensor(
-            [loss_sum, float(item.meta.num_all_tokens if self.mesh.is_leader else 0), float(self._stop_signal)],
-            dtype=torch.float64,
-        )
+        counts = (item.meta.num_all_tokens, item.meta.num_clips) if self.mesh.is_leader else (0, 0)
+        totals = torch.tensor([loss_sum, *counts, self._stop_signal], dtype=torch.float64)
         dist.all_reduce(totals)
         largest = torch.tensor(loss_sum / max(1, self._num_targets(item.meta)), dtype=torch.float64)
         if self.mesh.replica_group is not None:
@@ -432,7 +438,8 @@ class Trainer:
             max_loss=float(largest),
             grad_norm=float(norm),
             tokens=int(totals[1]),
-            stop=bool(totals[2]),
+            clips=int(totals[2]),
+            stop=bool(totals[3]),
         )
         return result, outcome
 

@@ -1,7 +1,10 @@
 """Folders of jobs as training leaves them, without any training: a config, and checkpoints of random weights."""
 
+import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,8 +38,17 @@ def chunks_of(model: ModelConfig, seed: int = 0) -> dict[str, Chunk]:
     return found
 
 
-def save_run(run: Path, model: ModelConfig, steps: tuple[int, ...] = (4,), **sections: Any) -> dict[str, Chunk]:
-    """The modules of the last checkpoint of the run that was written. Args: sections: of its config."""
+def save_run(
+    run: Path,
+    model: ModelConfig,
+    steps: tuple[int, ...] = (4,),
+    state: Mapping[str, Any] = MappingProxyType({}),
+    **sections: Any,
+) -> dict[str, Chunk]:
+    """The modules of the last checkpoint of the run that was written.
+
+    Args: state: what its checkpoints say of training. sections: of its config.
+    """
     training = TrainingConfig(steps=4, seq_len=64, global_batch_size=1)
     job = Config(model=model, **{"data": DataConfig(source="unused"), "training": training, **sections})
     run.mkdir(parents=True)
@@ -44,11 +56,13 @@ def save_run(run: Path, model: ModelConfig, steps: tuple[int, ...] = (4,), **sec
     chunks: dict[str, Chunk] = {}
     for step in steps:
         chunks = chunks_of(model, seed=step)
-        save_checkpoint(run / "checkpoint" / f"step-{step}", model, chunks)
+        save_checkpoint(run / "checkpoint" / f"step-{step}", model, chunks, state)
     return chunks
 
 
-def save_checkpoint(folder: Path, model: ModelConfig, chunks: dict[str, Chunk]) -> None:
+def save_checkpoint(
+    folder: Path, model: ModelConfig, chunks: dict[str, Chunk], state: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Writes the modules as a complete checkpoint."""
     tied = model.language.config.get("tie_word_embeddings", False)
     tensors = {
@@ -61,5 +75,5 @@ def save_checkpoint(folder: Path, model: ModelConfig, chunks: dict[str, Chunk]) 
         warnings.filterwarnings("ignore", message="torch.distributed is")
         writer = RecordingWriter(folder)
         dcp.save(tensors, storage_writer=writer, no_dist=True)
-    (folder / "train_state.json").write_text("{}")
+    (folder / "train_state.json").write_text(json.dumps(dict(state)))
     write_manifest(folder, writer.files)

@@ -1,17 +1,20 @@
 """What others made and we open runs no code of theirs; for checkpoints see test_checkpoint_files.py."""
 
+import http.server
 import json
 import os
 import pickle
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from mmtrain.config.data import DataConfig, TokenizerConfig
+from mmtrain.data.media import raw_image
 from mmtrain.data.sources import CONVERSATIONS, open_source
 from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
-from mmtrain.errors import ConfigError
+from mmtrain.errors import ConfigError, DataError
 
 
 class Program:
@@ -38,6 +41,47 @@ def test_a_folder_that_is_called_like_a_format_is_a_folder(tmp_path: Path, monke
     Path("json/train.json").write_text(json.dumps(rows))
     Path("other.json").write_text("[]")
     assert open_source(DataConfig(source="json"), "train", CONVERSATIONS).num_samples == 1
+
+
+def test_a_loading_script_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "theirs.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'made')!r})\n")
+    with pytest.raises(ConfigError, match=r"^data.source = .* no longer supported, but found theirs"):
+        open_source(DataConfig(source=str(folder)), "train", CONVERSATIONS)
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_address_in_a_record_is_asked_through_redirects_and_keeps_the_limit() -> None:
+    """As SECURITY.md says."""
+    asked: list[str] = []
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(f"{self.command} {self.path}")
+            self.send_response(302 if self.path == "/moved" else 200)
+            self.send_header("Location", "/image")
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(bytes(100))
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        image = raw_image(f"http://127.0.0.1:{server.server_port}/moved", "an image", "")
+        assert image.read(100) == bytes(100)
+        assert {"HEAD /moved", "GET /image"} <= set(asked)
+        asked.clear()
+        with pytest.raises(DataError, match=r"has 100 bytes, more than data.max_media_bytes = 99"):
+            image.read(99)
+        assert not any(word.startswith("GET") for word in asked)
+        server.shutdown()
 
 
 def test_code_of_a_tokenizer_is_refused_whatever_the_terminal_says(

@@ -1,5 +1,8 @@
 """Whole text-to-video jobs: equal loss curves on every layout, exact resume, and what captions are worth."""
 
+import contextlib
+import io
+
 import pytest
 
 from mmtrain.errors import ConfigError
@@ -47,6 +50,13 @@ def test_all_layouts_have_one_loss_curve_and_count_every_token_once(tmp_path, sh
     assert metrics(tmp_path / "one", "shuffled_captions_loss") != losses
 
 
+def printed(rank, path, overrides):
+    """What a rank of a job prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train(rank, path, overrides)
+    return out.getvalue()
+
+
 def killed_at(rank, path, overrides, step):
     """Every rank is killed without warning in the middle of a step."""
     die_at(step)
@@ -61,9 +71,12 @@ def test_a_killed_job_continues_exactly_with_a_frozen_text_encoder(tmp_path, sha
     broken = write_video_config(tmp_path / "broken", shapes)
     with pytest.raises(AssertionError, match="died"):
         run_ranks(killed_at, 2, broken, extra, 4)
-    run_ranks(train, 2, broken, extra)
+    log, other = run_ranks(printed, 2, broken, extra)
     assert metrics(broken.parent) == metrics(whole.parent)
     assert sorted(metrics(whole.parent)) == list(range(1, 7))
+    seen = int(sum(metrics(whole.parent, "clips").values()))
+    assert f"the DiT has learned from {seen} clips since its random weights" in log.splitlines()[-1]
+    assert other == ""
 
 
 def failing(rank, path, overrides):

@@ -165,7 +165,8 @@ class Checkpointer:
         if wanted >= 0 and wanted not in steps:
             raise ConfigError(
                 f"checkpoint.load_step = {wanted}, but {self._folder} has "
-                f"{', '.join(f'step-{s}' for s in steps) or 'no complete checkpoint'}"
+                f"{', '.join(f'step-{s}' for s in steps) or 'no complete checkpoint'}; name one of these, or -1 for "
+                "the newest"
             )
         damaged: dict[int, CheckpointError] = {}
         state = self._load_newest([step for step in steps if step >= wanted], damaged, named)

@@ -41,6 +41,9 @@ class TrainState:
     memory: dict[str, Any] = field(default_factory=dict)
     """What plans allow for beside tensors, and the margins that grew, as of `BudgetHistory.to_dict`."""
 
+    clips: int | None = None
+    """Clips seen by all replicas; None: not known, of a checkpoint from before they were counted."""
+
     @classmethod
     def first(cls, config: Config) -> "TrainState":
         """That of a job which has not trained yet."""
@@ -50,16 +53,16 @@ class TrainState:
             "training.global_batch_size": config.training.global_batch_size,
             "debug.seed": config.debug.seed,
         }
-        return cls(step=0, loader=LoaderState(seed=config.debug.seed).to_dict(), data=settings)
+        return cls(step=0, loader=LoaderState(seed=config.debug.seed).to_dict(), data=settings, clips=0)
 
     @classmethod
     def read(cls, stored: StoredCheckpoint) -> "TrainState":
         """That of a checkpoint. Raises: CheckpointError: it has no such state."""
         raw = stored.state
-        for name, kind in (("step", int), ("loader", dict), ("tokens", int)):
+        for name, kind in (("step", int), ("loader", dict), ("tokens", int), ("clips", int | None)):
             if not isinstance(raw.get(name), kind):
                 raise stored.damaged(f"{STATE} does not say the {name}")
-        optional = {name: raw[name] for name in ("data", "memory") if name in raw}
+        optional = {name: raw[name] for name in ("data", "memory", "clips") if name in raw}
         return cls(step=raw["step"], loader=raw["loader"], tokens=raw["tokens"], **optional)
 
     def resumed(self, settings: dict[str, Any]) -> "TrainState":
@@ -84,6 +87,7 @@ class TrainState:
             "tokens": self.tokens,
             "data": dict(self.data),
             "memory": dict(self.memory),
+            "clips": self.clips,
         }
 
 

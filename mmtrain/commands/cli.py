@@ -8,6 +8,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
 from mmtrain.errors import MMTrainError
 from mmtrain.launch.folder_owner import owned
-from mmtrain.launch.processes import end_with_parent, environment, leave
+from mmtrain.launch.processes import check_temporary_folder, end_with_parent, environment, leave
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,24 +94,35 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        return _said(str(error), 2)
+        named = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        return _said(named, 2)
 
 
 def _said(text: str, status: int) -> int:
-    """Prints the text and returns the status. Of several processes of torchrun on this machine, one prints equal
-    texts."""
-    if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
-        file, summary = Path(report), {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
-        try:
-            file.write_text(json.dumps({"message": summary}))  # torchrun's own last lines show it
-            file.parent.parent.joinpath(f"said-{zlib.crc32(text.encode())}").touch(exist_ok=False)
-        except FileExistsError:
-            return status
-        except OSError:  # then each process prints it
-            pass
-    rank = os.environ.get("RANK")
-    print(f"error{'' if rank is None else f' [rank {rank}]'}: {text}", file=sys.stderr, flush=True)
+    """The status, after the text was printed. Of the processes that torchrun started here, one prints what all say."""
+    report, first = os.environ.get("TORCHELASTIC_ERROR_FILE"), True
+    if report is not None:
+        with suppress(OSError):  # then each process says it
+            first = _is_first(Path(report).parent.parent / f"said-{zlib.crc32(text.encode())}")
+    if first:
+        rank = os.environ.get("RANK")
+        print(f"error{'' if rank is None else f' [rank {rank}]'}: {text}", file=sys.stderr, flush=True)
+    if report is not None:
+        # torchrun's last lines show what each process wrote; the earliest, in seconds, comes last as the root cause.
+        message, time_s = text if first else "the error of another process", int(time.time()) - first
+        summary = {"message": message, "extraInfo": {"timestamp": str(time_s)}}
+        with suppress(OSError):
+            Path(report).write_text(json.dumps({"message": summary}))
     return status
+
+
+def _is_first(marker: Path) -> bool:
+    """Whether no other process made this file before. Raises: OSError: it cannot be made."""
+    try:
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------------ train
@@ -136,6 +148,7 @@ def _train(args: argparse.Namespace) -> int:
     from mmtrain.modality.buckets import check_video
     from mmtrain.planner.iteration import IterationPlanner
 
+    check_temporary_folder(job.data.num_workers)
     check_video(job)
     IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided, before any process starts
     with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use

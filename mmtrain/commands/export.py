@@ -29,7 +29,8 @@ from mmtrain.models.dit import DitChunk, build_dit
 from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.pretrained import projector_sizes
 from mmtrain.models.trainable import adapter_names, is_adapter, plain_name, stored_adapter_name, target_pattern
-from mmtrain.spec.families import dit_config, encoder_config, find_file, language_config
+from mmtrain.spec.families import dit_config, encoder_config, language_config
+from mmtrain.spec.hub_files import find_file
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.shapes import vision_shape
 
@@ -61,7 +62,10 @@ def export(folder: Path, out: Path, *, step: int | None = None, merge_adapters: 
     model = run.job.model
     sections = (model.encoder, model.language)
     if merge_adapters and not any(section is not None and section.trainable == "lora" for section in sections):
-        raise ConfigError(f'{folder}: no module was trained with trainable = "lora", so there is nothing to merge')
+        raise ConfigError(
+            f'{folder}: no module was trained with trainable = "lora", so there is nothing to merge; leave '
+            "--merge-adapters out"
+        )
     with new_folder(out) as aside:
         _export_language(run, aside, merge_adapters)
         if model.encoder is not None:
@@ -116,7 +120,7 @@ def _export_language(run: StoredRun, out: Path, merge_adapters: bool) -> None:
     _fill(theirs, _plain(weights, adapters, merge_adapters))
     theirs.save_pretrained(out / "language", max_shard_size=MAX_SHARD_SIZE)
     if chunk.has_head and section.pretrained:
-        settings = find_file("model.language", section.pretrained, "generation_config.json", optional=True)
+        settings = find_file("model.language.pretrained", section.pretrained, "generation_config.json", optional=True)
         if settings is not None:
             shutil.copyfile(settings, out / "language" / "generation_config.json")
 

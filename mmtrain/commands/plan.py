@@ -50,7 +50,8 @@ def _plan(args: argparse.Namespace) -> int:
             raise ConfigError(f"plan: {name} {value}; it must be above 0")
     if args.threads not in THREADS or args.seed < 0:
         raise ConfigError(
-            f"plan: --threads {args.threads} --seed {args.seed}; they are 1 to {THREADS.most} and at least 0"
+            f"plan: --threads {args.threads} --seed {args.seed}; the first is from 1 to {THREADS.most}, the "
+            "second at least 0"
         )
     if args.out:
         folder = json_path(args.out).parent  # checked before the search

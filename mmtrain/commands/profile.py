@@ -44,7 +44,7 @@ def _profile(args: argparse.Namespace) -> int:
         raise ConfigError(f"profile: --out {out}: the name must end in .json or .json.gz")
     for path in (args.out, args.hardware_out):
         if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"profile: {path}: the folder {path.parent} does not exist")
+            raise ConfigError(f"profile: {path}: the folder {path.parent} does not exist; make it")
     hardware = args.hardware or job.planner.hardware
     job = replace(job, planner=replace(job.planner, hardware="", profile=""))
     spec = IterationPlanner.of(job).spec  # raises if a model cannot be built, cut or divided

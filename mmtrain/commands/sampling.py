@@ -30,6 +30,7 @@ from mmtrain.models.chunk import LanguageChunk
 from mmtrain.models.denoising import denoise, encode_prompts
 from mmtrain.models.diffusion import NUM_TIMESTEPS, make_scheduler, null_token
 from mmtrain.models.dit import DitChunk
+from mmtrain.observe.job_summary import few_clips
 from mmtrain.spec.shapes import dit_shape
 
 logger = logging.getLogger("mmtrain")
@@ -117,6 +118,9 @@ def sample(
     """
     run = open_run(folder, step)
     question = _resolved(run, wanted)
+    clips = run.checkpoint.state.get("clips")
+    if few := few_clips(run.job, clips if isinstance(clips, int) else None):
+        logger.warning("%s", few)
     with new_folder(out) as aside:
         where = torch.device(device)
         clips = _decoded(run, _latents(run, wanted, question, where, progress), where)
@@ -170,7 +174,9 @@ class _Question:
 def _resolved(run: StoredRun, wanted: Wanted) -> _Question:
     job = run.job
     if job.model.dit is None:
-        raise ConfigError(f"{run.folder}: only a text-to-video model makes clips, and this run has no [model.dit]")
+        raise ConfigError(
+            f"{run.folder}: only a text-to-video model makes clips, and this run has no [model.dit]; name another run"
+        )
     check_video(job)
     _check_num_steps(job.diffusion.prediction, wanted.num_steps)
     geometry = video_geometry(job.model.dit, job.data, job.model.vae)
@@ -220,7 +226,7 @@ def _bucket(job: Config, geometry: VideoGeometry, wanted: Wanted) -> tuple[int, 
     if geometry.channels != 3 and geometry.vae is None and (wanted.height is None or wanted.width is None):
         raise ConfigError(
             f"sample: the model's latents have {geometry.channels} channels, so they are no pixels, and the job does "
-            "not say their size; name it with --height and --width, in latents"
+            "not say their size; name it with --height and --width, in rows and columns of latents"
         )
     most = dit_shape(job.model).max_positions
     asked = (wanted.frames, wanted.height, wanted.width)

@@ -220,7 +220,8 @@ def _compare(args: argparse.Namespace) -> int:
     _check(args, "compare")
     if args.evaluations < 1 or args.seed < 0:
         raise ConfigError(
-            f"schedule compare: --evaluations {args.evaluations} --seed {args.seed}; they are at least 1 and 0"
+            f"schedule compare: --evaluations {args.evaluations} --seed {args.seed}; the first is at least 1, the "
+            "second at least 0"
         )
     names = args.names or [*CATALOGUE, SEARCHED]
     for name in names:
@@ -295,7 +296,7 @@ def _check(args: argparse.Namespace, verb: str) -> None:
     if args.config and args.problem:
         raise ConfigError(f"{where}: give --config or --problem, not both")
     if args.overrides and not args.config:
-        raise ConfigError(f"{where}: {args.overrides[0]} overrides a config, but there is no --config")
+        raise ConfigError(f"{where}: {args.overrides[0]} overrides a config; name it with --config")
     if args.batch is not None and not args.config:
         raise ConfigError(f"{where}: --batch picks a batch of a config's data; give --config")
     if args.batch is not None and args.batch < 0:
@@ -311,7 +312,7 @@ def _check(args: argparse.Namespace, verb: str) -> None:
         if chain[key] is not None and chain[key] < 1:
             raise ConfigError(f"{where}: {key} {chain[key]}; it is at least 1")
     if args.out is not None and not args.out.parent.is_dir():
-        raise ConfigError(f"{where}: --out {args.out}: the folder {args.out.parent} does not exist")
+        raise ConfigError(f"{where}: --out {args.out}: the folder {args.out.parent} does not exist; make it")
 
 
 @dataclass(frozen=True)

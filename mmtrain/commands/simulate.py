@@ -55,7 +55,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
     for option, path in (("--trace", args.trace), ("--png", args.png)):
         if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"simulate: {option} {path}: the folder {path.parent} does not exist")
+            raise ConfigError(f"simulate: {option} {path}: the folder {path.parent} does not exist; make it")
     if args.cluster and any("planner.hardware" in override for override in args.overrides):
         raise ConfigError("simulate: --cluster sets planner.hardware; give one of the two")
     overrides = [*args.overrides, *([f'planner.hardware="{args.cluster}"'] if args.cluster else [])]

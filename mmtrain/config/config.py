@@ -336,6 +336,8 @@ def find_file(path: str | Path) -> Path:
     direct = Path(path)
     if os.path.isfile(direct):  # which is false of names that cannot exist
         return direct
+    if os.path.isdir(direct):
+        raise ConfigError(f"config file {shown(str(path))} is a folder; name a file in it")
     folders = [Path("configs"), Path(__file__).resolve().parents[2] / "configs"]
     if direct.parent == Path("."):
         for folder in folders:

@@ -5,10 +5,8 @@ some versions. The size is read from the header, without decoding.
 """
 
 import io
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from mmtrain.errors import ConfigError, DataError, one_line
 from mmtrain.modality.geometry import ImageGeometry
+from mmtrain.spec.hub_files import find_file, read_json
 
 _GREY = (128, 128, 128)
 _ORIENTATION = 0x0112
@@ -80,19 +79,10 @@ def pixel_rules(model_type: str, processor: str = "") -> PixelRules:
 
 
 def _processor_config(processor: str) -> dict[str, Any]:
-    path = Path(processor) / "preprocessor_config.json"
-    if not path.is_file():
-        if Path(processor).exists() or processor.startswith((".", "/", "~")):
-            raise ConfigError(f"data.image_processor = {processor!r}: {path} does not exist")
-        from huggingface_hub import hf_hub_download
-
-        try:
-            path = Path(hf_hub_download(processor, "preprocessor_config.json"))
-        except Exception as error:  # the hub client has a dozen error classes; all mean the same here
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ConfigError(f"data.image_processor = {processor!r} cannot be read: {reason}") from None
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return config
+    key = "data.image_processor"
+    path = find_file(key, processor, "preprocessor_config.json")
+    assert path is not None
+    return read_json(key, path)
 
 
 def _read_rules(name: str, config: Mapping[str, Any], default: PixelRules) -> PixelRules:

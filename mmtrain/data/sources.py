@@ -13,7 +13,6 @@ import difflib
 import hashlib
 import importlib.util
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from mmtrain.config.data import DataConfig
 from mmtrain.data.media import RawImage, check_text, raw_image
 from mmtrain.errors import ConfigError, DataError, one_line, shown
+from mmtrain.spec.hub_files import local_path, near_name
 
 R_co = TypeVar("R_co", covariant=True)
-
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-"""Names of data sets on the hub: OWNER/NAME, or NAME only."""
 
 _END = object()
 
@@ -126,12 +123,10 @@ def open_source(data: DataConfig, split: str, form: RecordForm[R_co]) -> Source[
 
     Raises: ConfigError: the source or the split does not exist, or lacks a column; names what exists.
     """
-    path = Path(data.source).expanduser()
+    path = local_path("data.source", data.source) or Path(data.source)
     name = f"{data.source} ({split})"
     if jsonl := _jsonl_file(path, split):
         return _local(JsonLines(jsonl), data, form, name, str(jsonl.parent))
-    if not path.exists():
-        _check_may_be_on_hub(data.source, path)
     if not _has_datasets():
         return _local(ParquetRows(files := _parquet_files(path, split)), data, form, name, _folder_of(files, path))
     rows, folder = _load_dataset(data, path, split)
@@ -294,22 +289,6 @@ def _has_datasets() -> bool:
         return False
 
 
-def _check_may_be_on_hub(source: str, path: Path) -> None:
-    """Checks a source that does not exist here: it must be an id of the hub whose owner is no folder here (a typing
-    error).
-
-    Raises: ConfigError: with a similar name.
-    """
-    named = path.suffix in (".parquet", ".json", ".jsonl") or source.startswith((".", "/", "~"))
-    if named or not HUB_ID.fullmatch(source):
-        raise ConfigError(f"data.source = {source!r} does not exist; {_siblings(path)}")
-    if "/" in source and path.parent.is_dir():
-        raise ConfigError(
-            f"data.source = {source!r}: no such folder; {_siblings(path)} (the hub is not asked, since "
-            f"{str(path.parent)!r} is a folder here)"
-        )
-
-
 def _check_reachable(source: str, path: Path) -> None:
     """Checks once whether the hub answers, since `datasets` would retry for a minute.
 
@@ -327,7 +306,7 @@ def _check_reachable(source: str, path: Path) -> None:
         try:
             datasets.load.CachedDatasetModuleFactory(source).get_module()
         except FileNotFoundError:
-            reason, near = one_line(error).rstrip("."), _near(path)
+            reason, near = one_line(error).rstrip("."), near_name(path)
             raise ConfigError(
                 f"data.source = {source!r}: no such folder, and the hub cannot be asked: {reason}"
                 + (f"; {near}" if near else "")
@@ -406,18 +385,3 @@ def _check_conversations(name: str, columns: list[str]) -> None:
 
 CONVERSATIONS = RecordForm(columns=("messages", "images", "grade"), check=_check_conversations, make=make_record)
 """Records with `messages`."""
-
-
-def _near(path: Path) -> str:
-    """A question with a similar name in the folder of a path; empty if there is none."""
-    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, 1)
-    return f"did you mean {path.parent / near[0]}?" if near else ""
-
-
-def _siblings(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"neither does its folder {path.parent}"
-    names = sorted(p.name for p in path.parent.iterdir() if not p.name.startswith("."))
-    listed = ", ".join([*names[:10], "..."] if len(names) > 10 else names) or "no file"
-    return _near(path) or f"{path.parent.absolute()} has {listed}"

@@ -12,8 +12,9 @@ from typing import Any
 
 from mmtrain.config.config import Config
 from mmtrain.config.data import TokenizerConfig
-from mmtrain.errors import ConfigError
+from mmtrain.errors import ConfigError, one_line
 from mmtrain.spec.families import language_config
+from mmtrain.spec.hub_files import local_path, no_folder, unreachable
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tokenizer"
 """Folder of the default tokenizer, of `tokenizer.path = ""`."""
@@ -71,14 +72,25 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = section.path or str(SHIPPED_CAPTIONS if captions else SHIPPED)
+    folder = local_path("tokenizer.path", path)
+    offline = "" if folder else unreachable(path)
     try:
         if section.path:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # else it asks on a terminal
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder or path),
+                local_files_only=bool(offline),
+                trust_remote_code=False,  # unset, it asks on a terminal
+            )
         else:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     except Exception as error:  # OSError, ValueError, hub client errors: all mean that it cannot be loaded
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"tokenizer.path = {path!r} cannot be loaded: {reason[:300]}") from None
+        reason = offline or one_line(error, 300)
+        if not folder:
+            reason = f"{no_folder(path)}, and from the hub: {reason}"
+        raise ConfigError(
+            f"tokenizer.path = {path!r} cannot be loaded: {reason}; name a folder with "
+            "tokenizer.json, or an id that is cached or can be reached"
+        ) from None
     if not tokenizer.is_fast:
         raise ConfigError(
             f"tokenizer.path = {path!r} is a slow tokenizer, which cannot tell where an answer starts; "

@@ -5,10 +5,13 @@ import multiprocessing.util
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import NoReturn
+
+from mmtrain.errors import ConfigError
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Variables that hide the sockets of process groups from other machines."""
@@ -20,6 +23,28 @@ _QUIET_TRACKER = "ignore:resource_tracker:UserWarning"
 """For PYTHONWARNINGS: no warning about the semaphores of a killed process, which are removed anyway."""
 
 _PR_SET_PDEATHSIG = 1
+
+_LONGEST_SOCKET = 107 if sys.platform == "linux" else 103
+"""Bytes of the path of a UNIX socket, at most: `sun_path` in sys/un.h, less the zero at its end."""
+_OWN_FOLDER, _SOCKET = "/pymp-12345678", "/listener-12345678"
+"""How long the names are that `multiprocessing` gives to its temporary folder, and to sockets in there."""
+
+
+def check_temporary_folder(num_workers: int) -> None:
+    """Refuses a temporary folder whose name leaves no room for the sockets of data workers.
+
+    Raises: ConfigError: with what is too long, and by how much.
+    """
+    if not num_workers:
+        return
+    length = len(os.fsencode(multiprocessing.util.get_temp_dir()))
+    if length + len(_SOCKET) > _LONGEST_SOCKET:
+        given, most = length - len(_OWN_FOLDER), _LONGEST_SOCKET - len(_OWN_FOLDER + _SOCKET)
+        raise ConfigError(
+            f"TMPDIR: {tempfile.gettempdir()!r} has {given} bytes, but at most {most} leave room for the sockets of "
+            f"data workers below it (paths of UNIX sockets have at most {_LONGEST_SOCKET}); set TMPDIR to a shorter "
+            "folder, as /tmp, or data.num_workers = 0"
+        )
 
 
 def end_with_parent(parent: int | None = None) -> None:

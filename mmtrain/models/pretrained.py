@@ -1,6 +1,5 @@
 """Loads a chunk's own weights, and no others, from the safetensors files of a folder or hub id."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from mmtrain.models.fused_qkv import is_fused, to_head_major
 from mmtrain.models.projector import Projector
 from mmtrain.models.trainable import is_adapter, plain_name
 from mmtrain.models.vae import VaeChunk, VaeDecoder
-from mmtrain.spec.families import find_file
+from mmtrain.spec.hub_files import find_file, read_json
 
 _PREFIXES = {
     "qwen2_vl_vision": ("model.visual.", "visual."),
@@ -104,7 +103,7 @@ def _load(
     for name in wanted:
         by_file[files[names[same_as.get(name, name)]]].append(name)
     for file, own in by_file.items():
-        path = find_file(where, section.pretrained, file)
+        path = find_file(f"{where}.pretrained", section.pretrained, file)
         with safe_open(str(path), "pt") as tensors:
             for name in own:
                 tensor = tensors.get_tensor(names[same_as.get(name, name)])
@@ -119,16 +118,16 @@ def _load_projector(projector: nn.Module, section: ProjectorConfig) -> int:
         return 0
     where = "model.projector"
     source = f"{where}.pretrained = {section.pretrained!r}"
-    sizes_file = find_file(where, section.pretrained, "config.json")
+    sizes_file = find_file(f"{where}.pretrained", section.pretrained, "config.json")
     assert sizes_file is not None
-    sizes, wanted_sizes = json.loads(sizes_file.read_text(encoding="utf-8")), projector_sizes(projector)
+    sizes, wanted_sizes = read_json(f"{where}.pretrained", sizes_file), projector_sizes(projector)
     for key, value in wanted_sizes.items():
         if sizes.get(key) != value:
             raise ConfigError(
                 f"{source}: {sizes_file.name} says {key} = {sizes.get(key)!r}, but the config makes {value!r}; "
                 "change the config, or leave the projector's weights random"
             )
-    path = find_file(where, section.pretrained, "model.safetensors")
+    path = find_file(f"{where}.pretrained", section.pretrained, "model.safetensors")
     wanted = dict(projector.named_parameters())
     with safe_open(str(path), "pt") as tensors:
         _refuse(source, sorted(wanted.keys() - set(tensors.keys())), sorted(set(tensors.keys()) - wanted.keys()))
@@ -152,26 +151,24 @@ def _refuse(source: str, missing: list[str], unexpected: list[str]) -> None:
     for what, found in (("misses", missing), ("has unexpected", unexpected)):
         if found:
             shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-            raise ConfigError(
-                f"{source}: the checkpoint {what} {shown}; its config.json and its weights do not belong together"
-            )
+            raise ConfigError(f"{source}: the checkpoint {what} {shown}; take config.json and weights from one folder")
 
 
 def _fill(source: str, name: str, parameter: nn.Parameter, tensor: Tensor, fused_heads: int = 0) -> None:
     if tensor.shape != parameter.shape:
         raise ConfigError(
             f"{source}: {name} has shape {tuple(tensor.shape)} "
-            f"in the checkpoint, but the config makes {tuple(parameter.shape)}"
+            f"in the checkpoint, but the config makes {tuple(parameter.shape)}; take both from one folder"
         )
     parameter.copy_(to_head_major(tensor, fused_heads) if fused_heads else tensor)
 
 
 def _index(where: str, source: str, stem: str) -> dict[str, str]:
     """Name on disk -> file, without reading a weight. Args: stem: what the files are called."""
-    index = find_file(where, source, f"{stem}.safetensors.index.json", optional=True)
+    index = find_file(f"{where}.pretrained", source, f"{stem}.safetensors.index.json", optional=True)
     if index is not None:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    single = find_file(where, source, f"{stem}.safetensors", optional=True)
+        return dict(read_json(f"{where}.pretrained", index)["weight_map"])
+    single = find_file(f"{where}.pretrained", source, f"{stem}.safetensors", optional=True)
     if single is None:
         raise ConfigError(
             f"{where}.pretrained = {source!r}: there is no {stem}.safetensors (or its index); save the "

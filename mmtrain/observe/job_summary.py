@@ -1,4 +1,4 @@
-"""A summary of a job's resolved config for the first lines of the log. Pure."""
+"""A summary of a job's resolved config for the first lines of the log, and what the last line says. Pure."""
 
 from mmtrain.config.config import Config
 from mmtrain.config.model import ModelConfig
@@ -8,6 +8,10 @@ from mmtrain.planner.partition.pipeline_layout import show_layout
 from mmtrain.planner.plan_choice import show_switches
 from mmtrain.spec.modules import families, shape_of
 from mmtrain.spec.vae_shapes import VaeShape
+
+FEW_CLIPS = 32_000
+"""The most that a small DiT with random initial weights was tried with; still none of its samples was right. Source:
+docs/log.md, "Samples that are noise"."""
 
 
 def start_lines(config: Config, planner: IterationPlanner, *, device: str, threads: int, cut_s: float) -> list[str]:
@@ -36,7 +40,30 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
         f"schedule {config.parallelism.pipeline_parallel_schedule}; {training.steps} steps of "
         f"{training.global_batch_size} microbatches x {training.seq_len} tokens"
     )
-    return [*lines, show_switches(config.planner, threads)]
+    lines.append(show_switches(config.planner, threads))
+    section = config.planner
+    if device != "cpu" and section.enable and not (section.memory_limit or section.activation_memory_gib):
+        lines.append(
+            "planner: no limit of memory, so a searched plan may hold more than a device has; set "
+            'planner.memory_limit, such as "90%"'
+        )
+    return lines
+
+
+def few_clips(config: Config, clips: int | None) -> str:
+    """That samples will look like noise, where the DiT began with random weights and has seen few clips since; else
+    the empty string.
+
+    Args: clips: that it has learned from; None: not known.
+    """
+    dit = config.model.dit
+    if dit is None or clips is None or clips > FEW_CLIPS or (dit.pretrained and dit.weights == "pretrained"):
+        return ""
+    return (
+        f"the DiT has learned from {clips:,} clips since its random weights, so samples will look like noise: of a "
+        f"model as small as that of debug_t2v.toml none was right after {FEW_CLIPS:,} clips (docs/sampling.md); raise "
+        "training.steps, or start from published weights (model.dit.pretrained)"
+    )
 
 
 def _model(model: ModelConfig, module: str) -> str:

@@ -6,19 +6,17 @@ config or by the `config.json` of a folder or hub id.
 
 import difflib
 import importlib.util
-import json
-import os
 import pkgutil
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 from mmtrain.spec.config_values import check_dropout, check_rope, check_type
+from mmtrain.spec.hub_files import find_file, read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,38 +356,6 @@ def language_config(section: LanguageConfig) -> dict[str, Any]:
     return out
 
 
-def find_file(where: str, source: str, name: str, *, optional: bool = False) -> Path | None:
-    """The path of one file of a local folder or a hub id (fetched into the local cache), or None if optional
-    and absent.
-
-    Raises: ConfigError: no such folder or id, no such file, or the hub cannot be reached.
-    """
-    folder = Path(os.path.expanduser(source))
-    if os.path.isdir(folder):  # which is false of names that cannot exist
-        if (folder / name).is_file():
-            return folder / name
-        if optional:
-            return None
-        raise ConfigError(f"{where}.pretrained = {shown(source)}: the folder has no {name}; choose another folder")
-    if folder.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
-        raise ConfigError(f"{where}.pretrained = {shown(source)}: there is no such folder; check the path")
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    unreachable = LocalEntryNotFoundError  # a kind of EntryNotFoundError that says nothing about the hub
-
-    try:
-        return Path(hf_hub_download(source, name))
-    except Exception as error:  # the hub client raises errors of its own, of its transport and of the OS
-        if optional and isinstance(error, EntryNotFoundError) and not isinstance(error, unreachable):
-            return None
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"{where}.pretrained = {shown(source)}: it is no local folder, and {name} could not be fetched from "
-            f"the hub ({reason}); give a folder, or an id that is cached or can be reached"
-        ) from error
-
-
 # -------------------------------------------------------------------------------------------- reading
 
 
@@ -397,15 +363,10 @@ def _read(where: str, section: EncoderConfig | LanguageConfig | DitConfig | VaeC
     """The raw config, and whether it was written inline (and so is checked key by key)."""
     if section.config:
         return dict(section.config), True
-    path = find_file(where, section.pretrained, "config.json")
+    key = f"{where}.pretrained"
+    path = find_file(key, section.pretrained, "config.json")
     assert path is not None
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # of JSON, UTF-8, a number of 4300 digits, or nesting
-        raise ConfigError(f"{where}.pretrained: {path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}.pretrained: {path} holds no JSON object")
-    return values, False
+    return read_json(key, path), False
 
 
 def _complete(where: str, values: dict[str, Any], model_type: Any, *, strict: bool) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The command as a user types it: what works, and one line for everything that does not."""
 
-import json
 import re
 import socket
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mmtrain.commands import cli
 from mmtrain.commands.cli import main, train_main
@@ -128,18 +128,33 @@ def test_a_port_that_is_taken_is_one_line(monkeypatch):
 
 
 def test_processes_of_torchrun_say_the_same_once(capsys, monkeypatch, tmp_path):
-    for rank in range(3):
+    """On the screen, and in the summary that torchrun ends with, the root cause last."""
+    failures = {}
+    for rank in (1, 0, 2):
         (tmp_path / str(rank)).mkdir()
+        report = tmp_path / str(rank) / "error.json"
         monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
         assert cli._said("something else" if rank == 2 else "the same", 2) == 2
-        assert json.loads((tmp_path / str(rank) / "error.json").read_text())["message"]["message"]
-    assert capsys.readouterr().err == "error [rank 0]: the same\nerror [rank 2]: something else\n"
+        failures[rank] = ProcessFailure(local_rank=rank, pid=rank, exitcode=2, error_file=str(report))
+    assert capsys.readouterr().err == "error [rank 1]: the same\nerror [rank 2]: something else\n"
+    summary = str(ChildFailedError("train.py", dict(sorted(failures.items()))))
+    assert summary.count("the same") == summary.count("something else") == 1
+    assert "the same" in summary.splitlines()[-2]
 
 
 def test_a_missing_config_is_one_line(capsys):
     assert main(["train", "--config", "nothing.toml"]) == 2
     assert 'config file "nothing.toml" does not exist; configs/ has' in one_line(capsys)
+
+
+def test_a_folder_is_no_config_and_a_file_no_folder_in_one_line(capsys, tmp_path):
+    assert main(["config", "--config", str(tmp_path)]) == 2
+    assert f'config file "{tmp_path}" is a folder; name a file in it' in one_line(capsys)
+    (tmp_path / "file").touch()
+    assert main(["data", "charts", str(tmp_path / "file" / "x"), "--num-samples", "4"]) == 2
+    said = f"charts: {tmp_path}/file/x cannot be made: Not a directory; name another folder"
+    assert one_line(capsys) == f"error: {said}"
 
 
 def test_config_prints_what_load_reads(job, capsys, tmp_path):

@@ -58,7 +58,7 @@ def test_no_plan_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     [
         (["--budget-s", "0"], "plan: --budget-s 0.0; it must be above 0"),
         (["--budget-evaluations", "-2"], "plan: --budget-evaluations -2; it must be above 0"),
-        (["--threads", "0"], "plan: --threads 0 --seed 0; they are 1 to 1024 and at least 0"),
+        (["--threads", "0"], "plan: --threads 0 --seed 0; the first is from 1 to 1024, the second at least 0"),
         (["--out", "plan.txt"], "plan.txt: the name must end in .json or .json.gz"),
         (["--out", "no/such/plan.json"], "plan: --out no/such/plan.json is a folder, or in none"),
     ],

@@ -243,6 +243,14 @@ def test_the_command_and_its_defaults(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "samples exists already; remove it or name another folder" in capsys.readouterr().err
 
 
+def test_a_dit_that_has_seen_few_clips_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    few = "the DiT has learned from 1,234 clips since its random weights, so samples will look like noise"
+    for name, state, said in (("few", {"clips": 1234}, [few]), ("many", {"clips": 10**6}, []), ("old", {}, [])):
+        caplog.clear()
+        sample(run_of(tmp_path / name, state=state), tmp_path / name / "out", wanted(num_steps=1))
+        assert [r.message.partition(":")[0] for r in caplog.records if r.name == "mmtrain"] == said
+
+
 def test_latents_are_called_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path, channels=4)
     words = ["sample", str(run), "--prompt", "squares", "--num-steps", "1"]

@@ -127,7 +127,7 @@ def test_compare_searches_a_batch_as_its_job_would(job, capsys) -> None:
 
 @pytest.mark.parametrize("words", [["--evaluations", "0"], ["--seed", "-1"]])
 def test_compare_refuses_a_search_without_plans(words: list[str], capsys) -> None:
-    assert "they are at least 1 and 0" in refused(capsys, "compare", *words)
+    assert "the first is at least 1, the second at least 0" in refused(capsys, "compare", *words)
 
 
 def test_compare_says_why_a_schedule_has_no_plan(tmp_path, capsys) -> None:

@@ -93,7 +93,7 @@ def test_missing_sources_name_what_exists(tmp_path: Path, charts: Path) -> None:
     write_jsonl(tmp_path, 2)
     with pytest.raises(ConfigError, match=r"trian.jsonl' does not exist; did you mean .*train.jsonl"):
         open_source(data(tmp_path / "trian.jsonl"), "train")
-    with pytest.raises(ConfigError, match="neither does its folder"):
+    with pytest.raises(ConfigError, match=r"the nearest folder that exists, .*train\.jsonl"):
         open_source(data(tmp_path / "no" / "x.parquet"), "train")
     for streaming in (False, True):
         with pytest.raises(ConfigError, match=r"split 'test' cannot be opened: .*train.*validation"):
@@ -122,9 +122,11 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         (
             "data/chart",
-            r"data.source = 'data/chart': no such folder; did you mean data/charts\? \(it is not looked for",
+            r"data.source = 'data/chart' does not exist; did you mean data/charts\? \(it is not looked for",
         ),
-        ("data/x", r"data.source = 'data/x': no such folder; .*/data has charts"),
+        ("data/x", r"data.source = 'data/x' does not exist; .*/data has charts"),
+        ("~no-one/x", "data.source = '~no-one/x' does not exist: there is no user 'no-one'"),
+        ("https://example.com/x.parquet", "is an address; download what it names"),
         ("data/charts/train", r"data.source = 'data/charts/train' does not exist"),
         ("./chart", "data.source = './chart' does not exist"),
         ("chart.json", "data.source = 'chart.json' does not exist"),

@@ -87,7 +87,7 @@ def test_a_tokenizer_without_template_gets_chatml(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tokenizer.path = .*absent.* cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"tokenizer.path = .*absent' does not exist"):
         load_tokenizer(TokenizerConfig(path=str(tmp_path / "absent")))
     for word in ("<img>", "bar"):  # an ordinary word would turn up in texts
         with pytest.raises(ConfigError, match=rf"image_token = '{word}' is no special token .* has .*<\|image_pad\|>"):

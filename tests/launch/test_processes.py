@@ -1,13 +1,16 @@
 """Processes that end with the one that started them, and leave nothing behind. None of these loads torch."""
 
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from mmtrain.launch.processes import environment
-from tests.launched import ROOT, is_alive
+from tests.launched import MMTRAIN, ROOT, is_alive
 
 CHILD = """
 import time
@@ -41,6 +44,22 @@ semaphore = multiprocessing.get_context("spawn").Semaphore()
 multiprocessing.util.get_temp_dir()
 leave(3)
 """
+LISTENS = """
+from multiprocessing.connection import Listener
+from mmtrain.errors import ConfigError
+from mmtrain.launch.processes import check_temporary_folder
+check_temporary_folder(0)
+try:
+    check_temporary_folder(1)
+    print("fits", end=", ")
+except ConfigError:
+    print("refused", end=", ")
+try:
+    Listener(family="AF_UNIX").close()
+    print("made")
+except OSError as error:
+    print(error)
+"""
 
 
 def test_a_process_ends_when_its_parent_is_killed():
@@ -61,6 +80,22 @@ def test_who_leaves_leaves_no_folder_and_no_semaphore(tmp_path: Path):
     )
     assert (done.returncode, done.stdout, done.stderr) == (3, b"", b"")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("length", [75, 76])
+def test_a_temporary_folder_has_room_for_sockets_or_is_refused_by_its_name(tmp_path: Path, length: int):
+    folder = tmp_path / ("x" * (length - len(str(tmp_path)) - 1))
+    folder.mkdir()
+    given = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", LISTENS], cwd=ROOT, env=given, capture_output=True, text=True)
+    fits = length == 75
+    assert done.stdout == ("fits, made\n" if fits else "refused, AF_UNIX path too long\n"), done.stderr
+    words = [*MMTRAIN, "--config", "debug_text.toml", "--parallelism.pipeline_parallel_degree=64"]
+    job = subprocess.run([sys.executable, *words], cwd=ROOT, env=given, capture_output=True, text=True)
+    assert job.returncode == 2
+    (line,) = job.stderr.splitlines()
+    rule = f"error: TMPDIR: '{folder}' has 76 bytes, but at most 75 .* at most 107.*; set TMPDIR to a shorter folder"
+    assert bool(re.match(rule, line)) != fits, line
 
 
 def test_variables_hold_for_new_processes_alone(monkeypatch):

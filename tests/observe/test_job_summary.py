@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.config.sections import MetricsConfig
-from mmtrain.observe.job_summary import start_lines
+from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, start_lines
 from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, setup_logging
 from mmtrain.planner.iteration import IterationPlanner
 from tests.observe.test_metrics import STEP
@@ -19,9 +19,9 @@ SIGLIP = "{model_type='siglip_vision_model', hidden_size=96, num_hidden_layers=2
 LLAMA = "{model_type='llama', hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=448}"
 
 
-def lines(name: str, *overrides: str) -> list[str]:
+def lines(name: str, *overrides: str, device: str = "cpu") -> list[str]:
     job = config.load(name, overrides)
-    return start_lines(job, IterationPlanner.of(job), device="cpu", threads=1, cut_s=0.0)
+    return start_lines(job, IterationPlanner.of(job), device=device, threads=1, cut_s=0.0)
 
 
 def test_the_models_that_run_are_named_whatever_the_base_says():
@@ -48,11 +48,48 @@ def test_a_pretrained_model_is_named_by_its_source(tmp_path):
     assert language.startswith(f"language: {tmp_path} (qwen2), 4 blocks of width 64; ")
 
 
+@pytest.mark.parametrize(
+    ("device", "overrides", "said"),
+    [
+        ("cuda", [], True),
+        ("cpu", [], False),
+        ("cuda", ["--planner.enable=false"], False),
+        ("cuda", ["--planner.memory_limit=90%"], False),
+        ("cuda", ["--planner.activation_memory_gib=1"], False),
+    ],
+)
+def test_a_search_without_a_limit_on_an_accelerator_is_named(device, overrides, said):
+    found = lines("debug_vlm.toml", *overrides, device=device)
+    assert ("no limit of memory" in found[-1] and 'set planner.memory_limit, such as "90%"' in found[-1]) == said
+
+
+def test_configs_that_search_on_clusters_have_a_limit():
+    for path in (ROOT / "configs").glob("*.toml"):
+        section = config.load(path).planner
+        if section.enable and not path.name.startswith("debug_"):
+            assert section.memory_limit == "90%", path.name
+
+
 def test_a_description_is_not_inherited(tmp_path):
     (tmp_path / "base.toml").write_text((ROOT / "configs" / "debug_text.toml").read_text())
     (tmp_path / "job.toml").write_text('extends = "base.toml"\n[job]\ndump_folder = "x"\n')
     assert config.load(tmp_path / "base.toml").job.description
     assert config.load(tmp_path / "job.toml").job.description == ""
+
+
+def test_a_dit_that_has_seen_few_clips_since_random_weights_is_named():
+    job = config.load("debug_t2v.toml")
+    said = few_clips(job, 4_012)
+    assert "learned from 4,012 clips since its random weights, so samples will look like noise" in said
+    assert "32,000 clips" in said and "raise training.steps, or start from published weights" in said
+    assert "\n" not in said
+    assert few_clips(job, FEW_CLIPS)
+    assert not few_clips(job, FEW_CLIPS + 1)
+    assert not few_clips(job, None), "a checkpoint that does not say"
+    assert not few_clips(config.load("debug_vlm.toml"), 100)
+    published = ["--model.dit.config={}", "--model.dit.pretrained=models/wan"]
+    assert not few_clips(config.load("debug_t2v.toml", published), 100)
+    assert few_clips(config.load("debug_t2v.toml", [*published, "--model.dit.weights=random"]), 100)
 
 
 @pytest.fixture

@@ -51,13 +51,16 @@ def split_sizes(kind: str, num_samples: int, seed: int, validation_fraction: flo
 def new_folder(kind: str, out: Path) -> Iterator[Path]:
     """A temporary folder next to `out`, with an empty folder `data`, that is renamed to `out` at the end.
 
-    Raises: DataError: `out` exists.
+    Raises: DataError: `out` exists, or cannot be made.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{kind}: {out} exists already; remove it or name another folder")
     aside = out.parent / f".{out.name}.part-{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
-    (aside / "data").mkdir(parents=True)
+    try:
+        (aside / "data").mkdir(parents=True)
+    except OSError as error:
+        raise DataError(f"{kind}: {out} cannot be made: {error.strerror}; name another folder") from None
     try:
         yield aside
         os.replace(aside, out)

@@ -144,6 +144,8 @@ def simulate_job(question: Question, progress: Callable[[str, int], None] = lamb
         DataError: a batch that the model cannot read.
     """
     config = question.config
+    if _limit_is_unknown(config):
+        config = replace(config, planner=replace(config.planner, memory_limit=""))
     machine = Machine.of(config)
     bins = Bins.of(config, question.image_side or 0)
     batches = [
@@ -159,6 +161,11 @@ def simulate_job(question: Question, progress: Callable[[str, int], None] = lamb
         answers.append(_answer(question, job, schedule, machine, batches, notes, progress))
     images = tuple(_mean_images(step) for step in batches)
     return Report(question=question, machine=machine, answers=tuple(answers), images=images)
+
+
+def _limit_is_unknown(config: Config) -> bool:
+    """Whether planner.memory_limit is a part of a device that nothing names."""
+    return bool(config.planner.memory_limit) and MemoryRule.of(config).limit_bytes is None
 
 
 def _mean_images(step: Sequence[IterationMeta]) -> float:
@@ -242,6 +249,11 @@ def _notes(question: Question, machine: Machine) -> list[str]:
         notes.append(
             f"no --cluster and no planner.hardware: links take planner.p2p_latency_s and p2p_bytes_per_s = "
             f"{config.planner.p2p_bytes_per_s:.3g}; MFU and the device's memory are unknown"
+        )
+    if _limit_is_unknown(config):
+        notes.append(
+            f'planner.memory_limit = "{config.planner.memory_limit}" is left out: it is a part of a device, which '
+            "--cluster names"
         )
     if config.model.reads_clips and not config.model.encodes_clips:
         notes.append("latents count as given: no VAE runs here")

@@ -58,6 +58,14 @@ class RankBudget:
         left = self.activation_bytes
         return left is None or left > self.state.reduced_bytes
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its row of the budget's table, in GiB."""
+        state = self.state
+        parts = (self.process_bytes, state.param_bytes, state.grad_bytes, state.optimizer_bytes, self.margin_bytes)
+        amounts = (self.limit_bytes, *parts, self.activation_bytes)
+        return (str(self.pp_rank), *("-" if amount is None else show_gib(amount) for amount in amounts))
+
     def holds(self, activation_bytes: float) -> bool:
         """Whether a plan fits, given the most of its activations."""
         left = self.activation_bytes
@@ -104,7 +112,7 @@ class MemoryBudget:
     def check(self) -> None:
         """Refuses a limit that is not enough.
 
-        Raises: ConfigError: with the first such rank, the table and what to change.
+        Raises: ConfigError: with the first such rank, its part of the table and what to change.
         """
         for rank in self.ranks:
             left = rank.activation_bytes
@@ -115,32 +123,16 @@ class MemoryBudget:
                     else f"leaves pp_rank {rank.pp_rank} {show_gib(left)} GiB for activations, but at a step's end "
                     f"reduced gradients take {show_gib(rank.state.reduced_bytes)} GiB there"
                 )
+                amounts = ", ".join(map(" ".join, zip(_COLUMNS[1:-1], rank.cells[1:-1], strict=True)))
                 raise ConfigError(
-                    f'planner.memory_limit = "{self.amount.text if self.amount else ""}" {what}; raise it, lower '
-                    "planner.memory_margin, or raise parallelism.pipeline_parallel_degree, tensor_parallel_degree or "
-                    f"data_parallel_shard_degree\n{self.table()}"
+                    f'planner.memory_limit = "{self.amount.text if self.amount else ""}" {what} (GiB: {amounts}); '
+                    "raise it, lower planner.memory_margin, or raise parallelism.pipeline_parallel_degree, "
+                    "tensor_parallel_degree or data_parallel_shard_degree"
                 )
 
     def table(self) -> str:
         """One line a pipeline rank, in GiB: its limit, what is subtracted, and what is left."""
-        rows: list[tuple[str, ...]] = [_COLUMNS]
-        for rank in self.ranks:
-            state, limit, left = rank.state, rank.limit_bytes, rank.activation_bytes
-            amounts = (
-                rank.process_bytes,
-                state.param_bytes,
-                state.grad_bytes,
-                state.optimizer_bytes,
-                rank.margin_bytes,
-            )
-            rows.append(
-                (
-                    str(rank.pp_rank),
-                    "-" if limit is None else show_gib(limit),
-                    *map(show_gib, amounts),
-                    "-" if left is None else show_gib(left),
-                )
-            )
+        rows = [_COLUMNS, *(rank.cells for rank in self.ranks)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(["memory in GiB:", *lines])

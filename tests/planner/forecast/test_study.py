@@ -100,6 +100,15 @@ def test_mfu_is_model_flops_over_what_the_ranks_of_a_replica_could_do():
     assert found == pytest.approx(flops / (seconds * 2 * report.machine.peak_flops))
 
 
+def test_a_part_of_a_device_that_nothing_names_is_no_limit():
+    report = simulate_job(question("planner.memory_limit=90%", "planner.enable=true"))
+    assert report.answers[0].budget is None and report.answers[0].iterations
+    (note,) = (note for note in report.notes if "memory_limit" in note)
+    assert note.startswith('planner.memory_limit = "90%" is left out: it is a part of a device, which --cluster names')
+    named = simulate_job(question("planner.memory_limit=90%", "planner.enable=true", "planner.hardware=a40x2"))
+    assert named.answers[0].budget and not any("memory_limit" in note for note in named.notes)
+
+
 def test_a_schedule_that_ignores_memory_limits_is_told_so():
     report = simulate_job(question("planner.activation_memory_gib=2.0", schedules=("1F1B", "interleave")))
     notes = [note for note in report.notes if "activation_memory_gib" in note]

@@ -1,0 +1,135 @@
+"""Files that a config names by a local path or by an id on the Hugging Face hub. Pure."""
+
+import difflib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mmtrain.errors import ConfigError, one_line, shown
+
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+"""What the hub can call something: OWNER/NAME, or NAME alone."""
+_DATA_FILES = (".parquet", ".json", ".jsonl")
+
+
+def local_path(key: str, value: str) -> Path | None:
+    """The existing file or folder that a value names, with `~` expanded; None: it may be an id on the hub.
+
+    Args: key: that has the value, for errors.
+    Raises: ConfigError: it does not exist and cannot be an id, or its owner is a folder here: a typing error.
+    """
+    path = Path(os.path.expanduser(value))
+    if os.path.exists(path):  # which is false of names that cannot exist
+        return path
+    if str(path).startswith("~"):
+        raise ConfigError(
+            f"{key} = {shown(value)} does not exist: there is no user {path.parts[0][1:]!r} with a home folder; write "
+            "the path in full"
+        )
+    if "://" in value:
+        raise ConfigError(f"{key} = {shown(value)} is an address; download what it names, and name that file or folder")
+    instead = _what_exists(path)
+    if value.startswith((".", "/", "~")) or path.suffix in _DATA_FILES or not _ID.fullmatch(value):
+        raise ConfigError(f"{key} = {shown(value)} does not exist; {instead}")
+    if "/" in value and path.parent.is_dir():
+        raise ConfigError(
+            f"{key} = {shown(value)} does not exist; {instead} (it is not looked for on the hub, since "
+            f"{str(path.parent)!r} is a folder here)"
+        )
+    return None
+
+
+def unreachable(source: str) -> str:
+    """Why the hub cannot be asked for a model; empty if it answers. It is asked once, where its client asks for a
+    minute."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().model_info(source, timeout=10)
+    except HfHubHTTPError:  # an answer, which who fetches a file explains
+        pass
+    except Exception as error:  # no network, a time-out, HF_HUB_OFFLINE
+        return one_line(error).rstrip(".")
+    return ""
+
+
+def find_file(key: str, source: str, name: str, *, optional: bool = False) -> Path | None:
+    """The path of one file of a local folder or a hub id (fetched into the local cache), or None if optional
+    and absent.
+
+    Args: key: of the config, that names the source; for errors.
+    Raises: ConfigError: no such folder or id, no such file, or the hub cannot be reached.
+    """
+    folder = local_path(key, source)
+    if folder is not None:
+        if (folder / name).is_file():
+            return folder / name
+        if not folder.is_dir():
+            raise ConfigError(f"{key} = {shown(source)} is a file; name the folder that it is in")
+        if optional:
+            return None
+        raise ConfigError(f"{key} = {shown(source)}: the folder has no {name}; choose another folder")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    offline = unreachable(source)
+    try:
+        return Path(hf_hub_download(source, name, local_files_only=bool(offline)))
+    except Exception as error:  # the hub client raises errors of its own, of its transport and of the OS
+        unknown = isinstance(error, LocalEntryNotFoundError)  # an EntryNotFoundError that says nothing about the hub
+        if optional and isinstance(error, EntryNotFoundError) and not unknown:
+            return None
+        no_path, reason = no_folder(source), offline or one_line(error, 300)
+        raise ConfigError(
+            f"{key} = {shown(source)}: {no_path}, and {name} could not be fetched from the hub "
+            f"({reason}); give a folder, or an id that is cached or can be reached"
+        ) from error
+
+
+def read_json(key: str, path: Path) -> dict[str, Any]:
+    """What a file holds, one JSON object. Args: key: that names it, for errors. Raises: ConfigError: it does not."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # of JSON, UTF-8, a number of 4300 digits, or nesting
+        raise ConfigError(f"{key}: {path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{key}: {path} holds no JSON object")
+    return values
+
+
+def no_folder(source: str) -> str:
+    """Says of a value for which `local_path` gives None that it is no path, with the name that is near."""
+    near = near_name(Path(source))
+    return f"there is no such folder here{f' ({near})' if near else ''}"
+
+
+def near_name(path: Path) -> str:
+    """A question for what has nearly the name of a path that does not exist; empty if nothing has."""
+    folder, missing = _nearest_folder(path)
+    near = difflib.get_close_matches(missing, _names(folder), 1)
+    return f"did you mean {folder / near[0]}?" if near else ""
+
+
+def _what_exists(path: Path) -> str:
+    """What may have been meant by a path that does not exist: a name that is near, or what its folder has."""
+    folder, missing = _nearest_folder(path)
+    names = [name for name in _names(folder) if not name.startswith(".")]
+    listed = ", ".join([*names[:10], "..."] if len(names) > 10 else names) or "no file"
+    nearest = "" if missing == path.name else "the nearest folder that exists, "
+    return near_name(path) or f"{nearest}{folder.absolute()}{',' if nearest else ''} has {listed}"
+
+
+def _nearest_folder(path: Path) -> tuple[Path, str]:
+    """The innermost folder around a path that exists, and the name in the path that it does not have."""
+    folder = next((parent for parent in path.parents if os.path.isdir(parent)), Path())
+    return folder, path.relative_to(folder).parts[0] if path.parts else ""
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []

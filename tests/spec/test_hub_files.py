@@ -1,0 +1,107 @@
+"""Local paths and ids of the hub: a misspelt path is not sent to the hub, and a hub that is away is asked once."""
+
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmtrain.config.data import TokenizerConfig
+from mmtrain.config.model import LanguageConfig
+from mmtrain.data.pixels import pixel_rules
+from mmtrain.data.tokenizer import load_tokenizer
+from mmtrain.errors import ConfigError
+from mmtrain.spec.families import language_config
+from mmtrain.spec.hub_files import find_file
+
+KEYS: dict[str, Callable[[str], Any]] = {
+    "model.language.pretrained": lambda value: language_config(LanguageConfig(pretrained=value)),
+    "tokenizer.path": lambda value: load_tokenizer(TokenizerConfig(path=value)),
+    "data.image_processor": lambda value: pixel_rules("vit", value),
+}
+"""Key -> what reads its value."""
+
+
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hosts whose address was asked for; none is told, as on a machine without network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    hosts: list[str] = []
+
+    def refuse(host: str, *_: Any, **__: Any) -> Any:
+        hosts.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    return hosts
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("models/smal", r"; did you mean models/small\? \(it is not looked for on the hub, since 'models' is a folder"),
+        ("model/small/x", r"; did you mean models\?"),
+        ("./x", r"; \S+ has models"),
+        ("/absent/x/y", "; the nearest folder that exists, /, has "),
+        ("~/absent/x", "; the nearest folder that exists, "),
+        ("~no-such-user/x", ": there is no user 'no-such-user' with a home folder; write the path in full"),
+    ],
+)
+def test_a_misspelt_path_is_not_sent_to_the_hub(
+    here: Path, lookups: list[str], key: str, value: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{key} = {value!r} does not exist") + message):
+        KEYS[key](value)
+    assert lookups == []
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    here: Path, monkeypatch: pytest.MonkeyPatch, lookups: list[str], key: str
+) -> None:
+    both = rf"^{key} = 'model'.*there is no such folder here \(did you mean models\?\), and .*hub"
+    with pytest.raises(ConfigError, match=rf"{both}.*Name or service not known"):
+        KEYS[key]("model")
+    before = len(lookups)
+    assert 1 <= before <= 2  # the hub's client asks six times a file
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=rf"{both}.*offline mode is enabled"):
+        KEYS[key]("model")
+    assert len(lookups) == before
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_home_is_expanded(here: Path, monkeypatch: pytest.MonkeyPatch, lookups: list[str], key: str) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    with pytest.raises(ConfigError) as caught:
+        KEYS[key]("~/models/small")
+    assert "does not exist" not in str(caught.value)  # it is there, but empty
+    assert lookups == []
+
+
+def test_files_of_a_folder(tmp_path: Path) -> None:
+    key, absent = "model.language.pretrained", "model.safetensors"
+    assert find_file(key, str(tmp_path), absent, optional=True) is None
+    with pytest.raises(ConfigError, match=rf"^{key} = .*: the folder has no {absent}; choose another folder"):
+        find_file(key, str(tmp_path), absent)
+    (tmp_path / absent).touch()
+    assert find_file(key, str(tmp_path), absent) == tmp_path / absent
+    with pytest.raises(ConfigError, match=rf"^{key} = .*is a file; name the folder that it is in"):
+        find_file(key, str(tmp_path / absent), "config.json")
+
+
+def test_a_preprocessor_config_is_json(tmp_path: Path) -> None:
+    for text, rule in (("{", "is not valid JSON"), ("[]", "holds no JSON object")):
+        (tmp_path / "preprocessor_config.json").write_text(text)
+        with pytest.raises(ConfigError, match=rf"^data.image_processor: .*preprocessor_config.json {rule}"):
+            pixel_rules("vit", str(tmp_path))
