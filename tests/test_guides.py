@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mmtrain.launch.processes import end_with_parent
 from tests.guides import (
     DOCS,
     MADE_BEFORE,
@@ -144,7 +145,11 @@ def test_two_nodes_on_one_machine_train_together(checkout: Path) -> None:
         words = [word for word in command.words[1:] if word != "&"]
         words[words.index("localhost:29500")] = str(checkout / "rendezvous")  # in the place of a port that may be taken
         words = ["-m", "torch.distributed.run", "--rdzv-conf", "store_type=file", *words, *SHORT]
-        started.append(subprocess.Popen([sys.executable, *words], cwd=checkout, stdout=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *words], cwd=checkout, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent
+            )
+        )
     printed = [process.communicate()[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     assert sum("mesh: pp 2" in text for text in printed) == 1, "rank 0 lives on one of the nodes"

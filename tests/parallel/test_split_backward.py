@@ -36,7 +36,18 @@ from mmtrain.spec.builders import model_spec
 from mmtrain.spec.shapes import vision_shape
 from mmtrain.spec.spec import documents_work, images_work
 from tests.lora import with_lora
-from tests.parallel.parity import KEEP_ALL, NO_IMAGE, TEXT_ON_ONE, Case, check, layouts, run_layout, selection, shallow
+from tests.parallel.parity import (
+    KEEP_ALL,
+    NO_IMAGE,
+    TEXT_ON_ONE,
+    Case,
+    check,
+    layouts,
+    run_layout,
+    selection,
+    shallow,
+    small,
+)
 from tests.parallel.test_activation_memory import Alive
 from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks
@@ -120,7 +131,7 @@ PLANES = dict.fromkeys((MeshShape(pp=2, tp=2), MeshShape(pp=2, cp=2)), PLANE)
 
 
 @pytest.mark.ranks
-@layouts(selection(DAILY))
+@layouts(selection(DAILY, small))
 def test_gradients_are_those_of_whole_backwards_and_of_one_process(shape, cases):
     check_split(run_ranks(run_layout, shape.world_size, shape, cases))
 
@@ -134,7 +145,7 @@ def test_every_layout(shape, cases):
 
 @pytest.mark.ranks
 def test_parameters_that_are_gathered_at_each_use():
-    check_split(run_ranks(run_layout, 2, MeshShape(cp=2), REGATHERED))
+    check_split(run_ranks(run_layout, 2, MeshShape(cp=2), {name: small(case, 1) for name, case in REGATHERED.items()}))
 
 
 @pytest.mark.ranks
