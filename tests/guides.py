@@ -19,6 +19,8 @@ DOCS = ROOT / "docs"
 
 SHORT = ("--training.steps=2", "--lr_scheduler.warmup_steps=1", "--validation.enable=false")
 """What every training of a guide gets in addition."""
+NO_WORKERS = ("--data.num_workers=0",)
+"""And what those get that run here: each worker's process would import torch again."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 """A fenced block: its language and its lines."""
 _NAMED = re.compile(r"`([\w./-]+\.(?:py|toml|json|yaml|sbatch))`[^`.\n]*:\n\n$")
@@ -67,7 +69,7 @@ def run(command: Command, folder: Path) -> str:
 
     Raises: AssertionError: its exit status is not 0.
     """
-    program, *words = _short(command)
+    program, *words = _short(command, NO_WORKERS)
     if program != "mmtrain":
         return run_anew(command, folder)
     printed = io.StringIO()
@@ -91,8 +93,8 @@ def run_anew(command: Command, folder: Path) -> str:
     return done.stdout
 
 
-def _short(command: Command) -> tuple[str, ...]:
-    return command.words + (SHORT if {"train", "train.py"} & set(command.words) else ())
+def _short(command: Command, more: tuple[str, ...] = ()) -> tuple[str, ...]:
+    return command.words + ((*SHORT, *more) if {"train", "train.py"} & set(command.words) else ())
 
 
 MADE_BEFORE = ("debug_vlm", "debug_t2v")

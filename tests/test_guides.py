@@ -16,6 +16,7 @@ from mmtrain.launch.processes import end_with_parent
 from tests.guides import (
     DOCS,
     MADE_BEFORE,
+    NO_WORKERS,
     ROOT,
     SHORT,
     Command,
@@ -117,7 +118,7 @@ def test_the_worked_schedule_is_added_shown_tested_and_run(tmp_path: Path, chart
         assert _output(command.removeprefix("$ ").split(), tmp_path) == shown, f"{command} prints something else now"
     for step in steps(page):
         if isinstance(step, Command) and "check-parity" not in step.words:
-            _output([*step.words, *(SHORT if "train" in step.words else ())], tmp_path)
+            _output([*step.words, *((*SHORT, *NO_WORKERS) if "train" in step.words else ())], tmp_path)
 
 
 def _insert(file: Path, text: str, before: str) -> None:
