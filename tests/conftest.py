@@ -29,7 +29,7 @@ os.environ["PET_MASTER_PORT"] = str(29500 + int(os.environ.get("PYTEST_XDIST_WOR
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-durations", action="store_true", help="write the files that ran into tests/durations.json")
+    parser.addoption("--write-durations", action="store_true", help="of these files into tests/durations.json")
     parser.addoption("--shard", default="1/1", help="K/N: of the selected tests every N-th, from the K-th on")
 
 
