@@ -117,9 +117,13 @@ def test_a_checkpoint_loads_at_other_degrees(tmp_path, charts):
         assert all(abs(found[s] - expected[s]) / expected[s] < CURVE_TOLERANCE for s in found), name
 
 
+CONSTANT = ["lr_scheduler.decay_ratio=0", "lr_scheduler.warmup_steps=1"]
+"""A learning rate that does not depend on the number of steps."""
+
+
 def test_a_checkpoint_goes_from_layout_to_layout(tmp_path, charts):
     """Pipelines with the tied embedding on two ranks, tensor-parallel, sharded and replicated ranks, one process."""
-    path, extra = write_config(tmp_path, charts), [*SHALLOW, "lr_scheduler.decay_ratio=0", "training.steps=5"]
+    path, extra = write_config(tmp_path, charts), [*SHALLOW, *CONSTANT, "training.steps=5"]
     layouts = [layout(pp=2, shard=2), layout(pp=4), layout(tp=2, shard=2), layout(replicate=2), layout()]
     for steps, degrees in enumerate(layouts, 1):
         words = [*degrees, *extra, "checkpoint.enable=true", f"training.steps={steps}"]

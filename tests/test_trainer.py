@@ -53,7 +53,8 @@ def check_curves(charts, tmp_path, names, steps):
 
 
 def test_six_steps_have_one_loss_curve(tmp_path, charts):
-    check_curves(charts, tmp_path, ["pp 2", "pp 2 x shard 2", "context 2 x tensor 2"], 6)
+    """Two steps of submeshes: `test_submeshes_train_as_one_process_and_count_the_same_answers`."""
+    check_curves(charts, tmp_path, ["pp 2", "pp 2 x shard 2"], 6)
 
 
 @pytest.mark.nightly
@@ -219,10 +220,11 @@ def test_validation_and_traces(job):
 
 
 @pytest.mark.parametrize("degrees", [layout(cp=2, tp=2), layout(pp=2, cp=2)], ids=["cp2-tp2", "pp2-cp2"])
-def test_validation_counts_the_same_answers_on_every_submesh(tmp_path, charts, degrees):
+def test_submeshes_train_as_one_process_and_count_the_same_answers(tmp_path, charts, degrees):
     extra = ["validation.enable=true", "validation.freq=6", "validation.steps=2", "training.steps=2", *SHALLOW]
     run_ranks(train, 4, write_config(tmp_path, charts), [*degrees, *extra])
     single = finished(charts, 1, extra)
+    assert metrics(tmp_path) == pytest.approx(metrics(single), rel=CURVE_TOLERANCE)
     assert metrics(tmp_path, "accuracy") == metrics(single, "accuracy")
     one, submesh = (metrics(folder, "validation_loss") for folder in (single, tmp_path))
     assert sorted(one) == [0, 2]

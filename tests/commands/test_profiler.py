@@ -31,7 +31,7 @@ def measured(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("profile")
     job, out, printed = write_config(folder, folder), folder / "p.json", io.StringIO()
-    words = ["profile", "--config", str(job), "--out", str(out), "--rounds", "1", "--steps", "2"]
+    words = ["profile", "--config", str(job), "--out", str(out), "--rounds", "1", "--steps", "1"]
     words += ["--hardware-out", str(folder / "mine.toml")]
     with contextlib.redirect_stdout(printed), warm_ranks():
         assert main([*words, *PP2]) == 0
