@@ -7,5 +7,5 @@ DAILY, NIGHTLY = 40, 400
 
 
 def examples(count: int) -> int:
-    """The number for a property that needs `count` by hand, where others need 100."""
+    """`count`, scaled as the profile scales the 100 examples of a property that does not say: 40 % of it daily."""
     return max(5, count * settings.default.max_examples // 100)
