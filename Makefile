@@ -35,11 +35,12 @@ PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 test: venv
 	$(PYTEST) --durations=20
 
-# Everything that is too long for every change; `make nightly SHARD=2/3` runs the second third of it.
+# Everything that is too long for every change, and properties with ten times as many examples; `make nightly SHARD=2/3`
+# runs the second third of it.
 SHARD ?= 1/1
 
 nightly: venv
-	$(PYTEST) -m nightly --shard $(SHARD) --durations=20
+	$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile nightly --shard $(SHARD) --durations=20
 
 # Small mistakes, one after the other, each of which some test must notice: tests/mutants.toml.
 mutants: venv

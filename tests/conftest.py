@@ -1,4 +1,5 @@
 import atexit
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -7,11 +8,14 @@ import pytest
 from hypothesis import settings
 
 from tests.cpu_time import CpuTime
+from tests.examples import DAILY, NIGHTLY
 from tests.ranks import start_server
 from tests.store import stored_folder
 
-settings.register_profile("mmtrain", deadline=None)  # a shared machine is slow at times
-settings.load_profile("mmtrain")
+# No deadline: a shared machine is slow at times.
+settings.register_profile("daily", deadline=None, max_examples=DAILY)
+settings.register_profile("nightly", deadline=None, max_examples=NIGHTLY)
+settings.load_profile("daily")
 
 # One folder for all processes of a run of the tests: the cache of `datasets`, which is read when it is first imported,
 # and what `tests.reference.stored` computes once.
@@ -25,7 +29,7 @@ os.environ["PET_MASTER_PORT"] = str(29500 + int(os.environ.get("PYTEST_XDIST_WOR
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-durations", action="store_true", help="write tests/durations.json anew")
+    parser.addoption("--write-durations", action="store_true", help="of these files into tests/durations.json")
     parser.addoption("--shard", default="1/1", help="K/N: of the selected tests every N-th, from the K-th on")
 
 
@@ -43,10 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = chosen
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Where tests will run, which is not the process that hands them to workers, torch is imported meanwhile."""
-    if not session.config.getoption("numprocesses", None) or hasattr(session.config, "workerinput"):
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where ranks will be forked from, torch is imported meanwhile. And what this process has imported by now, its
+    garbage collector, which tests of memory call often, does not look at again."""
+    if any(item.get_closest_marker("ranks") for item in session.items):
         start_server()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

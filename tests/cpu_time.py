@@ -1,7 +1,7 @@
 """CPU seconds of each test, with those of the processes that it started: the table of `tests/durations.json`.
 
 `make test` prints the files that take over twice the share of the suite that the table gives them.
-`python -m pytest --write-durations` writes the table anew.
+`python -m pytest --write-durations` writes the files that it ran into the table.
 """
 
 import json
@@ -56,10 +56,11 @@ class CpuTime:
     @pytest.hookimpl
     def pytest_terminal_summary(self, terminalreporter) -> None:
         total = sum(self.by_file.values())
-        if self.write:
-            table = {name: round(seconds, 1) for name, seconds in sorted(self.by_file.items())}
-            TABLE.write_text(json.dumps(table, indent=0) + "\n")
         table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+        if self.write:
+            table |= {name: round(seconds, 1) for name, seconds in self.by_file.items()}
+            table = {name: table[name] for name in sorted(table) if (TABLE.parents[1] / name).exists()}
+            TABLE.write_text(json.dumps(table, indent=0) + "\n")
         known = sum(seconds for name, seconds in table.items() if name in self.by_file)
         mine = sum(seconds for name, seconds in self.by_file.items() if name in table)
         slow = [

@@ -1,13 +1,17 @@
 """The guides under docs/ as scripts: their files are written, their commands run, in the order of the page."""
 
+import io
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import chdir, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 from mmtrain.commands import cli
+from mmtrain.launch.processes import end_with_parent
+from tests.ranks import warm_ranks
 from tests.store import stored_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,9 +19,8 @@ DOCS = ROOT / "docs"
 
 SHORT = ("--training.steps=2", "--lr_scheduler.warmup_steps=1", "--validation.enable=false")
 """What every training of a guide gets in addition."""
-IN_THIS_PROCESS = ("config", "data", "export", "plan", "check", "sample", "schedule", "simulate")
-"""Subcommands of mmtrain that start no ranks."""
-
+NO_WORKERS = ("--data.num_workers=0",)
+"""And what those get that run here: each worker's process would import torch again."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 """A fenced block: its language and its lines."""
 _NAMED = re.compile(r"`([\w./-]+\.(?:py|toml|json|yaml|sbatch))`[^`.\n]*:\n\n$")
@@ -61,22 +64,37 @@ def steps(page: str) -> list[File | Command]:
     return found
 
 
-def run(command: Command, folder: Path) -> None:
-    """Runs a command in a folder, which is also the working directory of this process; trainings are shortened.
+def run(command: Command, folder: Path) -> str:
+    """What a command prints that runs in a folder; trainings are shortened. `mmtrain` runs in this process.
 
     Raises: AssertionError: its exit status is not 0.
     """
-    program, *words = command.words
-    if program == "mmtrain" and words[0] in IN_THIS_PROCESS:
+    program, *words = _short(command, NO_WORKERS)
+    if program != "mmtrain":
+        return run_anew(command, folder)
+    printed = io.StringIO()
+    with chdir(folder), warm_ranks(), redirect_stdout(printed):
         assert cli.main(words) == 0, command
-        return
-    start = {"mmtrain": ["-m", "mmtrain.commands.cli"], "torchrun": ["-m", "torch.distributed.run"], "python": []}[
-        program
-    ]
-    if "train" in words or "train.py" in words:
-        words += SHORT
-    done = subprocess.run([sys.executable, *start, *words], cwd=folder, capture_output=True, text=True)
+    return printed.getvalue()
+
+
+def run_anew(command: Command, folder: Path) -> str:
+    """The same in processes of its own, as a reader starts it."""
+    program, *words = _short(command)
+    start = {"mmtrain": ["-m", "mmtrain.commands.cli"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
+    done = subprocess.run(
+        [sys.executable, *start[program], *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        preexec_fn=end_with_parent,
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def _short(command: Command, more: tuple[str, ...] = ()) -> tuple[str, ...]:
+    return command.words + ((*SHORT, *more) if {"train", "train.py"} & set(command.words) else ())
 
 
 MADE_BEFORE = ("debug_vlm", "debug_t2v")

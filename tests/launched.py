@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from mmtrain.launch.processes import end_with_parent
+
 ROOT = Path(__file__).resolve().parent.parent
 
 MMTRAIN = ("-m", "mmtrain.commands.cli", "train")
@@ -17,7 +19,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 class Job:
-    """A job that was started in `folder`; its output goes to `folder`/output, its temporary files to `folder`/tmp."""
+    """A job that was started in `folder`; its output goes to `folder`/output, its temporary files to `folder`/tmp.
+
+    It ends with the tests, however these end: the kernel kills it, and its ranks with it.
+    """
 
     def __init__(self, folder: Path, *words: str) -> None:
         # A short name, since those of sockets below it have at most 107 characters.
@@ -31,6 +36,7 @@ class Job:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
 
     @property

@@ -35,3 +35,10 @@ def hangs(folder: Path, name: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / f"{name}-up").touch()
     time.sleep(600)
+
+
+def lasts(folder: Path) -> None:
+    """Says its process, and stays."""
+    (folder / "pid.part").write_text(str(os.getpid()))
+    (folder / "pid.part").rename(folder / "pid")
+    time.sleep(600)

@@ -6,9 +6,15 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+
+from mmtrain.launch.processes import end_with_parent
 
 _context = multiprocessing.get_context("forkserver")
 _FAMILIES = ("qwen2", "llama", "qwen2_vl", "qwen2_5_vl", "siglip", "vit", "whisper")
@@ -20,6 +26,7 @@ _context.set_forkserver_preload(
         "torch.utils.serialization.config",
     ]
     + [f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES]
+    + ["pytest", "tests.jobs", "tests.parallel.parity", "tests.server"]
 )
 """What ranks import, some of it late (a second and more each), is imported once where they are forked."""
 
@@ -79,7 +86,32 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 600) -> Any:
     return value
 
 
+@contextmanager
+def warm_ranks() -> Iterator[None]:
+    """Inside, the ranks that a command of mmtrain starts are forked where torch is imported: 5 s less for each.
+
+    How they start for a user is held by `tests/commands/test_local_ranks.py` and `tests/test_launch.py`.
+    """
+    from mmtrain.commands import local_ranks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_ranks.multiprocessing, "get_context", lambda method: SimpleNamespace(Process=_start_warm))
+        yield
+
+
+def _start_warm(target: Callable[..., None], args: tuple[Any, ...]) -> Any:
+    return _context.Process(target=_warm, args=(os.getcwd(), dict(os.environ), target, args))
+
+
+def _warm(folder: str, variables: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.chdir(folder)
+    os.environ.update(variables)
+    index, _, *more = args
+    target(index, os.getppid(), *more)  # the parent is the server
+
+
 def _alone(fn: Any, args: Any, queue: Any) -> None:
+    end_with_parent()
     try:
         queue.put((0, True, _packed(fn(*args))))
     except BaseException:
@@ -129,6 +161,7 @@ def _collect(queue: Any, processes: list[Any], world: int, timeout: float) -> di
 def _entry(
     fn: Any, rank: int, world: int, store: str, timeout: float, leave_together: bool, args: Any, queue: Any
 ) -> None:
+    end_with_parent()
     import torch
     import torch.distributed as dist
 

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from mmtrain.launch.processes import end_with_parent
 from tests.guides import (
     DOCS,
     MADE_BEFORE,
+    NO_WORKERS,
     ROOT,
     SHORT,
     Command,
@@ -116,7 +118,7 @@ def test_the_worked_schedule_is_added_shown_tested_and_run(tmp_path: Path, chart
         assert _output(command.removeprefix("$ ").split(), tmp_path) == shown, f"{command} prints something else now"
     for step in steps(page):
         if isinstance(step, Command) and "check-parity" not in step.words:
-            _output([*step.words, *(SHORT if "train" in step.words else ())], tmp_path)
+            _output([*step.words, *((*SHORT, *NO_WORKERS) if "train" in step.words else ())], tmp_path)
 
 
 def _insert(file: Path, text: str, before: str) -> None:
@@ -144,7 +146,11 @@ def test_two_nodes_on_one_machine_train_together(checkout: Path) -> None:
         words = [word for word in command.words[1:] if word != "&"]
         words[words.index("localhost:29500")] = str(checkout / "rendezvous")  # in the place of a port that may be taken
         words = ["-m", "torch.distributed.run", "--rdzv-conf", "store_type=file", *words, *SHORT]
-        started.append(subprocess.Popen([sys.executable, *words], cwd=checkout, stdout=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *words], cwd=checkout, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent
+            )
+        )
     printed = [process.communicate()[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     assert sum("mesh: pp 2" in text for text in printed) == 1, "rank 0 lives on one of the nodes"

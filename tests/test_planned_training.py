@@ -41,7 +41,7 @@ def lines(folder, key):
 
 
 V = ["parallelism.pipeline_parallel_schedule=ZBV", "model.encoder.num_segments=2", "model.language.num_segments=2"]
-FOUR_STEPS = ["training.steps=4"]
+FOUR_STEPS = [*SHALLOW, "training.steps=4"]
 NIGHTLY = pytest.mark.nightly
 
 
@@ -156,7 +156,7 @@ def failing_data(rank, path, overrides):
 
 def test_broken_data_end_the_job_at_their_own_step(tmp_path, charts):
     path = write_config(tmp_path / "a", charts)
-    assert run_ranks(failing_data, 2, path, [*layout(pp=2), *ON]) == [2, 2]
+    assert run_ranks(failing_data, 2, path, [*layout(pp=2), *SHALLOW, *ON]) == [2, 2]
 
 
 def failing_alone(rank, path, overrides):
@@ -179,7 +179,7 @@ def failing_alone(rank, path, overrides):
 
 def test_a_rank_that_fails_alone_leaves_while_a_search_runs(tmp_path, charts):
     path = write_config(tmp_path / "a", charts)
-    assert max(run_ranks(failing_alone, 2, path, [*layout(pp=2), *ON], leave_together=False)) < 30
+    assert max(run_ranks(failing_alone, 2, path, [*layout(pp=2), *SHALLOW, *ON], leave_together=False)) < 30
 
 
 def with_little_memory(rank, path, overrides):
@@ -198,7 +198,7 @@ def with_little_memory(rank, path, overrides):
 @pytest.mark.parametrize("planner", ["on", "off"])
 def test_a_batch_that_fits_nowhere_ends_all_replicas(tmp_path, charts, planner):
     path = write_config(tmp_path / "a", charts)
-    one, two = run_ranks(with_little_memory, 2, path, [*layout(shard=2), *(ON if planner == "on" else ())])
+    one, two = run_ranks(with_little_memory, 2, path, [*layout(shard=2), *SHALLOW, *(ON if planner == "on" else ())])
     assert one == two
     assert "over the memory limit" in one
 
@@ -214,8 +214,8 @@ def planned_gradients(rank, path, overrides):
 
 def test_gradients_are_planned_too(tmp_path, charts):
     path = write_config(tmp_path / "a", charts)
-    on = run_ranks(planned_gradients, 2, path, [*layout(pp=2), *ON])
-    off = run_ranks(planned_gradients, 2, path, layout(pp=2))
+    on = run_ranks(planned_gradients, 2, path, [*layout(pp=2), *SHALLOW, *ON])
+    off = run_ranks(planned_gradients, 2, path, [*layout(pp=2), *SHALLOW])
     for step, (loss, norm) in enumerate(off[0]):
         assert all(math.isclose(rank[step][0], loss, rel_tol=CURVE_TOLERANCE) for rank in on)
         assert all(math.isclose(rank[step][1], norm, rel_tol=1e-4) for rank in on)
@@ -234,8 +234,8 @@ def run_long(tmp_path, charts, steps, timeout):
     return waits
 
 
-def test_twenty_steps_without_a_stall(tmp_path, charts):
-    run_long(tmp_path, charts, 20, timeout=240)
+def test_twelve_steps_without_a_stall(tmp_path, charts):
+    run_long(tmp_path, charts, 12, timeout=240)
 
 
 @pytest.mark.nightly

@@ -3,13 +3,11 @@
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.guides import SHORT, make_source_tree, small_trainings
+from tests.guides import Command, make_source_tree, run, run_anew, small_trainings
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -30,27 +28,36 @@ def test_there_are_commands_to_test():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_works(checkout, command, charts, shapes):
+def test_a_command_works(checkout, command):
+    """`mmtrain` in this process, which has torch imported; `make nightly` starts each as a reader does."""
+    follow(command, checkout, run)
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("mmtrain ")])
+def test_a_command_works_in_a_process_of_its_own(checkout, command):
+    follow(command, checkout, run_anew)
+
+
+def follow(command, checkout, run):
+    """Runs a command, and looks at what it made."""
     words = shlex.split(command)
     if {"export", "report", "sample"} & set(words):  # of the jobs that `make train` and `make train-video` run
+        charts, shapes = ((checkout / "data" / name).resolve() for name in ("charts", "shapes"))
         shutil.copytree(small_trainings(charts, shapes), checkout / "outputs")
     if "charts" in words:
         words[words.index("data/charts")] = "data/made-now"
         words[words.index("--num-samples") + 1] = "60"
-    elif "train" in words or "train.py" in words:
-        words += SHORT
     if words[1] == "plan":  # of the file that the line before wrote
-        run(COMMANDS[COMMANDS.index(command) - 1].split(), checkout)
-        assert "best of" in run(words, checkout)
-        return
-    assert run(words, checkout).strip() or (checkout / words[-1]).is_file()
-
-
-def run(words, folder):
-    start = {"mmtrain": ["-m", "mmtrain.commands.cli"], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
-    done = subprocess.run([sys.executable, *start, *words[1:]], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+        run(Command(tuple(shlex.split(COMMANDS[COMMANDS.index(command) - 1]))), checkout)
+    printed = run(Command(tuple(words)), checkout)
+    if {"train", "train.py"} & set(words):
+        assert len(list(checkout.glob("outputs/*/metrics.jsonl"))) == 1
+    elif words[1] == "plan":
+        assert "best of" in printed
+    else:
+        assert printed.strip() or (checkout / words[-1]).is_file()
 
 
 def test_make_targets_that_the_readme_names_exist():

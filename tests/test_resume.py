@@ -10,7 +10,7 @@ import pytest
 from mmtrain.checkpoint.checkpoint import complete_steps
 from mmtrain.config import config
 from mmtrain.errors import ConfigError
-from tests.jobs import SAVING, SHALLOW, die_at, failing, finished, layout, metrics, train, write_config
+from tests.jobs import SAVING, SHALLOW, die_at, failing, finished, layout, metrics, train, world_size, write_config
 from tests.ranks import run_ranks
 from tests.test_trainer import CURVE_TOLERANCE
 
@@ -66,24 +66,36 @@ def killed_while_saving(rank, path, overrides, where):
     train(rank, path, overrides)
 
 
-@pytest.mark.parametrize("where", ["before the tensors", "before the rename"])
-def test_a_kill_during_a_save_loses_no_checkpoint(tmp_path, charts, where):
+ONE = [*SHALLOW, "checkpoint.enable=true", "checkpoint.interval=2"]
+
+
+@pytest.mark.parametrize(
+    ("where", "world", "extra"),
+    [
+        ("before the tensors", 1, ONE),
+        ("before the rename", 2, SAVING),
+        pytest.param("before the tensors", 2, SAVING, marks=pytest.mark.nightly),
+        pytest.param("before the rename", 1, ONE, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_kill_during_a_save_loses_no_checkpoint(tmp_path, charts, where, world, extra):
     path = write_config(tmp_path, charts)
     with pytest.raises(AssertionError, match=r"process died with exit code -9|by peer"):
-        run_ranks(killed_while_saving, 2, path, SAVING, where)
+        run_ranks(killed_while_saving, world, path, extra, where)
     folder = tmp_path / "run" / "checkpoint"
     assert complete_steps(folder) == [2]
     assert (folder / "step-4.tmp").is_dir()
-    run_ranks(train, 2, path, SAVING)
+    run_ranks(train, world, path, extra)
     assert complete_steps(folder) == [2, 4, 6]
     assert not list(folder.glob("*.tmp"))
-    assert metrics(path.parent) == metrics(finished(charts, 2, SAVING))
+    assert metrics(path.parent) == metrics(finished(charts, world, extra))
 
 
 FOUR_STEPS = ["training.steps=4", "lr_scheduler.decay_ratio=0"]
 """Of four layers, so that four pipeline ranks have one each."""
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_loads_at_other_degrees(tmp_path, charts):
     """Saved on pp 2 x shard 2 (tied embedding on two ranks), continued on one process and on pp 4."""
     expected = metrics(finished(charts, 1, FOUR_STEPS))
@@ -105,12 +117,19 @@ def test_a_checkpoint_loads_at_other_degrees(tmp_path, charts):
         assert all(abs(found[s] - expected[s]) / expected[s] < CURVE_TOLERANCE for s in found), name
 
 
-def test_a_checkpoint_goes_from_pipeline_to_tensor_ranks_to_one_process(tmp_path, charts):
-    path = write_config(tmp_path, charts)
-    for world, degrees, steps in ((4, layout(pp=4), 2), (4, layout(tp=2, shard=2), 3), (1, layout(), 4)):
-        run_ranks(train, world, path, [*degrees, *FOUR_STEPS, "checkpoint.enable=true", f"training.steps={steps}"])
-    one, moved = metrics(finished(charts, 1, FOUR_STEPS)), metrics(path.parent)
-    assert sorted(moved) == [1, 2, 3, 4]
+CONSTANT = ["lr_scheduler.decay_ratio=0", "lr_scheduler.warmup_steps=1"]
+"""A learning rate that does not depend on the number of steps."""
+
+
+def test_a_checkpoint_goes_from_layout_to_layout(tmp_path, charts):
+    """Pipelines with the tied embedding on two ranks, tensor-parallel, sharded and replicated ranks, one process."""
+    path, extra = write_config(tmp_path, charts), [*SHALLOW, *CONSTANT, "training.steps=5"]
+    layouts = [layout(pp=2, shard=2), layout(pp=4), layout(tp=2, shard=2), layout(replicate=2), layout()]
+    for steps, degrees in enumerate(layouts, 1):
+        words = [*degrees, *extra, "checkpoint.enable=true", f"training.steps={steps}"]
+        run_ranks(train, world_size(degrees), path, words)
+    one, moved = metrics(finished(charts, 1, extra)), metrics(path.parent)
+    assert sorted(moved) == [1, 2, 3, 4, 5]
     for step, loss in one.items():
         assert abs(moved[step] - loss) / loss < CURVE_TOLERANCE, step
 
@@ -147,19 +166,19 @@ def test_old_checkpoints_are_removed(job):
 def test_another_models_checkpoint_is_refused(job):
     extra = ["checkpoint.enable=true", "training.steps=2"]
     run_ranks(train, 1, job, [*extra, *SHALLOW])
-    for change, message in (
-        (
-            "model.language.config.num_hidden_layers=1",
-            "was saved by another model: this one has no model.language.model.layers.1",
-        ),
-        (
-            "model.language.config.num_hidden_layers=3",
-            "was saved by another model: it has no model.language.model.layers.2",
-        ),
-        ("model.language.config.hidden_size=40", "does not fit this model"),
-    ):
-        (found,) = run_ranks(failing, 1, job, [*extra, *SHALLOW, change, "training.steps=9"], ConfigError)
-        assert message in found
+    wrong = {
+        "model.language.config.num_hidden_layers=1": "by another model: this one has no model.language.model.layers.1",
+        "model.language.config.num_hidden_layers=3": "by another model: it has no model.language.model.layers.2",
+        "model.language.config.hidden_size=40": "does not fit this model",
+    }
+    (found,) = run_ranks(refusals, 1, job, [[*extra, *SHALLOW, change, "training.steps=9"] for change in wrong])
+    for message, said in zip(wrong.values(), found, strict=True):
+        assert message in said
+
+
+def refusals(rank, path, jobs):
+    """What is said of each of these jobs."""
+    return [failing(rank, path, overrides, ConfigError) for overrides in jobs]
 
 
 def warnings_of(rank, path, overrides):

@@ -53,7 +53,8 @@ def check_curves(charts, tmp_path, names, steps):
 
 
 def test_six_steps_have_one_loss_curve(tmp_path, charts):
-    check_curves(charts, tmp_path, ["pp 2", "pp 2 x shard 2", "context 2 x tensor 2"], 6)
+    """Two steps of submeshes: `test_submeshes_train_as_one_process_and_count_the_same_answers`."""
+    check_curves(charts, tmp_path, ["pp 2", "pp 2 x shard 2"], 6)
 
 
 @pytest.mark.nightly
@@ -114,7 +115,7 @@ def poisoned(rank, path, overrides, error):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(job):
-    extra = [*layout(pp=2), "checkpoint.enable=true", "checkpoint.interval=2"]
+    extra = [*layout(pp=2), *SHALLOW, "checkpoint.enable=true", "checkpoint.interval=2"]
     messages = run_ranks(poisoned, 2, job, extra, TrainingError)
     assert all(m.startswith("step 3: loss nan") for m in messages)
     assert all("not finite on ranks" in m for m in messages)
@@ -122,7 +123,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(job):
 
 
 def test_a_step_that_is_not_finite_can_be_skipped(job):
-    run_ranks(poisoned, 2, job, [*layout(pp=2), "training.on_nonfinite=skip"], None)
+    run_ranks(poisoned, 2, job, [*layout(pp=2), *SHALLOW, "training.on_nonfinite=skip"], None)
     losses = metrics(job.parent)
     assert sorted(losses) == [1, 2, 3, 4, 5, 6]
     assert [s for s in losses if losses[s] is None] == [3]
@@ -147,25 +148,29 @@ def with_changed_image(rank, path, overrides, change):
                 names[0], names[1] = names[1], names[0]
         return original(self, plan, item, **kwargs)
 
-    Trainer._run = run
-    with pytest.raises(DataError) as caught:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DataError) as caught:
+        patch.setattr(Trainer, "_run", run)
         train(rank, path, overrides)
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [("lost", "is lost"), ("doubled", "there once too often"), ("swapped", "another order")],
-)
-def test_a_lost_or_doubled_image_is_named(job, change, message):
-    (found,) = run_ranks(with_changed_image, 1, job, [], change)
-    assert message in found
-    assert "sample" in found or "(" in found
+CHANGES = {"lost": "is lost", "doubled": "there once too often", "swapped": "another order"}
+
+
+def with_changed_images(rank, path, overrides):
+    return {change: with_changed_image(rank, path, overrides, change) for change in CHANGES}
+
+
+def test_a_lost_or_doubled_image_is_named(job):
+    (found,) = run_ranks(with_changed_images, 1, job, [*SHALLOW])
+    for change, message in CHANGES.items():
+        assert message in found[change]
+        assert "sample" in found[change] or "(" in found[change]
 
 
 def test_a_missing_validation_split_is_one_error_on_every_rank(job):
     extra = ["validation.enable=true", "data.validation_split=nothing", "training.steps=2"]
-    messages = run_ranks(failing, 2, job, [*layout(pp=2), *extra], MMTrainError)
+    messages = run_ranks(failing, 2, job, [*layout(pp=2), *SHALLOW, *extra], MMTrainError)
     assert messages[0] == messages[1]
     assert "nothing" in messages[0]
 
@@ -180,15 +185,15 @@ def test_validation_does_not_change_the_training(tmp_path, charts):
 def test_a_loader_error_reaches_every_rank_in_time(job):
     """A rank that fails does not leave the others waiting for the timeout."""
     start = time.monotonic()
-    messages = run_ranks(failing, 2, job, [*layout(pp=2), "training.seq_len=16"], DataError)
+    messages = run_ranks(failing, 2, job, [*layout(pp=2), *SHALLOW, "training.seq_len=16"], DataError)
     assert messages[0] == messages[1]
     assert time.monotonic() - start < 60
 
 
 def test_validation_and_traces(job):
     extra = [
-        *layout(pp=2), "validation.enable=true", "validation.freq=3", "validation.steps=2", "metrics.trace_freq=3",
-        "metrics.enable_tensorboard=true",
+        *layout(pp=2), *SHALLOW, "validation.enable=true", "validation.freq=3", "validation.steps=2",
+        "metrics.trace_freq=3", "metrics.enable_tensorboard=true",
     ]  # fmt: skip
     run_ranks(train, 2, job, extra)
     run = job.parent / "run"
@@ -215,10 +220,11 @@ def test_validation_and_traces(job):
 
 
 @pytest.mark.parametrize("degrees", [layout(cp=2, tp=2), layout(pp=2, cp=2)], ids=["cp2-tp2", "pp2-cp2"])
-def test_validation_counts_the_same_answers_on_every_submesh(tmp_path, charts, degrees):
+def test_submeshes_train_as_one_process_and_count_the_same_answers(tmp_path, charts, degrees):
     extra = ["validation.enable=true", "validation.freq=6", "validation.steps=2", "training.steps=2", *SHALLOW]
     run_ranks(train, 4, write_config(tmp_path, charts), [*degrees, *extra])
     single = finished(charts, 1, extra)
+    assert metrics(tmp_path) == pytest.approx(metrics(single), rel=CURVE_TOLERANCE)
     assert metrics(tmp_path, "accuracy") == metrics(single, "accuracy")
     one, submesh = (metrics(folder, "validation_loss") for folder in (single, tmp_path))
     assert sorted(one) == [0, 2]

@@ -10,11 +10,12 @@ from mmtrain.errors import PlanError
 from mmtrain.planner.operators.execution import run
 from mmtrain.planner.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, TensorNode
 from mmtrain.spec.spec import Rates, WorkSize
+from tests.examples import examples
 from tests.planner.operators.graphs import LATENCIES, SIZES, nests
 
 
 @given(nests())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_reuse_gives_the_times_of_every_operator(nest: Nest) -> None:
     found = Reuse(LATENCIES).simulate(nest)
     graph, seconds = flatten(nest, LATENCIES)
@@ -24,7 +25,7 @@ def test_reuse_gives_the_times_of_every_operator(nest: Nest) -> None:
 
 
 @given(nests(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_resumed_simulation_equals_a_new_one(nest: Nest, data: st.DataObject) -> None:
     reuse = Reuse(LATENCIES)
     done = reuse.simulate(nest)

@@ -13,6 +13,7 @@ from mmtrain.commands.cli import main
 from mmtrain.commands.parity import ParameterError, Parity, StepParity, report, synthetic_data
 from mmtrain.planner.shrink import shrink
 from tests.jobs import layout, video_config, write_config, write_video_config
+from tests.ranks import warm_ranks
 
 SAVE_GRADIENTS = parity._save_gradients
 
@@ -62,7 +63,8 @@ def test_with_low_precision_the_gradients_together_decide():
 
 
 def check(path, *arguments):
-    return main(["check-parity", "--config", str(path), *(f"--{word}" for word in arguments)])
+    with warm_ranks():
+        return main(["check-parity", "--config", str(path), *(f"--{word}" for word in arguments)])
 
 
 @pytest.mark.ranks

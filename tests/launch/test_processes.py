@@ -26,6 +26,17 @@ child.stdout.readline()
 print(child.pid, flush=True)
 time.sleep(600)
 """
+TESTS = {
+    "a job": """
+job = Job(folder, "-c", "import sys; from tests.light_ranks import *; lasts(Path(sys.argv[1]))", str(folder))
+job.end(600)
+""",
+    "a rank": """
+ranks._context.set_forkserver_preload(["tests.server"])
+ranks.run_alone(lasts, folder)
+""",
+}
+"""What a test does that is killed in the middle of it."""
 HOLDS = """
 import os, signal
 from mmtrain.launch.processes import stops_held
@@ -68,10 +79,29 @@ def test_a_process_ends_when_its_parent_is_killed():
         child = int(parent.stdout.readline())
         assert is_alive(child)
         parent.kill()
-    deadline = time.monotonic() + 60
-    while is_alive(child) and time.monotonic() < deadline:
+    assert ended(child)
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_what_a_test_started_ends_when_the_tests_are_killed(tmp_path: Path, test: str):
+    imports = "import sys; from pathlib import Path; from tests import ranks; from tests.launched import Job\n"
+    imports += "from tests.light_ranks import lasts\nfolder = Path(sys.argv[1])"
+    with subprocess.Popen([sys.executable, "-c", imports + TESTS[test], tmp_path], cwd=ROOT) as tests:
+        while not (tmp_path / "pid").exists():
+            assert tests.poll() is None
+            time.sleep(0.01)
+        started = int((tmp_path / "pid").read_text())
+        assert is_alive(started)
+        tests.kill()
+    assert ended(started)
+
+
+def ended(process: int, within_s: float = 60) -> bool:
+    """Whether a process ends in time."""
+    deadline = time.monotonic() + within_s
+    while is_alive(process) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not is_alive(child)
+    return not is_alive(process)
 
 
 def test_who_leaves_leaves_no_folder_and_no_semaphore(tmp_path: Path):

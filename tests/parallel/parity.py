@@ -78,13 +78,13 @@ class Case:
         )  # fmt: skip
 
 
-def shallow(case: Case) -> Case:
-    """The case with three blocks in each module, and windows in two of them: half of the time."""
+def shallow(case: Case, blocks: int = 3) -> Case:
+    """The case with few blocks in each module, and windows in all but one of them."""
 
     def cut(section):
         if section is None:
             return None
-        depths = {key: 3 for key in ("depth", "num_hidden_layers", "encoder_layers") if key in section.config}
+        depths = {key: blocks for key in ("depth", "num_hidden_layers", "encoder_layers") if key in section.config}
         windows = {"fullatt_block_indexes": [1]} if "fullatt_block_indexes" in section.config else {}
         return dataclasses.replace(section, config=section.config | depths | windows)
 
@@ -92,18 +92,38 @@ def shallow(case: Case) -> Case:
     return dataclasses.replace(case, model=model)
 
 
+def thin(case: Case, pp: int) -> Case:
+    """The case with as few blocks as fill all stages of a pipeline, two at least."""
+    model = case.model
+    segments = max(1, model.language.num_segments, model.encoder.num_segments if model.encoder else 0)
+    return shallow(case, max(2, pp * segments - (2 if segments > 1 else 0)))
+
+
+def short(case: Case, pp: int) -> Case:
+    """The case with one microbatch more than there are pipeline ranks: some with images, some without."""
+    return dataclasses.replace(case, images=[replica[: pp + 1] for replica in case.images])
+
+
+def small(case: Case, pp: int) -> Case:
+    """The case with few blocks and few microbatches, in a third of the time."""
+    return short(thin(case, pp), pp)
+
+
 Table = dict[MeshShape, dict[str, Case]]
 """Which cases are run on a layout."""
 
 
-def selection(table: Table) -> Table:
-    """Few of the runs of a table, in which every pair of a degree, another degree, a case and a run still occurs."""
+def selection(table: Table, shrink: Callable[[Case, int], Case] = lambda case, pp: case) -> Table:
+    """Few of the runs of a table, in which every pair of a degree, another degree, a case and a run still occurs.
+
+    Args: shrink: makes a case smaller for a number of pipeline ranks, such as `small`.
+    """
     rows = [(shape, name, run) for shape, cases in table.items() for name, case in cases.items() for run in case.runs]
     found: Table = {}
     for shape, name, run in covering(rows, lambda row: (*row[0].degrees, *row[1:]), lambda row: 2 + row[0].world_size):
         cases = found.setdefault(shape, {})
         runs = cases[name].runs if name in cases else ()
-        cases[name] = dataclasses.replace(table[shape][name], runs=(*runs, run))
+        cases[name] = dataclasses.replace(shrink(table[shape][name], shape.pp), runs=(*runs, run))
     return found
 
 

@@ -22,6 +22,7 @@ ALWAYS = "parallelism.fsdp_reshard_after_forward=always"
 OFFLOAD = "training.enable_cpu_offload=true"
 FULL = "activation_checkpoint.mode=full"
 SELECTIVE = "activation_checkpoint.mode=selective"
+OFFLOADED = "activation_checkpoint.mode=offload"
 
 
 def degrees(layout):
@@ -49,18 +50,24 @@ def differences(rank, path, layout, variants):
 
 
 VARIANTS = [[], [FULL], [SELECTIVE], [OFFLOAD, FULL]]
+PATCHES = [ALWAYS, "parallelism.encoder_context_parallel=patches"]
+NIGHTLY = pytest.mark.nightly
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("layout", "variants"),
-    [
-        ({"pp": 2, "shard": 2}, VARIANTS),
-        ({"replicate": 2}, [*VARIANTS, [ALWAYS], [ALWAYS, FULL]]),
-        ({"cp": 2}, [*VARIANTS, [ALWAYS, FULL], [ALWAYS, "parallelism.encoder_context_parallel=patches"]]),
-        pytest.param({"cp": 2, "tp": 2}, [*VARIANTS, [ALWAYS, SELECTIVE, OFFLOAD]], marks=pytest.mark.nightly),
+    [  # daily each variant on some layout, and each layout with some variants
+        ({"pp": 2, "shard": 2}, [[], [FULL], [OFFLOAD, FULL]]),
+        ({"replicate": 2}, [[], [SELECTIVE], [ALWAYS, FULL]]),
+        ({"cp": 2}, [[], [FULL], [OFFLOAD, FULL], PATCHES]),
         ({"cp": 2, "tp": 2}, [[], [ALWAYS, SELECTIVE, OFFLOAD]]),
-        ({"replicate": 2, "cp": 2}, [[], [ALWAYS, FULL], [ALWAYS, "activation_checkpoint.mode=offload"]]),
+        ({"replicate": 2, "cp": 2}, [[], [ALWAYS, OFFLOADED]]),
+        pytest.param({"pp": 2, "shard": 2}, VARIANTS, marks=NIGHTLY),
+        pytest.param({"replicate": 2}, [*VARIANTS, [ALWAYS], [ALWAYS, FULL]], marks=NIGHTLY),
+        pytest.param({"cp": 2}, [*VARIANTS, [ALWAYS, FULL], PATCHES], marks=NIGHTLY),
+        pytest.param({"cp": 2, "tp": 2}, [*VARIANTS, [ALWAYS, SELECTIVE, OFFLOAD]], marks=NIGHTLY),
+        pytest.param({"replicate": 2, "cp": 2}, [[], [ALWAYS, FULL], [ALWAYS, OFFLOADED]], marks=NIGHTLY),
     ],
     ids=str,
 )

@@ -24,7 +24,7 @@ from mmtrain.spec.builders import model_spec
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import documents_work
 from tests.lora import with_lora
-from tests.parallel.parity import TEXT_ON_ONE, Case, check, identify, layouts, run_layout, selection, shallow
+from tests.parallel.parity import TEXT_ON_ONE, Case, check, identify, layouts, run_layout, selection, shallow, small
 from tests.parallel.test_parity import TOLERANCE
 from tests.parallel.test_split_backward import fill_adapters_by_name
 from tests.ranks import run_ranks
@@ -68,7 +68,7 @@ PLANES = dict.fromkeys((MeshShape(tp=2), MeshShape(cp=2), MeshShape(dp_shard=2, 
 
 
 @pytest.mark.ranks
-@layouts(selection(PIPELINES) | selection({shape: PLANE for shape in PLANES if shape.world_size == 2}))
+@layouts(selection(PIPELINES, small) | selection({shape: PLANE for shape in PLANES if shape.world_size == 2}, small))
 def test_gradients_are_those_of_keeping_all_and_of_one_process(shape, cases):
     found = run_ranks(run_layout, shape.world_size, shape, cases)
     check(found, TOLERANCE)
@@ -86,14 +86,14 @@ def test_every_layout(shape, cases):
 
 @pytest.mark.ranks
 def test_parameters_that_are_gathered_at_each_use():
-    found = run_ranks(run_layout, 2, MeshShape(cp=2), REGATHERED)
+    found = run_ranks(run_layout, 2, MeshShape(cp=2), {"trainable": small(REGATHERED["trainable"], 1)})
     check(found, TOLERANCE)
     check_equal(found)
 
 
 @pytest.mark.ranks
 def test_bfloat16():
-    check_equal(run_ranks(run_layout, 2, MeshShape(dp_shard=2), BF16))
+    check_equal(run_ranks(run_layout, 2, MeshShape(dp_shard=2), {"bfloat16": small(BF16["bfloat16"], 1)}))
 
 
 def offloaded_bytes(rank, shape):

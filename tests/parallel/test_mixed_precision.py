@@ -54,11 +54,9 @@ def gradients(rank, shape):
     "shape",
     [
         MeshShape(),
-        MeshShape(pp=2),
         MeshShape(pp=2, dp_shard=2),
-        MeshShape(cp=2),
-        MeshShape(tp=2),
         MeshShape(cp=2, tp=2),
+        *(pytest.param(MeshShape(**{axis: 2}), marks=pytest.mark.nightly) for axis in ("pp", "cp", "tp")),
     ],
     ids=str,
 )

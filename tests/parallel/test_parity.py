@@ -16,6 +16,7 @@ from tests.parallel.parity import (
     run_layout,
     selection,
     shallow,
+    small,
     with_mask,
 )
 from tests.ranks import run_ranks
@@ -119,7 +120,15 @@ def submesh_cases(shape: MeshShape) -> dict[str, Case]:
 
 
 PLANES = {shape: submesh_cases(shape) for shape in COVERING}
-DAILY = selection(dict.fromkeys(PIPELINES, PIPELINE_CASES)) | selection(PLANES)
+FOURS = {
+    MeshShape(cp=4): ("qwen vision, qwen2, tied", "qwen2.5 vision, llama, native merger, patches"),
+    MeshShape(tp=4): ("text to video", "siglip, qwen2, images over tp"),
+    MeshShape(pp=4, tp=2): ("qwen vision, llama, frozen encoder",),
+}
+"""Daily, degrees of 4 need not meet every case: degrees of 2 do."""
+PAIRS = {shape: cases for shape, cases in PLANES.items() if shape not in FOURS}
+DAILY = selection(dict.fromkeys(PIPELINES, PIPELINE_CASES), small) | selection(PAIRS, small)
+DAILY |= {shape: {name: small(PLANES[shape][name], shape.pp) for name in names} for shape, names in FOURS.items()}
 
 
 @pytest.mark.ranks

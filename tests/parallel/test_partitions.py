@@ -7,9 +7,20 @@ from mmtrain.config import config
 from mmtrain.config.topology import MeshShape
 from mmtrain.trainer import Trainer
 from tests.jobs import layout, metrics, train, write_config
-from tests.parallel.parity import NO_IMAGE, TEXT_ON_ONE, Case, check, cut, identify, layouts, run_layout, selection
+from tests.parallel.parity import (
+    NO_IMAGE,
+    TEXT_ON_ONE,
+    Case,
+    check,
+    cut,
+    identify,
+    layouts,
+    run_layout,
+    selection,
+    short,
+)
 from tests.parallel.test_parity import TOLERANCE
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, warm_ranks
 from tests.reference import model_config
 
 pytestmark = pytest.mark.ranks
@@ -69,7 +80,7 @@ TABLE = dict.fromkeys((MeshShape(pp=2), MeshShape(pp=4)), CASES)
 PLANE_TABLE = dict.fromkeys((MeshShape(pp=2, dp_shard=2), MeshShape(pp=2, tp=2), MeshShape(pp=2, cp=2)), PLANES)
 
 
-@layouts(selection(TABLE) | selection(PLANE_TABLE))
+@layouts(selection(TABLE, short) | selection(PLANE_TABLE, short))
 def test_pairs_of_degrees_cases_and_runs(shape, cases):
     check(run_ranks(run_layout, shape.world_size, shape, cases), TOLERANCE)
 
@@ -117,4 +128,5 @@ def test_the_job_of_that_test_has_its_language_model_on_another_rank(tmp_path, c
 def test_check_parity_makes_a_mixed_job_small(tmp_path, charts, capsys):
     path = write_config(tmp_path, charts)
     keys = [*layout(pp=2), *OPEN_KEYS, "planner.partition=mixed-latency"]
-    assert main(["check-parity", "--config", str(path), *(f"--{key}" for key in keys)]) == 0, capsys.readouterr()
+    with warm_ranks():
+        assert main(["check-parity", "--config", str(path), *(f"--{key}" for key in keys)]) == 0, capsys.readouterr()

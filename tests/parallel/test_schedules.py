@@ -4,7 +4,7 @@ import pytest
 
 from mmtrain.config.topology import MeshShape
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from tests.parallel.parity import Case, check, layouts, run_layout, selection
+from tests.parallel.parity import Case, check, layouts, run_layout, selection, thin
 from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks
 from tests.reference import model_config
@@ -31,7 +31,7 @@ TABLE = {
 
 
 @pytest.mark.ranks
-@layouts(selection(TABLE))
+@layouts(selection(TABLE, thin))
 def test_pairs_of_schedules_cases_and_degrees(shape, cases):
     check(run_ranks(run_layout, shape.world_size, shape, cases), TOLERANCE)
 

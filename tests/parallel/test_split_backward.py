@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from itertools import product
 
 import pytest
 import torch
@@ -37,7 +38,19 @@ from mmtrain.spec.builders import model_spec
 from mmtrain.spec.shapes import vision_shape
 from mmtrain.spec.spec import documents_work, images_work
 from tests.lora import with_lora
-from tests.parallel.parity import KEEP_ALL, NO_IMAGE, TEXT_ON_ONE, Case, check, layouts, run_layout, selection, shallow
+from tests.pairwise import covering
+from tests.parallel.parity import (
+    KEEP_ALL,
+    NO_IMAGE,
+    TEXT_ON_ONE,
+    Case,
+    check,
+    layouts,
+    run_layout,
+    selection,
+    shallow,
+    small,
+)
 from tests.parallel.test_activation_memory import Alive
 from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks
@@ -121,7 +134,7 @@ PLANES = dict.fromkeys((MeshShape(pp=2, tp=2), MeshShape(pp=2, cp=2)), PLANE)
 
 
 @pytest.mark.ranks
-@layouts(selection(DAILY))
+@layouts(selection(DAILY, small))
 def test_gradients_are_those_of_whole_backwards_and_of_one_process(shape, cases):
     check_split(run_ranks(run_layout, shape.world_size, shape, cases))
 
@@ -135,7 +148,7 @@ def test_every_layout(shape, cases):
 
 @pytest.mark.ranks
 def test_parameters_that_are_gathered_at_each_use():
-    check_split(run_ranks(run_layout, 2, MeshShape(cp=2), REGATHERED))
+    check_split(run_ranks(run_layout, 2, MeshShape(cp=2), {name: small(case, 1) for name, case in REGATHERED.items()}))
 
 
 @pytest.mark.ranks
@@ -144,6 +157,7 @@ def test_bfloat16_gradients_are_added_up_in_float32_as_those_of_whole_backwards(
         "bfloat16": split(model_config(tied=True), training=BF16),
         "offload": split(model_config(), training=dataclasses.replace(BF16, enable_cpu_offload=True)),
     }
+    cases = {name: small(case, 2) for name, case in cases.items()}
     check_equal(run_ranks(run_layout, 2, MeshShape(pp=2), cases))
     check_equal(run_ranks(run_layout, 2, MeshShape(dp_shard=2), {"offload": cases["offload"]}))
 
@@ -222,12 +236,21 @@ def family_model(module, family, projector="mlp"):
     return model_config(family, projector=projector) if module == "vision" else model_config(None, family)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("adapters", [False, True], ids=["all", "adapters"])
-@pytest.mark.parametrize(("module", "family"), FAMILIES)
-def test_blocks_hold_the_bytes_that_planning_counts_and_nothing_else(module, family, adapters, mode, dtype):
-    model = family_model(module, family)
+BLOCKS = list(product(FAMILIES, (False, True), ("none", "full", "selective"), (torch.float32, torch.bfloat16)))
+DAILY_BLOCKS = covering(BLOCKS, lambda row: row, lambda row: 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "adapters", "mode", "dtype"),
+    [
+        pytest.param(*row, marks=() if row in DAILY_BLOCKS else pytest.mark.nightly, id="-".join(map(str, row)))
+        for row in BLOCKS
+    ],
+)
+def test_blocks_hold_the_bytes_that_planning_counts_and_nothing_else(family, adapters, mode, dtype):
+    """Daily every pair of a family and an option, and of two options."""
+    module, name = family
+    model = family_model(module, name)
     model = with_lora(model) if adapters else model
     section = ActivationCheckpointConfig(mode=mode)
     chunk, x, kwargs, size = one_chunk(module, model, section, dtype=dtype)

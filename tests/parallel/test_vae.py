@@ -5,7 +5,7 @@ import pytest
 from mmtrain.config.topology import MeshShape
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from tests.models.dits import t2v
-from tests.parallel.parity import Case, check, cut, identify, layouts, run_layout, selection
+from tests.parallel.parity import Case, check, cut, identify, layouts, run_layout, selection, short
 from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks
 
@@ -42,7 +42,7 @@ TABLE = {
 }
 
 
-@layouts(selection(TABLE))
+@layouts(selection(TABLE, short))
 def test_pairs_of_degrees_cases_and_runs(shape, cases):
     check(run_ranks(run_layout, shape.world_size, shape, cases), TOLERANCE)
 
@@ -55,7 +55,7 @@ def test_every_layout(shape, cases):
 
 @pytest.mark.parametrize("shape", [MeshShape(pp=2, tp=2)], ids=identify)
 def test_tensor_parallel_ranks_each_encode_everything(shape):
-    check(run_ranks(run_layout, shape.world_size, shape, DIVIDED), TOLERANCE)
+    check(run_ranks(run_layout, shape.world_size, shape, {n: short(c, 1) for n, c in DIVIDED.items()}), TOLERANCE)
 
 
 def test_every_named_schedule():

@@ -11,6 +11,7 @@ from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_json import plan_to_json
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import P2P, PlanningProblem
+from tests.examples import examples
 from tests.schedule.problems import chain, problems, two_modules
 
 CHAIN = chain(2, 2, p2p=P2P(latency_s=0.5, bytes_per_s=1.0), memory_limit_bytes=[2.0, 2.0])
@@ -20,7 +21,7 @@ def table_of(problem: PlanningProblem, schedule: str) -> dict[str, Any]:
     return json.loads(plan_to_json(problem, make_plan(problem, schedule)))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(problem=problems(), schedule=st.sampled_from(list(CATALOGUE)))
 def test_plans_of_the_catalogue_are_valid(problem: PlanningProblem, schedule: str) -> None:
     result = make_plan(problem, schedule)
@@ -107,7 +108,7 @@ def test_a_late_end_does_not_widen_the_tolerance() -> None:
         judge(CHAIN, json.dumps(table))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_times_that_are_moved_are_found(data: st.DataObject) -> None:
     """One end of one action earlier or later: then it takes another time than its option says."""
@@ -122,7 +123,7 @@ def test_times_that_are_moved_are_found(data: st.DataObject) -> None:
         judge(problem, json.dumps(table))
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     problem=problems(), key=st.sampled_from(["makespan_s", "peak_bytes"]), factor=st.sampled_from([0.5, 0.999, 1.01])
 )

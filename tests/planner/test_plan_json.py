@@ -10,6 +10,7 @@ from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.plan_json import KEYS, plan_from_json, plan_to_json
 from mmtrain.schedule.problem import PlanningProblem
+from tests.examples import examples
 from tests.schedule.problems import problems, two_modules
 
 PROBLEM = two_modules(2, [1, 0])
@@ -31,7 +32,7 @@ def test_json_has_the_format_s_keys_and_reads_back() -> None:
     assert plan_from_json(PROBLEM, json.dumps(table)) == result.plan
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(problem=problems(limits=True))
 def test_plans_read_back_and_never_beat_the_bound(problem: PlanningProblem) -> None:
     result = make_plan(problem, "interleave")

@@ -12,9 +12,10 @@ from mmtrain.schedule.action import KINDS, Action, Kind
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
+from tests.examples import examples
 from tests.schedule.problems import problems
 
-MANY = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def accepts(plan: Plan, problem: PlanningProblem) -> bool:
@@ -118,7 +119,7 @@ def test_an_order_of_too_few_ranks_is_found(data: st.DataObject) -> None:
     assert not accepts(dataclasses.replace(plan, orders=(*plan.orders, ())), problem)
 
 
-@settings(MANY, max_examples=200)
+@settings(MANY, max_examples=examples(200))
 @given(data=st.data())
 def test_reordered_plans_are_judged_as_the_oracle_does(data: st.DataObject) -> None:
     """A few actions of a rank move anywhere: most of the plans deadlock or break the limits, others are still right."""

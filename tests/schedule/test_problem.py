@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from mmtrain.errors import PlanError
 from mmtrain.schedule.problem import Option, PlanningProblem
+from tests.examples import examples
 from tests.schedule.problems import problems, two_modules
 
 TABLE: dict[str, Any] = {
@@ -69,7 +70,7 @@ def test_json_is_read_and_written_back_unchanged() -> None:
     assert problem.transfer_s(problem.graph.inputs(3, 1)[0]) == pytest.approx(1e-5 + 6e7 / 2.5e10)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(problem=problems(limits=True))
 def test_random_problems_round_trip(problem: PlanningProblem) -> None:
     assert PlanningProblem.from_json(problem.to_json()) == problem

@@ -11,6 +11,7 @@ from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention import pieces
 from mmtrain.models.attention.context import PACKED, attention_context, packed_attention
 from tests.data.masks import KINDS, microbatches, words
+from tests.examples import examples
 from tests.models.attention.masks import SCALE, dense, with_gradients
 
 
@@ -38,7 +39,7 @@ def assert_equal(ours, theirs, tolerance=1e-12):
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("kind", [*KINDS, "any"])
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_a_whole_sequence_equals_a_dense_mask(kind, padding, key_heads, data):
     """Measured in double precision: 5e-15."""
@@ -60,7 +61,7 @@ def test_segments_equal_a_dense_mask(lengths, padding):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "any"])
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_ranks_with_parts_of_the_rows_add_up_to_the_whole(kind, data):
     """Each rank gets all keys from `gather`; outputs are its rows, and gradients of the keys add up."""

@@ -9,6 +9,7 @@ from mmtrain.modality.bitfield import allowed, language_bits, segment_bits
 from mmtrain.models.attention.context import attention_context, packed_attention
 from mmtrain.models.attention.flex import BLOCK_SIZE, make_block_mask, visible_blocks
 from tests.data.masks import KINDS, example, microbatches, words
+from tests.examples import examples
 from tests.models.attention.masks import SCALE, with_gradients
 
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ def rows_of(draw, total):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_blocks_of_language_masks_are_exact(kind, data):
     bits = language_bits(data.draw(microbatches(scale=SCALE_OF_LENGTHS)), kind)
@@ -51,7 +52,7 @@ def test_blocks_of_language_masks_are_exact(kind, data):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_blocks_of_any_words_leave_no_pair_out(data):
     bits = data.draw(words(scale=SCALE_OF_LENGTHS))
@@ -63,7 +64,7 @@ def test_blocks_of_any_words_leave_no_pair_out(data):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "any", "segments"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(data=st.data())
 def test_the_mask_of_single_pairs_is_exact(kind, data):
     if kind == "segments":
@@ -96,7 +97,7 @@ def test_the_lists_of_blocks_are_those_that_torch_makes_from_all_pairs(kind, sca
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
 @pytest.mark.parametrize("kind", [*KINDS, "any"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(data=st.data())
 def test_both_backends_give_the_same(kind, data):
     """Measured in double precision: 1e-15."""

@@ -15,6 +15,7 @@ from mmtrain.errors import ConfigError, PlanError
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import BudgetHistory, MemoryBudget, MemoryRule, least_activation_bytes
 from mmtrain.planner.plan import make_plan
+from tests.examples import examples
 from tests.schedule.problems import chain, option, problems
 
 GIB = 2**30
@@ -318,7 +319,7 @@ def test_a_margin_leaves_room_for_reduced_gradients():
     assert found.newest.ranks[0].activation_bytes == pytest.approx(reduced, abs=2)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(problem=problems(), data=st.data())
 def test_with_the_least_bytes_there_is_a_plan_and_with_less_there_is_none(problem, data):
     least = least_activation_bytes(problem)

@@ -33,6 +33,7 @@ from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory, strategies_of
 from mmtrain.spec.spec import WorkSize
+from tests.examples import examples
 from tests.planner.specs import META, microbatch, vlm
 
 CONFIG = PlannerConfig(enable=True, flops_per_s=1e3, host_bytes_per_s=500.0)
@@ -90,7 +91,7 @@ def kinds(draw: st.DrawFn) -> tuple[BlockKind, ...]:
     return tuple(found)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(kinds(), st.booleans(), st.floats(0.1, 100))
 def test_mixes_are_the_best_of_their_buckets(of: tuple[BlockKind, ...], overlaps: bool, rate: float) -> None:
     host = HostCopy(bytes_per_s=rate, overlaps=overlaps)

@@ -6,6 +6,7 @@ from mmtrain.planner.operators.graph import Device, DeviceKind, Graph, Operator,
 from mmtrain.planner.operators.hardware import load_hardware
 from mmtrain.planner.operators.latency import TICK_S, Latencies
 from mmtrain.spec.spec import Rates, WorkSize
+from tests.examples import examples
 from tests.planner.operators.graphs import LATENCIES, SIZES, graphs
 
 GPU, LINK = Device(DeviceKind.GPU), Device(DeviceKind.NVLINK)
@@ -68,7 +69,7 @@ def test_an_empty_graph_takes_no_time() -> None:
 
 
 @given(graphs(ranks=2))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_no_operator_waits_longer_than_it_must(graph: Graph) -> None:
     found = simulate(graph, LATENCIES, SIZES[0])
     for index, start in enumerate(found.start_s.tolist()):

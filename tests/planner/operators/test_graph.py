@@ -6,6 +6,7 @@ from mmtrain.errors import PlanError
 from mmtrain.planner.operators.execution import simulate
 from mmtrain.planner.operators.graph import Device, DeviceKind, Graph, Operator, OpKind, Phase, TensorNode, unfold
 from mmtrain.spec.spec import Rates
+from tests.examples import examples
 from tests.planner.operators.graphs import LATENCIES, SIZES, graphs
 
 NVLINK = Device(DeviceKind.NVLINK)
@@ -61,7 +62,7 @@ def test_a_phase_alone_finds_what_others_made() -> None:
 
 
 @given(graphs(), st.integers(2, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_one_rank_stands_for_all_of_them(graph: Graph, ranks: int) -> None:
     one, all_ranks = simulate(graph, LATENCIES, SIZES[0]), simulate(unfold(graph, ranks), LATENCIES, SIZES[0])
     for rank in range(ranks):

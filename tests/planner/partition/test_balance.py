@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from mmtrain.modality.split import split_evenly
 from mmtrain.planner.partition.balance import level_owners
+from tests.examples import examples
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ def test_examples(costs: list[float], parts: int, bounds: tuple[tuple[int, int],
     assert split_evenly(costs, parts) == bounds
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     costs=st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, 2.5, 1e3, 1e12]), min_size=1, max_size=9),
     data=st.data(),
@@ -63,7 +64,7 @@ def test_who_has_more_already_gets_less() -> None:
     assert level_owners(((0, 2), (2, 5)), [1.0] * 5, [0, 1], [1.0, 0.0]) == ((0, 2), (2, 5))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     costs=st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, 2.5, 1e3]), min_size=1, max_size=9),
     loads=st.lists(st.sampled_from([0.0, 0.5, 3.0]), min_size=1, max_size=3),

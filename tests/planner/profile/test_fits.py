@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from mmtrain.planner.profile.fits import SizeFit, fit_sizes, non_negative_least_squares
 from mmtrain.spec.spec import WorkSize, documents_work
+from tests.examples import examples
 
 SIZES = [
     documents_work([length] * count, targets) for length, count, targets in
@@ -51,7 +52,7 @@ def test_errors_are_relative_so_small_works_count_as_much_as_large_ones():
     assert found(SIZES[0]) == pytest.approx(true(SIZES[0]), rel=0.03)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 20))
 def test_non_negative_least_squares_meets_its_optimality_conditions(seed, columns, rows):
     rng = np.random.default_rng(seed)

@@ -16,6 +16,7 @@ from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
+from tests.examples import examples
 from tests.schedule.problems import chain, problems, two_modules
 
 DECODERS = st.builds(
@@ -34,7 +35,7 @@ def random_order(searched: Searched, seed: int) -> Order:
     return order_of(np.array(halves, np.int64))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=list(HealthCheck))
 @given(problem=problems(limits=True) | problems(), how=DECODERS, seed=st.integers(0, 9))
 def test_an_evaluation_is_what_its_plan_comes_to(problem: PlanningProblem, how: Decoder, seed: int) -> None:
     searched = Searched.of(problem)
@@ -53,7 +54,7 @@ def test_an_evaluation_is_what_its_plan_comes_to(problem: PlanningProblem, how: 
         assert not plan.split
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(problem=problems(), how=DECODERS, seed=st.integers(0, 9))
 def test_the_same_priorities_decode_to_the_same_plan(problem: PlanningProblem, how: Decoder, seed: int) -> None:
     searched = Searched.of(problem)
@@ -87,7 +88,7 @@ def test_long_queues_with_gaps_lose_nothing(count: int) -> None:
     assert simulate(problem, plan).end_s == pytest.approx(makespan, rel=1e-12)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(problem=problems(), how=DECODERS, seed=st.integers(0, 99), hot=st.sampled_from([1e-9, 1e-2]))
 def test_a_chain_stands_at_what_it_last_accepted(problem: PlanningProblem, how: Decoder, seed: int, hot: float) -> None:
     searched = Searched.of(problem)
@@ -102,7 +103,7 @@ def test_a_chain_stands_at_what_it_last_accepted(problem: PlanningProblem, how: 
     assert chain.cost[1] <= chain.cost[0]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(problem=problems(limits=True) | problems(), how=DECODERS, seed=st.integers(0, 99))
 def test_a_move_that_is_not_decoded_changes_nothing(problem: PlanningProblem, how: Decoder, seed: int) -> None:
     searched = Searched.of(problem)

@@ -16,6 +16,7 @@ from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
+from tests.examples import examples
 from tests.schedule.problems import chain, halves
 
 
@@ -87,7 +88,7 @@ def choices(draw: st.DrawFn) -> tuple[PlanningProblem, Plan]:
     return problem, CATALOGUE["ZB-H1" if split else "1F1B"].make(free)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(drawn=choices(), iterations=st.sampled_from([0, 20, 200]))
 def test_choices_fit_and_nearly_reach_the_optimum(drawn: tuple[PlanningProblem, Plan], iterations: int) -> None:
     problem, plan = drawn

@@ -16,6 +16,7 @@ from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import P2P, PlanningProblem
 from mmtrain.schedule.simulate import simulate
+from tests.examples import examples
 from tests.planner.search.test_memory_choice import recomputed
 from tests.schedule.problems import chain, halves, option, problems, two_modules
 
@@ -34,7 +35,7 @@ def mixed(num_ranks: int = 4, limit: float | None = 40.0, weight_bytes: float | 
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(problem=problems(limits=True), strategy=st.sampled_from([*CHAINS, "first"]), switches=st.integers(0, 7))
 def test_plans_are_valid(problem: PlanningProblem, strategy: str, switches: int) -> None:
     options = replace(

@@ -15,9 +15,10 @@ from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.transport import check_transport
+from tests.examples import examples
 from tests.schedule.problems import problems
 
-RANDOM = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+RANDOM = settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 MEMORY_BOUNDED = [name for name, schedule in CATALOGUE.items() if schedule.keeps_memory_limits]
 V_SHAPED = [name for name, schedule in CATALOGUE.items() if schedule.placement == "v"]
 
