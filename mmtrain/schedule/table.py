@@ -1,21 +1,21 @@
 """A policy as a table: which action each rank prefers, and how many microbatches it may have in flight.
 
-Ranks run one action after another from two queues, forwards and backwards, each in a fixed order (the priority of
-stages), and choose between the two by a rule (the priority of kinds). Each queue is strict: only its head may start. No
-memory is counted; `in_flight` bounds the held activations.
+Ranks take one action after another from two queues, forwards and backwards, each in a fixed order of its own
+(the priority of stages), and choose between the two by a rule (the priority of kinds). Each runs its queues strictly:
+what is not at the head waits. No memory is counted; `in_flight` bounds what a rank holds.
 """
 
-import math
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from itertools import accumulate
+from types import FunctionType
+from typing import Any, Literal, NamedTuple
 
 from mmtrain.schedule.action import Action, Kind
-from mmtrain.schedule.engine import Engine
 from mmtrain.schedule.graph import WorkGraph
 
-Turn = Literal["alternate", "forward", "backward"]
+TURNS = ("alternate", "forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,108 +26,221 @@ class Table:
     """All F, as items of the graph, in the order in which each rank runs its own."""
     backwards: Sequence[int]
     """All B, as items of the graph."""
-    turn: Turn = "alternate"
-    """What a rank prefers where both could start. alternate: the other kind than before, and after a backward it waits
-    for a forward that only lacks results which are being computed."""
+    turn: Literal["alternate", "forward", "backward"] = "alternate"
+    """What a rank prefers where both could start. alternate: the other than before, and after a backward it waits for
+    a forward that only lacks results which are being computed."""
     pair: Sequence[int]
-    """[node] -> number of the pair that counts once as in flight: the works of one microbatch in one stage, for
-    example."""
+    """[node] -> number of what is in flight together: the works of one microbatch in one stage, for example."""
     in_flight: Sequence[int]
     """[rank] -> how many pairs it may have between their first F and last B."""
     ticks: Sequence[int]
-    """[node] -> duration of its F and of its B, each."""
+    """[node] -> what its F and its B take, each."""
 
-    def run(self, graph: WorkGraph) -> tuple[tuple[Action, ...], ...]:
+    def run(self, graph: WorkGraph, *, compiled: bool = False) -> tuple[tuple[Action, ...], ...]:
         """The orders of all ranks: F and B in the order of their start.
 
-        Where the limits block all ranks, the first remaining forward may exceed them.
+        Where the limits let nothing go on, the first forward that is left may exceed them.
+
+        Args: compiled: by numba, with equal results; worth its start where many tables are run.
         """
-        return _Run(self, graph).run()
+        items = graph.items
+        columns = self._columns(graph)
+        if compiled:
+            columns = _as_arrays(columns)
+        (_compiled() if compiled else run_table)(columns, TURNS.index(self.turn))
+        orders: list[list[Action]] = [[] for _ in range(graph.num_ranks)]
+        for item in columns.started:
+            slot, node = divmod(int(item), items.num_nodes)
+            action = graph.action(Kind.B if slot else Kind.F, items.stage[node], items.work[node])
+            orders[items.rank[node]].append(action)
+        return tuple(map(tuple, orders))
 
-
-class _Run:
-    """One run of a table in unit time: a policy of the engine."""
-
-    def __init__(self, table: Table, graph: WorkGraph) -> None:
-        items, ranks = graph.items, range(graph.num_ranks)
-        self.table, self.graph, self.items, self.engine = table, graph, items, Engine(items)
-        self.queues: list[list[deque[int]]] = [[deque() for _ in ranks] for _ in range(2)]
-        """[0: F, 1: B][rank] -> items."""
-        self.remaining = [0] * (max(table.pair, default=-1) + 1)
-        """[pair] -> backwards that have not ended."""
-        for item in (*table.forwards, *table.backwards):
+    def _columns(self, graph: WorkGraph) -> "_Columns":
+        items, ranks = graph.items, graph.num_ranks
+        queues: list[list[int]] = [[] for _ in range(2 * ranks)]
+        owed = [0] * (max(self.pair, default=-1) + 1)
+        for item in (*self.forwards, *self.backwards):
             slot, node = divmod(item, items.num_nodes)
-            self.queues[slot][items.rank[node]].append(item)
-            self.remaining[table.pair[node]] += slot
-        self.open: set[int] = set()
-        """Pairs in flight."""
-        self.room = list(table.in_flight)
-        self.end: list[float] = [math.inf for _ in ranks]
-        """[rank] -> when its action ends; inf: it is idle."""
-        self.running = [-1 for _ in ranks]
-        """[rank] -> its last item."""
-        self.last = [-1 for _ in ranks]
-        """[rank] -> slot of that item; -1: none."""
-        self.orders: list[list[Action]] = [[] for _ in ranks]
+            queues[slot * ranks + items.rank[node]].append(item)
+            owed[self.pair[node]] += slot
+        queue, first = _rows(queues)
+        dependents, of_item = _rows([[item for item, _ in row] for row in items.dependents])
+        return _Columns(
+            waiting=items.num_needs.copy(),
+            arrival=[0] * items.num_items,
+            dependents=dependents,
+            of_item=of_item,
+            queue=queue,
+            first=first,
+            at=first[:-1],
+            forwards=self.forwards,
+            rank_of=items.rank,
+            has_backward=items.has_backward,
+            pair=self.pair,
+            opened=[0] * len(owed),
+            owed=owed,
+            room=list(self.in_flight),
+            ticks=self.ticks,
+            begun=[0] * items.num_nodes,
+            ends=[-1] * ranks,
+            running=[-1] * ranks,
+            last=[-1] * ranks,
+            late=[0] * ranks,
+            started=[0] * len(queue),
+        )
 
-    def run(self) -> tuple[tuple[Action, ...], ...]:
-        now, ranks = 0.0, range(self.graph.num_ranks)
-        forwards = iter(self.table.forwards)
-        while any(queue for queues in self.queues for queue in queues):
-            # A rank whose turn is a forward that cannot start decides last: it may wait for one that now starts.
-            blocked = [self.last[rank] == 1 and not self._can_start(0, rank, now) for rank in ranks]
-            for rank in sorted(ranks, key=blocked.__getitem__):
-                if self.end[rank] == math.inf and (slot := self._turn(rank, now, blocked[rank])) is not None:
-                    self._start(slot, rank, now)
-            if min(self.end) == math.inf:  # blocked by the limits (on unusual placements only)
-                node = next(node for node in forwards if self.engine.end[node] is None)
-                self._start(0, self.items.rank[node], now)
-            now = self._finish()
-        return tuple(map(tuple, self.orders))
 
-    def _can_start(self, slot: int, rank: int, now: float) -> bool:
-        """Whether the head of a queue may start: all that it needs has ended by now, and the limit admits it."""
-        if not (queue := self.queues[slot][rank]):
-            return False
-        item = queue[0]
-        if self.engine.waiting[item] or self.engine.arrival[item] > now:
-            return False
-        opens = slot == 0 and self.items.has_backward[item] and self.table.pair[item] not in self.open
-        return not opens or self.room[rank] > 0
+class _Columns(NamedTuple):
+    """What a run reads and changes; lists, or arrays of int64."""
 
-    def _turn(self, rank: int, now: float, blocked: bool) -> int | None:
-        """The slot that an idle rank starts; None: it waits. Args: blocked: its turn is a forward that cannot start."""
-        alternate = self.table.turn == "alternate"
-        forward, backward = self._can_start(0, rank, now), self._can_start(1, rank, now)
-        if alternate and blocked and self._can_start(0, rank, math.inf):
-            return None
-        if forward and backward:
-            return 0 if self.table.turn == "forward" or (alternate and self.last[rank] == 1) else 1
-        return 0 if forward else 1 if backward else None
+    waiting: Any
+    """[item] -> how many of the results that it needs have not been started."""
+    arrival: Any
+    """[item] -> when those that have been started will have ended."""
+    dependents: Any
+    """Items that wait for item i: entries of_item[i] .. of_item[i + 1] - 1."""
+    of_item: Any
+    queue: Any
+    """What rank r runs of slot s (0: F, 1: B): entries first[s * ranks + r] and on, the next at `at`."""
+    first: Any
+    at: Any
+    forwards: Any
+    rank_of: Any
+    """[node]"""
+    has_backward: Any
+    """[node]"""
+    pair: Any
+    """[node]"""
+    opened: Any
+    """[pair] -> whether it is in flight."""
+    owed: Any
+    """[pair] -> backwards that have not ended."""
+    room: Any
+    """[rank] -> how many pairs more it may have in flight."""
+    ticks: Any
+    """[node]"""
+    begun: Any
+    """[node] -> whether its F has started."""
+    ends: Any
+    """[rank] -> when its action ends; -1: it is idle."""
+    running: Any
+    """[rank] -> item."""
+    last: Any
+    """[rank] -> slot of its last action; -1: none."""
+    late: Any
+    """[rank] -> whether it would go forward now but cannot; it then decides after the others."""
+    started: Any
+    """The items in the order of their start."""
 
-    def _start(self, slot: int, rank: int, now: float) -> None:
-        item = self.queues[slot][rank].popleft()
-        node = item - slot * self.items.num_nodes
-        self.running[rank], self.last[rank] = item, slot
-        self.end[rank] = now + self.table.ticks[node]
-        self.engine.start(item, self.end[rank])
-        kind = Kind.B if slot else Kind.F
-        self.orders[rank].append(self.graph.action(kind, self.items.stage[node], self.items.work[node]))
-        pair = self.table.pair[node]
-        if slot == 0 and self.items.has_backward[node] and pair not in self.open:
-            self.open.add(pair)
-            self.room[rank] -= 1
 
-    def _finish(self) -> float:
-        """Ends the actions that end next; returns that time."""
-        end = min(self.end)
-        for rank in range(len(self.end)):
-            if self.end[rank] == end:
-                self.end[rank] = math.inf
-                if self.last[rank] == 1:
-                    pair = self.table.pair[self.running[rank] - self.items.num_nodes]
-                    self.remaining[pair] -= 1
-                    if not self.remaining[pair] and pair in self.open:
-                        self.open.remove(pair)
-                        self.room[rank] += 1
-        return end
+def _rows(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """All rows one after the other, and where each begins, with the end of the last."""
+    return [entry for row in rows for entry in row], [0, *accumulate(map(len, rows))]
+
+
+def _as_arrays(columns: _Columns) -> _Columns:
+    import numpy as np
+
+    return _Columns(*(np.array(column, np.int64) for column in columns))
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    """`run_table`, compiled. numba loads here: a caller that runs few tables does not wait for it."""
+    import numba
+
+    scope = dict(globals())
+    for function in (_head, _turn, _start, _finish, run_table):
+        scope[function.__name__] = numba.njit(nogil=True)(FunctionType(function.__code__, scope, function.__name__))
+    compiled: Callable[..., Any] = scope["run_table"]
+    return compiled
+
+
+# What follows runs as it is, on lists, and compiled, on arrays.
+
+_EVER = 1 << 62
+
+
+def _head(t: Any, slot: int, rank: int, now: int) -> int:
+    """The next item of a rank's queue, if all that it needs has ended by now and the limit admits it; else -1."""
+    row = slot * len(t.room) + rank
+    if t.at[row] == t.first[row + 1]:
+        return -1
+    item = t.queue[t.at[row]]
+    if t.waiting[item] or t.arrival[item] > now:
+        return -1
+    if slot == 0 and t.has_backward[item] and not t.opened[t.pair[item]] and t.room[rank] <= 0:
+        return -1
+    return item  # type: ignore[no-any-return]
+
+
+def _turn(t: Any, rank: int, now: int, turn: int) -> int:
+    """The slot of what an idle rank starts; -1: it waits."""
+    forward, backward = _head(t, 0, rank, now), _head(t, 1, rank, now)
+    if turn == 0 and t.late[rank] and _head(t, 0, rank, _EVER) >= 0:
+        return -1
+    if forward >= 0 and backward >= 0:
+        return 0 if turn == 1 or (turn == 0 and t.last[rank] == 1) else 1
+    return 0 if forward >= 0 else 1 if backward >= 0 else -1
+
+
+def _start(t: Any, slot: int, rank: int, now: int) -> int:
+    """Starts the next item of a rank's queue, by the rule of `Engine.start`; the item."""
+    row = slot * len(t.room) + rank
+    item = t.queue[t.at[row]]
+    node = item - slot * len(t.ticks)
+    t.at[row] += 1
+    t.running[rank], t.last[rank] = item, slot
+    end = t.ends[rank] = now + t.ticks[node]
+    for i in range(t.of_item[item], t.of_item[item + 1]):
+        dependent = t.dependents[i]
+        t.waiting[dependent] -= 1
+        t.arrival[dependent] = max(t.arrival[dependent], end)
+    if slot == 0:
+        t.begun[node] = 1
+        if t.has_backward[node] and not t.opened[t.pair[node]]:
+            t.opened[t.pair[node]] = 1
+            t.room[rank] -= 1
+    return item  # type: ignore[no-any-return]
+
+
+def _finish(t: Any) -> int:
+    """Ends what ends next; when that is."""
+    end = _EVER
+    for rank in range(len(t.room)):
+        if 0 <= t.ends[rank] < end:
+            end = t.ends[rank]
+    for rank in range(len(t.room)):
+        if t.ends[rank] == end:
+            t.ends[rank] = -1
+            if t.last[rank] == 1:
+                pair = t.pair[t.running[rank] - len(t.ticks)]
+                t.owed[pair] -= 1
+                if not t.owed[pair] and t.opened[pair]:
+                    t.opened[pair] = 0
+                    t.room[rank] += 1
+    return end
+
+
+def run_table(t: Any, turn: int) -> None:
+    """Runs a table in unit time and fills in `started`. Args: turn: index into `TURNS`."""
+    now = count = 0
+    while count < len(t.started):
+        for rank in range(len(t.room)):
+            t.late[rank] = 1 if t.last[rank] == 1 and _head(t, 0, rank, now) < 0 else 0
+        # Whose turn it is to go forward but cannot decides last: it may wait for what now starts.
+        for late in range(2):
+            for rank in range(len(t.room)):
+                if t.ends[rank] < 0 and t.late[rank] == late:
+                    slot = _turn(t, rank, now, turn)
+                    if slot >= 0:
+                        t.started[count] = _start(t, slot, rank, now)
+                        count += 1
+        if max(t.ends) < 0:
+            # The limits stand in the way (on unusual placements only): the earliest forward may exceed them.
+            for node in t.forwards:
+                if not t.begun[node]:
+                    t.started[count] = _start(t, 0, t.rank_of[node], now)
+                    count += 1
+                    break
+        now = _finish(t)

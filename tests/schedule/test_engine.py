@@ -1,10 +1,9 @@
 """The engine's policies against each other and against plain statements of the rules."""
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from mmtrain.schedule.action import RESULT_OF, Kind
 from mmtrain.schedule.engine import Engine, Run
@@ -12,17 +11,17 @@ from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.library.breadth_first import gpipe
 from mmtrain.schedule.library.one_f_one_b import backward_order, forward_order, one_f_one_b
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.schedule.table import Table, Turn
+from mmtrain.schedule.table import TURNS, Table
 from tests.schedule.problems import chain, problems
 
 
-def table(graph: WorkGraph, turn: Turn, room: int = 2) -> Table:
+def table(graph: WorkGraph, turn: str, room: int = 2) -> Table:
     """All in the orders of 1F1B, each node a pair of its own."""
     nodes = range(graph.items.num_nodes)
     return Table(
         forwards=[graph.items.item(Kind.F, *node) for node in forward_order(graph)],
         backwards=[graph.items.item(Kind.B, *node) for node in backward_order(graph)],
-        turn=turn,
+        turn=turn,  # type: ignore[arg-type]
         pair=list(nodes),
         in_flight=[room + rank for rank in range(graph.num_ranks)],
         ticks=[1 + node % 3 for node in nodes],
@@ -42,10 +41,19 @@ def test_items_need_what_the_graph_says(problem: PlanningProblem) -> None:
                 assert seconds == (problem.transfer_s(edge) if edge else 0.0)
 
 
+@pytest.mark.nightly  # numba compiles for ten seconds
+@settings(deadline=None)
+@given(problem=problems())
+def test_compiled_tables_give_the_orders_of_those_in_python(problem: PlanningProblem) -> None:
+    for turn in TURNS:
+        given = table(problem.graph, turn)
+        assert given.run(problem.graph, compiled=True) == given.run(problem.graph)
+
+
 @given(problem=problems())
 def test_a_table_starts_nothing_before_the_engine_lets_it(problem: PlanningProblem) -> None:
     graph = problem.graph
-    for turn in get_args(Turn):
+    for turn in TURNS:
         given = table(graph, turn)
         orders = given.run(graph)
         items = [[graph.items.item(a.kind, a.stage, graph.work_of(a)) for a in order] for order in orders]
