@@ -263,8 +263,9 @@ OPEN = ("model.language.num_segments=0", "model.dit.num_segments=0")
 
 
 def video(*overrides: str) -> Config:
-    """Text to video on hardware whose memory is known; each batch has the named schedule."""
-    return config.load("t2v_s.toml", ["planner.hardware=h800x16", "planner.enable=false", *overrides])
+    """Text to video on hardware whose memory is known; each batch has the named schedule, without a limit."""
+    keys = ["planner.hardware=h800x16", "planner.enable=false", "planner.memory_limit="]
+    return config.load("t2v_s.toml", [*keys, *overrides])
 
 
 def test_a_vae_makes_the_modules_a_chain() -> None:
@@ -294,6 +295,7 @@ def test_a_chain_fits_into_a_limit() -> None:
 
 def test_a_chain_fits_into_the_device() -> None:
     keys = ("planner.hardware=h800x32", "parallelism.tensor_parallel_degree=4", "planner.enable=false", VAE, *OPEN)
+    keys = ("planner.memory_limit=", *keys)
     found = IterationPlanner.of(config.load("t2v_l.toml", keys))
     assert found.partition.passes == 2
     chosen = config.load("t2v_l.toml", [*keys, "planner.partition=mixed-latency"])
