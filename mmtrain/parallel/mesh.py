@@ -232,7 +232,6 @@ def build_mesh(
     first, last = (pp_rank % shape.pp for pp_rank in tie_ranks)
     pp_group: dist.ProcessGroup | None = None
     tie_group: dist.ProcessGroup | None = None
-    directed: dict[tuple[int, int], dist.ProcessGroup] = {}
     for ranks in pipelines:  # every rank makes every group
         group = dist.new_group(list(ranks))
         tie = dist.new_group([ranks[first], ranks[last]]) if first != last else None
@@ -240,12 +239,7 @@ def build_mesh(
             pp_group = group
         if rank in (ranks[first], ranks[last]):
             tie_group = tie
-        if device.type != "cpu" and not share_device and shape.pp > 1:
-            hops = {(s, t % shape.pp) for s in range(shape.pp) for t in (s + 1, s - 1)}
-            for source, target in sorted(hops):
-                pair = dist.new_group([ranks[source], ranks[target]])
-                if rank in ranks:
-                    directed[source, target] = pair
+    directed = {} if device.type == "cpu" or share_device else _directed_groups(pipelines, rank)
     replica_ranks, replica_group = _join(shape, ("pp", "cp", "tp"), rank)
     _, submesh_group = _join(shape, ("cp", "tp"), rank)
     _, cp_group = _join(shape, ("cp",), rank)
@@ -253,7 +247,7 @@ def build_mesh(
     if data_encoder and shape.tp > 1:
         degrees = (shape.pp, shape.dp_replicate, shape.dp_shard * shape.cp * shape.tp)
         encoder_mesh = init_device_mesh(device.type, degrees, mesh_dim_names=("pp", "dp_replicate", "fsdp"))
-    mine = next(ranks for ranks in pipelines if rank in ranks)
+    pp_ranks = next(ranks for ranks in pipelines if rank in ranks)
     assert pp_group is not None
     return Mesh(
         shape=shape,
@@ -262,16 +256,28 @@ def build_mesh(
         device=device,
         dims=dims,
         pp_group=pp_group,
-        pp_ranks=mine,
+        pp_ranks=pp_ranks,
         replica_group=replica_group,
         replica_ranks=replica_ranks,
         submesh_group=submesh_group,
         cp_group=cp_group,
         encoder_mesh=encoder_mesh,
         batch_group=dims.get_mesh("batch").get_group() if shape.dp > 1 else None,
-        channels=Channels(mine, pp_group, directed, through_host=share_device),
+        channels=Channels(pp_ranks, pp_group, directed, through_host=share_device),
         tie_group=tie_group,
     )
+
+
+def _directed_groups(pipelines: Sequence[tuple[int, ...]], rank: int) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """(source, target) of neighbouring pp_ranks -> their group in the pipeline of this rank. Collective over the job."""
+    directed: dict[tuple[int, int], dist.ProcessGroup] = {}
+    for ranks in pipelines:
+        hops = {(s, t % len(ranks)) for s in range(len(ranks)) for t in (s + 1, s - 1) if len(ranks) > 1}
+        for source, target in sorted(hops):
+            pair = dist.new_group([ranks[source], ranks[target]])
+            if rank in ranks:
+                directed[source, target] = pair
+    return directed
 
 
 def second_replica_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup | None:

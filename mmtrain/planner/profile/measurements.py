@@ -120,7 +120,7 @@ def _largest(tables: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
     return {key: max(table[key] for table in tables) for key in tables[0]}
 
 
-class Calm:
+class SpeedFilter:
     """Which times count: those that were taken while the machine was about as fast as at its best.
 
     The speed of a shared machine changes by tens of per cent, for milliseconds to minutes. A profile is of its best
@@ -160,17 +160,17 @@ def assemble(
         machine: what is said of it in the profile.
     """
     steps = [step for samples in found for step in samples.steps]
-    calm = Calm(steps)
+    speeds = SpeedFilter(steps)
     held = {key: value for samples in found for key, value in samples.held.items()}
-    probe = _Probe(config, meta, steps, calm, held)
-    step = _step(config, steps, calm)
+    probe = _Probe(config, meta, steps, speeds, held)
+    step = _step(config, steps, speeds)
     transfer = None
     if pairs:
         transfer = _transfer(pairs, cpu=machine["device"] == "cpu")
         step = replace(step, pipeline_s=_pipeline_end(config, pairs, step))
     actions = {kind.value: probe.action_s(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
     return Profile(
-        machine={**machine, "look_ms": round(1e3 * calm.speed_s, 4)},
+        machine={**machine, "look_ms": round(1e3 * speeds.speed_s, 4)},
         job=job_of(config),
         recomputation=Recomputation.of(config.activation_checkpoint),
         layers=tuple(probe.layers()),
@@ -191,7 +191,7 @@ class _Probe:
         config: Config,
         meta: IterationMeta,
         steps: Sequence[StepSample],
-        calm: Calm,
+        speeds: SpeedFilter,
         held: Mapping[tuple[int, int], float],
     ) -> None:
         jobs = [probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="unused") for cut in CUTS]
@@ -202,8 +202,8 @@ class _Probe:
             cut.stages: partition_of(job, self.spec) for cut, job in zip(CUTS, jobs, strict=True)
         }
         self.batching = make_batching(meta, self.spec, 0, Submesh.of(config).attention_mask)
-        self._seconds = _medians(calm, ((step.job, step.rows, step.speeds_s) for step in steps))
-        self._pauses = _medians(calm, ((step.job, step.pauses, step.speeds_s) for step in steps))
+        self._seconds = _medians(speeds, ((step.job, step.rows, step.speeds_s) for step in steps))
+        self._pauses = _medians(speeds, ((step.job, step.pauses, step.speeds_s) for step in steps))
 
     def layers(self) -> Iterator[LayerProfile]:
         """The profile of each kind of layer, in the order of their first."""
@@ -317,7 +317,7 @@ class _Probe:
 
 
 def _medians(
-    calm: Calm, samples: Iterable[tuple[Cut | None, Mapping[Place, float], Mapping[Place, float]]]
+    speeds: SpeedFilter, samples: Iterable[tuple[Cut | None, Mapping[Place, float], Mapping[Place, float]]]
 ) -> dict[tuple[Cut, int, int, Kind], float]:
     """(cut, place) -> median seconds. Args: samples: cut, seconds and speed of each place."""
     found: dict[tuple[Cut, int, int, Kind], list[tuple[float, float]]] = defaultdict(list)
@@ -325,16 +325,16 @@ def _medians(
         for place, value in values.items():
             if cut is not None:
                 found[cut, *place].append((speeds_s[place], value))
-    return {key: calm.median(times) for key, times in found.items()}
+    return {key: speeds.median(times) for key, times in found.items()}
 
 
-def _step(config: Config, steps: Sequence[StepSample], calm: Calm) -> StepProfile:
+def _step(config: Config, steps: Sequence[StepSample], speeds: SpeedFilter) -> StepProfile:
     """Two jobs of different sizes tell what a parameter costs from what a step costs."""
     whole = _trainable(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[0], folder="unused"))
     small = _trainable(small_job(config, folder="unused"))
     joined = Cut(stages="modules", splits=False)
     ends = [
-        calm.median((step.outside_speed_s, step.outside_s) for step in steps if step.job == job)
+        speeds.median((step.outside_speed_s, step.outside_s) for step in steps if step.job == job)
         for job in (joined, None)
     ]
     slope = max(0.0, (ends[0] - ends[1]) / (whole - small)) if whole != small else 0.0

@@ -19,8 +19,8 @@ from mmtrain.planner.partition.choice import partition_of
 from mmtrain.planner.profile.calibration import calibrate
 from mmtrain.planner.profile.measurements import (
     NUM_BLOCKS,
-    Calm,
     Samples,
+    SpeedFilter,
     StepSample,
     assemble,
     slowest,
@@ -208,7 +208,7 @@ def test_where_the_machine_was_never_fast_the_two_fastest_count():
         )
         for speed in (1.0, 1.1, 3.0)
     ]
-    calm = Calm(steps)
+    calm = SpeedFilter(steps)
     assert calm.limit_s == pytest.approx(1.15 * 1.02)
     assert calm.speed_s == pytest.approx(1.05)
     assert calm.median([(1.1, 4.0), (1.5, 9.0), (1.0, 5.0), (1.1, 7.0)]) == 5.0, "three count"
