@@ -1,6 +1,7 @@
 """Process groups of one rank: built once, named by mesh axis."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -269,7 +270,7 @@ def build_mesh(
 
 
 def _directed_groups(pipelines: Sequence[tuple[int, ...]], rank: int) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """(source, target) of neighbouring pp_ranks -> their group in the pipeline of this rank. Collective over the job."""
+    """(source, target) of neighbouring pp_ranks -> their group in this rank's pipeline. Collective over the job."""
     directed: dict[tuple[int, int], dist.ProcessGroup] = {}
     for ranks in pipelines:
         hops = {(s, t % len(ranks)) for s in range(len(ranks)) for t in (s + 1, s - 1) if len(ranks) > 1}

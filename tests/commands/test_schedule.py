@@ -163,7 +163,7 @@ def test_compare_cuts_a_config_s_model_as_each_schedule_wants(job, capsys) -> No
         (["--costs", ""], "--costs : give"),
         (["--costs", "1,2,x"], "--costs 1,2,x: give three or four numbers"),
         (["--costs", "1,0,0"], "a backward takes time"),
-        (["--training.steps=1"], "there is no --config"),
+        (["--training.steps=1"], "overrides a config; name it with --config"),
         (["--problem", "nothing.json"], "nothing.json"),
         (["--problem", "nothing.json", "--pp", "3"], "--pp is for a plain chain"),
         (["--problem", "nothing.json", "--costs", "1,1,1"], "--costs is for a plain chain"),

@@ -294,7 +294,7 @@ def test_bad_content_of_latents_is_named_when_it_is_read(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"^sample 7: its latents hold values that are not finite"):
         made.latents(clip)
     np.save(path, values[:, :2])
-    with pytest.raises(DataError, match=r"have become"):
+    with pytest.raises(DataError, match=r"changed to"):
         made.latents(clip)
     path.unlink()
     with pytest.raises(DataError, match=r"^sample 7: its file .*a.npy' cannot be read: No such file"):

@@ -230,5 +230,5 @@ def test_a_processor_folder_sets_the_rules(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"do_center_crop": True}))
     with pytest.raises(ConfigError, match="do_center_crop = true is not supported"):
         pixel_rules("siglip", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"preprocessor_config.json does not exist"):
+    with pytest.raises(ConfigError, match=r"absent' does not exist; .* has preprocessor_config.json"):
         pixel_rules("siglip", str(tmp_path / "absent"))
