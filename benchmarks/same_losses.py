@@ -19,9 +19,11 @@ START = (
     "import importlib.util as u, sys\n"
     "new = u.find_spec('mmtrain.commands') and u.find_spec('mmtrain.commands.cli')\n"
     "from importlib import import_module\n"
-    "sys.exit(import_module('mmtrain.commands.cli' if new else 'mmtrain.cli').main())"
+    "command = import_module('mmtrain.commands.cli' if new else 'mmtrain.cli')\n"
+    "assert command.__file__.startswith(sys.argv.pop(1)), command.__file__\n"
+    "sys.exit(command.main())"
 )
-"""The command, wherever a tree has it."""
+"""The command, wherever a tree has it; first argument: the folder of the tree, which is the one that has to run."""
 
 
 def text_data(path: Path) -> Path:
@@ -41,8 +43,18 @@ def trained(tree: Path, config: str, steps: int, folder: Path, text: Path) -> di
     overrides = [f"--training.steps={steps}", f"--job.dump_folder={folder}", "--validation.enable=false"]
     overrides += [f"--data.source={text}"] if config == "debug_text.toml" else []
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", START, "train", "--config", str(tree / "configs" / config), *overrides]
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        START,
+        str(tree),
+        "train",
+        "--config",
+        str(tree / "configs" / config),
+        *overrides,
+    ]
+    subprocess.run(command, env=environment, cwd=folder.parent, check=True, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "grad_norm" in row}
 
@@ -57,6 +69,7 @@ def main() -> int:
     failed = False
     for config in args.configs:
         with tempfile.TemporaryDirectory() as name:
+            Path(name, "data").symlink_to(Path("data").absolute())  # in the working directory no other tree is found
             text = text_data(Path(name, "text.jsonl"))
             old = trained(args.before.resolve(), config, args.steps, Path(name, "before"), text)
             new = trained(ROOT, config, args.steps, Path(name, "after"), text)
