@@ -5,8 +5,8 @@ what a stage computes is replaced, as in `mmtrain/parallel/emulation.py`: it spe
 the same clock, and a message carries the moment it was made, before which plus its transfer time nobody uses it.
 
 *Where the seconds go.* torch splits a backward by the autograd graph: I runs the nodes on the way from the output to
-the input, W those from there to the weights, B both. So a chunk is one node of each sort, and each spends its own half.
-In the first stage nothing is on the way to an input: I does nothing there, and W, like B, spends both halves.
+the input, W those from there to the weights, B both. So a chunk is one node of each sort, and each spends its own part.
+In the first stage nothing is on the way to an input: I does nothing there, and W, like B, spends both parts.
 `as_torch_splits` makes a problem of that, by which virtual time is exact.
 
 *In torch's favour.* A message of torch has one shape for all microbatches, here the largest, but takes the transfer

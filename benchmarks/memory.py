@@ -86,7 +86,7 @@ def batch_of(config: Config, number: int) -> IterationMeta:
 
 
 def peak_bytes(config: Config, meta: IterationMeta) -> float:
-    """What activations of the schedule's plan take on the fullest rank."""
+    """What activations of the schedule's plan take on the most loaded rank."""
     timeline = IterationPlanner.of(config).plan(meta).result.timeline
     assert timeline is not None
     return max(timeline.peak_bytes)
@@ -156,7 +156,7 @@ def not_activations(trainer: Trainer) -> Iterator[torch.Tensor]:
 
 
 def count(device: torch.device, cases: Sequence[tuple[Config, IterationMeta]]) -> list[tuple[float, float, str]]:
-    """For each case (planned, counted) bytes at the fullest moment between two actions, and the options in use."""
+    """For each case (planned, counted) bytes at the peak between two actions, and the options in use."""
     found = []
     for config, meta in cases:
         trainer, watch = Trainer(config), Watch()

@@ -16,11 +16,11 @@
 #
 #   REPORT=on_gpu_report    folder of the report
 #   WHEELS=wheels           folder of the wheels
-#   SITE=/tmp/mmtrain-site  folder that they are installed into; nothing else on the machine is changed
+#   SITE=$TMPDIR/mmtrain-site  folder that they are installed into; nothing else on the machine is changed
 
 set -u
 cd "$(dirname "$0")/.." || exit 1
-REPORT=${REPORT:-on_gpu_report} WHEELS=${WHEELS:-wheels} SITE=${SITE:-/tmp/mmtrain-site} PYTHON=${PYTHON:-python3}
+REPORT=${REPORT:-on_gpu_report} WHEELS=${WHEELS:-wheels} SITE=${SITE:-${TMPDIR:-/tmp}/mmtrain-site} PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1
 

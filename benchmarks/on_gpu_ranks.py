@@ -51,7 +51,7 @@ class Measured:
     peak_bytes: float
     """The allocator's; 0 on a CPU."""
     planned_bytes: float
-    """Activations of this rank, as planned for the fullest step."""
+    """Activations of this rank, as planned for the step with most."""
     num_actions: int
     problems: tuple[str, ...]
     """What is odd about the times of actions."""
@@ -83,10 +83,13 @@ def train(device: torch.device, config: Config, given: Batches, steps: int) -> M
 def odd_times(step: TimedStep) -> list[str]:
     """What cannot be true of the measured actions of one rank."""
     rows, (begin, end) = step.outcome.rows, step.outcome.span
-    trifle = 1e-4
+    epsilon = 1e-4
+    low, high = begin - epsilon, end + epsilon
     found = [f"{action} ends before it starts" for action, start, stop in rows if stop < start]
-    found += [f"{b[0]} starts before {a[0]} ends" for a, b in pairwise(rows) if b[1] < a[2] - trifle]
-    found += [f"{a} is outside of its step" for a, start, stop in rows if start < begin - trifle or stop > end + trifle]
+    found += [f"{b[0]} starts before {a[0]} ends" for a, b in pairwise(rows) if b[1] < a[2] - epsilon]
+    found += [
+        f"{a} is outside of its step" for a, start, stop in rows if start < begin - epsilon or stop > end + epsilon
+    ]
     return found
 
 

@@ -129,7 +129,7 @@ class Outcome:
     bubble: float
     """Mean over the iterations that fit."""
     peak_gib: float
-    """Of the fullest rank in any iteration, parameters and states included."""
+    """Of the most loaded rank in any iteration, parameters and states included."""
     planning_s: float
     """CPU seconds of planning one iteration, mean: costs, search, check and simulation."""
     plans: tuple[tuple[PlanningProblem, Plan] | None, ...] = ()

@@ -1,6 +1,6 @@
 """python benchmarks/split_backward.py
 
-What the two halves of a split backward take against the whole one, on one chunk of decoder layers, and what is held
+What I and W of a split backward take against the whole one, on one chunk of decoder layers, and what is held
 in between: seconds of B, I and W, (I + W) / B pair by pair in one run, and bytes after F and between I and W, with
 what planning counts. `--mode full` recomputes the blocks. Prints minimum, median and maximum over the repetitions.
 """

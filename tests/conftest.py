@@ -1,8 +1,10 @@
 import atexit
 import gc
 import os
+import socket
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -70,3 +72,17 @@ def shapes() -> Path:
     from mmtrain.data.toy.shapes import make_shapes
 
     return stored_folder("shapes", lambda folder: make_shapes(folder / "shapes", 150, 7)) / "shapes"
+
+
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hosts whose address was asked for; none is told, as on a machine without network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    hosts: list[str] = []
+
+    def refuse(host: str, *_: Any, **__: Any) -> Any:
+        hosts.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    return hosts

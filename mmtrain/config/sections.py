@@ -138,7 +138,8 @@ class ParallelismConfig:
     """P: pipeline ranks."""
     pipeline_parallel_schedule: ScheduleName = "interleave"
     """Order of forwards and backwards, see docs/schedules.md. interleave: DIP's greedy dual queues over the work
-    graph. 1F1B: one forward, one backward. The zero-bubble and V-shaped schedules split backwards in two halves."""
+    graph. 1F1B: one forward, one backward. The zero-bubble and V-shaped schedules split backwards into input-
+    gradient and weight-gradient passes."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -205,7 +206,7 @@ class PlannerConfig:
     reorder: bool = True
     """Search the order of microbatches; else the first come first."""
     split_backward: bool = True
-    """Let the planner split backwards into input and weight halves."""
+    """Let the planner split backwards into input-gradient and weight-gradient passes (I, W)."""
     memory: bool = True
     """Under a memory limit, choose for each stage and work what its blocks do, among memory_strategies; else, and
     without a limit, all do what [activation_checkpoint] says. It is left alone where that mode is not none."""

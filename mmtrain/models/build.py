@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from mmtrain.config.model import ModelConfig
+from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError
 from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
@@ -46,9 +46,8 @@ def build_chunk(
             language = language_shape(model)
             chunk = LanguageChunk(model, language, DECODERS[language.model_type], spec, layers)
     except ConfigError as error:
-        where = {"vision": "model.encoder"}.get(module, f"model.{module}")
         text = str(error)
-        raise ConfigError(text if text.startswith("model.") else f"{where}: {text}") from error
+        raise ConfigError(text if text.startswith("model.") else f"{section_of(module)}: {text}") from error
     materialise(chunk, device, dtype)
     chunk.train()
     return chunk

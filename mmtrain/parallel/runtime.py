@@ -332,7 +332,7 @@ _BEFORE = {Kind.F: None, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 
 
 def _split_works(program: Program, rank: int) -> dict[int, list[int]]:
-    """Stage of a rank -> its works whose backward is in two halves.
+    """Stage of a rank -> its works whose backward is split.
 
     Raises: PlanError: compute actions of a stage and work that are not F, then perhaps B, or I and then W.
     """

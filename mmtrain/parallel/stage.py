@@ -70,7 +70,7 @@ class ModalityStage(PipelineStage):
         self.graph: WorkGraph | None = None
         self.shape_of: ShapeOf | None = None
         self.split: frozenset[int] = frozenset()
-        """The works whose backward is in two halves."""
+        """The works whose backward is split."""
         self.memory = memory or ActivationMemory((), ActivationCheckpointConfig(), Offloader(device))
         self.strategies: dict[int, StageMemory] = {}
         """work -> what the blocks do; the switch's default for those that are absent."""

@@ -14,7 +14,7 @@ def lower_bound_s(problem: PlanningProblem, *, split: bool = True) -> float:
     For each rank, Jackson's preemptive schedule of its actions: each has a head (the chain of dependencies before it)
     and a tail (the chain after it), and could be interrupted. Each action counts with its fastest option.
 
-    Args: split: also of plans with split backwards, whose weight halves nothing waits for; False: of whole ones alone.
+    Args: split: also of plans with split backwards, for whose W nothing waits; False: of whole backwards alone.
     Source: one-machine bound with heads and tails, Carlier 1982.
     """
     graph = problem.graph

@@ -66,7 +66,7 @@ def search_options(section: PlannerConfig, *, seed: int, threads: int, num_searc
 
 
 def may_split(section: PlannerConfig) -> bool:
-    """Whether searched plans may have backwards in two halves: only where the planner makes the orders."""
+    """Whether searched plans may have split backwards: only where the planner makes the orders."""
     return section.enable and section.interleave and section.split_backward
 
 

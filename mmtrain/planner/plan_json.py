@@ -1,4 +1,4 @@
-"""The JSON form of a planned iteration, version 1: written, and read without mercy."""
+"""The JSON form of a planned iteration, version 1: written, and read strictly."""
 
 import json
 from collections.abc import Sequence

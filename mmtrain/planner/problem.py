@@ -46,8 +46,8 @@ def make_problem(
     A stage has a backward for a work if something trainable lies at or before it *in this iteration*:
     a frozen language model needs none for a text-only microbatch.
 
-    Of a split backward, the second half makes the weight gradients of linear layers; convolutions have theirs in the
-    first. Between the halves the inputs of the linear layers and the gradients of their outputs are held.
+    Of a split backward, W makes the weight gradients of linear layers; convolutions have theirs in I. Between the two
+    the inputs of the linear layers and the gradients of their outputs are held.
 
     The backward of a recomputed block repeats its forward; while it does, that block is there in full. Offloaded blocks
     come back three at a time: where the limits have no room for that, nothing is offloaded in this iteration.
@@ -245,9 +245,9 @@ class _Prices:
         self._memory = memory
         self._division = {module.name: division_of(submesh, module) for module in spec.modules}
         self.forward_only = forward_only
-        halves = (Kind.I, Kind.W) if splits_backward else (Kind.B,)
+        passes = (Kind.I, Kind.W) if splits_backward else (Kind.B,)
         self._forward_s = costs.action_s(Kind.F)
-        self._backward_s = tuple(costs.action_s(kind) for kind in halves)
+        self._backward_s = tuple(costs.action_s(kind) for kind in passes)
         self._class: dict[str, list[int]] = {module.name: equal_layers(module) for module in spec.modules}
         self._of_rank: dict[tuple[str, int], LayerSpec] = {}
         self._shapes: dict[tuple[int, bool], _StageShape] = {}

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mmtrain.config.model import LoRAConfig, ModelConfig
+from mmtrain.config.model import LoRAConfig, ModelConfig, section_of
 from mmtrain.errors import ConfigError
 from mmtrain.spec.shapes import LanguageShape, VisionShape, language_shape, vision_shape
 from mmtrain.spec.spec import AdapterSpec, LayerSpec, Rates
@@ -56,7 +56,7 @@ def block_linears(shape: VisionShape | LanguageShape) -> tuple[Linear, ...]:
 def linear_width(linears: Sequence[Linear], rank: int = 0) -> int:
     """Columns that linear layers read and give, each tensor once, so those of one place read once.
 
-    Args: rank: of an adapter of each, whose columns count instead: what its halves read and give.
+    Args: rank: of an adapter of each, whose columns count instead: what its two matrices read and give.
     """
     read = {linear.place: linear.inputs for linear in linears}
     return sum(read.values()) + sum(linear.outputs + 2 * rank for linear in linears)
@@ -155,10 +155,10 @@ def _check_targets(lora: LoRAConfig, known: dict[str, tuple[Linear, ...]]) -> No
             )
     for module, of in names.items():
         if lora.target_modules and not set(lora.target_modules) & set(of):
-            section = "encoder" if module == "vision" else module
+            section = section_of(module)
             raise ConfigError(
                 f"model.lora.target_modules = {lora.target_modules} names no layer of the {module} blocks, but "
-                f'model.{section}.trainable = "lora"; {there_are}. Name one, or set model.{section}.trainable = false'
+                f'{section}.trainable = "lora"; {there_are}. Name one, or set {section}.trainable = false'
             )
 
 

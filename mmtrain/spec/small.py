@@ -62,9 +62,6 @@ ENCODER_KEYS: Mapping[str, Mapping[str, str]] = {
 _DEPTH_LISTS = ("layer_types", "max_window_layers", "sliding_window")
 """Optional keys of language models that speak of single layers; what they say is refused or the default."""
 
-_DEPTH_LISTS = ("layer_types", "max_window_layers", "sliding_window")
-"""Optional keys of language models that speak of single layers; what they say is refused or the default."""
-
 
 def with_segments(model: ModelConfig, segments: Mapping[str, int]) -> ModelConfig:
     """The model with other numbers of segments. Args: segments: module -> `num_segments`."""

@@ -144,7 +144,7 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """Forward and both halves of the backward."""
+        """Forward, input-gradient and weight-gradient pass."""
         return self.forward + self.backward_input + self.backward_weight
 
 
@@ -179,8 +179,8 @@ class LayerSpec:
     attention_bytes: Rates = ZERO_RATES
     """Of a block: bytes of the results of its attention (with the log-sum-exp)."""
     linear_bytes: Rates = ZERO_RATES
-    """Bytes that its linear layers hold between the halves of a split backward: what they read, each tensor once, and
-    the gradients of what they give. Without any (a convolution), weight gradients are made in the first half."""
+    """Bytes that its linear layers hold between I and W of a split backward: what they read, each tensor once, and the
+    gradients of what they give. Without any (a convolution), weight gradients are made in I."""
     output_bytes: Rates = ZERO_RATES
     """Bytes handed to the next layer."""
     output_width: int = 0

@@ -2,10 +2,8 @@ import base64
 import json
 import re
 import shutil
-import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -101,20 +99,6 @@ def test_missing_sources_name_what_exists(tmp_path: Path, charts: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b\n")
     with pytest.raises(ConfigError, match=r"must end in \.parquet or \.jsonl"):
         open_source(data(tmp_path / "x.csv"), "train")
-
-
-@pytest.fixture
-def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The hosts whose address was asked for; none is told, as on a machine without network."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    hosts: list[str] = []
-
-    def refuse(host: str, *_: Any, **__: Any) -> Any:
-        hosts.append(host)
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    return hosts
 
 
 @pytest.mark.parametrize(

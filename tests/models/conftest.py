@@ -70,6 +70,20 @@ LANGUAGES = {
 }
 
 
+VISION_MODELS = [
+    ("vision", {"encoder": "qwen2_vl"}),
+    ("vision", {"encoder": "qwen2_vl", "projector": {"kind": "native"}}),
+    ("vision", {"encoder": "qwen2_vl", "projector": {"hidden_size": 20, "spatial_merge": 1}}),
+    ("vision", {"encoder": "qwen2_5_vl"}),
+    ("vision", {"encoder": "qwen2_5_vl", "projector": {"kind": "native"}}),
+    ("vision", {"encoder": "siglip"}),
+    ("vision", {"encoder": "vit"}),
+    ("vision", {"encoder": "vit", "encoder_config": {"qkv_bias": False}}),
+    ("vision", {"encoder": "whisper", "projector": {"spatial_merge": 3}}),
+]
+"""What `tiny_model` makes a model with each kind of vision module of."""
+
+
 def tiny_model(
     encoder: str | None = "qwen2_vl",
     language: str = "qwen2",

@@ -13,18 +13,11 @@ from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.spec import WorkSize, images_work
+from tests.models.conftest import VISION_MODELS
 from tests.models.dits import Clips, chunk, t2v
 
 FAMILIES = [
-    ("vision", {"encoder": "qwen2_vl"}),
-    ("vision", {"encoder": "qwen2_vl", "projector": {"kind": "native"}}),
-    ("vision", {"encoder": "qwen2_vl", "projector": {"hidden_size": 20, "spatial_merge": 1}}),
-    ("vision", {"encoder": "qwen2_5_vl"}),
-    ("vision", {"encoder": "qwen2_5_vl", "projector": {"kind": "native"}}),
-    ("vision", {"encoder": "siglip"}),
-    ("vision", {"encoder": "vit"}),
-    ("vision", {"encoder": "vit", "encoder_config": {"qkv_bias": False}}),
-    ("vision", {"encoder": "whisper", "projector": {"spatial_merge": 3}}),
+    *VISION_MODELS,
     ("language", {"language": "qwen2"}),
     ("language", {"language": "qwen2", "language_config": {"tie_word_embeddings": True}}),
     ("language", {"language": "llama"}),

@@ -1,7 +1,6 @@
 """Local paths and ids of the hub: a misspelt path is not sent to the hub, and a hub that is away is asked once."""
 
 import re
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,6 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "data.image_processor": lambda value: pixel_rules("vit", value),
 }
 """Key -> what reads its value."""
-
-
-@pytest.fixture
-def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The hosts whose address was asked for; none is told, as on a machine without network."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    hosts: list[str] = []
-
-    def refuse(host: str, *_: Any, **__: Any) -> Any:
-        hosts.append(host)
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    return hosts
 
 
 @pytest.fixture

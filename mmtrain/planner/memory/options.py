@@ -69,7 +69,7 @@ class BlockPrice:
 
     forward_s: float
     backward_s: float
-    """Of the input half, with what is computed again."""
+    """Of the input-gradient pass, with what is computed again."""
     kept_bytes: float
     host_bytes: float = 0.0
     """Moved to host memory and back."""

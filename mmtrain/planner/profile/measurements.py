@@ -44,7 +44,7 @@ _TIMED: dict[str, tuple[bool, tuple[Kind, ...]]] = {
     "forward": (False, (Kind.F,)),
     "backward": (False, (Kind.B,)),
     "split_forward": (True, (Kind.F,)),
-    # A backward that is not worth splitting is a B among the halves of others.
+    # A backward that is not worth splitting is a B next to the I and W of others.
     "backward_input": (True, (Kind.I, Kind.B)),
     "backward_weight": (True, (Kind.W,)),
 }

@@ -23,7 +23,7 @@ class Cut:
     stages: Literal["layers", "modules"]
     """A stage for each layer, or for each module."""
     splits: bool
-    """Whether backwards run in two halves."""
+    """Whether backwards are split into I and W."""
     mode: Literal["", "selective", "full"] = ""
     """`activation_checkpoint.mode`; empty: that of the job."""
 

@@ -13,20 +13,12 @@ from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import projection_of
 from mmtrain.spec.shapes import dit_shape, language_shape, vision_shape
 from mmtrain.spec.spec import LayerSpec, WorkSize
-from tests.models.conftest import tiny_model
+from tests.models.conftest import VISION_MODELS, tiny_model
 from tests.models.dits import t2v
 from tests.planner.operators.graphs import LATENCIES
 
 FAMILIES = [
-    ("vision", {"encoder": "qwen2_vl"}),
-    ("vision", {"encoder": "qwen2_vl", "projector": {"kind": "native"}}),
-    ("vision", {"encoder": "qwen2_vl", "projector": {"hidden_size": 20, "spatial_merge": 1}}),
-    ("vision", {"encoder": "qwen2_5_vl"}),
-    ("vision", {"encoder": "qwen2_5_vl", "projector": {"kind": "native"}}),
-    ("vision", {"encoder": "siglip"}),
-    ("vision", {"encoder": "vit"}),
-    ("vision", {"encoder": "vit", "encoder_config": {"qkv_bias": False}}),
-    ("vision", {"encoder": "whisper", "projector": {"spatial_merge": 3}}),
+    *VISION_MODELS,
     ("language", {"language": "qwen2"}),
     ("language", {"language": "llama"}),
     ("language", {"language": "llama", "language_config": {"attention_bias": False, "mlp_bias": False}}),
