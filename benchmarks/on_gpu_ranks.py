@@ -87,9 +87,7 @@ def odd_times(step: TimedStep) -> list[str]:
     low, high = begin - epsilon, end + epsilon
     found = [f"{action} ends before it starts" for action, start, stop in rows if stop < start]
     found += [f"{b[0]} starts before {a[0]} ends" for a, b in pairwise(rows) if b[1] < a[2] - epsilon]
-    found += [
-        f"{a} is outside of its step" for a, start, stop in rows if start < begin - epsilon or stop > end + epsilon
-    ]
+    found += [f"{a} is outside of its step" for a, start, stop in rows if start < low or stop > high]
     return found
 
 
