@@ -349,10 +349,10 @@ class Trainer:
         batches = self._batches(self.state.step + 1, until)
         while self.state.step < until and not stopped:
             start = time.perf_counter()
-            item, ticket = next(batches)
+            item, pending = next(batches)
             loaded = time.perf_counter()
             step = self.state.step + 1
-            planned = self._take(ticket) if ticket else None
+            planned = self._take(pending) if pending else None
             plan = planned.plan if planned else self._plan(item.meta, step=step)
             ready = time.perf_counter()
             self._memory.start_step()
@@ -539,12 +539,12 @@ class Trainer:
             check_same_program(plan.program.hash, self.mesh)
             return plan
 
-    def _take(self, ticket: PendingPlan) -> Planned:
+    def _take(self, pending: PendingPlan) -> Planned:
         """The plan that was made while the step before ran, or the first one. Collective over the job."""
         ahead = self.placement.ahead
         assert ahead is not None
         with self._on_all_replicas():
-            return ahead.take(ticket, self.config.planner.patience_s)
+            return ahead.take(pending, self.config.planner.patience_s)
 
     @contextmanager
     def _on_all_replicas(self) -> Iterator[None]:
