@@ -180,8 +180,9 @@ class Trainer:
     def _train(self, layouts: Mapping[int, ParallelismConfig]) -> None:
         steps = self.config.training.steps
         if self.state.step >= steps:
-            message = "already at step %d of training.steps = %d: nothing to do; raise it, or use another job.dump_folder"
-            logger.info(message, self.state.step, steps)  # a warning would be shown by each rank
+            # No warning, which each rank would show.
+            text = "already at step %d of training.steps = %d: nothing to do; raise it, or use another job.dump_folder"
+            logger.info(text, self.state.step, steps)
             return
         self._open_record()
         try:
