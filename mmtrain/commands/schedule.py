@@ -14,6 +14,7 @@ from mmtrain.errors import ConfigError, MMTrainError, PlanError
 if TYPE_CHECKING:
     from mmtrain.config.sections import PlannerConfig
     from mmtrain.planner.plan import PlanResult
+    from mmtrain.schedule.library.catalogue import Schedule
     from mmtrain.schedule.passes.lower import Program
     from mmtrain.schedule.plan import Plan
     from mmtrain.schedule.problem import PlanningProblem
@@ -28,7 +29,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     """Adds the command to the parser."""
     schedule = commands.add_parser("schedule", help="list, draw and compare schedules")
     verbs = schedule.add_subparsers(dest="verb", required=True, metavar="VERB")
-    listing = verbs.add_parser("list", help="name the schedules", description="Names the schedules, a line each.")
+    listing = verbs.add_parser(
+        "list", help="name the schedules", description="Names the schedules, a line each, or those of files."
+    )
+    listing.add_argument("files", nargs="*", metavar="FILE", help="FILE.py[:FUNCTION] or FILE.csv (default: all names)")
+    listing.add_argument(
+        "--pp", type=int, default=4, metavar="P", help="pipeline ranks of a file's schedule (default 4)"
+    )
     listing.set_defaults(run=_list)
     show = verbs.add_parser(
         "show",
@@ -38,8 +45,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     show.add_argument(
         "name",
         nargs="?",
-        help="schedule (see `mmtrain schedule list`; default: the config's, else 1F1B), or a file: torch's .csv, or "
-        "with --problem a plan's .json",
+        help="schedule (see `mmtrain schedule list`; default: the config's, else 1F1B), or a file: a recipe's "
+        ".py[:FUNCTION], torch's .csv, or with --problem a plan's .json",
     )
     _add_iteration(show)
     show.add_argument(
@@ -60,7 +67,12 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "rank. A chain or a config's model is cut as each schedule wants it; a problem's stages stay where they are. "
         "`searched` is what the planner's search makes of the stages of the best schedule named before it.",
     )
-    compare.add_argument("names", nargs="*", metavar="NAME", help="schedules, or searched (default: all)")
+    compare.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="schedules, files (.py[:FUNCTION], .csv), or searched (default: all names)",
+    )
     compare.add_argument(
         "--evaluations", type=int, default=1000, metavar="N", help="plans that searched tries (default 1000)"
     )
@@ -121,9 +133,10 @@ class _Planned:
 
 def _list(args: argparse.Namespace) -> int:
     from mmtrain.schedule.library.catalogue import CATALOGUE
+    from mmtrain.schedule.recipe.files import schedule_of
 
-    for name, schedule in CATALOGUE.items():
-        print(f"{name:22s} {schedule.idea}")
+    for schedule in [schedule_of(name, args.pp) for name in args.files] or CATALOGUE.values():
+        print(f"{schedule.name:22s} {schedule.idea}")
     return 0
 
 
@@ -216,6 +229,8 @@ def _named(path: Path, read: Callable[[], _T]) -> _T:
 def _compare(args: argparse.Namespace) -> int:
     from mmtrain.planner.plan_choice import SEARCHED
     from mmtrain.schedule.library.catalogue import CATALOGUE
+    from mmtrain.schedule.library.names import check_name
+    from mmtrain.schedule.recipe.files import schedule_of
 
     _check(args, "compare")
     if args.evaluations < 1 or args.seed < 0:
@@ -225,8 +240,9 @@ def _compare(args: argparse.Namespace) -> int:
         )
     names = args.names or [*CATALOGUE, SEARCHED]
     for name in names:
-        if name != SEARCHED:
-            _check_name(name)
+        check_name(name, (SEARCHED,))
+        if name.endswith(".py") or ".py:" in name:
+            schedule_of(name, args.pp or 4)  # a broken file is no row of the table
     plan, note = _planner(args), ""
     rows: list[dict[str, Any]] = []
     for name in names:
@@ -342,19 +358,20 @@ def _planner(args: argparse.Namespace) -> _Planner:
     if args.config:
         return _of_config(args)
     from mmtrain.schedule.chain import plain_chain
-    from mmtrain.schedule.library.catalogue import CATALOGUE
     from mmtrain.schedule.problem import PlanningProblem
+    from mmtrain.schedule.recipe.files import schedule_of
 
     given = PlanningProblem.read(args.problem) if args.problem else None
     costs = _chain_costs(args.costs)
 
     def plan(name: str | None, search: _Search | None = None) -> _Planned:
         name = name or "1F1B"
-        _check_name(name)
+        num_ranks = given.graph.num_ranks if given else args.pp or 4
+        schedule = schedule_of(name, num_ranks)
         problem = given or plain_chain(
-            args.pp or 4, args.microbatches or 8, CATALOGUE[name], num_segments=args.segments or 0, **costs
+            num_ranks, args.microbatches or 8, schedule, num_segments=args.segments or 0, **costs
         )
-        return _plan(name, problem, None, search, search.section() if search else None)
+        return _plan(schedule, problem, None, search, search.section() if search else None)
 
     return plan
 
@@ -371,7 +388,6 @@ def _of_config(args: argparse.Namespace) -> _Planner:
     def plan(name: str | None, search: _Search | None = None) -> _Planned:
         chosen = job
         if name:
-            _check_name(name)
             chosen = config.load(args.config, [*args.overrides, f"parallelism.pipeline_parallel_schedule={name}"])
         if search:
             chosen = replace(chosen, planner=search.section(chosen.planner))
@@ -385,7 +401,7 @@ def _of_config(args: argparse.Namespace) -> _Planner:
 
 
 def _plan(
-    name: str,
+    schedule: "Schedule",
     problem: "PlanningProblem",
     lower: "Callable[[Plan], Program] | None",
     search: _Search | None,
@@ -395,15 +411,14 @@ def _plan(
     from mmtrain.planner.plan_choice import searched_plan
     from mmtrain.schedule.passes import lower as lowering
 
-    result = searched_plan(problem, name, section, seed=search.seed) if search and section else make_plan(problem, name)
-    return _Planned(name, problem, result, lower or (lambda plan: lowering.lower(plan, problem, sharded=False)))
-
-
-def _check_name(name: str) -> None:
-    from mmtrain.schedule.library.catalogue import CATALOGUE
-
-    if name not in CATALOGUE:
-        raise ConfigError(f"schedule {name!r} does not exist; choose one of {', '.join(CATALOGUE)}")
+    result = (
+        searched_plan(problem, schedule, section, seed=search.seed)
+        if search and section
+        else make_plan(problem, schedule)
+    )
+    return _Planned(
+        schedule.name, problem, result, lower or (lambda plan: lowering.lower(plan, problem, sharded=False))
+    )
 
 
 def _chain_costs(text: str | None) -> dict[str, Any]:

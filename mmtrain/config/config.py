@@ -40,7 +40,7 @@ from mmtrain.config.sections import (
 from mmtrain.config.toml_sections import apply_override, build, dump_table, read_with_bases, shown, to_dict
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import ConfigError
-from mmtrain.schedule.library.names import MEMORY_BOUNDED_SCHEDULES
+from mmtrain.schedule.library.names import MEMORY_BOUNDED_SCHEDULES, file_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,13 +145,19 @@ def check(config: Config) -> None:
             f"{config.comm.timeout_seconds}: while one replica waits for its plan, the others wait for that replica, "
             "and would stop the job; lower the first or raise the second"
         )
-    _check_memory_limit(config)
+    if file_of(config.parallelism.pipeline_parallel_schedule) is None:  # a file is not read yet
+        check_memory_limit(
+            config, keeps_limits=config.parallelism.pipeline_parallel_schedule in MEMORY_BOUNDED_SCHEDULES
+        )
 
 
-def _check_memory_limit(config: Config) -> None:
-    """Refuses a limit that nobody would keep: neither the planner, which chooses memory, nor the schedule."""
+def check_memory_limit(config: Config, *, keeps_limits: bool) -> None:
+    """Refuses a limit that nobody would keep: neither the planner, which chooses memory, nor the schedule.
+
+    Args: keeps_limits: whether the schedule does. Raises: ConfigError: nobody would.
+    """
     section, schedule = config.planner, config.parallelism.pipeline_parallel_schedule
-    if schedule in MEMORY_BOUNDED_SCHEDULES:
+    if keeps_limits:
         return
     bounded = " and ".join(map(repr, MEMORY_BOUNDED_SCHEDULES))
     chooses = config.activation_checkpoint.mode == "none" and len(section.memory_strategies) > 1

@@ -9,7 +9,7 @@ from mmtrain.config.memory_amount import MemoryAmount
 from mmtrain.config.toml_sections import shown
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import ConfigError
-from mmtrain.schedule.library.names import ScheduleName
+from mmtrain.schedule.library.names import check_name
 
 MOST_WORKERS = 128
 """Processes that prepare the batches of one replica."""
@@ -136,10 +136,11 @@ class ParallelismConfig:
     agree on an order of gathers."""
     pipeline_parallel_degree: int = 1
     """P: pipeline ranks."""
-    pipeline_parallel_schedule: ScheduleName = "interleave"
-    """Order of forwards and backwards, see docs/schedules.md. interleave: DIP's greedy dual queues over the work
-    graph. 1F1B: one forward, one backward. The zero-bubble and V-shaped schedules split backwards into input-
-    gradient and weight-gradient passes."""
+    pipeline_parallel_schedule: str = "interleave"
+    """Order of forwards and backwards: a name (docs/schedules.md), a recipe FILE.py or FILE.py:FUNCTION
+    (docs/recipes.md; a program, which every rank runs), or orders FILE.csv in the form of torch's pipelining.
+    interleave: DIP's greedy dual queues over the work graph. 1F1B: one forward, one backward. The zero-bubble and
+    V-shaped schedules split backwards into input-gradient and weight-gradient passes."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -147,6 +148,10 @@ class ParallelismConfig:
             if f.name.endswith("_degree") and not 1 <= value <= MOST_RANKS:
                 raise ConfigError(f"parallelism.{f.name} = {value}; a degree is at least 1 and at most {MOST_RANKS}")
         at_least("parallelism", self, context_parallel_block_size=1)
+        try:
+            check_name(self.pipeline_parallel_schedule)
+        except ConfigError as error:
+            raise ConfigError(f"parallelism.pipeline_parallel_schedule: {error}") from None
 
     @property
     def mesh_shape(self) -> MeshShape:

@@ -6,12 +6,13 @@ from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.search.search import fit_memory
+from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
 
-def first_plan(problem: PlanningProblem, schedule: str, section: PlannerConfig) -> PlanResult:
+def first_plan(problem: PlanningProblem, schedule: str | Schedule, section: PlannerConfig) -> PlanResult:
     """The plan of a schedule, or why there is none; never an exception.
 
     Where the schedule's own choice of memory options fits into no limit, they are chosen for its orders; where no
@@ -30,7 +31,7 @@ def first_plan(problem: PlanningProblem, schedule: str, section: PlannerConfig) 
     return found
 
 
-def _fitted(problem: PlanningProblem, schedule: str) -> PlanResult | None:
+def _fitted(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult | None:
     """The orders of a schedule with memory options that fit; None: none do."""
     try:
         free = make_plan(replace(problem, memory_limit_bytes=(None,) * problem.graph.num_ranks), schedule)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from mmtrain.config.config import Config, uses_fsdp
+from mmtrain.config.config import Config, check_memory_limit, uses_fsdp
 from mmtrain.config.memory_amount import show_bytes
 from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import ConfigError, PlanError
@@ -19,11 +19,11 @@ from mmtrain.planner.memory.limit import MemoryRule, least_activation_bytes
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.choice import choose_partition
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.planner.plan import PlanResult
+from mmtrain.planner.plan import PlanResult, job_schedule
 from mmtrain.planner.plan_choice import may_split
 from mmtrain.planner.problem import make_problem
 from mmtrain.planner.work_size import sub_microbatch_size
-from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.passes.lower import Program, lower
 from mmtrain.schedule.plan import Plan, check, exceeds
 from mmtrain.schedule.problem import PlanningProblem
@@ -66,8 +66,8 @@ class IterationPlanner:
     section: PlannerConfig
     costs: CostModel
     """What layers and transfers take."""
-    schedule: str
-    """Name in the catalogue of schedules."""
+    schedule: Schedule
+    """Named, or from a file."""
     sub_microbatch_size: int
     """Images in one vision work; 0: all of a microbatch."""
     sharded: bool
@@ -95,6 +95,8 @@ class IterationPlanner:
         Raises: ConfigError: a model that cannot be built or cut, or a limit that leaves nothing for activations.
         """
         check_degrees(config)
+        schedule = job_schedule(config)
+        check_memory_limit(config, keeps_limits=schedule.keeps_memory_limits)
         dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
         spec = model_spec(config.model, dtype_bytes=dtype_bytes)
         costs = cost_model(config, spec)
@@ -107,7 +109,7 @@ class IterationPlanner:
             partition=choice.partition,
             section=config.planner,
             costs=on_partition(costs, choice.partition),
-            schedule=config.parallelism.pipeline_parallel_schedule,
+            schedule=schedule,
             sub_microbatch_size=sub_microbatch,
             sharded=uses_fsdp(config.parallelism.mesh_shape, config.training, data_encoder=config.data_encoder),
             regathered=config.regathered,
@@ -154,7 +156,7 @@ class IterationPlanner:
             self.section,
             memory=self.memory if searched else self.memory.fixed,
             submesh=self.submesh,
-            splits_backward=CATALOGUE[self.schedule].splits_backward or (searched and may_split(self.section)),
+            splits_backward=self.schedule.splits_backward or (searched and may_split(self.section)),
             forward_only=forward_only,
             limits=self.activation_limits,
         )

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from mmtrain.config.config import Config
 from mmtrain.errors import PlanError
-from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.library.forward_only import forward_only
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
 
@@ -27,26 +29,35 @@ class PlanResult:
     """Of the search."""
 
 
-def make_plan(problem: PlanningProblem, schedule: str) -> PlanResult:
-    """The checked plan of a named schedule, simulated; an iteration without any backward gets forward_only.
+def job_schedule(config: Config) -> Schedule:
+    """The schedule of a job, which may be from a file. Errors: as of `schedule_of`."""
+    section = config.parallelism
+    return schedule_of(section.pipeline_parallel_schedule, section.pipeline_parallel_degree)
+
+
+def make_plan(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult:
+    """The checked plan of a schedule, simulated. An iteration without any backward gets forward_only from named ones.
 
     An infeasible problem is a result with that status and a sentence, never an exception, from schedules that keep
     memory limits.
 
-    Raises: PlanError: there is no schedule of that name, or one that bounds memory by its own rule is over a limit.
+    Raises:
+        ConfigError: there is no schedule of that name, or its file cannot be used.
+        PlanError: a schedule that bounds memory by its own rule is over a limit, or a recipe gets stuck.
     """
-    if schedule not in CATALOGUE:
-        raise PlanError(f"schedule {schedule!r} does not exist; choose one of {', '.join(CATALOGUE)}")
-    make = CATALOGUE[schedule].make if problem.graph.has_any_backward else forward_only
+    given = schedule if isinstance(schedule, Schedule) else schedule_of(schedule, problem.graph.num_ranks)
+    own = problem.graph.has_any_backward or given.plans_forward_only
     try:
-        plan = make(problem)
+        plan = (given.make if own else forward_only)(problem)
         check(plan, problem)
     except PlanError as error:
-        if make is CATALOGUE[schedule].make and not CATALOGUE[schedule].keeps_memory_limits:
-            bounded = " and ".join(name for name, other in CATALOGUE.items() if other.keeps_memory_limits)
-            raise PlanError(f"schedule {schedule} does not look at memory limits ({bounded} do): {error}") from error
-        return PlanResult(status="infeasible", message=str(error))
-    name = schedule if problem.graph.has_any_backward else "forward_only"
+        if not own or given.keeps_memory_limits:
+            return PlanResult(status="infeasible", message=str(error))
+        if given.text:
+            raise
+        bounded = " and ".join(name for name, other in CATALOGUE.items() if other.keeps_memory_limits)
+        raise PlanError(f"schedule {given.name} does not look at memory limits ({bounded} do): {error}") from error
+    name = given.name if own else "forward_only"
     return PlanResult(
         status="first", message=f"the order of schedule {name}", plan=plan, timeline=simulate(problem, plan)
     )

@@ -10,6 +10,7 @@ from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.search.numba_start import HAS_NUMBA
 from mmtrain.planner.search.search import SearchOptions, fit_memory, search
+from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
@@ -99,7 +100,9 @@ def choose_plan(
     return replace(first, status="improved", message=message, plan=fitted, timeline=timeline)
 
 
-def searched_plan(problem: PlanningProblem, schedule: str, section: PlannerConfig, *, seed: int) -> PlanResult:
+def searched_plan(
+    problem: PlanningProblem, schedule: str | Schedule, section: PlannerConfig, *, seed: int
+) -> PlanResult:
     """The plan that a job with this section trains with, if its search is in time; or why there is none.
 
     Args: schedule: parallelism.pipeline_parallel_schedule. seed: of the search, as `search_seed` gives it.

@@ -40,6 +40,8 @@ def plain_chain(
     VISITS.check("a chain's stages times microbatches", num_ranks * passes * num_microbatches)
     down = list(range(num_ranks))
     stage_rank = down + down[::-1] if v else down * passes
+    if not num_segments:
+        stage_rank = list(schedule.chain_ranks) or stage_rank
     graph = WorkGraph(
         num_ranks=num_ranks,
         modules=(ModuleStages(name="language", stages=tuple(range(len(stage_rank)))),),

@@ -6,9 +6,9 @@ from itertools import pairwise
 from mmtrain.config.config import Config
 from mmtrain.planner.costs.cost_model import PCIE, HostCopy, LayerTimes
 from mmtrain.planner.partition.partition import Partition
+from mmtrain.planner.plan import job_schedule
 from mmtrain.planner.profile.profile import Profile, check_fits
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import P2P
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize
@@ -49,7 +49,7 @@ class MeasuredCosts:
             profile=profile,
             p2p=p2p,
             host_copy=profile.host_copy or HostCopy(bytes_per_s=section.host_bytes_per_s),
-            splits_backward=CATALOGUE[config.parallelism.pipeline_parallel_schedule].splits_backward,
+            splits_backward=job_schedule(config).splits_backward,
             several_ranks=config.parallelism.pipeline_parallel_degree > 1,
         )
         return found if partition is None else found.on(partition)

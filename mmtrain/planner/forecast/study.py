@@ -6,7 +6,7 @@ Pure: nothing is trained or loaded, and torch is not imported.
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from mmtrain.config.config import Config, check
 from mmtrain.config.topology import AXES
@@ -19,8 +19,8 @@ from mmtrain.planner.forecast.whole_iteration import IterationSimulator, Simulat
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.memory.limit import MemoryBudget, MemoryRule
 from mmtrain.planner.plan_choice import SEARCHED
-from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.schedule.library.names import MEMORY_BOUNDED_SCHEDULES, ScheduleName
+from mmtrain.schedule.library.names import check_name
+from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.schedule.timeline import Timeline
 
 SEARCHED_LIMIT = "90%"
@@ -58,9 +58,7 @@ class Question:
         if self.seed < 0:
             raise ConfigError(f"simulate: seed = {self.seed}; it is at least 0")
         for index, schedule in enumerate(self.schedules):
-            if schedule not in (*CATALOGUE, SEARCHED):
-                known = ", ".join((*CATALOGUE, SEARCHED))
-                raise ConfigError(f"simulate: schedule {schedule!r} does not exist; choose of {known}")
+            check_name(schedule, (SEARCHED,))
             if schedule in self.schedules[:index]:
                 raise ConfigError(f"simulate: schedule {schedule!r} is named twice; name it once")
 
@@ -183,13 +181,14 @@ def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[
     planner = config.planner
     if schedule == SEARCHED:
         return _with_search(config, evaluations)
-    if planner.activation_memory_gib and schedule not in MEMORY_BOUNDED_SCHEDULES:
+    keeps_limits = schedule_of(schedule, config.parallelism.pipeline_parallel_degree).keeps_memory_limits
+    if planner.activation_memory_gib and not keeps_limits:
         planner = replace(planner, activation_memory_gib=0.0)
         notes = (f"{schedule} bounds activations by its own rule; planner.activation_memory_gib is left out",)
-    if planner.memory_limit and schedule not in MEMORY_BOUNDED_SCHEDULES:
+    if planner.memory_limit and not keeps_limits:
         planner = replace(planner, memory_limit="")
         notes = (f"{schedule} bounds memory by its own rule; planner.memory_limit is left out",)
-    parallelism = replace(config.parallelism, pipeline_parallel_schedule=cast(ScheduleName, schedule))
+    parallelism = replace(config.parallelism, pipeline_parallel_schedule=schedule)
     job = replace(config, parallelism=parallelism, planner=planner)
     check(job)
     return job, notes

@@ -22,11 +22,11 @@ from mmtrain.planner.forecast.workloads import VIDEO_CAPTIONS, draw
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.planner.plan import PlanResult
+from mmtrain.planner.plan import PlanResult, job_schedule
 from mmtrain.planner.plan_choice import may_split
 from mmtrain.planner.problem import make_problem
 from mmtrain.planner.search.search import SearchOptions, search
-from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
@@ -57,7 +57,7 @@ class TypicalIterations:
     spec: ModelSpec
     costs: CostModel
     section: PlannerConfig
-    schedule: str
+    schedule: Schedule
     num_ranks: int
     """Pipeline ranks."""
     shortened: float
@@ -96,7 +96,7 @@ class TypicalIterations:
             spec=spec,
             costs=costs,
             section=config.planner,
-            schedule=config.parallelism.pipeline_parallel_schedule,
+            schedule=job_schedule(config),
             num_ranks=config.parallelism.pipeline_parallel_degree,
             shortened=whole.num_microbatches / bins.num_microbatches,
             memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
@@ -150,7 +150,7 @@ class TypicalIterations:
                 self.section,
                 memory=self.memory,
                 submesh=self.submesh,
-                splits_backward=CATALOGUE[self.schedule].splits_backward or may_split(self.section),
+                splits_backward=self.schedule.splits_backward or may_split(self.section),
                 limits=budget.activation_limits if budget else None,
             )
             result = self._plan(problem)

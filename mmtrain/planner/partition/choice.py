@@ -21,8 +21,8 @@ from mmtrain.planner.costs.job_costs import cost_model
 from mmtrain.planner.forecast.typical_iterations import MOST_MICROBATCHES, TypicalIterations
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.partition.partition import Partition, mixed_partition, partition
+from mmtrain.planner.plan import job_schedule
 from mmtrain.planner.work_size import sub_microbatch_size
-from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.spec.spec import ModelSpec
 
 MOST_SEGMENTS = 4
@@ -86,7 +86,12 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
     Raises: ConfigError: fewer layers than chunks, fewer or more chunks than the schedule needs, or a way to cut that
         does not go with the schedule.
     """
-    how = config.planner.partition
+    how, schedule = config.planner.partition, job_schedule(config)
+    if schedule.refusal:
+        raise ConfigError(
+            f'parallelism.pipeline_parallel_schedule = "{schedule.name}" {schedule.refusal}; change the recipe, or '
+            "choose another schedule"
+        )
     if how == "mixed-parameters" or how == "mixed-latency":
         return _mixed(config, spec, costs, sub_microbatch)
     if how == "search":
@@ -128,8 +133,13 @@ def _simplicity(cut: Cut) -> tuple[bool, int, tuple[int, ...]]:
 
 
 def _given_segments(config: Config) -> dict[str, int]:
-    """K of each module that can be cut, as the config gives it; 0: left open."""
-    return {name: section.num_segments for name, section in config.model.cut_modules.items()}
+    """K of each module that can be cut, as the config gives it, else the schedule; 0: left open."""
+    by_schedule = job_schedule(config).segments
+    default = by_schedule.get("", 0)
+    return {
+        name: section.num_segments or (0 if section.pipeline_layout else by_schedule.get(name, default))
+        for name, section in config.model.cut_modules.items()
+    }
 
 
 def _layouts(config: Config) -> dict[str, str]:
@@ -140,7 +150,7 @@ def _separated(config: Config, spec: ModelSpec, segments: Mapping[str, int]) -> 
     """The separated partition with K of each module, by DIP's rule where that is 0, and enough for the schedule."""
     sizes, layouts = reference_sizes(spec, config.training.seq_len), _layouts(config)
     num_ranks = config.parallelism.pipeline_parallel_degree
-    schedule = _schedule(config)
+    schedule = job_schedule(config)
     found = partition(spec, num_ranks, segments, sizes, schedule.placement, layouts)
     cut = sum(len(found.of_module(module.name)) for module in spec.modules if not module.is_whole)
     missing = schedule.least_passes - cut // num_ranks
@@ -155,15 +165,11 @@ def _separated(config: Config, spec: ModelSpec, segments: Mapping[str, int]) -> 
     return found
 
 
-def _schedule(config: Config) -> Schedule:
-    return CATALOGUE[config.parallelism.pipeline_parallel_schedule]
-
-
 def _refuse_few_passes(config: Config, key: str, passes: int) -> None:
     raise ConfigError(
         f'parallelism.pipeline_parallel_schedule = "{config.parallelism.pipeline_parallel_schedule}" needs at least '
-        f"{_schedule(config).least_passes} chunks on each pipeline rank, but {key} makes {passes}; raise it, leave it "
-        "out, or choose another schedule"
+        f"{job_schedule(config).least_passes} chunks on each pipeline rank, but {key} makes {passes}; raise it, leave "
+        "it out, or choose another schedule"
     )
 
 
@@ -174,7 +180,7 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
     """The choice of a search; None: nothing is open, or nothing can be searched."""
     memory = MemoryRule.of_device(config)
     apart, chains = _separated_cuts(config, spec), _chains(config, spec, memory)
-    if _schedule(config).placement == "v" or not (apart or chains) or not any(_open(config).values()):
+    if job_schedule(config).placement == "v" or not (apart or chains) or not any(_open(config).values()):
         return None
     num_ranks = config.parallelism.pipeline_parallel_degree
     names = [module.name for module in spec.modules if not module.is_whole]
@@ -224,7 +230,7 @@ def _separated_cuts(config: Config, spec: ModelSpec) -> list[Cut]:
         ranges.append(range(1, most + 1) if left_open[module.name] else [given[module.name]])
     found = list(itertools.product(*ranges))
     layouts = any(_layouts(config).values())  # which may make any number of passes
-    return [Cut(c) for c in found if layouts or sum(c) >= _schedule(config).least_passes]
+    return [Cut(c) for c in found if layouts or sum(c) >= job_schedule(config).least_passes]
 
 
 def _chains(config: Config, spec: ModelSpec, memory: MemoryRule) -> list[Cut]:
@@ -237,7 +243,7 @@ def _chains(config: Config, spec: ModelSpec, memory: MemoryRule) -> list[Cut]:
     if not several or not all(_open(config).values()) or memory.limit_bytes is None:
         return []
     most = min(MOST_SEGMENTS, sum(len(module.layers) for module in spec.modules) // num_ranks)
-    return [Cut((passes,), is_chain=True) for passes in range(_schedule(config).least_passes, most + 1)]
+    return [Cut((passes,), is_chain=True) for passes in range(job_schedule(config).least_passes, most + 1)]
 
 
 def _words(found: Found, names: Sequence[str]) -> str:
@@ -255,7 +261,7 @@ def _words(found: Found, names: Sequence[str]) -> str:
 
 def _mixed(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice:
     """All modules cut as one chain of equal parameters or of equal seconds."""
-    how, schedule = config.planner.partition, _schedule(config)
+    how, schedule = config.planner.partition, job_schedule(config)
     if schedule.placement == "v":
         raise ConfigError(
             f'planner.partition = "{how}" goes round the pipeline ranks, but parallelism.pipeline_parallel_schedule = '

@@ -5,8 +5,9 @@ each stage has a copy of its weights on two ranks, while a stage of a plan is on
 one copy.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mmtrain.schedule.library.auto_schedule import auto_schedule
@@ -28,8 +29,9 @@ rank."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One named schedule. It works for any problem; the other fields tell what it is designed for."""
+    """One schedule, named or from a file. It works for any problem; the other fields tell what it is designed for."""
 
+    name: str
     idea: str
     """A short description for lists."""
     make: Callable[[PlanningProblem], Plan]
@@ -41,44 +43,82 @@ class Schedule:
     """Whether plans have I and W where splitting is worthwhile."""
     keeps_memory_limits: bool = False
     """Whether plans stay within the problem's memory limits; see `names.MEMORY_BOUNDED_SCHEDULES`."""
+    plans_forward_only: bool = False
+    """Whether `make` also plans iterations without any backward."""
+    segments: Mapping[str, int] = field(default_factory=dict)
+    """Module -> chunks on each rank, where the schedule says so; "": of all others."""
+    chain_ranks: tuple[int, ...] = ()
+    """[stage] -> rank of a chain of one module; empty: by `placement`."""
+    refusal: str = ""
+    """Why no job can be cut as the schedule wants; empty: it can."""
+    text: str = ""
+    """Content of the file that it is from."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file that it is from; empty: from none."""
+        return hashlib.sha256(self.text.encode()).hexdigest() if self.text else ""
 
 
-CATALOGUE: Mapping[str, Schedule] = {
-    "GPipe": Schedule(idea="all forwards, then all backwards", make=gpipe),
-    "1F1B": Schedule(
-        idea="one forward, one backward; with several chunks a rank, Megatron's interleaved order", make=one_f_one_b
+_SCHEDULES = (
+    Schedule(name="GPipe", idea="all forwards, then all backwards", make=gpipe),
+    Schedule(
+        name="1F1B",
+        idea="one forward, one backward; with several chunks a rank, Megatron's interleaved order",
+        make=one_f_one_b,
     ),
-    "Interleaved1F1B": Schedule(idea="1F1B with at least 2 chunks a rank", make=one_f_one_b, least_passes=2),
-    "LoopedBFS": Schedule(idea="all forwards, then all backwards, chunk by chunk", make=looped_bfs, least_passes=2),
-    "ZB-H1": Schedule(idea="1F1B, weight gradients of rank r after r more pairs", make=zb_h1, splits_backward=True),
-    "ZB-H2": Schedule(
-        idea="twice the forwards in flight, weight gradients after 2r pairs", make=zb_h2, splits_backward=True
+    Schedule(name="Interleaved1F1B", idea="1F1B with at least 2 chunks a rank", make=one_f_one_b, least_passes=2),
+    Schedule(
+        name="LoopedBFS", idea="all forwards, then all backwards, chunk by chunk", make=looped_bfs, least_passes=2
     ),
-    "ZB-AutoSchedule": Schedule(
+    Schedule(
+        name="ZB-H1", idea="1F1B, weight gradients of rank r after r more pairs", make=zb_h1, splits_backward=True
+    ),
+    Schedule(
+        name="ZB-H2",
+        idea="twice the forwards in flight, weight gradients after 2r pairs",
+        make=zb_h2,
+        splits_backward=True,
+    ),
+    Schedule(
+        name="ZB-AutoSchedule",
         idea="list scheduling by cost with split backwards, within memory limits",
         make=auto_schedule,
         splits_backward=True,
         keeps_memory_limits=True,
     ),
-    "InterleavedZeroBubble": Schedule(
-        idea="ZB-H1 with at least 2 chunks a rank", make=interleaved_zero_bubble, least_passes=2, splits_backward=True
+    Schedule(
+        name="InterleavedZeroBubble",
+        idea="ZB-H1 with at least 2 chunks a rank",
+        make=interleaved_zero_bubble,
+        least_passes=2,
+        splits_backward=True,
     ),
-    "ZBV": Schedule(idea="down the ranks and back up", make=zbv, placement="v", splits_backward=True),
-    "V-half": Schedule(
-        idea="down and back up, gradients back sooner", make=v_half, placement="v", splits_backward=True
+    Schedule(name="ZBV", idea="down the ranks and back up", make=zbv, placement="v", splits_backward=True),
+    Schedule(
+        name="V-half", idea="down and back up, gradients back sooner", make=v_half, placement="v", splits_backward=True
     ),
-    "V-min": Schedule(
-        idea="down and back up, gradients back as soon as possible", make=v_min, placement="v", splits_backward=True
+    Schedule(
+        name="V-min",
+        idea="down and back up, gradients back as soon as possible",
+        make=v_min,
+        placement="v",
+        splits_backward=True,
     ),
-    "DualPipeV": Schedule(
+    Schedule(
+        name="DualPipeV",
         idea="down and back up, in pairs of a forward and a backward",
         make=dual_pipe_v,
         placement="v",
         splits_backward=True,
     ),
-    "Optimus": Schedule(idea="all encoder forwards, 1F1B of the rest, all encoder backwards", make=optimus),
-    "interleave": Schedule(
-        idea="greedy dual queues by cost, within memory limits (DIP)", make=interleave, keeps_memory_limits=True
+    Schedule(name="Optimus", idea="all encoder forwards, 1F1B of the rest, all encoder backwards", make=optimus),
+    Schedule(
+        name="interleave",
+        idea="greedy dual queues by cost, within memory limits (DIP)",
+        make=interleave,
+        keeps_memory_limits=True,
     ),
-}
+)
+CATALOGUE: Mapping[str, Schedule] = {schedule.name: schedule for schedule in _SCHEDULES}
 """Name in `parallelism.pipeline_parallel_schedule` -> schedule."""

@@ -70,7 +70,7 @@ class ListScheduler:
         self.chosen = {node: index for node, index in (chosen or {}).items() if index}
         given = {n: problem.options(*n)[self.chosen.get(n, 0)] for n in graph.nodes()}
         self.split = {node for node, option in given.items() if worth_splitting(option)}
-        self.options = {n: _widest(option) if n in self.split else option for n, option in given.items()}
+        self.options = {n: widest(option) if n in self.split else option for n, option in given.items()}
         too_wide = {component for component, _ in Memory(problem, self.component, self.options, limits).oversize()}
         for node, option in given.items():
             if self.component[node[1]] in too_wide:  # what I leaves for W is too much: backwards stay whole
@@ -133,7 +133,7 @@ def rank_footprints(problem: PlanningProblem, microbatches: float) -> list[float
     """Bytes of activations of a number of microbatches of mean size on each rank; at least those of the largest one."""
     graph, component = problem.graph, components(problem.graph)
     options = {node: problem.options(*node)[0] for node in graph.nodes()}
-    memory = Memory(problem, component, {node: _widest(option) for node, option in options.items()})
+    memory = Memory(problem, component, {node: widest(option) for node, option in options.items()})
     footprints = []
     for rank in range(graph.num_ranks):
         amounts = [memory.footprint(c, rank) for c in range(memory.num_components)]
@@ -141,7 +141,7 @@ def rank_footprints(problem: PlanningProblem, microbatches: float) -> list[float
     return footprints
 
 
-def _widest(option: Option) -> Option:
+def widest(option: Option) -> Option:
     """The option with the most bytes that it may ever hold from F to I."""
     if option.held_for_weight_bytes <= option.activation_bytes:
         return option

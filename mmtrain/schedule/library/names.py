@@ -1,6 +1,10 @@
-"""The names of the schedules, for configs, which do not load the schedules."""
+"""The names of the schedules, for configs, which load neither the schedules nor the files that define one."""
 
-from typing import Literal
+import difflib
+import re
+from typing import Literal, get_args
+
+from mmtrain.errors import ConfigError, shown
 
 ScheduleName = Literal[
     "GPipe",
@@ -22,3 +26,38 @@ ScheduleName = Literal[
 
 MEMORY_BOUNDED_SCHEDULES: tuple[ScheduleName, ...] = ("ZB-AutoSchedule", "interleave")
 """Schedules whose plans keep the memory limits of a problem; the others bound their memory by their own rule."""
+
+_FILE = re.compile(r"(?P<path>.+\.(?:py|csv))(?::(?P<function>[^:/\\]*))?", re.DOTALL)
+
+
+def file_of(name: str) -> tuple[str, str] | None:
+    """Path and function of the file that a schedule's name stands for; None: it is no file. The file is not opened.
+
+    Raises: ConfigError: an address in place of a path, or a function that is no name.
+    """
+    match = _FILE.fullmatch(name)
+    if match is None:
+        return None
+    if "://" in name:
+        raise ConfigError(
+            f"schedule {shown(name)} is an address; a schedule's file runs as a program: use a local path"
+        )
+    function = match["function"]
+    if function is not None and (match["path"].endswith(".csv") or not function.isidentifier()):
+        raise ConfigError(f"schedule {shown(name)}: write a recipe's file as FILE.py or FILE.py:FUNCTION")
+    return match["path"], function or ""
+
+
+def check_name(name: str, also: tuple[str, ...] = ()) -> None:
+    """Checks that a name is that of a schedule, or of a file. Args: also: further names.
+
+    Raises: ConfigError: it is neither; with the nearest name.
+    """
+    known = (*get_args(ScheduleName), *also)
+    if name not in known and file_of(name) is None:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"schedule {shown(name)} does not exist; choose one of {', '.join(known)}, or a file: FILE.py[:FUNCTION] "
+            f"(docs/recipes.md), or torch's FILE.csv{hint}"
+        )

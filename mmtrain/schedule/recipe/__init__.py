@@ -1,0 +1,5 @@
+"""Recipes: a schedule in a few lines. A recipe's file imports its words from here."""
+
+from mmtrain.schedule.recipe.language import Moment, Placement, RankInfo, Recipe, Rule, Traversal
+
+__all__ = ["Moment", "Placement", "RankInfo", "Recipe", "Rule", "Traversal"]

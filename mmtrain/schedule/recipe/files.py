@@ -1,0 +1,181 @@
+"""Schedules from files: a recipe `FILE.py[:FUNCTION]`, or orders `FILE.csv` in the form of torch's pipelining.
+
+A recipe's file is a program, which runs with the rights of whoever names it (SECURITY.md). It is read when the schedule
+is first needed, never when a config is loaded.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from mmtrain.errors import ConfigError, MMTrainError, PlanError, one_line, shown
+from mmtrain.schedule.graph import WorkGraph
+from mmtrain.schedule.io.torch_csv import read_plan
+from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
+from mmtrain.schedule.library.names import check_name, file_of
+from mmtrain.schedule.plan import Plan
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.recipe.language import Recipe
+from mmtrain.schedule.recipe.policy import plan_of
+
+DEFAULT_FUNCTION = "schedule"
+MOST_BYTES = 2**22
+"""Largest file of a schedule."""
+
+
+def schedule_of(name: str, num_ranks: int) -> Schedule:
+    """The schedule of a name or of a file. Args: num_ranks: P, which a recipe's function gets.
+
+    Raises:
+        ConfigError: there is no such schedule or file, or the file fails; with its line.
+        PlanError: the recipe's words or the CSV's cells are wrong.
+    """
+    check_name(name)
+    file = file_of(name)
+    if file is None:
+        return CATALOGUE[name]
+    path = Path(file[0])
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ConfigError(f"schedule {shown(name)}: {path} has over {MOST_BYTES:,} bytes; name a schedule's file")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"schedule {shown(name)}: {path} cannot be read: {error.strerror}; name a file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"schedule {shown(name)}: {path} is no text in UTF-8: {error.reason}") from None
+    return (_of_csv if path.suffix == ".csv" else _of_recipe)(name, text, num_ranks)
+
+
+# ------------------------------------------------------------------------------------------------ recipes
+
+
+@lru_cache(maxsize=16)
+def _of_recipe(name: str, text: str, num_ranks: int) -> Schedule:
+    path, function = file_of(name) or (name, "")
+    recipe = _run_file(path, function or DEFAULT_FUNCTION, text, num_ranks)
+    placements = recipe.placements
+    shapes = {recipe.placement_of(module).shape for module in placements}
+    on_some = [module for module in placements if recipe.placement_of(module).ranks]
+    refusal = ""
+    if on_some:
+        refusal = "places a module on some of the pipeline ranks (Placement.ranks), where a job has each module on all"
+    elif "v" in shapes and len(shapes) > 1:
+        refusal = 'places some modules in a "v" and others not, where a job places all alike'
+    chain = recipe.placement_of("")
+    splits = [recipe.split_backward, recipe.separate_gradients, *(r.split_backward for r in recipe.overrides.values())]
+    return Schedule(
+        name=name,
+        idea=recipe.idea or f"recipe of {path}",
+        make=partial(_make, recipe),
+        placement="v" if shapes == {"v"} else "loop",
+        least_passes=1,
+        splits_backward=any(splits),
+        keeps_memory_limits=recipe.memory,
+        plans_forward_only=True,
+        segments={module: recipe.placement_of(module).passes for module in placements},
+        chain_ranks=tuple(chain.stage_ranks(num_ranks)),
+        refusal=refusal,
+        text=text,
+    )
+
+
+def _make(recipe: Recipe, problem: PlanningProblem) -> Plan:
+    return plan_of(recipe, problem)
+
+
+def _run_file(path: str, function: str, text: str, num_ranks: int) -> Recipe:
+    """The recipe that a file's function returns."""
+    try:
+        code = compile(text, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ConfigError(f"{path}{line}: not a Python file: {one_line(error)}") from None
+    names: dict[str, Any] = {"__name__": "mmtrain_recipe", "__file__": path}
+    _guarded(path, lambda: exec(code, names))
+    make = names.get(function)
+    if not callable(make):
+        known = [key for key, value in names.items() if isinstance(value, type(_guarded)) and not key.startswith("_")]
+        raise ConfigError(
+            f"{path}: there is no function {function!r}; define `def {function}(P)`, or name another one as "
+            f"{path}:FUNCTION{' (' + ', '.join(known) + ')' if known else ''}"
+        )
+    recipe, again = (_guarded(path, lambda: make(num_ranks)) for _ in range(2))
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(f"{path}: {function}({num_ranks}) returned {shown(recipe)}; return a Recipe")
+    if not _alike(recipe, again):
+        raise ConfigError(f"{path}: {function}({num_ranks}) is impure: two calls returned different recipes")
+    return recipe
+
+
+def _guarded(path: str, run: Callable[[], Any]) -> Any:
+    """What a recipe's code returns. Raises: ConfigError: it raises; with the file's line."""
+    try:
+        return run()
+    except (Exception, SystemExit) as error:
+        frame, line = error.__traceback__, 0
+        while frame is not None:
+            line = frame.tb_lineno if frame.tb_frame.f_code.co_filename == path else line
+            frame = frame.tb_next
+        what = one_line(error) if isinstance(error, MMTrainError) else f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"{path}:{line}: {what}") from None
+
+
+def _alike(recipe: Recipe, again: Any) -> bool:
+    """Whether two recipes are equal, but for functions of the same code."""
+
+    def plain(value: Any) -> Any:
+        return value.__code__ if hasattr(value, "__code__") else value
+
+    fields = Recipe.__dataclass_fields__
+    return isinstance(again, Recipe) and all(
+        plain(getattr(recipe, name)) == plain(getattr(again, name)) for name in fields if name != "overrides"
+    )
+
+
+# --------------------------------------------------------------------------------------------------- CSV
+
+
+@lru_cache(maxsize=16)
+def _of_csv(name: str, text: str, num_ranks: int) -> Schedule:
+    try:
+        plan = read_plan(text)
+    except PlanError as error:
+        raise PlanError(f"{name}: {error}") from error
+    graph = plan.graph
+    if graph.num_ranks != num_ranks:
+        raise ConfigError(f"{name} has {graph.num_ranks} rows, one a rank, but there are {num_ranks} pipeline ranks")
+    return Schedule(
+        name=name,
+        idea=f"the orders of {name}",
+        make=partial(_relabelled, name, plan),
+        least_passes=-(-len(graph.stage_rank) // graph.num_ranks),
+        splits_backward=bool(plan.split),
+        segments={"": -(-len(graph.stage_rank) // graph.num_ranks)},
+        placement="v" if graph.stage_rank == (*range(num_ranks), *reversed(range(num_ranks))) else "loop",
+        chain_ranks=graph.stage_rank,
+        text=text,
+    )
+
+
+def _relabelled(name: str, plan: Plan, problem: PlanningProblem) -> Plan:
+    """The plan of a file for the problem's chain."""
+    given, wanted = plan.graph, problem.graph
+    chain = [stage for module in wanted.modules for stage in module.stages]
+    if len(wanted.modules) > 1 or tuple(wanted.stage_rank[stage] for stage in chain) != given.stage_rank:
+        raise PlanError(
+            f"{name} is for one chain of {len(given.stage_rank)} stages on ranks {list(given.stage_rank)}; this "
+            f"iteration has {_chains(wanted)}; choose another schedule, or cut the model so"
+        )
+    works = sorted(range(len(wanted.works)), key=lambda w: (wanted.works[w].microbatch, wanted.works[w].sub_microbatch))
+    if len(works) != len(given.works):
+        raise PlanError(f"{name} is for {len(given.works)} microbatches; this iteration has {len(works)} works")
+    orders = tuple(
+        tuple(wanted.action(a.kind, chain[a.stage], works[a.microbatch]) for a in order) for order in plan.orders
+    )
+    return Plan(wanted, orders)
+
+
+def _chains(graph: WorkGraph) -> str:
+    ranks = {m.name: [graph.stage_rank[stage] for stage in m.stages] for m in graph.modules}
+    return " and ".join(f"{name} on {on}" for name, on in ranks.items())

@@ -1,0 +1,382 @@
+"""The core of recipes: all ranks choose and run actions in the order of time.
+
+`run` executes as it is, on lists, and compiled by numba, on arrays; `compiled` returns the compiled one. A choice
+depends on the rank's own queues alone, so all ranks that are idle at one time decide from the same state: what one of
+them starts is visible to the others after its end (FlexPipe's local buffers, section 5.1).
+
+Admission keeps a promise for each pool (a limit of one rank, stage or module, in microbatches or bytes): the unfinished
+components can be finished one after the other, oldest first, as in `library.memory`.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+F, B, W, INSTRUCTION = 0, 1, 2, 3
+"""Slots of items; B stands for B and I."""
+BACKWARD_FIRST, FORWARD_FIRST, ALTERNATE = 0, 1, 2
+BREADTH, DEPTH, OLDEST = 0, 1, 2
+WAITING, READY, STARTED = 0, 1, 2
+SLACK = 1 + 1e-9
+"""Rounding errors that a limit allows."""
+
+
+class State(NamedTuple):
+    """What a run reads and changes; lists, or arrays of int64 and float64.
+
+    N nodes, S stages, C components, L pools. A row (slot, stage) is slot * S + stage; a side (rank, slot) is
+    2 * rank + slot.
+    """
+
+    waiting: Any
+    """[item] -> how many of the results that it needs have not been started."""
+    arrival: Any
+    """[item] -> when those that have been started have arrived on its rank."""
+    dependents: Any
+    """Items that wait for item i: entries of_item[i] .. of_item[i + 1] - 1."""
+    delay: Any
+    """[entry of dependents] -> seconds of the transfer."""
+    of_item: Any
+    seconds: Any
+    """[item]"""
+    rank_of: Any
+    """[item]"""
+    status: Any
+    """[item] -> WAITING, READY (all that it needs has arrived) or STARTED."""
+    age: Any
+    """[item of F or B] -> position among all of its slot, oldest first."""
+    stage: Any
+    """[node]"""
+    component: Any
+    """[node]"""
+    has_backward: Any
+    """[node]"""
+    split: Any
+    """[node] -> whether its backward is I and W."""
+    queue: Any
+    """Items of row (slot, stage), oldest first: entries first[row] .. first[row + 1] - 1, not started from `at`."""
+    first: Any
+    at: Any
+    num_ready: Any
+    """[row] -> how many of it are READY."""
+    remaining: Any
+    """[row] -> how many of it have not been started."""
+    stages: Any
+    """Stages of a rank, front layers first: entries first_stage[rank] .. first_stage[rank + 1] - 1."""
+    first_stage: Any
+    due: Any
+    """Ws of a rank in the order in which they became ready: entries first_due[rank] .. last_due[rank] - 1."""
+    first_due: Any
+    last_due: Any
+    instructions: Any
+    """Registered instructions of a rank: entries first_instruction[rank] .. first_instruction[rank + 1] - 1."""
+    first_instruction: Any
+    preferred: Any
+    """[rank] -> BACKWARD_FIRST, FORWARD_FIRST or ALTERNATE."""
+    unit: Any
+    """[side] -> how many of one slot run in a row before the rank chooses the slot anew."""
+    order: Any
+    """[side] -> BREADTH, DEPTH or OLDEST."""
+    every: Any
+    """[side] -> how many of one stage run in a row; 0: no such rule."""
+    waits: Any
+    """[side] -> whether `every` waits for its stage; else it goes on to the next stage that can run."""
+    cursor: Any
+    """[side] -> position, in the direction of traversal, of the stage that `every` is at."""
+    served: Any
+    """[side] -> how many of that stage have run in a row."""
+    last: Any
+    """[rank] -> slot of its last F or B; -1: none."""
+    in_a_row: Any
+    """[rank] -> how many of that slot have run in a row."""
+    pool: Any
+    """[level * N + node] -> pool; -1: none."""
+    amount: Any
+    """[level * N + node] -> what an F takes from its pool."""
+    kept: Any
+    """[level * N + node] -> what is still held after an I."""
+    limit: Any
+    """[pool]"""
+    total: Any
+    """[pool] -> held by all components."""
+    held: Any
+    """[pool * C + component]"""
+    to_hold: Any
+    """[pool * C + component] -> what its F that have not been started will hold."""
+    forwards: Any
+    """[pool * C + component] -> how many F have not been started."""
+    passing: Any
+    """F without a backward of (pool, component): entries first_passing[pool * C + component] and on, as level * N +
+    node, the largest amount first."""
+    first_passing: Any
+    busy: Any
+    """[rank] -> whether it runs an action."""
+    awake: Any
+    """[rank] -> whether it decides at this time."""
+    begun: Any
+    """The items in the order of their start."""
+    ends: Any
+    """[item] -> end of its action."""
+    sizes: Any
+    """Number of nodes, stages, components, levels, and items to start."""
+
+
+def admits(t: Any, node: int, promise: int) -> bool:
+    """Whether the limits admit a forward. Args: promise: whether a way to the end must remain for all components."""
+    N, C = t.sizes[0], t.sizes[2]
+    for level in range(t.sizes[3]):
+        pool = t.pool[level * N + node]
+        if pool < 0:
+            continue
+        amount, limit = t.amount[level * N + node], t.limit[pool] * SLACK
+        if t.total[pool] + amount > limit:
+            return False
+        if not promise or not t.has_backward[node]:
+            continue
+        behind = t.total[pool]  # held by this component and younger ones
+        for component in range(t.component[node] + 1):
+            at = pool * C + component
+            if t.forwards[at]:
+                more = t.to_hold[at] if component < t.component[node] else 0.0
+                for i in range(t.first_passing[at], t.first_passing[at + 1]):
+                    if t.status[t.passing[i] % N] != STARTED:
+                        more = max(more, t.amount[t.passing[i]])
+                        break
+                if behind + amount + more > limit:
+                    return False
+            behind -= t.held[at]
+    return True
+
+
+def allowed(t: Any, item: int) -> bool:
+    """Whether the recipe's check admits an action; replaced where a recipe has one."""
+    return True
+
+
+def ready_of_stage(t: Any, slot: int, stage: int, promise: int) -> int:
+    """The oldest item of a row that may start now; -1: none."""
+    row = slot * t.sizes[1] + stage
+    remaining, i = t.num_ready[row], t.at[row]
+    while remaining > 0:
+        item = t.queue[i]
+        if t.status[item] == READY:
+            if (slot == B or admits(t, item, promise)) and allowed(t, item):
+                return item  # type: ignore[no-any-return]
+            remaining -= 1
+        i += 1
+    return -1
+
+
+def head(t: Any, rank: int, slot: int, promise: int) -> int:
+    """The F or B that the rank's traversal of stages selects; -1: none."""
+    side, low, high = 2 * rank + slot, t.first_stage[rank], t.first_stage[rank + 1]
+    if t.order[side] == OLDEST:
+        best = -1
+        for i in range(low, high):
+            item = ready_of_stage(t, slot, t.stages[i], promise)
+            if item >= 0 and (best < 0 or t.age[item] < t.age[best]):
+                best = item
+        return best
+    count = high - low
+    begin = t.cursor[side]
+    if t.every[side] and t.served[side] >= t.every[side]:
+        begin += 1
+    for i in range(count):
+        position = (begin + i) % count
+        stage = t.stages[low + position if t.order[side] == BREADTH else high - 1 - position]
+        if not t.remaining[slot * t.sizes[1] + stage]:
+            continue
+        item = ready_of_stage(t, slot, stage, promise)
+        if item >= 0:
+            return item
+        if t.waits[side]:
+            return -1
+    return -1
+
+
+def choose(t: Any, rank: int, promise: int) -> int:
+    """What an idle rank starts now; -1: nothing. Args: promise: as of `admits`."""
+    for i in range(t.first_instruction[rank], t.first_instruction[rank + 1]):
+        if t.status[t.instructions[i]] == READY:
+            return t.instructions[i]  # type: ignore[no-any-return]
+    last = t.last[rank]
+    if last >= 0 and t.in_a_row[rank] < t.unit[2 * rank + last]:
+        item = head(t, rank, last, promise)
+        if item >= 0:
+            return item
+    slot = B if t.preferred[rank] == BACKWARD_FIRST or (t.preferred[rank] == ALTERNATE and last == F) else F
+    item = head(t, rank, slot, promise)
+    if item < 0:
+        item = head(t, rank, 1 - slot, promise)
+    return item if item >= 0 else weight(t, rank)
+
+
+def weight(t: Any, rank: int) -> int:
+    """The W that has been due longest on a rank and may start; -1: none."""
+    for i in range(t.first_due[rank], t.last_due[rank]):
+        if t.status[t.due[i]] == READY and allowed(t, t.due[i]):
+            return t.due[i]  # type: ignore[no-any-return]
+    return -1
+
+
+def start(t: Any, events: Any, item: int, now: float, count: int) -> int:
+    """Starts an action, by the rule of `Engine.start`; returns the number of events so far."""
+    N, S = t.sizes[0], t.sizes[1]
+    slot, node, rank = item // N, item % N, t.rank_of[item]
+    t.status[item] = STARTED
+    t.busy[rank] = 1
+    if slot < W:
+        row, side, stage = slot * S + t.stage[node], 2 * rank + slot, t.stage[node]
+        t.num_ready[row] -= 1
+        t.remaining[row] -= 1
+        while t.at[row] < t.first[row + 1] and t.status[t.queue[t.at[row]]] == STARTED:
+            t.at[row] += 1
+        t.in_a_row[rank] = t.in_a_row[rank] + 1 if t.last[rank] == slot else 1
+        t.last[rank] = slot
+        if t.every[side]:
+            low, high = t.first_stage[rank], t.first_stage[rank + 1]
+            for i in range(low, high):
+                if t.stages[i] == stage:
+                    position = i - low if t.order[side] == BREADTH else high - 1 - i
+                    same = position == t.cursor[side] and t.served[side] < t.every[side]
+                    t.served[side] = t.served[side] + 1 if same else 1
+                    t.cursor[side] = position
+    elif slot == W:
+        while t.first_due[rank] < t.last_due[rank] and t.status[t.due[t.first_due[rank]]] == STARTED:
+            t.first_due[rank] += 1
+    if slot == F:
+        for level in range(t.sizes[3]):
+            pool = t.pool[level * N + node]
+            if pool >= 0:
+                at = pool * t.sizes[2] + t.component[node]
+                t.forwards[at] -= 1
+                if t.has_backward[node]:
+                    t.to_hold[at] -= t.amount[level * N + node]
+                    hold(t, level, node, t.amount[level * N + node])
+    end = t.ends[item] = now + t.seconds[item]
+    heapq.heappush(events, (end, count, item, 1))
+    count += 1
+    for i in range(t.of_item[item], t.of_item[item + 1]):
+        dependent = t.dependents[i]
+        t.waiting[dependent] -= 1
+        t.arrival[dependent] = max(t.arrival[dependent], end + t.delay[i])
+        if not t.waiting[dependent] and (dependent // N != W or t.split[dependent % N]):
+            heapq.heappush(events, (t.arrival[dependent], count, dependent, 0))
+            count += 1
+    return count
+
+
+def hold(t: Any, level: int, node: int, amount: float) -> None:
+    """Adds to what is held in a node's pool of a level."""
+    pool = t.pool[level * t.sizes[0] + node]
+    t.total[pool] += amount
+    t.held[pool * t.sizes[2] + t.component[node]] += amount
+
+
+def arrive(t: Any, item: int) -> None:
+    """All that an item needs has arrived."""
+    slot, node = item // t.sizes[0], item % t.sizes[0]
+    t.status[item] = READY
+    rank = t.rank_of[item]
+    t.awake[rank] = 1
+    if slot < W:
+        t.num_ready[slot * t.sizes[1] + t.stage[node]] += 1
+    elif slot == W:
+        t.due[t.last_due[rank]] = item
+        t.last_due[rank] += 1
+
+
+def awaken(t: Any, now: float) -> None:
+    """The time goes on; replaced where a recipe has functions that look at it."""
+
+
+def finish(t: Any, item: int) -> None:
+    """An action ends: its rank is idle, and its limits have room again."""
+    N = t.sizes[0]
+    slot, node, rank = item // N, item % N, t.rank_of[item]
+    t.busy[rank] = 0
+    t.awake[rank] = 1
+    if slot in (B, W):
+        for level in range(t.sizes[3]):
+            if t.pool[level * N + node] >= 0:
+                amount, kept = t.amount[level * N + node], t.kept[level * N + node]
+                hold(t, level, node, -kept if slot == W else kept - amount if t.split[node] else -amount)
+
+
+def run(t: Any) -> int:
+    """Runs all actions; returns how many started, fewer than `sizes` says where the recipe gets stuck."""
+    events, count, now, begun = [(0.0, 0, 0, 0)], 0, 0.0, 0
+    events.pop()
+    for item in range(len(t.waiting)):
+        if not t.waiting[item] and item // t.sizes[0] not in (B, W):
+            heapq.heappush(events, (0.0, count, item, 0))
+            count += 1
+    ranks = len(t.busy)
+    while True:
+        awaken(t, now)
+        while len(events) > 0 and events[0][0] <= now:
+            _, _, item, ends = heapq.heappop(events)
+            if ends:
+                finish(t, item)
+            else:
+                arrive(t, item)
+        for rank in range(ranks):
+            if t.awake[rank] and not t.busy[rank]:
+                item = choose(t, rank, 1)
+                if item >= 0:
+                    count = start(t, events, item, now, count)
+                    t.begun[begun] = item
+                    begun += 1
+            t.awake[rank] = 0
+        if len(events) == 0:
+            if begun == t.sizes[4]:
+                return begun
+            # Nothing keeps the promise (a stage without a backward behind one that has one): what fits now may start.
+            item = -1
+            for rank in range(ranks):
+                if item < 0:
+                    item = choose(t, rank, 0)
+            if item < 0:
+                return begun
+            count = start(t, events, item, now, count)
+            t.begun[begun] = item
+            begun += 1
+        now = events[0][0]
+
+
+KERNELS = (admits, allowed, ready_of_stage, head, weight, choose, hold, start, awaken, arrive, finish, run)
+
+
+def as_arrays(state: State) -> State:
+    """The state as arrays, for the compiled run."""
+    import numpy as np
+
+    return State(
+        *(np.array(column, np.float64 if name in _FLOATS else np.int64) for name, column in state._asdict().items())
+    )
+
+
+_FLOATS = {"arrival", "delay", "seconds", "amount", "kept", "limit", "total", "held", "to_hold", "ends"}
+
+
+@cache
+def compiled() -> Callable[[State], int]:
+    """`run`, compiled. numba loads here: a caller that runs few recipes does not wait for it."""
+    import numba
+
+    return _bound(lambda function: numba.njit(nogil=True)(function), {})
+
+
+def with_hooks(hooks: Mapping[str, Callable[..., Any]]) -> Callable[[State], int]:
+    """`run` with some of its functions replaced: the slow path of recipes with callbacks. Args: hooks: by name."""
+    return _bound(lambda function: function, hooks)
+
+
+def _bound(wrap: Callable[[Any], Any], hooks: Mapping[str, Callable[..., Any]]) -> Callable[[State], int]:
+    scope = dict(globals())
+    for function in KERNELS:
+        name = function.__name__
+        scope[name] = hooks.get(name) or wrap(FunctionType(function.__code__, scope, name))
+    return scope["run"]  # type: ignore[no-any-return]

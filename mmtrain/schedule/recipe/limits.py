@@ -1,0 +1,155 @@
+"""The limits of a recipe as pools: what counts together, how much fits, and what each forward takes."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mmtrain.errors import PlanError, one_line, shown
+from mmtrain.schedule.graph import WorkGraph
+from mmtrain.schedule.library.list_schedule import widest
+from mmtrain.schedule.problem import Option, PlanningProblem
+from mmtrain.schedule.recipe.language import Limit, RankInfo, Recipe
+
+UNLIMITED = 1e300
+"""Limit of a pool without one."""
+
+
+class Pool(NamedTuple):
+    """A limit: how much fits, and its name in messages."""
+
+    limit: float
+    where: str
+
+
+class Level(NamedTuple):
+    """One kind of limit, for all nodes."""
+
+    pool: list[int]
+    """[node] -> pool; -1: none."""
+    amount: list[float]
+    """[node] -> what an F takes."""
+    kept: list[float]
+    """[node] -> what is still held after an I."""
+
+
+class Limits:
+    """All limits of a recipe on a problem: in flight on ranks, in stages and of modules on ranks; and memory."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        problem: PlanningProblem,
+        stages: Sequence[Sequence[int]],
+        options: Sequence[Option],
+        split: Sequence[bool],
+        until: Sequence[str],
+    ) -> None:
+        """Args: stages: [rank] -> its stages, front layers first. options, split: [node]. until: [stage]."""
+        self._recipe, self._graph = recipe, problem.graph
+        self.pools: list[Pool] = []
+        self.levels: list[Level] = []
+        items = problem.graph.items
+        self._trained = {s for s, flag in zip(items.stage, items.has_backward, strict=True) if flag}
+        self._add_in_flight(problem.graph, stages, until)
+        limits = problem.held_limit_bytes
+        if recipe.memory and any(limit is not None for limit in limits):
+            begin = len(self.pools)
+            for rank, limit in enumerate(limits):
+                self.pools.append(Pool(UNLIMITED if limit is None else limit, f"the memory limit of rank {rank}"))
+            kept = [option.held_for_weight_bytes for option in options]
+            taken = [widest(option) if flag else option for option, flag in zip(options, split, strict=True)]
+            amount = [option.activation_bytes for option in taken]
+            self.levels.append(Level([begin + rank for rank in items.rank], amount, kept))
+
+    def _add_in_flight(self, graph: WorkGraph, stages: Sequence[Sequence[int]], until: Sequence[str]) -> None:
+        items = graph.items
+        pairs = [(stage, graph.works[work].microbatch) for stage, work in zip(items.stage, items.work, strict=True)]
+        works = Counter(pairs)
+        amount = [flag / works[pair] for flag, pair in zip(items.has_backward, pairs, strict=True)]
+        kept = [0.0 if until[s] == "I" else taken for s, taken in zip(items.stage, amount, strict=True)]
+        for pool_of_stage in self._pools_of_stages(graph, stages):
+            if max(pool_of_stage) >= 0:
+                # A stage without a backward holds nothing in flight.
+                pool = [
+                    pool_of_stage[s] if flag else -1 for s, flag in zip(items.stage, items.has_backward, strict=True)
+                ]
+                self.levels.append(Level(pool, amount, kept))
+
+    def _pools_of_stages(self, graph: WorkGraph, stages: Sequence[Sequence[int]]) -> list[list[int]]:
+        """[stage] -> pool, three times: of ranks, of single stages, of modules on ranks."""
+        of_rank, of_stage, of_module = ([-1] * len(graph.stage_rank) for _ in range(3))
+        for rank, chunks in enumerate(stages):
+            rule = self._recipe.overrides.get(rank)
+            if rule and rule.in_flight is not None:
+                limit = self._value(rule.in_flight, f"overrides[{rank}].in_flight", rank, chunks)
+            else:
+                limit = self._value(self._of_rank(self._recipe.in_flight, "in_flight", rank), "in_flight", rank, chunks)
+            if isinstance(limit, int):
+                self._add(of_rank, chunks, limit, f"in_flight = {limit} of rank {rank}")
+            elif limit is not None:
+                for stage, number in zip(chunks, limit, strict=True):
+                    self._add(of_stage, [stage], number, f"in_flight = {number} of stage {stage}")
+            for module in sorted({graph.module_of[stage] for stage in chunks}):
+                name = graph.modules[module].name
+                rule = self._recipe.overrides.get(name)
+                if rule and rule.in_flight is not None:
+                    where = f"overrides[{name!r}].in_flight"
+                    local = [stage for stage in chunks if graph.module_of[stage] == module]
+                    limit = self._value(self._of_rank(rule.in_flight, where, rank), where, rank, local)
+                    if not isinstance(limit, int):
+                        raise PlanError(f"Recipe.{where} = {shown(rule.in_flight)}; give a number, or one a rank")
+                    self._add(of_module, local, limit, f"in_flight = {limit} of {name} on rank {rank}")
+        return [of_rank, of_stage, of_module]
+
+    def _add(self, pools: list[int], stages: Sequence[int], limit: int, where: str) -> None:
+        for stage in stages:
+            pools[stage] = len(self.pools)
+        self.pools.append(Pool(limit, where))
+
+    def _of_rank(self, given: Limit | None, where: str, rank: int) -> Any:
+        """The entry of a rank, if there is one a rank."""
+        if not isinstance(given, Sequence):
+            return given
+        if len(given) != self._graph.num_ranks:
+            raise PlanError(
+                f"Recipe.{where} has {len(given)} entries for {self._graph.num_ranks} pipeline ranks; give one a rank"
+            )
+        return given[rank]
+
+    def _value(self, given: Any, where: str, rank: int, stages: Sequence[int]) -> int | Sequence[int] | None:
+        """One number for all the stages, or one a stage."""
+        if callable(given):
+            info = RankInfo(
+                rank=rank,
+                num_ranks=self._graph.num_ranks,
+                num_chunks=len(self._trained.intersection(stages)),
+                num_microbatches=len({work.microbatch for work in self._graph.works}),
+            )
+            value, again = (call(f"Recipe.{where}", given, info) for _ in range(2))
+            if value != again:
+                raise PlanError(f"Recipe.{where} is impure: it returned {shown(value)} and {shown(again)} for {info}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PlanError(f"Recipe.{where} returned {shown(value)} for {info}; a limit is a number of at least 1")
+            return value
+        if isinstance(given, Sequence) and len(given) != len(stages):
+            raise PlanError(
+                f"Recipe.{where} has {len(given)} entries for rank {rank}, which has {len(stages)} stages; give one a "
+                "stage, or one number"
+            )
+        return given  # type: ignore[no-any-return]
+
+
+def call(where: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of a recipe returns. Raises: PlanError: it raises; with its file and line."""
+    try:
+        return function(*args)
+    except Exception as error:
+        raise PlanError(f"{where} raises {type(error).__name__}{line_of(error)}: {one_line(error)}") from error
+
+
+def line_of(error: BaseException) -> str:
+    """` (file:line)` of the code that raised an error; empty: not known."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
