@@ -28,7 +28,7 @@ from tests.guides import (
     steps,
 )
 
-GUIDES = ("quickstart.md", "swapping_models.md", "bringing_data.md", "choosing_parallelism.md")
+GUIDES = ("quickstart.md", "swapping_models.md", "bringing_data.md", "choosing_parallelism.md", "recipes.md")
 NOT_RUN = ("make", "pip", "tensorboard")
 
 

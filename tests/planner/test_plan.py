@@ -1,6 +1,6 @@
 import pytest
 
-from mmtrain.errors import PlanError
+from mmtrain.errors import ConfigError, PlanError
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.action import Kind
@@ -28,7 +28,7 @@ def test_forward_only_iterations_are_planned_too(schedule: str) -> None:
 
 
 def test_unknown_schedule_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"schedule 'gpipe' does not exist; choose one of GPipe, 1F1B, .*, interleave"):
+    with pytest.raises(ConfigError, match=r"schedule 'gpipe' does not exist; choose one of GPipe, 1F1B, .*, interleave"):
         make_plan(PROBLEM, "gpipe")
 
 

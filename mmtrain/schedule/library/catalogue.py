@@ -7,7 +7,7 @@ one copy.
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mmtrain.schedule.library.auto_schedule import auto_schedule
@@ -31,7 +31,6 @@ rank."""
 class Schedule:
     """One schedule, named or from a file. It works for any problem; the other fields tell what it is designed for."""
 
-    name: str
     idea: str
     """A short description for lists."""
     make: Callable[[PlanningProblem], Plan]
@@ -51,6 +50,8 @@ class Schedule:
     """[stage] -> rank of a chain of one module; empty: by `placement`."""
     refusal: str = ""
     """Why no job can be cut as the schedule wants; empty: it can."""
+    name: str = ""
+    """In the catalogue, or of the file."""
     text: str = ""
     """Content of the file that it is from."""
 
@@ -60,65 +61,54 @@ class Schedule:
         return hashlib.sha256(self.text.encode()).hexdigest() if self.text else ""
 
 
-_SCHEDULES = (
-    Schedule(name="GPipe", idea="all forwards, then all backwards", make=gpipe),
-    Schedule(
-        name="1F1B",
+_SCHEDULES = {
+    "GPipe": Schedule(idea="all forwards, then all backwards", make=gpipe),
+    "1F1B": Schedule(
         idea="one forward, one backward; with several chunks a rank, Megatron's interleaved order",
         make=one_f_one_b,
     ),
-    Schedule(name="Interleaved1F1B", idea="1F1B with at least 2 chunks a rank", make=one_f_one_b, least_passes=2),
-    Schedule(
-        name="LoopedBFS", idea="all forwards, then all backwards, chunk by chunk", make=looped_bfs, least_passes=2
-    ),
-    Schedule(
-        name="ZB-H1", idea="1F1B, weight gradients of rank r after r more pairs", make=zb_h1, splits_backward=True
-    ),
-    Schedule(
-        name="ZB-H2",
+    "Interleaved1F1B": Schedule(idea="1F1B with at least 2 chunks a rank", make=one_f_one_b, least_passes=2),
+    "LoopedBFS": Schedule(idea="all forwards, then all backwards, chunk by chunk", make=looped_bfs, least_passes=2),
+    "ZB-H1": Schedule(idea="1F1B, weight gradients of rank r after r more pairs", make=zb_h1, splits_backward=True),
+    "ZB-H2": Schedule(
         idea="twice the forwards in flight, weight gradients after 2r pairs",
         make=zb_h2,
         splits_backward=True,
     ),
-    Schedule(
-        name="ZB-AutoSchedule",
+    "ZB-AutoSchedule": Schedule(
         idea="list scheduling by cost with split backwards, within memory limits",
         make=auto_schedule,
         splits_backward=True,
         keeps_memory_limits=True,
     ),
-    Schedule(
-        name="InterleavedZeroBubble",
+    "InterleavedZeroBubble": Schedule(
         idea="ZB-H1 with at least 2 chunks a rank",
         make=interleaved_zero_bubble,
         least_passes=2,
         splits_backward=True,
     ),
-    Schedule(name="ZBV", idea="down the ranks and back up", make=zbv, placement="v", splits_backward=True),
-    Schedule(
-        name="V-half", idea="down and back up, gradients back sooner", make=v_half, placement="v", splits_backward=True
+    "ZBV": Schedule(idea="down the ranks and back up", make=zbv, placement="v", splits_backward=True),
+    "V-half": Schedule(
+        idea="down and back up, gradients back sooner", make=v_half, placement="v", splits_backward=True
     ),
-    Schedule(
-        name="V-min",
+    "V-min": Schedule(
         idea="down and back up, gradients back as soon as possible",
         make=v_min,
         placement="v",
         splits_backward=True,
     ),
-    Schedule(
-        name="DualPipeV",
+    "DualPipeV": Schedule(
         idea="down and back up, in pairs of a forward and a backward",
         make=dual_pipe_v,
         placement="v",
         splits_backward=True,
     ),
-    Schedule(name="Optimus", idea="all encoder forwards, 1F1B of the rest, all encoder backwards", make=optimus),
-    Schedule(
-        name="interleave",
+    "Optimus": Schedule(idea="all encoder forwards, 1F1B of the rest, all encoder backwards", make=optimus),
+    "interleave": Schedule(
         idea="greedy dual queues by cost, within memory limits (DIP)",
         make=interleave,
         keeps_memory_limits=True,
     ),
-)
-CATALOGUE: Mapping[str, Schedule] = {schedule.name: schedule for schedule in _SCHEDULES}
+}
+CATALOGUE: Mapping[str, Schedule] = {name: replace(schedule, name=name) for name, schedule in _SCHEDULES.items()}
 """Name in `parallelism.pipeline_parallel_schedule` -> schedule."""

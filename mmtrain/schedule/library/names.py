@@ -56,7 +56,7 @@ def check_name(name: str, also: tuple[str, ...] = ()) -> None:
     known = (*get_args(ScheduleName), *also)
     if name not in known and file_of(name) is None:
         near = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f'; did you mean "{near[0]}"?' if near else ""
         raise ConfigError(
             f"schedule {shown(name)} does not exist; choose one of {', '.join(known)}, or a file: FILE.py[:FUNCTION] "
             f"(docs/recipes.md), or torch's FILE.csv{hint}"

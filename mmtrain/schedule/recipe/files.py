@@ -62,7 +62,10 @@ def _of_recipe(name: str, text: str, num_ranks: int) -> Schedule:
         refusal = "places a module on some of the pipeline ranks (Placement.ranks), where a job has each module on all"
     elif "v" in shapes and len(shapes) > 1:
         refusal = 'places some modules in a "v" and others not, where a job places all alike'
-    chain = recipe.placement_of("")
+    try:
+        chain_ranks = tuple(recipe.placement_of("").stage_ranks(num_ranks))
+    except PlanError as error:
+        raise ConfigError(f"{path}: {error}") from None
     splits = [recipe.split_backward, recipe.separate_gradients, *(r.split_backward for r in recipe.overrides.values())]
     return Schedule(
         name=name,
@@ -74,7 +77,7 @@ def _of_recipe(name: str, text: str, num_ranks: int) -> Schedule:
         keeps_memory_limits=recipe.memory,
         plans_forward_only=True,
         segments={module: recipe.placement_of(module).passes for module in placements},
-        chain_ranks=tuple(chain.stage_ranks(num_ranks)),
+        chain_ranks=chain_ranks,
         refusal=refusal,
         text=text,
     )

@@ -85,6 +85,10 @@ class RecipeRun:
             kernel.compiled()(state)
         else:
             kernel.run(state)
+        return self.plan_from(state)
+
+    def plan_from(self, state: State) -> Plan:
+        """The plan of a state that has run. Raises: PlanError: not all actions have started."""
         orders: list[list[Action]] = [[] for _ in range(self.graph.num_ranks)]
         for item in map(int, state.begun):
             if item < 0:

@@ -1,0 +1,205 @@
+"""Any recipe on any work graph: a checked plan or one sentence; limits, callbacks and overrides."""
+
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmtrain.errors import PlanError
+from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.graph import Instruction
+from mmtrain.schedule.plan import Plan, check
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.recipe import Recipe, Rule, Traversal, kernel
+from mmtrain.schedule.recipe.policy import RecipeRun, plan_of
+from mmtrain.schedule.simulate import simulate
+from tests.schedule.problems import chain, halves, problems, two_modules
+from tests.schedule.recipe.recipes import recipes
+
+LONGEST_S = 1.0
+"""CPU time of one plan of a random problem; at most 0.43 s measured, most of it in a cold process."""
+
+
+def text(plan: Plan, rank: int = 0) -> str:
+    return str(plan).split("\n")[rank].replace(".0", "")
+
+
+@given(problem=st.one_of(problems(), problems(limits=True), problems(forward_only=True)), recipe=recipes())
+def test_a_checked_plan_or_one_sentence(problem, recipe):
+    begin = time.process_time()
+    try:
+        plan = plan_of(recipe, problem)
+    except PlanError as error:
+        assert "the recipe gets stuck after" in str(error)
+        assert any(isinstance(t, Traversal) and t.wait for t in (recipe.forward, recipe.backward)), error
+    else:
+        check(plan, problem if recipe.memory else None)
+    assert time.process_time() - begin < LONGEST_S
+
+
+@given(problem=problems(), recipe=recipes())
+def test_the_times_of_a_run_are_those_of_the_simulator(problem, recipe):
+    """By the clock of modelled seconds a rank starts what it chose at once, so the simulator agrees to the bit."""
+    if recipe.clock == "lockstep" or not problem.graph.works:
+        return
+    run = RecipeRun(recipe, problem)
+    kernel.run(run.state)
+    if -1 in run.state.begun:
+        return
+    timeline = simulate(problem, run.plan_from(run.state))
+    ends = {row.action: row.end_s for row in timeline.rows}
+    for item in run.state.begun:
+        assert run.state.ends[item] == ends[run.action(item)]
+
+
+@given(problem=problems(), limit=st.integers(1, 4), split=st.booleans(), until=st.sampled_from("BIW"))
+def test_no_rank_exceeds_its_limit_by_more_than_one_microbatch_needs(problem, limit, split, until):
+    plan = plan_of(Recipe(in_flight=limit, split_backward=split, until=until), problem)
+    graph = problem.graph
+    works = {(s, graph.works[w].microbatch): 0 for s, w in graph.nodes()}
+    for stage, work in graph.nodes():
+        works[stage, graph.works[work].microbatch] += 1
+    for rank, order in enumerate(plan.orders):
+        held, needs, most = 0.0, {}, 0.0
+        for action, work in zip(order, plan.works[rank], strict=True):
+            if not graph.has_backward(action.stage, work):
+                continue
+            share = 1 / works[action.stage, action.microbatch]
+            ends = Kind.I if until == "I" else Kind.W
+            if action.kind is Kind.F:
+                held += share
+                needs[action.microbatch] = needs.get(action.microbatch, 0.0) + share
+            elif action.kind is Kind.B or action.kind is ends:
+                held -= share
+            most = max(most, held)
+        if not any(w.after for w in graph.works):  # else connected microbatches may count together
+            assert most <= max(limit, *needs.values(), 0.0) + 1e-6
+
+
+def test_limits_of_stages_of_modules_and_by_function():
+    problem = two_modules(2, [1, 1, 1, 1])
+    by_stage = plan_of(Recipe(in_flight=[[1, 1], [1, 1]]), problem)
+    assert simulate(problem, by_stage).peak_bytes == (2.0, 2.0)
+    by_module = plan_of(Recipe(overrides={"vision": Rule(in_flight=[2, 1])}), problem)
+    assert most_of(by_module, 0, 0) == 2 and most_of(by_module, 1, 1) == 1
+    by_function = plan_of(Recipe(in_flight=lambda rank: rank.num_chunks * (rank.num_ranks - rank.rank)), problem)
+    assert simulate(problem, by_function).peak_bytes == (4.0, 2.0)
+
+
+def most_of(plan: Plan, rank: int, stage: int) -> int:
+    """Most microbatches in flight on a stage."""
+    held = most = 0
+    for action in plan.orders[rank]:
+        if action.stage == stage:
+            held += 1 if action.kind is Kind.F else -1
+            most = max(most, held)
+    return most
+
+
+def test_units_and_overrides_of_ranks():
+    problem = chain(2, 4)
+    assert text(plan_of(Recipe(first="alternate", units=(2, 2)), problem), 1) == "1F0 1F1 1B0 1B1 1F2 1F3 1B2 1B3"
+    changed = plan_of(Recipe(in_flight=1, overrides={0: Rule(in_flight=2)}), problem)
+    assert text(changed, 0) == "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"
+    module = plan_of(Recipe(overrides={"language": Rule(first="forward", split_backward=True)}), problem)
+    assert text(module, 1).startswith("1F0 1F1 1F2 1F3 1I0 1I1")
+
+
+def test_a_check_and_a_step_function_choose():
+    problem = chain(2, 3)
+    alone = plan_of(Recipe(check=lambda m, a: a.kind is not Kind.F or len(m.started) % 2 == 0), problem)
+    assert text(alone, 1) == "1F0 1B0 1F1 1B1 1F2 1B2"
+    newest = plan_of(Recipe(step=lambda moment: moment.ready[-1]), problem)
+    check(newest, problem)
+    assert newest == plan_of(Recipe(step=lambda moment: moment.ready[-1]), problem)
+
+
+def test_a_recipe_plans_registered_instructions():
+    problem = chain(2, 2)
+    sync = Kind.register("SYNC")
+    instruction = Instruction(kind=sync, stage=1, work=0, after=((Kind.F, 1, 0),), before=((Kind.B, 1, 0),), seconds=1)
+    given = PlanningProblem.build(
+        num_ranks=2,
+        modules=problem.graph.modules,
+        stage_rank=problem.graph.stage_rank,
+        works=problem.graph.works,
+        costs=problem.costs,
+        cost_index=problem.cost_index,
+        output_bytes=problem.output_bytes,
+        p2p=problem.p2p,
+        instructions=[instruction],
+    )
+    plan = plan_of(Recipe(), given)
+    check(plan, given)
+    assert text(plan, 1).startswith("1F0 1SYNC0 1B0")
+
+
+FAULTS = {
+    "wrong length": ({"in_flight": [1, 1, 1]}, r"in_flight has 3 entries for 2 pipeline ranks; give one a rank"),
+    "wrong length of stages": ({"in_flight": [[1], [1, 1]]}, r"has 2 entries for rank 1, which has 1 stages"),
+    "a function returns 0": ({"in_flight": lambda rank: 0}, r"in_flight returned 0 for .* at least 1"),
+    "a function raises": ({"in_flight": lambda rank: rank.no}, r"in_flight raises AttributeError \(.*\.py:\d+\)"),
+    "a check raises": ({"check": lambda m, a: 1 / 0}, r"Recipe.check raises ZeroDivisionError \(.*\.py:\d+\)"),
+    "a check returns no flag": ({"check": lambda m, a: None}, r"Recipe.check returned None for 0F0.0; return True"),
+    "a check admits nothing": (
+        {"check": lambda m, a: False},
+        r"stuck after 0 of 8 actions: rank 0 could start 0F0.0, but Recipe.check admits nothing\n  rank 0: \(end\)",
+    ),
+    "a step returns another": ({"step": lambda m: Action(Kind.F, 9, 9, 9)}, r"Recipe.step returned .* rank 0, which"),
+    "a step never starts": ({"step": lambda m: None}, r"could start 0F0.0, but Recipe.step returns None"),
+    "a module": ({"overrides": {"vison": Rule()}}, r"names a module 'vison'; this model has language"),
+    "a rank": ({"overrides": {2: Rule()}}, r"names a rank; use 0 .. 1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_sentence(fault):
+    fields, message = FAULTS[fault]
+    with pytest.raises(PlanError, match=message):
+        plan_of(Recipe(**fields), chain(2, 2))
+
+
+def test_impure_functions_are_found():
+    draw = random.Random(0)
+    with pytest.raises(PlanError, match="are impure: two runs on one problem made different plans"):
+        plan_of(Recipe(step=lambda moment: draw.choice(moment.ready)), chain(2, 8))
+    counts = iter(range(1, 100))
+    with pytest.raises(PlanError, match="in_flight is impure: it returned 1 and 2"):
+        plan_of(Recipe(in_flight=lambda rank: next(counts)), chain(2, 4))
+
+
+def test_a_waiting_traversal_that_gets_stuck_names_rank_stage_and_limit():
+    recipe = Recipe(forward=Traversal("breadth", every=3, wait=True), in_flight=2)
+    with pytest.raises(PlanError) as error:
+        plan_of(recipe, chain(2, 4, num_segments=2))
+    lines = str(error.value).splitlines()
+    reason = (
+        "rank 0 could start 2F0.0, but in_flight = 2 of rank 0 has no room; raise it, and its forward traversal waits"
+    )
+    assert reason in lines[0]
+    assert lines[1].startswith("  rank 0: 0F0.0") and lines[2].startswith("  rank 1: ")
+
+
+def test_a_rule_of_a_module_that_shares_a_rank_is_refused():
+    with pytest.raises(PlanError, match=r"overrides\['vision'\].first = 'forward': rank 0 holds language and vision"):
+        plan_of(Recipe(overrides={"vision": Rule(first="forward")}), two_modules(2, [1]))
+
+
+def test_a_frozen_module_stays_whole():
+    problem = two_modules(2, [1, 1], vision=halves(1, 0, 0), language=halves(1, 1, 0))
+    plan = plan_of(Recipe(split_backward=True, in_flight=1), problem)
+    assert not plan.split
+
+
+@pytest.mark.nightly
+@given(problem=st.one_of(problems(), problems(limits=True)), recipe=recipes())
+def test_compiled_runs_make_equal_plans(problem, recipe):
+    outcomes = []
+    for compiled in (False, True):
+        try:
+            outcomes.append(plan_of(recipe, problem, compiled=compiled))
+        except PlanError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]

@@ -1,0 +1,77 @@
+"""The tutorial's recipes reproduce named schedules, in few lines."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from mmtrain.schedule.chain import plain_chain
+from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.plan import check
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.recipe import Recipe
+from mmtrain.schedule.recipe.policy import plan_of
+from mmtrain.schedule.simulate import simulate
+from tests.schedule.problems import halves, two_modules
+from tests.schedule.recipe.recipes import TUTORIAL, tutorial
+
+SIZES = [(P, M) for P in range(2, 9) for M in range(P, 4 * P + 1)]
+UNEVEN = (1.0, 1.3, 0.7)
+MOST_LINES = 15
+
+
+def numbers(problem: PlanningProblem, plan) -> tuple[float, float, float]:
+    """Makespan, span and peak of a checked plan."""
+    check(plan, problem)
+    timeline = simulate(problem, plan)
+    return round(timeline.makespan_s, 9), round(max(timeline.span_s), 9), max(timeline.peak_bytes)
+
+
+def pairs(tmp_path, file: str, named: str, sizes=SIZES, **chain) -> Iterator[tuple]:
+    """(problem, plan of a recipe, plan of a named schedule) on chains."""
+    for num_ranks, microbatches in sizes:
+        problem = plain_chain(num_ranks, microbatches, tutorial(tmp_path, file, num_ranks), **chain)
+        yield problem, tutorial(tmp_path, file, num_ranks).make(problem), CATALOGUE[named].make(problem)
+
+
+def test_the_tutorials_recipes_are_seven_of_at_most_15_lines():
+    assert len(TUTORIAL) == 6
+    assert "def four(P):" in TUTORIAL["interleaved.py"]  # the seventh
+    for name, text in TUTORIAL.items():
+        body = text.partition("\n\n\ndef four")[0]
+        assert len([line for line in body.splitlines() if line.strip()]) <= MOST_LINES, name
+
+
+@pytest.mark.parametrize(
+    ("file", "named"), [("gpipe.py", "GPipe"), ("one_f_one_b.py", "1F1B"), ("interleave.py", "interleave")]
+)
+@pytest.mark.parametrize("seconds", [(1.0, 1.0, 1.0), UNEVEN])
+def test_action_for_action_on_chains(tmp_path, file, named, seconds):
+    for problem, ours, theirs in pairs(tmp_path, file, named, seconds=seconds):
+        assert ours.orders == theirs.orders, len(problem.graph.works)
+
+
+@pytest.mark.parametrize("file", ["interleaved.py", "interleaved.py:four"])
+@pytest.mark.parametrize("seconds", [(1.0, 1.0, 1.0), UNEVEN])
+def test_interleaved_in_makespan_span_and_peak(tmp_path, file, seconds):
+    sizes = [(P, M) for P, M in SIZES if M % P == 0]
+    for problem, ours, theirs in pairs(tmp_path, file, "Interleaved1F1B", sizes, seconds=seconds):
+        assert numbers(problem, ours) == numbers(problem, theirs)
+
+
+def test_zb_h2_in_makespan_span_and_peak(tmp_path):
+    for problem, ours, theirs in pairs(tmp_path, "zb_h2.py", "ZB-H2"):
+        got, wanted = numbers(problem, ours), numbers(problem, theirs)
+        assert got[1:] == wanted[1:]
+        enough = len(problem.graph.works) >= 2 * problem.graph.num_ranks - 1
+        assert got[0] == wanted[0] if enough else got[0] <= wanted[0]
+
+
+def test_interleave_action_for_action_on_batches_of_two_modules():
+    draw = random.Random(0)
+    recipe = Recipe(first="alternate", forward="oldest", backward="oldest", memory=True)
+    for _ in range(100):
+        costs = [halves(*(draw.choice([0.37, 0.5, 1.0, 1.25, 2.1]) for _ in range(3))) for _ in range(2)]
+        images = [draw.randint(0, 4) for _ in range(draw.randint(1, 10))]
+        problem = two_modules(draw.randint(1, 6), images, vision=costs[0], language=costs[1])
+        assert plan_of(recipe, problem).orders == CATALOGUE["interleave"].make(problem).orders
