@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -27,10 +28,12 @@ from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.action import COMPUTE, SENDS, Action, Kind
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.graph import ModuleStages, Work
-from mmtrain.schedule.library.catalogue import CATALOGUE, Placement
+from mmtrain.schedule.library.catalogue import CATALOGUE, Placement, Schedule
 from mmtrain.schedule.passes.lower import Program, lower
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
+from mmtrain.schedule.recipe import Recipe, Rule, Traversal
+from mmtrain.schedule.recipe.policy import plan_of
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.transport import check_transport
 from tests.ranks import run_ranks
@@ -41,6 +44,16 @@ IMAGES = (2, 0, 3, 1, 0, 4)
 """Vision works of each microbatch."""
 MESSAGE_BYTES = 4096.0
 """Of the largest message; the others in proportion."""
+RECIPES = {
+    "recipe, split": Recipe(in_flight=2 * RANKS, until="W", split_backward=True, overrides={1: Rule(first="forward")}),
+    "recipe, lockstep": Recipe(
+        first="alternate", units=(2, 1), forward=Traversal("breadth", every=2), backward="depth", clock="lockstep"
+    ),
+}
+SCHEDULES = CATALOGUE | {
+    name: Schedule(idea="", make=partial(plan_of, recipe), splits_backward=recipe.split_backward)
+    for name, recipe in RECIPES.items()
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +154,7 @@ def searched(problem: PlanningProblem, seed: int) -> Case:
 
 def named_cases() -> dict[str, Case]:
     found = {}
-    for name, schedule in CATALOGUE.items():
+    for name, schedule in SCHEDULES.items():
         passes = 2 if schedule.placement == "v" else schedule.least_passes
         chain = plain_chain(RANKS, 6, schedule, seconds=(1.0, 1.1, 0.7), transfer_s=0.15)
         mixed = two_modules(placement=schedule.placement, segments=(passes, passes), frozen=3)
@@ -166,7 +179,7 @@ def planned_cases() -> dict[str, Case]:
         found[f"{job}, searched"] = searched(problem, 0)
         plan = make_plan(problem, planner.schedule).plan
         assert plan is not None
-        found[f"{job}, {planner.schedule}"] = Case(problem=problem, plan=plan)
+        found[f"{job}, {planner.schedule.name}"] = Case(problem=problem, plan=plan)
     chain = plain_chain(RANKS, 4, CATALOGUE["1F1B"], transfer_s=0.2)
     forward = replace_backward(chain)
     found["forward only"] = Case(problem=forward, plan=make_plan(forward, "1F1B").plan)
@@ -215,7 +228,7 @@ def swapped(plan: Plan) -> Plan:
     return found
 
 
-NAMED = [f"{name}, {kind}" for name in CATALOGUE for kind in ("chain", "two modules")]
+NAMED = [f"{name}, {kind}" for name in SCHEDULES for kind in ("chain", "two modules")]
 PLANNED = [
     "searched, memory options", "searched, memory options, another seed", "searched, frozen encoder",
     "drawn 0", "drawn 1", "drawn 2", "vlm_s, searched", "vlm_s, interleave", "t2v_s, searched", "t2v_s, interleave",
@@ -299,7 +312,7 @@ def test_an_execution_that_is_not_the_plan_is_seen(name, executions):
 def test_the_cases_have_what_plans_can_have(executions):
     """Split backwards, several memory options, stages without a backward, text-only microbatches, long transfers."""
     cases = {name: case for name, (case, _) in executions.items()}
-    assert all(cases[f"{name}, two modules"].plan.split for name in CATALOGUE if CATALOGUE[name].splits_backward)
+    assert all(cases[f"{name}, two modules"].plan.split for name in SCHEDULES if SCHEDULES[name].splits_backward)
     assert len({*cases["searched, memory options"].plan.options.values()}) > 1
     assert cases["searched, memory options"].plan != cases["searched, memory options, another seed"].plan
     for job in ("vlm_s", "t2v_s"):
