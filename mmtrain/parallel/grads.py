@@ -1,6 +1,8 @@
 """Gradient norm and clipping over every axis, and the tied embedding's gradient."""
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,3 +77,11 @@ def clip(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> No
     grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if grads:
         scale_(grads, min(1.0, max_norm / (norm + 1e-6)))
+
+
+def nonfinite_ranks(parameters: Iterable[nn.Parameter], loss: float, mesh: Mesh) -> list[int]:
+    """The ranks whose loss or shard of a gradient is not finite. Collective over the job. Args: loss: of this rank."""
+    grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    flags: list[Any] = [None] * mesh.shape.world_size
+    dist.all_gather_object(flags, not math.isfinite(loss) or not all(bool(grad.isfinite().all()) for grad in grads))
+    return [rank for rank, flag in enumerate(flags) if flag]
