@@ -10,6 +10,7 @@ Shape legend: N images; R rows of all images; F frames of a spectrogram; D encod
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,19 @@ from mmtrain.models.projector import Grid
 from mmtrain.spec.shapes import VisionShape
 from mmtrain.spec.windows import window_rows
 
-Attend = Callable[[Bits], AttentionContext]
-"""The mask of the rows of all images -> the context of attention on this rank."""
+
+@dataclass(frozen=True, kw_only=True)
+class RankRows:
+    """The rows of a vision stage on this rank."""
+
+    shape: VisionShape
+    grids: tuple[Grid, ...]
+    """Patches (time, height, width) of each image."""
+    indices: Bits
+    """[R] int64: index of each row of this rank among the rows of all images, in the order in which rows travel; -1 for
+    padding."""
+    attend: Callable[[Bits], AttentionContext]
+    """The mask of the rows of all images -> the context of attention on this rank."""
 
 
 class Host(ABC):
@@ -83,22 +95,10 @@ class VisionAdapter(Host):
         """The first activation, [R, D]."""
 
     @abstractmethod
-    def context(
-        self,
-        tower: PreTrainedModel,
-        x_rD: Tensor,
-        grids: tuple[Grid, ...],
-        shape: VisionShape,
-        places: Bits,
-        attend: Attend,
-    ) -> Any:
+    def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
         """What all blocks need besides the activation; it carries no gradient.
 
-        Args:
-            x_rD: the activation, for its device and dtype alone.
-            places: [R] int64: place of each row of this rank among the rows of all images, in the order in which
-                rows travel; -1 for padding.
-            attend: the mask of all rows -> what attention needs.
+        Args: x_rD: the activation, for its device and dtype alone.
         """
 
     @abstractmethod
@@ -132,25 +132,17 @@ class Qwen2VLVision(VisionAdapter):
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
         return tower.patch_embed(pixels)
 
-    def context(
-        self,
-        tower: PreTrainedModel,
-        x_rD: Tensor,
-        grids: tuple[Grid, ...],
-        shape: VisionShape,
-        places: Bits,
-        attend: Attend,
-    ) -> Any:
-        positions = block_positions(grids, shape.merge)
-        if shape.window:
-            positions = positions[shape.row_order(grids)]
+    def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
+        positions = block_positions(rows.grids, rows.shape.merge)
+        if rows.shape.window:
+            positions = positions[rows.shape.row_order(rows.grids)]
         return {
             # One piece: `packed_attention` knows the images. On the CPU, since the block reads it as numbers.
-            "cu_seqlens": torch.tensor([0, len(places)], dtype=torch.int32),
+            "cu_seqlens": torch.tensor([0, len(rows.indices)], dtype=torch.int32),
             "position_embeddings": tower.rotary_pos_emb(
-                x_rD, positions[np.maximum(places, 0)].to(x_rD.device, non_blocking=True)
+                x_rD, positions[np.maximum(rows.indices, 0)].to(x_rD.device, non_blocking=True)
             ),
-            "context": attend(frame_bits(grids)),
+            "context": rows.attend(frame_bits(rows.grids)),
         }
 
     def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
@@ -166,17 +158,9 @@ class Qwen25VLVision(Qwen2VLVision):
 
         return Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel
 
-    def context(
-        self,
-        tower: PreTrainedModel,
-        x_rD: Tensor,
-        grids: tuple[Grid, ...],
-        shape: VisionShape,
-        places: Bits,
-        attend: Attend,
-    ) -> Any:
-        full = super().context(tower, x_rD, grids, shape, places, attend)
-        windows = attend(segment_bits(window_rows(grids, shape.merge, shape.window)))
+    def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
+        full, shape = super().context(tower, x_rD, rows), rows.shape
+        windows = rows.attend(segment_bits(window_rows(rows.grids, shape.merge, shape.window)))
         return {"full": full, "window": {**full, "context": windows}, "full_blocks": shape.full_blocks}
 
     def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
@@ -195,16 +179,8 @@ class FixedSizeVision(VisionAdapter):
         (embed,) = (tower.get_submodule(name) for name in self.embed)
         return embed(pixels.to(next(embed.parameters()).dtype)).flatten(0, 1)
 
-    def context(
-        self,
-        tower: PreTrainedModel,
-        x_rD: Tensor,
-        grids: tuple[Grid, ...],
-        shape: VisionShape,
-        places: Bits,
-        attend: Attend,
-    ) -> Any:
-        return attend(segment_bits(self.rows(grid) for grid in grids))
+    def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
+        return rows.attend(segment_bits(self.rows(grid) for grid in rows.grids))
 
     def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
         return block(x_RD[None], context)[0]

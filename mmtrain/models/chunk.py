@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import DataError
-from mmtrain.models.adapters import Decoder, VisionAdapter, check_grids
+from mmtrain.models.adapters import Decoder, RankRows, VisionAdapter, check_grids
 from mmtrain.models.attention.context import AttentionContext, Backend, Gather, attention_context
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.fused_qkv import reorder_output
@@ -171,10 +171,11 @@ class VisionChunk(Chunk):
         elif empty:
             x = nn.functional.pad(x, (0, 0, 0, held // sharding.degree))
         if self.block_indices:
-            places = np.full(held, -1, dtype=np.int64)
-            places[: hi - lo] = np.arange(lo, hi)
-            attend = partial(attention_context, rows=places, gather=gather, backend=backend)
-            context = self.adapter.context(self.vision, x, grids, self.shape, places, attend)
+            indices = np.full(held, -1, dtype=np.int64)
+            indices[: hi - lo] = np.arange(lo, hi)
+            attend = partial(attention_context, rows=indices, gather=gather, backend=backend)
+            on_rank = RankRows(shape=self.shape, grids=grids, indices=indices, attend=attend)
+            context = self.adapter.context(self.vision, x, on_rank)
             for index, block in zip(self.block_indices, self.blocks(), strict=True):
                 x = self.adapter.call_block(index, block, x, context)
         if self.has_norm:

@@ -169,14 +169,6 @@ class Mesh:
         dist.recv_object_list(box, src=self.pp_ranks[pp_rank], group=self.pp_group, device=torch.device("cpu"))
         return box[0]
 
-    def gather_pp(self, value: Any) -> list[Any]:
-        """Every pp_rank's value, in order, on every rank of the replica. Collective over pp."""
-        if self.shape.pp == 1:
-            return [value]
-        found: list[Any] = [None] * self.shape.pp
-        dist.all_gather_object(found, value, group=self.pp_group)
-        return found
-
 
 class Channels:
     """The process group and the global peer rank of each directed transfer between pipeline ranks.
