@@ -228,13 +228,13 @@ class Trainer:
         parallelism.mesh_shape.check_world_size(dist.get_world_size())
         planner, cut_s = _planner_in_time(config)
         logger.info("after step %d the layout changes", self.state.step)
-        device, held = self.mesh.device, HeldTensors.of(self._named())
+        device, tensors = self.mesh.device, HeldTensors.of(self._named())
         self.placement.close()
         self._placement, self._items = None, iter(())
         gc.collect()  # hooks refer to modules: their memory is needed now
         self.config, self.planner, self._cut_s = config, planner, cut_s
         self._build(device)
-        held.restore(self._named())
+        tensors.restore(self._named())
         self._take_up()
         assert self._record is not None
         self._record.describe(config, planner, self.mesh, self.state.step)
@@ -351,8 +351,8 @@ class Trainer:
         """
         num_targets = sum_over(self.mesh.batch_group, self._num_targets(item.meta))
         if num_targets == 0:
-            what = "no clip that can be read" if self._denoising else "no token to predict; check the records' answers"
-            raise TrainingError(f"step {step}: the batch has {what}")
+            lack = "no clip that can be read" if self._denoising else "no token to predict; check the records' answers"
+            raise TrainingError(f"step {step}: the batch has {lack}")
         outcome = self._run(plan, item, noise=self._noise(step, hides=True), loss_grad=1.0 / num_targets)
         parameters = self.model.parameters
         fill_missing_grads(parameters)
@@ -484,7 +484,7 @@ class Trainer:
         """Args: noise: of a text-to-video job. want_predictions: of a language model's tokens."""
         if item.batch is not None and self.mesh.pp_rank == 0:  # other ranks may have a part of it
             check_batch(item.batch, item.meta, self._denoising.scale if self._denoising else None)
-        place = self.mesh.place
+        coordinates = self.mesh.place
         inputs = StepInputs(
             layout=plan.layout,
             meta=item.meta,
@@ -497,7 +497,7 @@ class Trainer:
         )
         self.placement.runtime.load(
             plan.program,
-            lambda stage, work: self.planner.output_shape(plan.layout, stage, work, place.cp, place.tp),
+            lambda stage, work: self.planner.output_shape(plan.layout, stage, work, coordinates.cp, coordinates.tp),
         )
         return self.placement.runtime.step(StepFeed(self.partition, inputs), loss_grad=loss_grad)
 
@@ -531,10 +531,10 @@ class Trainer:
         for step in range(first, last + 1):
             while len(waiting) < 2 and step + len(waiting) <= last:
                 waiting.append(self._fetch(step + len(waiting), ahead))
-            found = waiting.popleft()
-            if isinstance(found, Exception):
-                raise found
-            yield found
+            fetched = waiting.popleft()
+            if isinstance(fetched, Exception):
+                raise fetched
+            yield fetched
 
     def _fetch(self, step: int, ahead: PlanAhead) -> tuple[Item, PendingPlan] | Exception:
         """The item of a step, which is being planned from now on; or why there is none."""
@@ -552,13 +552,13 @@ class Trainer:
         An answer is right if every one of its tokens is the most likely one after the right prefix, which
         is when greedy decoding would write it.
         """
-        found = self._validated(step, self.placement.data.validation(self.config.validation.steps))
+        result = self._validated(step, self.placement.data.validation(self.config.validation.steps))
         if self.config.validation.shuffled_captions:
             items = self.placement.data.validation(self.config.validation.steps, with_other_captions)
-            found = dataclasses.replace(found, shuffled_loss=self._validated(step, items).loss)
+            result = dataclasses.replace(result, shuffled_loss=self._validated(step, items).loss)
         assert self._record is not None
-        self._record.validation(step, found)
-        return found
+        self._record.validation(step, result)
+        return result
 
     def _validated(self, step: int, items: Iterator[Item]) -> Validation:
         mesh = self.mesh

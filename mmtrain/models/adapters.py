@@ -63,9 +63,9 @@ class Host(ABC):
         Raises: ConfigError: the Hugging Face class refuses the config.
         """
         config_class, make = self.classes()
-        given = {k: v for k, v in values.items() if v is not None and k != "model_type"}
+        fields = {k: v for k, v in values.items() if v is not None and k != "model_type"}
         try:
-            config = config_class(**given)
+            config = config_class(**fields)
             config._attn_implementation = attention
             with parameters_on_meta(), no_init_weights():
                 return make(config)
@@ -276,8 +276,8 @@ def block_positions(grids: tuple[Grid, ...], merge: int) -> Tensor:
     """Row and column of each patch when patches come in merge x merge squares, [R, 2] int64."""
     positions = []
     for t, h, w in grids:
-        place = torch.cartesian_prod(torch.arange(h), torch.arange(w))
-        squares = place.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2).reshape(-1, 2)
+        cells = torch.cartesian_prod(torch.arange(h), torch.arange(w))
+        squares = cells.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2).reshape(-1, 2)
         positions.append(squares.repeat(t, 1))
     return torch.cat(positions)
 
@@ -336,10 +336,10 @@ def build_diffusers(where: str, name: str, values: dict[str, Any]) -> Any:
         raise ConfigError(
             f"[{where}] needs the library diffusers, which cannot be imported ({error}); install mmtrain[video]"
         ) from error
-    given = {key: value for key, value in values.items() if key != "model_type"}
+    fields = {key: value for key, value in values.items() if key != "model_type"}
     try:
         with parameters_on_meta():
-            return make(**given)
+            return make(**fields)
     except Exception as error:  # whatever the class checks
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(

@@ -80,12 +80,14 @@ def with_other_captions(batch: Batch, meta: IterationMeta) -> tuple[Batch, Itera
         for caption in tensors.text_ids.split(list(counts.text_lengths))
     ]
     captions = captions[1:] + captions[:1]
-    clips, metas, taken = [], [], 0
+    clips, metas, next_caption = [], [], 0
     for tensors, counts in zip(batch.clips, meta.microbatches, strict=True):
-        mine = captions[taken : taken + len(counts.clips)]
-        taken += len(mine)
-        clips.append(replace(tensors, text_ids=torch.cat(mine)))
-        renamed = (replace(clip, num_text_tokens=len(text)) for clip, text in zip(counts.clips, mine, strict=True))
+        new_captions = captions[next_caption : next_caption + len(counts.clips)]
+        next_caption += len(new_captions)
+        clips.append(replace(tensors, text_ids=torch.cat(new_captions)))
+        renamed = (
+            replace(clip, num_text_tokens=len(text)) for clip, text in zip(counts.clips, new_captions, strict=True)
+        )
         metas.append(MicrobatchMeta(clips=tuple(renamed)))
     return Batch(clips=clips), replace(meta, microbatches=tuple(metas))
 
@@ -99,8 +101,8 @@ def check_batch(batch: Batch, meta: IterationMeta, vae: LatentScale | None = Non
     number = len(batch.microbatches) + len(batch.clips)
     if number != len(meta.microbatches):
         raise DataError(f"batch: {number} microbatches, but the metadata names {len(meta.microbatches)}")
-    found: list[Microbatch | ClipMicrobatch] = [*batch.microbatches, *batch.clips]
-    for index, (tensors, counts) in enumerate(zip(found, meta.microbatches, strict=True)):
+    microbatches: list[Microbatch | ClipMicrobatch] = [*batch.microbatches, *batch.clips]
+    for index, (tensors, counts) in enumerate(zip(microbatches, meta.microbatches, strict=True)):
         where = f"microbatch {index}"
         if isinstance(tensors, ClipMicrobatch):
             _check_clips(where, tensors, counts, vae)
@@ -120,16 +122,16 @@ def _check_clips(where: str, tensors: ClipMicrobatch, meta: MicrobatchMeta, vae:
     if len(tensors.latents) != len(expected):
         raise DataError(f"{where}: {len(tensors.latents)} latent tensors for {len(expected)} clips")
     for clip, latents in zip(meta.clips, tensors.latents, strict=True):
-        found = tuple(latents.shape)
-        if vae is None and found[1:] != clip.bucket:
+        shape = tuple(latents.shape)
+        if vae is None and shape[1:] != clip.bucket:
             raise DataError(
-                f"{where}: {clip.name} has latents of shape {found}; its bucket is {clip.bucket} (frames, height, "
+                f"{where}: {clip.name} has latents of shape {shape}; its bucket is {clip.bucket} (frames, height, "
                 "width)"
             )
-        if vae is not None and found != (wanted := (PIXEL_CHANNELS, *vae.pixels(clip.bucket))):
+        if vae is not None and shape != (expected_shape := (PIXEL_CHANNELS, *vae.pixels(clip.bucket))):
             raise DataError(
-                f"{where}: {clip.name} has pixels of shape {found}; its latents {clip.bucket} (frames, height, width) "
-                f"are made of {wanted}"
+                f"{where}: {clip.name} has pixels of shape {shape}; its latents {clip.bucket} (frames, height, width) "
+                f"are made of {expected_shape}"
             )
 
 
@@ -153,14 +155,16 @@ def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> 
     _check_slots(where, tensors, meta)
 
 
-def _name_difference(where: str, what: str, names: list[tuple[int, int]], expected: list[tuple[int, int]]) -> NoReturn:
+def _name_difference(
+    where: str, content: str, names: list[tuple[int, int]], expected: list[tuple[int, int]]
+) -> NoReturn:
     """Raises: DataError: the image or clip by which the names differ from those of the metadata."""
-    found, owed = Counter(names), Counter(expected)
-    for verb, different in (("lost", owed - found), ("there once too often", found - owed)):
+    counts, owed = Counter(names), Counter(expected)
+    for verb, different in (("lost", owed - counts), ("there once too often", counts - owed)):
         for sample, index in different:
-            raise DataError(f"{where}: {what} {index} of sample {sample} is {verb}")
-    order = "their tokens" if what == "image" else "their captions"
-    raise DataError(f"{where}: its {what}s are in another order than {order}: {names}")
+            raise DataError(f"{where}: {content} {index} of sample {sample} is {verb}")
+    order = "their tokens" if content == "image" else "their captions"
+    raise DataError(f"{where}: its {content}s are in another order than {order}: {names}")
 
 
 def _check_slots(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> None:

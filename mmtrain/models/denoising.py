@@ -32,7 +32,7 @@ def denoise(
     scheduler: Any,
     noise_NCFHW: Tensor,
     texts: Sequence[Tensor],
-    others: Sequence[Tensor] | None,
+    avoided_texts: Sequence[Tensor] | None,
     *,
     guidance: float,
     num_steps: int,
@@ -44,28 +44,28 @@ def denoise(
         dit: the whole module.
         scheduler: as `make_scheduler` gives it.
         texts: states [T, D] of each clip's prompt.
-        others: states of what guidance leads away from, of each clip; None: no guidance.
+        avoided_texts: states of what guidance leads away from, of each clip; None: no guidance.
         guidance: weight w of classifier-free guidance: what is predicted is u + w (p - u) of the predictions p with
             the prompt and u with the other text. Source: Ho and Salimans, arXiv:2207.12598.
         progress: told (steps done, steps in all).
     """
     sides = zip(noise_NCFHW.shape[2:], dit.shape.patch, strict=True)
     frames, rows, columns = (side // patch for side, patch in sides)
-    every = [*texts, *(others or ())]
+    all_texts = [*texts, *(avoided_texts or ())]
     common: dict[str, Any] = {
-        "grids": ((frames, rows, columns),) * len(every),
-        "text_lengths": tuple(len(text) for text in every),
-        "features": torch.cat(every),
+        "grids": ((frames, rows, columns),) * len(all_texts),
+        "text_lengths": tuple(len(text) for text in all_texts),
+        "features": torch.cat(all_texts),
         "want_predictions": True,
     }
     scheduler.set_timesteps(num_steps, device=noise_NCFHW.device)
     x = noise_NCFHW
     for done, time in enumerate(scheduler.timesteps):
-        clips = list(x) if others is None else [*x, *x]
-        predicted = torch.stack(dit(clips, timesteps=[float(time)] * len(every), **common).predictions)
-        if others is not None:
-            prompted, other = predicted.chunk(2)
-            predicted = other + guidance * (prompted - other)
+        clips = list(x) if avoided_texts is None else [*x, *x]
+        predicted = torch.stack(dit(clips, timesteps=[float(time)] * len(all_texts), **common).predictions)
+        if avoided_texts is not None:
+            prompted, avoided = predicted.chunk(2)
+            predicted = avoided + guidance * (prompted - avoided)
         x = scheduler.step(predicted, time, x).prev_sample
         if progress:
             progress(done + 1, num_steps)

@@ -140,8 +140,8 @@ class Denoising:
 @functools.cache
 def _squared_alphas() -> list[float]:
     """a x a of each timestep, as the scheduler of epsilon and v has it."""
-    found: list[float] = make_scheduler(DiffusionConfig(prediction="v")).alphas_cumprod.tolist()
-    return found
+    alphas: list[float] = make_scheduler(DiffusionConfig(prediction="v")).alphas_cumprod.tolist()
+    return alphas
 
 
 def make_scheduler(section: DiffusionConfig) -> Any:

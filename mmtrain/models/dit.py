@@ -210,11 +210,11 @@ class DitChunk(Chunk):
 
     def _rotary(self, grids: tuple[Grid, ...]) -> dict[Grid, tuple[Tensor, Tensor]]:
         """Cosines and sines of the places of each shape of clips, which all blocks share."""
-        found = {}
+        tables = {}
         for grid in dict.fromkeys(grids):
             sides = [count * side for count, side in zip(grid, self.shape.patch, strict=True)]
-            found[grid] = self.dit.rope(torch.empty(1, 1, *sides, device="meta"))  # it reads the shape alone
-        return found
+            tables[grid] = self.dit.rope(torch.empty(1, 1, *sides, device="meta"))  # it reads the shape alone
+        return tables
 
     def _head(
         self,
@@ -254,11 +254,11 @@ class DitChunk(Chunk):
 
     def _patches(self, clip_CFHW: Tensor, grid: Grid, index: int) -> Tensor:
         """[n, P]: a clip in the order of the head's columns, places of a patch before channels."""
-        wanted = (self.shape.out_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True)))
-        if tuple(clip_CFHW.shape) != wanted:
+        expected = (self.shape.out_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True)))
+        if tuple(clip_CFHW.shape) != expected:
             raise DataError(
                 f"{self._where}: the target of clip {index} is {list(clip_CFHW.shape)}, but the prediction is "
-                f"{list(wanted)}"
+                f"{list(expected)}"
             )
         return to_patches(clip_CFHW, grid, self.shape.patch)
 
@@ -284,18 +284,18 @@ class DitChunk(Chunk):
         features: Tensor | None,
         timesteps: Sequence[float] | None,
     ) -> None:
-        found = (len(latents), 0 if timesteps is None else len(timesteps), 0 if features is None else len(features))
+        counts = (len(latents), 0 if timesteps is None else len(timesteps), 0 if features is None else len(features))
         degree = self.row_sharding.degree
-        if found != (len(grids), len(grids), share_of(sum(text_lengths), degree)):
+        if counts != (len(grids), len(grids), share_of(sum(text_lengths), degree)):
             divided = f", divided by {degree}" if degree > 1 else ""
             raise DataError(
-                f"{self._where}: {found[0]} clips with {found[1]} timesteps and {found[2]} text states arrived; there "
-                f"are {len(grids)} clips with {sum(text_lengths)} text tokens{divided}"
+                f"{self._where}: {counts[0]} clips with {counts[1]} timesteps and {counts[2]} text states arrived; "
+                f"there are {len(grids)} clips with {sum(text_lengths)} text tokens{divided}"
             )
         for i, (clip, grid) in enumerate(zip(latents, grids, strict=True)):
-            wanted = [self.shape.in_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True))]
-            if list(clip.shape) != wanted:
-                raise DataError(f"{self._where}: the latents of clip {i} are {list(clip.shape)}, not {wanted}")
+            expected = [self.shape.in_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True))]
+            if list(clip.shape) != expected:
+                raise DataError(f"{self._where}: the latents of clip {i} are {list(clip.shape)}, not {expected}")
 
 
 def to_patches(clip_CFHW: Tensor, grid: Grid, patch: Grid) -> Tensor:

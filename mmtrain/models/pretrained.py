@@ -94,22 +94,22 @@ def _load(
     files = _index(where, section.pretrained, _STEM.get(where, "model"))
     names = _module_names(module, files, _PREFIXES[model_type])
     # A tied head counts under both of its names.
-    own = module.named_parameters(remove_duplicate=False)
-    wanted = {plain_name(name): parameter for name, parameter in own if not is_adapter(name)}
-    missing = sorted(name for name in wanted if same_as.get(name, name) not in names)
-    unexpected = sorted(name for name in names if _belongs(module, name) and name not in wanted)
+    parameters = module.named_parameters(remove_duplicate=False)
+    to_fill = {plain_name(name): parameter for name, parameter in parameters if not is_adapter(name)}
+    missing = sorted(name for name in to_fill if same_as.get(name, name) not in names)
+    unexpected = sorted(name for name in names if _belongs(module, name) and name not in to_fill)
     _refuse(source, missing, unexpected)
     by_file: dict[str, list[str]] = defaultdict(list)
-    for name in wanted:
+    for name in to_fill:
         by_file[files[names[same_as.get(name, name)]]].append(name)
-    for file, own in by_file.items():
+    for file, names_in_file in by_file.items():
         path = find_file(f"{where}.pretrained", section.pretrained, file)
         with safe_open(str(path), "pt") as tensors:
-            for name in own:
+            for name in names_in_file:
                 tensor = tensors.get_tensor(names[same_as.get(name, name)])
                 heads = next((n for layer, n in (fused_heads or {}).items() if is_fused(name, (layer,))), 0)
-                _fill(source, name, wanted[name], tensor, heads)
-    return len(wanted)
+                _fill(source, name, to_fill[name], tensor, heads)
+    return len(to_fill)
 
 
 def _load_projector(projector: nn.Module, section: ProjectorConfig) -> int:
@@ -120,20 +120,22 @@ def _load_projector(projector: nn.Module, section: ProjectorConfig) -> int:
     source = f"{where}.pretrained = {section.pretrained!r}"
     sizes_file = find_file(f"{where}.pretrained", section.pretrained, "config.json")
     assert sizes_file is not None
-    sizes, wanted_sizes = read_json(f"{where}.pretrained", sizes_file), projector_sizes(projector)
-    for key, value in wanted_sizes.items():
+    sizes, own_sizes = read_json(f"{where}.pretrained", sizes_file), projector_sizes(projector)
+    for key, value in own_sizes.items():
         if sizes.get(key) != value:
             raise ConfigError(
                 f"{source}: {sizes_file.name} says {key} = {sizes.get(key)!r}, but the config makes {value!r}; "
                 "change the config, or leave the projector's weights random"
             )
     path = find_file(f"{where}.pretrained", section.pretrained, "model.safetensors")
-    wanted = dict(projector.named_parameters())
+    parameters = dict(projector.named_parameters())
     with safe_open(str(path), "pt") as tensors:
-        _refuse(source, sorted(wanted.keys() - set(tensors.keys())), sorted(set(tensors.keys()) - wanted.keys()))
-        for name, parameter in wanted.items():
+        _refuse(
+            source, sorted(parameters.keys() - set(tensors.keys())), sorted(set(tensors.keys()) - parameters.keys())
+        )
+        for name, parameter in parameters.items():
             _fill(source, name, parameter, tensors.get_tensor(name))
-    return len(wanted)
+    return len(parameters)
 
 
 def projector_sizes(projector: nn.Module) -> dict[str, Any]:
@@ -148,10 +150,12 @@ def projector_sizes(projector: nn.Module) -> dict[str, Any]:
 
 
 def _refuse(source: str, missing: list[str], unexpected: list[str]) -> None:
-    for what, found in (("misses", missing), ("has unexpected", unexpected)):
-        if found:
-            shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-            raise ConfigError(f"{source}: the checkpoint {what} {shown}; take config.json and weights from one folder")
+    for problem, names in (("misses", missing), ("has unexpected", unexpected)):
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ConfigError(
+                f"{source}: the checkpoint {problem} {shown}; take config.json and weights from one folder"
+            )
 
 
 def _fill(source: str, name: str, parameter: nn.Parameter, tensor: Tensor, fused_heads: int = 0) -> None:

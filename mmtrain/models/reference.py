@@ -45,8 +45,8 @@ class ReferenceModel(nn.Module):
         for module in spec.modules:
             whole = (0, len(module.layers))
             # Of the DiT without a VAE, so that all that it reads comes from here.
-            own = replace(model, vae=None) if module.name == "dit" else model
-            chunk = build_chunk(own, spec, module.name, whole, device=device, dtype=dtype)
+            chunk_model = replace(model, vae=None) if module.name == "dit" else model
+            chunk = build_chunk(chunk_model, spec, module.name, whole, device=device, dtype=dtype)
             init_weights(chunk, seed)
             load_pretrained(chunk, model)
             self.chunks[module.name] = _WholeVae(model, chunk) if isinstance(chunk, VaeChunk) else chunk
@@ -128,8 +128,8 @@ class _WholeVae(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """[C, F, H, W]: normalised latents of one clip's pixels [3, frames, height, width]."""
         images = self._shape.model_type == "autoencoder_kl"
-        made = self.vae.encode(pixels.transpose(0, 1) if images else pixels[None]).latent_dist.mode()
-        latents_CFHW = made.transpose(0, 1) if images else made[0]
+        latents = self.vae.encode(pixels.transpose(0, 1) if images else pixels[None]).latent_dist.mode()
+        latents_CFHW = latents.transpose(0, 1) if images else latents[0]
         if images:
             return (latents_CFHW - (self.vae.config.shift_factor or 0.0)) * self.vae.config.scaling_factor
         mean, std = (torch.tensor(x) for x in (self.vae.config.latents_mean, self.vae.config.latents_std))

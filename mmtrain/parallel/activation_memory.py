@@ -125,8 +125,8 @@ def _not_its_own(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """`data_ptr` of the storages that a block's forward uses and that are there without it: parameters, as they are
     now (FSDP2 gathers them around the forward), buffers, and all that it is given but the activation, its first
     argument, since that is what all blocks share."""
-    given = (x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor))
-    return {local_part(x).untyped_storage().data_ptr() for x in (*block.parameters(), *block.buffers(), *given)}
+    inputs = (x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor))
+    return {local_part(x).untyped_storage().data_ptr() for x in (*block.parameters(), *block.buffers(), *inputs)}
 
 
 def saved_ops(section: ActivationCheckpointConfig) -> frozenset[Any]:
@@ -136,7 +136,7 @@ def saved_ops(section: ActivationCheckpointConfig) -> frozenset[Any]:
     Raises: ConfigError: save_ops names no operation, or one that never runs as a whole.
     """
     by_user = section.mode == "ops"
-    found: set[Any] = set()
+    ops: set[Any] = set()
     for name in Recomputation.by(BlockMemory.SELECTIVE, section).save_ops:
         overloads = _overloads(name)
         if by_user and not overloads:
@@ -149,8 +149,8 @@ def saved_ops(section: ActivationCheckpointConfig) -> frozenset[Any]:
                 f"activation_checkpoint.save_ops: {name!r} is made of other operations and never runs itself, so "
                 'nothing would be kept; name those, as in "aten.mm" and "aten.addmm" for linear layers'
             )
-        found.update(overloads)
-    return frozenset(found)
+        ops.update(overloads)
+    return frozenset(ops)
 
 
 def _overloads(name: str) -> list[Any]:
@@ -158,13 +158,13 @@ def _overloads(name: str) -> list[Any]:
     namespace, *path = name.split(".")
     if not 1 <= len(path) <= 2 or not all((namespace, *path)):
         return []
-    found: Any = getattr(torch.ops, namespace, None)
+    op: Any = getattr(torch.ops, namespace, None)
     for part in path:
-        found = getattr(found, part, None)
-    if isinstance(found, OperatorPacket):
-        names = sorted(found.overloads(), key=lambda overload: overload != "default")
-        return [getattr(found, overload) for overload in names]
-    return [found] if isinstance(found, Operator) else []
+        op = getattr(op, part, None)
+    if isinstance(op, OperatorPacket):
+        names = sorted(op.overloads(), key=lambda overload: overload != "default")
+        return [getattr(op, overload) for overload in names]
+    return [op] if isinstance(op, Operator) else []
 
 
 def _policy(save: Collection[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

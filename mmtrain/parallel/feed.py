@@ -34,5 +34,5 @@ class StepFeed:
         self._feeds = {m.name: FEEDS[m.consumes](inputs, m) for m in inputs.layout.batching.spec.modules}
 
     def __call__(self, stage: int, work: int) -> Arguments:
-        place = self._partition.stages[stage]
-        return self._feeds[place.module](place.first, place.last, work)
+        placed = self._partition.stages[stage]
+        return self._feeds[placed.module](placed.first, placed.last, work)

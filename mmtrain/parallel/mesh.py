@@ -220,7 +220,7 @@ def build_mesh(
     """
     rank = dist.get_rank()
     dims = parallel_dims(shape)
-    place = shape.coordinates(rank)
+    coordinates = shape.coordinates(rank)
     pipelines = _groups(shape, ("pp",))
     first, last = (pp_rank % shape.pp for pp_rank in tie_ranks)
     pp_group: dist.ProcessGroup | None = None
@@ -245,7 +245,7 @@ def build_mesh(
     return Mesh(
         shape=shape,
         rank=rank,
-        place=place,
+        place=coordinates,
         device=device,
         dims=dims,
         pp_group=pp_group,
@@ -279,34 +279,34 @@ def second_replica_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup | 
 
     Args: timeout: of a collective on it.
     """
-    found = None
+    own_group = None
     for ranks in _groups(mesh.shape, ("pp", "cp", "tp")):
         if len(ranks) > 1:
             group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-            found = group if mesh.rank in ranks else found
-    return found
+            own_group = group if mesh.rank in ranks else own_group
+    return own_group
 
 
 def _groups(shape: MeshShape, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
     """The global ranks of each group of ranks that differ in these axes alone, in rank order."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(shape.world_size):
-        place = shape.coordinates(rank)
-        groups.setdefault(tuple(getattr(place, axis) for axis in AXES if axis not in axes), []).append(rank)
+        coordinates = shape.coordinates(rank)
+        groups.setdefault(tuple(getattr(coordinates, axis) for axis in AXES if axis not in axes), []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
 
 
 def _join(shape: MeshShape, axes: tuple[str, ...], rank: int) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
     """This rank's group along some axes, None for a group of one. Collective: every rank makes every group."""
-    found = None
+    joined = None
     for ranks in _groups(shape, axes):
         if len(ranks) == shape.world_size > 1:
             return ranks, dist.group.WORLD
         group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
         if rank in ranks:
-            found = ranks, group
-    assert found is not None
-    return found
+            joined = ranks, group
+    assert joined is not None
+    return joined
 
 
 def _broadcast(value: Any, source: int, group: dist.ProcessGroup, size: int) -> Any:

@@ -226,10 +226,10 @@ class _Block:
 
     def pack(self, tensor: Tensor) -> Any:
         """The hook of autograd: what it keeps instead of a tensor."""
-        found = self._find(tensor)
-        if found is None:
+        storage = self._find(tensor)
+        if storage is None:
             return tensor.detach()  # without its graph, which may lead back here
-        return _View(self, found, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _View(self, storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _find(self, tensor: Tensor) -> _Storage | None:
         """The storage of a tensor; None: it stays."""
@@ -240,10 +240,10 @@ class _Block:
         if not tensor.is_floating_point():
             return None  # indices and masks, which all blocks share
         storage = tensor.untyped_storage()
-        place, num_bytes = storage.data_ptr(), storage.nbytes()
-        if num_bytes < self._offloader.copies.least_bytes or place in self._stays:
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        if num_bytes < self._offloader.copies.least_bytes or address in self._stays:
             return None
-        key = (place, tensor._version)
+        key = (address, tensor._version)
         if key not in self._storages:
             self._storages[key] = _Storage(num_bytes, storage, tensor.detach(), tensor._version)
         return self._storages[key]
@@ -288,9 +288,9 @@ class _Block:
             copies = []
             for each in self._storages.values():
                 assert each.host is not None
-                place = torch.empty(each.num_bytes, dtype=torch.uint8, device=self._offloader.device)
-                each.storage = place.untyped_storage()
-                copies.append((place, each.host))
+                buffer = torch.empty(each.num_bytes, dtype=torch.uint8, device=self._offloader.device)
+                each.storage = buffer.untyped_storage()
+                copies.append((buffer, each.host))
             self._coming = self._offloader.copies.start(copies)
             self._on_device = True
         self._leave_host()
@@ -326,14 +326,14 @@ class _Block:
         self._offloader.waiting.discard(self)
 
 
-def unpack(kept: Any) -> Tensor:
+def unpack(packed: Any) -> Tensor:
     """The hook of autograd: the tensor, as it was, for what `pack` gave for it; as often as it is asked.
 
     Raises: RuntimeError: it was changed in place since, as autograd would say.
     """
-    if isinstance(kept, Tensor):
-        return kept
-    view: _View = kept
+    if isinstance(packed, Tensor):
+        return packed
+    view: _View = packed
     view.block.land()
     if view.of.changed:
         raise RuntimeError(

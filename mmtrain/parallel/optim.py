@@ -82,8 +82,8 @@ def build_optimizers(
     for chunk in chunks:
         embeddings = {id(m.weight) for m in chunk.modules() if isinstance(m, nn.Embedding)}
         for name, parameter in chunk.named_parameters():
-            kept = parameter.ndim < 2 or id(parameter) in embeddings or any(parameter is t for t in tied)
-            kinds.setdefault((not kept, isinstance(parameter, DTensor)), set()).add(name)
+            undecayed = parameter.ndim < 2 or id(parameter) in embeddings or any(parameter is t for t in tied)
+            kinds.setdefault((not undecayed, isinstance(parameter, DTensor)), set()).add(name)
     shared = {"lr": section.lr, "betas": (section.beta1, section.beta2), "eps": section.eps}
     groups = [
         ParamGroupConfig(
@@ -123,10 +123,10 @@ def _on_local_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
             group["params"] = parameters
         for parameter, part in pairs:
-            made = state.pop(part, None)
-            if made and parameter not in state:  # the first step
+            moments = state.pop(part, None)
+            if moments and parameter not in state:  # the first step
                 state[parameter] = {
-                    key: value if key == "step" else _as_dtensor(value, parameter) for key, value in made.items()
+                    key: value if key == "step" else _as_dtensor(value, parameter) for key, value in moments.items()
                 }
 
 

@@ -49,7 +49,7 @@ class Placement:
             raise ConfigError(
                 f'training.attention_backend = "flex" trains on CUDA alone, but the device is {device.type}; set "auto"'
             )
-        seed, partition, others = config.debug.seed, planner.partition, process_groups()
+        seed, partition, groups_before = config.debug.seed, planner.partition, process_groups()
         mesh = build_mesh(
             config.parallelism.mesh_shape,
             device,
@@ -75,7 +75,7 @@ class Placement:
             optimizers = build_optimizers(config.optimizer, model.chunks, model.tied)
             runtime = PipelineScheduleRuntime(model.stages)
             undo.pop_all()
-        groups = tuple(group for group in process_groups() if group not in others)
+        groups = tuple(group for group in process_groups() if group not in groups_before)
         return cls(
             mesh=mesh, data=data, ahead=ahead, model=model, optimizers=optimizers, runtime=runtime, groups=groups
         )

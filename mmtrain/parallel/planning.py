@@ -412,5 +412,5 @@ def _timed_out(patience_s: float | None) -> str:
 
 def _text(error: Exception) -> str:
     """The first line of what is wrong with a plan."""
-    what = str(error).split("\n", 1)[0]
-    return what if isinstance(error, PlanError) else f"{type(error).__name__}: {what}"
+    first_line = str(error).split("\n", 1)[0]
+    return first_line if isinstance(error, PlanError) else f"{type(error).__name__}: {first_line}"

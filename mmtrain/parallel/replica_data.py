@@ -60,9 +60,9 @@ class ReplicaData:
     def item(self, batch: Batch, meta: IterationMeta) -> Item:
         """A batch that every rank has as an item of this one."""
         rank = self._mesh.pp_rank
-        mine = batch if rank == 0 else self._part(batch) if rank in self._takers else None
+        local_batch = batch if rank == 0 else self._part(batch) if rank in self._takers else None
         state = LoaderState(seed=self._config.debug.seed)
-        return Item(meta=meta, labels=[m.labels for m in batch.microbatches], state=state, batch=mine)
+        return Item(meta=meta, labels=[m.labels for m in batch.microbatches], state=state, batch=local_batch)
 
     def training(self, state: LoaderState) -> Iterator[Item]:
         """The batches of the training split from a state on. Each `next` is collective over the replica."""

@@ -70,9 +70,9 @@ class _Exchange(torch.autograd.Function):
     """One operation forward, and the one that its gradient needs backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: _Operation, back: _Operation, group: dist.ProcessGroup) -> Tensor:
-        ctx.back, ctx.group = back, group
-        return there(x, group)
+    def forward(ctx: Any, x: Tensor, operation: _Operation, inverse: _Operation, group: dist.ProcessGroup) -> Tensor:
+        ctx.back, ctx.group = inverse, group
+        return operation(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

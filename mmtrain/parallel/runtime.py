@@ -163,18 +163,18 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
 
         Raises: PlanError: a name that says nothing of the stage, or one for a work that the stage does not have.
         """
-        found: dict[int, dict[int, StageMemory]] = {index: {} for index in self._by_index}
+        options: dict[int, dict[int, StageMemory]] = {index: {} for index in self._by_index}
         for (index, work), name in program.memory.items():
-            if index not in found:
+            if index not in options:
                 continue  # of another rank
             where = f"rank {self.rank}, stage {index}, work {work}"
             if not (0 <= work < len(program.graph.works) and index in program.graph.stages(work)):
                 raise PlanError(f"{where}: a memory option {name!r}, but the stage does not have this work")
             try:
-                found[index][work] = StageMemory.parse(name, self._by_index[index].memory.num_blocks)
+                options[index][work] = StageMemory.parse(name, self._by_index[index].memory.num_blocks)
             except PlanError as error:
                 raise PlanError(f"{where}: {error}") from None
-        return found
+        return options
 
     def step(self, feed: Feed, *, loss_grad: float = 1.0) -> StepOutcome:  # type: ignore[override]
         """Runs the loaded program once.
@@ -200,10 +200,10 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._running = None
         self._sent.clear()
         rows, span = self._clock.stop()
-        left = [text for stage in self._by_index.values() for text in stage.leftovers()]
-        left += [f"transfer of {edge} started and never waited for" for edge, _ in self._pending]
-        if left:
-            raise PlanError(f"rank {self.rank}: a step ended with unused tensors: {'; '.join(left)}")
+        leftovers = [text for stage in self._by_index.values() for text in stage.leftovers()]
+        leftovers += [f"transfer of {edge} started and never waited for" for edge, _ in self._pending]
+        if leftovers:
+            raise PlanError(f"rank {self.rank}: a step ended with unused tensors: {'; '.join(leftovers)}")
         return StepOutcome(losses=self._losses, predictions=self._predictions, rows=rows, span=span)
 
     @property
@@ -336,7 +336,7 @@ def _split_works(program: Program, rank: int) -> dict[int, list[int]]:
 
     Raises: PlanError: compute actions of a stage and work that are not F, then perhaps B, or I and then W.
     """
-    found: dict[int, list[int]] = {}
+    split_works: dict[int, list[int]] = {}
     last: dict[tuple[int, int], Action] = {}
     for index, action in enumerate(program.actions[rank]):
         if action.kind not in COMPUTE:
@@ -350,11 +350,11 @@ def _split_works(program: Program, rank: int) -> dict[int, list[int]]:
             )
         last[node] = action
         if action.kind is Kind.I:
-            found.setdefault(node[0], []).append(node[1])
+            split_works.setdefault(node[0], []).append(node[1])
     for action in last.values():
         if action.kind is Kind.I:
             raise PlanError(f"rank {rank}: no W comes after {action}; a backward is B, or I and then W")
-    return found
+    return split_works
 
 
 class _Clock:

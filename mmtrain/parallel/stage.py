@@ -172,10 +172,10 @@ class ModalityStage(PipelineStage):
     def _features(self, inputs: list[tuple[Edge, Tensor]]) -> Tensor | dict[str, Tensor]:
         """What other modules made for this one; by their names, if there are several."""
         assert self.graph is not None
-        found: dict[str, list[Tensor]] = {}
+        parts_of: dict[str, list[Tensor]] = {}
         for edge, tensor in inputs:
-            found.setdefault(self.graph.modules[self.graph.works[edge.work].module].name, []).append(tensor)
-        joined = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in found.items()}
+            parts_of.setdefault(self.graph.modules[self.graph.works[edge.work].module].name, []).append(tensor)
+        joined = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in parts_of.items()}
         return joined if len(joined) > 1 else next(iter(joined.values()))
 
     def backward_one_chunk(

@@ -124,11 +124,11 @@ class DividedColumnNorm(DividedModule):
 
     def _forward(self, module: nn.Module) -> Callable[..., Tensor]:
         assert type(module) is nn.RMSNorm, module
-        (columns,), given = module.normalized_shape, module.eps
+        (columns,), module_eps = module.normalized_shape, module.eps
 
         def forward(x: Tensor) -> Tensor:
             weight = self._local(module, "weight")
-            eps = torch.finfo(x.dtype).eps if given is None else given
+            eps = torch.finfo(x.dtype).eps if module_eps is None else module_eps
             wide = x.float()
             mean_square = self._sum_squares(wide.square().sum(-1, keepdim=True)) / columns
             normed = wide * torch.rsqrt(mean_square + eps)

@@ -29,12 +29,12 @@ class VocabularyEmbedding:
 
     def __call__(self, ids_T: Tensor, weight_vD: Tensor) -> Tensor:
         """This rank's rows of the embedded tokens, [t, D]."""
-        words = len(weight_vD)
-        first = self._tp_rank * words
+        num_tokens = len(weight_vD)
+        first = self._tp_rank * num_tokens
         local_T = ids_T - first
-        other_T = (local_T < 0) | (local_T >= words)
+        other_T = (local_T < 0) | (local_T >= num_tokens)
         padding = None  # a negative number would count from the end
-        if self._padding is not None and first <= self._padding < first + words:
+        if self._padding is not None and first <= self._padding < first + num_tokens:
             padding = self._padding - first
         x_TD = nn.functional.embedding(local_T.masked_fill(other_T, 0), weight_vD, padding)
         return self._rows.sum_shard(x_TD.masked_fill(other_T[:, None], 0))

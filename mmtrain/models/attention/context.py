@@ -137,16 +137,16 @@ def packed_attention(
         return block_attention(query, key, value, context.block_mask(query.device), scale), None
     if context.is_diagonal:
         return diagonal_attention(query, key, value, context.pieces, scale), None
-    words = context.words(query.device)
-    return piecewise_attention(query, key, value, context.pieces, words, scale), None
+    bits = context.words(query.device)
+    return piecewise_attention(query, key, value, context.pieces, bits, scale), None
 
 
 def _use_flex(context: AttentionContext, query: Tensor, key: Tensor, value: Tensor) -> bool:
     if context.backend == "auto":
         return query.is_cuda and query.shape[-1] >= LEAST_COLUMNS and not context.is_diagonal
     if context.backend == "flex" and not query.is_cuda:
-        wanted = query.requires_grad or key.requires_grad or value.requires_grad
-        if torch.is_grad_enabled() and wanted:
+        needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
+        if torch.is_grad_enabled() and needs_grad:
             raise ConfigError(
                 f"training.attention_backend = 'flex', but the model is on {query.device.type}, where FlexAttention "
                 "has no backward; set it to 'auto'"

@@ -48,23 +48,23 @@ def make_pieces(bits: Bits, rows: Bits) -> tuple[Piece, ...]:
     Args: bits: [T] words. rows: [Q] places of the rows, -1 for padding.
     """
     real = np.flatnonzero(rows >= 0)
-    places = rows[real]
-    low, high, number = (x[places] for x in visible_keys(bits))
-    rules = bits[places] & ~(OWN_GROUP_MASK << GROUP_SHIFT)
+    positions = rows[real]
+    low, high, number = (x[positions] for x in visible_keys(bits))
+    rules = bits[positions] & ~(OWN_GROUP_MASK << GROUP_SHIFT)
     whole = number == high - low  # the row sees a slice without holes
 
-    neighbours = (np.diff(real) == 1) & (np.diff(places) == 1) & (np.diff(low) == 0)
+    neighbours = (np.diff(real) == 1) & (np.diff(positions) == 1) & (np.diff(low) == 0)
     both_whole = whole[1:] & whole[:-1]
     level = neighbours & both_whole & (np.diff(high) == 0)
     # The last row of a span sees what its span sees and also the keys up to itself: it stays with its span.
-    free = ~(np.append(level, False) | np.insert(level, 0, False)) & (high == places + 1)
+    free = ~(np.append(level, False) | np.insert(level, 0, False)) & (high == positions + 1)
     stairs = neighbours & both_whole & free[1:] & free[:-1]
     holes = neighbours & ~whole[1:] & ~whole[:-1] & (np.diff(rules) == 0)
     cuts = np.flatnonzero(~(level | stairs | holes)) + 1
 
     pieces: list[Piece] = []
     for start, end in zip([0, *cuts], [*cuts, len(real)], strict=True) if len(real) else ():
-        first, last, row = int(places[start]), int(places[end - 1]) + 1, int(real[start])
+        first, last, row = int(positions[start]), int(positions[end - 1]) + 1, int(real[start])
         keys = int(low[start]), int(high[start:end].max())
         kind: Literal["all", "causal", "mask"]
         if not whole[start]:
@@ -106,6 +106,6 @@ def _tiles(piece: Piece) -> Iterator[Piece]:
     step = max(1, MASK_SIZE // (high - low))
     for row in range(start, end, step):
         stop = min(row + step, end)
-        place = piece.place + row - start
-        until = place + stop - row if piece.kind == "causal" else high
-        yield replace(piece, rows=(row, stop), keys=(low, until), place=place)
+        position = piece.place + row - start
+        keys_end = position + stop - row if piece.kind == "causal" else high
+        yield replace(piece, rows=(row, stop), keys=(low, keys_end), place=position)
