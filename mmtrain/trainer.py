@@ -1,4 +1,4 @@
-"""Puts the parts together: set-up, the training loop, validation, checkpoints, what the user sees.
+"""The training job of one rank: set-up, the training loop, steps, validation, checkpoints.
 
 All ranks of a replica get the metadata of each batch; every rank then plans the iteration by itself and gets the same
 program. With the planner on, the data of a step are read before the step before runs, so that its plan is searched
@@ -85,7 +85,7 @@ class Trainer:
     """One rank of a training job."""
 
     def __init__(self, config: Config, *, search: Search = searching.search) -> None:
-        """Checks and prepares what needs no process group.
+        """Checks the config, and prepares all that needs no process group.
 
         Args: search: finds the plans of iterations (`planner.enable`).
         Raises: ConfigError.
@@ -131,7 +131,7 @@ class Trainer:
     def run(self, layouts: Mapping[int, ParallelismConfig] | None = None) -> None:
         """Trains to the last step, or until SIGTERM or SIGINT. Joins the job's process group unless the caller has.
 
-        A run that has no step to do writes nothing.
+        A run without steps left writes no files.
 
         Args: layouts: step -> `[parallelism]` of the steps after it; for as many ranks as the job has.
         Raises:
@@ -417,7 +417,7 @@ class Trainer:
         The ranks start each step together; a step is planned before its clock starts, however long that takes. All
         ranks of a replica give equal batches. Sets the job up and ends it; the process group must exist. Collective.
 
-        Args: clock: of steps and, on a CPU, actions. `time.thread_time` leaves out what else a machine does, and waits.
+        Args: clock: of steps and, on a CPU, actions. `time.thread_time` counts neither other processes nor waits.
         """
         try:
             self._set_up(device)
@@ -537,7 +537,7 @@ class Trainer:
             yield fetched
 
     def _fetch(self, step: int, ahead: PlanAhead) -> tuple[Item, PendingPlan] | Exception:
-        """The item of a step, which is being planned from now on; or why there is none."""
+        """The item of a step, whose plan is searched from now on; or the error of its data."""
         try:
             item = next(self._items)
         except Exception as error:

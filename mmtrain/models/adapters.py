@@ -41,7 +41,7 @@ class RankRows:
     """The mask of the rows of all images -> the context of attention on this rank."""
 
 
-class Host(ABC):
+class Adapter(ABC):
     """How to build and prune one family."""
 
     blocks: str
@@ -55,7 +55,7 @@ class Host(ABC):
 
     @abstractmethod
     def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        """The Hugging Face config class, and what builds the module from such a config."""
+        """The Hugging Face config class, and the function that builds the module from such a config."""
 
     def build(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
         """The whole module with parameters on the meta device and real buffers.
@@ -83,7 +83,7 @@ class Host(ABC):
             _replace(module, self.norm, None)
 
 
-class VisionAdapter(Host):
+class VisionAdapter(Adapter):
     """How to call one encoder family on two-dimensional activations [R, D]."""
 
     @abstractmethod
@@ -96,17 +96,17 @@ class VisionAdapter(Host):
 
     @abstractmethod
     def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
-        """What all blocks need besides the activation; it carries no gradient.
+        """The arguments of all blocks in addition to the activation [r, D]; without a gradient.
 
-        Args: x_rD: the activation, for its device and dtype alone.
+        Args: x_rD: the activation, only its device and dtype are used.
         """
 
     @abstractmethod
     def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
-        """One block, [R, D]. Args: index: its place in the whole module."""
+        """One block, [R, D]. Args: index: of the block in the whole module."""
 
     def features(self, x_RD: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        """The rows that are patches."""
+        """The rows of x_RD that are patches, [patches, D]."""
         return x_RD
 
     def init_weights(self, tower: PreTrainedModel, module: nn.Module) -> None:
@@ -137,7 +137,7 @@ class Qwen2VLVision(VisionAdapter):
         if rows.shape.window:
             positions = positions[rows.shape.row_order(rows.grids)]
         return {
-            # One piece: `packed_attention` knows the images. On the CPU, since the block reads it as numbers.
+            # One piece: `packed_attention` has the mask of the images. On the CPU, since the block reads its values.
             "cu_seqlens": torch.tensor([0, len(rows.indices)], dtype=torch.int32),
             "position_embeddings": tower.rotary_pos_emb(
                 x_rD, positions[np.maximum(rows.indices, 0)].to(x_rD.device, non_blocking=True)
@@ -238,7 +238,7 @@ class WhisperEncoder(FixedSizeVision):
             super().init_weights(tower, module)
 
 
-class Decoder(Host):
+class Decoder(Adapter):
     """A decoder-only language model with its head: Qwen2 and Llama."""
 
     blocks, embed, norm = "model.layers", ("model.embed_tokens",), "model.norm"

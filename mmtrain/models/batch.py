@@ -27,7 +27,7 @@ class Microbatch:
     position_ids: Tensor
     """[T] int64; restarts at 0 with each document."""
     labels: Tensor
-    """[T] int64, already shifted: `labels[t]` is what should be predicted at position t, or IGNORE_INDEX."""
+    """[T] int64, already shifted: `labels[t]` is the target of position t, or IGNORE_INDEX."""
     image_slots: Tensor
     """[V] int64: rows of `input_ids` that image features fill, in the order of the images."""
     pixel_values: list[Tensor]
@@ -93,9 +93,9 @@ def with_other_captions(batch: Batch, meta: IterationMeta) -> tuple[Batch, Itera
 
 
 def check_batch(batch: Batch, meta: IterationMeta, vae: LatentScale | None = None) -> None:
-    """Refuses a batch that does not hold exactly what its metadata says: each image and clip once, in its place.
+    """Refuses a batch that does not hold exactly what its metadata says: each image and clip once, at its position.
 
-    Args: vae: what becomes one latent place, of a job with a VAE.
+    Args: vae: size in pixels of one latent position, of a job with a VAE.
     Raises: DataError: naming the microbatch and the image or clip that is lost, doubled, moved or of a wrong size.
     """
     number = len(batch.microbatches) + len(batch.clips)

@@ -271,13 +271,13 @@ class LanguageChunk(Chunk):
     ) -> Any:
         """The activation [t, D] after this chunk's layers, or the `LanguageOutput` of the head.
 
-        T is a multiple of the degree of `row_sharding`; rows at the end may be padding, which nothing sees and
+        T is a multiple of the degree of `row_sharding`; rows at the end may be padding, which no row sees and
         which has no label.
 
         Args:
             x: the activation [t, D] of the chunk before; for the first chunk token ids [T].
             attention: which tokens each of the T tokens sees.
-            position_ids: [T] int64, the place of each token in its document.
+            position_ids: [T] int64, the position of each token in its document.
             features: image features of this rank for the first chunk, [v, D]; None without images.
             exchange: this rank's features -> those that its rows need; None: it has just these.
             slots: int64 rows of the first activation [t, D] that these features fill, in their order.

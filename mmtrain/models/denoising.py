@@ -1,4 +1,4 @@
-"""From prompts to latents with the whole modules of a text-to-video model: what sampling is, without files.
+"""From prompts to latents with the whole modules of a text-to-video model: sampling without files.
 
 Shape legend: N clips; T text tokens of one clip; D columns; C, F, H, W channels, frames, rows and columns of latents.
 """
@@ -44,8 +44,8 @@ def denoise(
         dit: the whole module.
         scheduler: as `make_scheduler` gives it.
         texts: states [T, D] of each clip's prompt.
-        avoided_texts: states of what guidance leads away from, of each clip; None: no guidance.
-        guidance: weight w of classifier-free guidance: what is predicted is u + w (p - u) of the predictions p with
+        avoided_texts: states of the text of each clip that guidance avoids; None: no guidance.
+        guidance: weight w of classifier-free guidance: the prediction is u + w (p - u) of the predictions p with
             the prompt and u with the other text. Source: Ho and Salimans, arXiv:2207.12598.
         progress: told (steps done, steps in all).
     """

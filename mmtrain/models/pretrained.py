@@ -139,7 +139,7 @@ def _load_projector(projector: nn.Module, section: ProjectorConfig) -> int:
 
 
 def projector_sizes(projector: nn.Module) -> dict[str, Any]:
-    """What besides its weights makes a projector of our own, as an export writes it."""
+    """The sizes of a projector of our own, as an export writes them next to its weights."""
     assert isinstance(projector, Projector)
     return {
         "kind": "mlp",
@@ -168,7 +168,7 @@ def _fill(source: str, name: str, parameter: nn.Parameter, tensor: Tensor, fused
 
 
 def _index(where: str, source: str, stem: str) -> dict[str, str]:
-    """Name on disk -> file, without reading a weight. Args: stem: what the files are called."""
+    """Name on disk -> file, without reading a weight. Args: stem: of the names of the files."""
     index = find_file(f"{where}.pretrained", source, f"{stem}.safetensors.index.json", optional=True)
     if index is not None:
         return dict(read_json(f"{where}.pretrained", index)["weight_map"])

@@ -1,4 +1,4 @@
-"""The whole model in one process, without schedule or sharding: what a pipeline must agree with."""
+"""The whole model in one process, without schedule or sharding: the reference for pipelines."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ class ReferenceModel(nn.Module):
         self.chunks = nn.ModuleDict()
         for module in spec.modules:
             whole = (0, len(module.layers))
-            # Of the DiT without a VAE, so that all that it reads comes from here.
+            # The DiT is built as if there were no VAE: its latents come from this class.
             chunk_model = replace(model, vae=None) if module.name == "dit" else model
             chunk = build_chunk(chunk_model, spec, module.name, whole, device=device, dtype=dtype)
             init_weights(chunk, seed)
@@ -70,7 +70,10 @@ class ReferenceModel(nn.Module):
         return [self.microbatch(tensors, counts, want_predictions) for tensors, counts in pairs]
 
     def loss_sum(self, batch: Batch, meta: IterationMeta, noise: ClipNoise | None = None) -> Tensor:
-        """Cross-entropy summed over all labelled positions of the batch, or squared errors over all latents."""
+        """Float32 scalar: cross-entropy summed over all labelled positions, or squared errors over all latents.
+
+        Args: noise: of the step, for a text-to-video model.
+        """
         return torch.stack([output.loss_sum for output in self(batch, meta, noise=noise)]).sum()
 
     def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LanguageOutput:

@@ -22,19 +22,19 @@ Style = Literal[
     "vocabulary",
     "whole",
 ]
-"""How one module is divided, by what goes in -> what comes out:
+"""How one module is divided, with its input -> its output:
 
 - norm_gather: a norm, not divided. This rank's rows -> all rows, for the layers of style `columns` behind it, whose
   gradients are summed here.
 - columns: a linear layer's outputs are divided. All rows -> all rows, this rank's columns.
-- columns_whole: the same, where what comes in was computed by all ranks alike, so that its gradient is summed here.
+- columns_whole: the same for an input that all ranks computed alike, so that its gradient is summed here.
 - columns_gather: as columns_whole, but -> all columns.
 - rows: a linear layer's inputs are divided. All rows, this rank's columns -> this rank's rows, summed over ranks.
 - rows_whole: the same, but -> all rows.
 - gathered: a module with layers of style `columns` behind its inputs. Of the first input this rank's rows -> all rows;
   the others were computed by all ranks alike. The gradients of all are summed here, once for all of these layers.
-- moved: a table of shifts and scales that a block of a DiT holds itself, whole on every rank, which moves it by what
-  all ranks computed alike, and uses it for its own rows: the gradients of both are summed here.
+- moved: a table of shifts and scales that a block of a DiT holds itself, whole on every rank, which adds values to it
+  that all ranks computed alike, and uses it for its own rows: the gradients of both are summed here.
 - norm: a norm, not divided. This rank's rows -> this rank's rows.
 - norm_columns: a root-mean-square norm's columns are divided. This rank's columns of all rows -> the same, where the
   mean square of a row is that of all columns.

@@ -22,7 +22,7 @@ def set_trainable(
 ) -> None:
     """Sets which parameters of a newly built module on the meta device train; "lora" adds adapters, on meta too.
 
-    true leaves what the Hugging Face class itself keeps fixed, such as sinusoidal positions, as it is.
+    true leaves parameters fixed that the Hugging Face class keeps fixed, such as sinusoidal positions.
     Args:
         adapted: the linear layers of a block that get an adapter.
         blocks: name of the container of the blocks inside of the module; it may be empty, or hold some of them.

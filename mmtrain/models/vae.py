@@ -1,9 +1,9 @@
 """A pipeline chunk of a frozen VAE: diffusers' class without its decoder, names `vae.<its name>`. And its decoder.
 
-Clips are encoded one by one, so that no clip's latents depend on those beside it. The latents are the mode of the
-posterior: the same whenever a clip is seen.
+Clips are encoded one by one, so that the latents of a clip do not depend on its neighbours. The latents are the mode
+of the posterior, equal for each use of a clip.
 
-Shape legend: N clips; C, F, H, W channels, frames, rows and columns of latents; V latent places of all clips.
+Shape legend: N clips; C, F, H, W channels, frames, rows and columns of latents; V latent positions of all clips.
 """
 
 from abc import ABC, abstractmethod
@@ -106,7 +106,7 @@ class VaeChunk(Chunk):
         return []
 
     def forward(self, pixels: Sequence[Tensor], *, latents: tuple[Size, ...]) -> Tensor:
-        """[V, C]: the latents of all clips in the scale that a DiT reads, places frame by frame and row by row.
+        """[V, C]: the latents of all clips in the scale that a DiT reads, positions frame by frame and row by row.
 
         Args:
             pixels: [3, frames, height, width] of each clip, between -1 and 1.

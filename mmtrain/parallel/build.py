@@ -27,7 +27,7 @@ from mmtrain.spec.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LocalModel:
-    """The part of the model that lives on this rank."""
+    """The part of the model on this rank."""
 
     chunks: tuple[Chunk, ...]
     """In the order of `Partition.of_rank`."""
@@ -57,11 +57,11 @@ def build_local_model(
     """Builds this rank's chunks, in a fixed order: meta -> memory -> random or stored weights -> TP -> the switch
     of what blocks do with activations -> FSDP2.
 
-    Values depend on the seed and the parameter's name alone, never on the layout.
+    Values depend only on the seed and the parameter's name, not on the layout.
 
     Args:
         regathered: modules whose parameters are gathered at each use, not once a step.
-        recompute: what blocks do with their activations where a program says nothing; None: they keep them.
+        recompute: how blocks treat their activations if the program does not say; None: they keep them.
     """
     chunks: list[Chunk] = []
     stages: list[ModalityStage] = []

@@ -1,5 +1,5 @@
-"""All-gather and reduce-scatter of equal parts along the first dimension, under the names of each torch version; what
-rank 0 does for all; errors and counts of a group."""
+"""All-gather and reduce-scatter of equal parts along the first dimension, under the names of each torch version; calls
+of rank 0 for all; errors and counts of a group."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,7 +56,7 @@ def on_rank_zero(act: Callable[[], _Value]) -> _Value:
 def errors_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
     """A context in which an error of one rank ends all ranks of a group, instead of leaving them to wait for it.
 
-    Collective over the group. Args: group: None: of this rank alone.
+    Collective over the group. Args: group: None: only this rank.
     Raises: MMTrainError: this rank's own error, or else the first one of the others.
     """
     error: MMTrainError | None = None
@@ -76,7 +76,7 @@ def errors_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def sum_over(group: dist.ProcessGroup | None, count: int) -> int:
-    """The sum of a count over the ranks of a group. Collective over it. Args: group: None: of this rank alone."""
+    """The sum of a count over the ranks of a group. Collective over it. Args: group: None: only this rank."""
     total = torch.tensor(count)
     if group is not None:
         dist.all_reduce(total, group=group)

@@ -25,7 +25,7 @@ FEEDS: dict[str, Callable[[StepInputs, ModuleSpec], ModuleFeed]] = {
 class StepFeed:
     """(stage, work) -> (args, kwargs) for `PipelineScheduleRuntime.step`.
 
-    Only what a stage needs must be there: pixels and token ids for the modules' first stages, labels for the last
+    A rank needs only the data of its stages: pixels and token ids for the modules' first stages, labels for the last
     language stage, latents where a DiT begins and ends; lengths and grids come from the metadata.
     """
 

@@ -15,7 +15,7 @@ from mmtrain.parallel.torch_private import scale_
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, or the tensor itself."""
+    """This rank's shard of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -46,7 +46,7 @@ def sync_tied(copies: Sequence[nn.Parameter], mesh: Mesh) -> None:
 
 
 def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, *, skip: nn.Parameter | None = None) -> Tensor:
-    """The 2-norm of all gradients of the model, float64, equal on every rank. Collective over the job.
+    """The 2-norm of all gradients of the model, a float64 scalar, equal on every rank. Collective over the job.
 
     Args: skip: a copy of a parameter that another rank counts (the tied head).
     """
@@ -71,7 +71,7 @@ def _copies(parameter: nn.Parameter, mesh: Mesh) -> int:
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scales all gradients so that their total norm is at most max_norm; 0 leaves them alone."""
+    """Scales all gradients so that their total norm is at most max_norm; 0: no limit."""
     if max_norm <= 0:
         return
     grads = [local_part(p.grad) for p in parameters if p.grad is not None]

@@ -44,7 +44,7 @@ def backend_of(comm: CommConfig, device: torch.device) -> str:
 def init_process_group(comm: CommConfig, device: torch.device, store: dist.Store | None = None) -> None:
     """Joins the job's default process group.
 
-    Without a launcher the job is this process alone.
+    Without a launcher the job is only this process.
 
     Args: store: where the ranks meet; None: as the launcher's variables say.
     Raises:
@@ -84,7 +84,7 @@ def _alone() -> dist.Store:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The place of this rank, and a process group for every axis that communicates."""
+    """The coordinates of this rank, and a process group for every axis that communicates."""
 
     shape: MeshShape
     rank: int
@@ -92,7 +92,7 @@ class Mesh:
     device: torch.device
     dims: ParallelDims
     pp_group: dist.ProcessGroup
-    """Ranks that differ in pp alone: one model replica's pipeline. Also carries its transfers on gloo."""
+    """Ranks that differ only in pp: one model replica's pipeline. Also carries its transfers on gloo."""
     pp_ranks: tuple[int, ...]
     """Global rank of each pp_rank of this replica."""
     replica_group: dist.ProcessGroup | None
@@ -100,9 +100,9 @@ class Mesh:
     replica_ranks: tuple[int, ...]
     """Their global ranks; the first is the leader."""
     submesh_group: dist.ProcessGroup | None
-    """Ranks that differ in cp or tp alone, cp outermost: the submesh of this pp_rank; None for one rank."""
+    """Ranks that differ only in cp or tp, cp outermost: the submesh of this pp_rank; None for one rank."""
     cp_group: dist.ProcessGroup | None
-    """Ranks that differ in cp alone; None for one."""
+    """Ranks that differ only in cp; None for one."""
     encoder_mesh: DeviceMesh | None
     """(pp, dp_replicate, dp_shard x cp x tp), where tp ranks hold whole encoders."""
     batch_group: dist.ProcessGroup | None
@@ -134,7 +134,7 @@ class Mesh:
 
     @property
     def tp(self) -> DeviceMesh:
-        """The tensor-parallel mesh; degree above 1 alone."""
+        """The tensor-parallel mesh; only for a degree above 1."""
         return self.dims.get_mesh("tp")
 
     def fsdp(self, *, over_tp: bool = False) -> DeviceMesh:
@@ -288,7 +288,7 @@ def second_replica_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup | 
 
 
 def _groups(shape: MeshShape, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """The global ranks of each group of ranks that differ in these axes alone, in rank order."""
+    """The global ranks of each group of ranks that differ only in these axes, in rank order."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(shape.world_size):
         coordinates = shape.coordinates(rank)

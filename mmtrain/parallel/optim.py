@@ -34,7 +34,7 @@ class LocalOptimizers(FrozenAwareOptimizers):
         return super().state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Loads the values of `state_dict`."""
         self._init_state()
         super().load_state_dict(state_dict)
 

@@ -81,7 +81,7 @@ class Placement:
         )
 
     def stop(self, *, lost: bool = False) -> None:
-        """Ends what runs beside this process' main thread: its planning thread and the processes that read data.
+        """Ends all but this process' main thread: its planning thread and the processes that read data.
 
         Args: lost: a rank does not answer, and the planning thread may wait for it: it is left behind.
         """

@@ -52,9 +52,9 @@ class ReplicaData:
             )
             readers[module.name] = {stages[index].pp_rank for index in kind.readers(module)} - {0}
         self._takers = tuple(sorted(set().union(*readers.values())))
-        """Pipeline ranks besides the first that need tensors."""
+        """Pipeline ranks after the first that need tensors."""
         self._text_alone = not any(ranks for name, ranks in readers.items() if name != spec.text.name)
-        """Whether these need nothing but token ids."""
+        """Whether these need only token ids."""
         self._loader: Loader | None = None
 
     def item(self, batch: Batch, meta: IterationMeta) -> Item:
@@ -98,7 +98,7 @@ class ReplicaData:
         )
 
     def _part(self, batch: Batch) -> Batch:
-        """What the pipeline ranks besides the first need."""
+        """The tensors that the pipeline ranks after the first need."""
         return without_images(batch) if self._text_alone else batch
 
     def _share(self, open_loader: Callable[[], Loader], change: Change | None = None) -> Iterator[Item]:

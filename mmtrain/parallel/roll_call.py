@@ -123,7 +123,7 @@ def common_reason(roll_call: RollCall, timeout_s: float, locate: Callable[[str],
     Args:
         timeout_s: of collectives.
         locate: where this rank is, from the function of mmtrain that it is in.
-    Raises: MMTrainError: in the place of an exception of communication, or of the operating system.
+    Raises: MMTrainError: instead of an exception of communication, or of the operating system.
     """
     try:
         yield
@@ -159,7 +159,7 @@ def _innermost(error: BaseException) -> str:
 
 
 def _within(seconds: float, ask: Callable[[], object]) -> None:
-    """Runs something that may hang, as a store does whose server is stopped; gives it up after so long."""
+    """Calls a function that may hang, like a store whose server is stopped; returns after `seconds` at the latest."""
 
     def run() -> None:
         with suppress(RuntimeError, OSError):  # the store is gone as well

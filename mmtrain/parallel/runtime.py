@@ -47,7 +47,7 @@ TORCH_KINDS: dict[Kind, Any] = {
 
 
 class BoundAction(TorchAction):
-    """torch's action with what its handler needs, looked up once when the program is loaded."""
+    """torch's action with the arguments of its handler, looked up once when the program is loaded."""
 
     ours: Action
     transfer: Transfer | None
@@ -107,7 +107,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             TorchKind.REDUCE_GRAD: self._reduce,
             TorchKind.RESHARD: self._reshard,
         }
-        builtin = {TorchKind.UNSHARD}  # torch's own branch does what we want
+        builtin = {TorchKind.UNSHARD}  # torch's own branch is the right one
         assert set(table) | builtin == set(TORCH_KINDS.values()), "the dispatch table is not complete"
         assert set(TORCH_KINDS) | WAITS == set(KINDS), "a kind of action has no handler"
         self._comp_type_to_function_map.update({kind: self._noted(handler) for kind, handler in table.items()})
@@ -115,7 +115,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
     def load(self, program: Program, shape_of: ShapeOf) -> None:
         """Makes `program` the one that `step` runs.
 
-        Raises: PlanError: a wait stands in the wrong place, a backward is not B, or I and then W, or the name of a
+        Raises: PlanError: a wait is at the wrong position, a backward is not B, or I and then W, or the name of a
             memory option is not one for its stage.
         """
         graph, actions = program.graph, program.actions[self.rank]
@@ -159,9 +159,9 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             stage.start_step(graph, shape_of, split.get(index, ()), strategies.get(index, {}))
 
     def _strategies(self, program: Program) -> dict[int, dict[int, StageMemory]]:
-        """Stage of this rank -> work -> what its blocks do.
+        """Stage of this rank -> work -> how its blocks treat their activations.
 
-        Raises: PlanError: a name that says nothing of the stage, or one for a work that the stage does not have.
+        Raises: PlanError: a name that does not fit the stage, or one for a work that the stage does not have.
         """
         options: dict[int, dict[int, StageMemory]] = {index: {} for index in self._by_index}
         for (index, work), name in program.memory.items():
@@ -208,7 +208,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
 
     @property
     def doing(self) -> str:
-        """Where a step that has not ended stands: its action, and what that waits for; empty between two steps."""
+        """The action that runs now, and the transfer that it waits for; empty between two steps."""
         if self._running is None:
             return ""
         if self._awaited is None:
@@ -223,7 +223,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         """Times the actions of coming steps on another clock of the host; on a device events are used all the same."""
         self._clock.host = clock
 
-    # torch's chain set-up (shape inference, adjacency checks) and loss bookkeeping have no place here.
+    # torch's chain set-up (shape inference, adjacency checks) and loss bookkeeping are not used.
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None: ...
 
     def _update_losses(self, *args: Any, **kwargs: Any) -> None: ...
@@ -305,7 +305,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             self._awaited = None
             edge, forward = transfer
             (stage.inbox if forward else stage.grad_inbox)[edge] = tensor
-            for sent in arrived if tensor.numel() else ():  # what is empty was never sent, and proves nothing
+            for sent in arrived if tensor.numel() else ():  # an empty tensor was never sent, and proves nothing
                 self._sent.pop(sent)[0].wait()  # returns at once: the peer has these, or it would not have answered
 
     def _reduce(self, action: BoundAction, ctx: Any) -> None:

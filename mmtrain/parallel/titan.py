@@ -84,5 +84,5 @@ class FrozenAwareOptimizers(OptimizersContainer):  # type: ignore[type-arg]
         return groups
 
     def _post_init(self, all_params: list[Any]) -> None:
-        # torch's Optimizer refuses an empty list; a parameter of no element that nothing steps satisfies it
+        # torch's Optimizer refuses an empty list; a parameter without elements, which no step changes, satisfies it
         super()._post_init(all_params or [nn.Parameter(torch.empty(0))])

@@ -1,4 +1,4 @@
-"""What `parallel/titan.py` takes where torchtitan is not installed: meshes, optimizers, tensorboard by torch alone.
+"""Replaces torchtitan in `parallel/titan.py` if it is not installed: meshes, optimizers, tensorboard by torch alone.
 
 For machines that a package cannot be brought to. Process groups, groups of parameters and the names in checkpoints are
 those of torchtitan (`tests/parallel/test_without_titan.py` compares them).
@@ -105,7 +105,7 @@ class OptimizersContainer:
         return state
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Loads the values of `state_dict`."""
         for optimizer in self.optimizers:
             init_optim_state(optimizer)
             for group in optimizer.param_groups:
@@ -120,7 +120,7 @@ class OptimizersContainer:
 
 
 def init_optim_state(optimizer: Optimizer) -> None:
-    """Lets an optimizer make its moments, by a step that changes nothing."""
+    """Lets an optimizer make its moments, by a step that changes no parameter."""
     groups = optimizer.param_groups
     if optimizer.state or any(parameter.grad is not None for group in groups for parameter in group["params"]):
         return
@@ -149,5 +149,5 @@ class TensorBoardLogger:
             self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the remaining metrics."""
         self.writer.close()

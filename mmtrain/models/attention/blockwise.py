@@ -1,4 +1,4 @@
-"""Attention piece by piece with scaled-dot-product attention: what a CPU uses, and a GPU where no mask is needed.
+"""Attention piece by piece with scaled-dot-product attention: used on a CPU, and on a GPU if no mask is needed.
 
 Shape legend: T rows of the whole packed sequence; Q rows of this rank; H query heads; K key heads; E columns.
 """
@@ -22,7 +22,7 @@ from mmtrain.models.attention.pieces import Piece
 
 
 def diagonal_attention(query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], scale: float) -> Tensor:
-    """Attention of rows that are the whole sequence, cut in blocks that see themselves alone, [1, Q, H, E].
+    """Attention of rows that are the whole sequence, cut into blocks that attend only within themselves, [1, Q, H, E].
 
     Shapes: query [1, H, Q, E]; key and value [1, K, Q, E]; rows after the last piece are padding, whose output is 0.
     """
@@ -40,8 +40,8 @@ def piecewise_attention(
 ) -> Tensor:
     """Attention of this rank's rows to slices of the sequence, [1, Q, H, E].
 
-    Shapes: query [1, H, Q, E]; key and value [1, K, T, E]; words [T] int64 on their device. Rows in no piece get 0.
-    The backward computes each piece anew, so that no mask outlives its piece.
+    Shapes: query [1, H, Q, E]; key and value [1, K, T, E]; bits [T] int64 on their device. Rows in no piece get 0.
+    The backward recomputes each piece, so that no mask is kept longer than its piece.
     """
     out: Tensor = _Piecewise.apply(query, key, value, pieces, bits, scale)
     return out
@@ -119,11 +119,11 @@ def _mask(piece: Piece, bits: Tensor | None) -> Tensor:
     assert bits is not None
     low, high = piece.keys
     positions = torch.arange(low, high, device=bits.device)
-    rows = torch.arange(piece.place, piece.place + piece.rows[1] - piece.rows[0], device=bits.device)
+    rows = torch.arange(piece.position, piece.position + piece.rows[1] - piece.rows[0], device=bits.device)
     until_itself = positions <= rows[:, None]
     if piece.kind == "causal":
         return until_itself
-    k, rule = bits[low:high], piece.word
+    k, rule = bits[low:high], piece.bits
     # All rows follow one rule, so that it is enough to look at each key once, and then at the order.
     group = (k >> GROUP_SHIFT) & OWN_GROUP_MASK
     document = k >> DOCUMENT_SHIFT == rule >> DOCUMENT_SHIFT

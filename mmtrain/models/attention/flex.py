@@ -23,7 +23,7 @@ from mmtrain.modality.bitfield import (
 )
 
 BLOCK_SIZE = 128
-"""Rows and keys of a block of the mask: what the kernels of FlexAttention are tuned for."""
+"""Rows and keys of a block of the mask: the size for which the kernels of FlexAttention are tuned."""
 LEAST_COLUMNS = 16
 """Fewest columns of a head for which FlexAttention has a GPU kernel."""
 
@@ -32,7 +32,7 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, 
     """Attention of this rank's rows to the rows of the sequence that the mask names, [1, Q, H, E].
 
     Shapes: query [1, H, Q, E]; key and value [1, K, T, E]. Rows that see nothing get 0.
-    On a CPU it is slow, needs memory for all scores, and has no backward: there it serves tests alone.
+    On a CPU it is slow, needs memory for all scores, and has no backward: it is for tests only.
     """
     attend = _compiled() if query.is_cuda else flex_attention
     grouped = query.shape[1] != key.shape[1]
@@ -53,19 +53,19 @@ def make_block_mask(bits: Bits, rows: Bits, device: torch.device) -> BlockMask:
     visited in vain if it lies inside of the range of keys of one of its rows and the rows see none of it, which
     happens only where a row's keys have holes.
 
-    Args: bits: [T] words. rows: [Q] places of the rows, -1 for padding.
+    Args: bits: [T] masks. rows: [Q] positions of the rows, -1 for padding.
     """
     any_visible, full = visible_blocks(bits, rows)
     partial = any_visible & ~full
     num_rows, num_keys = (length * BLOCK_SIZE for length in partial.shape)
     positions = _on(device, np.concatenate([rows, np.full(num_rows - len(rows), -1)]))
-    # No key has the word -1, nor the document -1 that it stands for.
+    # No key has the mask -1, nor the document -1 that it stands for.
     padded_bits = np.append(bits, np.full(num_keys - len(bits) + 1, -1))
     key_bits = _on(device, padded_bits[:-1])
     row_bits = _on(device, np.append(padded_bits[rows], np.full(num_rows - len(rows), -1)))
 
     def mask_mod(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        # Captures tensors alone: a captured number would compile a kernel for each of its values.
+        # Captures only tensors: a captured number would compile a kernel for each of its values.
         q, k, position = row_bits[row], key_bits[column], positions[row]
         group = (k >> GROUP_SHIFT) & OWN_GROUP_MASK
         span = (q >> SPAN_SHIFT) & SPAN_MASK

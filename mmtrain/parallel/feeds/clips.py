@@ -80,7 +80,7 @@ class CaptionsFeed(ClipsFeed):
 
 
 class LatentsFeed(ClipsFeed):
-    """Noisy latents for the first stage of a DiT, targets for the last one; behind a VAE, what makes them of its."""
+    """Noisy latents for the first stage of a DiT, targets for the last one; behind a VAE, functions that make them."""
 
     def __call__(self, first: bool, last: bool, work: int) -> Arguments:
         clips, noise = self._works[work].units, self._noise
