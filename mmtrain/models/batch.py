@@ -1,6 +1,7 @@
 """The tensors of one step on one model replica."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -15,6 +16,11 @@ IGNORE_INDEX = -100
 """Label of a position that has no target."""
 
 
+def document_positions(lengths: Iterable[int]) -> Tensor:
+    """[T] int64: the position of each packed token in its document. Args: lengths: tokens of each document."""
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
 @dataclass(kw_only=True)
 class Microbatch:
     """One packed sequence and its images.
@@ -24,8 +30,6 @@ class Microbatch:
 
     input_ids: Tensor
     """[T] int64."""
-    position_ids: Tensor
-    """[T] int64; restarts at 0 with each document."""
     labels: Tensor
     """[T] int64, already shifted: `labels[t]` is the target of position t, or IGNORE_INDEX."""
     image_slots: Tensor
@@ -136,7 +140,7 @@ def _check_clips(where: str, tensors: ClipMicrobatch, meta: MicrobatchMeta, vae:
 
 
 def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> None:
-    for name in ("input_ids", "position_ids", "labels"):
+    for name in ("input_ids", "labels"):
         if getattr(tensors, name).shape != (meta.num_tokens,):
             shape = tuple(getattr(tensors, name).shape)
             raise DataError(f"{where}: {name} has shape {shape}, but its documents have {meta.num_tokens} tokens")

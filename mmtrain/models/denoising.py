@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmtrain.modality.bitfield import prompt_bits
 from mmtrain.models.attention.context import attention_context
+from mmtrain.models.batch import document_positions
 from mmtrain.models.chunk import LanguageChunk
 from mmtrain.models.dit import DitChunk
 
@@ -19,7 +20,7 @@ from mmtrain.models.dit import DitChunk
 def encode_prompts(text_encoder: LanguageChunk, prompts: Sequence[Tensor]) -> list[Tensor]:
     """The states [T, D] of prompts, token ids [T] each on the encoder's device."""
     lengths = [len(ids) for ids in prompts]
-    positions = torch.cat([torch.arange(n) for n in lengths]).to(prompts[0].device)
+    positions = document_positions(lengths).to(prompts[0].device)
     states: Tensor = text_encoder(
         torch.cat(list(prompts)), attention=attention_context(prompt_bits(lengths)), position_ids=positions
     )

@@ -9,7 +9,7 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.modality.bitfield import language_bits, prompt_bits
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch
+from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch, document_positions
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import LanguageOutput
 from mmtrain.models.diffusion import ClipNoise
@@ -85,7 +85,7 @@ class ReferenceModel(nn.Module):
         output: LanguageOutput = self.chunks["language"](
             tensors.input_ids,
             attention=attention_context(language_bits(counts, self.mask)),
-            position_ids=tensors.position_ids,
+            position_ids=document_positions(counts.lengths),
             features=features,
             slots=tensors.image_slots,
             labels=tensors.labels,
@@ -101,7 +101,7 @@ class ReferenceModel(nn.Module):
         features = self.chunks["language"](
             noise.prompts(clips, tensors.text_ids),
             attention=attention_context(prompt_bits(lengths)),
-            position_ids=torch.cat([torch.arange(length) for length in lengths]),
+            position_ids=document_positions(lengths),
         )
         latents = [self.chunks["vae"](pixels) for pixels in tensors.latents] if self.encodes else tensors.latents
         pairs = list(zip(clips, latents, strict=True))

@@ -12,7 +12,7 @@ from mmtrain.modality.bitfield import prompt_bits
 from mmtrain.modality.clips import ClipsLayout
 from mmtrain.modality.submesh import pad_indices
 from mmtrain.models.attention.context import AttentionContext, attention_context
-from mmtrain.models.batch import ClipMicrobatch
+from mmtrain.models.batch import ClipMicrobatch, document_positions
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
 from mmtrain.spec.spec import ModuleSpec
@@ -63,7 +63,7 @@ class CaptionsFeed(ClipsFeed):
         rows = pad_indices(np.arange(sum(lengths)), self._inputs.layout.submesh.tp)
         if work not in self._cache:
             attention = attention_context(prompt_bits(lengths), rows=rows, backend=self._inputs.backend)
-            positions = torch.cat([torch.arange(length) for length in lengths])
+            positions = document_positions(lengths)
             self._cache[work] = attention, self._padded(positions, len(rows))
         attention, position_ids = self._cache[work]
         kwargs: dict[str, Any] = {"attention": attention, "position_ids": position_ids}

@@ -10,7 +10,7 @@ from mmtrain.modality.documents import DocumentsLayout
 from mmtrain.modality.images import ImagesLayout
 from mmtrain.modality.submesh import Indices
 from mmtrain.models.attention.context import AttentionContext, attention_context
-from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.models.batch import IGNORE_INDEX, document_positions
 from mmtrain.parallel.context import RowExchange
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
 from mmtrain.spec.spec import ModuleSpec
@@ -57,7 +57,7 @@ class DocumentsFeed:
     def _position_ids(self, microbatch: int, rows: Indices) -> Tensor:
         """Positions restart with each document; padding has 0."""
         lengths = self._inputs.meta.microbatches[microbatch].lengths
-        return self._inputs.take(torch.cat([torch.arange(n) for n in lengths]), rows, 0)
+        return self._inputs.take(document_positions(lengths), rows, 0)
 
     def _slots(self, work: int, rows: Indices, image_slots: Indices) -> dict[str, Any]:
         """Which of this rank's rows are image tokens, and the exchange that brings their features."""
