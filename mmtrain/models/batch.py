@@ -76,8 +76,8 @@ def without_images(batch: Batch) -> Batch:
 
 
 def with_other_captions(batch: Batch, meta: IterationMeta) -> tuple[Batch, IterationMeta]:
-    """The clips of a replica's batch, each with the caption of the one after it: a control that shows what captions are
-    worth."""
+    """The clips of a replica's batch, each with the caption of the next one: a control that shows how much captions
+    help."""
     captions = [
         caption
         for tensors, counts in zip(batch.clips, meta.microbatches, strict=True)

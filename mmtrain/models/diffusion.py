@@ -145,7 +145,7 @@ def _squared_alphas() -> list[float]:
 
 
 def make_scheduler(section: DiffusionConfig) -> Any:
-    """diffusers' scheduler for sampling from what such a job trains; epsilon and v are trained on its own schedule.
+    """diffusers' scheduler for sampling from the model of such a job; epsilon and v are trained on its own schedule.
 
     Raises: ConfigError: diffusers is not installed.
     """

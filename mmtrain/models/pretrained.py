@@ -190,7 +190,7 @@ def _module_names(module: nn.Module, on_disk: Iterable[str], prefixes: tuple[str
     from transformers.core_model_loading import WeightRenaming
 
     keys = list(on_disk)
-    # Inside of a larger model, only what has the prefix belongs to this module.
+    # Inside of a larger model, only names with the prefix belong to this module.
     prefix = next((p for p in prefixes if any(key.startswith(p) for key in keys)), "")
     renamings = [r for r in get_model_conversion_mapping(module) if isinstance(r, WeightRenaming)]
     names = {}
@@ -223,7 +223,7 @@ def _belongs(module: nn.Module, name: str) -> bool:
     for i, part in enumerate(parts[:-1]):
         child = dict(module.named_children()).get(part)
         if child is None:
-            # Other layers and parts of a larger model are absent on purpose; inside of a block nothing is.
+            # Other layers and parts of a larger model are absent on purpose; parts of a block never are.
             return any(p.isdigit() for p in parts[:i])
         module = child
     return True

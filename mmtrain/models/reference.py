@@ -1,4 +1,4 @@
-"""The whole model in one process, without schedule or sharding: the reference for pipelines."""
+"""The whole model in one process, without schedule or sharding: the reference of pipelines."""
 
 from dataclasses import replace
 

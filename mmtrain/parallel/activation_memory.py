@@ -26,9 +26,9 @@ class ActivationMemory:
     """The switch of one chunk: how each of its blocks treats its activations, for each work.
 
     The forward of each block is replaced once, before FSDP2, and asks the switch when it is called; a work needs no
-    new hooks. Parameters keep their names, and hooks on the block itself (FSDP2) run once. A block that
-    is recomputed runs again what it ran, whatever the switch says by then: hooks inside of it (tensor parallelism)
-    and collectives too, in the order of the forward, on all ranks alike.
+    new hooks. Parameters keep their names, and hooks on the block itself (FSDP2) run once. The recomputation of a
+    block repeats its forward, even if the switch was changed since: hooks inside of it (tensor parallelism) and
+    collectives, too, in the order of the forward, on all ranks alike.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def build_local_model(
     recompute: ActivationCheckpointConfig | None = None,
 ) -> LocalModel:
     """Builds this rank's chunks, in a fixed order: meta -> memory -> random or stored weights -> TP -> the switch
-    of what blocks do with activations -> FSDP2.
+    of the activations of blocks -> FSDP2.
 
     Values depend only on the seed and the parameter's name, not on the layout.
 

@@ -1,8 +1,8 @@
 """Exchanges of rows among the ranks of a submesh: keys and values over cp, image features over cp x tp.
 
 Ranks hold unequal numbers of rows. Forward: all-gather of equal, padded pieces, then a choice of rows.
-Backward: the gradients go back into the pieces and are reduce-scattered, so that each row gets the sum of what
-all ranks owe it.
+Backward: the gradients go back into the pieces and are reduce-scattered, so that each row gets the sum of its
+gradients on all ranks.
 
 Source: all-gather context parallelism: Llama 3, arXiv:2407.21783, section 3.3.2; Cornstarch, arXiv:2503.11367,
 section 3.4.3.

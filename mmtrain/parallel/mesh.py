@@ -274,8 +274,8 @@ def _directed_groups(pipelines: Sequence[tuple[int, ...]], rank: int) -> dict[tu
 
 
 def second_replica_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Another group of the ranks of this replica, on gloo whatever the device, for another thread: what two threads
-    do on one group would be paired by order. None for one rank. Every rank of the job must call it.
+    """Another group of the ranks of this replica, on gloo for any device, for another thread: collectives of two
+    threads on one group would be paired by their order. None for one rank. Every rank of the job must call it.
 
     Args: timeout: of a collective on it.
     """

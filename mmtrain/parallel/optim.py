@@ -18,8 +18,8 @@ from mmtrain.parallel.titan import FrozenAwareOptimizers, ParamGroupConfig, init
 class LocalOptimizers(FrozenAwareOptimizers):
     """torchtitan's container, whose optimizers compute on this rank's parts of DTensors.
 
-    Updates are elementwise, so that plain tensors give what DTensors would, bit for bit, without the sharding rules of
-    operations on whole lists of DTensors (0.8 s of the first step on a CPU). What is kept and saved stays DTensors.
+    Updates are elementwise, so that plain tensors give the values of DTensors, bit for bit, without the sharding rules
+    of operations on whole lists of DTensors (0.8 s of the first step on a CPU). Parameters and moments stay DTensors.
     """
 
     def step(self, *args: Any, **kwargs: Any) -> None:

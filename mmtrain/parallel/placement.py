@@ -1,7 +1,7 @@
 """Where a job is trained: how its model, its data and its planning are divided over the ranks.
 
-A placement holds nothing that cannot be built again. What is trained comes into its chunks and optimizer by the names
-of parameters, from a checkpoint or from the placement before it.
+All parts of a placement can be built again. Weights and moments are loaded into its chunks and optimizer by the names
+of parameters, from a checkpoint or from the former placement.
 """
 
 from contextlib import ExitStack

@@ -1,9 +1,9 @@
-"""One replica's data: read by its leader, and given to each of its ranks as far as that needs them.
+"""One replica's data: read by its leader, which sends each rank the tensors that it needs.
 
-Everyone gets the metadata and the labels. The tensors go to the pipeline ranks where a module takes them in: the first
-one, which holds the leader; where the language model begins, if that is another one (a mixed partition); and of a
-text-to-video model where the DiT begins, and where it ends and its targets are formed. With a VAE, whose pixels the
-leader itself takes in, the DiT gets nothing.
+All ranks get the metadata and the labels. The tensors go to the pipeline ranks where a module reads them: the first
+one, which holds the leader; the one where the language model begins, if that is another one (a mixed partition); and
+of a text-to-video model those where the DiT begins and ends. With a VAE only the leader reads pixels, and the DiT gets
+no tensors of the batch.
 """
 
 from collections.abc import Callable, Iterator

@@ -53,10 +53,10 @@ class BoundAction(TorchAction):
     transfer: Transfer | None
     """What a send or receive moves."""
     waits: tuple[tuple[Transfer, tuple[Transfer, ...]], ...]
-    """What must have arrived before a compute action, each with the sends whose arrival follows from it."""
+    """Messages that must have arrived before a compute action, each with the sends whose arrival follows from it."""
     prefetched: tuple[int, int] | None
-    """(stage, work) of the next compute action, if that is a backward: what it needs of host memory comes back beside
-    this one."""
+    """(stage, work) of the next compute action, if that is a backward: its offloaded activations come back during this
+    action."""
 
     def __repr__(self) -> str:
         return str(self.ours)
