@@ -266,7 +266,10 @@ class EmulatedRuntime(PipelineScheduleRuntime):
 
     def timeline(self, outcome: StepOutcome) -> Timeline:
         """The executed timeline of all ranks, on every rank. Collective. Args: outcome: of this rank."""
-        return executed_timeline(self._problem.graph, self._mesh.gather_pp(outcome.rows))
+        rows: list[Any] = [outcome.rows] * self._mesh.shape.pp
+        if self._mesh.shape.pp > 1:
+            dist.all_gather_object(rows, outcome.rows, group=self._mesh.pp_group)
+        return executed_timeline(self._problem.graph, rows)
 
 
 def executed_timeline(graph: WorkGraph, rows: Sequence[Sequence[tuple[Any, float, float]]]) -> Timeline:

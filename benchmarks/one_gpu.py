@@ -43,7 +43,7 @@ from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.data.noise import noise_batch
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
-from mmtrain.models.batch import Batch, Microbatch
+from mmtrain.models.batch import Batch, Microbatch, document_positions
 from mmtrain.models.projector import Projector
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.observe.metrics import peak_flops
@@ -235,11 +235,11 @@ def plain_model(config: Config, attention: str) -> VisionLanguage:
     return model.train()
 
 
-def inputs(tensors: Microbatch) -> dict[str, Tensor]:
+def inputs(tensors: Microbatch, counts: MicrobatchMeta) -> dict[str, Tensor]:
     """Of the plain model's call."""
     found = {
         "input_ids": tensors.input_ids,
-        "position_ids": tensors.position_ids,
+        "position_ids": document_positions(counts.lengths),
         "labels": tensors.labels,
         "image_slots": tensors.image_slots,
     }
@@ -296,10 +296,10 @@ def run_plain(device: torch.device, config: Config, size: Size, steps: int, atte
     )  # fmt: skip
     ends = []
     for batch, meta in islice(cycle(batches(config, size)), WARM + steps):
-        for tensors in batch.microbatches:
-            there = {name: value.to(device, non_blocking=True) for name, value in inputs(tensors).items()}
+        for tensors, counts in zip(batch.microbatches, meta.microbatches, strict=True):
+            on_device = {k: value.to(device, non_blocking=True) for k, value in inputs(tensors, counts).items()}
             with torch.autocast(device.type, torch.bfloat16, enabled=is_bfloat16(config)):
-                loss = model(**there, num_items_in_batch=meta.num_targets)["loss"]
+                loss = model(**on_device, num_items_in_batch=meta.num_targets)["loss"]
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
         optimizer.step()

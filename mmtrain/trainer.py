@@ -1,4 +1,4 @@
-"""Puts the parts together: set-up, the training loop, validation, checkpoints, what the user sees.
+"""The training job of one rank: set-up, the training loop, steps, validation, checkpoints.
 
 All ranks of a replica get the metadata of each batch; every rank then plans the iteration by itself and gets the same
 program. With the planner on, the data of a step are read before the step before runs, so that its plan is searched
@@ -9,7 +9,6 @@ another layout in the same processes.
 """
 
 import dataclasses
-import errno
 import gc
 import logging
 import os
@@ -17,7 +16,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,33 +33,29 @@ from mmtrain.config.config import Config
 from mmtrain.config.sections import ParallelismConfig
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.tokenizer import job_tokenizer
-from mmtrain.errors import ConfigError, MMTrainError, TrainingError
-from mmtrain.launch.folder_owner import owned
+from mmtrain.errors import MMTrainError, TrainingError
 from mmtrain.launch.processes import STOPS, check_temporary_folder
 from mmtrain.modality.buckets import check_video
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch, check_batch, with_other_captions
 from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
-from mmtrain.observe.environment import write_environment
 from mmtrain.observe.host_memory import keep_freed_memory
-from mmtrain.observe.job_counts import JobCounts, StepCounts
-from mmtrain.observe.job_summary import few_clips, start_lines
-from mmtrain.observe.metrics import Reporter, StepMetrics, Validation, peak_flops, setup_logging
+from mmtrain.observe.job_summary import few_clips
+from mmtrain.observe.metrics import Validation, setup_logging
 from mmtrain.observe.out_of_memory import OutOfMemoryContext, explain, is_out_of_memory
-from mmtrain.observe.step_files import StepFiles
-from mmtrain.observe.step_memory import DeviceMemory, JobMemory, MemoryUse
-from mmtrain.observe.step_timing import StepTiming
-from mmtrain.observe.validation import count_answers, whole_predictions
+from mmtrain.observe.run_record import FinishedStep, RunRecord, StepResult, log_start, owned_by_rank_zero
+from mmtrain.observe.step_memory import DeviceMemory, JobMemory
+from mmtrain.observe.validation import count_answers, validation_of_all, whole_predictions
 from mmtrain.parallel.activation_memory import saved_ops
 from mmtrain.parallel.build import LocalModel, check_same_program
-from mmtrain.parallel.collectives import on_rank_zero
+from mmtrain.parallel.collectives import errors_on_all, sum_over
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
-from mmtrain.parallel.grads import clip, fill_missing_grads, sync_tied, total_norm
+from mmtrain.parallel.grads import clip, fill_missing_grads, nonfinite_ranks, sync_tied, total_norm
 from mmtrain.parallel.mesh import Mesh, init_process_group, pick_device
 from mmtrain.parallel.optim import lr_factor, set_lr
 from mmtrain.parallel.placement import Placement
-from mmtrain.parallel.planning import PendingPlan, PlanAhead, Planned, local_world_size, num_cores
+from mmtrain.parallel.planning import PendingPlan, PlanAhead, Planned, local_world_size
 from mmtrain.parallel.replica_data import Item
 from mmtrain.parallel.roll_call import RollCall, common_reason, is_communication
 from mmtrain.parallel.runtime import StepOutcome
@@ -69,23 +63,10 @@ from mmtrain.parallel.tensor import finish_gradients
 from mmtrain.parallel.torch_private import default_store, set_default_timeout
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.planner.plan_choice import Search, search_threads
+from mmtrain.planner.plan_choice import Search
 from mmtrain.planner.search import search as searching
 
 logger = logging.getLogger("mmtrain")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one training step did, with losses over all replicas."""
-
-    loss: float
-    max_loss: float
-    grad_norm: float
-    tokens: int
-    clips: int
-    stop: bool
-    """Whether some rank was asked to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +85,7 @@ class Trainer:
     """One rank of a training job."""
 
     def __init__(self, config: Config, *, search: Search = searching.search) -> None:
-        """Checks and prepares what needs no process group.
+        """Checks the config, and prepares all that needs no process group.
 
         Args: search: finds the plans of iterations (`planner.enable`).
         Raises: ConfigError.
@@ -119,11 +100,10 @@ class Trainer:
         self._denoising: Denoising | None = None
         if config.model.reads_clips:
             self._denoising = Denoising.of(config, null_token(job_tokenizer(config)))
-        self.reporter: Reporter | None = None
+        self._record: RunRecord | None = None
         self.checkpointer: Checkpointer | None = None
         self._placement: Placement | None = None
         self.state = TrainState.first(config)
-        self._counts = JobCounts()
         self._stop_signal = 0
         self._old_handlers: dict[int, Any] = {}
 
@@ -151,7 +131,7 @@ class Trainer:
     def run(self, layouts: Mapping[int, ParallelismConfig] | None = None) -> None:
         """Trains to the last step, or until SIGTERM or SIGINT. Joins the job's process group unless the caller has.
 
-        A run that has no step to do writes nothing.
+        A run without steps left writes no files.
 
         Args: layouts: step -> `[parallelism]` of the steps after it; for as many ranks as the job has.
         Raises:
@@ -166,7 +146,7 @@ class Trainer:
         roll_call = RollCall(default_store(), dist.get_rank(), dist.get_world_size())
         try:
             timeout_s = self.config.comm.timeout_seconds
-            with common_reason(roll_call, timeout_s, self._place), self._owning_folder(), self._needing_room():
+            with common_reason(roll_call, timeout_s, self._place), owned_by_rank_zero(self.folder):
                 self._set_up(device)
                 self._train(layouts or {})
         except MMTrainError as error:
@@ -184,7 +164,8 @@ class Trainer:
             text = "already at step %d of training.steps = %d: nothing to do; raise it, or use another job.dump_folder"
             logger.info(text, self.state.step, steps)
             return
-        self._open_record()
+        self._record = RunRecord(self.config, self.planner, self.mesh, self.state.step)
+        self._old_handlers = {number: signal.signal(number, self._on_stop) for number in STOPS}
         try:
             for step, parallelism in sorted(layouts.items()):
                 if not self._loop(step):
@@ -197,33 +178,6 @@ class Trainer:
             if self.checkpointer:
                 self.checkpointer.finish()
             raise
-
-    @contextmanager
-    def _owning_folder(self) -> Iterator[None]:
-        """Inside, rank 0 owns the run folder. Collective over the job. Raises: ConfigError: on all ranks."""
-        with ExitStack() as stack:
-            refusal: list[ConfigError | None] = [None]
-            if dist.get_rank() == 0:
-                try:
-                    stack.enter_context(owned(self.folder))
-                except ConfigError as error:
-                    refusal = [error]
-            dist.broadcast_object_list(refusal, src=0, device=torch.device("cpu"))
-            if refusal[0]:
-                raise refusal[0]
-            yield
-
-    @contextmanager
-    def _needing_room(self) -> Iterator[None]:
-        """Says what to do where a file system is full. Raises: MMTrainError: in the place of that error."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise MMTrainError(
-                f"{self.folder}: {error.strerror}; make room and start the job again, which goes on from its checkpoint"
-            ) from None
 
     def _place(self, function: str) -> str:
         """Where this rank is in the job, for a message. Args: function: that it is in."""
@@ -250,7 +204,7 @@ class Trainer:
 
     def _build(self, device: torch.device) -> None:
         """Places the job as its config says, with initial weights. Collective over the job."""
-        self._log_start(device)
+        log_start(self.config, self.planner, device, self._cut_s)
         self._memory = JobMemory.budgeted(self.config, self.planner, device, self._device_memory)
         self._placement = Placement.build(self.config, self.planner, device, self._search)
 
@@ -274,62 +228,29 @@ class Trainer:
         parallelism.mesh_shape.check_world_size(dist.get_world_size())
         planner, cut_s = _planner_in_time(config)
         logger.info("after step %d the layout changes", self.state.step)
-        device, held = self.mesh.device, HeldTensors.of(self._named())
+        device, tensors = self.mesh.device, HeldTensors.of(self._named())
         self.placement.close()
         self._placement, self._items = None, iter(())
         gc.collect()  # hooks refer to modules: their memory is needed now
         self.config, self.planner, self._cut_s = config, planner, cut_s
         self._build(device)
-        held.restore(self._named())
+        tensors.restore(self._named())
         self._take_up()
-        self._on_folder(self._write_description)
-
-    def _open_record(self) -> None:
-        """Begins what the run leaves in its folder, and takes signals from now on."""
-        config = self.config
-        self._is_reporter = self.mesh.rank == 0
-        self._on_folder(self._write_description)
-        self.reporter = Reporter(
-            config.metrics,
-            self.folder,
-            enabled=self._is_reporter,
-            steps=config.training.steps,
-            start=self.state.step,
-        )
-        self.peak_flops = peak_flops(config.metrics, self.mesh.device)
-        self._old_handlers = {number: signal.signal(number, self._on_stop) for number in STOPS}
-
-    def _on_folder(self, write: Callable[[], None]) -> None:
-        """Writes to the run's folder, on rank 0. Collective over the job. Raises: ConfigError: it cannot be done."""
-        try:
-            on_rank_zero(write)
-        except OSError as error:
-            raise ConfigError(
-                f"job.dump_folder = {str(self.folder)!r} cannot be written: {error.strerror}; name another folder"
-            ) from None
-
-    def _write_description(self) -> None:
-        (self.folder / "config.toml").write_text(config_module.dump(self.config))
-        write_environment(self.folder / "environment.json", self.mesh, self.state.step)
-
-    def _log_start(self, device: torch.device) -> None:
-        world_size = self.config.parallelism.mesh_shape.world_size
-        threads = search_threads(self.config.planner.threads, num_cores(), local_world_size(world_size))
-        for line in start_lines(self.config, self.planner, device=device.type, threads=threads, cut_s=self._cut_s):
-            logger.info("%s", line)
+        assert self._record is not None
+        self._record.describe(config, planner, self.mesh, self.state.step)
 
     def _tear_down(self, *, lost: bool = False) -> None:
         """Args: lost: a rank does not answer."""
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        if self.reporter is not None:
-            self.reporter.close()
+        if self._record is not None:
+            self._record.close()
         if self._placement is not None:
             self._placement.stop(lost=lost)
 
     def _on_stop(self, number: int, frame: Any) -> None:
         again = number == self._stop_signal == signal.SIGINT
-        if not self._stop_signal and self._is_reporter and number == signal.SIGINT:
+        if not self._stop_signal and dist.get_rank() == 0 and number == signal.SIGINT:
             saves = "saves and " if self.checkpointer else ""
             # Not through the log, which this signal may have interrupted.
             os.write(2, f"Ctrl-C: the job {saves}ends after this step; once more ends it at once\n".encode())
@@ -347,52 +268,64 @@ class Trainer:
         stopped = False
         if config.validation.enable and self.state.step == 0:
             self.validate(0)
+        assert self._record is not None
         batches = self._batches(self.state.step + 1, until)
         while self.state.step < until and not stopped:
-            start = time.perf_counter()
-            item, pending = next(batches)
-            loaded = time.perf_counter()
-            step = self.state.step + 1
-            planned = self._take(pending) if pending else None
-            plan = planned.plan if planned else self._plan(item.meta, step=step)
-            ready = time.perf_counter()
-            self._memory.start_step()
-            try:
-                result, outcome = self.train_step(step, item, plan)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise explain(error, self._out_of_memory_context(step, item, plan)) from error
-            seconds = time.perf_counter() - start
-            self.state = dataclasses.replace(
-                self.state,
-                step=step,
-                loader=item.state.to_dict(),
-                tokens=self.state.tokens + result.tokens,
-                clips=None if self.state.clips is None else self.state.clips + result.clips,
-            )
-            memory = self._memory.end_step(step, plan)
-            if saved := self._memory.to_dict():
-                self.state = dataclasses.replace(self.state, memory=saved)
-            quiet = step % config.metrics.log_freq != 0 and step not in (1, steps)
-            waits = (loaded - start, ready - loaded)
-            assert plan.result.plan is not None
-            timing = StepTiming.gathered(self.mesh, plan.result.plan, outcome)
-            self._report(result, item, plan, timing, seconds, waits, memory, planned, quiet=quiet)
-            self._write_files(step, plan, timing)
+            finished = self._next_step(batches)
+            self._record.step(finished)
+            step, stopped = finished.step, finished.result.stop
             if self.checkpointer:
                 self.checkpointer.poll()
-                if step % config.checkpoint.interval == 0 or step == steps or result.stop:
+                if step % config.checkpoint.interval == 0 or step == steps or stopped:
                     self.checkpointer.save(self.state, self._named())
             due = step % config.validation.freq == 0 or step == steps
-            if config.validation.enable and due and not result.stop:  # a stop leaves little time
+            if config.validation.enable and due and not stopped:  # a stop leaves little time
                 self.validate(step)
-            if stopped := result.stop:
+            if stopped:
                 reason = signal.Signals(self._stop_signal).name if self._stop_signal else "a signal to another rank"
                 logger.info("%s: stopped after step %d%s", reason, step, ", saved" if self.checkpointer else "")
         if self.checkpointer:
             self.checkpointer.finish()
         return not stopped and self.state.step < steps
+
+    def _next_step(self, batches: Iterator[tuple[Item, PendingPlan | None]]) -> FinishedStep:
+        """Trains one step, after which the state is the one to go on from. Collective over the job."""
+        start = time.perf_counter()
+        item, pending = next(batches)
+        loaded = time.perf_counter()
+        step = self.state.step + 1
+        planned = self._take(pending) if pending else None
+        plan = planned.plan if planned else self._plan(item.meta, step=step)
+        ready = time.perf_counter()
+        self._memory.start_step()
+        try:
+            result, outcome = self.train_step(step, item, plan)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise explain(error, self._out_of_memory_context(step, item, plan)) from error
+        end = time.perf_counter()
+        memory = self._memory.end_step(step, plan)
+        self.state = dataclasses.replace(
+            self.state,
+            step=step,
+            loader=item.state.to_dict(),
+            tokens=self.state.tokens + result.tokens,
+            clips=None if self.state.clips is None else self.state.clips + result.clips,
+            memory=self._memory.to_dict() or self.state.memory,
+        )
+        return FinishedStep(
+            step=step,
+            result=result,
+            outcome=outcome,
+            meta=item.meta,
+            plan=plan,
+            planned=planned,
+            memory=memory,
+            data_time_s=loaded - start,
+            plan_time_s=ready - loaded,
+            step_time_s=end - start,
+        )
 
     def train_step(self, step: int, item: Item, plan: IterationPlan) -> tuple[StepResult, StepOutcome]:
         """Forward, backward and optimizer step of one batch. Collective over the job.
@@ -416,10 +349,10 @@ class Trainer:
 
         Raises: TrainingError: the batch has nothing to predict.
         """
-        num_targets = self._sum_over_replicas(self._num_targets(item.meta))
+        num_targets = sum_over(self.mesh.batch_group, self._num_targets(item.meta))
         if num_targets == 0:
-            what = "no clip that can be read" if self._denoising else "no token to predict; check the records' answers"
-            raise TrainingError(f"step {step}: the batch has {what}")
+            lack = "no clip that can be read" if self._denoising else "no token to predict; check the records' answers"
+            raise TrainingError(f"step {step}: the batch has {lack}")
         outcome = self._run(plan, item, noise=self._noise(step, hides=True), loss_grad=1.0 / num_targets)
         parameters = self.model.parameters
         fill_missing_grads(parameters)
@@ -484,7 +417,7 @@ class Trainer:
         The ranks start each step together; a step is planned before its clock starts, however long that takes. All
         ranks of a replica give equal batches. Sets the job up and ends it; the process group must exist. Collective.
 
-        Args: clock: of steps and, on a CPU, actions. `time.thread_time` leaves out what else a machine does, and waits.
+        Args: clock: of steps and, on a CPU, actions. `time.thread_time` counts neither other processes nor waits.
         """
         try:
             self._set_up(device)
@@ -508,15 +441,7 @@ class Trainer:
         return sum((float(loss) for loss in outcome.losses.values()), 0.0)
 
     def _handle_nonfinite(self, step: int, loss: float, norm: float, local_loss: float) -> None:
-        bad = [not np.isfinite(local_loss)]
-        for parameter in self.model.parameters:
-            grad = parameter.grad
-            if grad is not None:
-                local = grad.to_local() if hasattr(grad, "to_local") else grad
-                bad.append(not bool(torch.isfinite(local).all()))
-        flags: list[Any] = [None] * self.mesh.shape.world_size
-        dist.all_gather_object(flags, any(bad))
-        ranks = [rank for rank, flag in enumerate(flags) if flag]
+        ranks = nonfinite_ranks(self.model.parameters, local_loss, self.mesh)
         message = f"step {step}: loss {loss}, gradient norm {norm}; not finite on ranks {ranks}"
         if self.config.training.on_nonfinite == "skip":
             logger.warning("%s; the step is skipped", message)
@@ -532,7 +457,7 @@ class Trainer:
         Args: step: names the search's seed and the memory limits.
         """
         planner = self._memory.limited(self.planner, step)
-        with self._on_all_replicas():
+        with errors_on_all(self.mesh.batch_group):
             ahead = self.placement.ahead
             if ahead and not forward_only:
                 return ahead.now(step, meta, planner).plan
@@ -544,27 +469,8 @@ class Trainer:
         """The plan that was made while the step before ran, or the first one. Collective over the job."""
         ahead = self.placement.ahead
         assert ahead is not None
-        with self._on_all_replicas():
+        with errors_on_all(self.mesh.batch_group):
             return ahead.take(pending, self.config.planner.patience_s)
-
-    @contextmanager
-    def _on_all_replicas(self) -> Iterator[None]:
-        """What ends one replica ends all of them, instead of leaving them to wait for it. Collective over the job."""
-        error: MMTrainError | None = None
-        try:
-            yield
-        except MMTrainError as found:
-            error = found
-        group = self.mesh.batch_group
-        if group is not None:
-            failed = torch.tensor(int(error is not None))
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-            if failed:
-                errors: list[MMTrainError | None] = [None] * dist.get_world_size(group)
-                dist.all_gather_object(errors, error, group=group)
-                error = error or next(other for other in errors if other)
-        if error:
-            raise error
 
     def _run(
         self,
@@ -578,7 +484,7 @@ class Trainer:
         """Args: noise: of a text-to-video job. want_predictions: of a language model's tokens."""
         if item.batch is not None and self.mesh.pp_rank == 0:  # other ranks may have a part of it
             check_batch(item.batch, item.meta, self._denoising.scale if self._denoising else None)
-        place = self.mesh.place
+        coordinates = self.mesh.place
         inputs = StepInputs(
             layout=plan.layout,
             meta=item.meta,
@@ -591,7 +497,7 @@ class Trainer:
         )
         self.placement.runtime.load(
             plan.program,
-            lambda stage, work: self.planner.output_shape(plan.layout, stage, work, place.cp, place.tp),
+            lambda stage, work: self.planner.output_shape(plan.layout, stage, work, coordinates.cp, coordinates.tp),
         )
         return self.placement.runtime.step(StepFeed(self.partition, inputs), loss_grad=loss_grad)
 
@@ -625,25 +531,18 @@ class Trainer:
         for step in range(first, last + 1):
             while len(waiting) < 2 and step + len(waiting) <= last:
                 waiting.append(self._fetch(step + len(waiting), ahead))
-            found = waiting.popleft()
-            if isinstance(found, Exception):
-                raise found
-            yield found
+            fetched = waiting.popleft()
+            if isinstance(fetched, Exception):
+                raise fetched
+            yield fetched
 
     def _fetch(self, step: int, ahead: PlanAhead) -> tuple[Item, PendingPlan] | Exception:
-        """The item of a step, which is being planned from now on; or why there is none."""
+        """The item of a step, whose plan is searched from now on; or the error of its data."""
         try:
             item = next(self._items)
         except Exception as error:
             return error
         return item, ahead.submit(step, item.meta, self._memory.limited(self.planner, step))
-
-    def _sum_over_replicas(self, count: int) -> int:
-        if self.mesh.batch_group is None:
-            return count
-        total = torch.tensor(count)
-        dist.all_reduce(total, group=self.mesh.batch_group)
-        return int(total)
 
     # ------------------------------------------------------------------------------------ validation
 
@@ -653,13 +552,13 @@ class Trainer:
         An answer is right if every one of its tokens is the most likely one after the right prefix, which
         is when greedy decoding would write it.
         """
-        found = self._validated(step, self.placement.data.validation(self.config.validation.steps))
+        result = self._validated(step, self.placement.data.validation(self.config.validation.steps))
         if self.config.validation.shuffled_captions:
             items = self.placement.data.validation(self.config.validation.steps, with_other_captions)
-            found = dataclasses.replace(found, shuffled_loss=self._validated(step, items).loss)
-        assert self.reporter is not None
-        self.reporter.validation(step, found)
-        return found
+            result = dataclasses.replace(result, shuffled_loss=self._validated(step, items).loss)
+        assert self._record is not None
+        self._record.validation(step, result)
+        return result
 
     def _validated(self, step: int, items: Iterator[Item]) -> Validation:
         mesh = self.mesh
@@ -674,89 +573,7 @@ class Trainer:
             if outcome.losses and mesh.place.cp == mesh.place.tp == 0:
                 num_targets += self._num_targets(item.meta)
                 count_answers(plan, item.meta, item.labels, predictions, accuracy)
-        parts: list[Any] = [None] * mesh.shape.world_size
-        dist.all_gather_object(parts, (loss_sum, num_targets, accuracy))
-        merged: dict[str, tuple[int, int]] = {}
-        for _, _, counts in parts:
-            for grade, (right, count) in counts.items():
-                before = merged.get(grade, (0, 0))
-                merged[grade] = (before[0] + right, before[1] + count)
-        loss = sum(p[0] for p in parts) / max(1, sum(p[1] for p in parts))
-        return Validation(loss=loss, accuracy=merged)
-
-    # ----------------------------------------------------------------------------------------- report
-
-    def _report(
-        self,
-        result: StepResult,
-        item: Item,
-        plan: IterationPlan,
-        timing: StepTiming,
-        seconds: float,
-        waits: tuple[float, float],
-        memory: MemoryUse,
-        planned: Planned | None,
-        *,
-        quiet: bool,
-    ) -> None:
-        """Args: waits: seconds for data and for the plan."""
-        mesh = self.mesh
-        module_flops = self.planner.flops(plan.batching)
-        flops = sum(f.total for f in module_flops.values())
-        counts = StepCounts.of(item.meta, flops, planned).summed(mesh)
-        self._counts.add(counts)
-        step = self.state.step
-        if not self._is_reporter:
-            return
-        assert self.reporter is not None and plan.result.timeline is not None
-        self.reporter.step(
-            StepMetrics(
-                step=step,
-                loss=result.loss,
-                max_loss=result.max_loss,
-                grad_norm=result.grad_norm,
-                lr=self.config.optimizer.lr * lr_factor(self.config.lr_scheduler, step, self.config.training.steps),
-                step_time_s=seconds,
-                data_time_s=waits[0],
-                plan_time_s=waits[1],
-                tokens=result.tokens,
-                images=counts.images,
-                patches=counts.patches,
-                image_tokens=counts.image_tokens,
-                clips=counts.clips,
-                frames=counts.frames,
-                video_tokens=counts.video_tokens,
-                skipped_samples=self._counts.skipped_samples,
-                bubble=timing.bubble,
-                flops=counts.flops / mesh.shape.world_size,
-                peak_flops=self.peak_flops,
-                memory_gib=memory.reserved_gib,
-                memory_percent=memory.reserved_percent,
-                memory_predicted_gib=memory.predicted_gib,
-                memory_measured_gib=memory.measured_gib,
-                memory_limit_gib=memory.limit_gib,
-                world_size=mesh.shape.world_size,
-                measured_s=timing.makespan_s,
-                planned_s=plan.result.timeline.makespan_s,
-                modules=timing.modules(module_flops, self.peak_flops * mesh.shape.cp * mesh.shape.tp),
-                planner=self._counts.planner(planned) if planned else None,
-            ),
-            quiet=quiet,
-        )
-
-    def _write_files(self, step: int, plan: IterationPlan, timing: StepTiming) -> None:
-        """What was measured beside what was planned, for replica 0, where it is due."""
-        section = self.config.metrics
-        if not self._is_reporter:
-            return
-        assert self.reporter is not None
-        files = StepFiles(step=step, planner=self.planner, plan=plan, timing=timing)
-        if section.trace_freq and step % section.trace_freq == 0:
-            files.write_trace(self.folder / "traces" / f"step-{step}.json")
-        last = step == self.config.training.steps
-        if section.timeline_freq and (step % section.timeline_freq == 0 or last):
-            files.write_timeline(self.folder / "timelines" / f"step-{step}")
-            self.reporter.image(step, "timeline", files.image)
+        return validation_of_all(loss_sum, num_targets, accuracy)
 
 
 def _planner_in_time(config: Config) -> tuple[IterationPlanner, float]:

@@ -158,7 +158,6 @@ def make_batch(model: ModelConfig, images: list[list[int]], seed: int) -> tuple[
         microbatches.append(
             Microbatch(
                 input_ids=torch.cat(ids),
-                position_ids=torch.cat([torch.arange(n) for n in meta.lengths]),
                 labels=torch.cat(labels),
                 image_slots=torch.tensor(slots, dtype=torch.int64),
                 pixel_values=pixels,

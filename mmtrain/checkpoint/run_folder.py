@@ -1,9 +1,7 @@
 """Reads the folder of a run in one process without process groups: its config, and modules of a checkpoint as whole
-chunks. Makes new folders that are either absent or complete."""
+chunks."""
 
 import logging
-import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,21 +126,3 @@ def _load(chunk: Chunk, module: str, source: StoredCheckpoint) -> None:
     with warnings.catch_warnings(), _advised():
         warnings.filterwarnings("ignore", message="torch.distributed is")  # there is only one process
         source.load(tensors, no_dist=True)
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder next to `out`, renamed to `out` at the end, and removed after an error.
-
-    Raises: ConfigError: `out` exists.
-    """
-    if out.exists():
-        raise ConfigError(f"{out} exists already; remove it or name another folder")
-    aside = out.with_name(out.name + ".tmp")
-    shutil.rmtree(aside, ignore_errors=True)  # of a command that was killed
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        os.replace(aside, out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

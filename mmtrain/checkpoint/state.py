@@ -39,7 +39,7 @@ class TrainState:
     data: dict[str, Any] = field(default_factory=dict)
     """Settings that give the loader's position its meaning: a run continues exactly only under equal ones."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """What plans allow for beside tensors, and the margins that grew, as of `BudgetHistory.to_dict`."""
+    """Memory that plans leave for other uses, and the margins that grew, as of `BudgetHistory.to_dict`."""
 
     clips: int | None = None
     """Clips seen by all replicas; None: not known, of a checkpoint from before they were counted."""

@@ -293,9 +293,6 @@ def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="bar, line and pie charts with questions",
         description="Draws charts and writes question-answer conversations about them, as parquet.",
     )
-    charts.add_argument("out", type=Path, metavar="OUT", help="folder to make")
-    charts.add_argument("--num-samples", type=int, default=4000, metavar="N", help="samples (default 4000)")
-    charts.add_argument("--seed", type=int, default=0, metavar="S", help="seed of all choices (default 0)")
     charts.set_defaults(run=_charts)
     shapes = kinds.add_parser(
         "shapes",
@@ -303,49 +300,49 @@ def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         description="Draws clips of one to three moving, coloured shapes and writes them with captions that describe "
         "them, as parquet.",
     )
-    shapes.add_argument("out", type=Path, metavar="OUT", help="folder to make")
-    shapes.add_argument("--num-samples", type=int, default=4000, metavar="N", help="clips (default 4000)")
-    shapes.add_argument("--seed", type=int, default=0, metavar="S", help="seed of all choices (default 0)")
+    shapes.set_defaults(run=_shapes)
+    for parser, unit in ((charts, "samples"), (shapes, "clips")):
+        parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+        parser.add_argument("--num-samples", type=int, default=4000, metavar="N", help=f"{unit} (default 4000)")
+        parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of all choices (default 0)")
     shapes.add_argument(
         "--preview",
         type=Path,
         metavar="FILE",
         help="also draw the first 12 training clips: .png, their frames side by side, or .gif, moving",
     )
-    shapes.set_defaults(run=_shapes)
 
 
 def _shapes(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from mmtrain.data.toy.shapes import check_preview, make_shapes, shape_clips, write_preview
 
     if args.preview:
         check_preview(args.preview)
-    with tqdm(total=args.num_samples, unit="clip", disable=not sys.stderr.isatty()) as bar:
-        made = make_shapes(args.out, args.num_samples, args.seed, progress=lambda done, total: bar.update(done - bar.n))
-    print(
-        f"{args.out}: {made.num_train} training and {made.num_validation} validation clips with "
-        f"{made.num_frames} frames, {made.num_bytes / 1e6:.1f} MB"
-    )
+    num_train = _make_data(args, make_shapes, "clip", "frames")
     if args.preview:
-        write_preview(args.preview, shape_clips("train", min(12, made.num_train), args.seed))
+        write_preview(args.preview, shape_clips("train", min(12, num_train), args.seed))
         print(f"{args.preview}: the first clips")
     return 0
 
 
 def _charts(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from mmtrain.data.toy.charts import make_charts
 
-    with tqdm(total=args.num_samples, unit="sample", disable=not sys.stderr.isatty()) as bar:
-        made = make_charts(args.out, args.num_samples, args.seed, progress=lambda done, total: bar.update(done - bar.n))
-    print(
-        f"{args.out}: {made.num_train} training and {made.num_validation} validation samples with "
-        f"{made.num_images} images, {made.num_bytes / 1e6:.1f} MB"
-    )
+    _make_data(args, make_charts, "sample", "images")
     return 0
+
+
+def _make_data(args: argparse.Namespace, make: Callable[..., Any], unit: str, images: str) -> int:
+    """The number of training samples that were written. Args: unit: a sample. images: what it has."""
+    from tqdm import tqdm
+
+    with tqdm(total=args.num_samples, unit=unit, disable=not sys.stderr.isatty()) as bar:
+        made = make(args.out, args.num_samples, args.seed, progress=lambda done, total: bar.update(done - bar.n))
+    print(
+        f"{args.out}: {made.num_train} training and {made.num_validation} validation {unit}s with "
+        f"{made.num_images} {images}, {made.num_bytes / 1e6:.1f} MB"
+    )
+    return int(made.num_train)
 
 
 if __name__ == "__main__":

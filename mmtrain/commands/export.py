@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mmtrain.checkpoint.run_folder import StoredRun, load_module, new_folder, open_run
+from mmtrain.checkpoint.run_folder import StoredRun, load_module, open_run
 from mmtrain.config.model import EncoderConfig, LanguageConfig, LoRAConfig
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
+from mmtrain.launch.whole_files import new_folder
 from mmtrain.modality.buckets import latent_channels
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.diffusion import make_scheduler, null_token

@@ -20,11 +20,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmtrain.checkpoint.run_folder import StoredRun, load_decoder, load_module, new_folder, open_run
+from mmtrain.checkpoint.run_folder import StoredRun, load_decoder, load_module, open_run
 from mmtrain.config.config import Config
 from mmtrain.data.clip_images import enlarged, save_gif, sheet
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError, MMTrainError
+from mmtrain.launch.whole_files import new_folder
 from mmtrain.modality.buckets import VideoGeometry, check_video, clip_seed, video_geometry
 from mmtrain.models.chunk import LanguageChunk
 from mmtrain.models.denoising import denoise, encode_prompts

@@ -107,11 +107,9 @@ def image_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None
 def _microbatch(read: Sequence[ReadDocument], image_token_id: int) -> Microbatch:
     documents = [item.document for item in read]
     ids = np.concatenate([document.input_ids for document in documents])
-    positions = np.concatenate([np.arange(document.meta.num_tokens) for document in documents])
     labels = np.concatenate([document.labels for document in documents])
     return Microbatch(
         input_ids=torch.from_numpy(ids),
-        position_ids=torch.from_numpy(positions),
         labels=torch.from_numpy(labels),
         image_slots=torch.from_numpy(np.flatnonzero(ids == image_token_id)),
         pixel_values=[pixels for item in read for pixels in item.pixels],

@@ -232,7 +232,7 @@ class _Wire:
     def pack(cls, batch: Batch, meta: IterationMeta, state: LoaderState) -> "_Wire":
         integers, pixels, layout, clip_layout = [], [], [], []
         for m in batch.microbatches:
-            integers += [m.input_ids, m.position_ids, m.labels, m.image_slots]
+            integers += [m.input_ids, m.labels, m.image_slots]
             pixels += [p.reshape(-1) for p in m.pixel_values]
             shapes = [tuple(p.shape) for p in m.pixel_values]
             layout.append((len(m.input_ids), len(m.image_slots), shapes, m.image_names))
@@ -246,19 +246,18 @@ class _Wire:
 
     def unpack(self) -> Step:
         microbatches = []
-        sizes = [n for tokens, slots, _, _ in self.layout for n in (tokens, tokens, tokens, slots)]
+        sizes = [n for tokens, slots, _, _ in self.layout for n in (tokens, tokens, slots)]
         sizes += [tokens for tokens, _, _ in self.clip_layout]
         integers = iter(self.integers.split(sizes))
         shapes = [shape for _, _, found, _ in self.layout for shape in found]
         shapes += [shape for _, found, _ in self.clip_layout for shape in found]
         pixels = iter(self.pixels.split([torch.Size(s).numel() for s in shapes]))
         for _, _, own_shapes, names in self.layout:
-            ids, positions, labels, slots = (next(integers) for _ in range(4))
+            ids, labels, slots = (next(integers) for _ in range(3))
             images = [next(pixels).reshape(shape) for shape in own_shapes]
             microbatches.append(
                 Microbatch(
                     input_ids=ids,
-                    position_ids=positions,
                     labels=labels,
                     image_slots=slots,
                     pixel_values=images,

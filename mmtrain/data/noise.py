@@ -45,7 +45,6 @@ def _microbatch(
         start = end
     return Microbatch(
         input_ids=torch.randint(vocab_size, (meta.num_tokens,), generator=generator),
-        position_ids=torch.cat([torch.arange(length) for length in meta.lengths]),
         labels=labels,
         image_slots=torch.tensor(slots, dtype=torch.int64),
         pixel_values=[_pixels(image, shape, generator) for image in meta.images] if shape else [],

@@ -196,11 +196,6 @@ def visible_keys(bits: Bits) -> VisibleKeys:
     )
 
 
-def num_pairs(bits: Bits) -> int:
-    """(query, key) pairs that attention over a whole sequence visits, exactly."""
-    return int(visible_keys(bits).number.sum())
-
-
 class _Buckets:
     """Runs of tokens with equal keys; each is described from the point of view of each of its runs.
 

@@ -10,6 +10,7 @@ Shape legend: N images; R rows of all images; F frames of a spectrogram; D encod
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,22 @@ from mmtrain.models.projector import Grid
 from mmtrain.spec.shapes import VisionShape
 from mmtrain.spec.windows import window_rows
 
-Attend = Callable[[Bits], AttentionContext]
-"""The mask of the rows of all images -> the context of attention on this rank."""
+
+@dataclass(frozen=True, kw_only=True)
+class RankRows:
+    """The rows of a vision stage on this rank."""
+
+    shape: VisionShape
+    grids: tuple[Grid, ...]
+    """Patches (time, height, width) of each image."""
+    indices: Bits
+    """[R] int64: index of each row of this rank among the rows of all images, in the order in which rows travel; -1 for
+    padding."""
+    attend: Callable[[Bits], AttentionContext]
+    """The mask of the rows of all images -> the context of attention on this rank."""
 
 
-class Host(ABC):
+class Adapter(ABC):
     """How to build and prune one family."""
 
     blocks: str
@@ -43,7 +55,7 @@ class Host(ABC):
 
     @abstractmethod
     def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        """The Hugging Face config class, and what builds the module from such a config."""
+        """The Hugging Face config class, and the function that builds the module from such a config."""
 
     def build(self, values: dict[str, Any], attention: str = PACKED) -> PreTrainedModel:
         """The whole module with parameters on the meta device and real buffers.
@@ -51,9 +63,9 @@ class Host(ABC):
         Raises: ConfigError: the Hugging Face class refuses the config.
         """
         config_class, make = self.classes()
-        given = {k: v for k, v in values.items() if v is not None and k != "model_type"}
+        fields = {k: v for k, v in values.items() if v is not None and k != "model_type"}
         try:
-            config = config_class(**given)
+            config = config_class(**fields)
             config._attn_implementation = attention
             with parameters_on_meta(), no_init_weights():
                 return make(config)
@@ -71,7 +83,7 @@ class Host(ABC):
             _replace(module, self.norm, None)
 
 
-class VisionAdapter(Host):
+class VisionAdapter(Adapter):
     """How to call one encoder family on two-dimensional activations [R, D]."""
 
     @abstractmethod
@@ -83,30 +95,18 @@ class VisionAdapter(Host):
         """The first activation, [R, D]."""
 
     @abstractmethod
-    def context(
-        self,
-        tower: PreTrainedModel,
-        x_rD: Tensor,
-        grids: tuple[Grid, ...],
-        shape: VisionShape,
-        places: Bits,
-        attend: Attend,
-    ) -> Any:
-        """What all blocks need besides the activation; it carries no gradient.
+    def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
+        """The arguments of all blocks in addition to the activation [r, D]; without a gradient.
 
-        Args:
-            x_rD: the activation, for its device and dtype alone.
-            places: [R] int64: place of each row of this rank among the rows of all images, in the order in which
-                rows travel; -1 for padding.
-            attend: the mask of all rows -> what attention needs.
+        Args: x_rD: the activation, only its device and dtype are used.
         """
 
     @abstractmethod
     def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
-        """One block, [R, D]. Args: index: its place in the whole module."""
+        """One block, [R, D]. Args: index: of the block in the whole module."""
 
     def features(self, x_RD: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        """The rows that are patches."""
+        """The rows of x_RD that are patches, [patches, D]."""
         return x_RD
 
     def init_weights(self, tower: PreTrainedModel, module: nn.Module) -> None:
@@ -132,25 +132,17 @@ class Qwen2VLVision(VisionAdapter):
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
         return tower.patch_embed(pixels)
 
-    def context(
-        self,
-        tower: PreTrainedModel,
-        x_rD: Tensor,
-        grids: tuple[Grid, ...],
-        shape: VisionShape,
-        places: Bits,
-        attend: Attend,
-    ) -> Any:
-        positions = block_positions(grids, shape.merge)
-        if shape.window:
-            positions = positions[shape.row_order(grids)]
+    def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
+        positions = block_positions(rows.grids, rows.shape.merge)
+        if rows.shape.window:
+            positions = positions[rows.shape.row_order(rows.grids)]
         return {
-            # One piece: `packed_attention` knows the images. On the CPU, since the block reads it as numbers.
-            "cu_seqlens": torch.tensor([0, len(places)], dtype=torch.int32),
+            # One piece: `packed_attention` has the mask of the images. On the CPU, since the block reads its values.
+            "cu_seqlens": torch.tensor([0, len(rows.indices)], dtype=torch.int32),
             "position_embeddings": tower.rotary_pos_emb(
-                x_rD, positions[np.maximum(places, 0)].to(x_rD.device, non_blocking=True)
+                x_rD, positions[np.maximum(rows.indices, 0)].to(x_rD.device, non_blocking=True)
             ),
-            "context": attend(frame_bits(grids)),
+            "context": rows.attend(frame_bits(rows.grids)),
         }
 
     def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
@@ -166,17 +158,9 @@ class Qwen25VLVision(Qwen2VLVision):
 
         return Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel
 
-    def context(
-        self,
-        tower: PreTrainedModel,
-        x_rD: Tensor,
-        grids: tuple[Grid, ...],
-        shape: VisionShape,
-        places: Bits,
-        attend: Attend,
-    ) -> Any:
-        full = super().context(tower, x_rD, grids, shape, places, attend)
-        windows = attend(segment_bits(window_rows(grids, shape.merge, shape.window)))
+    def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
+        full, shape = super().context(tower, x_rD, rows), rows.shape
+        windows = rows.attend(segment_bits(window_rows(rows.grids, shape.merge, shape.window)))
         return {"full": full, "window": {**full, "context": windows}, "full_blocks": shape.full_blocks}
 
     def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
@@ -195,16 +179,8 @@ class FixedSizeVision(VisionAdapter):
         (embed,) = (tower.get_submodule(name) for name in self.embed)
         return embed(pixels.to(next(embed.parameters()).dtype)).flatten(0, 1)
 
-    def context(
-        self,
-        tower: PreTrainedModel,
-        x_rD: Tensor,
-        grids: tuple[Grid, ...],
-        shape: VisionShape,
-        places: Bits,
-        attend: Attend,
-    ) -> Any:
-        return attend(segment_bits(self.rows(grid) for grid in grids))
+    def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
+        return rows.attend(segment_bits(self.rows(grid) for grid in rows.grids))
 
     def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
         return block(x_RD[None], context)[0]
@@ -262,7 +238,7 @@ class WhisperEncoder(FixedSizeVision):
             super().init_weights(tower, module)
 
 
-class Decoder(Host):
+class Decoder(Adapter):
     """A decoder-only language model with its head: Qwen2 and Llama."""
 
     blocks, embed, norm = "model.layers", ("model.embed_tokens",), "model.norm"
@@ -300,8 +276,8 @@ def block_positions(grids: tuple[Grid, ...], merge: int) -> Tensor:
     """Row and column of each patch when patches come in merge x merge squares, [R, 2] int64."""
     positions = []
     for t, h, w in grids:
-        place = torch.cartesian_prod(torch.arange(h), torch.arange(w))
-        squares = place.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2).reshape(-1, 2)
+        cells = torch.cartesian_prod(torch.arange(h), torch.arange(w))
+        squares = cells.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2).reshape(-1, 2)
         positions.append(squares.repeat(t, 1))
     return torch.cat(positions)
 
@@ -360,10 +336,10 @@ def build_diffusers(where: str, name: str, values: dict[str, Any]) -> Any:
         raise ConfigError(
             f"[{where}] needs the library diffusers, which cannot be imported ({error}); install mmtrain[video]"
         ) from error
-    given = {key: value for key, value in values.items() if key != "model_type"}
+    fields = {key: value for key, value in values.items() if key != "model_type"}
     try:
         with parameters_on_meta():
-            return make(**given)
+            return make(**fields)
     except Exception as error:  # whatever the class checks
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(

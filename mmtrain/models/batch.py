@@ -1,6 +1,7 @@
 """The tensors of one step on one model replica."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -15,6 +16,11 @@ IGNORE_INDEX = -100
 """Label of a position that has no target."""
 
 
+def document_positions(lengths: Iterable[int]) -> Tensor:
+    """[T] int64: the position of each packed token in its document. Args: lengths: tokens of each document."""
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
 @dataclass(kw_only=True)
 class Microbatch:
     """One packed sequence and its images.
@@ -24,10 +30,8 @@ class Microbatch:
 
     input_ids: Tensor
     """[T] int64."""
-    position_ids: Tensor
-    """[T] int64; restarts at 0 with each document."""
     labels: Tensor
-    """[T] int64, already shifted: `labels[t]` is what should be predicted at position t, or IGNORE_INDEX."""
+    """[T] int64, already shifted: `labels[t]` is the target of position t, or IGNORE_INDEX."""
     image_slots: Tensor
     """[V] int64: rows of `input_ids` that image features fill, in the order of the images."""
     pixel_values: list[Tensor]
@@ -72,35 +76,37 @@ def without_images(batch: Batch) -> Batch:
 
 
 def with_other_captions(batch: Batch, meta: IterationMeta) -> tuple[Batch, IterationMeta]:
-    """The clips of a replica's batch, each with the caption of the one after it: a control that shows what captions are
-    worth."""
+    """The clips of a replica's batch, each with the caption of the next one: a control that shows how much captions
+    help."""
     captions = [
         caption
         for tensors, counts in zip(batch.clips, meta.microbatches, strict=True)
         for caption in tensors.text_ids.split(list(counts.text_lengths))
     ]
     captions = captions[1:] + captions[:1]
-    clips, metas, taken = [], [], 0
+    clips, metas, next_caption = [], [], 0
     for tensors, counts in zip(batch.clips, meta.microbatches, strict=True):
-        mine = captions[taken : taken + len(counts.clips)]
-        taken += len(mine)
-        clips.append(replace(tensors, text_ids=torch.cat(mine)))
-        renamed = (replace(clip, num_text_tokens=len(text)) for clip, text in zip(counts.clips, mine, strict=True))
+        new_captions = captions[next_caption : next_caption + len(counts.clips)]
+        next_caption += len(new_captions)
+        clips.append(replace(tensors, text_ids=torch.cat(new_captions)))
+        renamed = (
+            replace(clip, num_text_tokens=len(text)) for clip, text in zip(counts.clips, new_captions, strict=True)
+        )
         metas.append(MicrobatchMeta(clips=tuple(renamed)))
     return Batch(clips=clips), replace(meta, microbatches=tuple(metas))
 
 
 def check_batch(batch: Batch, meta: IterationMeta, vae: LatentScale | None = None) -> None:
-    """Refuses a batch that does not hold exactly what its metadata says: each image and clip once, in its place.
+    """Refuses a batch that does not hold exactly what its metadata says: each image and clip once, at its position.
 
-    Args: vae: what becomes one latent place, of a job with a VAE.
+    Args: vae: size in pixels of one latent position, of a job with a VAE.
     Raises: DataError: naming the microbatch and the image or clip that is lost, doubled, moved or of a wrong size.
     """
     number = len(batch.microbatches) + len(batch.clips)
     if number != len(meta.microbatches):
         raise DataError(f"batch: {number} microbatches, but the metadata names {len(meta.microbatches)}")
-    found: list[Microbatch | ClipMicrobatch] = [*batch.microbatches, *batch.clips]
-    for index, (tensors, counts) in enumerate(zip(found, meta.microbatches, strict=True)):
+    microbatches: list[Microbatch | ClipMicrobatch] = [*batch.microbatches, *batch.clips]
+    for index, (tensors, counts) in enumerate(zip(microbatches, meta.microbatches, strict=True)):
         where = f"microbatch {index}"
         if isinstance(tensors, ClipMicrobatch):
             _check_clips(where, tensors, counts, vae)
@@ -120,21 +126,21 @@ def _check_clips(where: str, tensors: ClipMicrobatch, meta: MicrobatchMeta, vae:
     if len(tensors.latents) != len(expected):
         raise DataError(f"{where}: {len(tensors.latents)} latent tensors for {len(expected)} clips")
     for clip, latents in zip(meta.clips, tensors.latents, strict=True):
-        found = tuple(latents.shape)
-        if vae is None and found[1:] != clip.bucket:
+        shape = tuple(latents.shape)
+        if vae is None and shape[1:] != clip.bucket:
             raise DataError(
-                f"{where}: {clip.name} has latents of shape {found}; its bucket is {clip.bucket} (frames, height, "
+                f"{where}: {clip.name} has latents of shape {shape}; its bucket is {clip.bucket} (frames, height, "
                 "width)"
             )
-        if vae is not None and found != (wanted := (PIXEL_CHANNELS, *vae.pixels(clip.bucket))):
+        if vae is not None and shape != (expected_shape := (PIXEL_CHANNELS, *vae.pixels(clip.bucket))):
             raise DataError(
-                f"{where}: {clip.name} has pixels of shape {found}; its latents {clip.bucket} (frames, height, width) "
-                f"are made of {wanted}"
+                f"{where}: {clip.name} has pixels of shape {shape}; its latents {clip.bucket} (frames, height, width) "
+                f"are made of {expected_shape}"
             )
 
 
 def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> None:
-    for name in ("input_ids", "position_ids", "labels"):
+    for name in ("input_ids", "labels"):
         if getattr(tensors, name).shape != (meta.num_tokens,):
             shape = tuple(getattr(tensors, name).shape)
             raise DataError(f"{where}: {name} has shape {shape}, but its documents have {meta.num_tokens} tokens")
@@ -153,14 +159,16 @@ def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> 
     _check_slots(where, tensors, meta)
 
 
-def _name_difference(where: str, what: str, names: list[tuple[int, int]], expected: list[tuple[int, int]]) -> NoReturn:
+def _name_difference(
+    where: str, content: str, names: list[tuple[int, int]], expected: list[tuple[int, int]]
+) -> NoReturn:
     """Raises: DataError: the image or clip by which the names differ from those of the metadata."""
-    found, owed = Counter(names), Counter(expected)
-    for verb, different in (("lost", owed - found), ("there once too often", found - owed)):
+    counts, owed = Counter(names), Counter(expected)
+    for verb, different in (("lost", owed - counts), ("there once too often", counts - owed)):
         for sample, index in different:
-            raise DataError(f"{where}: {what} {index} of sample {sample} is {verb}")
-    order = "their tokens" if what == "image" else "their captions"
-    raise DataError(f"{where}: its {what}s are in another order than {order}: {names}")
+            raise DataError(f"{where}: {content} {index} of sample {sample} is {verb}")
+    order = "their tokens" if content == "image" else "their captions"
+    raise DataError(f"{where}: its {content}s are in another order than {order}: {names}")
 
 
 def _check_slots(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> None:

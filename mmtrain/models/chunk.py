@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import DataError
-from mmtrain.models.adapters import Decoder, VisionAdapter, check_grids
+from mmtrain.models.adapters import Decoder, RankRows, VisionAdapter, check_grids
 from mmtrain.models.attention.context import AttentionContext, Backend, Gather, attention_context
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.fused_qkv import reorder_output
@@ -161,7 +161,7 @@ class VisionChunk(Chunk):
         sharding, unit = self.row_sharding, self.shape.patches_per_token
         empty = lo == hi
         rows = unit if empty else hi - lo  # an empty part still takes part in collectives, with rows of padding
-        held = padded(rows, sharding.degree)
+        num_padded = padded(rows, sharding.degree)
         if self.has_embed:
             if empty:
                 x = x.new_zeros(rows, self.shape.patch_dim)
@@ -169,12 +169,13 @@ class VisionChunk(Chunk):
                 x = x.index_select(0, torch.from_numpy(self.shape.row_order(grids)).to(x.device, non_blocking=True))
             x = sharding.shard(self.adapter.call_embed(self.vision, x, grids))
         elif empty:
-            x = nn.functional.pad(x, (0, 0, 0, held // sharding.degree))
+            x = nn.functional.pad(x, (0, 0, 0, num_padded // sharding.degree))
         if self.block_indices:
-            places = np.full(held, -1, dtype=np.int64)
-            places[: hi - lo] = np.arange(lo, hi)
-            attend = partial(attention_context, rows=places, gather=gather, backend=backend)
-            context = self.adapter.context(self.vision, x, grids, self.shape, places, attend)
+            indices = np.full(num_padded, -1, dtype=np.int64)
+            indices[: hi - lo] = np.arange(lo, hi)
+            attend = partial(attention_context, rows=indices, gather=gather, backend=backend)
+            on_rank = RankRows(shape=self.shape, grids=grids, indices=indices, attend=attend)
+            context = self.adapter.context(self.vision, x, on_rank)
             for index, block in zip(self.block_indices, self.blocks(), strict=True):
                 x = self.adapter.call_block(index, block, x, context)
         if self.has_norm:
@@ -198,7 +199,7 @@ class VisionChunk(Chunk):
         dtype = next(self.parameters()).dtype
         return x.new_zeros(0, width, dtype=dtype) + x.sum().to(dtype)
 
-    def _check_rows(self, found: int, grids: tuple[Grid, ...], lo: int, hi: int, total: int) -> None:
+    def _check_rows(self, num_rows: int, grids: tuple[Grid, ...], lo: int, hi: int, total: int) -> None:
         where, unit = f"vision layers {self.lo}..{self.hi - 1}", self.shape.patches_per_token
         whole = (lo, hi) == (0, total)
         if not 0 <= lo <= hi <= total or not (whole or self.shape.packed) or lo % unit or (hi % unit and not whole):
@@ -206,11 +207,11 @@ class VisionChunk(Chunk):
                 f"{where}: a part {lo}..{hi} of {total} rows was asked for; it must be multiples of {unit}, and all "
                 "rows of an encoder of a fixed size"
             )
-        wanted = len(grids) if self.has_embed and not self.shape.packed else hi - lo
+        expected = len(grids) if self.has_embed and not self.shape.packed else hi - lo
         if not self.has_embed:
-            wanted = share_of(wanted, self.row_sharding.degree)
-        if found != wanted:
-            raise DataError(f"{where}: {found} rows arrived, but {len(grids)} images have {wanted}")
+            expected = share_of(expected, self.row_sharding.degree)
+        if num_rows != expected:
+            raise DataError(f"{where}: {num_rows} rows arrived, but {len(grids)} images have {expected}")
 
 
 TIED_NAMES = {"language.lm_head.weight": "language.model.embed_tokens.weight"}
@@ -270,13 +271,13 @@ class LanguageChunk(Chunk):
     ) -> Any:
         """The activation [t, D] after this chunk's layers, or the `LanguageOutput` of the head.
 
-        T is a multiple of the degree of `row_sharding`; rows at the end may be padding, which nothing sees and
+        T is a multiple of the degree of `row_sharding`; rows at the end may be padding, which no row sees and
         which has no label.
 
         Args:
             x: the activation [t, D] of the chunk before; for the first chunk token ids [T].
             attention: which tokens each of the T tokens sees.
-            position_ids: [T] int64, the place of each token in its document.
+            position_ids: [T] int64, the position of each token in its document.
             features: image features of this rank for the first chunk, [v, D]; None without images.
             exchange: this rank's features -> those that its rows need; None: it has just these.
             slots: int64 rows of the first activation [t, D] that these features fill, in their order.

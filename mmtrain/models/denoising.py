@@ -1,4 +1,4 @@
-"""From prompts to latents with the whole modules of a text-to-video model: what sampling is, without files.
+"""From prompts to latents with the whole modules of a text-to-video model: sampling without files.
 
 Shape legend: N clips; T text tokens of one clip; D columns; C, F, H, W channels, frames, rows and columns of latents.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmtrain.modality.bitfield import prompt_bits
 from mmtrain.models.attention.context import attention_context
+from mmtrain.models.batch import document_positions
 from mmtrain.models.chunk import LanguageChunk
 from mmtrain.models.dit import DitChunk
 
@@ -19,7 +20,7 @@ from mmtrain.models.dit import DitChunk
 def encode_prompts(text_encoder: LanguageChunk, prompts: Sequence[Tensor]) -> list[Tensor]:
     """The states [T, D] of prompts, token ids [T] each on the encoder's device."""
     lengths = [len(ids) for ids in prompts]
-    positions = torch.cat([torch.arange(n) for n in lengths]).to(prompts[0].device)
+    positions = document_positions(lengths).to(prompts[0].device)
     states: Tensor = text_encoder(
         torch.cat(list(prompts)), attention=attention_context(prompt_bits(lengths)), position_ids=positions
     )
@@ -32,7 +33,7 @@ def denoise(
     scheduler: Any,
     noise_NCFHW: Tensor,
     texts: Sequence[Tensor],
-    others: Sequence[Tensor] | None,
+    avoided_texts: Sequence[Tensor] | None,
     *,
     guidance: float,
     num_steps: int,
@@ -44,28 +45,28 @@ def denoise(
         dit: the whole module.
         scheduler: as `make_scheduler` gives it.
         texts: states [T, D] of each clip's prompt.
-        others: states of what guidance leads away from, of each clip; None: no guidance.
-        guidance: weight w of classifier-free guidance: what is predicted is u + w (p - u) of the predictions p with
+        avoided_texts: states of the text of each clip that guidance avoids; None: no guidance.
+        guidance: weight w of classifier-free guidance: the prediction is u + w (p - u) of the predictions p with
             the prompt and u with the other text. Source: Ho and Salimans, arXiv:2207.12598.
         progress: told (steps done, steps in all).
     """
     sides = zip(noise_NCFHW.shape[2:], dit.shape.patch, strict=True)
     frames, rows, columns = (side // patch for side, patch in sides)
-    every = [*texts, *(others or ())]
+    all_texts = [*texts, *(avoided_texts or ())]
     common: dict[str, Any] = {
-        "grids": ((frames, rows, columns),) * len(every),
-        "text_lengths": tuple(len(text) for text in every),
-        "features": torch.cat(every),
+        "grids": ((frames, rows, columns),) * len(all_texts),
+        "text_lengths": tuple(len(text) for text in all_texts),
+        "features": torch.cat(all_texts),
         "want_predictions": True,
     }
     scheduler.set_timesteps(num_steps, device=noise_NCFHW.device)
     x = noise_NCFHW
     for done, time in enumerate(scheduler.timesteps):
-        clips = list(x) if others is None else [*x, *x]
-        predicted = torch.stack(dit(clips, timesteps=[float(time)] * len(every), **common).predictions)
-        if others is not None:
-            prompted, other = predicted.chunk(2)
-            predicted = other + guidance * (prompted - other)
+        clips = list(x) if avoided_texts is None else [*x, *x]
+        predicted = torch.stack(dit(clips, timesteps=[float(time)] * len(all_texts), **common).predictions)
+        if avoided_texts is not None:
+            prompted, avoided = predicted.chunk(2)
+            predicted = avoided + guidance * (prompted - avoided)
         x = scheduler.step(predicted, time, x).prev_sample
         if progress:
             progress(done + 1, num_steps)

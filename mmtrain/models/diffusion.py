@@ -1,4 +1,4 @@
-"""What training makes of a clip: its noisy latents, its timestep, and what the DiT should predict of them.
+"""The training data of a clip: its noisy latents, its timestep, and the target of the DiT.
 
 Every random choice follows from the job's seed, the step and the clip's name, so each rank that needs one draws it by
 itself: the first rank of the DiT mixes latents with noise, the last one forms the targets with the same noise.
@@ -39,7 +39,7 @@ class ClipNoise:
         """Args:
         job_seed: `debug.seed`.
         step: of training, from 1; batch b of a validation is step -1 - b, so that all of them meet equal noise.
-        null_token: what hidden captions are made of; None: none is hidden, as in a validation.
+        null_token: token of hidden captions; None: no caption is hidden, as in a validation.
         """
         self._section = section
         self._key = job_seed, step
@@ -47,7 +47,7 @@ class ClipNoise:
         self._alphas = None if section.prediction == "flow" else _squared_alphas()
 
     def timestep(self, clip: ClipMeta) -> float:
-        """What the DiT is told of a clip's noise, 0 to 1000."""
+        """The amount of noise in a clip, 0 to 1000."""
         return self._drawn(clip)[0]
 
     def hides_caption(self, clip: ClipMeta) -> bool:
@@ -55,8 +55,8 @@ class ClipNoise:
         return self._null_token is not None and self._drawn(clip)[1] < self._section.caption_dropout
 
     def prompts(self, clips: Sequence[ClipMeta], text_ids_T: Tensor) -> Tensor:
-        """[T] what the text encoder reads: captions, one after another; null tokens where one is hidden, as many as it
-        has, so that nothing changes its size."""
+        """[T]: the captions of the clips, one after another, for the text encoder; a hidden one is replaced by as many
+        null tokens."""
         parts = text_ids_T.split([clip.num_text_tokens for clip in clips])
         return torch.cat(
             [
@@ -66,12 +66,12 @@ class ClipNoise:
         )
 
     def noisy(self, clip: ClipMeta, latents_CFHW: Tensor) -> Tensor:
-        """x: what the DiT reads of a clip, on the device and in the dtype (float32) of its latents."""
+        """[C, F, H, W]: the noisy latents that the DiT reads; device and dtype (float32) of the latents."""
         a, s = self._mix(clip)
         return a * latents_CFHW + s * self._noise(clip, latents_CFHW)
 
     def target(self, clip: ClipMeta, latents_CFHW: Tensor) -> Tensor | None:
-        """What it should predict; None: the clip is blank and has no loss."""
+        """[C, F, H, W]: the target of the DiT for a clip; None: the clip is blank and has no loss."""
         if clip.blank:
             return None
         noise = self._noise(clip, latents_CFHW)
@@ -113,17 +113,17 @@ class ClipNoise:
 
 @dataclass(frozen=True, slots=True)
 class Denoising:
-    """What a text-to-video job learns."""
+    """The training task of a text-to-video job."""
 
     section: DiffusionConfig
     seed: int
     """`debug.seed`."""
     null_token: int
-    """What hidden captions are made of."""
+    """Token of hidden captions."""
     outputs: int
     """Numbers that are predicted of each token with a loss."""
     scale: LatentScale | None
-    """What becomes one latent place; None: the latents are given."""
+    """Size in pixels of one latent position; None: the latents are given."""
 
     @classmethod
     def of(cls, config: Config, null_token: int) -> "Denoising":
@@ -140,12 +140,12 @@ class Denoising:
 @functools.cache
 def _squared_alphas() -> list[float]:
     """a x a of each timestep, as the scheduler of epsilon and v has it."""
-    found: list[float] = make_scheduler(DiffusionConfig(prediction="v")).alphas_cumprod.tolist()
-    return found
+    alphas: list[float] = make_scheduler(DiffusionConfig(prediction="v")).alphas_cumprod.tolist()
+    return alphas
 
 
 def make_scheduler(section: DiffusionConfig) -> Any:
-    """diffusers' scheduler for sampling from what such a job trains; epsilon and v are trained on its own schedule.
+    """diffusers' scheduler for sampling from the model of such a job; epsilon and v are trained on its own schedule.
 
     Raises: ConfigError: diffusers is not installed.
     """

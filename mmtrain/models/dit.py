@@ -31,7 +31,7 @@ from mmtrain.spec.shapes import DitShape
 from mmtrain.spec.spec import TIME_ROWS, ModelSpec
 
 FromClean = Callable[[Tensor], Tensor]
-"""Clean latents [C, F, H, W] of one clip in float32 -> what is made of them: noisy ones, or a target."""
+"""Clean latents [C, F, H, W] of one clip in float32 -> noisy latents, or a target."""
 
 
 class DitOutput(NamedTuple):
@@ -89,7 +89,7 @@ class Conditioned(NamedTuple):
 class DitChunk(Chunk):
     """Layers of the DiT; text states and latents enter the first, the loss leaves the last.
 
-    Behind a VAE the first chunk gets clean latents from it beside the text states, and mixes noise into them itself.
+    Behind a VAE the first chunk gets clean latents and the text states, and mixes noise into the latents itself.
     """
 
     def __init__(self, model: ModelConfig, shape: DitShape, spec: ModelSpec, layers: tuple[int, int]) -> None:
@@ -123,17 +123,17 @@ class DitChunk(Chunk):
 
         Args:
             x: the activation of the chunk before; for the first chunk the (noisy) latents [C, F, H, W] of each clip;
-                behind a VAE what makes these from the clean ones.
+                behind a VAE functions that make these from the clean ones.
             grids: patches (frames, height, width) of each clip.
             text_lengths: text tokens of each clip, at least 1.
             features: for the first chunk, states [T, columns of the text encoder] of the prompts, clip after clip; of
                 tensor-parallel ranks the rows of each, an equal part of T rows and padding at the end.
-                Behind a VAE by module: these as `language`, and as `vae` the clean latents [places, C], clip after
+                Behind a VAE by module: these as `language`, and as `vae` the clean latents [positions, C], clip after
                 clip, frame by frame and row by row.
             timesteps: for the first chunk, of each clip, from 0 to 1000; numbers, which no mixed precision rounds.
-            targets: for the last chunk, [C, F, H, W] of each clip, behind a VAE what makes it from the clean latents;
-                None: this clip has no loss.
-            want_predictions: also return what is predicted for each clip; targets may then be absent.
+            targets: for the last chunk, [C, F, H, W] of each clip, behind a VAE functions that make it from the
+                clean latents; None: this clip has no loss.
+            want_predictions: also return the prediction of each clip; targets may then be absent.
         Raises: DataError: clips, grids, texts, timesteps or targets that disagree.
         """
         self._check_clips(grids, text_lengths)
@@ -193,7 +193,7 @@ class DitChunk(Chunk):
     def _received(
         self, mixes: Sequence[Any], grids: tuple[Grid, ...], features: Tensor | Mapping[str, Tensor] | None
     ) -> tuple[list[Tensor], Tensor]:
-        """Clean latents [C, F, H, W] of each clip, and the text states, of what came from VAE and text encoder."""
+        """Clean latents [C, F, H, W] of each clip, and the text states, received from the VAE and the text encoder."""
         if not isinstance(features, Mapping) or set(features) != {"vae", "language"}:
             names = sorted(features) if isinstance(features, Mapping) else type(features).__name__
             raise DataError(f"{self._where}: features are {names}; behind a VAE they come from `vae` and `language`")
@@ -209,12 +209,12 @@ class DitChunk(Chunk):
         return clean, features["language"]
 
     def _rotary(self, grids: tuple[Grid, ...]) -> dict[Grid, tuple[Tensor, Tensor]]:
-        """Cosines and sines of the places of each shape of clips, which all blocks share."""
-        found = {}
+        """Cosines and sines of the positions of each shape of clips, which all blocks share."""
+        tables = {}
         for grid in dict.fromkeys(grids):
             sides = [count * side for count, side in zip(grid, self.shape.patch, strict=True)]
-            found[grid] = self.dit.rope(torch.empty(1, 1, *sides, device="meta"))  # it reads the shape alone
-        return found
+            tables[grid] = self.dit.rope(torch.empty(1, 1, *sides, device="meta"))  # only the shape is read
+        return tables
 
     def _head(
         self,
@@ -253,12 +253,12 @@ class DitChunk(Chunk):
         return self.dit.proj_out(x_1nD)[0]
 
     def _patches(self, clip_CFHW: Tensor, grid: Grid, index: int) -> Tensor:
-        """[n, P]: a clip in the order of the head's columns, places of a patch before channels."""
-        wanted = (self.shape.out_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True)))
-        if tuple(clip_CFHW.shape) != wanted:
+        """[n, P]: a clip in the order of the head's columns, positions of a patch before channels."""
+        expected = (self.shape.out_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True)))
+        if tuple(clip_CFHW.shape) != expected:
             raise DataError(
                 f"{self._where}: the target of clip {index} is {list(clip_CFHW.shape)}, but the prediction is "
-                f"{list(wanted)}"
+                f"{list(expected)}"
             )
         return to_patches(clip_CFHW, grid, self.shape.patch)
 
@@ -284,22 +284,22 @@ class DitChunk(Chunk):
         features: Tensor | None,
         timesteps: Sequence[float] | None,
     ) -> None:
-        found = (len(latents), 0 if timesteps is None else len(timesteps), 0 if features is None else len(features))
+        counts = (len(latents), 0 if timesteps is None else len(timesteps), 0 if features is None else len(features))
         degree = self.row_sharding.degree
-        if found != (len(grids), len(grids), share_of(sum(text_lengths), degree)):
+        if counts != (len(grids), len(grids), share_of(sum(text_lengths), degree)):
             divided = f", divided by {degree}" if degree > 1 else ""
             raise DataError(
-                f"{self._where}: {found[0]} clips with {found[1]} timesteps and {found[2]} text states arrived; there "
-                f"are {len(grids)} clips with {sum(text_lengths)} text tokens{divided}"
+                f"{self._where}: {counts[0]} clips with {counts[1]} timesteps and {counts[2]} text states arrived; "
+                f"there are {len(grids)} clips with {sum(text_lengths)} text tokens{divided}"
             )
         for i, (clip, grid) in enumerate(zip(latents, grids, strict=True)):
-            wanted = [self.shape.in_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True))]
-            if list(clip.shape) != wanted:
-                raise DataError(f"{self._where}: the latents of clip {i} are {list(clip.shape)}, not {wanted}")
+            expected = [self.shape.in_channels, *(g * p for g, p in zip(grid, self.shape.patch, strict=True))]
+            if list(clip.shape) != expected:
+                raise DataError(f"{self._where}: the latents of clip {i} are {list(clip.shape)}, not {expected}")
 
 
 def to_patches(clip_CFHW: Tensor, grid: Grid, patch: Grid) -> Tensor:
-    """[n, P]: a clip in the order of the head's columns, places of a patch before channels."""
+    """[n, P]: a clip in the order of the head's columns, positions of a patch before channels."""
     cut = clip_CFHW.reshape(-1, *(side for pair in zip(grid, patch, strict=True) for side in pair))
     return cut.permute(1, 3, 5, 2, 4, 6, 0).reshape(math.prod(grid), -1)
 

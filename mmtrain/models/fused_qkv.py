@@ -34,7 +34,7 @@ def is_fused(name: str, fused: tuple[str, ...]) -> bool:
     Args:
         name: of the parameter, in a module or in a file; a wrapped layer's `base_layer` counts as the layer, and so
             does the second matrix of its adapter.
-        fused: names of the layers inside of a block, as a host's `fused_qkv`.
+        fused: names of the layers inside of a block, as an adapter's `fused_qkv`.
     """
     if ".lora_A." in name:  # [rank, inputs]: its rows are no heads
         return False

@@ -24,7 +24,7 @@ _HEAD = "language.lm_head"
 
 @torch.no_grad()
 def init_weights(chunk: Chunk | VaeDecoder, seed: int) -> None:
-    """Sets every parameter of a materialised chunk, in place, from (seed, name) alone.
+    """Sets every parameter of a materialised chunk, in place, only from (seed, name).
 
     On one kind of device, any two chunks that hold a parameter get equal values. The global random state is
     left as it was. The projector has `nn.Linear`'s default distribution, as in LLaVA.
@@ -95,5 +95,5 @@ def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
 
 
 def _seed(seed: int, name: str) -> int:
-    """63 bits that depend on nothing else."""
+    """63 bits that depend only on the arguments."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1

@@ -94,22 +94,22 @@ def _load(
     files = _index(where, section.pretrained, _STEM.get(where, "model"))
     names = _module_names(module, files, _PREFIXES[model_type])
     # A tied head counts under both of its names.
-    own = module.named_parameters(remove_duplicate=False)
-    wanted = {plain_name(name): parameter for name, parameter in own if not is_adapter(name)}
-    missing = sorted(name for name in wanted if same_as.get(name, name) not in names)
-    unexpected = sorted(name for name in names if _belongs(module, name) and name not in wanted)
+    parameters = module.named_parameters(remove_duplicate=False)
+    to_fill = {plain_name(name): parameter for name, parameter in parameters if not is_adapter(name)}
+    missing = sorted(name for name in to_fill if same_as.get(name, name) not in names)
+    unexpected = sorted(name for name in names if _belongs(module, name) and name not in to_fill)
     _refuse(source, missing, unexpected)
     by_file: dict[str, list[str]] = defaultdict(list)
-    for name in wanted:
+    for name in to_fill:
         by_file[files[names[same_as.get(name, name)]]].append(name)
-    for file, own in by_file.items():
+    for file, names_in_file in by_file.items():
         path = find_file(f"{where}.pretrained", section.pretrained, file)
         with safe_open(str(path), "pt") as tensors:
-            for name in own:
+            for name in names_in_file:
                 tensor = tensors.get_tensor(names[same_as.get(name, name)])
                 heads = next((n for layer, n in (fused_heads or {}).items() if is_fused(name, (layer,))), 0)
-                _fill(source, name, wanted[name], tensor, heads)
-    return len(wanted)
+                _fill(source, name, to_fill[name], tensor, heads)
+    return len(to_fill)
 
 
 def _load_projector(projector: nn.Module, section: ProjectorConfig) -> int:
@@ -120,24 +120,26 @@ def _load_projector(projector: nn.Module, section: ProjectorConfig) -> int:
     source = f"{where}.pretrained = {section.pretrained!r}"
     sizes_file = find_file(f"{where}.pretrained", section.pretrained, "config.json")
     assert sizes_file is not None
-    sizes, wanted_sizes = read_json(f"{where}.pretrained", sizes_file), projector_sizes(projector)
-    for key, value in wanted_sizes.items():
+    sizes, own_sizes = read_json(f"{where}.pretrained", sizes_file), projector_sizes(projector)
+    for key, value in own_sizes.items():
         if sizes.get(key) != value:
             raise ConfigError(
                 f"{source}: {sizes_file.name} says {key} = {sizes.get(key)!r}, but the config makes {value!r}; "
                 "change the config, or leave the projector's weights random"
             )
     path = find_file(f"{where}.pretrained", section.pretrained, "model.safetensors")
-    wanted = dict(projector.named_parameters())
+    parameters = dict(projector.named_parameters())
     with safe_open(str(path), "pt") as tensors:
-        _refuse(source, sorted(wanted.keys() - set(tensors.keys())), sorted(set(tensors.keys()) - wanted.keys()))
-        for name, parameter in wanted.items():
+        _refuse(
+            source, sorted(parameters.keys() - set(tensors.keys())), sorted(set(tensors.keys()) - parameters.keys())
+        )
+        for name, parameter in parameters.items():
             _fill(source, name, parameter, tensors.get_tensor(name))
-    return len(wanted)
+    return len(parameters)
 
 
 def projector_sizes(projector: nn.Module) -> dict[str, Any]:
-    """What besides its weights makes a projector of our own, as an export writes it."""
+    """The sizes of a projector of our own, as an export writes them next to its weights."""
     assert isinstance(projector, Projector)
     return {
         "kind": "mlp",
@@ -148,10 +150,12 @@ def projector_sizes(projector: nn.Module) -> dict[str, Any]:
 
 
 def _refuse(source: str, missing: list[str], unexpected: list[str]) -> None:
-    for what, found in (("misses", missing), ("has unexpected", unexpected)):
-        if found:
-            shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-            raise ConfigError(f"{source}: the checkpoint {what} {shown}; take config.json and weights from one folder")
+    for problem, names in (("misses", missing), ("has unexpected", unexpected)):
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ConfigError(
+                f"{source}: the checkpoint {problem} {shown}; take config.json and weights from one folder"
+            )
 
 
 def _fill(source: str, name: str, parameter: nn.Parameter, tensor: Tensor, fused_heads: int = 0) -> None:
@@ -164,7 +168,7 @@ def _fill(source: str, name: str, parameter: nn.Parameter, tensor: Tensor, fused
 
 
 def _index(where: str, source: str, stem: str) -> dict[str, str]:
-    """Name on disk -> file, without reading a weight. Args: stem: what the files are called."""
+    """Name on disk -> file, without reading a weight. Args: stem: of the names of the files."""
     index = find_file(f"{where}.pretrained", source, f"{stem}.safetensors.index.json", optional=True)
     if index is not None:
         return dict(read_json(f"{where}.pretrained", index)["weight_map"])
@@ -186,7 +190,7 @@ def _module_names(module: nn.Module, on_disk: Iterable[str], prefixes: tuple[str
     from transformers.core_model_loading import WeightRenaming
 
     keys = list(on_disk)
-    # Inside of a larger model, only what has the prefix belongs to this module.
+    # Inside of a larger model, only names with the prefix belong to this module.
     prefix = next((p for p in prefixes if any(key.startswith(p) for key in keys)), "")
     renamings = [r for r in get_model_conversion_mapping(module) if isinstance(r, WeightRenaming)]
     names = {}
@@ -219,7 +223,7 @@ def _belongs(module: nn.Module, name: str) -> bool:
     for i, part in enumerate(parts[:-1]):
         child = dict(module.named_children()).get(part)
         if child is None:
-            # Other layers and parts of a larger model are absent on purpose; inside of a block nothing is.
+            # Other layers and parts of a larger model are absent on purpose; parts of a block never are.
             return any(p.isdigit() for p in parts[:i])
         module = child
     return True

@@ -1,4 +1,4 @@
-"""The whole model in one process, without schedule or sharding: what a pipeline must agree with."""
+"""The whole model in one process, without schedule or sharding: the reference of pipelines."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.modality.bitfield import language_bits, prompt_bits
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch
+from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch, document_positions
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import LanguageOutput
 from mmtrain.models.diffusion import ClipNoise
@@ -44,9 +44,9 @@ class ReferenceModel(nn.Module):
         self.chunks = nn.ModuleDict()
         for module in spec.modules:
             whole = (0, len(module.layers))
-            # Of the DiT without a VAE, so that all that it reads comes from here.
-            own = replace(model, vae=None) if module.name == "dit" else model
-            chunk = build_chunk(own, spec, module.name, whole, device=device, dtype=dtype)
+            # The DiT is built as if there were no VAE: its latents come from this class.
+            chunk_model = replace(model, vae=None) if module.name == "dit" else model
+            chunk = build_chunk(chunk_model, spec, module.name, whole, device=device, dtype=dtype)
             init_weights(chunk, seed)
             load_pretrained(chunk, model)
             self.chunks[module.name] = _WholeVae(model, chunk) if isinstance(chunk, VaeChunk) else chunk
@@ -70,7 +70,10 @@ class ReferenceModel(nn.Module):
         return [self.microbatch(tensors, counts, want_predictions) for tensors, counts in pairs]
 
     def loss_sum(self, batch: Batch, meta: IterationMeta, noise: ClipNoise | None = None) -> Tensor:
-        """Cross-entropy summed over all labelled positions of the batch, or squared errors over all latents."""
+        """Float32 scalar: cross-entropy summed over all labelled positions, or squared errors over all latents.
+
+        Args: noise: of the step, for a text-to-video model.
+        """
         return torch.stack([output.loss_sum for output in self(batch, meta, noise=noise)]).sum()
 
     def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LanguageOutput:
@@ -82,7 +85,7 @@ class ReferenceModel(nn.Module):
         output: LanguageOutput = self.chunks["language"](
             tensors.input_ids,
             attention=attention_context(language_bits(counts, self.mask)),
-            position_ids=tensors.position_ids,
+            position_ids=document_positions(counts.lengths),
             features=features,
             slots=tensors.image_slots,
             labels=tensors.labels,
@@ -98,7 +101,7 @@ class ReferenceModel(nn.Module):
         features = self.chunks["language"](
             noise.prompts(clips, tensors.text_ids),
             attention=attention_context(prompt_bits(lengths)),
-            position_ids=torch.cat([torch.arange(length) for length in lengths]),
+            position_ids=document_positions(lengths),
         )
         latents = [self.chunks["vae"](pixels) for pixels in tensors.latents] if self.encodes else tensors.latents
         pairs = list(zip(clips, latents, strict=True))
@@ -128,8 +131,8 @@ class _WholeVae(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """[C, F, H, W]: normalised latents of one clip's pixels [3, frames, height, width]."""
         images = self._shape.model_type == "autoencoder_kl"
-        made = self.vae.encode(pixels.transpose(0, 1) if images else pixels[None]).latent_dist.mode()
-        latents_CFHW = made.transpose(0, 1) if images else made[0]
+        latents = self.vae.encode(pixels.transpose(0, 1) if images else pixels[None]).latent_dist.mode()
+        latents_CFHW = latents.transpose(0, 1) if images else latents[0]
         if images:
             return (latents_CFHW - (self.vae.config.shift_factor or 0.0)) * self.vae.config.scaling_factor
         mean, std = (torch.tensor(x) for x in (self.vae.config.latents_mean, self.vae.config.latents_std))

@@ -22,23 +22,23 @@ Style = Literal[
     "vocabulary",
     "whole",
 ]
-"""How one module is divided, by what goes in -> what comes out:
+"""How one module is divided, with its input -> its output:
 
 - norm_gather: a norm, not divided. This rank's rows -> all rows, for the layers of style `columns` behind it, whose
   gradients are summed here.
 - columns: a linear layer's outputs are divided. All rows -> all rows, this rank's columns.
-- columns_whole: the same, where what comes in was computed by all ranks alike, so that its gradient is summed here.
+- columns_whole: the same for an input that all ranks computed alike, so that its gradient is summed here.
 - columns_gather: as columns_whole, but -> all columns.
 - rows: a linear layer's inputs are divided. All rows, this rank's columns -> this rank's rows, summed over ranks.
 - rows_whole: the same, but -> all rows.
 - gathered: a module with layers of style `columns` behind its inputs. Of the first input this rank's rows -> all rows;
   the others were computed by all ranks alike. The gradients of all are summed here, once for all of these layers.
-- moved: a table of shifts and scales that a block of a DiT holds itself, whole on every rank, which moves it by what
-  all ranks computed alike, and uses it for its own rows: the gradients of both are summed here.
+- moved: a table of shifts and scales that a block of a DiT holds itself, whole on every rank, which adds values to it
+  that all ranks computed alike, and uses it for its own rows: the gradients of both are summed here.
 - norm: a norm, not divided. This rank's rows -> this rank's rows.
 - norm_columns: a root-mean-square norm's columns are divided. This rank's columns of all rows -> the same, where the
   mean square of a row is that of all columns.
-- vocabulary: an embedding's words are divided. All ids -> this rank's rows.
+- vocabulary: an embedding's tokens are divided. All ids -> this rank's rows.
 - whole: every rank holds and computes all of it, from equal inputs, and so has the whole gradient. Also of a parameter
   that the model itself holds.
 """
@@ -66,29 +66,45 @@ class FamilyPlan:
 
 PROJECTOR: Styles = {"projector.norm": "whole", "projector.fc1": "columns_whole", "projector.fc2": "rows_whole"}
 
-_MERGER: Styles = {
-    "vision.merger.ln_q": "whole",
-    "vision.merger.mlp.0": "columns_whole",
-    "vision.merger.mlp.2": "rows_whole",
-}
 
-_SEPARATE_QKV: Styles = {"self_attn.q_proj": "columns", "self_attn.k_proj": "columns", "self_attn.v_proj": "columns"}
+def _block(norms: str, inputs: str, output: str, mlp_inputs: str, mlp_output: str) -> Styles:
+    """A block of a norm, attention, a norm and an MLP. Args: names of its modules, several divided by spaces."""
+    before_attention, before_mlp = norms.split()
+    return {
+        before_attention: "norm_gather",
+        **dict.fromkeys(inputs.split(), "columns"),
+        output: "rows",
+        before_mlp: "norm_gather",
+        **dict.fromkeys(mlp_inputs.split(), "columns"),
+        mlp_output: "rows",
+    }
+
+
+_SEPARATE_QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
+_GATED_MLP = ("mlp.gate_proj mlp.up_proj", "mlp.down_proj")
 
 _DECODER = FamilyPlan(
     blocks="language.model.layers",
-    block={
-        "input_layernorm": "norm_gather",
-        **_SEPARATE_QKV,
-        "self_attn.o_proj": "rows",
-        "post_attention_layernorm": "norm_gather",
-        "mlp.gate_proj": "columns",
-        "mlp.up_proj": "columns",
-        "mlp.down_proj": "rows",
-    },
+    block=_block("input_layernorm post_attention_layernorm", _SEPARATE_QKV, "self_attn.o_proj", *_GATED_MLP),
     embed={"language.model.embed_tokens": "vocabulary"},
     norm={"language.model.norm": "whole", "language.lm_head": "columns_whole"},
     states={"language.model.norm": "norm"},
 )
+
+
+def _qwen_vision(mlp_inputs: str, mlp_output: str) -> FamilyPlan:
+    """Qwen2-VL or Qwen2.5-VL, whose queries, keys and values are rows of one layer head by head: a part is heads."""
+    return FamilyPlan(
+        blocks="vision.blocks",
+        block=_block("norm1 norm2", "attn.qkv", "attn.proj", mlp_inputs, mlp_output),
+        heads=("attn.num_heads",),
+        embed={"vision.patch_embed": "whole"},
+        merger={
+            "vision.merger.ln_q": "whole",
+            "vision.merger.mlp.0": "columns_whole",
+            "vision.merger.mlp.2": "rows_whole",
+        },
+    )
 
 
 def _attention(name: str) -> Styles:
@@ -105,73 +121,29 @@ def _two_linears(name: str) -> Styles:
 PLANS: Mapping[str, FamilyPlan] = {
     "qwen2": _DECODER,
     "llama": _DECODER,
-    "qwen2_vl_vision": FamilyPlan(
-        blocks="vision.blocks",
-        block={
-            "norm1": "norm_gather",
-            "attn.qkv": "columns",  # its rows are kept head by head, so a part of them is whole heads
-            "attn.proj": "rows",
-            "norm2": "norm_gather",
-            "mlp.fc1": "columns",
-            "mlp.fc2": "rows",
-        },
-        heads=("attn.num_heads",),
-        embed={"vision.patch_embed": "whole"},
-        merger=_MERGER,
-    ),
-    "qwen2_5_vl_vision": FamilyPlan(
-        blocks="vision.blocks",
-        block={
-            "norm1": "norm_gather",
-            "attn.qkv": "columns",
-            "attn.proj": "rows",
-            "norm2": "norm_gather",
-            "mlp.gate_proj": "columns",
-            "mlp.up_proj": "columns",
-            "mlp.down_proj": "rows",
-        },
-        heads=("attn.num_heads",),
-        embed={"vision.patch_embed": "whole"},
-        merger=_MERGER,
-    ),
+    "qwen2_vl_vision": _qwen_vision("mlp.fc1", "mlp.fc2"),
+    "qwen2_5_vl_vision": _qwen_vision(*_GATED_MLP),
     "siglip_vision_model": FamilyPlan(
         blocks="vision.encoder.layers",
-        block={
-            "layer_norm1": "norm_gather",
-            **_SEPARATE_QKV,
-            "self_attn.out_proj": "rows",
-            "layer_norm2": "norm_gather",
-            "mlp.fc1": "columns",
-            "mlp.fc2": "rows",
-        },
+        block=_block("layer_norm1 layer_norm2", _SEPARATE_QKV, "self_attn.out_proj", "mlp.fc1", "mlp.fc2"),
         embed={"vision.embeddings": "whole"},
         norm={"vision.post_layernorm": "norm"},
     ),
     "vit": FamilyPlan(
         blocks="vision.layers",
-        block={
-            "layernorm_before": "norm_gather",
-            "attention.q_proj": "columns",
-            "attention.k_proj": "columns",
-            "attention.v_proj": "columns",
-            "attention.o_proj": "rows",
-            "layernorm_after": "norm_gather",
-            "mlp.fc1": "columns",
-            "mlp.fc2": "rows",
-        },
+        block=_block(
+            "layernorm_before layernorm_after",
+            _SEPARATE_QKV.replace("self_attn", "attention"),
+            "attention.o_proj",
+            "mlp.fc1",
+            "mlp.fc2",
+        ),
         embed={"vision.embeddings": "whole"},
         norm={"vision.layernorm": "norm"},
     ),
     "whisper_encoder": FamilyPlan(
         blocks="vision.layers",
-        block={
-            "self_attn_layer_norm": "norm_gather",
-            **_SEPARATE_QKV,
-            "self_attn.out_proj": "rows",
-            "final_layer_norm": "norm_gather",
-            "fc1": "columns",
-            "fc2": "rows",
-        },
+        block=_block("self_attn_layer_norm final_layer_norm", _SEPARATE_QKV, "self_attn.out_proj", "fc1", "fc2"),
         heads=("self_attn.num_heads",),
         embed={"vision.conv1": "whole", "vision.conv2": "whole", "vision.embed_positions": "whole"},
         norm={"vision.layer_norm": "norm"},
@@ -197,4 +169,4 @@ PLANS: Mapping[str, FamilyPlan] = {
         norm={"dit.scale_shift_table": "whole", "dit.proj_out": "whole"},
     ),
 }
-"""By the `model_type` of `models.families`."""
+"""By the `model_type` of `spec.families`."""

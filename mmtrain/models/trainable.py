@@ -1,8 +1,8 @@
 """Which parameters of a Hugging Face module train: all, none, or low-rank adapters that `peft` adds to it.
 
 With adapters a linear layer X becomes `X.base_layer` (frozen), `X.lora_A.default` and `X.lora_B.default`, the names
-that `peft` gives: y = X x + (alpha / rank) B A x, arXiv:2106.09685. The functions on names are the only place that
-knows this.
+that `peft` gives: y = X x + (alpha / rank) B A x, arXiv:2106.09685. Only the functions on
+names depend on this.
 """
 
 import re
@@ -22,7 +22,7 @@ def set_trainable(
 ) -> None:
     """Sets which parameters of a newly built module on the meta device train; "lora" adds adapters, on meta too.
 
-    true leaves what the Hugging Face class itself keeps fixed, such as sinusoidal positions, as it is.
+    true leaves parameters fixed that the Hugging Face class keeps fixed, such as sinusoidal positions.
     Args:
         adapted: the linear layers of a block that get an adapter.
         blocks: name of the container of the blocks inside of the module; it may be empty, or hold some of them.

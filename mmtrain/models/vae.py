@@ -1,9 +1,9 @@
 """A pipeline chunk of a frozen VAE: diffusers' class without its decoder, names `vae.<its name>`. And its decoder.
 
-Clips are encoded one by one, so that no clip's latents depend on those beside it. The latents are the mode of the
-posterior: the same whenever a clip is seen.
+Clips are encoded one by one, so that the latents of a clip do not depend on its neighbours. The latents are the mode
+of the posterior, equal for each use of a clip.
 
-Shape legend: N clips; C, F, H, W channels, frames, rows and columns of latents; V latent places of all clips.
+Shape legend: N clips; C, F, H, W channels, frames, rows and columns of latents; V latent positions of all clips.
 """
 
 from abc import ABC, abstractmethod
@@ -60,7 +60,7 @@ class AutoencoderKL(VaeAdapter):
     def mode(self, vae: Any, pixels: Tensor) -> Tensor:
         _, _, height, width = pixels.shape
         frames = pixels.transpose(0, 1).split(max(1, _PIXELS_AT_ONCE // (height * width)))
-        latents_FCHW = torch.cat([vae.encode(some).latent_dist.mode() for some in frames])
+        latents_FCHW = torch.cat([vae.encode(part).latent_dist.mode() for part in frames])
         return latents_FCHW.transpose(0, 1)
 
     def decode(self, vae: Any, latents_CFHW: Tensor) -> Tensor:
@@ -106,21 +106,23 @@ class VaeChunk(Chunk):
         return []
 
     def forward(self, pixels: Sequence[Tensor], *, latents: tuple[Size, ...]) -> Tensor:
-        """[V, C]: the latents of all clips in the scale that a DiT reads, places frame by frame and row by row.
+        """[V, C]: the latents of all clips in the scale that a DiT reads, positions frame by frame and row by row.
 
         Args:
             pixels: [3, frames, height, width] of each clip, between -1 and 1.
             latents: frames, rows and columns of each clip's latents.
         Raises: DataError: pixels of another size than that of the latents.
         """
-        wanted = [[PIXEL_CHANNELS, *self.shape.scale.pixels(size)] for size in latents]
-        found = [list(clip.shape) for clip in pixels]
-        if found != wanted:
-            raise DataError(f"vae: clips of shapes {found} arrived; their latents {list(latents)} are made of {wanted}")
+        expected = [[PIXEL_CHANNELS, *self.shape.scale.pixels(size)] for size in latents]
+        shapes = [list(clip.shape) for clip in pixels]
+        if shapes != expected:
+            raise DataError(
+                f"vae: clips of shapes {shapes} arrived; their latents {list(latents)} are made of {expected}"
+            )
         weight = next(self.parameters())
         shift, factor = (weight.new_tensor(numbers) for numbers in (self.shape.shift, self.shape.factor))
-        made = [self.adapter.mode(self.vae, clip.to(weight.dtype)).flatten(1).transpose(0, 1) for clip in pixels]
-        return (torch.cat(made) - shift) * factor
+        clips = [self.adapter.mode(self.vae, clip.to(weight.dtype)).flatten(1).transpose(0, 1) for clip in pixels]
+        return (torch.cat(clips) - shift) * factor
 
 
 class VaeDecoder(nn.Module):

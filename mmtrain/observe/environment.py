@@ -12,6 +12,7 @@ import torch
 
 from mmtrain import __version__
 from mmtrain.config.topology import AXES
+from mmtrain.launch.whole_files import write_whole
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.planning import local_world_size
 
@@ -48,9 +49,7 @@ def write_environment(path: Path, mesh: Mesh, step: int) -> None:
         except (ValueError, KeyError, TypeError):  # for inspection only: must not stop a run
             starts = []
     text = json.dumps({"starts": [*starts, {"step": step, **environment(mesh)}]}, indent=2)
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    write_whole(path, text + "\n")
 
 
 def _device_name(device: torch.device) -> str:

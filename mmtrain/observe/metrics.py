@@ -19,6 +19,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from mmtrain.config.sections import MetricsConfig
+from mmtrain.launch.whole_files import write_whole
 from mmtrain.parallel.titan import TensorBoardLogger
 
 logger = logging.getLogger("mmtrain")
@@ -427,7 +428,5 @@ def _continue_jsonl(path: Path, start: int) -> TextIO:
                     kept.append(line + "\n")
             except (json.JSONDecodeError, KeyError):
                 continue  # truncated by a kill
-        aside = path.with_name(path.name + ".tmp")
-        aside.write_text("".join(kept))
-        os.replace(aside, path)
+        write_whole(path, "".join(kept))
     return open(path, "a", encoding="utf-8")

@@ -1,13 +1,13 @@
 """Files about one step: its measured and planned timelines as a trace, an image and data."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mmtrain.launch.whole_files import write_whole
 from mmtrain.observe.step_timing import StepTiming, planned_timing
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
 from mmtrain.schedule.action import Action, Kind
@@ -35,7 +35,7 @@ class StepFiles:
         """Writes a Chrome / Perfetto trace with both timelines and arrows for results needed by other ranks."""
         graph = self.plan.problem.graph
         details = {action: self._details(action) for order in self.timing.plan.orders for action in order}
-        _write(path, json.dumps(trace_events(self.timelines, graph=graph, details=details)))
+        write_whole(path, json.dumps(trace_events(self.timelines, graph=graph, details=details)))
 
     def write_timeline(self, path: Path) -> None:
         """Writes PATH.svg, both timelines at one scale, and PATH.json, from which `mmtrain report` draws them.
@@ -45,8 +45,8 @@ class StepFiles:
         measured start, measured end, planned start, planned end, rows, FLOPs]. `waits` has of both timelines the idle
         stretches: [rank, start, end, action that was waited for, or -1]. Seconds, each from its own first start.
         """
-        _write(path.with_suffix(".svg"), svg(self.timelines))
-        _write(path.with_suffix(".json"), json.dumps(self._record(), separators=(",", ":")))
+        write_whole(path.with_suffix(".svg"), svg(self.timelines))
+        write_whole(path.with_suffix(".json"), json.dumps(self._record(), separators=(",", ":")))
 
     def image(self) -> bytes:
         """Both timelines as a PNG file."""
@@ -127,11 +127,3 @@ def _waits(timing: StepTiming, zero: float) -> list[list[float]]:
     columns = (waits.rank, waits.start_s - zero, waits.end_s - zero, waits.action)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [[rank, round(start, 7), round(end, 7), action] for rank, start, end, action in rows]
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file that is either complete or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)

@@ -1,6 +1,7 @@
-"""The accuracy of validation: answers by grade."""
+"""The results of validation: mean loss, and answers by grade."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.observe.metrics import Validation
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.planner.iteration import IterationPlan
 
@@ -59,3 +61,18 @@ def whole_predictions(
             tokens[rows[labelled[rows]]] = part[work]
         whole[work] = tokens[labelled]
     return whole
+
+
+def validation_of_all(loss_sum: float, num_targets: int, counts: Mapping[str, tuple[int, int]]) -> Validation:
+    """The validation over all replicas. Collective over the job.
+
+    Args: sums of this rank. num_targets, counts (grade -> (answers right, answers)): on one rank of each submesh.
+    """
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (loss_sum, num_targets, counts))
+    accuracy: dict[str, tuple[int, int]] = {}
+    for _, _, counts in parts:
+        for grade, (right, count) in counts.items():
+            before = accuracy.get(grade, (0, 0))
+            accuracy[grade] = (before[0] + right, before[1] + count)
+    return Validation(loss=sum(p[0] for p in parts) / max(1, sum(p[1] for p in parts)), accuracy=accuracy)

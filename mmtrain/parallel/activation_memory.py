@@ -23,12 +23,12 @@ from mmtrain.spec.recomputation import STATIC, Recomputation
 
 
 class ActivationMemory:
-    """The switch of one chunk: what each of its blocks does, from one work to the next.
+    """The switch of one chunk: how each of its blocks treats its activations, for each work.
 
-    The forward of each block is replaced once, before FSDP2, and asks the switch when it is called; nothing is built
-    or hooked anew for a work. Parameters keep their names, and hooks on the block itself (FSDP2) run once. A block that
-    is recomputed runs again what it ran, whatever the switch says by then: hooks inside of it (tensor parallelism)
-    and collectives too, in the order of the forward, on all ranks alike.
+    The forward of each block is replaced once, before FSDP2, and asks the switch when it is called; a work needs no
+    new hooks. Parameters keep their names, and hooks on the block itself (FSDP2) run once. The recomputation of a
+    block repeats its forward, even if the switch was changed since: hooks inside of it (tensor parallelism) and
+    collectives, too, in the order of the forward, on all ranks alike.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ActivationMemory:
     ) -> None:
         """Args:
         blocks: of the chunk, in order.
-        section: what blocks do where nothing else is said, and what `selective` keeps.
+        section: the default of blocks, and the operations that `selective` keeps.
         offloader: of this rank; None: one of its own, for the device of the blocks.
         Raises: ConfigError: as `saved_ops`.
         """
@@ -53,7 +53,7 @@ class ActivationMemory:
 
     @contextmanager
     def of(self, memory: StageMemory | None, work: int) -> Iterator[None]:
-        """Inside, around the forward of a work, the blocks do what is said. Args: memory: None: the default."""
+        """A context around the forward of a work, in which the blocks follow `memory`; None: the default."""
         outer = self._now, self._open
         self._now = (memory or self._default).blocks
         assert len(self._now) == self.num_blocks
@@ -71,7 +71,7 @@ class ActivationMemory:
                 del self._works[work]  # no gradient passes here
 
     def prefetch(self, work: int) -> None:
-        """Starts to bring back what the backward of a work needs first."""
+        """Starts to bring back the activations that the backward of a work needs first."""
         if work in self._works:
             self._works[work].prefetch()
 
@@ -93,7 +93,7 @@ class ActivationMemory:
     # ------------------------------------------------------------------------------- called by blocks
 
     def call(self, index: int, forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The output of a block that does now what the switch says."""
+        """The output of a block, which treats its activations as the switch says now."""
         how = self._now[index]
         if how is BlockMemory.KEEP or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -124,9 +124,9 @@ def _device_of(blocks: Sequence[nn.Module]) -> torch.device:
 def _not_its_own(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """`data_ptr` of the storages that a block's forward uses and that are there without it: parameters, as they are
     now (FSDP2 gathers them around the forward), buffers, and all that it is given but the activation, its first
-    argument, since that is what all blocks share."""
-    given = (x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor))
-    return {local_part(x).untyped_storage().data_ptr() for x in (*block.parameters(), *block.buffers(), *given)}
+    argument, which all blocks share."""
+    inputs = (x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor))
+    return {local_part(x).untyped_storage().data_ptr() for x in (*block.parameters(), *block.buffers(), *inputs)}
 
 
 def saved_ops(section: ActivationCheckpointConfig) -> frozenset[Any]:
@@ -136,7 +136,7 @@ def saved_ops(section: ActivationCheckpointConfig) -> frozenset[Any]:
     Raises: ConfigError: save_ops names no operation, or one that never runs as a whole.
     """
     by_user = section.mode == "ops"
-    found: set[Any] = set()
+    ops: set[Any] = set()
     for name in Recomputation.by(BlockMemory.SELECTIVE, section).save_ops:
         overloads = _overloads(name)
         if by_user and not overloads:
@@ -149,8 +149,8 @@ def saved_ops(section: ActivationCheckpointConfig) -> frozenset[Any]:
                 f"activation_checkpoint.save_ops: {name!r} is made of other operations and never runs itself, so "
                 'nothing would be kept; name those, as in "aten.mm" and "aten.addmm" for linear layers'
             )
-        found.update(overloads)
-    return frozenset(found)
+        ops.update(overloads)
+    return frozenset(ops)
 
 
 def _overloads(name: str) -> list[Any]:
@@ -158,13 +158,13 @@ def _overloads(name: str) -> list[Any]:
     namespace, *path = name.split(".")
     if not 1 <= len(path) <= 2 or not all((namespace, *path)):
         return []
-    found: Any = getattr(torch.ops, namespace, None)
+    op: Any = getattr(torch.ops, namespace, None)
     for part in path:
-        found = getattr(found, part, None)
-    if isinstance(found, OperatorPacket):
-        names = sorted(found.overloads(), key=lambda overload: overload != "default")
-        return [getattr(found, overload) for overload in names]
-    return [found] if isinstance(found, Operator) else []
+        op = getattr(op, part, None)
+    if isinstance(op, OperatorPacket):
+        names = sorted(op.overloads(), key=lambda overload: overload != "default")
+        return [getattr(op, overload) for overload in names]
+    return [op] if isinstance(op, Operator) else []
 
 
 def _policy(save: Collection[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

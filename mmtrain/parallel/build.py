@@ -27,7 +27,7 @@ from mmtrain.spec.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LocalModel:
-    """The part of the model that lives on this rank."""
+    """The part of the model on this rank."""
 
     chunks: tuple[Chunk, ...]
     """In the order of `Partition.of_rank`."""
@@ -55,33 +55,33 @@ def build_local_model(
     recompute: ActivationCheckpointConfig | None = None,
 ) -> LocalModel:
     """Builds this rank's chunks, in a fixed order: meta -> memory -> random or stored weights -> TP -> the switch
-    of what blocks do with activations -> FSDP2.
+    of the activations of blocks -> FSDP2.
 
-    Values depend on the seed and the parameter's name alone, never on the layout.
+    Values depend only on the seed and the parameter's name, not on the layout.
 
     Args:
         regathered: modules whose parameters are gathered at each use, not once a step.
-        recompute: what blocks do with their activations where a program says nothing; None: they keep them.
+        recompute: how blocks treat their activations if the program does not say; None: they keep them.
     """
     chunks: list[Chunk] = []
     stages: list[ModalityStage] = []
     sharded = uses_fsdp(mesh.shape, training, data_encoder=mesh.data_encoder)
     offloader = Offloader(mesh.device)
-    for place in partition.of_rank(mesh.pp_rank):
-        chunk = build_chunk(model, spec, place.module, place.layers, device=mesh.device)
+    for assigned in partition.of_rank(mesh.pp_rank):
+        chunk = build_chunk(model, spec, assigned.module, assigned.layers, device=mesh.device)
         init_weights(chunk, seed)
         load_pretrained(chunk, model)
-        module = spec.module(place.module)
+        module = spec.module(assigned.module)
         shares_units = module.shares_units and mesh.data_encoder
         if mesh.shape.tp > 1 and not (module.is_whole or shares_units):
             apply_tensor_parallel(chunk, mesh.tp)
         memory = ActivationMemory(chunk.blocks(), recompute or ActivationCheckpointConfig(), offloader)
         if sharded:
-            reshard = place.module in regathered
+            reshard = assigned.module in regathered
             apply_fsdp(chunk, fsdp_units(chunk), mesh.fsdp(over_tp=shares_units), training, reshard=reshard)
         stage = ModalityStage(
             chunk,
-            place.index,
+            assigned.index,
             len(partition.stages),
             mesh.device,
             mesh.pp_group,
@@ -96,8 +96,8 @@ def build_local_model(
 
 
 def _tied_copies(chunks: Sequence[Chunk]) -> tuple[nn.Parameter, ...]:
-    found = (chunk.tied_weight() for chunk in chunks)  # after sharding: FSDP2 replaces parameters
-    return tuple(weight for weight in found if weight is not None)
+    weights = (chunk.tied_weight() for chunk in chunks)  # after sharding: FSDP2 replaces parameters
+    return tuple(weight for weight in weights if weight is not None)
 
 
 def check_same_program(program_hash: int, mesh: Mesh) -> None:
@@ -107,12 +107,12 @@ def check_same_program(program_hash: int, mesh: Mesh) -> None:
     """
     if mesh.replica_group is None:
         return
-    mine = torch.tensor([program_hash], dtype=torch.int64)
-    found = [torch.empty_like(mine) for _ in mesh.replica_ranks]
-    dist.all_gather(found, mine, group=mesh.replica_group)
-    others = [rank for rank, other in zip(mesh.replica_ranks, found, strict=True) if int(other) != int(found[0])]
-    if others:
+    own_hash = torch.tensor([program_hash], dtype=torch.int64)
+    hashes = [torch.empty_like(own_hash) for _ in mesh.replica_ranks]
+    dist.all_gather(hashes, own_hash, group=mesh.replica_group)
+    differing = [rank for rank, other in zip(mesh.replica_ranks, hashes, strict=True) if int(other) != int(hashes[0])]
+    if differing:
         raise PlanError(
-            f"ranks {others} hold another program than rank {mesh.replica_ranks[0]}; every rank of a replica must "
+            f"ranks {differing} hold another program than rank {mesh.replica_ranks[0]}; every rank of a replica must "
             "plan from equal metadata with one version of mmtrain"
         )

@@ -1,8 +1,8 @@
 """Exchanges of rows among the ranks of a submesh: keys and values over cp, image features over cp x tp.
 
 Ranks hold unequal numbers of rows. Forward: all-gather of equal, padded pieces, then a choice of rows.
-Backward: the gradients go back into the pieces and are reduce-scattered, so that each row gets the sum of what
-all ranks owe it.
+Backward: the gradients go back into the pieces and are reduce-scattered, so that each row gets the sum of its
+gradients on all ranks.
 
 Source: all-gather context parallelism: Llama 3, arXiv:2407.21783, section 3.3.2; Cornstarch, arXiv:2503.11367,
 section 3.4.3.
@@ -43,23 +43,23 @@ class RowExchange:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        held: Sequence[npt.NDArray[np.int64]],
-        wanted: npt.NDArray[np.int64],
+        rows_of_ranks: Sequence[npt.NDArray[np.int64]],
+        needed_rows: npt.NDArray[np.int64],
         device: Any,
     ) -> None:
         """Args:
-        held: [rank of the group] names of the rows that it holds, in order; -1 for padding.
-        wanted: names of the rows that this rank asks for, in the order in which it gets them.
+        rows_of_ranks: [rank of the group] names of the rows that it holds, in order; -1 for padding.
+        needed_rows: names of the rows that this rank asks for, in the order in which it gets them.
         """
         self._group = group
-        self._most = max(1, *(len(names) for names in held))
-        place = np.full(1 + max(int(names.max(initial=-1)) for names in held), -1, dtype=np.int64)
-        for rank, names in enumerate(held):
-            real = names >= 0
-            place[names[real]] = rank * self._most + np.flatnonzero(real)
-        rows = place[wanted]
-        assert (rows >= 0).all(), "a row was asked for that no rank holds"
-        self._rows = torch.from_numpy(rows).to(device, non_blocking=True)
+        self._most = max(1, *(len(names) for names in rows_of_ranks))
+        index_of = np.full(1 + max(int(names.max(initial=-1)) for names in rows_of_ranks), -1, dtype=np.int64)
+        for rank, names in enumerate(rows_of_ranks):
+            is_row = names >= 0
+            index_of[names[is_row]] = rank * self._most + np.flatnonzero(is_row)
+        indices = index_of[needed_rows]
+        assert (indices >= 0).all(), "a row was asked for that no rank holds"
+        self._rows = torch.from_numpy(indices).to(device, non_blocking=True)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows held by this rank, ...] -> [rows wanted, ...]."""
@@ -78,5 +78,5 @@ class KeyValueGather:
     def __call__(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """[1, K, rows of this rank, E] twice -> [1, K, T, E] twice."""
         rows = self._exchange(torch.stack((key[0], value[0])).permute(2, 0, 1, 3))
-        both = rows.permute(1, 2, 0, 3)
-        return both[:1], both[1:]
+        keys_and_values = rows.permute(1, 2, 0, 3)
+        return keys_and_values[:1], keys_and_values[1:]

@@ -25,7 +25,7 @@ FEEDS: dict[str, Callable[[StepInputs, ModuleSpec], ModuleFeed]] = {
 class StepFeed:
     """(stage, work) -> (args, kwargs) for `PipelineScheduleRuntime.step`.
 
-    Only what a stage needs must be there: pixels and token ids for the modules' first stages, labels for the last
+    A rank needs only the data of its stages: pixels and token ids for the modules' first stages, labels for the last
     language stage, latents where a DiT begins and ends; lengths and grids come from the metadata.
     """
 
@@ -34,5 +34,5 @@ class StepFeed:
         self._feeds = {m.name: FEEDS[m.consumes](inputs, m) for m in inputs.layout.batching.spec.modules}
 
     def __call__(self, stage: int, work: int) -> Arguments:
-        place = self._partition.stages[stage]
-        return self._feeds[place.module](place.first, place.last, work)
+        placed = self._partition.stages[stage]
+        return self._feeds[placed.module](placed.first, placed.last, work)

@@ -1,6 +1,8 @@
 """Gradient norm and clipping over every axis, and the tied embedding's gradient."""
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from mmtrain.parallel.torch_private import scale_
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, or the tensor itself."""
+    """This rank's shard of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -44,7 +46,7 @@ def sync_tied(copies: Sequence[nn.Parameter], mesh: Mesh) -> None:
 
 
 def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, *, skip: nn.Parameter | None = None) -> Tensor:
-    """The 2-norm of all gradients of the model, float64, equal on every rank. Collective over the job.
+    """The 2-norm of all gradients of the model, a float64 scalar, equal on every rank. Collective over the job.
 
     Args: skip: a copy of a parameter that another rank counts (the tied head).
     """
@@ -69,9 +71,17 @@ def _copies(parameter: nn.Parameter, mesh: Mesh) -> int:
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scales all gradients so that their total norm is at most max_norm; 0 leaves them alone."""
+    """Scales all gradients so that their total norm is at most max_norm; 0: no limit."""
     if max_norm <= 0:
         return
     grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if grads:
         scale_(grads, min(1.0, max_norm / (norm + 1e-6)))
+
+
+def nonfinite_ranks(parameters: Iterable[nn.Parameter], loss: float, mesh: Mesh) -> list[int]:
+    """The ranks whose loss or shard of a gradient is not finite. Collective over the job. Args: loss: of this rank."""
+    grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    flags: list[Any] = [None] * mesh.shape.world_size
+    dist.all_gather_object(flags, not math.isfinite(loss) or not all(bool(grad.isfinite().all()) for grad in grads))
+    return [rank for rank, flag in enumerate(flags) if flag]

@@ -44,7 +44,7 @@ def backend_of(comm: CommConfig, device: torch.device) -> str:
 def init_process_group(comm: CommConfig, device: torch.device, store: dist.Store | None = None) -> None:
     """Joins the job's default process group.
 
-    Without a launcher the job is this process alone.
+    Without a launcher the job is only this process.
 
     Args: store: where the ranks meet; None: as the launcher's variables say.
     Raises:
@@ -84,7 +84,7 @@ def _alone() -> dist.Store:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The place of this rank, and a process group for every axis that communicates."""
+    """The coordinates of this rank, and a process group for every axis that communicates."""
 
     shape: MeshShape
     rank: int
@@ -92,7 +92,7 @@ class Mesh:
     device: torch.device
     dims: ParallelDims
     pp_group: dist.ProcessGroup
-    """Ranks that differ in pp alone: one model replica's pipeline. Also carries its transfers on gloo."""
+    """Ranks that differ only in pp: one model replica's pipeline. Also carries its transfers on gloo."""
     pp_ranks: tuple[int, ...]
     """Global rank of each pp_rank of this replica."""
     replica_group: dist.ProcessGroup | None
@@ -100,9 +100,9 @@ class Mesh:
     replica_ranks: tuple[int, ...]
     """Their global ranks; the first is the leader."""
     submesh_group: dist.ProcessGroup | None
-    """Ranks that differ in cp or tp alone, cp outermost: the submesh of this pp_rank; None for one rank."""
+    """Ranks that differ only in cp or tp, cp outermost: the submesh of this pp_rank; None for one rank."""
     cp_group: dist.ProcessGroup | None
-    """Ranks that differ in cp alone; None for one."""
+    """Ranks that differ only in cp; None for one."""
     encoder_mesh: DeviceMesh | None
     """(pp, dp_replicate, dp_shard x cp x tp), where tp ranks hold whole encoders."""
     batch_group: dist.ProcessGroup | None
@@ -134,7 +134,7 @@ class Mesh:
 
     @property
     def tp(self) -> DeviceMesh:
-        """The tensor-parallel mesh; degree above 1 alone."""
+        """The tensor-parallel mesh; only for a degree above 1."""
         return self.dims.get_mesh("tp")
 
     def fsdp(self, *, over_tp: bool = False) -> DeviceMesh:
@@ -168,14 +168,6 @@ class Mesh:
         box: list[Any] = [None]
         dist.recv_object_list(box, src=self.pp_ranks[pp_rank], group=self.pp_group, device=torch.device("cpu"))
         return box[0]
-
-    def gather_pp(self, value: Any) -> list[Any]:
-        """Every pp_rank's value, in order, on every rank of the replica. Collective over pp."""
-        if self.shape.pp == 1:
-            return [value]
-        found: list[Any] = [None] * self.shape.pp
-        dist.all_gather_object(found, value, group=self.pp_group)
-        return found
 
 
 class Channels:
@@ -228,7 +220,7 @@ def build_mesh(
     """
     rank = dist.get_rank()
     dims = parallel_dims(shape)
-    place = shape.coordinates(rank)
+    coordinates = shape.coordinates(rank)
     pipelines = _groups(shape, ("pp",))
     first, last = (pp_rank % shape.pp for pp_rank in tie_ranks)
     pp_group: dist.ProcessGroup | None = None
@@ -253,7 +245,7 @@ def build_mesh(
     return Mesh(
         shape=shape,
         rank=rank,
-        place=place,
+        place=coordinates,
         device=device,
         dims=dims,
         pp_group=pp_group,
@@ -282,39 +274,39 @@ def _directed_groups(pipelines: Sequence[tuple[int, ...]], rank: int) -> dict[tu
 
 
 def second_replica_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Another group of the ranks of this replica, on gloo whatever the device, for another thread: what two threads
-    do on one group would be paired by order. None for one rank. Every rank of the job must call it.
+    """Another group of the ranks of this replica, on gloo for any device, for another thread: collectives of two
+    threads on one group would be paired by their order. None for one rank. Every rank of the job must call it.
 
     Args: timeout: of a collective on it.
     """
-    found = None
+    own_group = None
     for ranks in _groups(mesh.shape, ("pp", "cp", "tp")):
         if len(ranks) > 1:
             group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-            found = group if mesh.rank in ranks else found
-    return found
+            own_group = group if mesh.rank in ranks else own_group
+    return own_group
 
 
 def _groups(shape: MeshShape, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """The global ranks of each group of ranks that differ in these axes alone, in rank order."""
+    """The global ranks of each group of ranks that differ only in these axes, in rank order."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(shape.world_size):
-        place = shape.coordinates(rank)
-        groups.setdefault(tuple(getattr(place, axis) for axis in AXES if axis not in axes), []).append(rank)
+        coordinates = shape.coordinates(rank)
+        groups.setdefault(tuple(getattr(coordinates, axis) for axis in AXES if axis not in axes), []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
 
 
 def _join(shape: MeshShape, axes: tuple[str, ...], rank: int) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
     """This rank's group along some axes, None for a group of one. Collective: every rank makes every group."""
-    found = None
+    joined = None
     for ranks in _groups(shape, axes):
         if len(ranks) == shape.world_size > 1:
             return ranks, dist.group.WORLD
         group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
         if rank in ranks:
-            found = ranks, group
-    assert found is not None
-    return found
+            joined = ranks, group
+    assert joined is not None
+    return joined
 
 
 def _broadcast(value: Any, source: int, group: dist.ProcessGroup, size: int) -> Any:

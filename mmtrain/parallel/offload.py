@@ -6,12 +6,12 @@ copy is done, at the end of the block after at the latest. When the backward of 
 before it starts to come back. So at most two blocks of a rank are on the device while one runs; a third, if the last
 block of a coming backward was called ahead (`Offloaded.prefetch`).
 
-What comes back belongs to autograd alone, storage by storage, so that a backward frees it as it goes, and the second
-half of a split backward holds as much as without offloading.
+Only autograd refers to the storages that come back, so that a backward frees each one after its use, and the
+weight-gradient pass (W) of a split backward holds as much as without offloading.
 
 Streams: all copies of a rank follow each other on one stream. Device memory is allocated and freed on the compute
-stream, which waits for a copy before it frees what the copy reads, or uses what it wrote; a buffer in host memory is
-touched by copies alone, so it is free again as soon as the copy that empties it is in the queue.
+stream, which waits for a copy before it frees what the copy reads, or uses what it wrote; only copies touch a
+buffer in host memory, so it is free again as soon as the copy that empties it is in the queue.
 
 Source: Rhu et al., vDNN, arXiv:1602.08124, section 3: release after the layer that made them, prefetch one ahead.
 """
@@ -39,14 +39,14 @@ class Copies(Protocol):
         """Host memory that copies reach, uint8."""
 
     def start(self, copies: Sequence[Copy]) -> Any:
-        """Starts copies, after all that was computed so far; returns what `wait` takes."""
+        """Starts copies, after all that was computed so far; returns the argument of `wait`."""
 
     def wait(self, started: Any) -> None:
         """What is computed from now on comes after these copies."""
 
 
 class PlainCopies:
-    """Copies inside of host memory, done when they return: offloading on a CPU, which saves nothing."""
+    """Copies inside of host memory, done when they return: offloading on a CPU, which saves no memory."""
 
     least_bytes = 1
 
@@ -75,7 +75,7 @@ class StreamCopies:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def start(self, copies: Sequence[Copy]) -> Any:
-        # Behind what computes the tensors, or behind the former use of the memory that they come back to.
+        # After the tensors are computed, or after the former use of the memory that they come back to.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for to, source in copies:
@@ -87,14 +87,14 @@ class StreamCopies:
 
 
 class _Buffers:
-    """Host memory that is used again: to pin it anew would take longer than to fill it."""
+    """Host memory that is reused, since pinning takes longer than filling it."""
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
         self._make = make
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """The smallest free buffer that is large enough; else a new one in the place of the largest free one, so that
+        """The smallest free buffer that is large enough; else a new one instead of the largest free one, so that
         there are never more buffers than were in use at one time."""
         fitting = [buffer for buffer in self._free if buffer.numel() >= num_bytes]
         chosen = min(fitting, key=Tensor.numel) if fitting else max(self._free, key=Tensor.numel, default=None)
@@ -125,14 +125,14 @@ class Offloader:
         return sum(block.num_bytes for block in self.waiting)
 
     def settle(self, at_most: int = 0) -> None:
-        """Frees the device memory of the blocks that left, but for so many of the last: what is computed from now on
-        waits for their copies."""
+        """Frees the device memory of all blocks that left but the last `at_most`; later computation waits for their
+        copies."""
         while len(self.leaving) > at_most:
             self.leaving.popleft().release()
 
 
 class Offloaded:
-    """What the blocks of one chunk offloaded of one work."""
+    """The offloaded activations of one work in the blocks of one chunk."""
 
     def __init__(self, offloader: Offloader) -> None:
         self._offloader = offloader
@@ -140,14 +140,14 @@ class Offloaded:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing waits for its backward."""
+        """Whether no block waits for its backward."""
         return not self._blocks
 
     @contextmanager
     def block(self, stays: Collection[int]) -> Iterator[None]:
-        """Inside, what autograd keeps is offloaded at the end: around the forward of a block, in their order.
+        """A context around the forward of a block; at its end the tensors that autograd keeps are offloaded.
 
-        Args: stays: `data_ptr` of storages that do not belong to the block alone.
+        Args: stays: `data_ptr` of storages that are used outside of the block, too.
         """
         block = _Block(self._offloader, self._landed, stays)
         try:
@@ -161,12 +161,12 @@ class Offloaded:
             self._offloader.settle(at_most=1)
 
     def prefetch(self) -> None:
-        """Starts to bring back the block whose backward comes next; nothing if there is none, or it is on its way."""
+        """Starts to bring back the block whose backward comes next, if there is one that has not started yet."""
         if self._blocks:
             self._blocks[-1].bring_back()
 
     def drop(self) -> None:
-        """Forgets what no backward asked for."""
+        """Drops the blocks that no backward has used."""
         while self._blocks:
             self._blocks.pop().drop()
 
@@ -209,7 +209,7 @@ class _View:
 
 
 class _Block:
-    """What one call of a block keeps, wherever it is.
+    """The storages that autograd keeps of one call of a block, on the device or in host memory.
 
     pack* -> leave -> release -> bring_back -> land; `bring_back` may come before `release`, and `drop` at any time.
     """
@@ -225,11 +225,11 @@ class _Block:
         self.num_bytes = 0
 
     def pack(self, tensor: Tensor) -> Any:
-        """The hook of autograd: what it keeps instead of a tensor."""
-        found = self._find(tensor)
-        if found is None:
+        """The pack hook of autograd: the object that it keeps instead of a tensor."""
+        storage = self._find(tensor)
+        if storage is None:
             return tensor.detach()  # without its graph, which may lead back here
-        return _View(self, found, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _View(self, storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _find(self, tensor: Tensor) -> _Storage | None:
         """The storage of a tensor; None: it stays."""
@@ -240,10 +240,10 @@ class _Block:
         if not tensor.is_floating_point():
             return None  # indices and masks, which all blocks share
         storage = tensor.untyped_storage()
-        place, num_bytes = storage.data_ptr(), storage.nbytes()
-        if num_bytes < self._offloader.copies.least_bytes or place in self._stays:
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        if num_bytes < self._offloader.copies.least_bytes or address in self._stays:
             return None
-        key = (place, tensor._version)
+        key = (address, tensor._version)
         if key not in self._storages:
             self._storages[key] = _Storage(num_bytes, storage, tensor.detach(), tensor._version)
         return self._storages[key]
@@ -268,7 +268,7 @@ class _Block:
         return True
 
     def release(self) -> None:
-        """Frees the device memory of what left, once it is copied."""
+        """Frees the device memory of the offloaded storages, once they are copied."""
         self._offloader.copies.wait(self._left)
         for each in self._storages.values():
             each.check()
@@ -276,7 +276,7 @@ class _Block:
         self._on_device = False
 
     def bring_back(self) -> None:
-        """Starts the copies to the device; nothing to do for what is on its way, or did not leave yet."""
+        """Starts the copies to the device, unless they have started or the storages did not leave yet."""
         if self._buffer is None:
             return
         if self._on_device:
@@ -288,15 +288,15 @@ class _Block:
             copies = []
             for each in self._storages.values():
                 assert each.host is not None
-                place = torch.empty(each.num_bytes, dtype=torch.uint8, device=self._offloader.device)
-                each.storage = place.untyped_storage()
-                copies.append((place, each.host))
+                buffer = torch.empty(each.num_bytes, dtype=torch.uint8, device=self._offloader.device)
+                each.storage = buffer.untyped_storage()
+                copies.append((buffer, each.host))
             self._coming = self._offloader.copies.start(copies)
             self._on_device = True
         self._leave_host()
 
     def land(self) -> None:
-        """Makes what came back ready for use; from now on it lives as long as autograd wants it."""
+        """Makes the storages that came back ready for use; from now on only autograd refers to them."""
         self.bring_back()
         if self._storages:
             if self._coming is not None:
@@ -305,7 +305,7 @@ class _Block:
             self._landed(self)
 
     def drop(self) -> None:
-        """Forgets everything, wherever it is."""
+        """Drops all storages, on the device and in host memory."""
         # Memory of the device must not be used again while a copy reads or writes it.
         for started in (self._left, self._coming):
             if started is not None:
@@ -326,14 +326,14 @@ class _Block:
         self._offloader.waiting.discard(self)
 
 
-def unpack(kept: Any) -> Tensor:
-    """The hook of autograd: the tensor, as it was, for what `pack` gave for it; as often as it is asked.
+def unpack(packed: Any) -> Tensor:
+    """The unpack hook of autograd: the tensor that was given to `pack`, at every call.
 
-    Raises: RuntimeError: it was changed in place since, as autograd would say.
+    Raises: RuntimeError: it was changed in place since then.
     """
-    if isinstance(kept, Tensor):
-        return kept
-    view: _View = kept
+    if isinstance(packed, Tensor):
+        return packed
+    view: _View = packed
     view.block.land()
     if view.of.changed:
         raise RuntimeError(

@@ -18,8 +18,8 @@ from mmtrain.parallel.titan import FrozenAwareOptimizers, ParamGroupConfig, init
 class LocalOptimizers(FrozenAwareOptimizers):
     """torchtitan's container, whose optimizers compute on this rank's parts of DTensors.
 
-    Updates are elementwise, so that plain tensors give what DTensors would, bit for bit, without the sharding rules of
-    operations on whole lists of DTensors (0.8 s of the first step on a CPU). What is kept and saved stays DTensors.
+    Updates are elementwise, so that plain tensors give the values of DTensors, bit for bit, without the sharding rules
+    of operations on whole lists of DTensors (0.8 s of the first step on a CPU). Parameters and moments stay DTensors.
     """
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -34,7 +34,7 @@ class LocalOptimizers(FrozenAwareOptimizers):
         return super().state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Loads the values of `state_dict`."""
         self._init_state()
         super().load_state_dict(state_dict)
 
@@ -82,8 +82,8 @@ def build_optimizers(
     for chunk in chunks:
         embeddings = {id(m.weight) for m in chunk.modules() if isinstance(m, nn.Embedding)}
         for name, parameter in chunk.named_parameters():
-            kept = parameter.ndim < 2 or id(parameter) in embeddings or any(parameter is t for t in tied)
-            kinds.setdefault((not kept, isinstance(parameter, DTensor)), set()).add(name)
+            undecayed = parameter.ndim < 2 or id(parameter) in embeddings or any(parameter is t for t in tied)
+            kinds.setdefault((not undecayed, isinstance(parameter, DTensor)), set()).add(name)
     shared = {"lr": section.lr, "betas": (section.beta1, section.beta2), "eps": section.eps}
     groups = [
         ParamGroupConfig(
@@ -123,10 +123,10 @@ def _on_local_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
             group["params"] = parameters
         for parameter, part in pairs:
-            made = state.pop(part, None)
-            if made and parameter not in state:  # the first step
+            moments = state.pop(part, None)
+            if moments and parameter not in state:  # the first step
                 state[parameter] = {
-                    key: value if key == "step" else _as_dtensor(value, parameter) for key, value in made.items()
+                    key: value if key == "step" else _as_dtensor(value, parameter) for key, value in moments.items()
                 }
 
 

@@ -1,7 +1,7 @@
 """Where a job is trained: how its model, its data and its planning are divided over the ranks.
 
-A placement holds nothing that cannot be built again. What is trained comes into its chunks and optimizer by the names
-of parameters, from a checkpoint or from the placement before it.
+All parts of a placement can be built again. Weights and moments are loaded into its chunks and optimizer by the names
+of parameters, from a checkpoint or from the former placement.
 """
 
 from contextlib import ExitStack
@@ -49,7 +49,7 @@ class Placement:
             raise ConfigError(
                 f'training.attention_backend = "flex" trains on CUDA alone, but the device is {device.type}; set "auto"'
             )
-        seed, partition, others = config.debug.seed, planner.partition, process_groups()
+        seed, partition, groups_before = config.debug.seed, planner.partition, process_groups()
         mesh = build_mesh(
             config.parallelism.mesh_shape,
             device,
@@ -75,13 +75,13 @@ class Placement:
             optimizers = build_optimizers(config.optimizer, model.chunks, model.tied)
             runtime = PipelineScheduleRuntime(model.stages)
             undo.pop_all()
-        groups = tuple(group for group in process_groups() if group not in others)
+        groups = tuple(group for group in process_groups() if group not in groups_before)
         return cls(
             mesh=mesh, data=data, ahead=ahead, model=model, optimizers=optimizers, runtime=runtime, groups=groups
         )
 
     def stop(self, *, lost: bool = False) -> None:
-        """Ends what runs beside this process' main thread: its planning thread and the processes that read data.
+        """Ends all but this process' main thread: its planning thread and the processes that read data.
 
         Args: lost: a rank does not answer, and the planning thread may wait for it: it is left behind.
         """

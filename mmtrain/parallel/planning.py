@@ -122,7 +122,7 @@ class PendingPlan:
     """The planner of this iteration: memory limits may change between iterations."""
     done: threading.Event = field(default_factory=threading.Event)
     given_up: threading.Event = field(default_factory=threading.Event)
-    """Set when nothing waits for its plan any more."""
+    """Set when no step waits for its plan any more."""
     prepared: tuple[Iteration, PlanResult] | None = None
     """The iteration with its first plan, once the thread has made them."""
     bound_s: float = math.nan
@@ -411,6 +411,6 @@ def _timed_out(patience_s: float | None) -> str:
 
 
 def _text(error: Exception) -> str:
-    """The first line of what is wrong with a plan."""
-    what = str(error).split("\n", 1)[0]
-    return what if isinstance(error, PlanError) else f"{type(error).__name__}: {what}"
+    """The first line of the error of a plan."""
+    first_line = str(error).split("\n", 1)[0]
+    return first_line if isinstance(error, PlanError) else f"{type(error).__name__}: {first_line}"

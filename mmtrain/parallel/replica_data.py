@@ -1,9 +1,9 @@
-"""One replica's data: read by its leader, and given to each of its ranks as far as that needs them.
+"""One replica's data: read by its leader, which sends each rank the tensors that it needs.
 
-Everyone gets the metadata and the labels. The tensors go to the pipeline ranks where a module takes them in: the first
-one, which holds the leader; where the language model begins, if that is another one (a mixed partition); and of a
-text-to-video model where the DiT begins, and where it ends and its targets are formed. With a VAE, whose pixels the
-leader itself takes in, the DiT gets nothing.
+All ranks get the metadata and the labels. The tensors go to the pipeline ranks where a module reads them: the first
+one, which holds the leader; the one where the language model begins, if that is another one (a mixed partition); and
+of a text-to-video model those where the DiT begins and ends. With a VAE only the leader reads pixels, and the DiT gets
+no tensors of the batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,17 +52,17 @@ class ReplicaData:
             )
             readers[module.name] = {stages[index].pp_rank for index in kind.readers(module)} - {0}
         self._takers = tuple(sorted(set().union(*readers.values())))
-        """Pipeline ranks besides the first that need tensors."""
+        """Pipeline ranks after the first that need tensors."""
         self._text_alone = not any(ranks for name, ranks in readers.items() if name != spec.text.name)
-        """Whether these need nothing but token ids."""
+        """Whether these need only token ids."""
         self._loader: Loader | None = None
 
     def item(self, batch: Batch, meta: IterationMeta) -> Item:
         """A batch that every rank has as an item of this one."""
         rank = self._mesh.pp_rank
-        mine = batch if rank == 0 else self._part(batch) if rank in self._takers else None
+        local_batch = batch if rank == 0 else self._part(batch) if rank in self._takers else None
         state = LoaderState(seed=self._config.debug.seed)
-        return Item(meta=meta, labels=[m.labels for m in batch.microbatches], state=state, batch=mine)
+        return Item(meta=meta, labels=[m.labels for m in batch.microbatches], state=state, batch=local_batch)
 
     def training(self, state: LoaderState) -> Iterator[Item]:
         """The batches of the training split from a state on. Each `next` is collective over the replica."""
@@ -98,7 +98,7 @@ class ReplicaData:
         )
 
     def _part(self, batch: Batch) -> Batch:
-        """What the pipeline ranks besides the first need."""
+        """The tensors that the pipeline ranks after the first need."""
         return without_images(batch) if self._text_alone else batch
 
     def _share(self, open_loader: Callable[[], Loader], change: Change | None = None) -> Iterator[Item]:

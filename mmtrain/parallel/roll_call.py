@@ -58,33 +58,33 @@ class RollCall:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self.rank, self._world_size = rank, world_size
-        mine = dist.PrefixStore("roll call", store)
-        turn = mine.add(f"turn {rank}", 1)  # a process may run several trainers one after another
+        shared = dist.PrefixStore("roll call", store)
+        turn = shared.add(f"turn {rank}", 1)  # a process may run several trainers one after another
         self._store = dist.PrefixStore(f"roll call {turn}", store)
         self._store.set(f"name {rank}", f"rank {rank} (process {os.getpid()} on {socket.gethostname()})")
 
     def tell(self, error: BaseException) -> None:
         """Leaves for the other ranks why this one ends, unless one has done so before."""
         if isinstance(error, MMTrainError):
-            told = error
+            reason = error
         else:
-            words = traceback.format_exception_only(error)[0].strip()
-            told = RankLostError(f"rank {self.rank} failed: {words}; see its traceback")
-        _within(_LEAST_PATIENCE_S, lambda: self._first_reason(told))
+            description = traceback.format_exception_only(error)[0].strip()
+            reason = RankLostError(f"rank {self.rank} failed: {description}; see its traceback")
+        _within(_LEAST_PATIENCE_S, lambda: self._first_reason(reason))
 
-    def reason(self, what: str, patience_s: float = 0.0) -> MMTrainError:
+    def reason(self, activity: str, patience_s: float = 0.0) -> MMTrainError:
         """Why a collective of this rank failed, the same on all ranks.
 
         Args:
-            what: what this rank did, as the beginning of a sentence.
+            activity: what this rank did, as the beginning of a sentence.
             patience_s: how much later other ranks may find out, if more than a few seconds.
         """
-        found: list[MMTrainError] = []
+        reasons: list[MMTrainError] = []
         patience_s = max(_LEAST_PATIENCE_S, patience_s)
-        _within(patience_s + _LEAST_PATIENCE_S, lambda: found.append(self._ask(what, patience_s)))
-        return found[0] if found else RankLostError(f"{what}; the job's store does not answer either")
+        _within(patience_s + _LEAST_PATIENCE_S, lambda: reasons.append(self._ask(activity, patience_s)))
+        return reasons[0] if reasons else RankLostError(f"{activity}; the job's store does not answer either")
 
-    def _ask(self, what: str, patience_s: float) -> MMTrainError:
+    def _ask(self, activity: str, patience_s: float) -> MMTrainError:
         self._store.set(f"here {self.rank}", "")
         asking = self._store.add("asking", 1)
         deadline = time.monotonic() + patience_s
@@ -95,7 +95,7 @@ class RollCall:
         if not silent:
             return self._first_reason(
                 RankLostError(
-                    f"{what}; all ranks answer: one was slower than that, or they wait for each other. Raise "
+                    f"{activity}; all ranks answer: one was slower than that, or they wait for each other. Raise "
                     "comm.timeout_seconds, or look at the processes while they hang (py-spy dump)"
                 )
             )
@@ -103,41 +103,41 @@ class RollCall:
         does_not, it_is = ("does not", "it is") if len(silent) == 1 else ("do not", "they are")
         return self._first_reason(
             RankLostError(
-                f"{what}; {', '.join(names)} {does_not} answer: {it_is} stopped, dead or busy for longer than "
+                f"{activity}; {', '.join(names)} {does_not} answer: {it_is} stopped, dead or busy for longer than "
                 "comm.timeout_seconds, or the network is down"
             )
         )
 
-    def _first_reason(self, mine: MMTrainError) -> MMTrainError:
+    def _first_reason(self, own_error: MMTrainError) -> MMTrainError:
         """The reason of the rank that came first, perhaps this one's."""
         if self._store.add("reasons", 1) == 1:
-            self._store.set("reason", json.dumps([type(mine).__name__, str(mine)]))
+            self._store.set("reason", json.dumps([type(own_error).__name__, str(own_error)]))
         kind, text = json.loads(self._store.get("reason"))
         return getattr(errors, kind, MMTrainError)(text)  # type: ignore[no-any-return]
 
 
 @contextmanager
-def common_reason(roll_call: RollCall, timeout_s: float, place: Callable[[str], str]) -> Iterator[None]:
+def common_reason(roll_call: RollCall, timeout_s: float, locate: Callable[[str], str]) -> Iterator[None]:
     """What ends one rank is raised on all of them, and ranks that do not answer are named.
 
     Args:
         timeout_s: of collectives.
-        place: where this rank is, from the function of mmtrain that it is in.
-    Raises: MMTrainError: in the place of an exception of communication, or of the operating system.
+        locate: where this rank is, from the function of mmtrain that it is in.
+    Raises: MMTrainError: instead of an exception of communication, or of the operating system.
     """
     try:
         yield
     except (Exception, CheckpointException) as error:
-        where = place(_innermost(error))
+        where = locate(_innermost(error))
         if is_communication(error):
             if _is_timeout(error):  # a rank that waits for one that waits finds out up to a step later
-                what = f"rank {roll_call.rank} waited {timeout_s:g} s (comm.timeout_seconds) {where}"
-                raise roll_call.reason(what, timeout_s / 10) from error
+                activity = f"rank {roll_call.rank} waited {timeout_s:g} s (comm.timeout_seconds) {where}"
+                raise roll_call.reason(activity, timeout_s / 10) from error
             raise roll_call.reason(f"rank {roll_call.rank} lost a connection {where}") from error
         if isinstance(error, OSError):
-            told = MMTrainError(f"rank {roll_call.rank} {where}: {error}")
-            roll_call.tell(told)
-            raise told from error
+            reason = MMTrainError(f"rank {roll_call.rank} {where}: {error}")
+            roll_call.tell(reason)
+            raise reason from error
         roll_call.tell(error)
         raise
 
@@ -159,7 +159,7 @@ def _innermost(error: BaseException) -> str:
 
 
 def _within(seconds: float, ask: Callable[[], object]) -> None:
-    """Runs something that may hang, as a store does whose server is stopped; gives it up after so long."""
+    """Calls a function that may hang, like a store whose server is stopped; returns after `seconds` at the latest."""
 
     def run() -> None:
         with suppress(RuntimeError, OSError):  # the store is gone as well

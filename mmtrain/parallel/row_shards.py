@@ -43,15 +43,15 @@ class RowShards:
         return _Exchange.apply(self._filled_up(x), _sum_own, _gather, self._group)
 
     def use_for_parts(self, x: Tensor) -> Tensor:
-        """x, equal on all ranks, each of which uses it for its own columns or rows; backward: all-reduce."""
+        """x [R, D], equal on all ranks, each of which uses it for its own columns or rows; backward: all-reduce."""
         return _Exchange.apply(x, _same, _sum, self._group)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Summands [R, D] -> their sum on all ranks, which compute the same from it; backward: nothing to do."""
+        """Summands [R, D] -> their sum on all ranks, which compute the same from it; backward: no communication."""
         return _Exchange.apply(x, _sum, _same, self._group)
 
     def sum_for_parts(self, x: Tensor) -> Tensor:
-        """Summands -> their sum on all ranks, each of which uses it for its own columns; backward: all-reduce."""
+        """Summands [R, D] -> their sum, which each rank uses for its own columns; backward: all-reduce."""
         return _Exchange.apply(x, _sum, _sum, self._group)
 
     def gather_columns(self, x: Tensor) -> Tensor:
@@ -70,9 +70,9 @@ class _Exchange(torch.autograd.Function):
     """One operation forward, and the one that its gradient needs backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: _Operation, back: _Operation, group: dist.ProcessGroup) -> Tensor:
-        ctx.back, ctx.group = back, group
-        return there(x, group)
+    def forward(ctx: Any, x: Tensor, operation: _Operation, inverse: _Operation, group: dist.ProcessGroup) -> Tensor:
+        ctx.back, ctx.group = inverse, group
+        return operation(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -47,16 +47,16 @@ TORCH_KINDS: dict[Kind, Any] = {
 
 
 class BoundAction(TorchAction):
-    """torch's action with what its handler needs, looked up once when the program is loaded."""
+    """torch's action with the arguments of its handler, looked up once when the program is loaded."""
 
     ours: Action
     transfer: Transfer | None
     """What a send or receive moves."""
     waits: tuple[tuple[Transfer, tuple[Transfer, ...]], ...]
-    """What must have arrived before a compute action, each with the sends whose arrival follows from it."""
+    """Messages that must have arrived before a compute action, each with the sends whose arrival follows from it."""
     prefetched: tuple[int, int] | None
-    """(stage, work) of the next compute action, if that is a backward: what it needs of host memory comes back beside
-    this one."""
+    """(stage, work) of the next compute action, if that is a backward: its offloaded activations come back during this
+    action."""
 
     def __repr__(self) -> str:
         return str(self.ours)
@@ -107,7 +107,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             TorchKind.REDUCE_GRAD: self._reduce,
             TorchKind.RESHARD: self._reshard,
         }
-        builtin = {TorchKind.UNSHARD}  # torch's own branch does what we want
+        builtin = {TorchKind.UNSHARD}  # torch's own branch is the right one
         assert set(table) | builtin == set(TORCH_KINDS.values()), "the dispatch table is not complete"
         assert set(TORCH_KINDS) | WAITS == set(KINDS), "a kind of action has no handler"
         self._comp_type_to_function_map.update({kind: self._noted(handler) for kind, handler in table.items()})
@@ -115,7 +115,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
     def load(self, program: Program, shape_of: ShapeOf) -> None:
         """Makes `program` the one that `step` runs.
 
-        Raises: PlanError: a wait stands in the wrong place, a backward is not B, or I and then W, or the name of a
+        Raises: PlanError: a wait is at the wrong position, a backward is not B, or I and then W, or the name of a
             memory option is not one for its stage.
         """
         graph, actions = program.graph, program.actions[self.rank]
@@ -159,22 +159,22 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             stage.start_step(graph, shape_of, split.get(index, ()), strategies.get(index, {}))
 
     def _strategies(self, program: Program) -> dict[int, dict[int, StageMemory]]:
-        """Stage of this rank -> work -> what its blocks do.
+        """Stage of this rank -> work -> how its blocks treat their activations.
 
-        Raises: PlanError: a name that says nothing of the stage, or one for a work that the stage does not have.
+        Raises: PlanError: a name that does not fit the stage, or one for a work that the stage does not have.
         """
-        found: dict[int, dict[int, StageMemory]] = {index: {} for index in self._by_index}
+        options: dict[int, dict[int, StageMemory]] = {index: {} for index in self._by_index}
         for (index, work), name in program.memory.items():
-            if index not in found:
+            if index not in options:
                 continue  # of another rank
             where = f"rank {self.rank}, stage {index}, work {work}"
             if not (0 <= work < len(program.graph.works) and index in program.graph.stages(work)):
                 raise PlanError(f"{where}: a memory option {name!r}, but the stage does not have this work")
             try:
-                found[index][work] = StageMemory.parse(name, self._by_index[index].memory.num_blocks)
+                options[index][work] = StageMemory.parse(name, self._by_index[index].memory.num_blocks)
             except PlanError as error:
                 raise PlanError(f"{where}: {error}") from None
-        return found
+        return options
 
     def step(self, feed: Feed, *, loss_grad: float = 1.0) -> StepOutcome:  # type: ignore[override]
         """Runs the loaded program once.
@@ -200,15 +200,15 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._running = None
         self._sent.clear()
         rows, span = self._clock.stop()
-        left = [text for stage in self._by_index.values() for text in stage.leftovers()]
-        left += [f"transfer of {edge} started and never waited for" for edge, _ in self._pending]
-        if left:
-            raise PlanError(f"rank {self.rank}: a step ended with unused tensors: {'; '.join(left)}")
+        leftovers = [text for stage in self._by_index.values() for text in stage.leftovers()]
+        leftovers += [f"transfer of {edge} started and never waited for" for edge, _ in self._pending]
+        if leftovers:
+            raise PlanError(f"rank {self.rank}: a step ended with unused tensors: {'; '.join(leftovers)}")
         return StepOutcome(losses=self._losses, predictions=self._predictions, rows=rows, span=span)
 
     @property
     def doing(self) -> str:
-        """Where a step that has not ended stands: its action, and what that waits for; empty between two steps."""
+        """The action that runs now, and the transfer that it waits for; empty between two steps."""
         if self._running is None:
             return ""
         if self._awaited is None:
@@ -223,7 +223,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         """Times the actions of coming steps on another clock of the host; on a device events are used all the same."""
         self._clock.host = clock
 
-    # torch's chain set-up (shape inference, adjacency checks) and loss bookkeeping have no place here.
+    # torch's chain set-up (shape inference, adjacency checks) and loss bookkeeping are not used.
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None: ...
 
     def _update_losses(self, *args: Any, **kwargs: Any) -> None: ...
@@ -305,7 +305,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             self._awaited = None
             edge, forward = transfer
             (stage.inbox if forward else stage.grad_inbox)[edge] = tensor
-            for sent in arrived if tensor.numel() else ():  # what is empty was never sent, and proves nothing
+            for sent in arrived if tensor.numel() else ():  # an empty tensor was never sent, and proves nothing
                 self._sent.pop(sent)[0].wait()  # returns at once: the peer has these, or it would not have answered
 
     def _reduce(self, action: BoundAction, ctx: Any) -> None:
@@ -336,7 +336,7 @@ def _split_works(program: Program, rank: int) -> dict[int, list[int]]:
 
     Raises: PlanError: compute actions of a stage and work that are not F, then perhaps B, or I and then W.
     """
-    found: dict[int, list[int]] = {}
+    split_works: dict[int, list[int]] = {}
     last: dict[tuple[int, int], Action] = {}
     for index, action in enumerate(program.actions[rank]):
         if action.kind not in COMPUTE:
@@ -350,11 +350,11 @@ def _split_works(program: Program, rank: int) -> dict[int, list[int]]:
             )
         last[node] = action
         if action.kind is Kind.I:
-            found.setdefault(node[0], []).append(node[1])
+            split_works.setdefault(node[0], []).append(node[1])
     for action in last.values():
         if action.kind is Kind.I:
             raise PlanError(f"rank {rank}: no W comes after {action}; a backward is B, or I and then W")
-    return found
+    return split_works
 
 
 class _Clock:

@@ -32,7 +32,7 @@ class _NothingSent(dist.Work):
 
 
 class Arriving(dist.Work):
-    """A message that is received, and what is to be done with it."""
+    """A message that is received, and the function that takes it."""
 
     def __init__(self, message: dist.Work, then: Callable[[], Any]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class ModalityStage(PipelineStage):
         """The works whose backward is split."""
         self.memory = memory or ActivationMemory((), ActivationCheckpointConfig(), Offloader(device))
         self.strategies: dict[int, StageMemory] = {}
-        """work -> what the blocks do; the switch's default for those that are absent."""
+        """work -> how the blocks treat its activations; absent: the default of the switch."""
         self.weight_grads = WeightGrads(chunk)
         self.clear_runtime_states()
 
@@ -88,7 +88,7 @@ class ModalityStage(PipelineStage):
 
         Args:
             split: works with I and W instead of B.
-            strategies: work -> what the blocks do with their activations.
+            strategies: work -> how the blocks treat its activations.
         """
         self.graph, self.shape_of, self.split = graph, shape_of, frozenset(split)
         self.strategies = dict(strategies or {})
@@ -112,7 +112,7 @@ class ModalityStage(PipelineStage):
         self.memory.clear()
 
     def leftovers(self) -> list[str]:
-        """What should have been consumed by the end of a step, in words; empty if all was."""
+        """One message for each tensor that should have been consumed by the end of a step."""
         boxes: dict[str, Mapping[Any, Any]] = {
             "activation received": self.inbox,
             "output not sent": self.outbox,
@@ -161,7 +161,7 @@ class ModalityStage(PipelineStage):
                 f"plan's metadata says {self.shape_of(stage, work)}; the model's spec and module disagree"
             )
         if backward:
-            if not root.numel():  # no image on this rank: nothing that trains took part
+            if not root.numel():  # no image on this rank: no trainable layer took part
                 root.requires_grad_()
             start = gradient_edge(root) if consumers else root
             self.saved[work] = (start, [(e, t) for e, t in inputs if e.grad])
@@ -172,10 +172,10 @@ class ModalityStage(PipelineStage):
     def _features(self, inputs: list[tuple[Edge, Tensor]]) -> Tensor | dict[str, Tensor]:
         """What other modules made for this one; by their names, if there are several."""
         assert self.graph is not None
-        found: dict[str, list[Tensor]] = {}
+        parts_of: dict[str, list[Tensor]] = {}
         for edge, tensor in inputs:
-            found.setdefault(self.graph.modules[self.graph.works[edge.work].module].name, []).append(tensor)
-        joined = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in found.items()}
+            parts_of.setdefault(self.graph.modules[self.graph.works[edge.work].module].name, []).append(tensor)
+        joined = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in parts_of.items()}
         return joined if len(joined) > 1 else next(iter(joined.values()))
 
     def backward_one_chunk(
@@ -200,23 +200,23 @@ class ModalityStage(PipelineStage):
             torch.autograd.backward(start, grad)
         self.memory.finish(bwd_chunk_id)
         for edge, leaf in leaves:
-            # An input that the loss does not depend on still owes its producer a gradient: zero.
+            # An input that the loss does not depend on: its producer expects a gradient of zero.
             self.grad_outbox[edge] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             leaf.grad = None
 
     def prefetch(self, work: int) -> None:
-        """Starts to bring back what the backward of a work needs first, if it was offloaded."""
+        """Starts to bring back the offloaded activations that the backward of a work needs first."""
         self.memory.prefetch(work)
 
     def backward_input(self, work: int, loss: Any = None) -> None:
-        """Runs the first half of the backward of one work: all but the weight gradients of linear layers.
+        """Runs the input-gradient pass (I) of one work: the backward without the weight gradients of linear layers.
 
-        A stage without an input that gets a gradient has this half too, for the gradients between its layers.
+        A stage without an input that gets a gradient has this pass, too, for the gradients between its layers.
         """
         self.backward_one_chunk(work, loss=loss, full_backward=False)
 
     def backward_weight(self, work: int) -> None:
-        """Runs the second half of the backward of one work."""
+        """Runs the weight-gradient pass (W) of one work."""
         self.weight_grads.run(work)
         settle_grads(self.submod)
 
@@ -237,7 +237,7 @@ class ModalityStage(PipelineStage):
         """Starts to send an output (or the gradient of an input); keep the tensor until the work is done."""
         box = self.outbox if forward else self.grad_outbox
         tensor = box.pop(edge).contiguous()
-        if not tensor.numel():  # this rank has no image of the work, and its peer knows it
+        if not tensor.numel():  # this rank has no image of the work, and its peer expects none
             return _NothingSent(), tensor
         if self.channels.through_host:
             tensor = tensor.cpu()

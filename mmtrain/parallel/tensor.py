@@ -1,11 +1,11 @@
 """Tensor parallelism with sequence parallelism: each rank of the tp axis computes a part of every layer.
 
-Parameters become DTensors of the tp mesh, and a rank computes its own heads, inner columns and words. Between blocks
+Parameters become DTensors of the tp mesh, and a rank computes its own heads, inner columns and tokens. Between blocks
 it holds an equal part of the rows. A sublayer costs one all-gather and one reduce-scatter forward, and the same
 backward. Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 
 The blocks of a DiT run clip by clip: each rank has a part of the rows of each clip, filled up where the ranks do not
-divide them, and all rows of its text and timestep. What fills up is read by nothing but itself, and has no gradient.
+divide them, and all rows of its text and timestep. No other row reads the padding, and it has no gradient.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,6 +1,6 @@
 """How one module computes with this rank's part of its parameters.
 
-The parameters are DTensors of the tp mesh, so that FSDP2, checkpoints and the optimizer know what a rank has. The
+The parameters are DTensors of the tp mesh, so that FSDP2, checkpoints and the optimizer know the shard of a rank. The
 computation is that of plain tensors, with the exchanges of `RowShards` around it, so that not every operation pays
 for the dispatch of DTensor.
 """
@@ -29,12 +29,12 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 class DividedModule(ParallelStyle):
-    """A module with divided parameters; subclasses say what it computes."""
+    """A module with divided parameters; subclasses define its computation."""
 
     def __init__(self, divided: Divided, placements: Mapping[str, Placement], *, partial: bool = False) -> None:
         """Args:
         placements: of each parameter, by name.
-        partial: each rank uses the whole parameters for its own rows or columns alone, so that their gradients
+        partial: each rank uses the whole parameters only for its own rows or columns, so that their gradients
             must still be summed over tp; `finish_gradients` or FSDP2 does it once a step.
         """
         super().__init__()
@@ -124,11 +124,11 @@ class DividedColumnNorm(DividedModule):
 
     def _forward(self, module: nn.Module) -> Callable[..., Tensor]:
         assert type(module) is nn.RMSNorm, module
-        (columns,), given = module.normalized_shape, module.eps
+        (columns,), module_eps = module.normalized_shape, module.eps
 
         def forward(x: Tensor) -> Tensor:
             weight = self._local(module, "weight")
-            eps = torch.finfo(x.dtype).eps if given is None else given
+            eps = torch.finfo(x.dtype).eps if module_eps is None else module_eps
             wide = x.float()
             mean_square = self._sum_squares(wide.square().sum(-1, keepdim=True)) / columns
             normed = wide * torch.rsqrt(mean_square + eps)
@@ -146,7 +146,7 @@ class GatheredInputs(ParallelStyle):
         def forward(x: Tensor, *others: Any) -> Any:
             x = rows.gather_for_parts(x)
             for other in others:
-                if isinstance(other, tuple):  # rotary tables, [1, rows, ...]: attention must not see what fills up
+                if isinstance(other, tuple):  # rotary tables, [1, rows, ...]: attention must not see padding
                     x = x[:, : other[0].shape[1]]
             return compute(x, *(rows.use_for_parts(o) if isinstance(o, Tensor) else o for o in others))
 
@@ -180,7 +180,7 @@ class MovedTable(ParallelStyle):
 
 
 class DividedVocabulary(DividedModule):
-    """A token embedding of this rank's words."""
+    """A token embedding of this rank's part of the vocabulary."""
 
     def __init__(self, divided: Divided, mesh: DeviceMesh) -> None:
         super().__init__(divided, {"weight": Shard(0)})
@@ -203,8 +203,8 @@ def make_styles(
 ) -> Iterator[tuple[str, ParallelStyle]]:
     """(path below the module or "", how it computes): one; more for a linear layer with adapters (LoRA).
 
-    Of an adapter y = B A x, the half that touches the divided side of its layer is divided like it, and the other
-    half is whole.
+    Of an adapter y = B A x, the matrix at the divided side of its layer is divided like the layer, and the other one
+    is whole.
     """
     rows = RowShards(mesh)
     whole: Mapping[str, Placement] = {"weight": Replicate(), "bias": Replicate()}
@@ -243,7 +243,7 @@ def _adapters(module: nn.Module) -> list[Any]:
 
 
 def _divide(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """This rank's part of a parameter that is equal on all ranks; nothing is sent."""
+    """This rank's part of a parameter that is equal on all ranks, without communication."""
     local = parameter.detach()
     if isinstance(placement, Shard):
         parts = local.chunk(mesh.size(), placement.dim)

@@ -74,15 +74,15 @@ class FrozenAwareOptimizers(OptimizersContainer):  # type: ignore[type-arg]
         model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
         names = [name for name, param in model.named_parameters() if param.requires_grad]
-        used, left = [], set(names)
+        used, remaining = [], set(names)
         for group in param_group_configs:
-            matched = {name for name in left if re.search(group.pattern, name)}
+            matched = {name for name in remaining if re.search(group.pattern, name)}
             if matched:
                 used.append(group)
-            left -= matched
+            remaining -= matched
         groups: tuple[Any, Any] = OptimizersContainer._build_param_groups(model, used, impl_kwargs)
         return groups
 
     def _post_init(self, all_params: list[Any]) -> None:
-        # torch's Optimizer refuses an empty list; a parameter of no element that nothing steps satisfies it
+        # torch's Optimizer refuses an empty list; a parameter without elements, which no step changes, satisfies it
         super()._post_init(all_params or [nn.Parameter(torch.empty(0))])

@@ -1,4 +1,4 @@
-"""Every private name of torch that mmtrain uses, in one place.
+"""Every private name of torch that mmtrain uses.
 
 `tests/parallel/test_torch_private.py` says what moved when torch moves. Seen with torch 2.11 to 2.13.
 """
@@ -62,7 +62,7 @@ def default_store() -> dist.Store:
 
 
 def scale_(tensors: list[torch.Tensor], factor: float) -> None:
-    """Multiplies tensors in place, in few kernels."""
+    """Multiplies tensors of any shapes in place, in few kernels."""
     torch._foreach_mul_(tensors, factor)
 
 
@@ -153,7 +153,7 @@ def wait_unsharded(module: nn.Module) -> None:
 
 def settle_grads(module: nn.Module) -> None:
     """Takes gradients that were added outside of a backward of the module over as FSDP2 keeps them: added up in the
-    dtype of the reduction. Without FSDP2 nothing is to be done."""
+    dtype of the reduction. Without FSDP2 it has no effect."""
     for part in fsdp_modules(module):
         for group in _param_groups(part):
             for parameter in group.fsdp_params:

@@ -1,7 +1,7 @@
 """A vocabulary that tensor-parallel ranks divide among themselves: token embedding and cross-entropy.
 
-Legend: T tokens; t = T / tp of them; D width; V words; v = V / tp words of this rank; L labelled positions. Every
-collective here is over tp.
+Legend: T tokens; t = T / tp of them; D width; V tokens of the vocabulary; v = V / tp of them, those of this rank; L
+labelled positions. Every collective here is over tp.
 """
 
 from typing import Any
@@ -15,42 +15,42 @@ from mmtrain.parallel.row_shards import RowShards
 
 
 class VocabularyEmbedding:
-    """Looks up tokens in this rank's words.
+    """Looks up tokens in this rank's part of the vocabulary.
 
-    torch's DTensor embedding makes the gradient of all V words on every rank before it adds them up, and takes
+    torch's DTensor embedding makes the gradient of all V rows on every rank before it adds them up, and takes
     `padding_idx` for a local number.
     """
 
     def __init__(self, padding: int | None, mesh: DeviceMesh) -> None:
-        """Args: padding: word whose row gets no gradient, counted in the whole vocabulary."""
+        """Args: padding: token whose row gets no gradient, counted in the whole vocabulary."""
         self._padding = padding
         self._rows = RowShards(mesh)
         self._tp_rank: int = mesh.get_local_rank()
 
     def __call__(self, ids_T: Tensor, weight_vD: Tensor) -> Tensor:
         """This rank's rows of the embedded tokens, [t, D]."""
-        words = len(weight_vD)
-        first = self._tp_rank * words
+        num_tokens = len(weight_vD)
+        first = self._tp_rank * num_tokens
         local_T = ids_T - first
-        other_T = (local_T < 0) | (local_T >= words)
+        other_T = (local_T < 0) | (local_T >= num_tokens)
         padding = None  # a negative number would count from the end
-        if self._padding is not None and first <= self._padding < first + words:
+        if self._padding is not None and first <= self._padding < first + num_tokens:
             padding = self._padding - first
         x_TD = nn.functional.embedding(local_T.masked_fill(other_T, 0), weight_vD, padding)
         return self._rows.sum_shard(x_TD.masked_fill(other_T[:, None], 0))
 
 
 class VocabularyLoss:
-    """Cross-entropy from logits of this rank's words: a `LossFunction`. No rank ever holds [L, V]."""
+    """Cross-entropy from logits of this rank's tokens: a `LossFunction`. No rank ever holds [L, V]."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._group = mesh.get_group()
         self._tp_rank: int = mesh.get_local_rank()
 
     def __call__(self, logits_Lv: Tensor, targets_L: Tensor, want_predictions: bool) -> tuple[Tensor, Tensor | None]:
-        """(float32 scalar: cross-entropy summed over the positions, [L] int64 most likely words or None).
+        """(float32 scalar: cross-entropy summed over the positions, [L] int64 most likely tokens or None).
 
-        Of equally likely words the first is taken. Equal on all ranks; the backward needs no collective.
+        Of equally likely tokens the first is taken. Equal on all ranks; the backward needs no collective.
         """
         first = self._tp_rank * logits_Lv.shape[-1]
         loss, largest_L = _CrossEntropy.apply(logits_Lv, targets_L, first, self._group)
@@ -87,7 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _first_of(scores_Lv: Tensor, largest_L: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """The lowest word with the largest score, [L]; word 0 for scores that are not numbers."""
+    """The lowest token with the largest score, [L]; token 0 for scores that are not numbers."""
     index_L = scores_Lv.argmax(dim=-1)
     has_L = scores_Lv.gather(1, index_L[:, None]).squeeze(1) == largest_L
     none = torch.iinfo(torch.int64).max

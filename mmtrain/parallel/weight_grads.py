@@ -1,12 +1,12 @@
-"""Weight gradients of linear layers that wait: the second half of a split backward.
+"""Deferred weight gradients of linear layers: the weight-gradient pass (W) of a split backward.
 
-A linear layer is y = x A^T + b. In the first half (I) its backward makes the gradient of x alone, and keeps x and
-the gradient of y. The second half (W) makes the gradients of A and b from them, by the products of the whole
-backward; it needs no other rank. All other parameters (norms, embeddings, convolutions, a bias that is added behind
-an exchange) get their gradients in I.
+A linear layer is y = x A^T + b. In the input-gradient pass (I) its backward makes only the gradient of x, and keeps x
+and the gradient of y. The weight-gradient pass (W) makes the gradients of A and b from them, by the products of the
+whole backward; it needs no other rank. All other parameters (norms, embeddings, convolutions, a bias that is added
+behind an exchange) get their gradients in I.
 
-The forward decides: only in works whose plan has I and W do the linear layers keep what W needs. A block that is
-recomputed calls its linear layers again during I, and nothing is recomputed in W.
+The forward decides: the linear layers keep x and the gradient of y only in works whose plan has I and W. A block that
+is recomputed calls its linear layers again during I, and W recomputes nothing.
 
 Source: Qi et al., Zero bubble pipeline parallelism, arXiv:2401.10241, section 2. Cutting torch's graph in two
 instead would keep nearly all activations until W, recompute a block for each of its layers, and lose or double
@@ -29,7 +29,7 @@ _SWITCH = "weight_grads"
 
 
 class _Call(NamedTuple):
-    """One call of a linear layer, and where its backward leaves what waits."""
+    """One call of a linear layer, and the queue to which its backward appends."""
 
     weight: Tensor
     """[E, D]: the parameter, or this rank's part of it, which leads back to it."""
@@ -39,23 +39,23 @@ class _Call(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """What the weight gradient of one call needs."""
+    """The tensors that the weight gradient of one call needs."""
 
     weight: Tensor
     bias: Tensor | None
     x: Tensor
     """[R, D]."""
     version: int
-    """Of x, which counts what changes it in place."""
+    """Of x: the number of its changes in place."""
     grad: Tensor
-    """[R, E]: of what the call gave."""
+    """[R, E]: of the output."""
 
 
 class WeightGrads:
     """The weight gradients of one chunk that wait for W, by work."""
 
     def __init__(self, chunk: nn.Module) -> None:
-        """Lets the linear layers of a chunk keep what W needs.
+        """Lets the linear layers of a chunk keep the tensors that W needs.
 
         Layers with a forward of their own (tensor parallelism) call `linear`. A subclass of `nn.Linear` with another
         forward is left alone: its gradients are made in I.
@@ -70,7 +70,7 @@ class WeightGrads:
 
     @property
     def open(self) -> "deque[_Waiting] | None":
-        """Where linear layers that are called now leave what W needs; None: their backward is whole."""
+        """The queue of the linear layers that are called now; None: their backward is not split."""
         return self._open
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What `parallel/titan.py` takes where torchtitan is not installed: meshes, optimizers, tensorboard by torch alone.
+"""Replaces torchtitan in `parallel/titan.py` if it is not installed: meshes, optimizers, tensorboard by torch alone.
 
 For machines that a package cannot be brought to. Process groups, groups of parameters and the names in checkpoints are
 those of torchtitan (`tests/parallel/test_without_titan.py` compares them).
@@ -69,12 +69,12 @@ class OptimizersContainer:
         model: nn.Module, configs: list[ParamGroupConfig], kernel: dict[str, Any]
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
         """(optimizer -> its groups, optimizer -> their patterns), as torchtitan's method of this name."""
-        left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        remaining = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         groups: dict[str, list[dict[str, Any]]] = {}
         for config in configs:
-            names = [name for name in left if re.search(config.pattern, name)]
-            found = {"params": [left.pop(name) for name in names], "param_names": names}
-            groups.setdefault(config.optimizer_name, []).append({**found, **kernel, **config.optimizer_kwargs})
+            names = [name for name in remaining if re.search(config.pattern, name)]
+            group = {"params": [remaining.pop(name) for name in names], "param_names": names}
+            groups.setdefault(config.optimizer_name, []).append({**group, **kernel, **config.optimizer_kwargs})
         return groups, {}
 
     def _post_init(self, all_params: list[Any]) -> None: ...
@@ -94,18 +94,18 @@ class OptimizersContainer:
 
     def state_dict(self) -> dict[str, Any]:
         """state.NAME.KEY and param_groups.NAME.KEY of every parameter; moments that are not there yet are made."""
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for optimizer in self.optimizers:
             init_optim_state(optimizer)
             for group in optimizer.param_groups:
                 settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                    found |= {f"state.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-                    found |= {f"param_groups.{name}.{key}": value for key, value in settings.items()}
-        return found
+                    state |= {f"state.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+                    state |= {f"param_groups.{name}.{key}": value for key, value in settings.items()}
+        return state
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Loads the values of `state_dict`."""
         for optimizer in self.optimizers:
             init_optim_state(optimizer)
             for group in optimizer.param_groups:
@@ -120,7 +120,7 @@ class OptimizersContainer:
 
 
 def init_optim_state(optimizer: Optimizer) -> None:
-    """Lets an optimizer make its moments, by a step that changes nothing."""
+    """Lets an optimizer make its moments, by a step that changes no parameter."""
     groups = optimizer.param_groups
     if optimizer.state or any(parameter.grad is not None for group in groups for parameter in group["params"]):
         return
@@ -149,5 +149,5 @@ class TensorBoardLogger:
             self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the remaining metrics."""
         self.writer.close()

@@ -32,6 +32,15 @@ class Family:
     """Other values of `model_type` that name this family, or a whole model that contains it."""
     dropout: tuple[str, ...] = ()
     """Keys that must be 0: see `config_values`."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """What an encoder calls its width, depth, heads, mlp (if a key), and out: the width that its own merger makes."""
+
+
+def _sizes(width: str, depth: str, heads: str, mlp: str) -> dict[str, str]:
+    return {"width": width, "depth": depth, "heads": heads, "mlp": mlp}
+
+
+_SIZES = _sizes("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
 ENCODERS: dict[str, Family] = {
@@ -52,6 +61,7 @@ ENCODERS: dict[str, Family] = {
         aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "depth"},
         optional={"rope_parameters": {}},
         parents=("qwen2_vl",),
+        sizes={"width": "embed_dim", "depth": "depth", "heads": "num_heads", "out": "hidden_size"},
     ),
     "qwen2_5_vl_vision": Family(
         defaults={
@@ -73,6 +83,7 @@ ENCODERS: dict[str, Family] = {
         aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "depth"},
         optional={"rope_parameters": {}},
         parents=("qwen2_5_vl",),
+        sizes=_sizes("hidden_size", "depth", "num_heads", "intermediate_size") | {"out": "out_hidden_size"},
     ),
     "siglip_vision_model": Family(
         defaults={
@@ -90,6 +101,7 @@ ENCODERS: dict[str, Family] = {
         optional={"vision_use_head": True},
         parents=("siglip",),
         dropout=("attention_dropout",),
+        sizes=_SIZES,
     ),
     "vit": Family(
         defaults={
@@ -109,6 +121,7 @@ ENCODERS: dict[str, Family] = {
         },
         optional={"encoder_stride": 16, "pooler_output_size": 768, "pooler_act": "tanh"},
         dropout=("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        sizes=_SIZES,
     ),
     "whisper_encoder": Family(
         defaults={
@@ -132,6 +145,7 @@ ENCODERS: dict[str, Family] = {
         },
         parents=("whisper",),
         dropout=("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"),
+        sizes=_sizes("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
     ),
 }
 

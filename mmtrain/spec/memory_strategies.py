@@ -60,11 +60,6 @@ class StageMemory:
         """All blocks do the same."""
         return cls((how,) * num_blocks)
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether every block keeps what autograd wants."""
-        return set(self.blocks) <= {BlockMemory.KEEP}
-
 
 @lru_cache(maxsize=1 << 12)
 def _parse(text: str, num_blocks: int) -> StageMemory:

@@ -151,7 +151,3 @@ class Recomputation:
 def _is_one_of(name: str, ops: tuple[str, ...]) -> bool:
     """Whether an operation, or one overload of it as in "aten.mm.default", is in a list."""
     return ".".join(name.split(".")[:2]) in ops
-
-
-KEEP_ALL = Recomputation()
-"""No recomputation."""

@@ -29,36 +29,6 @@ from mmtrain.spec.shapes import dit_shape, language_shape, vision_shape
 _HEAD_DIM = 16
 _TIME_WIDTH = 32
 
-ENCODER_KEYS: Mapping[str, Mapping[str, str]] = {
-    "qwen2_vl_vision": {"width": "embed_dim", "depth": "depth", "heads": "num_heads", "out": "hidden_size"},
-    "qwen2_5_vl_vision": {
-        "width": "hidden_size",
-        "depth": "depth",
-        "heads": "num_heads",
-        "mlp": "intermediate_size",
-        "out": "out_hidden_size",
-    },
-    "siglip_vision_model": {
-        "width": "hidden_size",
-        "depth": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "mlp": "intermediate_size",
-    },
-    "vit": {
-        "width": "hidden_size",
-        "depth": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "mlp": "intermediate_size",
-    },
-    "whisper_encoder": {
-        "width": "d_model",
-        "depth": "encoder_layers",
-        "heads": "encoder_attention_heads",
-        "mlp": "encoder_ffn_dim",
-    },
-}
-"""What each encoder family calls its sizes; `out` is the width that its own merger makes."""
-
 _DEPTH_LISTS = ("layer_types", "max_window_layers", "sliding_window")
 """Optional keys of language models that speak of single layers; what they say is refused or the default."""
 
@@ -140,7 +110,7 @@ def _narrow_language(model: ModelConfig, tp: int, num_stages: int) -> dict[str, 
 def _narrow_encoder(model: ModelConfig, tp: int, num_stages: int, text_width: int) -> dict[str, Any]:
     assert model.encoder is not None
     shape = vision_shape(model)
-    values, keys = encoder_config(model.encoder), ENCODER_KEYS[shape.model_type]
+    values, keys = encoder_config(model.encoder), ENCODERS[shape.model_type].sizes
     heads = min(shape.num_heads, max(2, tp))
     width = heads * min(shape.width // shape.num_heads, _HEAD_DIM)
     depth = min(shape.depth, max(2, num_stages))
@@ -241,7 +211,7 @@ def _fewer_encoder_blocks(model: ModelConfig, num_blocks: int) -> EncoderConfig:
         windowed = min(shape.depth - len(full), num_blocks)
         depth = windowed + min(len(full), num_blocks)
         values["fullatt_block_indexes"] = list(range(windowed, depth))
-    values[ENCODER_KEYS[shape.model_type]["depth"]] = depth
+    values[ENCODERS[shape.model_type].sizes["depth"]] = depth
     config = inline_config(values, ENCODERS[shape.model_type])
     return replace(model.encoder, pretrained="", config=config, pipeline_layout="")
 

@@ -153,7 +153,7 @@ def test_a_folder_is_no_config_and_a_file_no_folder_in_one_line(capsys, tmp_path
     assert f'config file "{tmp_path}" is a folder; name a file in it' in one_line(capsys)
     (tmp_path / "file").touch()
     assert main(["data", "charts", str(tmp_path / "file" / "x"), "--num-samples", "4"]) == 2
-    said = f"charts: {tmp_path}/file/x cannot be made: Not a directory; name another folder"
+    said = f"{tmp_path}/file/x cannot be made: Not a directory; name another folder"
     assert one_line(capsys) == f"error: {said}"
 
 

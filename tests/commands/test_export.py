@@ -315,7 +315,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_left(tmp_path, 
 def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "out"
     save_run(run, model_config(None))
-    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "folder").mkdir(parents=True)
     for words, message in [
         ([str(run), str(tmp_path / "there")], "there exists already"),
         ([str(tmp_path / "nothing"), str(out)], "nothing has no config.toml; name the job.dump_folder"),

@@ -304,7 +304,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], message: str
 ) -> None:
     run = run_of(tmp_path)
-    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "folder").mkdir(parents=True)
     (tmp_path / "file").write_text("mine")
     options = {"--prompt": "squares", "--num-steps": "1", **changes}
     words = [word.format(tmp=tmp_path) for pair in options.items() for word in pair]

@@ -30,7 +30,7 @@ def steps(config: Config, num: int, **options: Any) -> list[Step]:
 def tensors(batch: Batch) -> list[Any]:
     out: list[Any] = []
     for m in batch.microbatches:
-        out += [m.input_ids, m.position_ids, m.labels, m.image_slots, *m.pixel_values]
+        out += [m.input_ids, m.labels, m.image_slots, *m.pixel_values]
     return out
 
 
@@ -56,8 +56,6 @@ def test_a_packed_microbatch(charts: Path) -> None:
         for tensor, counts in zip(batch.microbatches, meta.microbatches, strict=True):
             assert tensor.input_ids.shape == tensor.labels.shape == (counts.num_tokens,)
             assert 100 < counts.num_tokens <= 256
-            expected = torch.cat([torch.arange(n) for n in counts.lengths])
-            assert torch.equal(tensor.position_ids, expected)
             assert len(tensor.image_slots) == sum(i.num_tokens for i in counts.images)
             assert (tensor.input_ids[tensor.image_slots] == 5).all()
             assert (tensor.input_ids == 5).sum() == len(tensor.image_slots)

@@ -28,7 +28,6 @@ def batch(packed: bool) -> tuple[Batch, IterationMeta]:
         microbatches.append(
             Microbatch(
                 input_ids=torch.randint(0, 96, (14,)),
-                position_ids=torch.cat([torch.arange(8), torch.arange(6)]),
                 labels=labels,
                 image_slots=torch.tensor(slots, dtype=torch.int64),
                 pixel_values=pixels if shown else [],

@@ -8,7 +8,7 @@ from mmtrain.planner.batching import make_batching
 from mmtrain.planner.costs.cost_model import CostModel
 from mmtrain.planner.profile.profile import HELD, LayerProfile, Profile, StepProfile, TransferProfile, job_of, role
 from mmtrain.planner.sub_microbatch import Curve
-from mmtrain.spec.recomputation import KEEP_ALL, Recomputation
+from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec, WorkSize
 
 MACHINE = {
@@ -22,7 +22,7 @@ def profile_of(
     spec: ModelSpec,
     costs: CostModel,
     *,
-    recomputation: Recomputation = KEEP_ALL,
+    recomputation: Recomputation = Recomputation(),  # noqa: B008
     transfer: TransferProfile | None = None,
     split_factors: tuple[float, float] = (1.0, 1.0),
 ) -> Profile:

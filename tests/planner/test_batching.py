@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from mmtrain.errors import DataError
-from mmtrain.modality.bitfield import LanguageMask, language_bits, num_pairs
+from mmtrain.modality.bitfield import LanguageMask, language_bits, visible_keys
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.schedule.graph import Work
@@ -130,4 +130,4 @@ def test_images_that_feed_nothing_and_strange_works_are_refused() -> None:
 def test_pairs_of_a_language_work_are_those_of_its_mask(kind: LanguageMask, packed: MicrobatchMeta) -> None:
     spec = replace(vlm(), modules=(replace(vlm().modules[0], merge=1), vlm().modules[1]))
     batching = make_batching(IterationMeta(microbatches=(packed,)), spec, attention_mask=kind)
-    assert batching.sizes[-1].pairs == num_pairs(language_bits(packed, kind))
+    assert batching.sizes[-1].pairs == visible_keys(language_bits(packed, kind)).number.sum()

@@ -7,7 +7,7 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.sub_microbatch import Curve
 from mmtrain.planner.work_size import simulated_curve, sub_microbatch_size
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.recomputation import KEEP_ALL
+from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import images_work
 from tests.jobs import video_config
 from tests.planner.profiles import profile_of
@@ -49,7 +49,7 @@ def test_flops_alone_balance_a_vision_work_with_a_full_microbatch():
 def test_simulated_hardware_gives_a_curve():
     job = config.load("vlm_s.toml", [RULE, "planner.hardware=h800x16"])
     spec = model_spec(job.model, dtype_bytes=2)
-    curve = simulated_curve(spec, cost_model(job, spec), KEEP_ALL, Bins.typical(job))
+    curve = simulated_curve(spec, cost_model(job, spec), Recomputation(), Bins.typical(job))
     assert curve.patches == 52 * 52
     assert [number for number, _ in curve.seconds] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]  # 48 x 169 < 8192
     rates = [number / seconds for number, seconds in curve.seconds]

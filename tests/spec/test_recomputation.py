@@ -4,7 +4,7 @@ import pytest
 
 from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.errors import ConfigError
-from mmtrain.spec.recomputation import KEEP_ALL, Recomputation
+from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import AdapterSpec, LayerSpec, Rates, WorkSize
 
 SIZE = WorkSize(rows=10, pairs=100, outputs=3)
@@ -51,7 +51,7 @@ def test_adapters_have_a_product_beside_each_other_one_and_repeat_theirs() -> No
 
 
 def test_the_default_is_no_recomputation() -> None:
-    assert Recomputation.of(ActivationCheckpointConfig()) == KEEP_ALL
+    assert Recomputation.of(ActivationCheckpointConfig()) == Recomputation()
 
 
 @pytest.mark.parametrize(("mode", "save_ops"), [("full", ["aten.mm"]), ("ops", [])])

@@ -6,8 +6,6 @@ Made once by `mmtrain data charts OUT --num-samples N --seed S`: parquet files t
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mmtrain.data.toy.chart_drawing import draw
@@ -19,7 +17,7 @@ from mmtrain.data.toy.chart_questions import (
     Conversation,
     ConversationMaker,
 )
-from mmtrain.data.toy.folder import Progress, card_head, image_value, new_folder, split_sizes, told, write_rows
+from mmtrain.data.toy.folder import DataSet, Summary, card_head, image_value
 
 _FEATURES = {
     "messages": {
@@ -33,62 +31,6 @@ _FEATURES = {
     "grade": {"dtype": "string", "_type": "Value"},
 }
 """Column types in the form that `datasets` keeps in a parquet file's metadata."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChartsSummary:
-    """Size of a data set, and its blind accuracy."""
-
-    num_train: int
-    num_validation: int
-    num_images: int
-    """Images of both splits."""
-    num_bytes: int
-    """Size of both parquet files."""
-    blind_accuracy: dict[str, float]
-    """For each grade with images, the validation accuracy of a guess that knows only the question."""
-
-
-def make_charts(
-    out: str | Path,
-    num_samples: int,
-    seed: int = 0,
-    *,
-    validation_fraction: float = 0.1,
-    progress: Progress | None = None,
-) -> ChartsSummary:
-    """A summary of the data set that was written to a new folder `out`.
-
-    Equal arguments give equal bytes on one machine. The folder is either absent or complete.
-
-    Args:
-        num_samples: conversations of both splits together.
-        validation_fraction: share of them in the validation split, which has its own charts.
-        progress: told about every sample.
-    Raises: ConfigError: num_samples too small or the fraction outside of (0, 1). DataError: `out` exists.
-    """
-    out = Path(out)
-    splits = split_sizes("charts", num_samples, seed, validation_fraction)
-    with new_folder("charts", out) as aside:
-        made = num_images = num_bytes = 0
-        for split, count in splits.items():
-            path = aside / "data" / f"{split}-00000-of-00001.parquet"
-            samples = told(conversations(split, count, seed), progress, made, num_samples)
-            num_images += write_rows(path, map(_row, samples), _FEATURES, "images")
-            num_bytes += path.stat().st_size
-            made += count
-        summary = ChartsSummary(
-            num_train=splits["train"],
-            num_validation=splits["validation"],
-            num_images=num_images,
-            num_bytes=num_bytes,
-            blind_accuracy=blind_accuracy(
-                conversations("train", splits["train"], seed),
-                conversations("validation", splits["validation"], seed),
-            ),
-        )
-        (aside / "README.md").write_text(_card(summary, num_samples, seed), encoding="utf-8")
-    return summary
 
 
 def conversations(split: str, count: int, seed: int) -> Iterator[Conversation]:
@@ -138,8 +80,10 @@ def _row(conversation: Conversation) -> dict[str, Any]:
     return {"messages": conversation.messages, "images": images, "grade": conversation.grade}
 
 
-def _card(summary: ChartsSummary, num_samples: int, seed: int) -> str:
-    blind = "\n".join(f"| {grade} | {value:.0%} |" for grade, value in summary.blind_accuracy.items())
+def _card(summary: Summary, num_samples: int, seed: int) -> str:
+    known = conversations("train", summary.num_train, seed)
+    accuracy = blind_accuracy(known, conversations("validation", summary.num_validation, seed))
+    blind = "\n".join(f"| {grade} | {value:.0%} |" for grade, value in accuracy.items())
     return f"""{card_head("visual-question-answering", "Charts")}
 Bar, line and pie charts with short question-answer conversations, made by
 `mmtrain data charts OUT --num-samples {num_samples} --seed {seed}`. The same command makes the same data.
@@ -166,3 +110,9 @@ most frequent answer in the training split) has this accuracy on the validation 
 |---|---|
 {blind}
 """
+
+
+make_charts = DataSet(
+    kind="charts", samples=conversations, row=_row, features=_FEATURES, images="images", card=_card
+).make
+"""Writes the data set: see `DataSet.make`."""

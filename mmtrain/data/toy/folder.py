@@ -1,18 +1,17 @@
-"""Shared by the built-in data sets: colours, splits, and a folder that is either absent or complete."""
+"""Shared by the built-in data sets: colours, splits, and how a data set is written."""
 
 import io
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from PIL import Image
 
-from mmtrain.errors import ConfigError, DataError
+from mmtrain.errors import ConfigError
+from mmtrain.launch.whole_files import new_folder
 
 T = TypeVar("T")
 
@@ -47,25 +46,73 @@ def split_sizes(kind: str, num_samples: int, seed: int, validation_fraction: flo
     return {"train": num_samples - num_validation, "validation": num_validation}
 
 
-@contextmanager
-def new_folder(kind: str, out: Path) -> Iterator[Path]:
-    """A temporary folder next to `out`, with an empty folder `data`, that is renamed to `out` at the end.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Size of a data set that was written."""
 
-    Raises: DataError: `out` exists, or cannot be made.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{kind}: {out} exists already; remove it or name another folder")
-    aside = out.parent / f".{out.name}.part-{os.getpid()}"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        (aside / "data").mkdir(parents=True)
-    except OSError as error:
-        raise DataError(f"{kind}: {out} cannot be made: {error.strerror}; name another folder") from None
-    try:
-        yield aside
-        os.replace(aside, out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    num_train: int
+    num_validation: int
+    num_images: int
+    """Images of both splits."""
+    num_bytes: int
+    """Size of both parquet files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSet(Generic[T]):
+    """What a built-in data set is made of."""
+
+    kind: str
+    """Its name in the command."""
+    samples: Callable[[str, int, int], Iterator[T]]
+    """(split, count, seed) -> samples, not drawn."""
+    row: Callable[[T], Mapping[str, Any]]
+    """Draws a sample: column -> value."""
+    features: Mapping[str, Any]
+    """Column -> its type in the form of `datasets`, which is kept in the file's metadata."""
+    images: str
+    """The column of images."""
+    card: Callable[[Summary, int, int], str]
+    """(size, num_samples, seed) -> the data set card."""
+
+    def make(
+        self,
+        out: str | Path,
+        num_samples: int,
+        seed: int = 0,
+        *,
+        validation_fraction: float = 0.1,
+        progress: Progress | None = None,
+    ) -> Summary:
+        """The size of the data set that was written to a new folder `out`.
+
+        Equal arguments give equal bytes on one machine. The folder is either absent or complete.
+
+        Args:
+            num_samples: of both splits together.
+            validation_fraction: share of them in the validation split, which has charts, or combinations of colour,
+                shape and motion, of its own.
+            progress: told about every sample.
+        Raises: ConfigError: num_samples too small, the fraction outside of (0, 1), or `out` exists.
+        """
+        splits = split_sizes(self.kind, num_samples, seed, validation_fraction)
+        with new_folder(Path(out)) as aside:
+            (aside / "data").mkdir()
+            made = num_images = num_bytes = 0
+            for split, count in splits.items():
+                path = aside / "data" / f"{split}-00000-of-00001.parquet"
+                samples = told(self.samples(split, count, seed), progress, made, num_samples)
+                num_images += write_rows(path, map(self.row, samples), self.features, self.images)
+                num_bytes += path.stat().st_size
+                made += count
+            summary = Summary(
+                num_train=splits["train"],
+                num_validation=splits["validation"],
+                num_images=num_images,
+                num_bytes=num_bytes,
+            )
+            (aside / "README.md").write_text(self.card(summary, num_samples, seed), encoding="utf-8")
+        return summary
 
 
 def told(samples: Iterable[T], progress: Progress | None, before: int, total: int) -> Iterator[T]:
@@ -86,8 +133,7 @@ def image_value(image: Image.Image) -> dict[str, Any]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], features: Mapping[str, Any], images: str) -> int:
     """Writes a parquet file that `datasets` reads; returns the number of its images.
 
-    Args: features: column -> its type in the form of `datasets`, which is kept in the file's metadata. images: the
-        column of images, which are compressed already.
+    Args: features: column -> its type. images: the column of images, which are compressed already.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

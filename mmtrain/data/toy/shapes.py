@@ -5,23 +5,13 @@ Made once by `mmtrain data shapes OUT --num-samples N --seed S`: parquet files t
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from mmtrain.data.clip_images import enlarged, save_gif, sheet
-from mmtrain.data.toy.folder import (
-    COLOURS,
-    Progress,
-    card_head,
-    image_value,
-    new_folder,
-    split_sizes,
-    told,
-    write_rows,
-)
+from mmtrain.data.toy.folder import COLOURS, DataSet, Summary, card_head, image_value
 from mmtrain.data.toy.shape_clips import FPS, FRAME_SIZES, KINDS, MOTIONS, NUM_FRAMES, ClipMaker, ShapeClip, draw
 from mmtrain.errors import ConfigError, DataError
 
@@ -33,57 +23,6 @@ _FEATURES = {
 """Column types in the form that `datasets` keeps in a parquet file's metadata."""
 
 _ZOOM = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShapesSummary:
-    """Size of a data set."""
-
-    num_train: int
-    num_validation: int
-    num_frames: int
-    """Of both splits."""
-    num_bytes: int
-    """Size of both parquet files."""
-
-
-def make_shapes(
-    out: str | Path,
-    num_samples: int,
-    seed: int = 0,
-    *,
-    validation_fraction: float = 0.1,
-    progress: Progress | None = None,
-) -> ShapesSummary:
-    """A summary of the data set that was written to a new folder `out`.
-
-    Equal arguments give equal bytes on one machine. The folder is either absent or complete.
-
-    Args:
-        num_samples: clips of both splits together.
-        validation_fraction: share of them in the validation split, which has its own combinations of colour, shape
-            and motion.
-        progress: told about every clip.
-    Raises: ConfigError: num_samples too small or the fraction outside of (0, 1). DataError: `out` exists.
-    """
-    out = Path(out)
-    splits = split_sizes("shapes", num_samples, seed, validation_fraction)
-    with new_folder("shapes", out) as aside:
-        num_frames = num_bytes = made = 0
-        for split, count in splits.items():
-            path = aside / "data" / f"{split}-00000-of-00001.parquet"
-            clips = told(shape_clips(split, count, seed), progress, made, num_samples)
-            num_frames += write_rows(path, map(_row, clips), _FEATURES, "frames")
-            num_bytes += path.stat().st_size
-            made += count
-        summary = ShapesSummary(
-            num_train=splits["train"],
-            num_validation=splits["validation"],
-            num_frames=num_frames,
-            num_bytes=num_bytes,
-        )
-        (aside / "README.md").write_text(_card(summary, num_samples, seed), encoding="utf-8")
-    return summary
 
 
 def shape_clips(split: str, count: int, seed: int) -> Iterator[ShapeClip]:
@@ -134,13 +73,13 @@ def write_preview(path: Path, clips: Iterable[ShapeClip]) -> None:
     save_gif(path, sheets, FPS)
 
 
-def _card(summary: ShapesSummary, num_samples: int, seed: int) -> str:
+def _card(summary: Summary, num_samples: int, seed: int) -> str:
     sizes = ", ".join(f"{width} x {height}" for height, width in FRAME_SIZES)
     return f"""{card_head("text-to-video", "Moving shapes")}
 Short clips of one to three coloured shapes that move on a plain background, with captions, made by
 `mmtrain data shapes OUT --num-samples {num_samples} --seed {seed}`. The same command makes the same data.
 
-{summary.num_train} training and {summary.num_validation} validation clips, {summary.num_frames} frames,
+{summary.num_train} training and {summary.num_validation} validation clips, {summary.num_images} frames,
 {summary.num_bytes / 1e6:.1f} MB.
 
 | column | content |
@@ -155,3 +94,9 @@ off two opposite edges. Durations and sizes say nothing about the caption.
 One in seven of the {len(COLOURS) * len(KINDS) * len(MOTIONS)} combinations of colour, shape and motion is in the
 validation split alone, and the validation split has no other: each word is known from training, the combination is not.
 """
+
+
+make_shapes = DataSet(
+    kind="shapes", samples=shape_clips, row=_row, features=_FEATURES, images="frames", card=_card
+).make
+"""Writes the data set: see `DataSet.make`."""

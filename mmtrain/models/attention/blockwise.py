@@ -1,4 +1,4 @@
-"""Attention piece by piece with scaled-dot-product attention: what a CPU uses, and a GPU where no mask is needed.
+"""Attention piece by piece with scaled-dot-product attention: used on a CPU, and on a GPU if no mask is needed.
 
 Shape legend: T rows of the whole packed sequence; Q rows of this rank; H query heads; K key heads; E columns.
 """
@@ -22,7 +22,7 @@ from mmtrain.models.attention.pieces import Piece
 
 
 def diagonal_attention(query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], scale: float) -> Tensor:
-    """Attention of rows that are the whole sequence, cut in blocks that see themselves alone, [1, Q, H, E].
+    """Attention of rows that are the whole sequence, cut into blocks that attend only within themselves, [1, Q, H, E].
 
     Shapes: query [1, H, Q, E]; key and value [1, K, Q, E]; rows after the last piece are padding, whose output is 0.
     """
@@ -36,14 +36,14 @@ def diagonal_attention(query: Tensor, key: Tensor, value: Tensor, pieces: tuple[
 
 
 def piecewise_attention(
-    query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], words: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], bits: Tensor, scale: float
 ) -> Tensor:
     """Attention of this rank's rows to slices of the sequence, [1, Q, H, E].
 
-    Shapes: query [1, H, Q, E]; key and value [1, K, T, E]; words [T] int64 on their device. Rows in no piece get 0.
-    The backward computes each piece anew, so that no mask outlives its piece.
+    Shapes: query [1, H, Q, E]; key and value [1, K, T, E]; bits [T] int64 on their device. Rows in no piece get 0.
+    The backward recomputes each piece, so that no mask is kept longer than its piece.
     """
-    out: Tensor = _Piecewise.apply(query, key, value, pieces, words, scale)
+    out: Tensor = _Piecewise.apply(query, key, value, pieces, bits, scale)
     return out
 
 
@@ -55,21 +55,21 @@ class _Piecewise(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         pieces: tuple[Piece, ...],
-        words: Tensor,
+        bits: Tensor,
         scale: float,
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value, words)
+        ctx.save_for_backward(query, key, value, bits)
         ctx.pieces, ctx.scale = pieces, scale
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
         for piece in pieces:
             q, k, v = _slices(piece, query, key, value)
-            out[:, slice(*piece.rows)] = _attend(piece, q, k, v, words, scale)
+            out[:, slice(*piece.rows)] = _attend(piece, q, k, v, bits, scale)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, words = ctx.saved_tensors
+        query, key, value, bits = ctx.saved_tensors
         grad_query = torch.zeros_like(query)
         # Many pieces add to one key: in half precision their sum would lose digits.
         dtype = torch.promote_types(key.dtype, torch.float32)
@@ -78,7 +78,7 @@ class _Piecewise(torch.autograd.Function):
             rows, keys = slice(*piece.rows), slice(*piece.keys)
             leaves = [x.detach().requires_grad_() for x in _slices(piece, query, key, value)]
             with torch.enable_grad():
-                out = _attend(piece, leaves[0], leaves[1], leaves[2], words, ctx.scale)
+                out = _attend(piece, leaves[0], leaves[1], leaves[2], bits, ctx.scale)
             grads = torch.autograd.grad(out, leaves, grad[:, rows])
             grad_query[:, :, rows] = grads[0]
             grad_key[:, :, keys] += grads[1]
@@ -91,7 +91,7 @@ def _slices(piece: Piece, query: Tensor, key: Tensor, value: Tensor) -> tuple[Te
     return query[:, :, slice(*piece.rows)], key[:, :, keys], value[:, :, keys]
 
 
-def _attend(piece: Piece, query: Tensor, key: Tensor, value: Tensor, words: Tensor | None, scale: float) -> Tensor:
+def _attend(piece: Piece, query: Tensor, key: Tensor, value: Tensor, bits: Tensor | None, scale: float) -> Tensor:
     """The output of one piece, [1, rows, H, E], from its own rows and keys."""
     grouped = query.shape[1] != key.shape[1]
     # Only the fused kernels of a CPU and of half precision share key heads without expanding them.
@@ -101,7 +101,7 @@ def _attend(piece: Piece, query: Tensor, key: Tensor, value: Tensor, words: Tens
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     if piece.parts > 1:  # [1, H, parts x rows, E] -> [parts, H, rows, E], a view
         query, key, value = (x[0].unflatten(1, (piece.parts, -1)).transpose(0, 1) for x in (query, key, value))
-    mask = None if piece.kind == "all" or piece.is_plain_causal else _mask(piece, words)
+    mask = None if piece.kind == "all" or piece.is_plain_causal else _mask(piece, bits)
     out = nn.functional.scaled_dot_product_attention(
         query,
         key,
@@ -114,23 +114,23 @@ def _attend(piece: Piece, query: Tensor, key: Tensor, value: Tensor, words: Tens
     return out.transpose(1, 2).flatten(0, 1)[None]
 
 
-def _mask(piece: Piece, words: Tensor | None) -> Tensor:
+def _mask(piece: Piece, bits: Tensor | None) -> Tensor:
     """Which of its keys each row of a piece sees, [rows, keys]."""
-    assert words is not None
+    assert bits is not None
     low, high = piece.keys
-    places = torch.arange(low, high, device=words.device)
-    rows = torch.arange(piece.place, piece.place + piece.rows[1] - piece.rows[0], device=words.device)
-    until_itself = places <= rows[:, None]
+    positions = torch.arange(low, high, device=bits.device)
+    rows = torch.arange(piece.position, piece.position + piece.rows[1] - piece.rows[0], device=bits.device)
+    until_itself = positions <= rows[:, None]
     if piece.kind == "causal":
         return until_itself
-    k, word = words[low:high], piece.word
+    k, rule = bits[low:high], piece.bits
     # All rows follow one rule, so that it is enough to look at each key once, and then at the order.
     group = (k >> GROUP_SHIFT) & OWN_GROUP_MASK
-    document = k >> DOCUMENT_SHIFT == word >> DOCUMENT_SHIFT
+    document = k >> DOCUMENT_SHIFT == rule >> DOCUMENT_SHIFT
     member = torch.ones_like(k) << group
-    earlier = document & (member & (word & GROUP_MASK) != 0)
-    always = member & (word >> FULL_SHIFT & GROUP_MASK) != 0
-    span = word >> SPAN_SHIFT & SPAN_MASK
+    earlier = document & (member & (rule & GROUP_MASK) != 0)
+    always = member & (rule >> FULL_SHIFT & GROUP_MASK) != 0
+    span = rule >> SPAN_SHIFT & SPAN_MASK
     if span:
         always |= (k >> SPAN_SHIFT) & SPAN_MASK == span
     return (always & document) | (earlier & until_itself)

@@ -1,4 +1,4 @@
-"""The attention function that all hosted models call, and what tells it who sees whom.
+"""The attention function that all adapted models call, and its context: which rows see which keys.
 
 Hugging Face models hand their `attention_mask` argument (or, in Qwen-VL encoders, a keyword) unchanged to the
 attention function; here that is an `AttentionContext`.
@@ -31,18 +31,18 @@ Backend = Literal["auto", "sdpa", "flex"]
 
 
 class AttentionContext:
-    """Who sees whom in one packed sequence, and how to get the keys of other ranks.
+    """Which rows of one packed sequence see which keys, and how to get the keys of other ranks.
 
-    What follows from it is worked out once, at the first call, and serves all blocks and their recomputation. Not
+    Masks and pieces are computed once, at the first call, for all blocks and their recomputation. Not
     a dataclass: FSDP2 would copy one with every call of a module.
     """
 
     def __init__(self, bits: Bits, rows: Bits, gather: Gather | None = None, backend: Backend = "auto") -> None:
         """Args:
-        bits: [T] words of `data.bitfield`, in the order of the sequence.
-        rows: [Q] int64: place of each row of this rank in the sequence; -1 for padding, whose output is zero.
+        bits: [T] masks of `modality.bitfield`, in the order of the sequence.
+        rows: [Q] int64: position of each row of this rank in the sequence; -1 for padding, whose output is zero.
         gather: None: this rank's rows without the padding at their end are the whole sequence, in order.
-        backend: flex: FlexAttention, on CUDA alone. sdpa: scaled-dot-product attention piece by piece. auto: flex
+        backend: flex: FlexAttention, only on CUDA. sdpa: scaled-dot-product attention piece by piece. auto: flex
             on CUDA where the mask is not one of plain blocks on the diagonal, else sdpa.
         """
         self.bits, self.rows, self.gather, self.backend = bits, rows, gather, backend
@@ -60,12 +60,12 @@ class AttentionContext:
 
     @cached_property
     def is_diagonal(self) -> bool:
-        """Whether the sequence is here and falls into blocks that see themselves alone, without a mask."""
+        """Whether this rank has the whole sequence, in blocks that attend only within themselves, without a mask."""
         return self.gather is None and is_block_diagonal(self.pieces)
 
-    def words(self, device: torch.device) -> Tensor:
-        """`bits` on a device."""
-        return self._once(("words", device), lambda: torch.from_numpy(self.bits).to(device, non_blocking=True))
+    def device_bits(self, device: torch.device) -> Tensor:
+        """`bits` [T] on a device."""
+        return self._once(("bits", device), lambda: torch.from_numpy(self.bits).to(device, non_blocking=True))
 
     def block_mask(self, device: torch.device) -> Any:
         """The mask of FlexAttention, on a device."""
@@ -89,12 +89,12 @@ def attention_context(
     rows = whole if rows is None else rows
     if len(rows) and not -1 <= rows.min() <= rows.max() < len(bits):
         raise DataError(
-            f"rows of attention have places {rows.min()}..{rows.max()} in a sequence of {len(bits)}; a place is "
+            f"rows of attention have positions {rows.min()}..{rows.max()} in a sequence of {len(bits)}; a position is "
             "below its length, or -1 for padding"
         )
     if gather is None and not (np.array_equal(rows[: len(bits)], whole) and (rows[len(bits) :] == -1).all()):
         raise DataError(
-            f"{len(rows)} rows of attention are not the {len(bits)} places of the sequence, in order, with padding "
+            f"{len(rows)} rows of attention are not the {len(bits)} positions of the sequence, in order, with padding "
             "after them; ranks with other rows need `gather`"
         )
     return AttentionContext(bits=bits, rows=rows, gather=gather, backend=backend)
@@ -128,7 +128,7 @@ def packed_attention(
     if context.gather is not None:
         key, value = context.gather(key, value)
     if not context.has_rows:
-        # The backward of `gather` is a collective, so that its graph must also be here.
+        # The backward of `gather` is a collective, so that this rank needs its graph, too.
         nothing = query[:, :, :0].sum() + key[:, :, :0].sum() + value[:, :, :0].sum()
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + nothing, None
     if _use_flex(context, query, key, value):
@@ -137,16 +137,16 @@ def packed_attention(
         return block_attention(query, key, value, context.block_mask(query.device), scale), None
     if context.is_diagonal:
         return diagonal_attention(query, key, value, context.pieces, scale), None
-    words = context.words(query.device)
-    return piecewise_attention(query, key, value, context.pieces, words, scale), None
+    bits = context.device_bits(query.device)
+    return piecewise_attention(query, key, value, context.pieces, bits, scale), None
 
 
 def _use_flex(context: AttentionContext, query: Tensor, key: Tensor, value: Tensor) -> bool:
     if context.backend == "auto":
         return query.is_cuda and query.shape[-1] >= LEAST_COLUMNS and not context.is_diagonal
     if context.backend == "flex" and not query.is_cuda:
-        wanted = query.requires_grad or key.requires_grad or value.requires_grad
-        if torch.is_grad_enabled() and wanted:
+        needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
+        if torch.is_grad_enabled() and needs_grad:
             raise ConfigError(
                 f"training.attention_backend = 'flex', but the model is on {query.device.type}, where FlexAttention "
                 "has no backward; set it to 'auto'"

@@ -23,7 +23,7 @@ from mmtrain.modality.bitfield import (
 )
 
 BLOCK_SIZE = 128
-"""Rows and keys of a block of the mask: what the kernels of FlexAttention are tuned for."""
+"""Rows and keys of a block of the mask: the size for which the kernels of FlexAttention are tuned."""
 LEAST_COLUMNS = 16
 """Fewest columns of a head for which FlexAttention has a GPU kernel."""
 
@@ -32,7 +32,7 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, 
     """Attention of this rank's rows to the rows of the sequence that the mask names, [1, Q, H, E].
 
     Shapes: query [1, H, Q, E]; key and value [1, K, T, E]. Rows that see nothing get 0.
-    On a CPU it is slow, needs memory for all scores, and has no backward: there it serves tests alone.
+    On a CPU it is slow, needs memory for all scores, and has no backward: it is for tests only.
     """
     attend = _compiled() if query.is_cuda else flex_attention
     grouped = query.shape[1] != key.shape[1]
@@ -53,28 +53,28 @@ def make_block_mask(bits: Bits, rows: Bits, device: torch.device) -> BlockMask:
     visited in vain if it lies inside of the range of keys of one of its rows and the rows see none of it, which
     happens only where a row's keys have holes.
 
-    Args: bits: [T] words. rows: [Q] places of the rows, -1 for padding.
+    Args: bits: [T] masks. rows: [Q] positions of the rows, -1 for padding.
     """
-    some, every = visible_blocks(bits, rows)
-    some &= ~every
-    num_rows, num_keys = (length * BLOCK_SIZE for length in some.shape)
-    places = _on(device, np.concatenate([rows, np.full(num_rows - len(rows), -1)]))
-    # No key has the word -1, nor the document -1 that it stands for.
-    words = np.append(bits, np.full(num_keys - len(bits) + 1, -1))
-    key_words = _on(device, words[:-1])
-    row_words = _on(device, np.append(words[rows], np.full(num_rows - len(rows), -1)))
+    any_visible, full = visible_blocks(bits, rows)
+    partial = any_visible & ~full
+    num_rows, num_keys = (length * BLOCK_SIZE for length in partial.shape)
+    positions = _on(device, np.concatenate([rows, np.full(num_rows - len(rows), -1)]))
+    # No key has the mask -1, nor the document -1 that it stands for.
+    padded_bits = np.append(bits, np.full(num_keys - len(bits) + 1, -1))
+    key_bits = _on(device, padded_bits[:-1])
+    row_bits = _on(device, np.append(padded_bits[rows], np.full(num_rows - len(rows), -1)))
 
-    def mask_mod(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
-        # Captures tensors alone: a captured number would compile a kernel for each of its values.
-        q, k, own_place = row_words[row], key_words[place], places[row]
+    def mask_mod(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        # Captures only tensors: a captured number would compile a kernel for each of its values.
+        q, k, position = row_bits[row], key_bits[column], positions[row]
         group = (k >> GROUP_SHIFT) & OWN_GROUP_MASK
         span = (q >> SPAN_SHIFT) & SPAN_MASK
-        seen = (((q >> group) & 1) != 0) & (place <= own_place)
-        seen = seen | (((q >> (group + FULL_SHIFT)) & 1) != 0)
-        seen = seen | ((span != 0) & (span == ((k >> SPAN_SHIFT) & SPAN_MASK)))
-        return seen & ((q >> DOCUMENT_SHIFT) == (k >> DOCUMENT_SHIFT)) & (own_place >= 0)
+        visible = (((q >> group) & 1) != 0) & (column <= position)
+        visible = visible | (((q >> (group + FULL_SHIFT)) & 1) != 0)
+        visible = visible | ((span != 0) & (span == ((k >> SPAN_SHIFT) & SPAN_MASK)))
+        return visible & ((q >> DOCUMENT_SHIFT) == (k >> DOCUMENT_SHIFT)) & (position >= 0)
 
-    counts_and_indices = [_on(device, x) for blocks in (some, every) for x in _listed(blocks)]
+    counts_and_indices = [_on(device, x) for blocks in (partial, full) for x in _listed(blocks)]
     return BlockMask.from_kv_blocks(
         *counts_and_indices, BLOCK_SIZE=BLOCK_SIZE, mask_mod=mask_mod, seq_lengths=(len(rows), len(bits))
     )
@@ -90,21 +90,21 @@ def visible_blocks(bits: Bits, rows: Bits) -> tuple[np.ndarray, np.ndarray]:
     low, high, number = (x[rows] for x in visible_keys(bits))
     whole = real & (number == high - low)
 
-    # Some: each row opens its range of blocks at one end and closes it at the other; what is open is visible.
+    # Any: each row opens its range of blocks at one end and closes it at the other; what is open is visible.
     seeing = np.flatnonzero(real & (number > 0))
     line = seeing // BLOCK_SIZE * (num_key_blocks + 1)
     size = num_row_blocks * (num_key_blocks + 1)
     opened = np.bincount(line + low[seeing] // BLOCK_SIZE, minlength=size)
     closed = np.bincount(line + (high[seeing] - 1) // BLOCK_SIZE + 1, minlength=size)
-    some = (opened - closed).reshape(num_row_blocks, num_key_blocks + 1).cumsum(axis=1)[:, :-1] > 0
+    any_visible = (opened - closed).reshape(num_row_blocks, num_key_blocks + 1).cumsum(axis=1)[:, :-1] > 0
 
-    # Every: all rows of the block are there, and the least of their ranges holds the block of keys.
+    # Full: all rows of the block are there, and the least of their ranges holds the block of keys.
     missing = num_row_blocks * BLOCK_SIZE - len(rows)
     starts = np.append(np.where(whole, low, len(bits)), np.full(missing, len(bits))).reshape(-1, BLOCK_SIZE).max(axis=1)
     ends = np.append(np.where(whole, high, 0), np.zeros(missing, np.int64)).reshape(-1, BLOCK_SIZE).min(axis=1)
     edges = np.arange(num_key_blocks + 1) * BLOCK_SIZE
-    every = (starts[:, None] <= edges[:-1]) & (edges[1:] <= ends[:, None])
-    return some, every
+    full = (starts[:, None] <= edges[:-1]) & (edges[1:] <= ends[:, None])
+    return any_visible, full
 
 
 def _listed(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

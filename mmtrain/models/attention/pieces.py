@@ -1,6 +1,6 @@
-"""The calls of scaled-dot-product attention that one rank's rows need, worked out from the words of their mask.
+"""The calls of scaled-dot-product attention that one rank's rows need, computed from the bits of their mask.
 
-A piece is a run of neighbouring rows with neighbouring places whose keys are one slice of the sequence. Three
+A piece is a run of neighbouring rows with neighbouring positions whose keys are one slice of the sequence. Three
 kinds are enough: all rows see all keys of the slice; each row sees its keys up to itself; anything else. What
 needs a mask is cut so that no mask is large: the last kind, and the second where keys come before the first row.
 
@@ -28,43 +28,43 @@ class Piece:
     keys: tuple[int, int]
     """[lo, hi) among the rows of the sequence."""
     kind: Literal["all", "causal", "mask"]
-    """Whether each row sees all keys, all up to itself, or those that the rule of `word` names."""
+    """Whether each row sees all keys, all up to itself, or those that the rule of `bits` names."""
     parts: int = 1
-    """Equal parts in which rows and keys are cut; a row sees the keys of its own part alone."""
-    place: int
-    """Place of the first row in the sequence."""
-    word: int
-    """Bits of the first row; of the kind `mask`, all rows have this rule."""
+    """Equal parts in which rows and keys are cut; a row sees only the keys of its own part."""
+    position: int
+    """Of the first row in the sequence."""
+    bits: int
+    """Mask of the first row; of the kind `mask`, all rows have this rule."""
 
     @property
     def is_plain_causal(self) -> bool:
         """Whether each row sees its keys up to itself, the first row being the first key: it needs no mask."""
-        return self.kind == "causal" and self.place == self.keys[0]
+        return self.kind == "causal" and self.position == self.keys[0]
 
 
 def make_pieces(bits: Bits, rows: Bits) -> tuple[Piece, ...]:
     """The pieces of one rank's rows, in their order; padding rows are in none of them.
 
-    Args: bits: [T] words. rows: [Q] places of the rows, -1 for padding.
+    Args: bits: [T] masks. rows: [Q] positions of the rows, -1 for padding.
     """
     real = np.flatnonzero(rows >= 0)
-    places = rows[real]
-    low, high, number = (x[places] for x in visible_keys(bits))
-    rules = bits[places] & ~(OWN_GROUP_MASK << GROUP_SHIFT)
+    positions = rows[real]
+    low, high, number = (x[positions] for x in visible_keys(bits))
+    rules = bits[positions] & ~(OWN_GROUP_MASK << GROUP_SHIFT)
     whole = number == high - low  # the row sees a slice without holes
 
-    neighbours = (np.diff(real) == 1) & (np.diff(places) == 1) & (np.diff(low) == 0)
+    neighbours = (np.diff(real) == 1) & (np.diff(positions) == 1) & (np.diff(low) == 0)
     both_whole = whole[1:] & whole[:-1]
     level = neighbours & both_whole & (np.diff(high) == 0)
     # The last row of a span sees what its span sees and also the keys up to itself: it stays with its span.
-    free = ~(np.append(level, False) | np.insert(level, 0, False)) & (high == places + 1)
+    free = ~(np.append(level, False) | np.insert(level, 0, False)) & (high == positions + 1)
     stairs = neighbours & both_whole & free[1:] & free[:-1]
     holes = neighbours & ~whole[1:] & ~whole[:-1] & (np.diff(rules) == 0)
     cuts = np.flatnonzero(~(level | stairs | holes)) + 1
 
     pieces: list[Piece] = []
     for start, end in zip([0, *cuts], [*cuts, len(real)], strict=True) if len(real) else ():
-        first, last, row = int(places[start]), int(places[end - 1]) + 1, int(real[start])
+        first, last, row = int(positions[start]), int(positions[end - 1]) + 1, int(real[start])
         keys = int(low[start]), int(high[start:end].max())
         kind: Literal["all", "causal", "mask"]
         if not whole[start]:
@@ -73,7 +73,7 @@ def make_pieces(bits: Bits, rows: Bits) -> tuple[Piece, ...]:
             kind = "all"
         else:
             kind = "causal"
-        piece = Piece(rows=(row, row + last - first), keys=keys, kind=kind, place=first, word=int(bits[first]))
+        piece = Piece(rows=(row, row + last - first), keys=keys, kind=kind, position=first, bits=int(bits[first]))
         if kind == "all" or piece.is_plain_causal:
             _append(pieces, piece)
         else:
@@ -89,9 +89,9 @@ def is_block_diagonal(pieces: tuple[Piece, ...]) -> bool:
 def _append(pieces: list[Piece], piece: Piece) -> None:
     """Adds a piece, as a further part of the last one where both are equal blocks on the diagonal."""
     size = piece.rows[1] - piece.rows[0]
-    if pieces and piece.keys == (piece.place, piece.place + size):
+    if pieces and piece.keys == (piece.position, piece.position + size):
         last = pieces[-1]
-        start = last.place, last.place + last.rows[1] - last.rows[0]
+        start = last.position, last.position + last.rows[1] - last.rows[0]
         same = last.kind == piece.kind and (start[1] - start[0]) == size * last.parts
         if same and last.keys == start and last.rows[1] == piece.rows[0] and last.keys[1] == piece.keys[0]:
             rows, keys = (last.rows[0], piece.rows[1]), (last.keys[0], piece.keys[1])
@@ -106,6 +106,6 @@ def _tiles(piece: Piece) -> Iterator[Piece]:
     step = max(1, MASK_SIZE // (high - low))
     for row in range(start, end, step):
         stop = min(row + step, end)
-        place = piece.place + row - start
-        until = place + stop - row if piece.kind == "causal" else high
-        yield replace(piece, rows=(row, stop), keys=(low, until), place=place)
+        position = piece.position + row - start
+        keys_end = position + stop - row if piece.kind == "causal" else high
+        yield replace(piece, rows=(row, stop), keys=(low, keys_end), position=position)

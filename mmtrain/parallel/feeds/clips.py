@@ -12,7 +12,7 @@ from mmtrain.modality.bitfield import prompt_bits
 from mmtrain.modality.clips import ClipsLayout
 from mmtrain.modality.submesh import pad_indices
 from mmtrain.models.attention.context import AttentionContext, attention_context
-from mmtrain.models.batch import ClipMicrobatch
+from mmtrain.models.batch import ClipMicrobatch, document_positions
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
 from mmtrain.spec.spec import ModuleSpec
@@ -39,8 +39,8 @@ class ClipsFeed:
     def _content(self, work: int) -> list[Tensor]:
         """Latents or pixels of the clips of a work, on the device."""
         start = self._first[work]
-        found = self._microbatch(work).latents[start : start + len(self._works[work].units)]
-        return [self._inputs.to_device(values) for values in found]
+        tensors = self._microbatch(work).latents[start : start + len(self._works[work].units)]
+        return [self._inputs.to_device(values) for values in tensors]
 
 
 class FramesFeed(ClipsFeed):
@@ -60,19 +60,19 @@ class CaptionsFeed(ClipsFeed):
     def __call__(self, first: bool, last: bool, work: int) -> Arguments:
         clips = self._works[work].units
         lengths = [clip.num_text_tokens for clip in clips]
-        places = pad_indices(np.arange(sum(lengths)), self._inputs.layout.submesh.tp)
+        rows = pad_indices(np.arange(sum(lengths)), self._inputs.layout.submesh.tp)
         if work not in self._cache:
-            attention = attention_context(prompt_bits(lengths), rows=places, backend=self._inputs.backend)
-            positions = torch.cat([torch.arange(length) for length in lengths])
-            self._cache[work] = attention, self._padded(positions, len(places))
+            attention = attention_context(prompt_bits(lengths), rows=rows, backend=self._inputs.backend)
+            positions = document_positions(lengths)
+            self._cache[work] = attention, self._padded(positions, len(rows))
         attention, position_ids = self._cache[work]
         kwargs: dict[str, Any] = {"attention": attention, "position_ids": position_ids}
         if not first:
             return (), kwargs
         index = self._works[work].work.microbatch
         captions = self._microbatch(work).text_ids.split(list(self._inputs.meta.microbatches[index].text_lengths))
-        mine = torch.cat(captions[self._first[work] : self._first[work] + len(clips)])
-        return (self._padded(self._noise.prompts(clips, mine), len(places)),), kwargs
+        token_ids = torch.cat(captions[self._first[work] : self._first[work] + len(clips)])
+        return (self._padded(self._noise.prompts(clips, token_ids), len(rows)),), kwargs
 
     def _padded(self, values: Tensor, count: int) -> Tensor:
         """Values with zeros behind them, on the device."""
@@ -80,7 +80,7 @@ class CaptionsFeed(ClipsFeed):
 
 
 class LatentsFeed(ClipsFeed):
-    """Noisy latents for the first stage of a DiT, targets for the last one; behind a VAE, what makes them of its."""
+    """Noisy latents for the first stage of a DiT, targets for the last one; behind a VAE, functions that make them."""
 
     def __call__(self, first: bool, last: bool, work: int) -> Arguments:
         clips, noise = self._works[work].units, self._noise

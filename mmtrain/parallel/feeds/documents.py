@@ -10,7 +10,7 @@ from mmtrain.modality.documents import DocumentsLayout
 from mmtrain.modality.images import ImagesLayout
 from mmtrain.modality.submesh import Indices
 from mmtrain.models.attention.context import AttentionContext, attention_context
-from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.models.batch import IGNORE_INDEX, document_positions
 from mmtrain.parallel.context import RowExchange
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
 from mmtrain.spec.spec import ModuleSpec
@@ -28,57 +28,55 @@ class DocumentsFeed:
     def __call__(self, first: bool, last: bool, work: int) -> Arguments:
         inputs = self._inputs
         index = self._layout.works[work].work.microbatch
-        places = self._layout.places(index, inputs.mesh.place.cp)
+        rows = self._layout.places(index, inputs.mesh.place.cp)
         if index not in self._cache:
-            self._cache[index] = self._attention(index, places), self._position_ids(index, places)
+            self._cache[index] = self._attention(index, rows), self._position_ids(index, rows)
         attention, position_ids = self._cache[index]
         kwargs: dict[str, Any] = {"attention": attention, "position_ids": position_ids}
         args: tuple[Any, ...] = ()
         if first:
             assert inputs.batch is not None, "a rank where a module begins has what the module reads of the batch"
             microbatch = inputs.batch.microbatches[index]
-            args = (inputs.take(microbatch.input_ids, places, 0),)
+            args = (inputs.take(microbatch.input_ids, rows, 0),)
             if len(microbatch.image_slots):
-                kwargs |= self._slots(work, places, microbatch.image_slots.numpy())
+                kwargs |= self._slots(work, rows, microbatch.image_slots.numpy())
         if last:
-            kwargs["labels"] = inputs.take(inputs.labels[index], places, IGNORE_INDEX)
+            kwargs["labels"] = inputs.take(inputs.labels[index], rows, IGNORE_INDEX)
             kwargs["want_predictions"] = inputs.want_predictions
         return args, kwargs
 
-    def _attention(self, microbatch: int, places: Indices) -> AttentionContext:
+    def _attention(self, microbatch: int, rows: Indices) -> AttentionContext:
         gather = None
         submesh = self._layout.submesh
         if submesh.cp > 1:
-            held = list(self._layout.tokens(microbatch))
+            rows_of_ranks = list(self._layout.tokens(microbatch))
             total = self._inputs.meta.microbatches[microbatch].num_tokens
-            gather = self._inputs.key_value_gather(held, submesh.tp, total)
-        return attention_context(
-            self._layout.bits(microbatch), rows=places, gather=gather, backend=self._inputs.backend
-        )
+            gather = self._inputs.key_value_gather(rows_of_ranks, submesh.tp, total)
+        return attention_context(self._layout.bits(microbatch), rows=rows, gather=gather, backend=self._inputs.backend)
 
-    def _position_ids(self, microbatch: int, places: Indices) -> Tensor:
+    def _position_ids(self, microbatch: int, rows: Indices) -> Tensor:
         """Positions restart with each document; padding has 0."""
         lengths = self._inputs.meta.microbatches[microbatch].lengths
-        return self._inputs.take(torch.cat([torch.arange(n) for n in lengths]), places, 0)
+        return self._inputs.take(document_positions(lengths), rows, 0)
 
-    def _slots(self, work: int, places: Indices, image_slots: Indices) -> dict[str, Any]:
+    def _slots(self, work: int, rows: Indices, image_slots: Indices) -> dict[str, Any]:
         """Which of this rank's rows are image tokens, and the exchange that brings their features."""
         inputs, submesh = self._inputs, self._layout.submesh
         if submesh.size == 1:
             return {"slots": inputs.to_device(torch.from_numpy(image_slots))}
-        share = len(places) // submesh.tp
-        mine = places[inputs.mesh.place.tp * share : (inputs.mesh.place.tp + 1) * share]
-        feature = np.full(1 + int(max(image_slots.max(), mine.max())), -1, dtype=np.int64)
+        share = len(rows) // submesh.tp
+        own_rows = rows[inputs.mesh.place.tp * share : (inputs.mesh.place.tp + 1) * share]
+        feature = np.full(1 + int(max(image_slots.max(), own_rows.max())), -1, dtype=np.int64)
         feature[image_slots] = np.arange(len(image_slots))
-        wanted = np.where(mine >= 0, feature[np.maximum(mine, 0)], -1)
-        slots = np.flatnonzero(wanted >= 0)
-        held = [
+        needed_features = np.where(own_rows >= 0, feature[np.maximum(own_rows, 0)], -1)
+        slots = np.flatnonzero(needed_features >= 0)
+        features_of_ranks = [
             np.concatenate([self._features(other, c, t) for other in self._layout.works[work].work.after])
             for c in range(submesh.cp)
             for t in range(submesh.tp)
         ]
         assert inputs.mesh.submesh_group is not None
-        exchange = RowExchange(inputs.mesh.submesh_group, held, wanted[slots], inputs.mesh.device)
+        exchange = RowExchange(inputs.mesh.submesh_group, features_of_ranks, needed_features[slots], inputs.mesh.device)
         return {"slots": inputs.to_device(torch.from_numpy(slots)), "exchange": exchange}
 
     def _features(self, work: int, cp_rank: int, tp_rank: int) -> Indices:

@@ -44,9 +44,9 @@ class ImagesFeed:
         """Keys of all cp ranks that hold patches of the same images."""
         if work not in self._gathers:
             submesh = self._layout.submesh
-            held = [self._layout.patch_indices(work, c, self._inputs.mesh.place.tp) for c in range(submesh.cp)]
-            total = 1 + max(int(places.max()) for places in held)
-            self._gathers[work] = self._inputs.key_value_gather(held, submesh.encoder_tp, total)
+            rows_of_ranks = [self._layout.patch_indices(work, c, self._inputs.mesh.place.tp) for c in range(submesh.cp)]
+            total = 1 + max(int(rows.max()) for rows in rows_of_ranks)
+            self._gathers[work] = self._inputs.key_value_gather(rows_of_ranks, submesh.encoder_tp, total)
         return self._gathers[work]
 
     def _microbatch(self, work: int) -> Microbatch:

@@ -38,20 +38,23 @@ class StepInputs:
     want_predictions: bool = False
     """Of a language model's tokens."""
 
-    def take(self, values: Tensor, places: Indices, padding: int) -> Tensor:
-        """values at the places, with `padding` for the places -1, on the device."""
-        index = torch.from_numpy(places)
+    def take(self, values: Tensor, indices: Indices, padding: int) -> Tensor:
+        """[n, ...]: values at the n indices, with `padding` for the indices -1, on the device."""
+        index = torch.from_numpy(indices)
         return self.to_device(values[index.clamp(min=0)].masked_fill(index < 0, padding))
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """The tensor on this rank's device."""
         return tensor.to(self.mesh.device, non_blocking=True)
 
-    def key_value_gather(self, held: Sequence[Indices], degree: int, total: int) -> KeyValueGather:
+    def key_value_gather(self, rows_of_ranks: Sequence[Indices], degree: int, total: int) -> KeyValueGather:
         """The exchange of keys among cp ranks.
 
-        Args: held: places of each cp rank. degree: a rank pads its rows to a multiple of it. total: all places.
+        Args:
+            rows_of_ranks: indices of the rows of each cp rank.
+            degree: a rank pads its rows to a multiple of it.
+            total: number of all rows.
         """
         assert self.mesh.cp_group is not None
-        padded = [pad_indices(places, degree) for places in held]
+        padded = [pad_indices(rows, degree) for rows in rows_of_ranks]
         return KeyValueGather(RowExchange(self.mesh.cp_group, padded, np.arange(total), self.mesh.device))

@@ -9,7 +9,7 @@ from mmtrain.data.toy.chart_drawing import Chart, draw
 from mmtrain.data.toy.chart_questions import GRADES, LARGEST_SIDE, SMALLEST_SIDE
 from mmtrain.data.toy.charts import blind_accuracy, conversations, make_charts
 from mmtrain.data.toy.folder import COLOURS
-from mmtrain.errors import ConfigError, DataError
+from mmtrain.errors import ConfigError
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -141,7 +141,7 @@ def test_card_tells_the_command_and_the_blind_accuracy(charts: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("mine")
-    with pytest.raises(DataError, match="there exists already; remove it"):
+    with pytest.raises(ConfigError, match="there exists already; remove it"):
         make_charts(tmp_path / "there", 10, 0)
     assert (tmp_path / "there" / "file").read_text() == "mine"
     with pytest.raises(ConfigError, match="num_samples = 1"):

@@ -86,7 +86,7 @@ def test_datasets_opens_the_folder_with_its_splits_and_frames(tmp_path: Path) ->
             assert row["fps"] == FPS
             assert np.array_equal(np.stack([np.asarray(frame) for frame in row["frames"]]), draw(clip))
             num_frames += len(row["frames"])
-    assert num_frames == summary.num_frames
+    assert num_frames == summary.num_images
     card = (folder / "README.md").read_text()
     assert "mmtrain data shapes OUT --num-samples 100 --seed 5" in card
     assert "One in seven of the 210 combinations" in card
@@ -204,7 +204,7 @@ def test_a_preview_shows_clips_and_captions(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("mine")
-    with pytest.raises(DataError, match=r"shapes: .*there exists already; remove it"):
+    with pytest.raises(ConfigError, match=r"there exists already; remove it"):
         make_shapes(tmp_path / "there", 10, 0)
     with pytest.raises(ConfigError, match="shapes: num_samples = 1"):
         make_shapes(tmp_path / "new", 1, 0)

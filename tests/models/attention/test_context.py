@@ -170,7 +170,7 @@ def test_derived_values_are_worked_out_once(monkeypatch):
     for _ in range(3):
         with_gradients(attend(context), [torch.randn(1, 2, n, 8) for n in (2, 6, 6)])
     assert calls == [1]
-    assert context.words(torch.device("cpu")) is context.words(torch.device("cpu"))
+    assert context.device_bits(torch.device("cpu")) is context.device_bits(torch.device("cpu"))
 
 
 def test_half_precision_adds_up_key_gradients_in_single():
@@ -196,9 +196,9 @@ def test_default_scale_is_that_of_the_columns(total):
 
 def test_rows_that_cannot_be():
     bits = causal(4)
-    with pytest.raises(DataError, match=r"places 0\.\.4 in a sequence of 4"):
+    with pytest.raises(DataError, match=r"positions 0\.\.4 in a sequence of 4"):
         attention_context(bits, rows=np.array([0, 4]), gather=lambda k, v: (k, v))
-    with pytest.raises(DataError, match="2 rows of attention are not the 4 places of the sequence"):
+    with pytest.raises(DataError, match="2 rows of attention are not the 4 positions of the sequence"):
         attention_context(bits, rows=np.array([0, 1]))
     with pytest.raises(DataError, match="need `gather`"):
         attention_context(bits, rows=np.array([-1, 0, 1, 2, 3]))

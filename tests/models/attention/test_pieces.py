@@ -89,7 +89,7 @@ def test_pieces_cover_each_real_row_once_and_no_key_outside_of_them_is_seen(kind
     places = np.arange(len(bits))
     for piece in made:
         own = rows[slice(*piece.rows)]
-        assert own[0] == piece.place
+        assert own[0] == piece.position
         assert (np.diff(own) == 1).all()
         seen = allowed(bits[own], own, bits, places)
         inside = seen[:, slice(*piece.keys)]
@@ -99,7 +99,7 @@ def test_pieces_cover_each_real_row_once_and_no_key_outside_of_them_is_seen(kind
             same = block[:, None] == block
             expected = same if piece.kind == "all" else np.tril(same)
         elif piece.kind == "causal":
-            expected = np.tril(np.ones_like(inside), piece.place - piece.keys[0])
+            expected = np.tril(np.ones_like(inside), piece.position - piece.keys[0])
         else:
             expected = np.ones_like(inside)
         if piece.kind == "mask":

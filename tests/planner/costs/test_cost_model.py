@@ -5,7 +5,7 @@ import pytest
 from mmtrain.config.sections import PlannerConfig
 from mmtrain.planner.costs.cost_model import FlopsCosts, LayerTimes, equal_layers
 from mmtrain.schedule.action import Kind
-from mmtrain.spec.recomputation import KEEP_ALL, Recomputation
+from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModuleSpec, Rates, WorkSize
 from tests.planner.specs import layers, vlm
 
@@ -32,7 +32,7 @@ def test_weight_gradients_without_linear_layers_are_in_the_first_half() -> None:
 def test_recomputation_repeats_the_forward() -> None:
     vision = vlm().module("vision")
     assert COSTS.repeated_s(vision, 0, SIZE, Recomputation(enable=True)) == 5.0
-    assert COSTS.repeated_s(vision, 0, SIZE, KEEP_ALL) == 0.0
+    assert COSTS.repeated_s(vision, 0, SIZE, Recomputation()) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from mmtrain.planner.operators.graph import OpKind
 from mmtrain.planner.operators.latency import Latencies
 from mmtrain.schedule.action import Kind
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.recomputation import KEEP_ALL, Recomputation
+from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModuleSpec, WorkSize, clips_work, documents_work, frames_work, images_work
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -96,7 +96,7 @@ def test_recomputation_repeats_what_was_not_saved() -> None:
 
     forward = found.layer(language, 1, TOKENS, input_grad=True).forward_s
     assert repeated("full") == forward
-    assert repeated("none") == found.repeated_s(language, 1, TOKENS, KEEP_ALL) == 0.0
+    assert repeated("none") == found.repeated_s(language, 1, TOKENS, Recomputation()) == 0.0
     assert repeated("full", 0) == 0.0  # the embedding is no block
     graph = found.graph(language, 1, input_grad=True)
     latencies = Latencies(Cluster.of("h800").hardware)

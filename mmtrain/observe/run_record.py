@@ -1,0 +1,197 @@
+"""What the user sees of a run: its first log lines, its description, the metrics of its steps, files of timelines.
+
+Rank 0 logs and writes; every rank makes the same calls, as counts and times are gathered from all of them.
+"""
+
+import errno
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mmtrain.config import config as config_module
+from mmtrain.config.config import Config
+from mmtrain.errors import ConfigError, MMTrainError
+from mmtrain.launch.folder_owner import owned
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.observe.environment import write_environment
+from mmtrain.observe.job_counts import JobCounts, StepCounts
+from mmtrain.observe.job_summary import start_lines
+from mmtrain.observe.metrics import Reporter, StepMetrics, Validation, peak_flops
+from mmtrain.observe.step_files import StepFiles
+from mmtrain.observe.step_memory import MemoryUse
+from mmtrain.observe.step_timing import StepTiming
+from mmtrain.parallel.collectives import on_rank_zero
+from mmtrain.parallel.mesh import Mesh
+from mmtrain.parallel.optim import lr_factor
+from mmtrain.parallel.planning import Planned, local_world_size, num_cores
+from mmtrain.parallel.runtime import StepOutcome
+from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.planner.plan_choice import search_threads
+from mmtrain.spec.spec import Flops
+
+logger = logging.getLogger("mmtrain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one training step did, with losses over all replicas."""
+
+    loss: float
+    max_loss: float
+    grad_norm: float
+    tokens: int
+    clips: int
+    stop: bool
+    """Whether some rank was asked to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedStep:
+    """One training step as a rank knows it when it has ended."""
+
+    step: int
+    result: StepResult
+    outcome: StepOutcome
+    """Of this rank."""
+    meta: IterationMeta
+    plan: IterationPlan
+    planned: Planned | None
+    """None: the planner is off."""
+    memory: MemoryUse
+    data_time_s: float
+    """Seconds waited for the data."""
+    plan_time_s: float
+    """Seconds waited for the plan."""
+    step_time_s: float
+    """Seconds of the whole step, with both waits."""
+
+
+class RunRecord:
+    """The metrics, files and log lines of one run. All methods are collective over the job."""
+
+    def __init__(self, config: Config, planner: IterationPlanner, mesh: Mesh, start: int) -> None:
+        """Args: start: the run goes on after this step. Raises: ConfigError: its folder cannot be written."""
+        self._counts = JobCounts()
+        self.describe(config, planner, mesh, start)
+        self._peak_flops = peak_flops(config.metrics, mesh.device)
+        self._reporter = Reporter(
+            config.metrics, self._folder, enabled=mesh.rank == 0, steps=config.training.steps, start=start
+        )
+
+    def describe(self, config: Config, planner: IterationPlanner, mesh: Mesh, step: int) -> None:
+        """Writes the config and the environment of the steps after `step`, whose layout this is.
+
+        Raises: ConfigError: the folder cannot be written.
+        """
+        self._config, self._planner, self._mesh = config, planner, mesh
+        self._folder = Path(config.job.dump_folder)
+
+        def write() -> None:
+            (self._folder / "config.toml").write_text(config_module.dump(config))
+            write_environment(self._folder / "environment.json", mesh, step)
+
+        try:
+            on_rank_zero(write)
+        except OSError as error:
+            raise ConfigError(
+                f"job.dump_folder = {str(self._folder)!r} cannot be written: {error.strerror}; name another folder"
+            ) from None
+
+    def step(self, step: FinishedStep) -> None:
+        """Reports one training step, and writes its files where they are due."""
+        plan = step.plan
+        assert plan.result.plan is not None
+        timing = StepTiming.gathered(self._mesh, plan.result.plan, step.outcome)
+        flops = self._planner.flops(plan.batching)
+        counts = StepCounts.of(step.meta, sum(f.total for f in flops.values()), step.planned).summed(self._mesh)
+        self._counts.add(counts)
+        if self._mesh.rank != 0:
+            return
+        section, steps = self._config.metrics, self._config.training.steps
+        quiet = step.step % section.log_freq != 0 and step.step not in (1, steps)
+        self._reporter.step(self._metrics(step, counts, timing, flops), quiet=quiet)
+        files = StepFiles(step=step.step, planner=self._planner, plan=plan, timing=timing)
+        if section.trace_freq and step.step % section.trace_freq == 0:
+            files.write_trace(self._folder / "traces" / f"step-{step.step}.json")
+        if section.timeline_freq and (step.step % section.timeline_freq == 0 or step.step == steps):
+            files.write_timeline(self._folder / "timelines" / f"step-{step.step}")
+            self._reporter.image(step.step, "timeline", files.image)
+
+    def _metrics(
+        self, step: FinishedStep, counts: StepCounts, timing: StepTiming, flops: Mapping[str, Flops]
+    ) -> StepMetrics:
+        """Args: counts: over all replicas. flops: module -> of the step on this replica."""
+        shape, result, memory = self._mesh.shape, step.result, step.memory
+        config = self._config
+        assert step.plan.result.timeline is not None
+        return StepMetrics(
+            step=step.step,
+            loss=result.loss,
+            max_loss=result.max_loss,
+            grad_norm=result.grad_norm,
+            lr=config.optimizer.lr * lr_factor(config.lr_scheduler, step.step, config.training.steps),
+            step_time_s=step.step_time_s,
+            data_time_s=step.data_time_s,
+            plan_time_s=step.plan_time_s,
+            tokens=result.tokens,
+            images=counts.images,
+            patches=counts.patches,
+            image_tokens=counts.image_tokens,
+            clips=counts.clips,
+            frames=counts.frames,
+            video_tokens=counts.video_tokens,
+            skipped_samples=self._counts.skipped_samples,
+            bubble=timing.bubble,
+            flops=counts.flops / shape.world_size,
+            peak_flops=self._peak_flops,
+            memory_gib=memory.reserved_gib,
+            memory_percent=memory.reserved_percent,
+            memory_predicted_gib=memory.predicted_gib,
+            memory_measured_gib=memory.measured_gib,
+            memory_limit_gib=memory.limit_gib,
+            world_size=shape.world_size,
+            measured_s=timing.makespan_s,
+            planned_s=step.plan.result.timeline.makespan_s,
+            modules=timing.modules(flops, self._peak_flops * shape.cp * shape.tp),
+            planner=self._counts.planner(step.planned) if step.planned else None,
+        )
+
+    def validation(self, step: int, result: Validation) -> None:
+        """Reports one validation. Args: step: the last one before it."""
+        self._reporter.validation(step, result)
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        self._reporter.close()
+
+
+def log_start(config: Config, planner: IterationPlanner, device: torch.device, cut_s: float) -> None:
+    """Logs what is trained, and how. Args: cut_s: seconds that the partition took."""
+    num_ranks = local_world_size(config.parallelism.mesh_shape.world_size)
+    threads = search_threads(config.planner.threads, num_cores(), num_ranks)
+    for line in start_lines(config, planner, device=device.type, threads=threads, cut_s=cut_s):
+        logger.info("%s", line)
+
+
+@contextmanager
+def owned_by_rank_zero(folder: Path) -> Iterator[None]:
+    """A context in which rank 0 owns the run folder, and a full file system is reported. Collective over the job.
+
+    Raises:
+        ConfigError: on all ranks: the folder cannot be owned.
+        MMTrainError: in place of the error of a full file system.
+    """
+    with ExitStack() as stack:
+        try:
+            on_rank_zero(lambda: stack.enter_context(owned(folder)))
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise MMTrainError(
+                f"{folder}: {error.strerror}; make room and start the job again, which goes on from its checkpoint"
+            ) from None
