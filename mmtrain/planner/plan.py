@@ -14,7 +14,7 @@ from mmtrain.schedule.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """What planning came to: a plan with its simulated timeline, or the reason why there is none."""
+    """The result of planning: a plan with its simulated timeline, or the reason why there is none."""
 
     status: Literal["optimal", "improved", "first", "infeasible"]
     message: str
@@ -28,12 +28,12 @@ class PlanResult:
 
 
 def make_plan(problem: PlanningProblem, schedule: str) -> PlanResult:
-    """The checked plan of a named schedule, simulated; an iteration without any backward gets forward_only.
+    """The checked and simulated plan of a named schedule; of `forward_only` if the iteration has no backward.
 
-    An infeasible problem is a result with that status and a sentence, never an exception, from schedules that keep
-    memory limits.
+    If a schedule that keeps memory limits finds no plan, the result has the status "infeasible" and a message.
 
-    Raises: PlanError: there is no schedule of that name, or one that bounds memory by its own rule is over a limit.
+    Raises: PlanError: there is no schedule of that name, or a schedule that bounds memory by its own rule exceeds a
+        limit.
     """
     if schedule not in CATALOGUE:
         raise PlanError(f"schedule {schedule!r} does not exist; choose one of {', '.join(CATALOGUE)}")
