@@ -117,7 +117,7 @@ class IterationPlanner:
             submesh=Submesh.of(config),
             activation_limits=budget.activation_limits,
             check_plans=config.debug.check_plans,
-            partition_summary=choice.words,
+            partition_summary=choice.summary,
         )
 
     def with_limits(
