@@ -103,7 +103,7 @@ def _feeding(sub: int, kind: Modality, feeds: Mapping[str, tuple[Modality, list[
 
 
 def _check_content(index: int, microbatch: MicrobatchMeta, kinds: Mapping[str, Modality]) -> None:
-    """Refuses a microbatch with units that no module consumes, or without units that a module requires."""
+    """Checks that each unit of a microbatch is consumed, and that it has the units that modules require."""
     consumed = {kind.item: kind for kind in kinds.values()}
     for kind in (make("causal") for make in MODALITIES.values()):
         units = kind.units(microbatch)

@@ -75,13 +75,13 @@ class IterationPlanner:
     regathered: frozenset[str] = frozenset()
     """Modules that FSDP2 gathers at each use; programs unshard the others first and reshard them last."""
     memory: MemoryChoices = field(default_factory=MemoryChoices)
-    """What blocks may do with their activations."""
+    """The memory strategies that blocks may use."""
     submesh: Submesh = field(default_factory=Submesh)
-    """How cp and tp ranks divide each work."""
+    """The cp and tp ranks of a stage, which divide each work."""
     activation_limits: tuple[float | None, ...] | None = None
     """[pp_rank] -> bytes that activations may take; None: as planner.activation_memory_gib says."""
     widest_limits: tuple[float | None, ...] | None = None
-    """The same before any margin has grown, for batches that do not fit into `activation_limits`; None: no others."""
+    """[pp_rank] -> bytes before any margin has grown, for batches that exceed `activation_limits`; None: no others."""
     check_plans: bool = False
     """Also prove every program free of deadlock under each transport model."""
     partition_summary: str = ""

@@ -24,7 +24,7 @@ class PlanResult:
     evaluations: int = 1
     """Plans that were tried."""
     seed: int = 0
-    """Of the search."""
+    """Seed of the search."""
 
 
 def make_plan(problem: PlanningProblem, schedule: str) -> PlanResult:

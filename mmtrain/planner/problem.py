@@ -119,7 +119,7 @@ def _problem(
 
 
 def _check_restored(problem: PlanningProblem) -> None:
-    """Refuses ranks without room for the tensors that the backward of one block restores."""
+    """Checks that each rank has room for the tensors that the backward of one block restores."""
     for rank, limit in enumerate(problem.memory_limit_bytes):
         if limit is not None and problem.held_limit_bytes[rank] == 0.0:
             most_bytes = max(
@@ -203,7 +203,7 @@ class _Kind:
     enters: bool
     """Whether a gradient has to leave them backwards."""
     positions: list[int]
-    """Of each layer, its index among the stage's blocks."""
+    """The index of each layer among the stage's blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

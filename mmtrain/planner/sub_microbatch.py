@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mmtrain.errors import PlanError
 
 SHARE = 0.95
-"""Of the best efficiency."""
+"""Required fraction of the best efficiency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Curve:
     """Seconds of works of equal images (or clips), by their number."""
 
     patches: int
-    """Of each image; latent tokens of each clip."""
+    """Patches of each image, or latent tokens of each clip."""
     seconds: tuple[tuple[int, float], ...]
     """(images or clips, seconds of the forward and backward of one stage), ascending."""
 

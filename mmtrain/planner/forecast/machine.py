@@ -43,7 +43,7 @@ class Machine:
     peak_flops: float | None
     """FLOP/s that MFU is measured against; None: unknown."""
     memory_bytes: float | None
-    """Of one device; None: unknown."""
+    """Memory of one device; None: unknown."""
 
     @classmethod
     def of(cls, config: Config) -> "Machine":

@@ -59,8 +59,8 @@ class Question:
             raise ConfigError(f"simulate: seed = {self.seed}; it is at least 0")
         for index, schedule in enumerate(self.schedules):
             if schedule not in (*CATALOGUE, SEARCHED):
-                known = ", ".join((*CATALOGUE, SEARCHED))
-                raise ConfigError(f"simulate: schedule {schedule!r} does not exist; choose of {known}")
+                names = ", ".join((*CATALOGUE, SEARCHED))
+                raise ConfigError(f"simulate: schedule {schedule!r} does not exist; choose of {names}")
             if schedule in self.schedules[:index]:
                 raise ConfigError(f"simulate: schedule {schedule!r} is named twice; name it once")
 

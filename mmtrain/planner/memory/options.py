@@ -69,7 +69,7 @@ class BlockPrice:
 
     forward_s: float
     backward_s: float
-    """Of the input-gradient pass, recomputation included."""
+    """Seconds of the input-gradient pass, recomputation included."""
     kept_bytes: float
     host_bytes: float = 0.0
     """Moved to host memory and back."""
@@ -138,14 +138,14 @@ def mixes(
         counts = _deals(kind.count, len(kind.prices))
         kind_amounts = weighted(counts, [price.amounts for price in kind.prices], 4)
         if i:  # combine each mix of the earlier kinds with each mix of this kind
-            best_before = sorted(_best(amounts, host_copy, _THINNED))
+            best_before = sorted(_best_mixes(amounts, host_copy, _THINNED))
             combined, amounts = [combined[j] for j in best_before], amounts[best_before]
-            best_of_kind = sorted(_best(kind_amounts, host_copy, _THINNED))
+            best_of_kind = sorted(_best_mixes(kind_amounts, host_copy, _THINNED))
             counts, kind_amounts = counts[best_of_kind], kind_amounts[best_of_kind]
         dealt = [tuple(map(int, row)) for row in counts]
         combined = [(*earlier, row) for earlier in combined for row in dealt]
         amounts = (amounts[:, None, :] + kind_amounts[None, :, :]).reshape(-1, 4)
-    return [combined[j] for j in _best(amounts, host_copy, num_candidates)]
+    return [combined[j] for j in _best_mixes(amounts, host_copy, num_candidates)]
 
 
 def stage_memory(
@@ -214,7 +214,7 @@ def seconds(amounts: Floats, host_copy: HostCopy) -> Floats:
     return np.asarray(forward + backward + 2 * copies)
 
 
-def _best(amounts: Floats, host_copy: HostCopy, num_mixes: int) -> list[int]:
+def _best_mixes(amounts: Floats, host_copy: HostCopy, num_mixes: int) -> list[int]:
     """Indices of the fastest mix, of that of least memory, and of the fastest in each of `num_mixes` - 2 equal
     intervals of bytes between them; the fastest first."""
     total, kept_bytes = seconds(amounts, host_copy), amounts[:, 2]

@@ -74,9 +74,9 @@ class Sharding:
     regathered: frozenset[str]
     """Modules that are gathered before each use."""
     param_dtype_bytes: int
-    """Of gathered parameters."""
+    """Bytes of an element of gathered parameters."""
     reduce_dtype_bytes: int
-    """Of gradients that wait for their reduction, and of the reduction."""
+    """Bytes of an element of gradients before and in their reduction."""
     offload: bool
     """Shards, reduced gradients and optimizer state are in host memory."""
 
@@ -156,14 +156,14 @@ class Sharding:
         ]
         return scatter + network.collective_s(OpKind.ALL_REDUCE, num_bytes / stage.shards, copies)
 
-    def _shard_ranks(self, pp_rank: int, whole: bool) -> list[int]:
+    def _shard_ranks(self, pp_rank: int, is_whole: bool) -> list[int]:
         """The global ranks of one FSDP2 group."""
         shape = self.shape
         return [
             shape.rank(Coordinates(pp=pp_rank, dp_replicate=0, dp_shard=d, cp=c, tp=t))
             for d in range(shape.dp_shard)
             for c in range(shape.cp)
-            for t in range(shape.tp if whole else 1)
+            for t in range(shape.tp if is_whole else 1)
         ]
 
 

@@ -144,19 +144,19 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _hardware(table: dict[str, Any], path: Path) -> Hardware:
     where = str(path)
     links, efficiency = table.pop("links", {}), table.pop("efficiency", {})
-    tiles = _part(Tiles, table.pop("tiles", {}), f"{where}: tiles")
+    tiles = _from_table(Tiles, table.pop("tiles", {}), f"{where}: tiles")
     compute = table.pop("compute", "gpu")
     if compute not in ("gpu", "cpu"):
         raise ConfigError(f"{where}: compute = {compute!r}; it is gpu or cpu")
     kinds = {"nvlink", "network", "pcie"}
     if not isinstance(links, dict) or set(links) != kinds:
         raise ConfigError(f"{where}: [links] must have just {', '.join(sorted(kinds))}")
-    hardware: Hardware = _part(
+    hardware: Hardware = _from_table(
         Hardware,
         {"name": path.stem, **table},
         where,
         compute=DeviceKind(compute),
-        links={DeviceKind(key): _part(Link, value, f"{where}: links.{key}") for key, value in links.items()},
+        links={DeviceKind(key): _from_table(Link, value, f"{where}: links.{key}") for key, value in links.items()},
         tiles=tiles,
         efficiency=_efficiencies(efficiency, f"{where}: efficiency"),
     )
@@ -173,9 +173,9 @@ def _efficiencies(table: Any, where: str) -> dict[str, Efficiency]:
         if kind not in kinds or not isinstance(entry, dict):
             raise ConfigError(f"{where}.{kind}: name a section after one of {', '.join(sorted(kinds))}")
         for_all_phases = {key: value for key, value in entry.items() if key not in phases}
-        efficiencies[kind] = _part(Efficiency, for_all_phases, f"{where}.{kind}")
+        efficiencies[kind] = _from_table(Efficiency, for_all_phases, f"{where}.{kind}")
         for phase in phases & set(entry):
-            efficiencies[f"{kind}.{phase}"] = _part(
+            efficiencies[f"{kind}.{phase}"] = _from_table(
                 Efficiency, {**for_all_phases, **entry[phase]}, f"{where}.{kind}.{phase}"
             )
     for key, value in efficiencies.items():
@@ -185,7 +185,7 @@ def _efficiencies(table: Any, where: str) -> dict[str, Efficiency]:
     return efficiencies
 
 
-def _part(cls: type, table: Any, where: str, **fixed_values: Any) -> Any:
+def _from_table(cls: type, table: Any, where: str, **fixed_values: Any) -> Any:
     """A dataclass from a table: each key known, of the right type and in range, and none missing."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where} = {table!r}; it is a section")

@@ -56,7 +56,7 @@ from mmtrain.spec.vae_shapes import VaeShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkedDivision(Division):
-    """How the ranks of a submesh divide a module, and the links that they use."""
+    """The division of a module over the ranks of a submesh, and the links that they use."""
 
     tp_link: DeviceKind = DeviceKind.NVLINK
     group_link: DeviceKind = DeviceKind.NVLINK
@@ -73,9 +73,9 @@ class LayerDescriber:
     adapted: tuple[NamedLinear, ...] = ()
     """Linear layers of a block with an adapter."""
     rank: int = 0
-    """Of the adapters."""
+    """Rank of the adapters."""
     projection: Projection | None = None
-    """How features of an encoder become rows of the language model's first activation; None: there are none."""
+    """The projector of the encoder's features into the language model; None: there is no encoder."""
 
     def graph(self, layer: LayerSpec, *, input_grad: bool) -> Graph:
         """Forward and backward of one layer. Args: input_grad: whether a gradient has to leave it backwards."""
@@ -157,7 +157,7 @@ class _Builder:
         wide = Linear(f"{name}.lora_B", self.of.rank, outputs)(narrow)
         return add(f"{name}.adapted", result, Elementwise(f"{name}.scaling", 2.0, 2.0)(wide))
 
-    def _seen(self, key: Var, value: Var) -> tuple[Var, ...]:
+    def _attended_keys(self, key: Var, value: Var) -> tuple[Var, ...]:
         """The keys and values of all rows to which this rank's queries attend."""
         division = self.of.division
         if division.key_groups == 1:
@@ -229,7 +229,7 @@ class _Layer(_Builder):
         per_pair = 1 / self.of.division.groups
         windowed = bool(self.layer.attention_flops.window_pair)
         pairs = Rates(window_pair=per_pair) if windowed else Rates(pair=per_pair)
-        attended = Attention("attention", pairs, head)(query, *self._seen(key, value))
+        attended = Attention("attention", pairs, head)(query, *self._attended_keys(key, value))
         attended = Elementwise("attention.join", 2.0, 2.0)(attended)  # results of single images or documents
         return self._rows(self._names(1)[0], attended, C, D, bias=out_bias)
 
@@ -243,7 +243,7 @@ class _Layer(_Builder):
         return self._rows(self._names(3)[0], inner, I, D, bias=bias)
 
     def _names(self, position: int) -> list[str]:
-        return [linear.name for linear in block_linears(self.shape) if linear.place == position]
+        return [linear.name for linear in block_linears(self.shape) if linear.position == position]
 
     # -------------------------------------------------------------------------------- first and last
 
@@ -356,7 +356,7 @@ class _DitLayer(_Builder):
         query, key, value = (self._columns(f"attn1.to_{n}", columns, D, D, bias=True) for n in "qkv")
         query, key = (self._head_norm(f"attn1.norm_{n}", v) for n, v in (("q", query), ("k", key)))
         query, key = (self._rotary(f"attn1.rotary_{n}", v) for n, v in (("q", query), ("k", key)))
-        attended = self._attend("attn1", Rates(pair=per_pair), query, self._seen(key, value))
+        attended = self._attend("attn1", Rates(pair=per_pair), query, self._attended_keys(key, value))
         x = self._gated("attn1.gated", x, attended, modulation)
 
         columns = self._gathered("attn2", self._cross_norm(x))

@@ -14,8 +14,8 @@ from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, EncoderConvolution, VaeShape
 
 def encode(tape: Tape, shape: VaeShape) -> None:
     """Adds the forward of the encoder to a tape; it has no backward."""
-    first = shape.convolutions[0]
-    x = tape.input("pixels", rows=_amount(first.places), columns=PIXEL_CHANNELS)
+    first_convolution = shape.convolutions[0]
+    x = tape.input("pixels", rows=_only_rows(first_convolution.positions), columns=PIXEL_CHANNELS)
     for convolution in shape.convolutions:
         if convolution.normed:
             x = Norm(f"{convolution.name}.norm", x.columns, trainable=False)(x)
@@ -36,14 +36,14 @@ def _convolved(x: Var, convolution: EncoderConvolution) -> Var:
     tape, e = x.tape, x.tape.dtype_bytes
     x = reshape(x, rows=x.rows, columns=convolution.inputs)  # the input of a shortcut has the width before its block
     weight = tape.parameter(f"{convolution.name}.weight", convolution.num_params, trainable=False)
-    rows = _amount(convolution.places)
+    rows = _only_rows(convolution.positions)
     result = tape.var(convolution.name, rows=rows, columns=convolution.outputs, needs_grad=False)
     tape.product(
         convolution.name,
         rows,
         Rates(fixed=convolution.outputs),
         Rates(fixed=convolution.inputs * convolution.taps),
-        flops=_amount(convolution.flops),
+        flops=_only_rows(convolution.flops),
         num_bytes=x.num_bytes + result.num_bytes + Rates(fixed=convolution.num_params * e),
         phase=Phase.FORWARD,
         inputs=(x.tensor, weight.tensor),
@@ -53,5 +53,5 @@ def _convolved(x: Var, convolution: EncoderConvolution) -> Var:
     return result
 
 
-def _amount(rates: Rates) -> Rates:
+def _only_rows(rates: Rates) -> Rates:
     return Rates(row=rates.row, output=rates.output)

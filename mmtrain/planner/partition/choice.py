@@ -108,8 +108,8 @@ def best_cut(candidates: Sequence[Cut], quick: Callable[[Cut], float], exact: Ca
     """
 
     def ranked(times: Mapping[Cut, float]) -> list[Cut]:
-        kept = [c for c, seconds in times.items() if seconds < math.inf]
-        return sorted(kept, key=lambda c: (times[c] * (1 + c.worth), *_simplicity(c)))
+        feasible = [c for c, seconds in times.items() if seconds < math.inf]
+        return sorted(feasible, key=lambda c: (times[c] * (1 + c.worth), *_simplicity(c)))
 
     by_quick = ranked({c: quick(c) for c in candidates})
     finalists = {*by_quick[:FINALISTS], *[c for c in by_quick if not c.is_chain][:FINALISTS]}

@@ -165,9 +165,9 @@ def _level_ranks(cuts: Mapping[str, _Cut], num_ranks: int) -> dict[str, _Cut]:
             if cut.fixed:
                 continue
             loads = [0.0] * num_ranks
-            for other in levelled.values():
-                for rank, (low, high) in zip(other.ranks, other.bounds, strict=True):
-                    loads[rank] += sum(other.costs[low:high]) if other is not cut else 0.0
+            for other_cut in levelled.values():
+                for rank, (low, high) in zip(other_cut.ranks, other_cut.bounds, strict=True):
+                    loads[rank] += sum(other_cut.costs[low:high]) if other_cut is not cut else 0.0
             bounds = level_owners(cut.bounds, cut.costs, cut.ranks, loads)
             changed |= bounds != cut.bounds
             levelled[name] = replace(cut, bounds=bounds)

@@ -165,8 +165,8 @@ def assemble(
     """
     steps = [step for samples in found for step in samples.steps]
     speeds = SpeedFilter(steps)
-    held = {key: value for samples in found for key, value in samples.held.items()}
-    probe = _Probe(config, meta, steps, speeds, held)
+    held_bytes = {key: value for samples in found for key, value in samples.held.items()}
+    probe = _Probe(config, meta, steps, speeds, held_bytes)
     step = _step(config, steps, speeds)
     transfer = None
     if pairs:
@@ -230,7 +230,7 @@ class _Probe:
     def repeats(self) -> dict[str, float]:
         """Memory strategy -> time that it adds to a block's forward and backward, as a fraction of its forward: the
         median over blocks and works."""
-        shares = {}
+        fractions = {}
         plain = Cut(stages="layers", splits=False)
         blocks = [
             stage.index
@@ -239,15 +239,15 @@ class _Probe:
             if layer.is_block
         ]
         for how, cut in REPEATS.items():
-            block_shares = []
+            block_fractions = []
             for stage, work in product(blocks, range(len(self.batching.works))):
                 keys = [(measured_cut, stage, work, kind) for measured_cut in (plain, cut) for kind in (Kind.F, Kind.B)]
                 if all(key in self._seconds for key in keys):
                     forward, backward, *with_repeats = (self._seconds[key] for key in keys)
-                    block_shares.append((sum(with_repeats) - forward - backward) / forward)
-            if block_shares:
-                shares[how] = max(0.0, float(np.median(block_shares)))
-        return shares
+                    block_fractions.append((sum(with_repeats) - forward - backward) / forward)
+            if block_fractions:
+                fractions[how] = max(0.0, float(np.median(block_fractions)))
+        return fractions
 
     @cached_property
     def attributions(self) -> dict[tuple[str, str], Attribution]:
@@ -276,13 +276,15 @@ class _Probe:
         single: dict[int, list[float | None]] = {}
         joined: dict[int, float] = {}
         for work in range(len(self.batching.works)):
-            single[work] = [self._one(Cut(stages="layers", splits=splits), stages[i], work, kinds) for i in taking_part]
-            together = self._one(Cut(stages="modules", splits=splits), joined_stage, work, kinds)
+            single[work] = [
+                self._action_seconds(Cut(stages="layers", splits=splits), stages[i], work, kinds) for i in taking_part
+            ]
+            together = self._action_seconds(Cut(stages="modules", splits=splits), joined_stage, work, kinds)
             if together is not None:
                 joined[work] = together
         return attribute(dict(enumerate(self.batching.sizes)), single, joined, self._equal_blocks(module, taking_part))
 
-    def _one(self, cut: Cut, stage: StageSpec, work: int, kinds: Sequence[Kind]) -> float | None:
+    def _action_seconds(self, cut: Cut, stage: StageSpec, work: int, kinds: Sequence[Kind]) -> float | None:
         keys = [(cut, stage.index, work, kind) for kind in kinds]
         return next((self._seconds[key] for key in keys if key in self._seconds), None)
 

@@ -226,12 +226,12 @@ def _layer_to_json(layer: LayerProfile) -> str:
     lines = [f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     fits = ",\n".join(f"    {json.dumps(name)}: {json.dumps(_fit_to_json(fit))}" for name, fit in layer.fits.items())
     sizes = _FIRST_SIZES
-    if any(size.clips for of in layer.points.values() for size, _ in of):
+    if any(size.clips for rows in layer.points.values() for size, _ in rows):
         sizes = _SIZES
     points = ",\n".join(
         f"    {json.dumps(name)}: "
-        + json.dumps([[*(getattr(size, key) for key in sizes), amount] for size, amount in of])
-        for name, of in layer.points.items()
+        + json.dumps([[*(getattr(size, key) for key in sizes), value] for size, value in rows])
+        for name, rows in layer.points.items()
     )
     lines += [f'   "fits": {{\n{fits}\n   }}', f'   "points": {{\n{points}\n   }}']
     return "  {\n" + ",\n".join(lines) + "\n  }"
@@ -260,8 +260,8 @@ def _read(table: Any) -> Profile:
             enable=recomputation["enable"],
             save_ops=tuple(strict_json.string(op, f"recomputation.save_ops[{i}]") for i, op in enumerate(ops)),
         ),
-        actions={kind: _seconds(value, f"actions.{kind}") for kind, value in actions.items()},
-        step=StepProfile(**_amounts(table["step"], "step", StepProfile)),
+        actions={kind: _read_number(value, f"actions.{kind}") for kind, value in actions.items()},
+        step=StepProfile(**_read_numbers(table["step"], "step", StepProfile)),
         transfer=_read_transfer(table["transfer"]),
         host_copy=_read_host_copy(table.get("host_copy")),
         repeats=_read_repeats(table.get("repeats", {})),
@@ -275,7 +275,7 @@ def _read(table: Any) -> Profile:
 def _read_transfer(value: Any) -> TransferProfile | None:
     if value is None:
         return None
-    transfer = TransferProfile(**_amounts(value, "transfer", TransferProfile))
+    transfer = TransferProfile(**_read_numbers(value, "transfer", TransferProfile))
     if not transfer.byte_s:
         raise PlanError("transfer.byte_s = 0; a transfer takes time, it must be above 0")
     return transfer
@@ -283,7 +283,7 @@ def _read_transfer(value: Any) -> TransferProfile | None:
 
 def _read_repeats(value: Any) -> dict[str, float]:
     strict_json.fields(value, "repeats", (), optional=("selective", "recompute"))
-    return {name: _seconds(fraction, f"repeats.{name}") for name, fraction in value.items()}
+    return {name: _read_number(fraction, f"repeats.{name}") for name, fraction in value.items()}
 
 
 def _read_host_copy(value: Any) -> HostCopy | None:
@@ -307,7 +307,7 @@ def _read_curve(value: Any) -> Curve | None:
         if len(cells) != 2:
             raise PlanError(f"curve.seconds[{i}] has {len(cells)} entries; it is [images or clips, seconds]")
         number = strict_json.integer(cells[0], f"curve.seconds[{i}][0]")
-        points.append((number, _seconds(cells[1], f"curve.seconds[{i}][1]")))
+        points.append((number, _read_number(cells[1], f"curve.seconds[{i}][1]")))
     return Curve(patches=strict_json.integer(value["patches"], "curve.patches"), seconds=tuple(points))
 
 
@@ -324,7 +324,7 @@ def _read_layer(value: Any, where: str) -> LayerProfile:
         num_trainable_params=strict_json.integer(value["num_trainable_params"], f"{where}.num_trainable_params"),
         input_grad=value["input_grad"],
         fits={
-            n: SizeFit(**_amounts(fit, f"{where}.fits.{n}", SizeFit, optional=_CLIP_WEIGHTS))
+            n: SizeFit(**_read_numbers(fit, f"{where}.fits.{n}", SizeFit, optional=_CLIP_WEIGHTS))
             for n, fit in value["fits"].items()
         },
         points={n: _read_points(of, f"{where}.points.{n}") for n, of in value["points"].items()},
@@ -339,16 +339,16 @@ def _read_points(value: Any, where: str) -> tuple[tuple[WorkSize, float], ...]:
         if len(cells) != len(names) + 1:
             raise PlanError(f"{where}[{i}] has {len(cells)} entries; it is [{', '.join(names)}, amount]")
         sizes = {n: strict_json.integer(c, f"{where}[{i}]") for n, c in zip(names, cells, strict=False)}
-        points.append((WorkSize(**sizes), _seconds(cells[-1], f"{where}[{i}]")))
+        points.append((WorkSize(**sizes), _read_number(cells[-1], f"{where}[{i}]")))
     return tuple(points)
 
 
-def _amounts(value: Any, where: str, cls: Any, optional: tuple[str, ...] = ()) -> dict[str, float]:
+def _read_numbers(value: Any, where: str, cls: Any, optional: tuple[str, ...] = ()) -> dict[str, float]:
     strict_json.fields(value, where, [f.name for f in fields(cls) if f.name not in optional], optional)
-    return {name: _seconds(amount, f"{where}.{name}") for name, amount in value.items()}
+    return {name: _read_number(amount, f"{where}.{name}") for name, amount in value.items()}
 
 
-def _seconds(value: Any, where: str) -> float:
+def _read_number(value: Any, where: str) -> float:
     amount = strict_json.number(value, where)
     if not 0 <= amount < float("inf"):
         raise PlanError(f"{where} = {value}; it must be finite and at least 0")
