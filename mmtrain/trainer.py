@@ -47,7 +47,7 @@ from mmtrain.observe.run_record import FinishedStep, RunRecord, StepResult, log_
 from mmtrain.observe.step_memory import DeviceMemory, JobMemory
 from mmtrain.observe.validation import count_answers, validation_of_all, whole_predictions
 from mmtrain.parallel.activation_memory import saved_ops
-from mmtrain.parallel.build import LocalModel, check_same_program
+from mmtrain.parallel.build import LocalModel, check_same_program, check_same_schedule
 from mmtrain.parallel.collectives import errors_on_all, sum_over
 from mmtrain.parallel.feed import StepFeed
 from mmtrain.parallel.feeds.inputs import StepInputs
@@ -204,6 +204,7 @@ class Trainer:
 
     def _build(self, device: torch.device) -> None:
         """Places the job as its config says, with initial weights. Collective over the job."""
+        check_same_schedule(self.planner.schedule)
         log_start(self.config, self.planner, device, self._cut_s)
         self._memory = JobMemory.budgeted(self.config, self.planner, device, self._device_memory)
         self._placement = Placement.build(self.config, self.planner, device, self._search)

@@ -1,1 +1,1 @@
-"""Kinds of content, one file each: what a module consumes of a batch, and how its works are made of it. Pure."""
+"""Kinds of content, one file each: the units that a module consumes, and how they become works. Pure."""

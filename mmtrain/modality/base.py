@@ -1,4 +1,4 @@
-"""What planning asks of a kind of content."""
+"""The interface of a kind of content for planning."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,19 +13,19 @@ from mmtrain.spec.spec import Division, ModuleSpec, Rates, WorkSize
 
 Unit = Any
 """The smallest part of a batch that a work consumes whole: the metadata of an image, a document or a clip. Hashable;
-its `name` is how errors call it."""
+error messages use its `name`."""
 Units = tuple[Unit, ...]
 Weigh = Callable[[Unit], float]
-"""FLOPs of a unit's forward, to which those of its backward are in proportion."""
+"""FLOPs of a unit's forward, to which those of its backward are proportional."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkItem:
-    """One work, and what it processes."""
+    """One work with its units and size."""
 
     work: Work
     units: Units
-    """What it consumes, in the order of the batch."""
+    """The units that it consumes, in the order of the batch."""
     size: WorkSize
     """Rows, attended pairs and output rows."""
 
@@ -34,81 +34,81 @@ class Layout(Protocol):
     """The division of one module's works of an iteration over the ranks of a submesh."""
 
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
-        """Rows and outputs that one rank holds between two stages, padding included."""
+        """The size of one rank's rows and outputs between two stages, padding included."""
 
 
 class Modality(ABC):
     """One kind of content, as one module consumes it."""
 
     item: ClassVar[str]
-    """How errors call a unit. Modules with equal items are given equal groups of units."""
+    """Name of a unit in error messages. Modules with equal items get equal groups of units."""
     works: ClassVar[str]
-    """How errors call the works of a module that consumes it."""
+    """Name in error messages of the works of a module that consumes it."""
     parts: ClassVar[str] = "tokens"
-    """What a unit's size is counted in."""
+    """Unit of a unit's size."""
     remedy: ClassVar[str]
-    """What a model lacks that has units of it in its batch, and what to change."""
+    """Error message for a batch with units that no module of the model consumes: what is missing, what to change."""
     required: ClassVar[bool] = False
-    """Whether every microbatch has some."""
+    """Whether every microbatch needs at least one unit."""
 
     @abstractmethod
     def units(self, microbatch: MicrobatchMeta) -> Units:
-        """What the module consumes of a microbatch, in the order of the batch."""
+        """The units of a microbatch that the module consumes, in the order of the batch."""
 
     @abstractmethod
     def size(self, module: ModuleSpec, units: Sequence[Unit]) -> WorkSize:
-        """How much some units of one microbatch ask of a module.
+        """The size of a work with some units of one microbatch.
 
-        Raises: DataError: a unit that the module cannot take.
+        Raises: DataError: the module cannot process a unit.
         """
 
     @abstractmethod
     def weigh(self, module: ModuleSpec) -> Weigh:
-        """What a unit asks of a module."""
+        """The function that gives the FLOPs of a unit in a module."""
 
     @abstractmethod
     def owed(self, units: Sequence[Unit]) -> dict[str, int]:
-        """Counts, by name, to which all works of some units must come."""
+        """Name -> count that the works of some units must have in total."""
 
     @abstractmethod
     def paid(self, size: WorkSize) -> dict[str, int]:
-        """The same counts of one work."""
+        """Name -> count of one work, with the names of `owed`."""
 
     def readers(self, module: ModuleSpec) -> tuple[int, ...]:
-        """Which stages of the module read tensors of the batch other than labels, as indices of its chain."""
+        """The stages of the module that read tensors of the batch other than labels, as indices of its chain."""
         return (0,)
 
     def division(self, submesh: Submesh, module: ModuleSpec) -> Division:
-        """How the ranks of a submesh divide the module."""
+        """The division of the module over the ranks of a submesh."""
         return Division(tp=submesh.tp, groups=submesh.cp, key_groups=submesh.cp)
 
     def unevenness(self, submesh: Submesh, units: Sequence[Unit]) -> float:
-        """Rows of the rank with most of a work, over an even share."""
+        """Rows of the most loaded rank for a work, over those of an even division."""
         return 1.0
 
     @abstractmethod
     def layout(self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta) -> Layout:
-        """The division of the works of an iteration. Args: works: number -> work, of this module alone."""
+        """The division of a module's works of an iteration. Args: works: index -> work, only of this module."""
 
     def split(self, units: Units, size: int, weigh: Weigh) -> list[Units]:
-        """The units in consecutive groups, one for each `size` of them (0: one), the heaviest as light as possible."""
+        """The units in ceil(units / size) consecutive groups (size 0: one group), with the least largest weight."""
         if not units:
             return []
-        parts = -(-len(units) // size) if size else 1
-        return [units[low:high] for low, high in split_evenly([weigh(unit) for unit in units], parts)]
+        num_groups = -(-len(units) // size) if size else 1
+        return [units[low:high] for low, high in split_evenly([weigh(unit) for unit in units], num_groups)]
 
 
 def forward_rates(module: ModuleSpec) -> Rates:
-    """FLOPs of a module's forward."""
+    """FLOPs of a module's forward as a function of the work's size."""
     return sum((layer.matmul_flops + layer.attention_flops for layer in module.layers), Rates())
 
 
 def first_of(works: dict[int, WorkItem], count: Callable[[Units], int] = len) -> dict[int, int]:
-    """work -> how many units (or what `count` says of them) stand before its own in its microbatch."""
-    first: dict[int, int] = {}
-    taken: dict[int, int] = {}
+    """work -> number of units (or sum of their `count`) before its own in its microbatch."""
+    first_unit: dict[int, int] = {}
+    num_units: dict[int, int] = {}
     for number, item in works.items():
         microbatch = item.work.microbatch
-        first[number] = taken.get(microbatch, 0)
-        taken[microbatch] = first[number] + count(item.units)
-    return first
+        first_unit[number] = num_units.get(microbatch, 0)
+        num_units[microbatch] = first_unit[number] + count(item.units)
+    return first_unit

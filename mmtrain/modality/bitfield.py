@@ -1,16 +1,16 @@
-"""Attention masks as one 64-bit word a token: which keys it sees, without any T x T tensor. Pure.
+"""Attention masks with one 64-bit word for each token, which encodes its visible keys without a T x T tensor. Pure.
 
-Extends the bitfield of Cornstarch (arXiv:2503.11367, section 3.4.2), whose bits say which modalities a token
-attends to and whose top bit makes it causal, by what packed sequences need: a document, and spans inside of
-which attention goes both ways. A token q sees a token k of the same document if one of these holds:
+Extends the bitfield of Cornstarch (arXiv:2503.11367, section 3.4.2), in which bits select the modalities that a token
+attends to and the top bit makes it causal. Packed sequences also need a document, and spans with bidirectional
+attention. A token q attends to a token k of the same document if one of these holds:
 
-- k is not later than q, and q's `earlier` bits name the group of k;
-- q's `full` bits name the group of k;
+- k is not later than q, and q's `earlier` bits include the group of k;
+- q's `full` bits include the group of k;
 - both are in the same span.
 
-Fields of a word, from the lowest bit: 12 bits `earlier` groups, 12 bits `full` groups, 4 bits own group,
-16 bits span (0: none), 19 bits document. "Later" is by place in the packed sequence, which the words do not
-hold: whoever reorders them keeps the places beside them. Every word made here lets its token see itself.
+Fields of a word, from the lowest bit: 12 bits `earlier` groups, 12 bits `full` groups, 4 bits own group, 16 bits span
+(0: none), 19 bits document. "Later" refers to positions in the packed sequence, which the words do not contain: code
+that reorders words also has to keep their positions. Every word made here lets its token attend to itself.
 
 Shape legend: T packed tokens of one microbatch.
 """
@@ -42,10 +42,12 @@ LanguageMask = Literal["causal", "image_bidirectional", "prefix"]
 
 
 def word(document: int, *, group: int = 0, span: int = 0, earlier: int = GROUP_MASK, full: int = 0) -> int:
-    """The bits of one token.
+    """The 64-bit word of one token.
 
-    Args: earlier, full: sets of groups, bit g for group g.
-    Raises: DataError: a number that has no room in its field, or a token that would not see itself.
+    Args:
+        document, group, span: indices; span 0: none.
+        earlier, full: sets of groups, bit g for group g.
+    Raises: DataError: an index does not fit into its field, or the token would not attend to itself.
     """
     for name, value, limit in (
         ("documents", document, 1 << DOCUMENT_BITS),
@@ -55,7 +57,7 @@ def word(document: int, *, group: int = 0, span: int = 0, earlier: int = GROUP_M
         if not 0 <= value < limit:
             raise DataError(
                 f"an attention mask has room for {limit} {name} in one microbatch, numbered from 0; number {value} "
-                "has none; use a shorter microbatch"
+                "does not fit; use a shorter microbatch"
             )
     if not (0 <= earlier <= GROUP_MASK and 0 <= full <= GROUP_MASK):
         raise DataError(f"sets of groups: earlier = {earlier:#x}, full = {full:#x}; the largest set is {GROUP_MASK:#x}")
@@ -68,9 +70,9 @@ def word(document: int, *, group: int = 0, span: int = 0, earlier: int = GROUP_M
 
 
 def two_way_spans(document: DocumentMeta, kind: LanguageMask) -> list[tuple[int, int]]:
-    """[lo, hi) of the tokens of a document among which attention goes both ways, in order.
+    """[lo, hi) of each span of a document's tokens with bidirectional attention, in order.
 
-    Raises: DataError: an image or a prefix that does not lie inside of its document, or images that overlap.
+    Raises: DataError: an image or a prefix does not lie inside of its document, or images overlap.
     """
     if kind == "prefix":
         where = f"sample {document.sample}: the tokens before its first answer"
@@ -91,13 +93,13 @@ def two_way_spans(document: DocumentMeta, kind: LanguageMask) -> list[tuple[int,
 
 
 def language_bits(microbatch: MicrobatchMeta, kind: LanguageMask = "causal") -> Bits:
-    """The mask of one packed microbatch of the language model, [T].
+    """[T] int64: the mask words of one packed microbatch of the language model.
 
-    Args: kind: `causal` inside of each document; `image_bidirectional`: also both ways inside of each image;
-        `prefix`: also both ways among the tokens before a document's first answer.
-    Raises: DataError: as `two_way_spans`; more documents or spans than a word has room for.
+    Args: kind: `causal` inside of each document; `image_bidirectional`: also bidirectional inside of each image;
+        `prefix`: also bidirectional among the tokens before a document's first answer.
+    Raises: DataError: see `two_way_spans`; or more documents or spans than fit into a word.
     """
-    parts: list[Bits] = []
+    of_documents: list[Bits] = []
     span = 0
     for number, document in enumerate(microbatch.documents):
         bits = np.full(document.num_tokens, word(number), dtype=np.int64)
@@ -106,23 +108,25 @@ def language_bits(microbatch: MicrobatchMeta, kind: LanguageMask = "causal") -> 
         for low, high in two_way_spans(document, kind):
             span += 1
             bits[low:high] |= word(0, span=span, earlier=0)
-        parts.append(bits)
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        of_documents.append(bits)
+    return np.concatenate(of_documents) if of_documents else np.empty(0, dtype=np.int64)
 
 
 def prompt_bits(lengths: Iterable[int]) -> Bits:
-    """The mask of packed prompts, [sum of lengths]: causal inside of each.
+    """[sum of lengths] int64: the mask words of packed prompts, causal inside of each prompt.
 
-    Raises: DataError: more prompts than a word has room for.
+    Args: lengths: tokens of each prompt.
+    Raises: DataError: more prompts than fit into a word.
     """
-    parts = [np.full(length, word(number), dtype=np.int64) for number, length in enumerate(lengths)]
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    of_prompts = [np.full(length, word(number), dtype=np.int64) for number, length in enumerate(lengths)]
+    return np.concatenate(of_prompts) if of_prompts else np.empty(0, dtype=np.int64)
 
 
 def segment_bits(lengths: Iterable[int]) -> Bits:
-    """The mask of an encoder's packed rows, [sum of lengths]: attention both ways inside of each segment.
+    """[sum of lengths] int64: the mask words of an encoder's packed rows, bidirectional inside of each segment.
 
-    Raises: DataError: more segments than a word has room for.
+    Args: lengths: rows of each segment.
+    Raises: DataError: more segments than fit into a word.
     """
     counts = np.fromiter(lengths, dtype=np.int64)
     if len(counts):
@@ -131,36 +135,38 @@ def segment_bits(lengths: Iterable[int]) -> Bits:
     return np.repeat(numbers | word(0, earlier=0, full=GROUP_MASK), counts)
 
 
-def allowed(q: Bits, q_place: Bits, k: Bits, k_place: Bits) -> npt.NDArray[np.bool_]:
-    """Which keys each query sees, [queries, keys]: the definition, for small blocks and tests.
+def allowed(q: Bits, q_position: Bits, k: Bits, k_position: Bits) -> npt.NDArray[np.bool_]:
+    """[queries, keys] bool: whether each query attends to each key; the definition, for small blocks and tests.
 
-    Args: q, k: words. q_place, k_place: their places in the packed sequence.
+    Args:
+        q, k: [queries], [keys] int64: mask words.
+        q_position, k_position: [queries], [keys] int64: their positions in the packed sequence.
     """
-    q, q_place = q[:, None], q_place[:, None]
+    q, q_position = q[:, None], q_position[:, None]
     member = np.int64(1) << ((k >> GROUP_SHIFT) & OWN_GROUP_MASK)
     span = (q >> SPAN_SHIFT) & SPAN_MASK
-    seen: npt.NDArray[np.bool_] = ((q & member) != 0) & (k_place <= q_place)
-    seen |= ((q >> FULL_SHIFT) & GROUP_MASK & member) != 0
-    seen |= (span != 0) & (span == (k >> SPAN_SHIFT) & SPAN_MASK)
-    seen &= q >> DOCUMENT_SHIFT == k >> DOCUMENT_SHIFT
-    return seen
+    visible: npt.NDArray[np.bool_] = ((q & member) != 0) & (k_position <= q_position)
+    visible |= ((q >> FULL_SHIFT) & GROUP_MASK & member) != 0
+    visible |= (span != 0) & (span == (k >> SPAN_SHIFT) & SPAN_MASK)
+    visible &= q >> DOCUMENT_SHIFT == k >> DOCUMENT_SHIFT
+    return visible
 
 
 class VisibleKeys(NamedTuple):
-    """For each token of a sequence the keys that it sees; no token sees a key outside of [low, high)."""
+    """The visible keys of each token of a sequence; no token attends to a key outside of [low, high)."""
 
     low: Bits
-    """[T] int64: place of the first key that it may see."""
+    """[T] int64: position of the first visible key, or an earlier one."""
     high: Bits
-    """[T] int64: after the last key that it may see."""
+    """[T] int64: position after the last visible key, or a later one."""
     number: Bits
-    """[T] int64: keys that it sees, exactly; it sees all of [low, high) where this is high - low."""
+    """[T] int64: exact number of visible keys; if it is high - low, all of [low, high) are visible."""
 
 
 def visible_keys(bits: Bits) -> VisibleKeys:
-    """Range and number of the keys that each token of a whole sequence sees.
+    """Range and number of the visible keys of each token of a whole sequence.
 
-    Counts by runs of equal words, so that only the last steps look at single tokens.
+    It counts by runs of equal words; only the last steps process single tokens. Args: bits: [T] int64: mask words.
     """
     start = np.flatnonzero(np.diff(bits, prepend=~bits[:1]))
     runs, lengths = bits[start], np.diff(start, append=len(bits))
@@ -168,22 +174,22 @@ def visible_keys(bits: Bits) -> VisibleKeys:
     in_span = ((runs >> SPAN_SHIFT) & SPAN_MASK) != 0
     documents = _Buckets(runs >> DOCUMENT_SHIFT, start, lengths)
     spans = _Buckets(runs >> SPAN_SHIFT, start, lengths)
-    # The tokens of a run see `base` keys, and `slope` more for each token from the run's first to themselves.
+    # A token of a run sees `base` keys, and `slope` more for each token from the run's first token to itself.
     base, slope = np.zeros((2, len(runs)), dtype=np.int64)
     sees_document, sees_later = np.zeros((2, len(runs)), dtype=bool)
     for g in np.unique(group):
-        own = group == g
+        in_group = group == g
         full = (runs >> (FULL_SHIFT + g) & 1) != 0
         earlier = ((runs >> g & 1) != 0) & ~full
-        total, before = documents.count(own)
-        base += np.where(full, total, np.where(earlier, before, 0))
-        slope += earlier & own
+        total, num_before = documents.count(in_group)
+        base += np.where(full, total, np.where(earlier, num_before, 0))
+        slope += earlier & in_group
         sees_document |= (full | earlier) & (total > 0)
         sees_later |= full & (total > 0)
-        if in_span.any():  # what its span shows a token beyond that
-            total, before = spans.count(own)
-            base += np.where(in_span & ~full, total - np.where(earlier, before, 0), 0)
-            slope -= in_span & earlier & own
+        if in_span.any():  # further keys that a token sees in its span
+            total, num_before = spans.count(in_group)
+            base += np.where(in_span & ~full, total - np.where(earlier, num_before, 0), 0)
+            slope -= in_span & earlier & in_group
     low = np.where(sees_document, documents.first, np.where(in_span, spans.first, start))
     high = np.where(sees_later, documents.end, np.where(in_span, spans.end, 0))
     number = np.arange(1, len(bits) + 1)
@@ -197,9 +203,9 @@ def visible_keys(bits: Bits) -> VisibleKeys:
 
 
 class _Buckets:
-    """Runs of tokens with equal keys; each is described from the point of view of each of its runs.
+    """Buckets of runs of tokens with equal keys; attributes and results are given for each run.
 
-    Attributes: first, end: [runs] place of the bucket's first token, and the one after its last.
+    Attributes: first, end: [runs]: position of the first token of the run's bucket, and after its last token.
     """
 
     def __init__(self, keys: Bits, start: Bits, lengths: Bits) -> None:
@@ -211,11 +217,11 @@ class _Buckets:
         self._to[self._order] = np.repeat(edges[1:], sizes)
         self._rank[self._order] = np.arange(len(keys))
         self._lengths = lengths
-        last = self._order[self._to - 1]
-        self.first, self.end = start[self._order[self._from]], start[last] + lengths[last]
+        last_run = self._order[self._to - 1]
+        self.first, self.end = start[self._order[self._from]], start[last_run] + lengths[last_run]
 
     def count(self, members: npt.NDArray[np.bool_]) -> tuple[Bits, Bits]:
-        """[runs] tokens of member runs in the run's bucket: all, and those of earlier runs."""
+        """[runs], [runs]: number of tokens of member runs in the run's bucket, and of those in earlier runs."""
         sums = np.concatenate([[0], np.cumsum(np.where(members, self._lengths, 0)[self._order])])
-        before = sums[self._from]
-        return sums[self._to] - before, sums[self._rank] - before
+        num_before = sums[self._from]
+        return sums[self._to] - num_before, sums[self._rank] - num_before

@@ -1,6 +1,6 @@
-"""Video clips with captions, drawn from a distribution: what a text-to-video job would read. Pure and deterministic.
+"""Video clips with captions, drawn from a distribution instead of data. Pure and deterministic.
 
-Which moments are published and which are assumed is in docs/workloads.md.
+docs/workloads.md lists the published and the assumed moments of the distribution.
 Sources: DIP, arXiv:2504.14145, section 7.1; InternVid, arXiv:2307.06942; MMTrail, arXiv:2407.20962.
 """
 
@@ -10,48 +10,51 @@ from dataclasses import dataclass
 import numpy as np
 
 FRAMES_PER_S = 16
-"""Of every clip (DIP, section 7.1, after MovieGen)."""
+"""Frames per second of every clip (DIP, section 7.1, after MovieGen)."""
 MOST_S = 16.0
 """Seconds of the longest clip, and of all clips of one microbatch."""
 MOST_CLIPS = 8
-"""Clips of one microbatch."""
+"""Largest number of clips of one microbatch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionedClip:
-    """One video clip with its caption, before anything is made of them."""
+    """One video clip with its caption, before sampling and tokenization."""
 
     sample: int
-    """Its number in the iteration."""
+    """Its index in the iteration."""
     num_frames: int
     caption_tokens: int
 
     @property
     def duration_s(self) -> float:
-        """Seconds that it plays."""
+        """Duration in seconds."""
         return self.num_frames / FRAMES_PER_S
 
 
 def video_captions(
     num_microbatches: int, *, seed: int, iteration: int, replica: int = 0
 ) -> tuple[tuple[CaptionedClip, ...], ...]:
-    """The clips of each microbatch of one iteration on one model replica: the same for the same arguments.
+    """[microbatch] -> its clips, for one iteration on one model replica; deterministic.
 
-    Up to 8 clips whose durations add up to at most 16 s, in the order in which they come; a clip that does not fit
-    opens the next microbatch. Half of the clips are like InternVid's (11.7 s on average before they are cut to 16 s,
-    short captions), half like MMTrail's (4.9 s, long captions).
+    A microbatch has up to 8 clips with a total duration of at most 16 s, in the order in which they are drawn; a clip
+    that does not fit starts the next microbatch. Half of the clips are like InternVid's (11.7 s on average before they
+    are cut to 16 s, short captions), half like MMTrail's (4.9 s, long captions).
+
+    Args: seed, iteration, replica: keys of the random stream.
+    Source: DIP, arXiv:2504.14145, section 7.1.
     """
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, iteration, replica))))
     clips = _clips(rng)
     groups: list[tuple[CaptionedClip, ...]] = []
-    taken = [next(clips)]
+    microbatch = [next(clips)]
     while len(groups) < num_microbatches:
         clip = next(clips)
-        frames = clip.num_frames + sum(other.num_frames for other in taken)
-        if len(taken) == MOST_CLIPS or frames > MOST_S * FRAMES_PER_S:
-            groups.append(tuple(taken))
-            taken = []
-        taken.append(clip)
+        frames = clip.num_frames + sum(earlier.num_frames for earlier in microbatch)
+        if len(microbatch) == MOST_CLIPS or frames > MOST_S * FRAMES_PER_S:
+            groups.append(tuple(microbatch))
+            microbatch = []
+        microbatch.append(clip)
     return tuple(groups)
 
 

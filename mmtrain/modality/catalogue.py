@@ -17,14 +17,14 @@ MODALITIES: dict[str, Callable[[LanguageMask], Modality]] = {
     "latents": lambda mask: Latents(),
     "frames": lambda mask: Frames(),
 }
-"""What a module may consume; each is made for the mask of the job's language model."""
+"""Name of a kind of content -> its constructor, from the mask of the job's language model."""
 
 
 def modalities(spec: ModelSpec, attention_mask: LanguageMask = "causal") -> dict[str, Modality]:
-    """Name of a module -> what it consumes, in the order of the modules."""
+    """Name of a module -> the kind of content that it consumes, in the order of the modules."""
     return {module.name: MODALITIES[module.consumes](attention_mask) for module in spec.modules}
 
 
 def division_of(submesh: Submesh, module: ModuleSpec) -> Division:
-    """How the ranks of a submesh divide a module."""
+    """The division of a module over the ranks of a submesh."""
     return MODALITIES[module.consumes](submesh.attention_mask).division(submesh, module)

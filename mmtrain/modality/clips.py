@@ -13,18 +13,18 @@ from mmtrain.spec.spec import Division, ModuleSpec, WorkSize, clips_work, docume
 
 
 class Clips(Modality):
-    """What the modules have in common: a clip is one unit of each of them."""
+    """The common base of the three modules' content: a clip is one unit of each of them."""
 
     item = "clip"
     remedy = "the model has no diffusion transformer; add [model.dit]"
     required = True
 
     def units(self, microbatch: MicrobatchMeta) -> Units:
-        """All clips."""
+        """All clips of a microbatch."""
         return microbatch.clips
 
     def weigh(self, module: ModuleSpec) -> Weigh:
-        """By the tokens of latents and captions."""
+        """The FLOPs of a clip, from the tokens of its latents and caption."""
         rates = forward_rates(module)
         of_tokens = cache(lambda tokens, texts: rates(clips_work([tokens], [texts], tokens)))
         return lambda clip: of_tokens(clip.num_tokens, clip.num_text_tokens)
@@ -32,11 +32,11 @@ class Clips(Modality):
     def layout(
         self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
     ) -> "ClipsLayout":
-        """Rows over the tp ranks; cp ranks do not divide clips yet."""
+        """The division of rows over the tp ranks; cp ranks do not divide clips yet."""
         return ClipsLayout(self, submesh, works)
 
     def of_rank(self, item: WorkItem, tp: int) -> WorkSize:
-        """Rows and outputs that each of several tp ranks holds of a work between two stages."""
+        """The size of a work's rows and outputs on each of `tp` ranks between two stages."""
         return WorkSize(rows=share_of(item.size.rows, tp), pairs=0, outputs=0)
 
 
@@ -47,9 +47,9 @@ class ClipsLayout:
         self._kind, self.submesh, self.works = kind, submesh, works
 
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
-        """Rows and outputs that one rank holds between two stages, padding included.
+        """The size of one rank's rows and outputs between two stages, padding included.
 
-        Raises: PlanError: cp ranks, which do not divide clips yet.
+        Raises: PlanError: there are several cp ranks, which do not divide clips yet.
         """
         if self.submesh.cp > 1:
             raise PlanError(
@@ -66,21 +66,21 @@ class Latents(Clips):
     works = "DiT"
 
     def size(self, module: ModuleSpec, units: Sequence[ClipMeta]) -> WorkSize:
-        """Latent tokens, their pairs among themselves and with the caption's, those with a loss."""
+        """Latent tokens, pairs among them, pairs with caption tokens, and latent tokens with a loss."""
         tokens, texts = [clip.num_tokens for clip in units], [clip.num_text_tokens for clip in units]
         return clips_work(tokens, texts, sum(clip.num_targets for clip in units))
 
     def readers(self, module: ModuleSpec) -> tuple[int, ...]:
-        """The first, which mixes latents with noise, and the last, for targets; none, if another module makes them."""
+        """The first stage, which adds noise, and the last, for targets; none if another module makes the latents."""
         return () if module.latents_arrive else (0, -1)
 
     def of_rank(self, item: WorkItem, tp: int) -> WorkSize:
-        """Rows of each clip apart, with all of the texts."""
+        """The divided rows of each clip, with all text tokens."""
         rows = sum(share_of(clip.num_tokens, tp) for clip in item.units)
         return WorkSize(rows=rows, pairs=0, outputs=0, texts=item.size.texts, clips=item.size.clips)
 
     def owed(self, units: Sequence[ClipMeta]) -> dict[str, int]:
-        """Latent tokens, those with a loss, captions' tokens, clips."""
+        """Latent tokens, latent tokens with a loss, caption tokens, and clips."""
         return {
             "latent tokens": sum(clip.num_tokens for clip in units),
             "targets": sum(clip.num_targets for clip in units),
@@ -99,17 +99,17 @@ class Latents(Clips):
 
 
 class Captions(Clips):
-    """The captions of clips, every state of which leaves the text encoder."""
+    """The captions of clips; the text encoder outputs the states of all their tokens."""
 
     works = "text"
 
     def size(self, module: ModuleSpec, units: Sequence[ClipMeta]) -> WorkSize:
-        """Tokens, causal pairs, tokens."""
+        """Tokens, causal pairs, and output states."""
         lengths = [clip.num_text_tokens for clip in units]
         return documents_work(lengths, sum(lengths))
 
     def owed(self, units: Sequence[ClipMeta]) -> dict[str, int]:
-        """Captions' tokens, each of whose states leaves."""
+        """Caption tokens, and as many output states."""
         tokens = sum(clip.num_text_tokens for clip in units)
         return {"caption tokens": tokens, "states": tokens}
 
@@ -119,26 +119,26 @@ class Captions(Clips):
 
 
 class Frames(Clips):
-    """The pixels of clips, of which a VAE makes latents."""
+    """The pixels of clips, which a VAE encodes to latents."""
 
     works = "VAE"
 
     def size(self, module: ModuleSpec, units: Sequence[ClipMeta]) -> WorkSize:
-        """Indices of latent frames times frames of pixels, pairs inside of a latent frame, latent places."""
+        """Positions of a latent frame times frames of pixels, pairs inside of latent frames, and latent positions."""
         return frames_work(module, [clip.bucket for clip in units])
 
     def division(self, submesh: Submesh, module: ModuleSpec) -> Division:
-        """None: each rank encodes everything."""
+        """No division: each rank encodes all clips of a work."""
         return Division()
 
     def of_rank(self, item: WorkItem, tp: int) -> WorkSize:
-        """All of it."""
+        """The whole size."""
         return item.size
 
     def owed(self, units: Sequence[ClipMeta]) -> dict[str, int]:
-        """Latent places; how many frames become a latent one is the VAE's own affair."""
-        return {"latent places": sum(math.prod(clip.bucket) for clip in units)}
+        """Latent positions; frames of pixels depend on the VAE."""
+        return {"latent positions": sum(math.prod(clip.bucket) for clip in units)}
 
     def paid(self, size: WorkSize) -> dict[str, int]:
         """Outputs."""
-        return {"latent places": size.outputs}
+        return {"latent positions": size.outputs}

@@ -16,28 +16,28 @@ from mmtrain.spec.spec import ModuleSpec, WorkSize, documents_work
 
 @dataclass(frozen=True)
 class Documents(Modality):
-    """The documents of a microbatch, which are one packed sequence."""
+    """The documents of a microbatch, which form one packed sequence."""
 
     item, works = "document", "language"
     remedy = "the model reads clips alone"
     required = True
 
     attention_mask: LanguageMask = "causal"
-    """It decides how many pairs are attended."""
+    """Mask of the language model, which determines the number of attended pairs."""
 
     def units(self, microbatch: MicrobatchMeta) -> Units:
-        """All documents."""
+        """All documents of a microbatch."""
         return microbatch.documents
 
     def size(self, module: ModuleSpec, units: Sequence[DocumentMeta]) -> WorkSize:
-        """Tokens, attended pairs, labelled positions."""
+        """Tokens, attended pairs, and labelled positions."""
         spans = [span for document in units for span in two_way_spans(document, self.attention_mask)]
         lengths = [document.num_tokens for document in units]
         targets = sum(document.num_targets for document in units)
         return documents_work(lengths, targets, [high - low for low, high in spans])
 
     def weigh(self, module: ModuleSpec) -> Weigh:
-        """By tokens; but a sequence is not split."""
+        """The number of tokens; it is not used, as a sequence is not split."""
         return lambda document: float(document.num_tokens)
 
     def split(self, units: Units, size: int, weigh: Weigh) -> list[Units]:
@@ -55,12 +55,12 @@ class Documents(Modality):
     def layout(
         self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
     ) -> "DocumentsLayout":
-        """Tokens over the cp ranks, and each one's rows over its tp ranks between two blocks."""
+        """The division of tokens over the cp ranks, and of each cp rank's rows over its tp ranks between blocks."""
         return DocumentsLayout(submesh, works, meta)
 
 
 class DocumentsLayout:
-    """The division of a language model's works. With several cp ranks it is made at once, on all ranks."""
+    """The division of a language model's works. With several cp ranks it is computed in the constructor."""
 
     def __init__(self, submesh: Submesh, works: dict[int, WorkItem], meta: IterationMeta) -> None:
         self.submesh = submesh
@@ -72,19 +72,19 @@ class DocumentsLayout:
             self.tokens(item.work.microbatch)
 
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
-        """Rows that one rank holds between two stages, padding included."""
+        """The size of one rank's rows between two stages, padding included."""
         count = len(self.tokens(self.works[work].work.microbatch)[cp_rank])
         return WorkSize(rows=share_of(count, self.submesh.tp), pairs=0, outputs=0)
 
     def bits(self, microbatch: int) -> Bits:
-        """[T] mask words of a microbatch of the language model."""
+        """[T] int64: mask words of a microbatch of the language model."""
         if microbatch not in self._bits:
             counts = self._meta.microbatches[microbatch]
             self._bits[microbatch] = language_bits(counts, self.submesh.attention_mask)
         return self._bits[microbatch]
 
     def tokens(self, microbatch: int) -> tuple[Indices, ...]:
-        """Indices of the tokens of each cp rank, ascending, without padding."""
+        """[cp rank] -> int64 indices of its tokens, ascending, without padding."""
         if microbatch not in self._tokens:
             submesh = self.submesh
             if submesh.cp == 1:
@@ -95,5 +95,5 @@ class DocumentsLayout:
         return self._tokens[microbatch]
 
     def places(self, microbatch: int, cp_rank: int) -> Indices:
-        """Indices of the tokens of a cp rank with -1 for its padding, a multiple of tp of them."""
+        """Int64 indices of the tokens of a cp rank, padded with -1 to a multiple of tp."""
         return pad_indices(self.tokens(microbatch)[cp_rank], self.submesh.tp)

@@ -1,7 +1,7 @@
-"""How large an image becomes, in patches and in tokens. Pure arithmetic on sizes; no pixel.
+"""The size of an image in patches and in tokens. Pure arithmetic on sizes; no pixels.
 
-Both the loader (which must know a sample's length before it decodes an image) and the pixel code
-use this one place, so the number of image tokens and the number of encoder rows cannot disagree.
+Both the loader (which needs a sample's length before it decodes an image) and the pixel code use this module, so the
+number of image tokens and the number of encoder rows always agree.
 """
 
 import math
@@ -12,15 +12,15 @@ from typing import Any, Literal
 from mmtrain.errors import ConfigError, DataError
 
 MAX_ASPECT_RATIO = 200
-"""Longest over shortest side of an image that a native-resolution encoder accepts, as in Qwen2-VL."""
+"""Largest ratio of the longer to the shorter side of an image for a native-resolution encoder, as in Qwen2-VL."""
 
 QWEN2_VL_MIN_PIXELS = 56 * 56
 QWEN2_VL_MAX_PIXELS = 28 * 28 * 1280
-"""Area limits of the Qwen2-VL image processor, used where neither the config nor a processor names any."""
+"""Area limits of the Qwen2-VL image processor, used if neither the config nor a processor has any."""
 
 _NATIVE = ("qwen2_vl", "qwen2_vl_vision", "qwen2_5_vl", "qwen2_5_vl_vision")
 _FIXED = ("siglip_vision_model", "siglip", "vit")
-_SOUND = ("whisper", "whisper_encoder")
+_AUDIO = ("whisper", "whisper_encoder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,11 @@ class ImageGeometry:
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in one packed patch: channels x frames x patch x patch."""
+        """Elements of one packed patch: channels x frames x patch x patch."""
         return self.num_channels * self.temporal_patch_size * self.patch_size**2
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width in pixels after resizing.
+        """(height, width) in pixels after resizing. Args: in pixels.
 
         Raises: DataError: a side is 0, or one side is more than 200 times the other.
         """
@@ -72,16 +72,18 @@ class ImageGeometry:
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
-        """Tokens of an image with that grid: one for each merge x merge block."""
+        """Number of tokens of an image: one for each merge x merge block. Args: grid: patches (time, height, width)."""
         frames, height, width = grid
         return frames * (height // self.merge) * (width // self.merge)
 
 
 def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Sides that are multiples of `factor`, an area inside of the limits, nearly the same aspect ratio.
+    """(height, width) in pixels: multiples of `factor`, with an area inside of the limits and nearly the same ratio.
 
-    An image too thin to satisfy all three keeps the multiples and breaks the upper area limit, as the
-    reference does. Rounding is to the nearest multiple, halves to even.
+    For an image that is too thin for all three, the sides are multiples, but the area exceeds the upper limit, as in
+    the reference. Rounding is to the nearest multiple, ties to even.
+
+    Args: height, width, factor: pixels. min_pixels, max_pixels: limits of the area.
 
     Raises: DataError: a side is 0, or the aspect ratio is above `MAX_ASPECT_RATIO`.
     Source: the Qwen2-VL image processor (arXiv:2409.12191, sec. 2.1).
@@ -114,14 +116,14 @@ def image_geometry(
     Args:
         encoder: Hugging Face config of the vision encoder, with its `model_type`.
         spatial_merge: `model.projector.spatial_merge`.
-        min_pixels, max_pixels: area limits for native-resolution encoders; 0 picks Qwen2-VL's.
-    Raises: ConfigError: an unknown model_type, one that reads no images, or sizes that do not divide.
+        min_pixels, max_pixels: area limits for native-resolution encoders; 0: those of Qwen2-VL.
+    Raises: ConfigError: the model_type is unknown or reads no images, or sizes do not divide each other.
     """
     kind = encoder.get("model_type")
-    if kind in _SOUND:
+    if kind in _AUDIO:
         raise ConfigError(
-            f"model.encoder: model_type = {kind!r} reads spectrograms of sound, but the data loader reads images and "
-            "text alone; choose an encoder of images, or feed the model from a program of your own"
+            f"model.encoder: model_type = {kind!r} reads spectrograms of audio, but the data loader reads only images "
+            "and text; choose an encoder of images, or feed the model from a program of your own"
         )
     channels = encoder.get("num_channels", encoder.get("in_channels", encoder.get("in_chans", 3)))
     if channels != 3:
@@ -161,12 +163,12 @@ def image_geometry(
             merge=spatial_merge,
             image_size=size,
         )
-    known = ", ".join((*_NATIVE, *_FIXED))
-    raise ConfigError(f"model.encoder: model_type = {kind!r} has no known image layout; known are {known}")
+    known_types = ", ".join((*_NATIVE, *_FIXED))
+    raise ConfigError(f"model.encoder: model_type = {kind!r} has no known image layout; known are {known_types}")
 
 
 def _side(key: str, value: Any) -> int:
-    """The one number of a size; Hugging Face also writes squares as two equal numbers."""
+    """The side of a square; Hugging Face also writes squares as two equal numbers."""
     sizes = set(value) if isinstance(value, (list, tuple)) else {value}
     if len(sizes) != 1 or not all(type(size) is int and size > 0 for size in sizes):
         raise ConfigError(f"model.encoder: {key} = {value!r}; only squares are supported, given as one integer above 0")

@@ -1,4 +1,4 @@
-"""Images (and sounds as images of one row), as a vision encoder consumes them."""
+"""Images (and audio as images of one row), as a vision encoder consumes them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ import numpy as np
 
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem, first_of, forward_rates
 from mmtrain.modality.metadata import ImageMeta, IterationMeta, MicrobatchMeta
-from mmtrain.modality.submesh import Indices, Submesh, longest_first, pad_indices
+from mmtrain.modality.submesh import Indices, Submesh, pad_indices
+from mmtrain.modality.token_split import longest_first
 from mmtrain.spec.rows import part_of, share_of
 from mmtrain.spec.spec import Division, ModuleSpec, WorkSize, images_work
 from mmtrain.spec.windows import feature_order, row_order
@@ -21,21 +22,21 @@ class Images(Modality):
     remedy = "the model has no vision encoder; add [model.encoder]"
 
     def units(self, microbatch: MicrobatchMeta) -> Units:
-        """All images, in the order of their tokens."""
+        """All images of a microbatch, in the order of their tokens."""
         return microbatch.images
 
     def size(self, module: ModuleSpec, units: Sequence[ImageMeta]) -> WorkSize:
-        """Patches, pairs of patches of one frame, merged tokens."""
+        """Patches, pairs of patches of one frame, and merged tokens."""
         return images_work(module, [image.grid for image in units])
 
     def weigh(self, module: ModuleSpec) -> Weigh:
-        """By the grid of patches."""
+        """The FLOPs of an image, from its grid of patches."""
         rates = forward_rates(module)
         of_grid = cache(lambda grid: rates(images_work(module, [grid])))
         return lambda image: of_grid(image.grid)
 
     def owed(self, units: Sequence[ImageMeta]) -> dict[str, int]:
-        """The tokens that images fill."""
+        """Image tokens."""
         return {"image tokens": sum(image.num_tokens for image in units)}
 
     def paid(self, size: WorkSize) -> dict[str, int]:
@@ -43,23 +44,23 @@ class Images(Modality):
         return {"image tokens": size.outputs}
 
     def division(self, submesh: Submesh, module: ModuleSpec) -> Division:
-        """Layers over the tp ranks, unless each of these has the encoder; images, or their patches, over the others."""
+        """The division of layers over tp ranks (unless each has the encoder), and of images or patches over others."""
         tp = submesh.encoder_tp
         return Division(tp=tp, groups=submesh.size // tp, key_groups=submesh.cp if submesh.share_patches else 1)
 
     def unevenness(self, submesh: Submesh, units: Sequence[ImageMeta]) -> float:
-        """Patches of the rank with most of them; 1 where ranks share each image."""
+        """Patches of the most loaded rank, over those of an even division; 1 if ranks divide each image."""
         holders = len(submesh.holders)
         patches = [image.num_patches for image in units]
         if holders == 1 or not patches:
             return 1.0
-        own = longest_first(patches, holders)
-        return max(sum(patches[i] for i in mine) for mine in own) * holders / sum(patches)
+        images_of_ranks = longest_first(patches, holders)
+        return max(sum(patches[i] for i in indices) for indices in images_of_ranks) * holders / sum(patches)
 
     def layout(
         self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
     ) -> "ImagesLayout":
-        """Whole images to the ranks, heaviest first; or the patches of each image divided over cp."""
+        """The division of whole images over the ranks, or of the patches of each image over cp ranks."""
         return ImagesLayout(submesh, module, works)
 
 
@@ -68,9 +69,9 @@ class ImagesPart:
     """One rank's part of a work."""
 
     images: tuple[int, ...]
-    """Its images, as places among the images of the work."""
+    """Indices of its images among the images of the work."""
     rows: tuple[int, int] | None
-    """[lo, hi) of the rows of these images, where cp ranks divide patches; None: all."""
+    """[lo, hi) of the rows of these images, if cp ranks divide patches; None: all rows."""
     size: WorkSize
     """Rows and features of this part, without padding."""
 
@@ -88,40 +89,40 @@ class ImagesLayout:
         self._parts: dict[int, dict[tuple[int, int], ImagesPart]] = {}
 
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
-        """Rows and outputs that one rank holds between two stages, padding included."""
+        """The size of one rank's rows and outputs between two stages, padding included."""
         size, degree = self.part(work, cp_rank, tp_rank).size, self.submesh.encoder_tp
         return WorkSize(rows=share_of(size.rows, degree), pairs=0, outputs=share_of(size.outputs, degree))
 
     def part(self, work: int, cp_rank: int, tp_rank: int) -> ImagesPart:
-        """What one rank computes of a work."""
+        """The part of a work that one rank computes."""
         if work not in self._parts:
             self._parts[work] = self._divide(self.works[work].units)
         return self._parts[work][cp_rank, tp_rank if self.submesh.data_encoder else 0]
 
     def _divide(self, images: Sequence[ImageMeta]) -> dict[tuple[int, int], ImagesPart]:
         submesh = self.submesh
-        own = longest_first([image.num_patches for image in images], len(submesh.holders))
+        images_of_ranks = longest_first([image.num_patches for image in images], len(submesh.holders))
         parts = {}
-        for (c, t), mine in zip(submesh.holders, own, strict=True):
+        for (c, t), indices in zip(submesh.holders, images_of_ranks, strict=True):
             for cp_rank in range(submesh.cp) if submesh.share_patches else (c,):
-                parts[cp_rank, t] = self._part_of([images[i] for i in mine], mine, cp_rank)
+                parts[cp_rank, t] = self._part_of([images[i] for i in indices], indices, cp_rank)
         return parts
 
-    def _part_of(self, images: Sequence[ImageMeta], places: tuple[int, ...], cp_rank: int) -> ImagesPart:
+    def _part_of(self, images: Sequence[ImageMeta], indices: tuple[int, ...], cp_rank: int) -> ImagesPart:
         extra = self._module.extra_rows
         features = sum(image.num_tokens for image in images)
         rows = sum(image.num_patches + extra * image.grid[0] for image in images)
         if not self.submesh.share_patches:
-            return ImagesPart(images=places, rows=None, size=WorkSize(rows=rows, pairs=0, outputs=features))
+            return ImagesPart(images=indices, rows=None, size=WorkSize(rows=rows, pairs=0, outputs=features))
         low, high = part_of(features, cp_rank, self.submesh.cp)
         unit = self._module.merge**2
         size = WorkSize(rows=(high - low) * unit, pairs=0, outputs=high - low)
-        return ImagesPart(images=places, rows=(low * unit, high * unit), size=size)
+        return ImagesPart(images=indices, rows=(low * unit, high * unit), size=size)
 
     def patch_indices(self, work: int, cp_rank: int, tp_rank: int) -> Indices:
-        """Indices, in the order of travel, of the patches that a rank attends from where cp ranks divide them.
+        """[rows] int64: indices, in the order of the encoder's rows, of a rank's queries, if cp ranks divide patches.
 
-        A rank without a patch has rows of padding, with which it takes part in collectives.
+        A rank without a patch has padding rows (-1), with which it takes part in collectives.
         """
         part = self.part(work, cp_rank, tp_rank)
         assert part.rows is not None
@@ -129,26 +130,26 @@ class ImagesLayout:
         return np.arange(low, high) if high > low else np.full(self._module.merge**2, -1, dtype=np.int64)
 
     def pixel_rows(self, work: int, cp_rank: int, tp_rank: int) -> Indices:
-        """Which packed patches of a rank's images it takes, where cp ranks divide patches."""
+        """[rows] int64: indices of a rank's packed patches among those of its images, if cp ranks divide patches."""
         part = self.part(work, cp_rank, tp_rank)
         assert part.rows is not None
         return row_order(self._grids(work, part), self._module.merge, self._module.window)[slice(*part.rows)]
 
     def feature_indices(self, work: int, cp_rank: int, tp_rank: int) -> Indices:
-        """Which features of a microbatch the output rows of one rank for a work are; -1 for padding."""
+        """[outputs] int64: for each output row of one rank for a work, its feature of the microbatch; -1: padding."""
         part = self.part(work, cp_rank, tp_rank)
         images = self.works[work].units
         starts = np.cumsum([self._first_feature[work]] + [image.num_tokens for image in images])
-        mine = [np.arange(starts[i], starts[i] + images[i].num_tokens) for i in part.images]
-        features = np.concatenate(mine) if mine else np.empty(0, dtype=np.int64)
+        of_images = [np.arange(starts[i], starts[i] + images[i].num_tokens) for i in part.images]
+        features = np.concatenate(of_images) if of_images else np.empty(0, dtype=np.int64)
         if part.rows is not None:
             unit = self._module.merge**2
             order = feature_order(self._grids(work, part), self._module.merge, self._module.window)
             features = features[order][part.rows[0] // unit : part.rows[1] // unit]
         degree = self.submesh.encoder_tp
-        whole = pad_indices(features, degree)
-        share = len(whole) // degree
-        return whole[tp_rank * share : (tp_rank + 1) * share] if degree > 1 else whole
+        padded_features = pad_indices(features, degree)
+        num_local = len(padded_features) // degree
+        return padded_features[tp_rank * num_local : (tp_rank + 1) * num_local] if degree > 1 else padded_features
 
     def _grids(self, work: int, part: ImagesPart) -> list[tuple[int, int, int]]:
         images = self.works[work].units

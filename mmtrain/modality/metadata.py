@@ -1,7 +1,6 @@
-"""Counts of one iteration: all that planning may know of a batch. Pure; no pixel, no token id.
+"""Metadata of one iteration: the counts of a batch, on which planning depends. Pure; no pixels, no token ids.
 
-Every pp_rank of a model replica holds an equal value, so each can build the same works and the
-same plan from it.
+Every pp_rank of a model replica holds an equal value, so each builds the same works and the same plan from it.
 """
 
 from dataclasses import dataclass
@@ -10,28 +9,28 @@ from functools import cached_property
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageMeta:
-    """One image as the encoder will see it."""
+    """One image, as the encoder reads it."""
 
     sample: int
     """Index of its record in the data source."""
     index: int
-    """Its place among the images of that record."""
+    """Its index among the images of that record."""
     grid: tuple[int, int, int]
     """Patches (time, height, width); time is 1 for a still image."""
     num_tokens: int
-    """Rows that it fills among the language model's tokens, after the spatial merge."""
+    """Number of its tokens in the language model, after the spatial merge."""
     start: int = 0
-    """Place of its first token in its document."""
+    """Index of its first token in its document."""
 
     @property
     def num_patches(self) -> int:
-        """Rows that the encoder's layers work on."""
+        """Number of its rows in the encoder."""
         t, h, w = self.grid
         return t * h * w
 
     @property
     def name(self) -> str:
-        """How errors call it."""
+        """Its name in error messages."""
         return f"image {self.index} of sample {self.sample}"
 
 
@@ -42,34 +41,34 @@ class DocumentMeta:
     sample: int
     """Index of its record in the data source."""
     num_tokens: int
-    """Tokens, image tokens included."""
+    """Number of tokens, image tokens included."""
     num_targets: int
-    """Positions that have a label."""
+    """Number of labelled positions."""
     images: tuple[ImageMeta, ...]
     """In the order of their tokens."""
     grade: str = ""
-    """Difficulty named by the record, for accuracy by grade; empty where there is none."""
+    """Difficulty in the record, for accuracy by grade; empty if there is none."""
     answers: tuple[int, ...] = ()
-    """Labelled positions of each answer, in order; they add up to `num_targets`. An answer is right when
-    all of its positions are predicted right."""
+    """Number of labelled positions of each answer, in order; the sum is `num_targets`. An answer is right if all of its
+    positions are predicted correctly."""
     prefix: int = 0
-    """Tokens before the first token of the first answer; 0 without an answer."""
+    """Number of tokens before the first token of the first answer; 0 without an answer."""
 
     @property
     def name(self) -> str:
-        """How errors call it."""
+        """Its name in error messages."""
         return f"the document of sample {self.sample}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipMeta:
-    """One video clip and its caption, as a text-to-video model will see them."""
+    """One video clip and its caption, as a text-to-video model reads them."""
 
     sample: int
     """Index of its record in the data source."""
     index: int = 0
-    """How often that record stands before it in the step: 0 but behind the border of two epochs, which may repeat a
-    sample. (sample, index) names a clip of a step exactly once."""
+    """Number of earlier clips of that record in the step; above 0 only after the end of an epoch, when samples may
+    repeat. (sample, index) is unique in a step."""
     frames: int
     """Latent frames."""
     height: int
@@ -81,31 +80,31 @@ class ClipMeta:
     num_text_tokens: int
     """Tokens of the caption."""
     blank: bool = False
-    """Zeros in place of content that could not be read: it is there for the shape of the step and has no loss."""
+    """Whether its content could not be read and is replaced with zeros, which keep the step's shape without a loss."""
 
     @property
     def bucket(self) -> tuple[int, int, int]:
-        """Frames, height and width: clips of equal buckets can be stacked to one dense batch [N, C, F, H, W]."""
+        """(frames, height, width) of the latents; clips of one bucket can be stacked to a batch [N, C, F, H, W]."""
         return self.frames, self.height, self.width
 
     def grid(self, patch: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Patches (frames, height, width), of patches of so many frames, rows and columns."""
+        """Number of patches (frames, height, width). Args: patch: frames, rows and columns of one patch."""
         return self.frames // patch[0], self.height // patch[1], self.width // patch[2]
 
     @property
     def num_targets(self) -> int:
-        """Latent tokens that have a loss."""
+        """Number of latent tokens with a loss."""
         return 0 if self.blank else self.num_tokens
 
     @property
     def name(self) -> str:
-        """How errors call it."""
+        """Its name in error messages."""
         return f"the clip of sample {self.sample}" + (f" (occurrence {self.index})" if self.index else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchMeta:
-    """One packed sequence: its documents, in order. Or, of a text-to-video job, clips; then it has no document."""
+    """One microbatch: the documents of one packed sequence, in order; in a text-to-video job the clips instead."""
 
     documents: tuple[DocumentMeta, ...] = ()
     clips: tuple[ClipMeta, ...] = ()
@@ -117,12 +116,12 @@ class MicrobatchMeta:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens of all documents; no padding is counted, since there is none."""
+        """Tokens of all documents; there is no padding."""
         return sum(document.num_tokens for document in self.documents)
 
     @cached_property
     def num_targets(self) -> int:
-        """Positions that have a label; of clips, latent tokens that have a loss."""
+        """Number of labelled positions; of clips, of latent tokens with a loss."""
         return sum(document.num_targets for document in self.documents) + sum(clip.num_targets for clip in self.clips)
 
     @cached_property
@@ -152,12 +151,11 @@ class MicrobatchMeta:
 
     @cached_property
     def buckets(self) -> dict[tuple[int, int, int], tuple[int, ...]]:
-        """(frames, height, width) -> places in `clips` of those that can be one dense batch; buckets in the order of
-        their first clip."""
-        places: dict[tuple[int, int, int], list[int]] = {}
-        for place, clip in enumerate(self.clips):
-            places.setdefault(clip.bucket, []).append(place)
-        return {bucket: tuple(found) for bucket, found in places.items()}
+        """(frames, height, width) -> indices in `clips` of the clips of that bucket; ordered by their first clip."""
+        positions: dict[tuple[int, int, int], list[int]] = {}
+        for position, clip in enumerate(self.clips):
+            positions.setdefault(clip.bucket, []).append(position)
+        return {bucket: tuple(indices) for bucket, indices in positions.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +164,8 @@ class IterationMeta:
 
     microbatches: tuple[MicrobatchMeta, ...]
     num_skipped: int = 0
-    """Samples that were dropped while this batch was made (`data.on_error`, `data.too_long`). Each dropped
-    sample is counted by one data-parallel replica only, so that the sum over replicas is the true number."""
+    """Samples that were skipped while this batch was made (`data.on_error`, `data.too_long`). Exactly one data-parallel
+    replica counts each of them, so the sum over replicas is the true number."""
 
     @cached_property
     def num_tokens(self) -> int:
@@ -176,7 +174,7 @@ class IterationMeta:
 
     @cached_property
     def num_targets(self) -> int:
-        """Labelled positions of all microbatches; of clips, latent tokens that have a loss."""
+        """Labelled positions of all microbatches; of clips, latent tokens with a loss."""
         return sum(m.num_targets for m in self.microbatches)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The same data with less in each sample: what a small job of the same kind reads. Pure."""
+"""The data section of a small job with the same data but smaller samples. Pure."""
 
 from dataclasses import replace
 
@@ -10,15 +10,15 @@ from mmtrain.spec.vae_shapes import LatentScale, latent_scale
 _IMAGE_TOKENS = 16
 _CLIP_SECONDS = 4.0
 _CLIP_PATCHES = 64
-"""Along the time of a clip whose frames are made small."""
+"""Patches in time of a clip whose frames are resized."""
 _LATENT_PATCHES = 4
-"""The same of a clip that comes as latents, which nobody resizes."""
+"""Patches in time of a clip of given latents, which are not resized."""
 _CLIPS = 4
-"""Of a microbatch: two works of two."""
+"""Clips of a microbatch: two works of two."""
 
 
 def most_image_tokens(model: ModelConfig) -> int:
-    """Tokens of one of the small job's images at most."""
+    """Largest number of tokens of one of the small job's images."""
     if model.encoder is None:
         return 0
     shape = vision_shape(model)
@@ -29,7 +29,7 @@ def most_image_tokens(model: ModelConfig) -> int:
 
 
 def small_data(section: DataConfig, model: ModelConfig) -> DataConfig:
-    """The data of a job, with smaller images and fewer, shorter and smaller clips. Args: model: the small one."""
+    """The data section with smaller images and fewer, shorter and smaller clips. Args: model: the small model."""
     section = replace(section, num_workers=0, too_long="truncate" if model.encoder is None else "skip")
     if model.dit is not None:
         return _clips(section, dit_shape(model), latent_scale(model.vae) if model.vae else None)
@@ -37,12 +37,12 @@ def small_data(section: DataConfig, model: ModelConfig) -> DataConfig:
         return section
     shape = vision_shape(model)
     token = (shape.patch_size * shape.merge) ** 2
-    most = min(section.max_pixels or _IMAGE_TOKENS * token, _IMAGE_TOKENS * token)
-    return replace(section, max_pixels=most, min_pixels=min(token, most))
+    max_pixels = min(section.max_pixels or _IMAGE_TOKENS * token, _IMAGE_TOKENS * token)
+    return replace(section, max_pixels=max_pixels, min_pixels=min(token, max_pixels))
 
 
 def _clips(section: DataConfig, shape: DitShape, vae: LatentScale | None) -> DataConfig:
-    """Fewer, shorter and smaller clips, of as many frames a second; those of a few seconds still differ in length."""
+    """The section with fewer, shorter and smaller clips and the same frame rate; clips still differ in length."""
     frames, rows, columns = shape.patch
     patches = _CLIP_PATCHES if shape.in_channels == 3 or vae else _LATENT_PATCHES
     if vae is not None:

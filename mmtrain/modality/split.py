@@ -1,4 +1,4 @@
-"""Cutting a row of costs into consecutive parts that are as equal as possible."""
+"""Partition of a sequence of costs into consecutive parts that are as equal as possible."""
 
 import math
 from bisect import bisect_left
@@ -8,17 +8,17 @@ from itertools import accumulate
 
 
 def split_evenly(costs: Sequence[float], num_parts: int) -> tuple[tuple[int, int], ...]:
-    """The bounds (low, high) of consecutive, non-empty parts whose largest sum is the least possible.
+    """The bounds (low, high) of consecutive, non-empty parts with the least possible largest sum.
 
-    Among those, the numbers of entries are as equal as possible (least sum of squares), and the last
-    parts the longer ones. Exact.
+    Among these, the numbers of entries are as equal as possible (least sum of squares), and the last parts are the
+    longer ones. The result is exact.
 
-    Args: costs: at least 0 each; at least `num_parts` entries.
+    Args: costs: at least `num_parts` entries, each at least 0, in any unit.
     """
     return _split_evenly(tuple(costs), num_parts)
 
 
-@lru_cache(maxsize=4096)  # images of one size come in the same numbers again and again
+@lru_cache(maxsize=4096)  # equal numbers of equal images are frequent
 def _split_evenly(costs: tuple[float, ...], num_parts: int) -> tuple[tuple[int, int], ...]:
     count = len(costs)
     assert 1 <= num_parts <= count
@@ -27,10 +27,10 @@ def _split_evenly(costs: tuple[float, ...], num_parts: int) -> tuple[tuple[int, 
     limit = _least_maximum(prefix, num_parts)
     squares = [0.0] + [math.inf] * count  # [high]: least sum of squared lengths of the parts before high
     starts: list[list[int]] = []  # [part][high]: where that part then starts
-    for part in range(num_parts):
+    for index in range(num_parts):
         row, row_starts = [math.inf] * (count + 1), [0] * (count + 1)
-        for high in range(part + 1, count + 1):
-            for low in range(high - 1, part - 1, -1):
+        for high in range(index + 1, count + 1):
+            for low in range(high - 1, index - 1, -1):
                 if prefix[high] - prefix[low] > limit:
                     break
                 value = squares[low] + (high - low) ** 2
@@ -46,7 +46,7 @@ def _split_evenly(costs: tuple[float, ...], num_parts: int) -> tuple[tuple[int, 
 
 
 def _least_maximum(prefix: Sequence[float], num_parts: int) -> float:
-    """The least largest sum of all cuts into at most `num_parts` parts; it is the sum of some part."""
+    """The least possible largest sum of at most `num_parts` consecutive parts; it is the sum of one of them."""
     count = len(prefix) - 1
     sums = sorted({prefix[high] - prefix[low] for low in range(count) for high in range(low + 1, count + 1)})
 

@@ -1,6 +1,5 @@
-"""How the ranks of a pipeline stage (context x tensor parallel) divide its work."""
+"""The division of a pipeline stage's work over its ranks (context x tensor parallel)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submesh:
-    """How the ranks of a submesh divide the work of each module."""
+    """The ranks of a submesh, and how they divide the work of each module."""
 
     cp: int = 1
     tp: int = 1
@@ -44,17 +43,17 @@ class Submesh:
 
     @property
     def size(self) -> int:
-        """Ranks of the submesh."""
+        """Number of ranks of the submesh."""
         return self.cp * self.tp
 
     @property
     def encoder_tp(self) -> int:
-        """Ranks that divide the layers of the encoder."""
+        """Number of ranks that divide the layers of the encoder."""
         return 1 if self.data_encoder else self.tp
 
     @property
     def holders(self) -> list[tuple[int, int]]:
-        """(cp rank, tp rank) of those that whole images are given to; of ranks that share patches the first."""
+        """(cp rank, tp rank) of the ranks that get whole images; of ranks that divide patches, the first one."""
         return [
             (c, t)
             for c in range(1 if self.share_patches else self.cp)
@@ -62,21 +61,7 @@ class Submesh:
         ]
 
 
-def pad_indices(places: Indices, degree: int) -> Indices:
-    """The places with -1 behind them, so that `degree` divides their number."""
-    missing = padded(len(places), degree) - len(places)
-    return np.concatenate([places, np.full(missing, -1, dtype=np.int64)]) if missing else places
-
-
-def longest_first(weights: Sequence[int], parts: int) -> list[tuple[int, ...]]:
-    """Items of each part, ascending: heaviest first, each to the lightest part so far (LPT); a part may be empty.
-
-    Source: Graham, Bounds on multiprocessing timing anomalies, 1969.
-    """
-    loads = [0] * parts
-    taken: list[list[int]] = [[] for _ in range(parts)]
-    for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        lightest = min(range(parts), key=lambda p: (loads[p], p))
-        loads[lightest] += weights[item]
-        taken[lightest].append(item)
-    return [tuple(sorted(items)) for items in taken]
+def pad_indices(indices: Indices, degree: int) -> Indices:
+    """Int64 indices, padded with -1 to a multiple of `degree`."""
+    missing = padded(len(indices), degree) - len(indices)
+    return np.concatenate([indices, np.full(missing, -1, dtype=np.int64)]) if missing else indices

@@ -1,12 +1,13 @@
-"""Which tokens of a packed sequence each context-parallel rank takes. Pure.
+"""The division of the tokens of a packed sequence over context-parallel ranks. Pure.
 
-The keys and values of all tokens are gathered before attention (arXiv:2407.21783, section 3.3.2), so any division
-of the queries is correct; it decides only how even the work is.
+The keys and values of all tokens are gathered before attention (arXiv:2407.21783, section 3.3.2), so any division of
+the queries is correct; it only affects the balance of work.
 
 Shape legend: T packed tokens of one microbatch; cp context-parallel ranks.
 """
 
 import heapq
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -20,22 +21,23 @@ Indices = npt.NDArray[np.int64]
 
 
 def split_tokens(bits: Bits, cp: int, policy: SplitPolicy, block_size: int) -> tuple[Indices, ...]:
-    """The places that each rank takes, ascending; each place has one rank and each rank at least one place.
+    """[cp rank] -> int64 positions of its tokens, ascending, at least one; each position belongs to one rank.
 
-    causal: the sequence is cut into 2 cp pieces; rank r takes pieces r and 2 cp - 1 - r, which is even where the
-    whole sequence is one causal document.
+    causal: the sequence is cut into 2 cp pieces; rank r gets pieces r and 2 cp - 1 - r, which is balanced if the whole
+    sequence is one causal document.
 
-    balanced: blocks of consecutive tokens, the most work first, each to the rank with the least so far. The work
-    of a block is the number of blocks of keys that its tokens see, and where that is equal, of keys. A kernel that
-    skips empty blocks spends its time on the former. At 64k tokens in blocks of 128 and cp = 16 no rank has more
-    than 1.03 times the mean of blocks and 1.06 times that of pairs; a split by pairs alone reaches 1.00 in pairs but
-    1.11 in blocks. With cp = 64, where a rank has 8 blocks, it is 1.12 and 1.12 against 1.07 and 1.35
+    balanced: blocks of consecutive tokens are assigned in the order of descending work, each to the least loaded rank.
+    The work of a block is the number of blocks of keys that its tokens see; ties are broken by the number of keys. The
+    time of a kernel that skips empty blocks is proportional to the former. At 64k tokens in blocks of 128 and cp = 16
+    no rank has more than 1.03 times the mean of blocks and 1.06 times that of pairs; a split by pairs alone reaches
+    1.00 in pairs but 1.11 in blocks. With cp = 64, where a rank has 8 blocks, it is 1.12 and 1.12 against 1.07 and 1.35
     (benchmarks/context_split.py).
 
     Args:
-        bits: [T] mask words of the whole sequence.
+        bits: [T] int64: mask words of the whole sequence.
+        cp: number of context-parallel ranks.
         block_size: tokens of a block of `balanced`; smaller for short sequences, so that each rank gets two blocks.
-    Raises: DataError: fewer tokens than ranks.
+    Raises: DataError: there are fewer tokens than ranks.
     Source: balanced: Cornstarch, arXiv:2503.11367, section 3.3.2, algorithm 1; the order of longest-first: Graham,
         Bounds on multiprocessing timing anomalies, 1969.
     """
@@ -52,44 +54,55 @@ def split_tokens(bits: Bits, cp: int, policy: SplitPolicy, block_size: int) -> t
         return tuple(np.concatenate([pieces[rank], pieces[2 * cp - 1 - rank]]) for rank in range(cp))
     block_size = max(1, min(block_size, len(bits) // (2 * cp)))
     blocks = np.split(np.arange(len(bits)), range(block_size, len(bits), block_size))
-    taken = _longest_first(*block_work(bits, block_size), cp)
-    return tuple(np.concatenate([blocks[b] for b in sorted(own)]) for own in taken)
+    num_blocks, num_keys = block_work(bits, block_size)
+    return tuple(np.concatenate([blocks[b] for b in of_rank]) for of_rank in longest_first(num_blocks, cp, num_keys))
 
 
 def block_work(bits: Bits, block_size: int) -> tuple[Indices, Indices]:
-    """For each block of consecutive tokens the blocks of keys and the keys that its tokens see, [blocks] each.
+    """[blocks], [blocks]: for each block of consecutive tokens, the numbers of visible blocks of keys and of keys.
 
-    A block of keys counts if it meets the range of keys of one of the tokens; that is exact for masks that let each
-    token see a range without holes, as all masks of `language_bits` and `segment_bits` do.
+    A block of keys counts if it overlaps the range of keys of one of the tokens; that is exact for masks in which each
+    token sees a range without holes, like all masks of `language_bits` and `segment_bits`.
+
+    Args: bits: [T] int64: mask words of the whole sequence. block_size: tokens of a block.
     """
     low, high, number = visible_keys(bits)
     starts = np.arange(0, len(bits), block_size)
-    # Tokens of one block whose ranges start at the same key: the longest of these ranges holds the others.
+    # Of tokens of one block whose ranges start at the same key, the longest range contains the others.
     cuts = np.union1d(starts, np.flatnonzero(np.diff(low)) + 1)
     low, high = low[cuts], np.maximum.reduceat(high, cuts)
     block = cuts // block_size
-    # The union of each block's ranges: in the order of their starts, each adds what lies beyond all before it.
-    line = block * (len(starts) + 1)  # puts the ranges of different blocks on different parts of one line
-    first, end = line + low // block_size, line + (high - 1) // block_size + 1
-    order = np.argsort(first, kind="stable")
-    first, end = first[order], end[order]
+    # The union of each block's ranges: in the order of their starts, each adds the part after all earlier ones.
+    line = block * (len(starts) + 1)  # offsets that separate the ranges of different blocks
+    start, end = line + low // block_size, line + (high - 1) // block_size + 1
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], end[order]
     reached = np.maximum.accumulate(np.concatenate([[0], end[:-1]]))
-    added = np.maximum(end - np.maximum(first, reached), 0)
+    added = np.maximum(end - np.maximum(start, reached), 0)
     return np.add.reduceat(added, np.searchsorted(block, np.arange(len(starts)))), np.add.reduceat(number, starts)
 
 
 def attended_pairs(bits: Bits, parts: tuple[Indices, ...]) -> Indices:
-    """(query, key) pairs of each rank's tokens, [cp]; their imbalance is the largest over the mean."""
+    """[cp]: number of (query, key) pairs of each rank's tokens; their imbalance is the largest over the mean.
+
+    Args: bits: [T] int64: mask words. parts: [cp rank] -> positions of its tokens.
+    """
     number = visible_keys(bits).number
-    return np.array([number[part].sum() for part in parts], dtype=np.int64)
+    return np.array([number[tokens].sum() for tokens in parts], dtype=np.int64)
 
 
-def _longest_first(work: Indices, ties: Indices, parts: int) -> list[list[int]]:
-    """Items of each part: the most work first, each to the part with the least. Args: ties: work between equals."""
+def longest_first(weights: Sequence[int] | Indices, parts: int, ties: Indices | None = None) -> list[tuple[int, ...]]:
+    """[part] -> its items, ascending, possibly none: in the order of descending weight, each to the least loaded part.
+
+    Args: weights: [items]. ties: [items] second weights, which break ties between items and between parts.
+    Source: Graham, Bounds on multiprocessing timing anomalies, 1969.
+    """
+    work = np.asarray(weights, dtype=np.int64)
+    second = np.zeros_like(work) if ties is None else ties
     heap = [(0, 0, part) for part in range(parts)]
-    taken: list[list[int]] = [[] for _ in range(parts)]
-    for item in np.lexsort((-ties, -work)).tolist():
+    items: list[list[int]] = [[] for _ in range(parts)]
+    for item in np.lexsort((-second, -work)).tolist():
         load, tie, part = heap[0]
-        taken[part].append(item)
-        heapq.heapreplace(heap, (load + int(work[item]), tie + int(ties[item]), part))
-    return taken
+        items[part].append(item)
+        heapq.heapreplace(heap, (load + int(work[item]), tie + int(second[item]), part))
+    return [tuple(sorted(of_part)) for of_part in items]

@@ -1,4 +1,4 @@
-"""Usual images, clips and works of a job: what stands for its data where nobody has seen them. Pure."""
+"""Typical images, clips and works of a job, which represent its data before they are read. Pure."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,47 +17,47 @@ IMAGE_SIDE = 728
 """Pixels along a side of every image (DIP, section 7.1)."""
 
 CLIP_SIDE = 256
-"""Pixels along a side of every video clip, if nothing else is asked for (MovieGen's first stage, arXiv:2410.13720)."""
+"""Pixels along a side of every video clip by default (MovieGen's first stage, arXiv:2410.13720)."""
 FRAMES_PER_LATENT = 4
-"""Frames behind the first one that a VAE joins to one latent frame, as Wan's does (arXiv:2503.20314)."""
+"""Frames after the first one that a VAE encodes to one latent frame, like Wan's (arXiv:2503.20314)."""
 PIXELS_PER_LATENT = 8
-"""Pixels along a side that a VAE joins to one latent place, as Wan's does."""
+"""Pixels along a side that a VAE encodes to one latent position, like Wan's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipShape:
-    """What a DiT reads of square clips."""
+    """The latents of square clips, as a DiT reads them."""
 
     side: int
-    """Latent places along a side."""
+    """Latent positions along a side."""
     patch: tuple[int, int, int]
 
     @classmethod
     def of(cls, shape: DitShape, pixels: int) -> "ClipShape":
-        """The latents of clips of so many pixels along a side, cut to whole patches.
+        """The latents of clips, cut to whole patches. Args: pixels: pixels along a side of a clip.
 
-        Raises: ConfigError: not one patch, or more than the DiT has positions for.
+        Raises: ConfigError: they have no patch along an axis, or more patches than the DiT has positions.
         """
-        most = max(shape.patch[1:])
-        side = pixels // PIXELS_PER_LATENT // most * most
-        found = cls(side=side, patch=shape.patch)
-        longest = found.latent_frames(round(MOST_S * FRAMES_PER_S))
-        sides = (longest // shape.patch[0], side // shape.patch[1], side // shape.patch[2])
-        if min(sides) < 1 or max(sides) > shape.max_positions:
+        largest_patch = max(shape.patch[1:])
+        side = pixels // PIXELS_PER_LATENT // largest_patch * largest_patch
+        clip_shape = cls(side=side, patch=shape.patch)
+        longest = clip_shape.latent_frames(round(MOST_S * FRAMES_PER_S))
+        grid = (longest // shape.patch[0], side // shape.patch[1], side // shape.patch[2])
+        if min(grid) < 1 or max(grid) > shape.max_positions:
             raise ConfigError(
-                f"clips of {pixels} x {pixels} pixels and {MOST_S:g} s have {list(sides)} patches along their axes, "
-                f"but the DiT takes 1 to {shape.max_positions} (model.dit: rope_max_seq_len); choose another size "
+                f"clips of {pixels} x {pixels} pixels and {MOST_S:g} s have {list(grid)} patches along their axes"
+                f", but the DiT takes 1 to {shape.max_positions} (model.dit: rope_max_seq_len); choose another size "
                 "(--image-side) or raise it"
             )
-        return found
+        return clip_shape
 
     def latent_frames(self, frames: int) -> int:
-        """Latent frames of a clip, whole patches of them."""
-        made, patch = 1 + (frames - 1) // FRAMES_PER_LATENT, self.patch[0]
-        return -(-made // patch) * patch
+        """Number of latent frames of a clip, rounded up to whole patches. Args: frames: frames of pixels."""
+        num_frames, patch = 1 + (frames - 1) // FRAMES_PER_LATENT, self.patch[0]
+        return -(-num_frames // patch) * patch
 
     def clip(self, drawn: CaptionedClip, most_text: int) -> ClipMeta:
-        """The metadata of a drawn clip. Args: most_text: tokens that its caption is cut to."""
+        """The metadata of a drawn clip. Args: most_text: tokens to which its caption is cut."""
         frames = self.latent_frames(drawn.num_frames)
         return ClipMeta(
             sample=drawn.sample,
@@ -71,7 +71,7 @@ class ClipShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bins:
-    """What a workload fills: the microbatches of one step on one model replica, and what an image or clip takes."""
+    """The sizes for a workload: microbatches of one step on one model replica, and tokens of an image or clip."""
 
     num_microbatches: int
     seq_len: int
@@ -79,20 +79,20 @@ class Bins:
     grid: tuple[int, int, int] | None
     """Patches (time, height, width) of every image; None: the model reads no images; samples keep their text."""
     image_tokens: int = 0
-    """Tokens that an image fills."""
+    """Number of tokens of an image."""
     clip: ClipShape | None = None
-    """Of every clip; None: the model makes no video. Microbatches of clips are not filled with tokens: seq_len bounds a
-    caption."""
+    """Latents of every clip; None: the model makes no video. With clips, seq_len limits the tokens of a caption, not
+    those of a microbatch."""
 
     @classmethod
     def of(cls, config: Config, image_side: int = 0) -> "Bins":
         """The bins of one replica of a job, for square images or clips.
 
-        Args: image_side: pixels, 0: `IMAGE_SIDE`, of clips `CLIP_SIDE`. Of images before the encoder's own
-            resizing, for which `data.min_pixels` and `data.max_pixels` (else Qwen2-VL's limits) hold; encoders of one
-            size have their own.
-        Raises: ConfigError: an image with one token of text does not fit into training.seq_len, or the encoder reads
-            no images.
+        Args: image_side: pixels along a side; 0: `IMAGE_SIDE`, for clips `CLIP_SIDE`. Images are then resized by the
+            encoder's rule, within `data.min_pixels` and `data.max_pixels` (else Qwen2-VL's limits); encoders of one
+            size use their own size.
+        Raises: ConfigError: an image with one token of text does not fit into training.seq_len, or the encoder does
+            not read images.
         """
         training, dp = config.training, config.parallelism.mesh_shape.dp
         bins = cls(num_microbatches=training.global_batch_size // dp, seq_len=training.seq_len, grid=None)
@@ -114,11 +114,12 @@ class Bins:
 
     @classmethod
     def typical(cls, config: Config) -> "Bins":
-        """The bins of one replica of a job whose images nobody has seen: of `IMAGE_SIDE`, or half of it, and so on,
-        until four of them fit into a microbatch; no images where not even one fits with a token of text. Clips are of
-        `CLIP_SIDE`.
+        """The bins of one replica of a job with images or clips of typical size.
 
-        Raises: ConfigError: the encoder reads no images.
+        Images have the side `IMAGE_SIDE`, halved until four of them fit into a microbatch; there are no images if not
+        even one fits with a token of text. Clips have the side `CLIP_SIDE`.
+
+        Raises: ConfigError: the encoder does not read images.
         """
         training, dp = config.training, config.parallelism.mesh_shape.dp
         bins = cls(num_microbatches=training.global_batch_size // dp, seq_len=training.seq_len, grid=None)
@@ -135,11 +136,11 @@ class Bins:
 
     @property
     def most_images(self) -> int:
-        """Images that fit into one microbatch with a token of text."""
+        """Largest number of images that fit into one microbatch with a token of text."""
         return (self.seq_len - 1) // self.image_tokens if self.grid else 0
 
     def work(self, module: ModuleSpec, number: int) -> WorkSize | None:
-        """A work of so many images; None: more than fit into a microbatch, or there are no images."""
+        """The size of a work of `number` images; None: they do not fit into a microbatch, or there are no images."""
         if self.grid is None or number > max(1, self.most_images):
             return None
         return images_work(module, [self.grid] * number)
@@ -155,10 +156,12 @@ def _geometry(config: Config, encoder: EncoderConfig) -> ImageGeometry:
 
 
 def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
-    """A typical work of each module, which a separated partition is balanced for: half of the tokens are images'.
+    """Module -> a typical work, for which a separated partition is balanced; half of the tokens are image tokens.
 
-    Four documents a microbatch, a quarter of the tokens labelled, images of 16 x 16 patches. Of a text-to-video
-    model, two clips of 8 s and 256 x 256 pixels with prompts of 64 tokens, see `CLIP_SIDE`.
+    A microbatch has four documents, labels for a quarter of its tokens, and images of 16 x 16 patches. For a
+    text-to-video model it has two clips of 8 s and 256 x 256 pixels with prompts of 64 tokens, see `CLIP_SIDE`.
+
+    Args: seq_len: tokens of a microbatch.
     """
     if any(module.name == "dit" for module in spec.modules):
         prompts = [min(64, seq_len)] * 2

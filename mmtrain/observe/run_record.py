@@ -83,7 +83,7 @@ class RunRecord:
         )
 
     def describe(self, config: Config, planner: IterationPlanner, mesh: Mesh, step: int) -> None:
-        """Writes the config and the environment of the steps after `step`, whose layout this is.
+        """Writes the config, the environment and the schedule's file of the steps after `step`, whose layout this is.
 
         Raises: ConfigError: the folder cannot be written.
         """
@@ -93,6 +93,10 @@ class RunRecord:
         def write() -> None:
             (self._folder / "config.toml").write_text(config_module.dump(config))
             write_environment(self._folder / "environment.json", mesh, step)
+            if planner.schedule.text:
+                copy = self._folder / f"schedule{planner.schedule.suffix}"
+                copy.write_bytes(planner.schedule.text.encode())
+                copy.with_suffix(".sha256").write_text(f"{planner.schedule.digest}  {copy.name}\n")
 
         try:
             on_rank_zero(write)

@@ -1,4 +1,4 @@
-"""The works of one iteration: which images, documents and clips run together, from the metadata alone.
+"""The works of one iteration: which images, documents and clips run together, computed from the metadata alone.
 
 Source: DIP, arXiv:2504.14145, section 4: N images of a microbatch become ceil(N / B) sub-microbatches.
 """
@@ -20,7 +20,7 @@ from mmtrain.spec.spec import ModelSpec, WorkSize
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """The works of one iteration, with what each of them processes."""
+    """The works of one iteration, and the units (images, documents, clips) that each of them processes."""
 
     spec: ModelSpec
     """The model, whose modules `Work.module` indexes."""
@@ -44,7 +44,7 @@ class Batching:
 
     @cached_property
     def kinds(self) -> dict[str, Modality]:
-        """Name of a module -> what it consumes."""
+        """Name of a module -> the kind of content that it consumes."""
         return modalities(self.spec, self.attention_mask)
 
     def module_of(self, work: int) -> str:
@@ -55,21 +55,24 @@ class Batching:
 def make_batching(
     meta: IterationMeta, spec: ModelSpec, sub_microbatch_size: int = 0, attention_mask: LanguageMask = "causal"
 ) -> Batching:
-    """The works of an iteration: of each microbatch those of each module, in the order of the modules.
+    """The works of an iteration, ordered by microbatch, then by module, then by sub-microbatch.
 
-    N images or clips of a microbatch are ceil(N / sub_microbatch_size) works of consecutive ones, the largest with as
-    few FLOPs as possible; its documents are one. A work comes `after` those of the modules that feed its own: after
-    all of the microbatch, or, where both consume the same units, after the one that has the same.
+    The N images or clips of a microbatch become ceil(N / sub_microbatch_size) works of consecutive units; the split
+    minimises the FLOPs of the largest work. The documents of a microbatch are one work. A work comes `after` the works
+    of the modules that feed its module: after all of them in the microbatch, or, if both modules consume the same
+    units, after the one work with the same units.
 
     Args:
+        meta: the counts of the batch.
         spec: the model.
         sub_microbatch_size: images or clips in one work; 0: all of the microbatch.
-        attention_mask: of the language model; it decides how many pairs are attended.
-    Raises: DataError: a microbatch has nothing that it must have, or something that no module consumes; an image that
-        the model cannot merge or that lies outside of its document.
+        attention_mask: mask of the language model; it determines the number of attended pairs.
+    Raises: DataError: a microbatch lacks a required unit, or has a unit that no module consumes; an image that the
+        model cannot merge, or that lies outside of its document.
+    Source: DIP, arXiv:2504.14145, section 4.
     """
     kinds = modalities(spec, attention_mask)
-    # Modules that consume the same units are given the same groups, as the last of them is best divided.
+    # Modules that consume the same units get the same groups: those that balance the last of these modules.
     weights = {
         kinds[module.name].item: (kinds[module.name], kinds[module.name].weigh(module)) for module in spec.modules
     }
@@ -80,27 +83,27 @@ def make_batching(
             item: kind.split(kind.units(microbatch), sub_microbatch_size, w) for item, (kind, w) in weights.items()
         }
         numbers: dict[str, list[int]] = {}
-        for place, module in enumerate(spec.modules):
+        for module_index, module in enumerate(spec.modules):
             kind = kinds[module.name]
-            first = len(items)
+            first_work = len(items)
             for sub, units in enumerate(groups[kind.item]):
                 after = _feeding(sub, kind, {name: (kinds[name], numbers[name]) for name in module.after})
-                work = Work(module=place, microbatch=index, sub_microbatch=sub, after=after)
+                work = Work(module=module_index, microbatch=index, sub_microbatch=sub, after=after)
                 items.append(WorkItem(work=work, units=units, size=kind.size(module, units)))
-            numbers[module.name] = list(range(first, len(items)))
+            numbers[module.name] = list(range(first_work, len(items)))
     return Batching(spec=spec, items=tuple(items), attention_mask=attention_mask)
 
 
 def _feeding(sub: int, kind: Modality, feeds: Mapping[str, tuple[Modality, list[int]]]) -> tuple[int, ...]:
-    """The works that a work comes after. Args: feeds: module -> what it consumes, its works of the microbatch."""
-    found: list[int] = []
-    for other, works in feeds.values():
-        found += works[sub : sub + 1] if other.item == kind.item else works
-    return tuple(found)
+    """The works that a work comes after. Args: feeds: module -> its kind of content, its works of the microbatch."""
+    feeding: list[int] = []
+    for source, works in feeds.values():
+        feeding += works[sub : sub + 1] if source.item == kind.item else works
+    return tuple(feeding)
 
 
 def _check_content(index: int, microbatch: MicrobatchMeta, kinds: Mapping[str, Modality]) -> None:
-    """Refuses a microbatch with units that nobody consumes, or without some that it must have."""
+    """Checks that each unit of a microbatch is consumed, and that it has the units that modules require."""
     consumed = {kind.item: kind for kind in kinds.values()}
     for kind in (make("causal") for make in MODALITIES.values()):
         units = kind.units(microbatch)
@@ -114,9 +117,9 @@ def _check_content(index: int, microbatch: MicrobatchMeta, kinds: Mapping[str, M
 
 
 def check_conservation(meta: IterationMeta, batching: Batching) -> None:
-    """Refuses works that lose, double or reorder a unit, or change the number of tokens or targets.
+    """Checks that the works use each unit exactly once, in order, with the right numbers of tokens and targets.
 
-    Raises: DataError: with the microbatch and the unit or the counts.
+    Raises: DataError: a unit is lost, doubled or reordered, or a count differs; names the microbatch and the unit.
     """
     kinds = batching.kinds
     numbers: dict[tuple[int, str], list[int]] = {}
@@ -125,19 +128,19 @@ def check_conservation(meta: IterationMeta, batching: Batching) -> None:
     unknown = [index for index, _ in numbers if not 0 <= index < len(meta.microbatches)]
     if unknown:
         raise DataError(
-            f"a work belongs to microbatch {unknown[0]}, but the batch has {len(meta.microbatches)} of them; drop it"
+            f"a work belongs to microbatch {unknown[0]}, but the batch has {len(meta.microbatches)} of them; remove it"
         )
     for index, microbatch in enumerate(meta.microbatches):
         for module in batching.spec.modules:
             kind, works = kinds[module.name], numbers.get((index, module.name), [])
-            found = tuple(unit for w in works for unit in batching.items[w].units)
-            wanted = kind.units(microbatch)
-            if wanted != found:
-                _refuse(index, kind, wanted, found)
+            used = tuple(unit for w in works for unit in batching.items[w].units)
+            owned = kind.units(microbatch)
+            if owned != used:
+                _refuse(index, kind, owned, used)
             paid: Counter[str] = Counter()
             for w in works:
                 paid.update(kind.paid(batching.items[w].size))
-            for what, count in kind.owed(wanted).items():
+            for what, count in kind.owed(owned).items():
                 if paid[what] != count:
                     raise DataError(
                         f"microbatch {index} has {count} {what}, but its {kind.works} works process {paid[what]}; each "
@@ -145,9 +148,9 @@ def check_conservation(meta: IterationMeta, batching: Batching) -> None:
                     )
             feeds = {name: (kinds[name], numbers.get((index, name), [])) for name in module.after}
             for sub, w in enumerate(works):
-                after = _feeding(sub, kind, feeds)
-                if batching.items[w].work.after != after:
-                    sources = " and ".join(_called(batching, other) for other in after) or "none"
+                feeding = _feeding(sub, kind, feeds)
+                if batching.items[w].work.after != feeding:
+                    sources = " and ".join(_called(batching, source) for source in feeding) or "none"
                     raise DataError(
                         f"microbatch {index}: {_called(batching, w)} comes after works {batching.items[w].work.after}, "
                         f"but what it reads comes from {sources}"
@@ -155,19 +158,19 @@ def check_conservation(meta: IterationMeta, batching: Batching) -> None:
 
 
 def _called(batching: Batching, work: int) -> str:
-    """How errors call a work."""
+    """The name of a work in error messages."""
     kind = batching.kinds[batching.module_of(work)]
     return f"the {kind.works} work of {batching.items[work].units[0].name}"
 
 
-def _refuse(index: int, kind: Modality, wanted: Units, found: Units) -> NoReturn:
-    """Says what differs between the units of a microbatch and those of its works for a module."""
-    wanted_times, found_times = Counter(wanted), Counter(found)
-    for one in (*wanted, *found):
-        if wanted_times[one] != found_times[one]:
+def _refuse(index: int, kind: Modality, owned: Units, used: Units) -> NoReturn:
+    """Raises the first difference between the units of a microbatch and the units of its works for a module."""
+    owned_counts, used_counts = Counter(owned), Counter(used)
+    for unit in (*owned, *used):
+        if owned_counts[unit] != used_counts[unit]:
             raise DataError(
-                f"microbatch {index}: {one.name} stands {wanted_times[one]} times in the batch, but in "
-                f"{found_times[one]} places of its {kind.works} works; each {kind.item} must be used exactly once"
+                f"microbatch {index}: {unit.name} occurs {owned_counts[unit]} times in the batch, but "
+                f"{used_counts[unit]} times in its {kind.works} works; each {kind.item} must be used exactly once"
             )
-    expected, one = next((a, b) for a, b in zip(wanted, found, strict=True) if a != b)
-    raise DataError(f"microbatch {index}: {one.name} stands where {expected.name} belongs; keep their order")
+    expected, unit = next((a, b) for a, b in zip(owned, used, strict=True) if a != b)
+    raise DataError(f"microbatch {index}: {unit.name} is at the position of {expected.name}; keep their order")

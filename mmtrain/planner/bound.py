@@ -1,4 +1,4 @@
-"""A time that no plan of a problem can beat."""
+"""A lower bound on the makespan of every plan of a problem."""
 
 import heapq
 from collections.abc import Iterable
@@ -9,66 +9,72 @@ from mmtrain.schedule.problem import PlanningProblem
 
 
 def lower_bound_s(problem: PlanningProblem, *, split: bool = True) -> float:
-    """Seconds that every plan takes, whatever the memory.
+    """A lower bound in seconds on the makespan of every plan; memory limits are ignored.
 
-    For each rank, Jackson's preemptive schedule of its actions: each has a head (the chain of dependencies before it)
-    and a tail (the chain after it), and could be interrupted. Each action counts with its fastest option.
+    It is the largest makespan over the ranks of Jackson's preemptive schedule of a rank's actions. Each action has a
+    head (the longest chain of dependencies before it) and a tail (the longest chain after it), may be interrupted, and
+    takes the time of its fastest option.
 
-    Args: split: also of plans with split backwards, for whose W nothing waits; False: of whole backwards alone.
+    Args: split: the bound also holds for plans with split backwards, in which no action waits for a W; False: it holds
+        for plans with whole backwards only.
     Source: one-machine bound with heads and tails, Carlier 1982.
     """
     graph = problem.graph
     nodes = list(graph.nodes())
     order: list[Result] = [(Kind.F, *node) for node in nodes]
     order += [(Kind.B, *node) for node in reversed(nodes) if graph.has_backward(*node)]
-    needs = {result: graph.needs(*result) for result in order}
+    dependencies = {result: graph.needs(*result) for result in order}
     seconds: dict[Result, float] = {}
     for kind, stage, work in order:
-        half = kind if kind is Kind.F else Kind.I if split else Kind.B
-        seconds[kind, stage, work] = min(o.duration_s(half) for o in problem.options(stage, work))
+        timed_kind = kind if kind is Kind.F else Kind.I if split else Kind.B
+        seconds[kind, stage, work] = min(o.duration_s(timed_kind) for o in problem.options(stage, work))
 
     def arrival(edge: Edge | None) -> float:
         return problem.transfer_s(edge) if edge else 0.0
 
     head = dict.fromkeys(order, 0.0)
     for result in order:
-        head[result] = max((head[r] + seconds[r] + arrival(edge) for r, edge in needs[result]), default=0.0)
+        head[result] = max((head[r] + seconds[r] + arrival(edge) for r, edge in dependencies[result]), default=0.0)
     tail = dict.fromkeys(order, 0.0)
     for result in reversed(order):
-        for before, edge in needs[result]:
-            tail[before] = max(tail[before], arrival(edge) + seconds[result] + tail[result])
+        for needed, edge in dependencies[result]:
+            tail[needed] = max(tail[needed], arrival(edge) + seconds[result] + tail[result])
     jobs: list[list[tuple[float, float, float]]] = [[] for _ in range(graph.num_ranks)]
     for result in order:
         kind, stage, work = result
-        mine = jobs[graph.stage_rank[stage]]
-        mine.append((head[result], seconds[result], tail[result]))
+        rank_jobs = jobs[graph.stage_rank[stage]]
+        rank_jobs.append((head[result], seconds[result], tail[result]))
         if split and kind is Kind.B:
             weight = min(o.backward_weight_s for o in problem.options(stage, work))
-            mine.append((head[result] + seconds[result], weight, 0.0))
+            rank_jobs.append((head[result] + seconds[result], weight, 0.0))
     return max(map(one_machine_s, jobs), default=0.0)
 
 
 def one_machine_s(jobs: Iterable[tuple[float, float, float]]) -> float:
-    """The least makespan of jobs (head, seconds, tail) on one machine that may interrupt them: at any time the job
-    with the longest tail of those that have arrived (Jackson's preemptive schedule)."""
+    """The least makespan in seconds of jobs on one machine that may interrupt them (Jackson's preemptive schedule).
+
+    At any time the machine runs the job with the longest tail among those that have arrived.
+
+    Args: jobs: (head, processing time, tail) of each, in seconds.
+    """
     arriving = sorted(jobs)
-    ready: list[list[float]] = []  # [-tail, seconds left]
-    now = makespan = 0.0
-    place = 0
-    while ready or place < len(arriving):
+    ready: list[list[float]] = []  # [-tail, remaining seconds]
+    now_s = makespan = 0.0
+    next_job = 0
+    while ready or next_job < len(arriving):
         if not ready:
-            now = max(now, arriving[place][0])
-        while place < len(arriving) and arriving[place][0] <= now:
-            _, seconds, tail = arriving[place]
+            now_s = max(now_s, arriving[next_job][0])
+        while next_job < len(arriving) and arriving[next_job][0] <= now_s:
+            _, seconds, tail = arriving[next_job]
             heapq.heappush(ready, [-tail, seconds])
-            place += 1
-        until = arriving[place][0] if place < len(arriving) else float("inf")
-        tail, left = -ready[0][0], ready[0][1]
-        if now + left <= until:
+            next_job += 1
+        until = arriving[next_job][0] if next_job < len(arriving) else float("inf")
+        tail, remaining_s = -ready[0][0], ready[0][1]
+        if now_s + remaining_s <= until:
             heapq.heappop(ready)
-            now += left
-            makespan = max(makespan, now + tail)
+            now_s += remaining_s
+            makespan = max(makespan, now_s + tail)
         else:
-            ready[0][1] = left - (until - now)
-            now = until
+            ready[0][1] = remaining_s - (until - now_s)
+            now_s = until
     return makespan

@@ -1,4 +1,4 @@
-"""The plan that an iteration has without any search: the fallback of one that is late, and what it is compared with."""
+"""The plan of an iteration without a search: the fallback of a timed-out search, and its baseline."""
 
 from dataclasses import replace
 
@@ -15,31 +15,31 @@ from mmtrain.schedule.simulate import simulate
 def first_plan(problem: PlanningProblem, schedule: str | Schedule, section: PlannerConfig) -> PlanResult:
     """The plan of a schedule, or why there is none; never an exception.
 
-    Where the schedule's own choice of memory options fits into no limit, they are chosen for its orders; where no
-    choice fits into these, and the planner may make the orders, it is the plan of `interleave`, which keeps limits: a
-    search that is late must not end a job.
+    If the memory options that the schedule chooses exceed a limit, other options are chosen for its orders. If none
+    fit and the planner may change the orders, the result is the plan of `interleave`, which keeps limits: a timed-out
+    search must not end a job.
     """
     try:
-        found = make_plan(problem, schedule)
+        result = make_plan(problem, schedule)
     except PlanError as error:  # of schedules that bound memory by their own rule
-        found = PlanResult(status="infeasible", message=str(error))
-    if found.plan is None and any(len(options) > 1 for options in problem.costs):
-        found = _fitted(problem, schedule) or found
-    if found.plan is None and section.enable and section.interleave:
+        result = PlanResult(status="infeasible", message=str(error))
+    if result.plan is None and any(len(options) > 1 for options in problem.costs):
+        result = _fitted(problem, schedule) or result
+    if result.plan is None and section.enable and section.interleave:
         bounded = make_plan(problem, "interleave")
-        found = bounded if bounded.plan is not None else found
-    return found
+        result = bounded if bounded.plan is not None else result
+    return result
 
 
 def _fitted(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult | None:
     """The orders of a schedule with memory options that fit; None: none do."""
     try:
-        free = make_plan(replace(problem, memory_limit_bytes=(None,) * problem.graph.num_ranks), schedule)
-    except PlanError:  # not a matter of memory
+        unlimited = make_plan(replace(problem, memory_limit_bytes=(None,) * problem.graph.num_ranks), schedule)
+    except PlanError:  # not because of memory
         return None
-    plan = fit_memory(problem, free.plan) if free.plan is not None else None
+    plan = fit_memory(problem, unlimited.plan) if unlimited.plan is not None else None
     if plan is None:
         return None
     check(plan, problem)
-    message = f"{free.message}, with memory options chosen for it"
-    return replace(free, message=message, plan=plan, timeline=simulate(problem, plan))
+    message = f"{unlimited.message}, with memory options chosen for it"
+    return replace(unlimited, message=message, plan=plan, timeline=simulate(problem, plan))

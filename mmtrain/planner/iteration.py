@@ -1,4 +1,4 @@
-"""One iteration planned: from metadata to the program that every pipeline rank runs. Pure."""
+"""Planning of one iteration: from its metadata to the program that every pipeline rank runs. Pure."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -48,7 +48,7 @@ class Iteration:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationPlan:
-    """Everything that was decided about one iteration on one model replica."""
+    """The plan of one iteration on one model replica, with the values from which it was made."""
 
     batching: Batching
     layout: IterationLayout
@@ -75,22 +75,24 @@ class IterationPlanner:
     regathered: frozenset[str] = frozenset()
     """Modules that FSDP2 gathers at each use; programs unshard the others first and reshard them last."""
     memory: MemoryChoices = field(default_factory=MemoryChoices)
-    """What blocks may do with their activations."""
+    """The memory strategies that blocks may use."""
     submesh: Submesh = field(default_factory=Submesh)
-    """How cp and tp ranks divide each work."""
+    """The cp and tp ranks of a stage, which divide each work."""
     activation_limits: tuple[float | None, ...] | None = None
     """[pp_rank] -> bytes that activations may take; None: as planner.activation_memory_gib says."""
     widest_limits: tuple[float | None, ...] | None = None
-    """The same before any margin has grown, for batches that do not fit into `activation_limits`; None: no others."""
+    """[pp_rank] -> bytes before any margin has grown, for batches that exceed `activation_limits`; None: no others."""
     check_plans: bool = False
     """Also prove every program free of deadlock under each transport model."""
     partition_summary: str = ""
-    """How the partition was found, for the log; empty if the config left nothing open."""
+    """How the partition was chosen, for the log; empty if the config determines it."""
 
     @classmethod
     def of(cls, config: Config) -> "IterationPlanner":
-        """The planner of a job. Under planner.memory_limit, activations may take what that leaves them, if the device's
-        memory is known; what a process takes beside tensors is not known yet, and counts as nothing.
+        """The planner of a job.
+
+        With planner.memory_limit and a device of known memory, activations may take what the limit leaves for them.
+        The memory that a process takes in addition to tensors is not known yet and counts as 0 bytes.
 
         Raises: ConfigError: a model that cannot be built or cut, or a limit that leaves nothing for activations.
         """
@@ -117,7 +119,7 @@ class IterationPlanner:
             submesh=Submesh.of(config),
             activation_limits=budget.activation_limits,
             check_plans=config.debug.check_plans,
-            partition_summary=choice.words,
+            partition_summary=choice.summary,
         )
 
     def with_limits(
@@ -125,21 +127,26 @@ class IterationPlanner:
         activation_limits: Sequence[float | None] | None,
         widest: Sequence[float | None] | None = None,
     ) -> "IterationPlanner":
-        """The planner with other memory limits. Args: [pp_rank], bytes; None: no limits, no others."""
-        limits, most = (None if x is None else tuple(x) for x in (activation_limits, widest))
-        return replace(self, activation_limits=limits, widest_limits=None if most == limits else most)
+        """The planner with other memory limits.
+
+        Args:
+            activation_limits: [pp_rank] -> bytes that activations may take; None: no limits.
+            widest: [pp_rank] -> bytes, for batches that exceed `activation_limits`; None: there are no wider limits.
+        """
+        limits, widest_limits = (None if x is None else tuple(x) for x in (activation_limits, widest))
+        return replace(self, activation_limits=limits, widest_limits=None if widest_limits == limits else widest_limits)
 
     def problem(
         self, meta: IterationMeta, *, forward_only: bool = False, searched: bool = False
     ) -> tuple[Batching, PlanningProblem]:
-        """The works of an iteration and what they cost.
+        """The works of an iteration, and their planning problem.
 
-        Args: searched: the planner may make the orders, split backwards whatever the schedule does, and choose
-            memory options.
+        Args: searched: the planner may choose the orders and memory options, and may split backwards even if the
+            schedule does not.
         Raises:
             DataError: an image or token of the batch would be lost or used twice.
             ConfigError: planner.memory_limit is a part of a device whose memory is not known.
-            PlanError: what the backward of one block brings back is over the memory limit alone.
+            PlanError: the tensors that the backward of one block restores exceed the memory limit by themselves.
         """
         if self.section.memory_limit and self.activation_limits is None:
             raise ConfigError(
@@ -163,18 +170,18 @@ class IterationPlanner:
         return batching, problem
 
     def prepare(self, meta: IterationMeta, *, forward_only: bool = False, searched: bool = False) -> Iteration:
-        """All of an iteration that needs no order. Arguments and errors as of `problem`."""
+        """An iteration with its works, layout and planning problem. Arguments and errors: see `problem`."""
         batching, problem = self.problem(meta, forward_only=forward_only, searched=searched)
         layout = self.layout(batching, meta)
         return Iteration(batching=batching, layout=layout, problem=problem, forward_only=forward_only)
 
     def first(self, iteration: Iteration) -> PlanResult:
-        """The plan of the schedule, or why there is none; equal on every rank, and never an exception."""
-        found = first_plan(iteration.problem, self.schedule, self.section)
+        """The plan of the schedule, or a result that says why there is none; equal on every rank, raises nothing."""
+        result = first_plan(iteration.problem, self.schedule, self.section)
         return (
-            found
-            if found.plan is not None
-            else replace(found, message=self.too_tight(iteration.problem) or found.message)
+            result
+            if result.plan is not None
+            else replace(result, message=self.too_tight(iteration.problem) or result.message)
         )
 
     def prepared(
@@ -185,46 +192,46 @@ class IterationPlanner:
         searched: bool = False,
         pricing: AbstractContextManager[object] = nullcontext(),  # noqa: B008
     ) -> tuple[Iteration, PlanResult]:
-        """An iteration with its first plan, or with why there is none; equal on every rank.
+        """An iteration with the result of `first`; equal on every rank.
 
-        A batch that does not fit into `activation_limits` is planned within `widest_limits`: margins that have grown
-        never end a job.
+        A batch that does not fit into `activation_limits` is planned within `widest_limits`, so that a grown margin
+        never ends a job.
 
-        Args: pricing: held while the cost model is asked. Others and errors as of `problem`.
+        Args: pricing: context that is entered while the cost model is used. Other arguments, errors: see `problem`.
         """
         try:
             with pricing:
                 iteration = self.prepare(meta, forward_only=forward_only, searched=searched)
-            first = self.first(iteration)
+            result = self.first(iteration)
         except PlanError:
             if self.widest_limits is None:
                 raise
         else:
-            if first.plan is not None or self.widest_limits is None:
-                return iteration, first
+            if result.plan is not None or self.widest_limits is None:
+                return iteration, result
         wide = self.with_limits(self.widest_limits)
         return wide.prepared(meta, forward_only=forward_only, searched=searched, pricing=pricing)
 
     def too_tight(self, problem: PlanningProblem) -> str:
-        """Which memory limit leaves a rank less than one microbatch takes, and what to do; empty: none does."""
-        pairs = zip(least_activation_bytes(problem), problem.memory_limit_bytes, strict=True)
-        for rank, (needed, limit) in enumerate(pairs):
-            if limit is not None and exceeds(needed, limit):
-                key, less = f'planner.memory_limit = "{self.section.memory_limit}"', ["lower planner.memory_margin"]
+        """The error message of a memory limit that leaves a rank less than one microbatch takes; empty if none does."""
+        needed = least_activation_bytes(problem)
+        for rank, (least_bytes, limit) in enumerate(zip(needed, problem.memory_limit_bytes, strict=True)):
+            if limit is not None and exceeds(least_bytes, limit):
+                key, remedies = f'planner.memory_limit = "{self.section.memory_limit}"', ["lower planner.memory_margin"]
                 if not self.section.memory_limit:
-                    key, less = f"planner.activation_memory_gib = {self.section.activation_memory_gib:g}", []
+                    key, remedies = f"planner.activation_memory_gib = {self.section.activation_memory_gib:g}", []
                 if all(len(options) == 1 for options in problem.costs):
-                    less.append("recompute more (activation_checkpoint.mode)")
-                advice = ", ".join(["raise it", *less])
+                    remedies.append("recompute more (activation_checkpoint.mode)")
+                advice = ", ".join(["raise it", *remedies])
                 return (
-                    f"over the memory limit: the activations of one microbatch take at least {show_bytes(needed)} on "
-                    f"pp_rank {rank}, but {key} leaves them {show_bytes(limit)}; {advice}, or make "
-                    "microbatches smaller (training.seq_len, of clips data.max_total_seconds)"
+                    "over the memory limit: the activations of one microbatch take at least "
+                    f"{show_bytes(least_bytes)} on pp_rank {rank}, but {key} leaves them {show_bytes(limit)}; "
+                    f"{advice}, or make microbatches smaller (training.seq_len, for clips data.max_total_seconds)"
                 )
         return ""
 
     def finish(self, iteration: Iteration, result: PlanResult) -> IterationPlan:
-        """The iteration with a result of `first`, which is checked and simulated, lowered.
+        """The iteration with its lowered program, from a plan that has been checked and simulated.
 
         Raises: PlanError: the result has no plan; or a program could deadlock (`debug.check_plans`).
         """
@@ -244,9 +251,9 @@ class IterationPlanner:
         )
 
     def adopt(self, iteration: Iteration, result: PlanResult) -> IterationPlan:
-        """The iteration with a plan that somebody else found: checked, simulated and lowered here.
+        """The iteration with a plan from elsewhere, which is checked, simulated and lowered.
 
-        Raises: PlanError: there is none, or the plan breaks a rule or belongs to another problem.
+        Raises: PlanError: the result has no plan, or the plan breaks a rule or belongs to another problem.
         """
         if result.plan is None:
             raise PlanError(result.message)
@@ -270,8 +277,8 @@ class IterationPlanner:
         forward_only: bool = False,
         timeline: Timeline | None = None,
     ) -> Program:
-        """The program of a plan, as the runtime executes it. Args: timeline: of this plan, if it is known."""
-        regathered = {place.index for place in self.partition.stages if place.module in self.regathered}
+        """The program of a plan, as the runtime executes it. Args: timeline: of this plan; None: it is simulated."""
+        regathered = {stage.index for stage in self.partition.stages if stage.module in self.regathered}
         return lower(
             plan, problem, sharded=self.sharded, regathered=regathered, reduce=not forward_only, timeline=timeline
         )
@@ -283,13 +290,13 @@ class IterationPlanner:
     def output_shape(
         self, layout: IterationLayout, stage: int, work: int, cp_rank: int = 0, tp_rank: int = 0
     ) -> tuple[int, ...]:
-        """Shape of the activation that one rank of a stage's submesh sends on for a work."""
-        place = self.partition.stages[stage]
+        """Shape of the activation that one rank of a stage's submesh sends to the next stage for a work."""
+        stage_spec = self.partition.stages[stage]
         size = layout.local_size(work, cp_rank, tp_rank)
-        return self.spec.module(place.module).output_shape(place.layers[1] - 1, size)
+        return self.spec.module(stage_spec.module).output_shape(stage_spec.layers[1] - 1, size)
 
     def flops(self, batching: Batching) -> Mapping[str, Flops]:
-        """Model FLOPs of one iteration on one replica, by module: frozen parts have no weight gradients."""
+        """Module -> model FLOPs of one iteration on one replica, without the weight gradients of frozen parts."""
         total: dict[str, WorkSize] = {}
         for work, size in enumerate(batching.sizes):
             name = batching.module_of(work)
@@ -298,9 +305,9 @@ class IterationPlanner:
 
 
 def check_degrees(config: Config) -> None:
-    """Refuses degrees that do not divide the model.
+    """Checks that the degrees of parallelism divide the model.
 
-    Raises: ConfigError: with the numbers, and what fits.
+    Raises: ConfigError: they do not; names the numbers and the degrees that fit.
     """
     tp = config.parallelism.tensor_parallel_degree
     if tp > 1:

@@ -1,4 +1,4 @@
-"""The judge of plans: whether a plan in JSON, whoever made it, is one for a problem, and what it claims is true."""
+"""The judge of plans: whether a plan in JSON is valid for a problem, and whether its times and bytes are true."""
 
 import math
 from dataclasses import dataclass
@@ -14,35 +14,36 @@ from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
 TOLERANCE = 1e-6
-"""Of the makespan (of a peak): by how much times (bytes) may differ from what they must be."""
+"""Largest accepted error of a time, as a fraction of the makespan, and of peak bytes, as a fraction of the peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a valid plan comes to."""
+    """Makespan, bound and peaks of a valid plan."""
 
     feasible: bool
     """False: the file says that the problem has no plan; the other fields are then 0."""
     proven: bool = True
-    """False: the file says that there is no plan, and none was found, but there may be one."""
+    """False: the file says that there is no plan, and `interleave` found none, but there may be one."""
     makespan_s: float = 0.0
     lower_bound_s: float = 0.0
-    """A time that no plan can beat."""
+    """A lower bound on the makespan of every plan."""
     peak_bytes: tuple[float, ...] = ()
 
 
 def judge(problem: PlanningProblem, text: str) -> Verdict:
-    """The verdict on a plan: complete, no deadlock, within memory, and with times, makespan and peaks that are true.
+    """The verdict on a plan: it is complete, without deadlock, within memory, and its times and peaks are true.
 
-    That a problem has no plan is proven where a stage has no option that fits even alone.
+    A claim that there is no plan is proven if a stage has no option that fits even by itself.
 
-    Raises: PlanError: the first rule that is broken, in one sentence, with its place in the file.
+    Args: text: the plan as JSON, version 1.
+    Raises: PlanError: the first rule that the plan breaks, in one sentence, with the position in the file.
     """
     claim = read_plan_text(text)
     if claim.status == "infeasible":
-        found = make_plan(problem, "interleave")
-        if found.plan is not None or claim.orders:
-            why = f"but {found.message} is one" if found.plan is not None else "but it has orders"
+        result = make_plan(problem, "interleave")
+        if result.plan is not None or claim.orders:
+            why = f"but {result.message} is one" if result.plan is not None else "but it has orders"
             raise PlanError(f'status = "infeasible": the file says that there is no plan, {why}')
         return Verdict(feasible=False, proven=_has_no_plan(problem))
     plan = plan_of(problem, claim)
@@ -63,7 +64,7 @@ def judge(problem: PlanningProblem, text: str) -> Verdict:
             f'status = "optimal", but makespan_s = {claim.makespan_s:.9g} does not reach lower_bound_s = '
             f'{claim.lower_bound_s:.9g}; say "improved"'
         )
-    peaks = tuple(max((during for during, _ in held), default=0.0) for held in held_bytes(plan, problem))
+    peaks = tuple(max((during for during, _ in instants), default=0.0) for instants in held_bytes(plan, problem))
     if len(claim.peak_bytes) != len(peaks):
         raise PlanError(f"peak_bytes has {len(claim.peak_bytes)} entries for {len(peaks)} ranks; give one a rank")
     for rank, (claimed, peak) in enumerate(zip(claim.peak_bytes, peaks, strict=True)):
@@ -73,25 +74,27 @@ def judge(problem: PlanningProblem, text: str) -> Verdict:
 
 
 def _has_no_plan(problem: PlanningProblem) -> bool:
-    """Whether some stage has no option that fits even alone."""
+    """Whether some stage has no option that fits even by itself."""
     for stage, work in problem.graph.nodes():
         limit = problem.memory_limit_bytes[problem.graph.stage_rank[stage]]
-        least = min(option.activation_bytes + option.restored_bytes for option in problem.options(stage, work))
-        if limit is not None and exceeds(least, limit):
+        least_bytes = min(option.activation_bytes + option.restored_bytes for option in problem.options(stage, work))
+        if limit is not None and exceeds(least_bytes, limit):
             return True
     return False
 
 
 def _check_times(problem: PlanningProblem, plan: Plan, claim: PlanText) -> None:
     rows = [row for order in claim.orders for row in order]
-    first, last = min((row.start_s for row in rows), default=0.0), max((row.end_s for row in rows), default=0.0)
-    # Of the least makespan of these orders, not of the claimed one; and no action may use it up before another one.
+    first_s = min((row.start_s for row in rows), default=0.0)
+    last_s = max((row.end_s for row in rows), default=0.0)
+    # Relative to the least makespan of these orders, not to the claimed one.
     earliest = simulate(problem, plan)
     slack = TOLERANCE * earliest.makespan_s
     starts = {(row.rank, row.action): row.start_s for row in earliest.rows}
-    if abs(claim.makespan_s - (last - first)) > slack:
+    if abs(claim.makespan_s - (last_s - first_s)) > slack:
         raise PlanError(
-            f"makespan_s = {claim.makespan_s:.9g}, but from the first start to the last end are {last - first:.9g} s"
+            f"makespan_s = {claim.makespan_s:.9g}, but the time from the first start to the last end is "
+            f"{last_s - first_s:.9g} s"
         )
     end: dict[Result, float] = {
         (RESULT_OF[row.kind], row.stage, row.work): row.end_s for row in rows if row.kind is not Kind.W
@@ -110,29 +113,29 @@ def _check_times(problem: PlanningProblem, plan: Plan, claim: PlanText) -> None:
                         f"orders[{rank}][{step}].start_s = {row.start_s:.9g}: {plan.orders[rank][step]} starts before "
                         f"{plan.graph.action(kind, stage, work)} has arrived at {ready:.9g}"
                     )
-            least = starts[rank, plan.orders[rank][step]]
-            if row.start_s - first < least - slack:
+            earliest_s = starts[rank, plan.orders[rank][step]]
+            if row.start_s - first_s < earliest_s - slack:
                 raise PlanError(
                     f"orders[{rank}][{step}].start_s = {row.start_s:.9g}: {plan.orders[rank][step]} cannot start "
-                    f"before {first + least:.9g} in these orders"
+                    f"before {first_s + earliest_s:.9g} in these orders"
                 )
 
 
 def _check_row(
     problem: PlanningProblem,
     plan: Plan,
-    place: tuple[int, int],
+    position: tuple[int, int],
     row: PlanRow,
-    before: PlanRow | None,
+    previous: PlanRow | None,
     slack: float,
 ) -> None:
-    rank, step = place
+    rank, step = position
     where, action = f"orders[{rank}][{step}]", plan.orders[rank][step]
     seconds = plan.option(problem, row.stage, row.work).duration_s(row.kind)
     if abs(row.end_s - row.start_s - seconds) > slack:
         raise PlanError(f"{where}: {action} takes {row.end_s - row.start_s:.9g} s, but its option says {seconds:.9g}")
-    if before and row.start_s < before.end_s - slack:
+    if previous and row.start_s < previous.end_s - slack:
         raise PlanError(
             f"{where}.start_s = {row.start_s:.9g}: {action} starts before the action ahead of it ends at "
-            f"{before.end_s:.9g}"
+            f"{previous.end_s:.9g}"
         )

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline stage's submesh (context x tensor parallel) takes of each work of an iteration. Pure.
+"""The part of each work that each rank of a pipeline stage's submesh (context x tensor parallel) computes. Pure.
 
 Every rank computes the same layout from the metadata.
 """
@@ -12,7 +12,7 @@ from mmtrain.spec.spec import WorkSize
 
 
 class IterationLayout:
-    """The division of all works of one iteration."""
+    """The division of all works of one iteration over the ranks of a submesh."""
 
     def __init__(self, submesh: Submesh, batching: Batching, meta: IterationMeta) -> None:
         self.submesh = submesh
@@ -24,10 +24,10 @@ class IterationLayout:
             self.of_module[module.name] = batching.kinds[module.name].layout(submesh, module, works, meta)
 
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
-        """Rows and outputs that one rank holds between two stages, padding included."""
+        """The size of one rank's rows and outputs between two stages, padding included."""
         return self.of_module[self.batching.module_of(work)].local_size(work, cp_rank, tp_rank)
 
     @property
     def documents(self) -> DocumentsLayout:
-        """That of the module which reads documents."""
+        """The division of the module that reads documents."""
         return next(layout for layout in self.of_module.values() if isinstance(layout, DocumentsLayout))

@@ -16,7 +16,7 @@ from mmtrain.schedule.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """What planning came to: a plan with its simulated timeline, or the reason why there is none."""
+    """The result of planning: a plan with its simulated timeline, or the reason why there is none."""
 
     status: Literal["optimal", "improved", "first", "infeasible"]
     message: str
@@ -26,7 +26,7 @@ class PlanResult:
     evaluations: int = 1
     """Plans that were tried."""
     seed: int = 0
-    """Of the search."""
+    """Seed of the search."""
 
 
 def job_schedule(config: Config) -> Schedule:
@@ -38,8 +38,7 @@ def job_schedule(config: Config) -> Schedule:
 def make_plan(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult:
     """The checked plan of a schedule, simulated. An iteration without any backward gets forward_only from named ones.
 
-    An infeasible problem is a result with that status and a sentence, never an exception, from schedules that keep
-    memory limits.
+    If a schedule that keeps memory limits finds no plan, the result has the status "infeasible" and a message.
 
     Raises:
         ConfigError: there is no schedule of that name, or its file cannot be used.

@@ -1,4 +1,4 @@
-"""The JSON form of a planned iteration, version 1: written, and read strictly."""
+"""The JSON format of a planned iteration, version 1: a writer and a strict reader."""
 
 import json
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ STATUSES = ("optimal", "improved", "first", "infeasible")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """One action as a file names it."""
+    """One action as read from a file; times in seconds."""
 
     kind: Kind
     stage: int
@@ -47,7 +47,7 @@ class PlanRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanText:
-    """What a file says, of the right form; whether it is a plan for a problem is another question."""
+    """The contents of a well-formed file; not yet checked against a problem."""
 
     status: str
     message: str
@@ -63,7 +63,7 @@ def plan_to_json(
     *,
     search_s: float = 0.0,
 ) -> str:
-    """The result as JSON text of version 1, one line a rank.
+    """The result as JSON text of version 1, with one line for each rank; times in seconds, memory in bytes.
 
     Args: search_s: seconds that planning took, measured by the caller; planning itself reads no clock.
     """
@@ -107,7 +107,7 @@ def _in_plan_order(plan: Plan, timeline: Timeline, rank: int) -> Sequence[Row]:
 
 
 def plan_from_json(problem: PlanningProblem, text: str) -> Plan:
-    """The checked plan of a JSON text that `plan_to_json` (or another program) wrote for this problem.
+    """The checked plan in a JSON text that `plan_to_json` (or another program) wrote for this problem.
 
     Raises: PlanError: the text breaks a rule of the format, holds no plan, or its plan fails `check`.
     """
@@ -115,9 +115,9 @@ def plan_from_json(problem: PlanningProblem, text: str) -> Plan:
 
 
 def read_plan_text(text: str) -> PlanText:
-    """What a JSON text of version 1 says.
+    """The contents of a JSON text of version 1.
 
-    Raises: PlanError: the text breaks a rule of the format; with the dotted path of the fault.
+    Raises: PlanError: the text breaks a rule of the format; names the dotted path of the fault.
     """
     table = loads(text)
     fields(table, "", KEYS)
@@ -153,16 +153,17 @@ def _read_row(row: Any, where: str) -> PlanRow:
     return PlanRow(kind=Kind(row["op"]), stage=stage, work=work, option=option, start_s=start_s, end_s=end_s)
 
 
-def plan_of(problem: PlanningProblem, said: PlanText) -> Plan:
-    """The checked plan for a problem of what a file says.
+def plan_of(problem: PlanningProblem, claim: PlanText) -> Plan:
+    """The checked plan that the contents of a file describe.
 
-    Raises: PlanError: it says that there is none, or its actions or options are not the problem's or fail `check`.
+    Raises: PlanError: the file says that there is no plan, or its actions or options are not those of the problem, or
+        the plan fails `check`.
     """
-    if said.status == "infeasible":
-        raise PlanError(f"the file holds no plan, since {show(said.message)}; plan the problem again")
+    if claim.status == "infeasible":
+        raise PlanError(f"the file holds no plan, since {show(claim.message)}; plan the problem again")
     graph = problem.graph
     options: dict[tuple[int, int], int] = {}
-    for rank, rows in enumerate(said.orders):
+    for rank, rows in enumerate(claim.orders):
         for step, row in enumerate(rows):
             where = f"orders[{rank}][{step}]"
             if not 0 <= row.work < len(graph.works):
@@ -173,7 +174,7 @@ def plan_of(problem: PlanningProblem, said: PlanText) -> Plan:
                 raise PlanError(
                     f"{where}.option = {row.option}, but another action of this stage and work has another one"
                 )
-    orders = tuple(tuple(graph.action(row.kind, row.stage, row.work) for row in rows) for rows in said.orders)
+    orders = tuple(tuple(graph.action(row.kind, row.stage, row.work) for row in rows) for rows in claim.orders)
     plan = Plan(graph, orders, {node: option for node, option in options.items() if option})
     check(plan, problem)
     return plan

@@ -1,4 +1,4 @@
-"""Costs of an iteration, as a planning problem: seconds from a cost model, bytes from the layers."""
+"""The planning problem of an iteration: seconds from a cost model, bytes from the layers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from mmtrain.spec.memory_strategies import BlockMemory
 from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize
 
 LEAST_BACKWARD_S = 1e-9
-"""What a backward takes at least, even with no FLOP counted (an embedding): zero means that there is none."""
+"""Seconds that a backward takes at least, even without FLOPs (an embedding): 0 means that there is no backward."""
 
 _GIB = 2.0**30
 
@@ -46,24 +46,25 @@ def make_problem(
     A stage has a backward for a work if something trainable lies at or before it *in this iteration*:
     a frozen language model needs none for a text-only microbatch.
 
-    Of a split backward, W makes the weight gradients of linear layers; convolutions have theirs in I. Between the two
-    the inputs of the linear layers and the gradients of their outputs are held.
+    In a split backward, W computes the weight gradients of linear layers; I computes those of convolutions. Between I
+    and W the inputs of the linear layers and the gradients of their outputs are held.
 
-    The backward of a recomputed block repeats its forward; while it does, that block is there in full. Offloaded blocks
-    come back three at a time: where the limits have no room for that, nothing is offloaded in this iteration.
+    The backward of a recomputed block repeats its forward; meanwhile all activations of that block are held. Offloaded
+    blocks are restored three at a time; if the limits leave no room for that, no block is offloaded in this iteration.
 
     Args:
-        costs: what layers and transfers take.
-        memory: what blocks may do with their activations. Where they may choose, each stage and work has several
-            options, if any rank has a limit.
-        limits: [pp_rank] bytes that activations may take; None: those of planner_config.
-        submesh: the ranks of a stage, which divide each work; bytes are those of one rank, of the one with most patches
-            where whole images are divided.
-        splits_backward: whether the schedule splits backwards, so that the fixed seconds of an action are those of I
-            and of W, and not those of one B.
-        forward_only: no backward anywhere (validation); activations are then freed at once.
-    Raises: PlanError: what the backward of one block brings back is over the memory limit alone, or a time, size or
-        number is outside of `mmtrain.schedule.limits`.
+        costs: seconds of layers and transfers.
+        memory: what blocks may do with their activations. If blocks may choose and any rank has a limit, each stage and
+            work has several options.
+        limits: [pp_rank] -> bytes that activations may take; None: those of planner_config.
+        submesh: the ranks of a stage, which divide each work. Bytes are those of one rank; if whole images are divided,
+            of the rank with the most patches.
+        splits_backward: whether the schedule splits backwards: the fixed seconds of actions are then those of I and W,
+            else those of B.
+        forward_only: there is no backward (validation); activations are freed at once.
+    Raises: PlanError: the tensors that the backward of one block restores exceed the memory limit by themselves, or a
+        time, size or number is outside of `mmtrain.schedule.limits`.
+    Source: DIP, arXiv:2504.14145, sections 4 and 5.3.
     """
     if limits is None and planner_config.activation_memory_gib:
         limits = [planner_config.activation_memory_gib * _GIB] * partition.num_ranks
@@ -94,7 +95,7 @@ def _problem(
 ) -> PlanningProblem:
     prices_of: list[list[_StagePrice]] = []
     for number, item in enumerate(batching.items):
-        grad = not prices.forward_only and any(prices_of[other][-1].grad for other in item.work.after)
+        grad = not prices.forward_only and any(prices_of[source][-1].grad for source in item.work.after)
         module = batching.module_of(number)
         unevenness = batching.kinds[module].unevenness(prices.submesh, item.units)
         prices_of.append(prices.chain(module, item.size, grad, unevenness))
@@ -118,25 +119,25 @@ def _problem(
 
 
 def _check_restored(problem: PlanningProblem) -> None:
-    """Refuses ranks without room for what the backward of one block brings back."""
+    """Checks that each rank has room for the tensors that the backward of one block restores."""
     for rank, limit in enumerate(problem.memory_limit_bytes):
         if limit is not None and problem.held_limit_bytes[rank] == 0.0:
-            most = max(
+            most_bytes = max(
                 option.restored_bytes
                 for node in problem.graph.nodes()
                 if problem.graph.stage_rank[node[0]] == rank
                 for option in problem.options(*node)
             )
             raise PlanError(
-                f"pp_rank {rank}: what the backward of one block computes again or brings back takes up to "
-                f"{show_bytes(most)} alone, over the memory limit of {show_bytes(limit)} for activations; raise "
+                f"pp_rank {rank}: the tensors that the backward of one block computes again or copies back take up to "
+                f"{show_bytes(most_bytes)}, over the memory limit of {show_bytes(limit)} for activations; raise "
                 "planner.memory_limit (or activation_memory_gib), or lower training.seq_len or "
                 "model.encoder.sub_microbatch_size"
             )
 
 
 def _fits(problem: PlanningProblem) -> bool:
-    """Whether each microbatch fits alone, beside the room that the ranks leave for what backwards bring back."""
+    """Whether each microbatch fits by itself, in addition to the tensors that backwards restore."""
     try:
         choose_options(problem, components(problem.graph))
     except PlanError:
@@ -146,29 +147,29 @@ def _fits(problem: PlanningProblem) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _LayerPrice:
-    """What one layer takes for one work on each rank of the submesh, or some layers together."""
+    """Seconds and bytes of one layer, or of several layers together, for one work on each rank of the submesh."""
 
     forward_s: float = 0.0
     backward_input_s: float = 0.0
-    """What recomputation repeats included."""
+    """Recomputation included."""
     backward_weight_s: float = 0.0
     kept_bytes: float = 0.0
     host_bytes: float = 0.0
     """Moved to host memory and back."""
     waiting_bytes: float = 0.0
     passing_bytes: float = 0.0
-    """Held during the forward alone, where autograd keeps nothing; of some layers the most."""
+    """Held during the forward alone, if autograd keeps nothing; of several layers the largest."""
     restored_bytes: float = 0.0
-    """What the backward brings back; of some layers the most."""
+    """Restored by the backward; of several layers the largest."""
 
     @property
     def summed(self) -> tuple[float, ...]:
-        """What adds up over layers, in the order of `_SUMMED`."""
+        """The values that add up over layers, in the order of `_SUMMED`."""
         return _summed(self)
 
     @property
     def of_block(self) -> BlockPrice:
-        """What a mix of memory strategies is chosen by."""
+        """The seconds and bytes by which a mix of memory strategies is chosen."""
         return BlockPrice(
             forward_s=self.forward_s,
             backward_s=self.backward_input_s,
@@ -184,10 +185,10 @@ _summed = attrgetter(*_SUMMED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StagePrice:
-    """What one stage takes for one work."""
+    """Options and output of one stage for one work."""
 
     options: int
-    """Its place in the table of option lists."""
+    """Index in the table of option lists."""
     grad: bool
     """Whether a gradient leaves the stage's end backwards."""
     output_bytes: float
@@ -200,16 +201,16 @@ class _Kind:
     index: int
     """The first of them."""
     enters: bool
-    """Whether a gradient has to leave them."""
-    places: list[int]
-    """Of each: its place among the stage's blocks."""
+    """Whether a gradient has to leave them backwards."""
+    positions: list[int]
+    """The index of each layer among the stage's blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StageShape:
-    """What a stage consists of, by whether a gradient has to leave its first layer."""
+    """The kinds of layers of a stage, given whether a gradient has to leave its first layer."""
 
-    rest: list[_Kind]
+    other_layers: list[_Kind]
     """Layers without a memory strategy."""
     blocks: list[_Kind]
     """Blocks with a backward."""
@@ -217,14 +218,14 @@ class _StageShape:
     grad: bool
     """Whether a gradient leaves the stage's end backwards."""
     held_input: int
-    """Layer whose output waits as the stage's input until the backward, whatever its first block does; -1: none."""
+    """Layer whose output is held as the stage's input until the backward, whatever its first block does; -1: none."""
 
 
 class _Prices:
-    """Layers and stages priced for works, each kind of layer once a size."""
+    """Prices of layers and stages for works; each kind of layer is priced once for each size."""
 
     table: dict[tuple[Option, ...], int]
-    """All option lists that stages have, by their first use."""
+    """All option lists of stages, in the order of their first use -> index."""
 
     def __init__(
         self,
@@ -257,54 +258,54 @@ class _Prices:
 
     @property
     def strategies(self) -> tuple[BlockMemory, ...]:
-        """Among which blocks may choose; empty: they may not."""
+        """The strategies among which blocks may choose; empty: there is no choice."""
         return self._memory.strategies
 
     def chain(self, module: str, size: WorkSize, grad: bool, unevenness: float) -> list[_StagePrice]:
-        """What each stage of a module takes for a work.
+        """Options and output of each stage of a module for a work.
 
         Args:
-            grad: whether a gradient has to leave its first layer.
-            unevenness: bytes of the rank with most over those of an even division.
+            grad: whether a gradient has to leave the module's first layer.
+            unevenness: bytes of the most loaded rank over those of an even division.
         """
         key = (module, size, grad, unevenness)
         if key not in self._chains:
-            found = self._chains[key] = []
+            prices = self._chains[key] = []
             for stage in self._stages[module]:
-                found.append(self._stage(self._spec.module(module), stage, size, grad, unevenness))
-                grad = found[-1].grad
+                prices.append(self._stage(self._spec.module(module), stage, size, grad, unevenness))
+                grad = prices[-1].grad
         return self._chains[key]
 
     def _stage(
         self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool, unevenness: float
     ) -> _StagePrice:
         shape = self._shape(module, stage, grad)
-        rest = _total((len(kind.places), self._layer(module, kind, size)) for kind in shape.rest)
+        other_layers = _total((len(kind.positions), self._layer(module, kind, size)) for kind in shape.other_layers)
         blocks = [self._layer(module, kind, size, how) for kind in shape.blocks for how in self._memory.allowed]
         offered = self._offered(module, stage, size, grad)
         held_input = 0.0
         if shape.held_input >= 0:
             held_input = self._layer_of_rank(module, shape.held_input).output_bytes(size)
-        found: list[Option] = []
-        for name, price in zip(offered.names, _mixed(offered, rest, blocks), strict=True):
+        options: list[Option] = []
+        for name, price in zip(offered.names, _mixed(offered, other_layers, blocks), strict=True):
             option = self._option(name, price, shape.grad, held_input, unevenness)
-            if not found or option.activation_bytes < found[-1].activation_bytes:
-                found.append(option)
-        feeds = not stage.last or any(module.name in other.after for other in self._spec.modules)
+            if not options or option.activation_bytes < options[-1].activation_bytes:
+                options.append(option)
+        feeds = not stage.last or any(module.name in consumer.after for consumer in self._spec.modules)
         output_bytes = self._layer_of_rank(module, stage.layers[1] - 1).output_bytes(size)
         return _StagePrice(
-            options=self.table.setdefault(tuple(found), len(self.table)),
+            options=self.table.setdefault(tuple(options), len(self.table)),
             grad=shape.grad,
             output_bytes=unevenness * output_bytes if feeds else 0.0,
         )
 
     def _option(self, name: str, price: _LayerPrice, grad: bool, held_input: float, unevenness: float) -> Option:
         forward, backward, weight = price.forward_s, price.backward_input_s, price.backward_weight_s
-        kept = max(price.kept_bytes, price.passing_bytes)
+        held_bytes = max(price.kept_bytes, price.passing_bytes)
         if price.host_bytes:
-            host = self.costs.host_copy
-            forward, backward = (host.with_compute_s(s, price.host_bytes) for s in (forward, backward))
-            kept += held_input
+            host_copy = self.costs.host_copy
+            forward, backward = (host_copy.with_compute_s(s, price.host_bytes) for s in (forward, backward))
+            held_bytes += held_input
         if grad:
             fixed_input, *fixed_weight = self._backward_s
             backward, weight = backward + fixed_input, max(weight + sum(fixed_weight), LEAST_BACKWARD_S)
@@ -313,29 +314,33 @@ class _Prices:
             forward_s=forward + self._forward_s,
             backward_input_s=backward,
             backward_weight_s=weight,
-            activation_bytes=unevenness * kept,
+            activation_bytes=unevenness * held_bytes,
             weight_bytes=unevenness * price.waiting_bytes if grad else None,
             restored_bytes=unevenness * price.restored_bytes,
         )
 
     def _offered(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool) -> Offer:
-        """The mixes that a stage offers for all sizes of a class."""
+        """The mixes of memory strategies that a stage offers for all sizes of a class."""
         shape = self._shape(module, stage, grad)
         strategies = self._memory.allowed
-        # One strategy has one mix, whatever the size.
+        # With one strategy there is one mix for all sizes.
         typical = shape_class(size) if len(strategies) > 1 else size
         key = (stage.index, grad, typical if len(strategies) > 1 else None)
         if key not in self._offers:
-            rest = _total((len(kind.places), self._layer(module, kind, typical)) for kind in shape.rest)
+            other_layers = _total(
+                (len(kind.positions), self._layer(module, kind, typical)) for kind in shape.other_layers
+            )
             kinds = tuple(
                 BlockKind(
-                    count=len(kind.places),
+                    count=len(kind.positions),
                     prices=tuple(self._layer(module, kind, typical, how).of_block for how in strategies),
                 )
                 for kind in shape.blocks
             )
-            places = tuple(tuple(kind.places) for kind in shape.blocks)
-            self._offers[key] = offer(kinds, rest.of_block, self.costs.host_copy, strategies, places, shape.num_blocks)
+            positions = tuple(tuple(kind.positions) for kind in shape.blocks)
+            self._offers[key] = offer(
+                kinds, other_layers.of_block, self.costs.host_copy, strategies, positions, shape.num_blocks
+            )
         return self._offers[key]
 
     def _shape(self, module: ModuleSpec, stage: StageSpec, grad: bool) -> _StageShape:
@@ -344,7 +349,7 @@ class _Prices:
         return self._shapes[stage.index, grad]
 
     def _make_shape(self, module: ModuleSpec, stage: StageSpec, grad: bool) -> _StageShape:
-        rest: dict[tuple[int, bool], _Kind] = {}
+        other_layers: dict[tuple[int, bool], _Kind] = {}
         blocks: dict[tuple[int, bool], _Kind] = {}
         held_input = stage.layers[0] - 1 if grad and module.layers[stage.layers[0]].is_block else -1
         num_blocks = 0
@@ -352,11 +357,11 @@ class _Prices:
             layer = module.layers[index]
             key = self._class[module.name][index], grad
             grad = grad or (layer.trainable and not self.forward_only)
-            kinds = blocks if layer.is_block and grad else rest
-            kinds.setdefault(key, _Kind(*key, [])).places.append(num_blocks)
+            kinds = blocks if layer.is_block and grad else other_layers
+            kinds.setdefault(key, _Kind(*key, [])).positions.append(num_blocks)
             num_blocks += layer.is_block
         return _StageShape(
-            rest=list(rest.values()),
+            other_layers=list(other_layers.values()),
             blocks=list(blocks.values()),
             num_blocks=num_blocks,
             grad=grad,
@@ -403,28 +408,28 @@ class _Prices:
         )
 
 
-def _mixed(offered: Offer, rest: _LayerPrice, blocks: Sequence[_LayerPrice]) -> Iterator[_LayerPrice]:
-    """What a stage takes under each mix that it offers."""
+def _mixed(offered: Offer, other_layers: _LayerPrice, blocks: Sequence[_LayerPrice]) -> Iterator[_LayerPrice]:
+    """The price of a stage under each mix that it offers."""
     if len(offered.names) == 1:
-        yield _total([(1, rest), *zip(offered.counts[0].tolist(), blocks, strict=True)])
+        yield _total([(1, other_layers), *zip(offered.counts[0].tolist(), blocks, strict=True)])
         return
-    sums = np.array(rest.summed) + weighted(offered.counts, [price.summed for price in blocks], len(_SUMMED))
-    most = np.array([price.restored_bytes for price in blocks])
-    restored = ((offered.counts > 0) * most).max(axis=1, initial=0.0)
-    for row, more in zip(sums.tolist(), restored.tolist(), strict=True):
-        yield _LayerPrice(*[*row, rest.passing_bytes, more])
+    sums = np.array(other_layers.summed) + weighted(offered.counts, [price.summed for price in blocks], len(_SUMMED))
+    restored_of_block = np.array([price.restored_bytes for price in blocks])
+    restored = ((offered.counts > 0) * restored_of_block).max(axis=1, initial=0.0)
+    for row, restored_bytes in zip(sums.tolist(), restored.tolist(), strict=True):
+        yield _LayerPrice(*[*row, other_layers.passing_bytes, restored_bytes])
 
 
 def _total(prices: Iterable[tuple[int, _LayerPrice]]) -> _LayerPrice:
-    """What layers take together. Args: prices: how many, and the price of one."""
-    forward = inside = later = kept = host = waiting = passing = restored = 0.0
+    """The price of several layers together. Args: prices: (number of layers, price of each)."""
+    forward = backward = weight = kept = moved = waiting = passing = restored = 0.0
     for count, price in prices:
         forward += count * price.forward_s
-        inside += count * price.backward_input_s
-        later += count * price.backward_weight_s
+        backward += count * price.backward_input_s
+        weight += count * price.backward_weight_s
         kept += count * price.kept_bytes
-        host += count * price.host_bytes
+        moved += count * price.host_bytes
         waiting += count * price.waiting_bytes
         passing = max(passing, price.passing_bytes)
         restored = max(restored, price.restored_bytes) if count else restored
-    return _LayerPrice(forward, inside, later, kept, host, waiting, passing, restored)
+    return _LayerPrice(forward, backward, weight, kept, moved, waiting, passing, restored)

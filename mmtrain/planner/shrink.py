@@ -1,4 +1,4 @@
-"""A small job of the same kind as a user's: what a check of its layout can run in seconds. Pure.
+"""A small job with the layout of a user's job, which checks that layout in seconds. Pure.
 
 Kept: families, activation functions, biases, ratios of heads, tied and trainable flags, masks, what a DiT predicts and
 in which patches, how modules are cut and divided, dtypes, data and tokenizer. Made smaller: depth, widths, images,
@@ -36,7 +36,7 @@ _LOWERED_FIRST = (
 
 @dataclass(frozen=True, kw_only=True)
 class Shrunk:
-    """A small job, and what of the layout had to change."""
+    """A small job, and the changes of the layout that it needed."""
 
     config: Config
     notes: tuple[str, ...]
@@ -49,7 +49,7 @@ def shrink(config: Config, *, seq_len: int = SEQ_LEN) -> Shrunk:
     Raises: ConfigError: the model's configs cannot be read, or the real model cannot be cut or divided so.
     """
     parallelism, notes = _fewer_ranks(config.parallelism)
-    planner = IterationPlanner.of(config)  # which also refuses what the real model cannot be divided by
+    planner = IterationPlanner.of(config)  # it also refuses degrees that do not divide the real model
     small_layout = replace(config, parallelism=parallelism)
     model = _model(small_layout, planner)
     dp = parallelism.mesh_shape.dp
@@ -103,5 +103,5 @@ def _model(config: Config, planner: IterationPlanner) -> ModelConfig:
 def _planner(section: PlannerConfig, partition: Partition) -> PlannerConfig:
     # A chain that the search chose is one again; the other numbers are in the model's sections.
     how = "mixed-latency" if partition.passes and section.partition == "search" else section.partition
-    # A limit of the real model says nothing about this one.
+    # The real model's memory limit does not apply to the small one.
     return replace(section, partition=how, activation_memory_gib=0.0, memory_limit="")

@@ -1,6 +1,6 @@
-"""How many images a vision work, or clips a DiT work, needs to run well. Pure.
+"""The smallest number of images in a vision work, or of clips in a DiT work, that is efficient. Pure.
 
-Small works let a schedule interleave finely, but use the device badly.
+Small works let a schedule interleave finely, but use the device inefficiently.
 
 Source: DIP, arXiv:2504.14145, section 4: the smallest size with at least 95 % of the best efficiency of all tested.
 """
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from mmtrain.errors import PlanError
 
 SHARE = 0.95
-"""Of the best efficiency."""
+"""Required fraction of the best efficiency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What works of equal images (or clips) take, by their number."""
+    """Seconds of works of equal images (or clips), by their number."""
 
     patches: int
-    """Of each image; latent tokens of each clip."""
+    """Patches of each image, or latent tokens of each clip."""
     seconds: tuple[tuple[int, float], ...]
     """(images or clips, seconds of the forward and backward of one stage), ascending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubMicrobatch:
-    """The size that the rule picks, and what it rests on."""
+    """The size that the rule selects, and the efficiencies from which it follows."""
 
     size: int
     """Images in one vision work, or clips in one DiT work."""
@@ -36,11 +36,12 @@ class SubMicrobatch:
 
 
 def smallest_efficient(curve: Curve, share: float = SHARE) -> SubMicrobatch:
-    """The smallest tested number of images whose images a second are at least `share` of the best ones.
+    """The smallest tested number of images (or clips) with at least `share` of the best throughput.
 
-    Images are equal, so images a second stand for FLOPs a second. Of clips the same.
+    Images are equal, so the throughput in images per second is proportional to that in FLOPs per second.
 
-    Raises: PlanError: nothing was measured, or a work of no image or no time.
+    Raises: PlanError: the curve is empty, or has a work without images or without time.
+    Source: DIP, arXiv:2504.14145, section 4.
     """
     if not curve.seconds:
         raise PlanError("the rule for sub-microbatches needs measured works; the curve has none")
@@ -48,7 +49,7 @@ def smallest_efficient(curve: Curve, share: float = SHARE) -> SubMicrobatch:
         if number < 1 or not seconds > 0:
             raise PlanError(f"a work of {number} images or clips in {seconds} s; both must be above 0")
     rates = sorted((number, number / seconds) for number, seconds in curve.seconds)
-    best = max(rate for _, rate in rates)
-    efficiency = tuple((number, rate / best) for number, rate in rates)
+    best_rate = max(rate for _, rate in rates)
+    efficiency = tuple((number, rate / best_rate) for number, rate in rates)
     size = next(number for number, of_best in efficiency if of_best >= share)
-    return SubMicrobatch(size=size, efficiency=efficiency, still_rises=rates[-1][1] == best)
+    return SubMicrobatch(size=size, efficiency=efficiency, still_rises=rates[-1][1] == best_rate)

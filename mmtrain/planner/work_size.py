@@ -1,4 +1,4 @@
-"""How many images a vision work of a job has, where its config leaves that to the rule; or clips a DiT work. Pure.
+"""The number of images in a vision work of a job, or of clips in a DiT work. Pure.
 
 Source: DIP, arXiv:2504.14145, section 4 (sub-microbatch size).
 """
@@ -17,18 +17,20 @@ from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Images of the works that the simulated curve has, as far as a microbatch holds them."""
+"""Numbers of images of the works in the simulated curve; numbers that exceed a microbatch are left out."""
 
 
 def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> int:
     """Images in one vision work of a job, or clips in one DiT work; 0: all of a microbatch.
 
-    Of clips what `model.dit.sub_microbatch_size` says, for which `mmtrain profile` names the rule's number.
+    The number of clips is `model.dit.sub_microbatch_size`; `mmtrain profile` prints the number that the rule selects.
 
-    What `model.encoder.sub_microbatch_size` says; where it says 0, the smallest number with 95 % of the best
-    efficiency, on the measured curve of the job's profile or on one that the cost model gives for images of typical
-    size. FLOPs over one rate know of no efficiency: then a work takes at most as long as the language model takes for
-    a full microbatch.
+    The number of images is `model.encoder.sub_microbatch_size`. If that is 0, it is the smallest number with 95 % of
+    the best efficiency, on the measured curve of the job's profile or on the curve that the cost model gives for images
+    of typical size. `FlopsCosts` does not model efficiency: a work then takes at most as long as the language model
+    takes for a full microbatch.
+
+    Source: DIP, arXiv:2504.14145, section 4.
     """
     if spec.counted is None or not config.planner.sub_microbatch:
         return 0
@@ -40,7 +42,7 @@ def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> in
         return smallest_efficient(costs.profile.curve).size
     try:
         bins = Bins.typical(config)
-    except ConfigError:  # the encoder reads something else than images
+    except ConfigError:  # the encoder does not read images
         return 0
     if bins.grid is None:
         return 0
@@ -51,9 +53,9 @@ def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> in
 
 
 def simulated_curve(spec: ModelSpec, costs: CostModel, recomputation: Recomputation, bins: Bins) -> Curve:
-    """Seconds of a module's forward and backward by the number of images of a work, as the costs say.
+    """Seconds of a module's forward and backward as a function of the number of images of a work.
 
-    Args: bins: they have images.
+    Args: bins: sizes of typical works; they have images.
     """
     module = spec.counted
     assert module is not None and bins.grid is not None
@@ -66,7 +68,7 @@ def simulated_curve(spec: ModelSpec, costs: CostModel, recomputation: Recomputat
 
 
 def _balanced(spec: ModelSpec, bins: Bins, seq_len: int) -> int:
-    """Most images that take no longer than a full microbatch takes in the language model, by FLOPs; at least 1."""
+    """The largest number of images with no more FLOPs than a full microbatch of the language model; at least 1."""
     assert spec.counted is not None
     size, text = bins.work(spec.counted, 1), spec.text.name
     image = spec.flops(spec.counted.name, size).total if size else 0

@@ -1,1 +1,1 @@
-"""What is known of a model without its weights: modules, layers, parameters, FLOPs and bytes. Pure."""
+"""Models without their weights: modules, layers, parameters, FLOPs and bytes. Pure."""

@@ -1,13 +1,13 @@
 """The `ModelSpec` of a configured model: layers, parameters, FLOPs and bytes. Pure; no weights.
 
 Shape legend: D width; H heads; C columns of all query heads (H x head_dim); K columns of all key heads;
-I width between the two linear layers of an MLP; P numbers of a patch; m spatial merge; V vocabulary;
-L width of the language model; e bytes of one activation number.
+I inner width of an MLP; P elements of a patch; m spatial merge; V vocabulary; L width of the language model;
+e bytes of one element of an activation.
 
-FLOPs count matrix products and convolutions, as `torch.utils.flop_counter` does: no norms, activation
-functions, rotary positions, softmax or loss. Attention counts only the pairs that are attended.
-Activation bytes count what autograd keeps on a CPU (each storage once, no parameters): not the rotary
-cosines and sines, which the layers of a chunk share, and not temporary tensors.
+FLOPs count matrix products and convolutions, as `torch.utils.flop_counter` does: no norms, activation functions,
+rotary positions, softmax or loss. Attention counts only the attended pairs. Activation bytes count the tensors that
+autograd keeps on a CPU (each storage once, no parameters), without the rotary cosines and sines, which the layers of a
+chunk share, and without temporary tensors.
 """
 
 from collections.abc import Sequence
@@ -30,13 +30,13 @@ _KEPT_BY_ACTIVATION = {
     "gelu_new": 5,
     "quick_gelu": 3,
 }
-"""Tensors of the MLP's inner width that an activation function and the product after it keep together."""
+"""Tensors of the MLP's inner width that autograd keeps for an activation function and the product after it."""
 
 
 def model_spec(model: ModelConfig, *, dtype_bytes: int = 4) -> ModelSpec:
-    """What planning knows of a configured model.
+    """The modules of a configured model with their layers, parameters, FLOPs and bytes.
 
-    Args: dtype_bytes: bytes of one number in the dtype that the model computes in (float32: 4, bfloat16: 2).
+    Args: dtype_bytes: bytes of one element in the dtype of compute (float32: 4, bfloat16: 2).
     Raises: ConfigError: the model's configs cannot be read or do not fit together.
     """
     language = language_shape(model)
@@ -52,7 +52,7 @@ def model_spec(model: ModelConfig, *, dtype_bytes: int = 4) -> ModelSpec:
 
 
 def _vae_module(shape: VaeShape, e: int) -> ModuleSpec:
-    """A frozen VAE's encoder: one layer, whose temporary tensors nobody counts."""
+    """A frozen VAE's encoder: one layer, whose temporary tensors are not counted."""
     output = Rates(output=shape.channels * e)
     return ModuleSpec(
         name="vae",
@@ -78,7 +78,7 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
     assert model.encoder is not None
     D = shape.width
     patches = shape.patches_per_token
-    trainable = model.encoder.trainable is True  # with adapters all but the blocks is frozen
+    trainable = model.encoder.trainable is True  # with LoRA only the blocks' adapters train
     native = model.projector.kind == "native"
 
     def block(index: int) -> LayerSpec:
@@ -86,24 +86,14 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
         bare = replace(_encoder_block(shape, windowed=windowed, trainable=trainable, e=e), name=f"blocks.{index}")
         return with_adapters(bare, shape, adapted_linears(model, "vision"), rank=model.lora.rank, dtype_bytes=e)
 
-    embed = _sound_embed if shape.one_row else _patch_embed
+    embed = _audio_embed if shape.one_row else _patch_embed
     layers = [embed(shape, trainable=trainable, e=e), *(block(index) for index in range(shape.depth))]
     if shape.final_norm:
-        layers.append(
-            LayerSpec(
-                name="norm",
-                num_params=2 * D,
-                trainable=trainable,
-                matmul_flops=Rates(),
-                activation_bytes=Rates(row=_norm_bytes(shape, e) - D * e),  # its output leaves
-                output_bytes=Rates(row=D * e),
-                output_width=D,
-            )
-        )
+        layers.append(_norm_layer(D, 2 * D, _norm_bytes(shape, e) - D * e, trainable=trainable, e=e))
     inner = patches * D if native else model.projector.hidden_size or patches * D
     rms = native and shape.rms_norm
     norm = _norm_bytes(shape, e) if native else 2 * D * e + 2 * e
-    # With windows also the order in which the features were.
+    # With windows also the original order of the features.
     normed = patches * norm + (_INT64 if shape.window else 0)
     layers.append(
         LayerSpec(
@@ -117,7 +107,7 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
             output_bytes=Rates(output=language_width * e),
             output_width=language_width,
             output_rows="outputs",
-            # Norm and features are those of all rows; the inner columns are divided.
+            # Ranks divide the inner columns; the norm and the features have all rows.
             whole_bytes=WholeBytes(
                 activation=Rates(output=normed), linear=Rates(output=(patches * D + language_width) * e)
             ),
@@ -138,7 +128,7 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
 def _patch_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
     """The first layer of an encoder of images."""
     D, P = shape.width, shape.patch_dim
-    patches = shape.patches_per_token  # a class token is none of them
+    patches = shape.patches_per_token  # without a class token
     num_params = P * D  # Qwen-VL: no bias, positions are rotary
     if not shape.packed:
         assert shape.fixed_grid is not None
@@ -156,8 +146,8 @@ def _patch_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
     )
 
 
-def _sound_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
-    """The first layer of Whisper: two convolutions over three frames, the second with a stride of two."""
+def _audio_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
+    """The first layer of Whisper: two convolutions over three frames, the second with stride two."""
     assert shape.fixed_grid is not None
     D, P, frames = shape.width, shape.patch_dim, shape.fixed_grid[2]
     activation = Rates(row=P * e + 2 * 2 * D * e + D * e)  # input; twice the frames before and after GELU
@@ -178,24 +168,24 @@ def _sound_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
 def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: int) -> LayerSpec:
     """One encoder block."""
     D, H, I = shape.width, shape.num_heads, shape.mlp_width
-    # Query, key, value and what the output projection reads; the packed encoder holds the whole joint
-    # query-key-value tensor by its value part, and a copy of the output joined from single images.
+    # Query, key, value and the input of the output projection. In the packed encoder, value is a view of the joint
+    # query-key-value tensor, which is kept whole, and the output is a copy joined from single images.
     attention = (6 if shape.packed else 4) * D * e
     attention += H * _FLOAT32  # log-sum-exp
-    # Outputs of single images; Whisper's heads are contiguous, so that their outputs are copied to rows.
+    # Outputs of single images; the outputs of Whisper's contiguous heads are copied to rows.
     attention += D * e if shape.packed or shape.one_row else 0
     # Gated: gate, its activation, the other inner columns and their product.
     mlp = (_kept_by_activation(shape.hidden_act) + (2 if shape.gated_mlp else 0)) * I * e
     linears = 3 if shape.gated_mlp else 2
     biases = (1 + shape.qkv_bias * (2 + shape.key_bias)) * D + (linears - 1) * I + D
-    pair = 4 * D
+    pair_flops = 4 * D
     return LayerSpec(
         name="blocks",
         num_params=4 * D * D + linears * D * I + biases + (2 if shape.rms_norm else 4) * D,
         trainable=trainable,
         weight_before_products=True,
         matmul_flops=Rates(row=8 * D * D + 2 * linears * D * I),
-        attention_flops=Rates(window_pair=pair) if windowed else Rates(pair=pair),
+        attention_flops=Rates(window_pair=pair_flops) if windowed else Rates(pair=pair_flops),
         activation_bytes=Rates(row=2 * _norm_bytes(shape, e) + attention + mlp),
         # Query, key, value, output; the MLP's inner and last width.
         product_bytes=Rates(row=(5 * D + (linears - 1) * I) * e),
@@ -204,15 +194,16 @@ def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: in
         output_bytes=Rates(row=D * e),
         output_width=D,
         whole_bytes=_whole_of_block(block_linears(shape), D, e),
-        # The joint query-key-value tensor is then not kept, nor are joined outputs of single images. Images of one
-        # fixed size are not divided.
+        # Divided ranks keep neither the joint query-key-value tensor nor the joined outputs of single images. Images of
+        # one fixed size are not divided.
         gathered_keys=Replaced(old=Rates(row=5 * D * e), new=Rates(row=2 * D * e)) if shape.packed else Replaced(),
         unread_bytes=Rates(row=D * e),
     )
 
 
 def _whole_of_block(linears: Sequence[Linear], D: int, e: int) -> WholeBytes:
-    """Of a block with two norms: what these give is gathered, and so are the gradients of what it adds to its rows."""
+    """The undivided bytes of a block: the outputs of its two norms are gathered, and so are the gradients of its two
+    residual branches."""
     return WholeBytes(
         activation=Rates(row=2 * D * e),
         product=Rates(row=2 * D * e),
@@ -221,7 +212,7 @@ def _whole_of_block(linears: Sequence[Linear], D: int, e: int) -> WholeBytes:
 
 
 def _norm_bytes(shape: VisionShape, e: int) -> int:
-    """Bytes of one row that a norm of the encoder keeps, the output that the next product reads among them."""
+    """Bytes of one row that a norm of the encoder keeps, including its output, which the next product reads."""
     if shape.rms_norm:
         return _FLOAT32 * (shape.width + 1) + 2 * shape.width * e  # float32 input and scale, normed, times weight
     return 2 * shape.width * e + 2 * e  # input, two statistics, output
@@ -239,13 +230,13 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
         num_shared_params=V * D if shape.tied else 0,
         trainable=trainable,
         weight_before_products=True,
-        # Rows without a label are dropped before the norm; the loss keeps float32 log-probabilities,
-        # the labels and the indices of their rows.
+        # Rows without a label are removed before the norm; the loss keeps float32 log-probabilities, the labels and the
+        # indices of their rows.
         matmul_flops=Rates(output=2 * D * V),
         activation_bytes=Rates(output=norm + _FLOAT32 * V + 2 * _INT64),
         linear_bytes=Rates(output=(D + V) * e),
         divided_logits=Replaced(old=Rates(output=_FLOAT32 * V), new=Rates(output=V * e)),
-        # All rows; the vocabulary is divided.
+        # Ranks divide the vocabulary, not the rows.
         whole_bytes=WholeBytes(activation=Rates(output=norm + 2 * _INT64), linear=Rates(output=D * e)),
     )
     return ModuleSpec(
@@ -264,22 +255,21 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
                 whole_bytes=WholeBytes(activation=Rates(row=_INT64)),
             ),
             *(replace(block, name=f"layers.{i}") for i in range(shape.depth)),
-            _text_norm(shape, trainable=trainable, e=e) if model.dit is not None else head,
+            _norm_layer(D, D, norm - D * e, trainable=trainable, e=e) if model.dit is not None else head,
         ),
     )
 
 
-def _text_norm(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpec:
-    """The last layer of a text encoder."""
-    D = shape.width
+def _norm_layer(width: int, num_params: int, kept_bytes: int, *, trainable: bool, e: int) -> LayerSpec:
+    """The norm behind an encoder's blocks. Args: kept_bytes: of one row; not of its output, which no product reads."""
     return LayerSpec(
         name="norm",
-        num_params=D,
+        num_params=num_params,
         trainable=trainable,
         matmul_flops=Rates(),
-        activation_bytes=Rates(row=_FLOAT32 * (D + 1) + D * e),  # its output leaves
-        output_bytes=Rates(row=D * e),
-        output_width=D,
+        activation_bytes=Rates(row=kept_bytes),
+        output_bytes=Rates(row=width * e),
+        output_width=width,
     )
 
 
@@ -307,7 +297,7 @@ def _decoder_layer(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpe
         output_bytes=Rates(row=D * e),
         output_width=D,
         whole_bytes=_whole_of_block(block_linears(shape), D, e),
-        # One call of attention, for rows of any documents: its output is not joined.
+        # There is one call of attention for the rows of all documents, so its output is not joined.
         gathered_keys=Replaced(old=Rates(row=(C + 2 * K) * e), new=Rates(row=2 * K * e)),
         unread_bytes=Rates(row=D * e),
     )
@@ -332,14 +322,16 @@ def _dit_module(model: ModelConfig, shape: DitShape, e: int) -> ModuleSpec:
 
 
 def _dit_output_bytes(shape: DitShape, e: int) -> Rates:
-    """Of what travels between two chunks: latent tokens, text tokens and the rows of each clip's timestep; behind a VAE
-    all with columns for the clean latents."""
+    """Bytes of the activation between two chunks: latent tokens, text tokens and the rows of each clip's timestep.
+
+    In a job with a VAE all rows have additional columns for the clean latents.
+    """
     width = shape.width + shape.clean_columns
     return Rates(row=width * e, text=width * e, clip=TIME_ROWS * width * e)
 
 
 def _whole_dit_output_bytes(shape: DitShape, e: int) -> Rates:
-    """Of these, all but the latent tokens, whose rows tensor-parallel ranks divide."""
+    """These bytes without those of latent tokens, whose rows tensor-parallel ranks divide."""
     return _dit_output_bytes(shape, e)._replace(row=0.0)
 
 
@@ -356,13 +348,13 @@ def _dit_embed(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
         inner_flops=Rates(text=2 * D * D, clip=time - 2 * Z * D),
         passing_flops=Rates(text=text),
         activation_bytes=Rates(row=P * e, text=(X + 2 * D) * e, clip=(Z + 4 * D) * e),
-        # Not of the convolution. It makes its weight gradients in the first half, but is too small to be told apart.
+        # Without the convolution, whose weight gradients I computes; its FLOPs are too few to be counted apart.
         # The gradients of all rows of a timestep are one tensor.
         linear_bytes=Rates(text=(X + 3 * D) * e, clip=(Z + 4 * D + TIME_ROWS * D) * e),
         output_bytes=_dit_output_bytes(shape, e),
         output_width=D + shape.clean_columns,
         output_rows="conditioned",
-        # All but what is between two linear layers, and the six parts that the timestep's last layer gives.
+        # All except the activations between two linear layers, and the six outputs of the timestep's last layer.
         whole_bytes=WholeBytes(
             activation=Rates(row=P * e, text=X * e, clip=(Z + 2 * D) * e),
             linear=Rates(text=(X + D) * e, clip=(Z + 3 * D) * e),
@@ -375,23 +367,23 @@ def _dit_block(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
     """One block of a DiT: self-attention, cross-attention to the clip's own text, MLP."""
     D, H, I = shape.width, shape.num_heads, shape.mlp_width
     tokens, texts = 12 * D * D + 4 * D * I, 4 * D * D
-    # In float32: what the norms read, and of those without parameters also what they give; of the norms of queries and
-    # keys (three of tokens, one of texts) input and normed; the MLP's output. Scales of each row, log-sum-exp.
+    # In float32: the inputs of the norms, and the outputs of those without parameters; input and output of the norms of
+    # queries and keys (three of tokens, one of texts); the MLP's output. Scales of each row, log-sum-exp.
     head_scales = 3
     float32 = (5 + shape.cross_norm) * D + 2 * (2 + shape.cross_norm) + head_scales + 3 * 2 * D + 2 * H
-    # What the linear layers read (5), query, key and value of self-attention, cross-attention's query, and what
-    # self-attention's output layer gives.
+    # The inputs of the linear layers (5), query, key and value of self-attention, cross-attention's query, and the
+    # output of self-attention's output layer.
     activation = float32 * _FLOAT32 + 10 * D * e + 2 * I * e
-    # The table moved by the timestep and two scales, in float32; the parameters of a norm too, if they are not.
+    # The table shifted by the timestep and two scales, in float32; the parameters of a norm too, if they are not.
     of_clip = 8 + 2 * (shape.cross_norm and e < _FLOAT32)
     return LayerSpec(
         name="blocks",
         num_params=8 * (D + 1) * D + 2 * D * I + I + D + 4 * D + (2 * D if shape.cross_norm else 0) + 6 * D,
         trainable=trainable,
         matmul_flops=Rates(row=tokens, text=texts),
-        inner_flops=Rates(row=tokens),  # a table of shifts comes before all of them; nothing of the block before texts
+        inner_flops=Rates(row=tokens),  # a trainable table of shifts comes before them, not before texts
         attention_flops=Rates(pair=4 * D, cross_pair=4 * D),
-        # Texts themselves are shared by the blocks of a chunk.
+        # The blocks of a chunk share the texts themselves.
         activation_bytes=Rates(row=activation, text=2 * D * e + (2 * D + 1) * _FLOAT32, clip=of_clip * D * _FLOAT32),
         product_bytes=Rates(row=(7 * D + I) * e, text=2 * D * e),
         linear_bytes=Rates(row=(12 * D + 2 * I) * e, text=3 * D * e),
@@ -399,7 +391,7 @@ def _dit_block(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
         output_bytes=_dit_output_bytes(shape, e),
         output_width=D + shape.clean_columns,
         output_rows="conditioned",
-        # What is gathered before three sublayers, and the summands behind them; and scales of all rows.
+        # Gathered inputs of three sublayers, the summands after them, and scales of all rows.
         whole_bytes=WholeBytes(
             activation=Rates(row=head_scales * _FLOAT32 + 3 * D * e, text=_FLOAT32, clip=of_clip * D * _FLOAT32),
             product=Rates(row=3 * D * e),
@@ -410,7 +402,7 @@ def _dit_block(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
 
 
 def _dit_head(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
-    """The last layer of a DiT: a norm moved and scaled by the timestep, a linear layer, the squared error."""
+    """The last layer of a DiT: a norm shifted and scaled by the timestep, a linear layer, the squared error."""
     D, P = shape.width, shape.output_dim
     activation = Rates(row=_FLOAT32 * (2 * D + 2) + D * e + P * _FLOAT32, clip=D * e)
     linear = Rates(row=(D + P) * e)
@@ -427,5 +419,5 @@ def _dit_head(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
 
 
 def _kept_by_activation(name: str) -> int:
-    """Tensors that an activation function keeps; the most of the known ones for an unknown one."""
+    """Number of tensors that an activation function keeps; for an unknown one the largest known number."""
     return _KEPT_BY_ACTIVATION.get(name, max(_KEPT_BY_ACTIVATION.values()))

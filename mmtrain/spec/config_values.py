@@ -1,4 +1,4 @@
-"""What the values of a Hugging Face config may be: types, bounds, and what this trainer does not compute. Pure."""
+"""Checks of the values of a Hugging Face config: types, bounds, and features that mmtrain does not support. Pure."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,44 +13,47 @@ ACTIVATIONS = (
 )
 """Names of activation functions without parameters in Hugging Face configs."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-"""Rotary positions along one axis in Hugging Face configs."""
+"""Types of rotary positions along one axis in Hugging Face configs."""
 
 MOST = 2**24
-"""Of rows, columns, channels, tokens and positions: what is above needs terabytes, or is a slip."""
+"""Largest number of rows, columns, channels, tokens or positions: more needs terabytes, or is a mistake."""
 MOST_LAYERS = 10_000
 _LAYERS = ("depth", "num_hidden_layers", "num_layers", "encoder_layers", "layers_per_block", "num_res_blocks")
 """Keys that count layers."""
 _SIDES = ("patch_size", "temporal_patch_size", "image_size", "window_size")
-"""Keys that Hugging Face also allows one number a side for; `shapes` judges those."""
+"""Keys that may also be a list with one number for each side; `shapes` checks those."""
 _ITEMS: dict[type, tuple[Callable[[Any], bool], str]] = {
     int: (lambda item: type(item) is int and 0 <= item <= MOST, f"integers from 0 to {MOST}"),
     bool: (lambda item: isinstance(item, bool), "true and false"),
     float: (lambda item: type(item) in (int, float) and abs(item) <= 1e21, "finite numbers"),
     str: (lambda item: isinstance(item, str), "strings"),
 }
-"""Type of the items of a list -> which values it may have, and in words."""
+"""Type of the items of a list -> check of an item, and its description."""
 
 
 def check_type(where: str, key: str, value: Any, default: Any) -> None:
-    """Refuses a value of another type than the default, or one that no model has."""
+    """Checks that a value has the type of the default and a size that a model can have.
+
+    Raises: ConfigError: it does not; or an unknown activation function.
+    """
     if isinstance(default, bool):
-        fits, wanted = isinstance(value, bool), "true or false"
+        fits, expected = isinstance(value, bool), "true or false"
     elif isinstance(default, float):
-        fits, wanted = type(value) in (int, float) and 0 <= value <= 1e21, "a number of at least 0"
+        fits, expected = type(value) in (int, float) and 0 <= value <= 1e21, "a number of at least 0"
     elif isinstance(default, int | None):
-        most = MOST_LAYERS if key in _LAYERS else MOST
-        fits = type(value) is int and 0 < value <= most
+        largest = MOST_LAYERS if key in _LAYERS else MOST
+        fits = type(value) is int and 0 < value <= largest
         fits = fits or (key in _SIDES and isinstance(value, list | tuple)) or value is default is None
-        wanted = f"an integer above 0, and at most {most}"
+        expected = f"an integer above 0, and at most {largest}"
     elif isinstance(default, tuple):
         item_fits, items = _ITEMS[type(default[0])]
-        fits, wanted = isinstance(value, list | tuple) and all(map(item_fits, value)), f"a list of {items}"
+        fits, expected = isinstance(value, list | tuple) and all(map(item_fits, value)), f"a list of {items}"
     elif isinstance(default, dict):
-        fits, wanted = isinstance(value, dict), "a table"
+        fits, expected = isinstance(value, dict), "a table"
     else:
-        fits, wanted = isinstance(value, str), "a string"
+        fits, expected = isinstance(value, str), "a string"
     if not fits:
-        raise ConfigError(f"{where}: {key} = {shown(value)}; it must be {wanted}")
+        raise ConfigError(f"{where}: {key} = {shown(value)}; it must be {expected}")
     if key in ("hidden_act", "activation_function") and value not in ACTIVATIONS:
         raise ConfigError(
             f"{where}: {key} = {shown(value)} is no activation function; known are {', '.join(ACTIVATIONS)}"
@@ -58,7 +61,10 @@ def check_type(where: str, key: str, value: Any, default: Any) -> None:
 
 
 def check_dropout(where: str, key: str, value: float | None) -> None:
-    """Dropout is refused: its mask would depend on the pipeline layout and on recomputation."""
+    """Checks that there is no dropout: its mask would depend on the pipeline layout and on recomputation.
+
+    Raises: ConfigError: the value is not 0.
+    """
     if value:
         raise ConfigError(
             f"{where}: {key} = {value}; dropout is not supported, since its random mask would depend on "
@@ -67,7 +73,7 @@ def check_dropout(where: str, key: str, value: float | None) -> None:
 
 
 def check_rope(name: str, rope: Mapping[str, Any]) -> None:
-    """Refuses rotary positions that this trainer does not compute."""
+    """Checks that the type of rotary positions is supported. Raises: ConfigError: it is not."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "mrope" or "mrope_section" in rope:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which degrees of tensor parallelism a model can be divided by. Pure; known before any process starts."""
+"""Checks of the degree of tensor parallelism, before any process starts. Pure."""
 
 import math
 
@@ -8,10 +8,10 @@ from mmtrain.spec.shapes import VisionShape, dit_shape, language_shape, vision_s
 
 
 def check_tensor_degree(model: ModelConfig, tp: int, *, whole_encoder: bool = False) -> None:
-    """Refuses a tensor-parallel degree that does not divide the heads, inner columns and words of the model.
+    """Checks that a tensor-parallel degree divides the heads, inner columns and vocabulary of the model.
 
-    Args: whole_encoder: each rank holds all of the vision encoder and projector.
-    Raises: ConfigError: naming the first number that `tp` does not divide, and the largest degree that fits.
+    Args: whole_encoder: each rank holds the whole vision encoder and projector.
+    Raises: ConfigError: it does not; names the first number that `tp` does not divide, and the largest fitting degree.
     """
     shape = language_shape(model)
     numbers = {

@@ -1,4 +1,4 @@
-"""Which model families mmtrain knows, and the full config of the one that a section names. Pure; no weights.
+"""The supported model families, and the complete config of the model that a section names. Pure; no weights.
 
 A section `[model.encoder]`, `[model.language]`, `[model.dit]` or `[model.vae]` names a family by an inline Hugging Face
 config or by the `config.json` of a folder or hub id.
@@ -21,13 +21,13 @@ from mmtrain.spec.hub_files import find_file, read_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One `model_type`: the keys of its Hugging Face config that matter, with that class's defaults."""
+    """One `model_type`: the relevant keys of its Hugging Face config, with the defaults of that class."""
 
     defaults: Mapping[str, Any]
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of a key that the Hugging Face class accepts."""
     optional: Mapping[str, Any] = field(default_factory=dict)
-    """Keys without a default that an inline config may hold -> a value of their type; None: the class judges it."""
+    """Keys without a default that an inline config may hold -> a value of their type; None: the class checks it."""
     parents: tuple[str, ...] = ()
     """Other values of `model_type` that name this family, or a whole model that contains it."""
     dropout: tuple[str, ...] = ()
@@ -205,7 +205,7 @@ LANGUAGES: dict[str, Family] = {
 
 
 _IMAGE_KEYS = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
-"""Keys of the branch that reads an image besides the text."""
+"""Keys of the branch that reads an image in addition to the text."""
 
 DITS: dict[str, Family] = {
     "wan": Family(
@@ -291,14 +291,14 @@ _ROLES: dict[str, tuple[str, dict[str, Family]]] = {
     "model.dit": ("diffusion transformer", DITS),
     "model.vae": ("VAE", VAES),
 }
-"""Section of the config -> what it names, and the families that it may be of."""
+"""Section of the config -> the kind of model that it names, and the supported families."""
 
 
 def vae_config(section: VaeConfig) -> dict[str, Any]:
-    """The diffusers config of a VAE, its `model_type` one of the known families.
+    """The complete diffusers config of a VAE; its `model_type` is a key of `VAES`.
 
     Missing keys have the defaults of the diffusers class.
-    Raises: ConfigError: no such config, an unknown family or key, a wrong type.
+    Raises: ConfigError: there is no such config, or it has an unknown family or key, or a wrong type.
     """
     values, inline = _read("model.vae", section)
     model_type = values.get("model_type") or values.get("_class_name", "")
@@ -306,39 +306,40 @@ def vae_config(section: VaeConfig) -> dict[str, Any]:
 
 
 def dit_config(section: DitConfig) -> dict[str, Any]:
-    """The diffusers config of a diffusion transformer, its `model_type` one of the known families.
+    """The complete diffusers config of a diffusion transformer; its `model_type` is a key of `DITS`.
 
     Missing keys have the defaults of the diffusers class.
-    Raises: ConfigError: no such config, an unknown family or key, a wrong type, a model that also reads images.
+    Raises: ConfigError: there is no such config, or it has an unknown family or key, a wrong type, or belongs to a
+        model that also reads images.
     """
     values, inline = _read("model.dit", section)
     model_type = values.get("model_type") or values.get("_class_name", "")
-    out = _complete("model.dit", values, model_type, strict=inline)
+    config = _complete("model.dit", values, model_type, strict=inline)
     for key in _IMAGE_KEYS:
-        if out.pop(key, None) is not None:
+        if config.pop(key, None) is not None:
             raise ConfigError(
                 f"model.dit: {key} = {shown(values[key])} is of a model that also reads images; only text-to-video "
                 "models are supported, remove it or choose another model"
             )
-    patch = out["patch_size"] = tuple(out["patch_size"])
+    patch = config["patch_size"] = tuple(config["patch_size"])
     if len(patch) != 3 or 0 in patch:
         raise ConfigError(
             f"model.dit: patch_size = {shown(patch)}; it is [frames, rows, columns] of latents, each at least 1"
         )
-    if out["qk_norm"] != "rms_norm_across_heads":
+    if config["qk_norm"] != "rms_norm_across_heads":
         raise ConfigError(
-            f"model.dit: qk_norm = {shown(out['qk_norm'])}, but the class always norms queries and keys across heads; "
-            'write "rms_norm_across_heads", or leave it out'
+            f"model.dit: qk_norm = {shown(config['qk_norm'])}, but the class always normalizes queries and keys across "
+            'heads; write "rms_norm_across_heads", or leave it out'
         )
-    return out
+    return config
 
 
 def encoder_config(section: EncoderConfig) -> dict[str, Any]:
-    """The Hugging Face config of a vision encoder, its `model_type` one of the known encoder families.
+    """The complete Hugging Face config of a vision encoder; its `model_type` is a key of `ENCODERS`.
 
-    Missing keys have the defaults of the Hugging Face class. A whole Qwen-VL or SigLIP model gives its
-    `vision_config`; a whole Whisper model's config is that of its encoder.
-    Raises: ConfigError: no such config, an unknown family or key, a wrong type, dropout.
+    Missing keys have the defaults of the Hugging Face class. Of a whole Qwen-VL or SigLIP model it is the
+    `vision_config`; a whole Whisper model's config is also that of its encoder.
+    Raises: ConfigError: there is no such config, or it has an unknown family or key, a wrong type, or dropout.
     """
     values, inline = _read("model.encoder", section)
     model_type = values.get("model_type", "")
@@ -349,32 +350,32 @@ def encoder_config(section: EncoderConfig) -> dict[str, Any]:
 
 
 def language_config(section: LanguageConfig) -> dict[str, Any]:
-    """The Hugging Face config of a language model, its `model_type` one of the known language families.
+    """The complete Hugging Face config of a language model; its `model_type` is a key of `LANGUAGES`.
 
-    Raises: ConfigError: no such config, an unknown family or key, a wrong type, dropout, a sliding window, positions
-        of several axes.
+    Raises: ConfigError: there is no such config, or it has an unknown family or key, a wrong type, dropout, a sliding
+        window, or positions of several axes.
     """
     values, inline = _read("model.language", section)
-    out = _complete("model.language", values, values.get("model_type", ""), strict=inline)
-    if out.get("use_sliding_window"):
+    config = _complete("model.language", values, values.get("model_type", ""), strict=inline)
+    if config.get("use_sliding_window"):
         raise ConfigError(
             "model.language: use_sliding_window = true; packed documents attend in full here. Set it to false"
         )
-    if set(out.get("layer_types") or ()) - {"full_attention"}:
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
         raise ConfigError(
-            f"model.language: layer_types = {shown(out['layer_types'])}; packed documents attend in full here, in "
+            f"model.language: layer_types = {shown(config['layer_types'])}; packed documents attend in full here, in "
             'every layer. Write "full_attention" for each, or leave the key out'
         )
     for key in ("rope_parameters", "rope_scaling"):
-        check_rope(f"model.language: {key}", out.get(key) or {})
-    return out
+        check_rope(f"model.language: {key}", config.get(key) or {})
+    return config
 
 
 # -------------------------------------------------------------------------------------------- reading
 
 
 def _read(where: str, section: EncoderConfig | LanguageConfig | DitConfig | VaeConfig) -> tuple[dict[str, Any], bool]:
-    """The raw config, and whether it was written inline (and so is checked key by key)."""
+    """The raw config, and whether it is inline (then its keys are checked)."""
     if section.config:
         return dict(section.config), True
     key = f"{where}.pretrained"
@@ -384,48 +385,48 @@ def _read(where: str, section: EncoderConfig | LanguageConfig | DitConfig | VaeC
 
 
 def _complete(where: str, values: dict[str, Any], model_type: Any, *, strict: bool) -> dict[str, Any]:
-    """The values under their own names with `model_type` and all defaults."""
+    """The values with aliases replaced by their keys, with `model_type` and all defaults."""
     _, families = _ROLES[where]
     names = _names(families)
     if not isinstance(model_type, str) or model_type not in names:
         raise _unknown_family(where, model_type)
     family = families[names[model_type]]
-    known = {**family.defaults, **family.optional}
-    out = dict(family.defaults)
+    keys = {**family.defaults, **family.optional}
+    config = dict(family.defaults)
     for key, value in values.items():
         name = family.aliases.get(key, key)
         if key == "model_type":
             continue
-        if strict and name not in known:
-            near = difflib.get_close_matches(key, [*known, *family.aliases], 1)
-            hint = f"did you mean {shown(near[0])}?" if near else f"{names[model_type]} has {', '.join(known)}"
+        if strict and name not in keys:
+            near = difflib.get_close_matches(key, [*keys, *family.aliases], 1)
+            hint = f"did you mean {shown(near[0])}?" if near else f"{names[model_type]} has {', '.join(keys)}"
             raise ConfigError(f"{where}.config: unknown key {shown(key)}; {hint}")
-        if name in family.defaults or (value is not None and known.get(name) is not None):
-            check_type(where, key, value, known[name])
-        out[name] = value
-    out["model_type"] = names[model_type]
+        if name in family.defaults or (value is not None and keys.get(name) is not None):
+            check_type(where, key, value, keys[name])
+        config[name] = value
+    config["model_type"] = names[model_type]
     for key in family.dropout:
-        check_dropout(where, key, out[key])
-    return out
+        check_dropout(where, key, config[key])
+    return config
 
 
 def _names(families: Mapping[str, Family]) -> dict[str, str]:
-    """Values of `model_type` -> the family that each names."""
+    """Value of `model_type` -> the family that it names."""
     return {name: family for family, values in families.items() for name in (family, *values.parents)}
 
 
 def _unknown_family(where: str, model_type: Any) -> ConfigError:
-    """Why a `model_type` is refused.
+    """The error for an unsupported `model_type`.
 
-    Another one is suggested only for a slip of the pen: "qwen3" is no misspelt "qwen2", nor "llava" a "llama".
+    Another one is suggested only for a typing error: "qwen3" is no misspelt "qwen2", nor "llava" a "llama".
     """
     kind, families = _ROLES[where]
-    names, wrong, hint = list(_names(families)), str(model_type), ""
-    near = difflib.get_close_matches(wrong, names, 1, 0.75)
-    if near and re.findall(r"\d+", wrong) == re.findall(r"\d+", near[0]) and wrong not in _library_families():
+    names, wrong_type, hint = list(_names(families)), str(model_type), ""
+    near = difflib.get_close_matches(wrong_type, names, 1, 0.75)
+    if near and re.findall(r"\d+", wrong_type) == re.findall(r"\d+", near[0]) and wrong_type not in _library_families():
         hint = f"; did you mean {shown(near[0])}?"
-    for section, (_, others) in _ROLES.items():
-        if wrong in _names(others):
+    for section, (_, other_families) in _ROLES.items():
+        if wrong_type in _names(other_families):
             hint = f"; [{section}] takes it"
     return ConfigError(
         f"{where}: model_type = {shown(model_type)} is no supported {kind}; supported are {', '.join(names)}{hint}"
@@ -433,7 +434,7 @@ def _unknown_family(where: str, model_type: Any) -> ConfigError:
 
 
 def _library_families() -> set[str]:
-    """Names of the model families of the transformers library, which is not imported for them."""
+    """Names of the model families of the transformers library, which is not imported."""
     spec = importlib.util.find_spec("transformers")
     folders = [f"{folder}/models" for folder in (spec and spec.submodule_search_locations) or ()]
     return {module.name for module in pkgutil.iter_modules(folders)}

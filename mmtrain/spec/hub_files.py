@@ -10,18 +10,18 @@ from typing import Any
 from mmtrain.errors import ConfigError, one_line, shown
 
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-"""What the hub can call something: OWNER/NAME, or NAME alone."""
+"""Ids on the hub: OWNER/NAME, or NAME."""
 _DATA_FILES = (".parquet", ".json", ".jsonl")
 
 
 def local_path(key: str, value: str) -> Path | None:
     """The existing file or folder that a value names, with `~` expanded; None: it may be an id on the hub.
 
-    Args: key: that has the value, for errors.
-    Raises: ConfigError: it does not exist and cannot be an id, or its owner is a folder here: a typing error.
+    Args: key: key of the config with this value, for errors.
+    Raises: ConfigError: it does not exist and cannot be an id, or its owner is a local folder: a typing error.
     """
     path = Path(os.path.expanduser(value))
-    if os.path.exists(path):  # which is false of names that cannot exist
+    if os.path.exists(path):  # it is false for names that cannot exist
         return path
     if str(path).startswith("~"):
         raise ConfigError(
@@ -42,14 +42,16 @@ def local_path(key: str, value: str) -> Path | None:
 
 
 def unreachable(source: str) -> str:
-    """Why the hub cannot be asked for a model; empty if it answers. It is asked once, where its client asks for a
-    minute."""
+    """The reason why the hub cannot be reached for a model; empty if it answers.
+
+    There is one request with a time-out of 10 s; the hub's client would retry for a minute.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         HfApi().model_info(source, timeout=10)
-    except HfHubHTTPError:  # an answer, which who fetches a file explains
+    except HfHubHTTPError:  # the hub answered; fetching the file explains the answer
         pass
     except Exception as error:  # no network, a time-out, HF_HUB_OFFLINE
         return one_line(error).rstrip(".")
@@ -60,8 +62,8 @@ def find_file(key: str, source: str, name: str, *, optional: bool = False) -> Pa
     """The path of one file of a local folder or a hub id (fetched into the local cache), or None if optional
     and absent.
 
-    Args: key: of the config, that names the source; for errors.
-    Raises: ConfigError: no such folder or id, no such file, or the hub cannot be reached.
+    Args: key: key of the config that names the source, for errors.
+    Raises: ConfigError: the folder, id or file does not exist, or the hub cannot be reached.
     """
     folder = local_path(key, source)
     if folder is not None:
@@ -79,7 +81,7 @@ def find_file(key: str, source: str, name: str, *, optional: bool = False) -> Pa
     try:
         return Path(hf_hub_download(source, name, local_files_only=bool(offline)))
     except Exception as error:  # the hub client raises errors of its own, of its transport and of the OS
-        unknown = isinstance(error, LocalEntryNotFoundError)  # an EntryNotFoundError that says nothing about the hub
+        unknown = isinstance(error, LocalEntryNotFoundError)  # a subclass of EntryNotFoundError
         if optional and isinstance(error, EntryNotFoundError) and not unknown:
             return None
         no_path, reason = no_folder(source), offline or one_line(error, 300)
@@ -90,7 +92,11 @@ def find_file(key: str, source: str, name: str, *, optional: bool = False) -> Pa
 
 
 def read_json(key: str, path: Path) -> dict[str, Any]:
-    """What a file holds, one JSON object. Args: key: that names it, for errors. Raises: ConfigError: it does not."""
+    """The JSON object in a file.
+
+    Args: key: key of the config that names the file, for errors.
+    Raises: ConfigError: the file is not valid JSON, or holds no object.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # of JSON, UTF-8, a number of 4300 digits, or nesting
@@ -101,20 +107,20 @@ def read_json(key: str, path: Path) -> dict[str, Any]:
 
 
 def no_folder(source: str) -> str:
-    """Says of a value for which `local_path` gives None that it is no path, with the name that is near."""
+    """A message that a value is no existing path, with a similar name if there is one."""
     near = near_name(Path(source))
     return f"there is no such folder here{f' ({near})' if near else ''}"
 
 
 def near_name(path: Path) -> str:
-    """A question for what has nearly the name of a path that does not exist; empty if nothing has."""
+    """A question with a name similar to that of a path that does not exist; empty if there is none."""
     folder, missing = _nearest_folder(path)
     near = difflib.get_close_matches(missing, _names(folder), 1)
     return f"did you mean {folder / near[0]}?" if near else ""
 
 
 def _what_exists(path: Path) -> str:
-    """What may have been meant by a path that does not exist: a name that is near, or what its folder has."""
+    """A hint for a path that does not exist: a similar name, or the names in its folder."""
     folder, missing = _nearest_folder(path)
     names = [name for name in _names(folder) if not name.startswith(".")]
     listed = ", ".join([*names[:10], "..."] if len(names) > 10 else names) or "no file"
@@ -123,7 +129,7 @@ def _what_exists(path: Path) -> str:
 
 
 def _nearest_folder(path: Path) -> tuple[Path, str]:
-    """The innermost folder around a path that exists, and the name in the path that it does not have."""
+    """The innermost existing folder of a path, and the next name of the path, which it does not have."""
     folder = next((parent for parent in path.parents if os.path.isdir(parent)), Path())
     return folder, path.relative_to(folder).parts[0] if path.parts else ""
 

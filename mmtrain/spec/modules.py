@@ -1,4 +1,4 @@
-"""The numbers of each module of a model, by the name of the module. Pure; no weights."""
+"""The sizes of each module of a model, by the name of the module. Pure; no weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,25 +18,25 @@ _SHAPES: Mapping[str, Callable[[ModelConfig], Shape]] = {
 
 
 def shape_of(model: ModelConfig, module: str) -> Shape:
-    """The numbers of a module that the model has. Raises: ConfigError: a config that its class cannot have."""
+    """The sizes of a module of the model. Raises: ConfigError: its class does not support its config."""
     return _SHAPES[module](model)
 
 
 def families(model: ModelConfig) -> dict[str, str]:
-    """Name of a module -> the `model_type` that runs, each behind those that feed it."""
+    """Name of a module -> its `model_type`, each module after those that feed it."""
     return {module: shape_of(model, module).model_type for module in model.modules}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """What brings the features of an encoder into the language model."""
+    """The projector of an encoder's features into the language model."""
 
     width: int
     """Columns between its two linear layers."""
     native: bool
     """It is the encoder's own merger."""
     outputs: int
-    """Columns that it makes."""
+    """Output columns."""
 
 
 def projection_of(model: ModelConfig) -> Projection | None:

@@ -1,4 +1,4 @@
-"""How the rows of an activation are divided among ranks: the arithmetic that plans and modules share. Pure."""
+"""The division of an activation's rows among ranks: the arithmetic that plans and modules share. Pure."""
 
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ def padded(rows: int, degree: int) -> int:
 
 
 def share_of(rows: int, degree: int) -> int:
-    """Rows of each of `degree` ranks that divide `rows`, filled up where they do not come out even."""
+    """Rows of each of `degree` ranks that divide `rows`, rounded up."""
     return -(-rows // degree)
 
 
@@ -19,21 +19,21 @@ def part_of(units: int, part: int, parts: int) -> tuple[int, int]:
 
 
 class RowSharding(Protocol):
-    """How tensor-parallel ranks divide the rows between two blocks (sequence parallelism)."""
+    """The division of rows between two blocks over tensor-parallel ranks (sequence parallelism)."""
 
     degree: int
 
     def shard(self, x: Any) -> Any:
-        """[..., R, D], equal on all ranks -> this rank's [..., ceil(R / degree), D], zeros behind all R; gradients are
-        gathered."""
+        """[..., R, D], equal on all ranks -> this rank's [..., ceil(R / degree), D], padded with zeros after all R;
+        gradients are gathered."""
 
     def gather(self, x: Any) -> Any:
-        """[..., r, D] of each rank -> [..., degree x r, D] on all, with what filled up the rows; everything after must
-        be equal on all ranks."""
+        """[..., r, D] of each rank -> [..., degree x r, D] on all ranks, padding included; all later operations must be
+        equal on all ranks."""
 
 
 class WholeRows:
-    """One rank has all rows."""
+    """The division for one rank, which has all rows."""
 
     degree = 1
 

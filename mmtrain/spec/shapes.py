@@ -1,4 +1,4 @@
-"""The numbers of a configured model that costs, geometry and adapters need. Pure; no weights."""
+"""The sizes and flags of a configured model for costs, geometry and adapters. Pure; no weights."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from mmtrain.spec.windows import Grid, Indices, feature_order, row_order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionShape:
-    """The numbers of a vision encoder with its projector."""
+    """The sizes of a vision encoder with its projector."""
 
     model_type: str
     width: int
@@ -25,20 +25,20 @@ class VisionShape:
     num_heads: int
     mlp_width: int
     patch_dim: int
-    """Numbers of one patch: channels x (time x) height x width."""
+    """Elements of one patch: channels x (time x) height x width."""
     hidden_act: str
     qkv_bias: bool = True
     key_bias: bool = True
-    """Whether the key has a bias where query and value have one."""
+    """Whether the key has a bias if query and value have one."""
     gated_mlp: bool = False
     """Whether a third linear layer gates the inner columns."""
     rms_norm: bool = False
-    """Whether norms only scale by the root of the mean square."""
+    """Whether norms are RMSNorms."""
     patch_size: int
     """Pixels along one side of a patch."""
     packed: bool
-    """Whether patches of images of any size come packed in one list, in merge-block order; otherwise all
-    images have one size and their patches are in row-major order."""
+    """Whether the patches of images of any size are packed into one list, in merge-block order; otherwise all images
+    have one size and their patches are in row-major order."""
     class_token: bool = False
     """Whether the encoder adds a row to each image."""
     final_norm: bool = False
@@ -46,11 +46,11 @@ class VisionShape:
     fixed_grid: tuple[int, int, int] | None = None
     """Patches (1, height, width) of every image; None for packed encoders."""
     one_row: bool = False
-    """Whether an image is one row of patches, which are merged along it alone: sound over time."""
+    """Whether an image is one row of patches, which are merged only along it: audio over time."""
     window: int = 0
-    """Side of the windows that attention stays in, in merged tokens; 0: the encoder has none."""
+    """Side of the attention windows in merged tokens; 0: the encoder has none."""
     full_blocks: tuple[int, ...] = ()
-    """With windows: blocks whose attention sees the whole frame."""
+    """With windows: blocks whose attention covers the whole frame."""
     native_merge: int = 0
     """Spatial merge of the encoder's own merger; 0 if it has none."""
     native_width: int = 0
@@ -64,17 +64,17 @@ class VisionShape:
         return self.merge if self.one_row else self.merge**2
 
     def row_order(self, grids: Sequence[Grid]) -> Indices:
-        """[R] int64: the packed patch that stands in each place of the order in which rows travel."""
+        """[R] int64: the packed patch of each row, see `windows.row_order`. Args: grids: patches of each image."""
         return row_order(grids, self.merge, self.window)
 
     def feature_order(self, grids: Sequence[Grid]) -> Indices:
-        """[V] int64: the feature that the rows make, place by place, in the order in which they travel."""
+        """[V] int64: the feature of each merged row, see `windows.feature_order`. Args: grids: as in `row_order`."""
         return feature_order(grids, self.merge, self.window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageShape:
-    """The numbers of a language model."""
+    """The sizes of a language model."""
 
     model_type: str
     width: int
@@ -96,7 +96,7 @@ class LanguageShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DitShape:
-    """The numbers of a diffusion transformer."""
+    """The sizes of a diffusion transformer."""
 
     model_type: str
     width: int
@@ -108,31 +108,31 @@ class DitShape:
     in_channels: int
     """Channels of the latents."""
     out_channels: int
-    """Channels of what it predicts."""
+    """Channels of its prediction."""
     text_width: int
     """Columns of the text encoder's states."""
     time_width: int
-    """Sines and cosines of a timestep."""
+    """Number of sines and cosines of a timestep."""
     cross_norm: bool
     """Whether a norm with parameters comes before cross-attention."""
     max_positions: int
-    """Most patches along each axis of a clip."""
+    """Largest number of patches along each axis of a clip."""
     behind_vae: bool = False
-    """Whether a VAE of the job makes its latents; the clean ones then travel with its activations to its last chunk."""
+    """Whether a VAE of the job makes its latents; its activations then have columns for the clean latents."""
 
     @property
     def patch_size(self) -> int:
-        """Latent places of one patch."""
+        """Latent positions of one patch."""
         return math.prod(self.patch)
 
     @property
     def patch_dim(self) -> int:
-        """Numbers of one patch."""
+        """Elements of one patch."""
         return self.in_channels * self.patch_size
 
     @property
     def output_dim(self) -> int:
-        """Numbers that are predicted for one patch."""
+        """Elements of the prediction for one patch."""
         return self.out_channels * self.patch_size
 
     @property
@@ -142,21 +142,21 @@ class DitShape:
 
 
 def check_prediction(model: ModelConfig) -> None:
-    """Refuses a DiT that cannot be trained to denoise.
+    """Checks that a DiT can be trained to denoise.
 
-    Raises: ConfigError: it predicts another number of channels than it reads.
+    Raises: ConfigError: it does not predict as many channels as it reads.
     """
     if model.dit is not None and (shape := dit_shape(model)).out_channels != shape.in_channels:
         raise ConfigError(
-            f"model.dit.config: out_channels = {shape.out_channels}, but in_channels = {shape.in_channels}: what is "
-            "predicted of latents has as many channels as they; make the two agree"
+            f"model.dit.config: out_channels = {shape.out_channels}, but in_channels = {shape.in_channels}: the "
+            "prediction must have as many channels as the latents; make them equal"
         )
 
 
 def vision_shape(model: ModelConfig) -> VisionShape:
-    """The numbers of the vision encoder of a model that has one.
+    """The sizes of the vision encoder of a model that has one.
 
-    Raises: ConfigError: sizes that do not fit together, or a projector that does not fit.
+    Raises: ConfigError: its sizes do not fit together, or the projector does not fit.
     """
     assert model.encoder is not None
     values = encoder_config(model.encoder)
@@ -164,7 +164,7 @@ def vision_shape(model: ModelConfig) -> VisionShape:
     if values["model_type"] in ("qwen2_vl_vision", "qwen2_5_vl_vision"):
         shape = _native_resolution(values, where, model.projector.spatial_merge)
     elif values["model_type"] == "whisper_encoder":
-        shape = _sound(values, where, model.projector.spatial_merge)
+        shape = _audio(values, where, model.projector.spatial_merge)
     else:
         shape = _fixed_size(values, where, model.projector.spatial_merge)
     _divides(where, "number of heads", shape.num_heads, "width", shape.width)
@@ -218,11 +218,11 @@ def _fixed_size(values: dict[str, Any], where: str, merge: int) -> VisionShape:
     patch = _single(where, "patch_size", values["patch_size"])
     image = _single(where, "image_size", values["image_size"])
     _divides(where, "patch_size", patch, "image_size", image)
-    side = image // patch
-    if side % merge:
+    patches_per_side = image // patch
+    if patches_per_side % merge:
         raise ConfigError(
-            f"model.projector.spatial_merge = {merge}, but {where} makes {side} x {side} patches; "
-            f"choose a divisor of {side}"
+            f"model.projector.spatial_merge = {merge}, but {where} makes {patches_per_side} x {patches_per_side} "
+            f"patches; choose a divisor of {patches_per_side}"
         )
     return VisionShape(
         model_type=values["model_type"],
@@ -237,12 +237,12 @@ def _fixed_size(values: dict[str, Any], where: str, merge: int) -> VisionShape:
         packed=False,
         class_token=values["model_type"] == "vit",
         final_norm=True,
-        fixed_grid=(1, side, side),
+        fixed_grid=(1, patches_per_side, patches_per_side),
         merge=merge,
     )
 
 
-def _sound(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+def _audio(values: dict[str, Any], where: str, merge: int) -> VisionShape:
     """The Whisper encoder: an "image" is a spectrogram, its patches are one row of `max_source_positions`."""
     frames = values["max_source_positions"]
     if frames % merge:
@@ -271,9 +271,9 @@ def _sound(values: dict[str, Any], where: str, merge: int) -> VisionShape:
 
 
 def check_patches_split(model: ModelConfig) -> None:
-    """Refuses an encoder whose images' patches cannot be divided over ranks.
+    """Checks that the patches of an encoder's images can be divided over ranks.
 
-    Raises: ConfigError: the encoder does not pack patches of any number.
+    Raises: ConfigError: they cannot, as its images have one fixed size.
     """
     if model.encoder is not None and not vision_shape(model).packed:
         model_type = vision_shape(model).model_type
@@ -284,9 +284,9 @@ def check_patches_split(model: ModelConfig) -> None:
 
 
 def language_shape(model: ModelConfig) -> LanguageShape:
-    """The numbers of the language model.
+    """The sizes of the language model.
 
-    Raises: ConfigError: sizes that do not fit together.
+    Raises: ConfigError: its sizes do not fit together.
     """
     values = language_config(model.language)
     where = _name("model.language", model.language)
@@ -318,9 +318,9 @@ def language_shape(model: ModelConfig) -> LanguageShape:
 
 
 def dit_shape(model: ModelConfig) -> DitShape:
-    """The numbers of the diffusion transformer of a model that has one.
+    """The sizes of the diffusion transformer of a model that has one.
 
-    Raises: ConfigError: sizes that do not fit together, or a text encoder of another width.
+    Raises: ConfigError: its sizes do not fit together, or do not fit the width of the text encoder.
     """
     assert model.dit is not None
     values, where = dit_config(model.dit), _name("model.dit", model.dit)
@@ -354,20 +354,20 @@ def dit_shape(model: ModelConfig) -> DitShape:
 
 
 def _single(where: str, key: str, value: Any) -> int:
-    """The one number of a size that may be given as a list of equal numbers."""
-    first, *others = value if isinstance(value, list | tuple) and value else [value]
-    if type(first) is not int or not 0 < first <= MOST or any(other != first for other in others):
+    """The number in a size that may be given as a list of equal numbers."""
+    size, *other_sizes = value if isinstance(value, list | tuple) and value else [value]
+    if type(size) is not int or not 0 < size <= MOST or any(x != size for x in other_sizes):
         raise ConfigError(f"{where}: {key} = {shown(value)}; only square sizes are supported: give one integer")
-    return first
+    return size
 
 
-def _divides(where: str, part_name: str, part: int, whole_name: str, whole: int) -> None:
-    if whole % part:
-        raise ConfigError(f"{where}: {whole_name} = {whole} is not a multiple of {part_name} = {part}; change one")
+def _divides(where: str, divisor_name: str, divisor: int, name: str, number: int) -> None:
+    if number % divisor:
+        raise ConfigError(f"{where}: {name} = {number} is not a multiple of {divisor_name} = {divisor}; change one")
 
 
 def _check_native(model: ModelConfig, shape: VisionShape, where: str) -> None:
-    """Refuses a native merger that is absent or does not fit."""
+    """Checks that a configured native merger exists and fits."""
     if model.projector.kind != "native":
         return
     if not shape.native_merge:

@@ -1,4 +1,4 @@
-"""Small models of the same families: narrow ones, and ones of few blocks. Pure; no weights."""
+"""Small models of the same families: narrow ones, and ones with few blocks. Pure; no weights."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,7 +30,7 @@ _HEAD_DIM = 16
 _TIME_WIDTH = 32
 
 _DEPTH_LISTS = ("layer_types", "max_window_layers", "sliding_window")
-"""Optional keys of language models that speak of single layers; what they say is refused or the default."""
+"""Optional keys of language models for single layers; only their default values are supported."""
 
 
 def with_segments(model: ModelConfig, segments: Mapping[str, int]) -> ModelConfig:
@@ -46,11 +46,14 @@ def with_segments(model: ModelConfig, segments: Mapping[str, int]) -> ModelConfi
 def narrow_model(
     model: ModelConfig, *, tp: Mapping[str, int], stages: Mapping[str, int], segments: Mapping[str, int]
 ) -> ModelConfig:
-    """A tiny model with inline configs and random weights, cut and divided as the real one.
+    """A tiny model with inline configs and random weights, cut and divided like the real one.
 
-    Kept: families, activation functions, biases, ratios of heads, what a DiT predicts and in which patches.
+    Unchanged: families, activation functions, biases, ratios of heads, prediction and patches of a DiT.
 
-    Args: of each module: tp: ranks that divide its layers. stages: chunks. segments: `num_segments`.
+    Args:
+        tp: module -> ranks that divide its layers.
+        stages: module -> number of chunks.
+        segments: module -> `num_segments`.
     """
     language = _narrow_language(model, tp["language"], stages["language"])
     width = language["hidden_size"]
@@ -103,8 +106,8 @@ def _narrow_language(model: ModelConfig, tp: int, num_stages: int) -> dict[str, 
         "num_hidden_layers": min(shape.depth, max(2, num_stages)),
         "vocab_size": _scaled(shape.vocab_size, 1, 1, tp),  # the tokenizer is the user's
     }
-    kept = {key: value for key, value in values.items() if key not in _DEPTH_LISTS}
-    return inline_config(kept, LANGUAGES[shape.model_type])
+    given = {key: value for key, value in values.items() if key not in _DEPTH_LISTS}
+    return inline_config(given, LANGUAGES[shape.model_type])
 
 
 def _narrow_encoder(model: ModelConfig, tp: int, num_stages: int, text_width: int) -> dict[str, Any]:
@@ -127,7 +130,7 @@ def _narrow_encoder(model: ModelConfig, tp: int, num_stages: int, text_width: in
 
 
 def _narrow_dit(model: ModelConfig, tp: int, num_stages: int, text_width: int) -> dict[str, Any]:
-    """Patches, channels and positions stay, and so does what a clip of the data is to it."""
+    """A narrow DiT. Patches, channels and positions are unchanged, so a clip has the same tokens."""
     assert model.dit is not None
     shape = dit_shape(model)
     heads = min(shape.num_heads, max(2, tp))
@@ -144,7 +147,7 @@ def _narrow_dit(model: ModelConfig, tp: int, num_stages: int, text_width: int) -
 
 
 def _narrow_vae(section: VaeConfig) -> dict[str, Any]:
-    """Latents stay, and so does what a clip of the data is to the DiT."""
+    """A narrow VAE. The sizes of latents are unchanged, so a clip has the same tokens."""
     values = vae_config(section)
     if values["model_type"] == "autoencoder_kl":
         levels = len(values["block_out_channels"])
@@ -160,20 +163,20 @@ def _lora(section: LoRAConfig) -> LoRAConfig:
     return replace(section, rank=rank, alpha=section.alpha * rank / section.rank)
 
 
-def _scaled(size: int, new: int, old: int, multiple: int) -> int:
-    """size * new / old, rounded up to a multiple."""
-    return -(-size * new // (old * multiple)) * multiple
+def _scaled(size: int, numerator: int, denominator: int, multiple: int) -> int:
+    """size * numerator / denominator, rounded up to a multiple."""
+    return -(-size * numerator // (denominator * multiple)) * multiple
 
 
 # ------------------------------------------------------------------------------------------- few blocks
 
 
 def fewer_blocks(model: ModelConfig, num_blocks: int) -> ModelConfig:
-    """The model with at most so many blocks of each kind, and inline configs."""
+    """The model with at most `num_blocks` blocks of each kind, and inline configs."""
     family = language_shape(model).model_type
     values = language_config(model.language)
     values["num_hidden_layers"] = min(values["num_hidden_layers"], num_blocks)
-    values.pop("layer_types", None)  # one entry a layer; those that are hosted all have one type
+    values.pop("layer_types", None)  # one entry for each layer; all supported layers have one type
     config = inline_config(values, LANGUAGES[family])
     language = replace(model.language, pretrained="", config=config, pipeline_layout="")
     projector = replace(model.projector, pretrained="")
@@ -188,10 +191,11 @@ def fewer_blocks(model: ModelConfig, num_blocks: int) -> ModelConfig:
 
 
 def one_block(model: ModelConfig, tp: int) -> ModelConfig:
-    """One block of the language model alone, trained even where it is frozen; of a text-to-video model a narrow DiT of
-    one block, with a frozen text encoder.
+    """The model reduced to one block of its language model, trainable even if it was frozen.
 
-    Args: tp: tensor-parallel ranks, which divide what is made narrow.
+    A text-to-video model is reduced to a narrow DiT of one block and a frozen text encoder.
+
+    Args: tp: tensor-parallel ranks, which divide the narrow DiT.
     """
     model = fewer_blocks(model, 1)
     if model.dit is not None:
@@ -223,6 +227,6 @@ def _fewer_dit_blocks(section: DitConfig, num_blocks: int) -> DitConfig:
 
 
 def inline_config(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """A config as one writes it into a TOML file: known keys with a value."""
-    known = {"model_type", *family.defaults, *family.optional}
-    return {key: value for key, value in values.items() if key in known and value is not None}
+    """The keys of a config that a TOML file may have: known keys with a value."""
+    keys = {"model_type", *family.defaults, *family.optional}
+    return {key: value for key, value in values.items() if key in keys and value is not None}

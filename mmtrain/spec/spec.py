@@ -1,8 +1,8 @@
-"""What planning knows of a model: modules, layers, parameters, FLOPs and bytes. Pure; no weights.
+"""The model as planning sees it: modules, layers, parameters, FLOPs and bytes. Pure; no weights.
 
-A model is a graph of modality modules, each a chain of layers (the smallest cut points). Costs are
-functions of a `WorkSize`: linear in rows, in attended pairs and in output rows, which is exact for
-transformers whose attention is block-diagonal over images or documents.
+A model is a graph of modality modules, each a chain of layers (the smallest cut points). Costs are linear functions of
+a `WorkSize`: of rows, attended pairs and output rows, which is exact for transformers whose attention is block-diagonal
+over images or documents.
 """
 
 import operator
@@ -17,24 +17,24 @@ from mmtrain.spec.windows import window_pairs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkSize:
-    """How much one sub-microbatch asks of a module."""
+    """The size of one sub-microbatch for a module: the counts on which its costs depend."""
 
     rows: int
     """Rows through the layers: patches of a vision encoder, packed tokens of a language model, latent tokens of a
-    DiT; of a VAE places of a latent frame times frames of pixels."""
+    DiT; for a VAE positions of a latent frame times frames of pixels."""
     pairs: int
-    """(query, key) pairs that attention really visits, summed over images or documents."""
+    """Attended (query, key) pairs, summed over images or documents."""
     outputs: int
-    """Rows that leave the module's last layers: merged image tokens; labelled positions of the loss; states of a text
-    encoder; latent tokens with a loss; latent places."""
+    """Output rows of the module's last layers: merged image tokens; labelled positions of the loss; states of a text
+    encoder; latent tokens with a loss; latent positions."""
     window_pairs: int = 0
-    """As `pairs`, in the blocks whose attention stays inside of windows."""
+    """Attended pairs in the blocks whose attention stays inside of windows."""
     cross_pairs: int = 0
     """(latent token, text token) pairs of cross-attention, summed over clips."""
     texts: int = 0
-    """Text tokens that travel beside the rows."""
+    """Text tokens in addition to the rows."""
     clips: int = 0
-    """Video clips, each with a timestep of its own."""
+    """Video clips, each with its own timestep."""
 
     def __add__(self, other: "WorkSize") -> "WorkSize":
         return WorkSize(
@@ -49,13 +49,13 @@ class WorkSize:
 
 
 TIME_ROWS = 7
-"""Rows of a clip beside its tokens in a DiT's activations: six of the timestep's projection, one of its embedding."""
+"""Additional rows of a clip in a DiT's activations: six of the timestep's projection, one of its embedding."""
 
 ZERO_WORK = WorkSize(rows=0, pairs=0, outputs=0)
 
 
 class Rates(NamedTuple):
-    """A linear function of a work's size: a constant, and an amount for each of what a `WorkSize` counts."""
+    """A linear function of a work's size: a constant, and a coefficient for each count of a `WorkSize`."""
 
     fixed: float = 0.0
     row: float = 0.0
@@ -78,7 +78,7 @@ class Rates(NamedTuple):
         return self + other * -1.0
 
     def __or__(self, other: "Rates") -> "Rates":
-        """The larger of each rate: of two sets of products, where for each rate one set holds the other's."""
+        """The maximum of each rate: the union of two sets of products, if for each rate one contains the other."""
         return Rates(*map(max, self, other))
 
     def __mul__(self, factor: float) -> "Rates":  # type: ignore[override]
@@ -93,25 +93,27 @@ ZERO_RATES = Rates()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How the ranks of a stage's submesh divide a module."""
+    """The division of a module over the ranks of a stage's submesh."""
 
     tp: int = 1
     """Ranks that divide the layers' columns, and rows between layers."""
     groups: int = 1
     """Groups of tp ranks that divide the rows."""
     key_groups: int = 1
-    """Of these, groups whose rows attention sees together: each gathers their keys and values."""
+    """Groups that share attention over their rows: each gathers the keys and values of all of them."""
 
     @property
     def ranks(self) -> int:
-        """Ranks of the submesh."""
+        """Number of ranks of the submesh."""
         return self.tp * self.groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeBytes:
-    """Of a layer's bytes, by the names of `LayerSpec`, those that every tensor-parallel rank has: what has all columns
-    of all rows, as what a norm gives is gathered for the linear layers behind it."""
+    """The part of a layer's bytes (named as in `LayerSpec`) that tensor-parallel ranks do not divide.
+
+    For example, the output of a norm is gathered for the linear layers after it.
+    """
 
     activation: Rates = ZERO_RATES
     product: Rates = ZERO_RATES
@@ -121,7 +123,7 @@ class WholeBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """Of a layer's activation_bytes, what divided ranks do not keep, and what they keep instead."""
+    """A part of a layer's activation_bytes that divided ranks do not keep (old), and its replacement (new)."""
 
     old: Rates = ZERO_RATES
     new: Rates = ZERO_RATES
@@ -144,20 +146,20 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """Forward, input-gradient and weight-gradient pass."""
+        """The sum of the forward, input-gradient and weight-gradient passes."""
         return self.forward + self.backward_input + self.backward_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """Low-rank adapters of a layer: all of it that trains."""
+    """LoRA adapters of a layer, whose other parameters are frozen."""
 
     num_params: int
     flops: Rates
-    """Forward FLOPs of the adapters' products; as many again for dX and for dW."""
+    """Forward FLOPs of the adapters' products; dX and dW have the same number each."""
     inside_flops: Rates
-    """FLOPs of the backward before the weight gradients where no gradient has to leave the layer. Attention counts
-    in full, although an adapter of the values alone needs a part of it."""
+    """FLOPs of the input-gradient pass if the layer's input needs no gradient. Attention counts in full, although an
+    adapter on the values alone needs only a part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,48 +171,48 @@ class LayerSpec:
     num_params: int
     trainable: bool
     matmul_flops: Rates
-    """Forward FLOPs of products with a weight; as many again for dX and for dW."""
+    """Forward FLOPs of products with a weight; dX and dW have the same number each."""
     attention_flops: Rates = ZERO_RATES
-    """Forward FLOPs of products of two activations (QK^T, PV); twice as many for their backward."""
+    """Forward FLOPs of products of two activations (QK^T, PV); the backward has twice as many."""
     activation_bytes: Rates = ZERO_RATES
     """Bytes kept from forward to backward."""
     product_bytes: Rates = ZERO_RATES
-    """Of a block: bytes of the results of its products with a weight, each once."""
+    """Bytes of the results of a block's products with a weight, each once."""
     attention_bytes: Rates = ZERO_RATES
-    """Of a block: bytes of the results of its attention (with the log-sum-exp)."""
+    """Bytes of the results of a block's attention (with the log-sum-exp)."""
     linear_bytes: Rates = ZERO_RATES
-    """Bytes that its linear layers hold between I and W of a split backward: what they read, each tensor once, and the
-    gradients of what they give. Without any (a convolution), weight gradients are made in I."""
+    """Bytes that its linear layers hold between I and W of a split backward: their inputs, each tensor once, and the
+    gradients of their outputs. 0: I computes its weight gradients (a convolution)."""
     output_bytes: Rates = ZERO_RATES
-    """Bytes handed to the next layer."""
+    """Bytes of the activation for the next layer."""
     output_width: int = 0
-    """Columns of the activation handed to the next layer; 0: a scalar loss, which goes nowhere."""
+    """Columns of the activation for the next layer; 0: the output is a scalar loss."""
     output_rows: Literal["rows", "outputs", "conditioned"] = "rows"
-    """Which count of a `WorkSize` is the number of rows of that activation; conditioned: rows, then text tokens, then
-    `TIME_ROWS` a clip, which travel together."""
+    """The count of a `WorkSize` that is the number of rows of that activation; conditioned: rows, then text tokens,
+    then `TIME_ROWS` for each clip, in one tensor."""
     weight_before_products: bool = False
     """A parameter (the input norm) comes before its products: their dX is needed whenever it trains."""
     num_shared_params: int = 0
-    """Of num_params, those that are a copy of an earlier layer's parameter (tied embeddings)."""
+    """Parameters that are a copy of an earlier layer's parameter (tied embeddings); part of num_params."""
     num_fixed_params: int = 0
-    """Of num_params, those that never train (sinusoidal positions)."""
+    """Parameters that never train (sinusoidal positions); part of num_params."""
     inner_flops: Rates = ZERO_RATES
-    """Of matmul_flops, those of products that read another product of this layer: without weight_before_products
-    their dX alone is needed whenever it trains."""
+    """FLOPs of products whose input is another product of this layer; part of matmul_flops. Without
+    weight_before_products, only their dX is needed whenever the layer trains."""
     passing_flops: Rates | None = None
-    """Of matmul_flops, those of products on the way of a gradient to the layer before; None: all. Not of products that
-    read data (latents, timesteps)."""
+    """FLOPs of products through which the gradient of the layer's input passes; part of matmul_flops; None: all.
+    Products that read data (latents, timesteps) are not among them."""
     whole_bytes: WholeBytes = WholeBytes()
-    """Of the bytes above, those that tensor-parallel ranks do not divide."""
+    """The part of the bytes above that tensor-parallel ranks do not divide."""
     gathered_keys: Replaced = Replaced()
-    """Where ranks divide the rows that attention sees; new: keys and values of all rows."""
+    """If ranks divide the rows of one attention; new: keys and values of all rows."""
     divided_logits: Replaced = Replaced()
-    """Where tensor-parallel ranks divide the vocabulary."""
+    """If tensor-parallel ranks divide the vocabulary."""
     unread_bytes: Rates = ZERO_RATES
-    """Of product_bytes, the result of the last product, which no backward reads, and of which each tensor-parallel
-    rank has all rows."""
+    """Bytes of the result of the last product, which no backward reads, and of which each tensor-parallel rank has all
+    rows; part of product_bytes."""
     adapters: AdapterSpec | None = None
-    """What trains of a layer with low-rank adapters, in addition to the amounts above; None: all of it, or nothing."""
+    """The adapters of a frozen layer, in addition to the amounts above; None: it has none."""
 
     @property
     def is_block(self) -> bool:
@@ -219,20 +221,21 @@ class LayerSpec:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether its weight gradients are made in the second half of a split backward."""
+        """Whether W of a split backward computes its weight gradients."""
         return self.trainable and self.linear_bytes != Rates()
 
     @property
     def num_trainable_params(self) -> int:
-        """Of num_params, those that train."""
+        """Number of parameters that train."""
         if self.adapters is not None:
             return self.adapters.num_params
         return self.num_params - self.num_fixed_params if self.trainable else 0
 
     def flops(self, size: WorkSize, *, input_grad: bool = True) -> Flops:
-        """FLOPs of this layer; no weight gradient of what is frozen, no backward at all if also nothing
-        before it is trainable (`input_grad` false).
+        """FLOPs of this layer for one work. A frozen layer has no weight gradients.
 
+        Args: input_grad: whether the gradient of the layer's input is needed, as something before it is trainable;
+            without it a frozen layer has no backward.
         Source: frozen-aware accounting, Cornstarch, arXiv:2503.11367.
         """
         matmul, attention = self.matmul_flops(size), self.attention_flops(size)
@@ -251,16 +254,16 @@ class LayerSpec:
             inside = self.inner_flops(size)
         return Flops(
             forward=matmul + attention,
-            # A trainable layer needs the gradients inside of it even if none has to leave it.
+            # A trainable layer needs the gradients inside of it even if that of its input is not needed.
             backward_input=inside + (2 * attention if backward else 0.0),
             backward_weight=matmul if self.trainable else 0.0,
         )
 
     def of_rank(self, division: Division) -> "LayerSpec":
-        """The layer with the bytes of one rank, where ranks divide evenly what they divide; the rest is as here."""
+        """The layer with the bytes of one rank, if ranks divide evenly; other amounts are unchanged."""
         if division.ranks == 1:
             return self
-        whole, activation, gathered = self.whole_bytes, self.activation_bytes, Rates()
+        undivided, activation, gathered = self.whole_bytes, self.activation_bytes, Rates()
         if division.tp > 1:
             activation = activation - self.divided_logits.old + self.divided_logits.new
         if division.key_groups > 1:
@@ -268,22 +271,22 @@ class LayerSpec:
             gathered = self.gathered_keys.new * (division.key_groups / division.ranks)
         return replace(
             self,
-            activation_bytes=_of_rank(activation, whole.activation, division) + gathered,
-            product_bytes=_of_rank(self.product_bytes, whole.product, division),
+            activation_bytes=_of_rank(activation, undivided.activation, division) + gathered,
+            product_bytes=_of_rank(self.product_bytes, undivided.product, division),
             attention_bytes=_of_rank(self.attention_bytes, Rates(), division),
-            linear_bytes=_of_rank(self.linear_bytes, whole.linear, division),
-            output_bytes=_of_rank(self.output_bytes, whole.output, division),
+            linear_bytes=_of_rank(self.linear_bytes, undivided.linear, division),
+            output_bytes=_of_rank(self.output_bytes, undivided.output, division),
             unread_bytes=self.unread_bytes * (1 / division.groups),
         )
 
     def _passing(self, size: WorkSize) -> float:
-        """FLOPs of dX where products read data: on the way out, and those that its own parameters need."""
+        """FLOPs of dX if some products read data: of products on the path to the input, or needed by its parameters."""
         assert self.passing_flops is not None
         return (self.passing_flops | self.inner_flops if self.trainable else self.passing_flops)(size)
 
 
-def _of_rank(all_of: Rates, whole: Rates, division: Division) -> Rates:
-    return all_of * (1 / division.ranks) + whole * (1 / division.groups - 1 / division.ranks)
+def _of_rank(total: Rates, undivided: Rates, division: Division) -> Rates:
+    return total * (1 / division.ranks) + undivided * (1 / division.groups - 1 / division.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,34 +294,34 @@ class ModuleSpec:
     """One modality module: a chain of layers with its own stream of rows."""
 
     name: str
-    """The key of works and stages."""
+    """Its name in works and stages."""
     layers: tuple[LayerSpec, ...]
     consumes: str = ""
-    """What its works are made of: a key of `modality.catalogue.MODALITIES`."""
+    """The content of its works: a key of `modality.catalogue.MODALITIES`."""
     after: tuple[str, ...] = ()
     """Modules whose output enters this module's first layer."""
     merge: int = 1
-    """Neighbouring patches along each side of an image that leave as one token."""
+    """Neighbouring patches along each side of an image that are merged to one token."""
     one_row: bool = False
-    """Its images have one row of patches (sound over time), and the merge is along it alone."""
+    """Its images have one row of patches (audio over time), which are merged only along it."""
     extra_rows: int = 0
     """Rows that the first layer adds to each frame of an image: 1 for a class token."""
     window: int = 0
-    """Side of the windows that some blocks attend in, in merged tokens; 0: there are none."""
+    """Side of the attention windows of some blocks, in merged tokens; 0: there are none."""
     patch: tuple[int, int, int] = (1, 1, 1)
-    """Of a DiT: latent frames, rows and columns of one token."""
+    """Latent frames, rows and columns of one token of a DiT."""
     latents_arrive: bool = False
-    """Of a DiT: its latents come from another module, and not with the batch."""
+    """The latents of a DiT come from another module, and not with the batch."""
     frames_per_latent: int = 1
-    """Of a VAE: frames behind the first one that become one latent frame."""
+    """Frames after the first one that a VAE encodes to one latent frame."""
     is_whole: bool = False
-    """It is not cut, and each tensor-parallel rank has and computes all of it."""
+    """It is not cut, and each tensor-parallel rank holds and computes all of it."""
     shares_units: bool = False
     """Tensor-parallel ranks may each hold all of it and divide its units (parallelism.encoder_tensor_parallel)."""
 
     @property
     def patches_per_token(self) -> int:
-        """Patches that leave as one token."""
+        """Patches that are merged to one token."""
         return self.merge if self.one_row else self.merge**2
 
     @property
@@ -328,7 +331,7 @@ class ModuleSpec:
 
     @property
     def num_trainable_params(self) -> int:
-        """Of num_params, those that train."""
+        """Number of parameters that train."""
         return sum(layer.num_trainable_params for layer in self.layers)
 
     @property
@@ -349,11 +352,11 @@ class ModuleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The modules in an order in which each comes after those that feed it."""
+    """The modules of a model, each after those that feed it."""
 
     modules: tuple[ModuleSpec, ...]
     tied_embeddings: bool = False
-    """The language model's head and token embedding are one parameter."""
+    """Whether the language model's head and token embedding are one parameter."""
 
     def module(self, name: str) -> ModuleSpec:
         """The module of that name."""
@@ -366,7 +369,7 @@ class ModelSpec:
 
     @property
     def reads_clips(self) -> bool:
-        """Whether it learns from video clips with captions."""
+        """Whether it is trained on video clips with captions."""
         return self.text.consumes == "captions"
 
     @property
@@ -381,38 +384,38 @@ class ModelSpec:
         return sum(layer.num_params - layer.num_shared_params for layer in layers)
 
     def grad_enters(self, name: str) -> bool:
-        """Whether something that feeds this module is trainable, so a gradient must leave its first layer."""
+        """Whether a module that feeds this one is trainable, so that the gradient of its input is needed."""
         return any(self.module(a).trainable or self.grad_enters(a) for a in self.module(name).after)
 
     def flops(self, name: str, size: WorkSize, layers: Iterable[int] | None = None) -> Flops:
-        """FLOPs of some layers (default: all) of a module for one work, knowing what is frozen."""
+        """FLOPs of some layers (default: all) of a module for one work; frozen layers have no weight gradients."""
         module = self.module(name)
-        wanted = set(range(len(module.layers)) if layers is None else layers)
+        chosen = set(range(len(module.layers)) if layers is None else layers)
         total, input_grad = Flops(), self.grad_enters(name)
         for index, layer in enumerate(module.layers):
-            if index in wanted:
+            if index in chosen:
                 total += layer.flops(size, input_grad=input_grad)
             input_grad = input_grad or layer.trainable
         return total
 
     def has_backward(self, name: str, last_layer: int) -> bool:
-        """Whether layers up to and including `last_layer` of a module take part in a backward."""
+        """Whether the layers of a module up to and including `last_layer` have a backward."""
         layers = self.module(name).layers[: last_layer + 1]
         return self.grad_enters(name) or any(layer.trainable for layer in layers)
 
     def activation_bytes(self, name: str, size: WorkSize, layers: Iterable[int] | None = None) -> float:
         """Bytes that some layers (default: all) of a module keep from forward to backward of one work.
 
-        Layers without a backward keep nothing. A frozen layer through which a gradient passes, or one with
-        adapters, keeps less than a trainable one, but is counted in full.
+        Layers without a backward keep nothing. A frozen layer through which a gradient passes, or one with adapters,
+        keeps less than a trainable layer, but is counted in full.
         """
         module = self.module(name)
-        wanted = range(len(module.layers)) if layers is None else layers
-        return sum(module.layers[i].activation_bytes(size) for i in wanted if self.has_backward(name, i))
+        chosen = range(len(module.layers)) if layers is None else layers
+        return sum(module.layers[i].activation_bytes(size) for i in chosen if self.has_backward(name, i))
 
 
 def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> WorkSize:
-    """How much some images ask of a vision module; attention stays inside of a frame.
+    """The size of a work of images for a vision module; attention stays inside of a frame.
 
     Args: grids: patches (time, height, width) of each image.
     Raises: DataError: a side is not a multiple of the spatial merge.
@@ -436,9 +439,12 @@ def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> Wo
 
 
 def documents_work(lengths: Iterable[int], num_targets: int, two_way: Iterable[int] = ()) -> WorkSize:
-    """How much packed documents ask of a language module; causal attention stays inside of a document.
+    """The size of a work of packed documents for a language module; causal attention stays inside of a document.
 
-    Args: two_way: tokens of each span of neighbours among which attention also goes to later tokens.
+    Args:
+        lengths: tokens of each document.
+        num_targets: labelled tokens.
+        two_way: lengths of the spans of consecutive tokens that also attend to later tokens of their span.
     """
     rows = pairs = 0
     for length in lengths:
@@ -449,7 +455,7 @@ def documents_work(lengths: Iterable[int], num_targets: int, two_way: Iterable[i
 
 
 def clips_work(num_tokens: Iterable[int], text_lengths: Iterable[int], num_targets: int) -> WorkSize:
-    """How much some clips ask of a DiT; attention stays inside of a clip and its own prompt.
+    """The size of a work of clips for a DiT; attention stays inside of a clip and its own prompt.
 
     Args: num_tokens, text_lengths: latent and text tokens of each clip. num_targets: latent tokens with a loss.
     """
@@ -460,17 +466,17 @@ def clips_work(num_tokens: Iterable[int], text_lengths: Iterable[int], num_targe
 
 
 def frames_work(module: ModuleSpec, latents: Iterable[tuple[int, int, int]]) -> WorkSize:
-    """How much the frames of some clips ask of a VAE; attention stays inside of a latent frame.
+    """The size of a work of clips' frames for a VAE; attention stays inside of a latent frame.
 
     Args: latents: latent frames, rows and columns of each clip.
     """
     total = ZERO_WORK
     for (frames, rows, columns), count in Counter(latents).items():
-        places = rows * columns
+        positions = rows * columns
         pixel_frames = 1 + module.frames_per_latent * (frames - 1)
         total += WorkSize(
-            rows=count * pixel_frames * places,
-            pairs=count * frames * places * places,
-            outputs=count * frames * places,
+            rows=count * pixel_frames * positions,
+            pairs=count * frames * positions * positions,
+            outputs=count * frames * positions,
         )
     return total

@@ -1,11 +1,10 @@
-"""What planning and data need of a frozen VAE's encoder: the sizes of latents, and its convolutions. Pure; no weights.
+"""The sizes of a frozen VAE's latents, and the convolutions of its encoder, for planning and data. Pure; no weights.
 
-A class of VAEs is supported by one function here, which reads its config, and one entry of `models.vae.HOSTS`, which
-calls it.
+To support a class of VAEs, add a function here that reads its config, and its adapter in `models.vae`.
 
-Amounts are in `Rates` of a work: `row`, places of a latent frame times frames of pixels; `output`, places of a latent
-frame times latent frames. Of a VAE that joins frames the first frame stays alone, so 1 + 4 k frames become 1 + k, and
-whatever happens halfway is a linear function of the two.
+Amounts are `Rates` of a work: `row` counts positions of a latent frame times frames of pixels; `output` counts
+positions of a latent frame times latent frames. A VAE that compresses time encodes the first frame by itself, so
+1 + 4 k frames become 1 + k, and the number of frames at each level between is a linear function of the two.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,23 +24,23 @@ PIXEL_CHANNELS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentScale:
-    """How much of a clip becomes one latent place; of a job without a VAE, whose latents are given, one of one."""
+    """The compression of a VAE in time and space; 1 and 1 in a job without a VAE, whose latents are given."""
 
     frames: int = 1
-    """Frames behind the first one that become one latent frame."""
+    """Frames after the first one that become one latent frame."""
     side: int = 1
-    """Pixels along a side of a frame that become one latent place."""
+    """Pixels along a side of a frame that become one latent position."""
 
     def frames_of(self, latent_frames: int) -> int:
-        """Frames that become so many latent ones."""
+        """Number of frames of pixels that become `latent_frames` latent frames."""
         return 1 + self.frames * (latent_frames - 1)
 
     def latent_frames(self, frames: int) -> int:
-        """Latent frames of the longest part of so many frames, at least one, that makes whole ones."""
+        """Number of whole latent frames of `frames` frames of pixels, at least one; remaining frames are cut off."""
         return 1 + (frames - 1) // self.frames
 
     def pixels(self, latents: Size) -> Size:
-        """Frames, rows and columns of the pixels of latents."""
+        """Frames, rows and columns of pixels. Args: latents: frames, rows and columns of latents."""
         frames, rows, columns = latents
         return self.frames_of(frames), rows * self.side, columns * self.side
 
@@ -54,9 +53,9 @@ class EncoderConvolution:
     inputs: int
     outputs: int
     taps: int
-    """Inputs of one output, along all axes."""
-    places: Rates
-    """Results of a work, each of all output channels."""
+    """Size of the kernel, over all axes."""
+    positions: Rates
+    """Output positions of a work, each with all output channels."""
     normed: bool = False
     """Whether a norm comes before it."""
     activated: bool = False
@@ -64,56 +63,55 @@ class EncoderConvolution:
 
     @property
     def flops(self) -> Rates:
-        """Of a forward."""
-        return _times(self.places, 2 * self.taps * self.inputs * self.outputs)
+        """FLOPs of a forward."""
+        return _times(self.positions, 2 * self.taps * self.inputs * self.outputs)
 
     @property
     def num_params(self) -> int:
-        """Weight and bias; of a norm nothing."""
+        """Number of parameters of weight and bias, without those of a norm."""
         return (self.taps * self.inputs + 1) * self.outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VaeShape:
-    """The numbers of a VAE's encoder."""
+    """The sizes of a VAE's encoder."""
 
     model_type: str
     scale: LatentScale
     channels: int
-    """Of the latents."""
+    """Channels of the latents."""
     shift: tuple[float, ...]
-    """[channels]: what is subtracted from the mode of the posterior."""
+    """[channels]: subtracted from the mode of the posterior."""
     factor: tuple[float, ...]
-    """[channels]: by what it is then multiplied."""
+    """[channels]: multiplied with the difference."""
     convolutions: tuple[EncoderConvolution, ...]
     """In the order in which they run."""
     norm_params: int
     """Parameters of a norm for each channel."""
     attention_width: int
-    """Columns of the attention among the places of a latent frame, which has one head; 0: there is none."""
+    """Columns of the attention among the positions of a latent frame, with one head; 0: there is no attention."""
 
     @property
     def num_params(self) -> int:
-        """Of the encoder, with the convolution behind it."""
+        """Number of parameters of the encoder, including the convolution after it."""
         norms = sum(c.inputs for c in self.convolutions if c.normed) * self.norm_params
         return sum(c.num_params for c in self.convolutions) + norms
 
     @property
     def flops(self) -> Rates:
-        """Of all convolutions, forward."""
+        """Forward FLOPs of all convolutions."""
         return sum((c.flops for c in self.convolutions), Rates())
 
     @property
     def attention_flops(self) -> Rates:
-        """Of the attention, forward."""
+        """Forward FLOPs of the attention."""
         return Rates(pair=4 * self.attention_width)
 
 
 def vae_shape(model: ModelConfig) -> VaeShape:
-    """The numbers of the VAE of a model that has one.
+    """The sizes of the VAE of a model that has one.
 
-    Raises: ConfigError: a config that the class cannot have or that is not supported, or latents that the DiT does not
-        read.
+    Raises: ConfigError: the config is wrong or not supported, or the DiT does not read latents of as many channels.
     """
     assert model.vae is not None
     shape = _read(model.vae)
@@ -126,7 +124,7 @@ def vae_shape(model: ModelConfig) -> VaeShape:
 
 
 def latent_scale(section: VaeConfig) -> LatentScale:
-    """How much becomes one latent place. Errors: see `vae_shape`."""
+    """The compression of a VAE. Errors: see `vae_shape`."""
     return _read(section).scale
 
 
@@ -143,7 +141,7 @@ def _name(section: VaeConfig) -> str:
 
 
 def _autoencoder_kl(values: dict[str, Any], where: str) -> VaeShape:
-    """AutoencoderKL: each frame by itself, as an image."""
+    """AutoencoderKL, which encodes each frame as an image."""
     widths, kinds = values["block_out_channels"], values["down_block_types"]
     groups = values["norm_num_groups"]
     if not widths or len(kinds) != len(widths) or set(kinds) != {"DownEncoderBlock2D"}:
@@ -157,22 +155,26 @@ def _autoencoder_kl(values: dict[str, Any], where: str) -> VaeShape:
                 f"{where}: block_out_channels has {width}, no multiple of norm_num_groups = {groups}; change one"
             )
     _check_pixels(values, where)
-    channels, last = values["latent_channels"], len(widths) - 1
+    channels, last_level = values["latent_channels"], len(widths) - 1
 
-    def places(level: int) -> Rates:
-        return Rates(row=4 ** (last - level))
+    def positions(level: int) -> Rates:
+        return Rates(row=4 ** (last_level - level))
 
-    found = [EncoderConvolution(name="conv_in", inputs=3, outputs=widths[0], taps=9, places=places(0))]
-    before = widths[0]
+    convolutions = [EncoderConvolution(name="conv_in", inputs=3, outputs=widths[0], taps=9, positions=positions(0))]
+    inputs = widths[0]
     for level, width in enumerate(widths):
         for i in range(values["layers_per_block"]):
-            found += _residual(f"down_blocks.{level}.resnets.{i}", before, width, 9, places(level))
-            before = width
-        if level < last:
+            convolutions += _residual(f"down_blocks.{level}.resnets.{i}", inputs, width, 9, positions(level))
+            inputs = width
+        if level < last_level:
             name = f"down_blocks.{level}.downsampler"
-            found.append(EncoderConvolution(name=name, inputs=width, outputs=width, taps=9, places=places(level + 1)))
+            convolutions.append(
+                EncoderConvolution(name=name, inputs=width, outputs=width, taps=9, positions=positions(level + 1))
+            )
     attends = values["mid_block_add_attention"]
-    found += _tail(before, 2 * channels, 9, places(last), attends=attends, quantises=values["use_quant_conv"])
+    convolutions += _tail(
+        inputs, 2 * channels, 9, positions(last_level), attends=attends, quantises=values["use_quant_conv"]
+    )
     for key in ("latents_mean", "latents_std"):
         if values.get(key) is not None:
             raise ConfigError(
@@ -183,13 +185,13 @@ def _autoencoder_kl(values: dict[str, Any], where: str) -> VaeShape:
         raise ConfigError(f"{where}: shift_factor = {shift!r}; it must be a number")
     return VaeShape(
         model_type=values["model_type"],
-        scale=LatentScale(side=2**last),
+        scale=LatentScale(side=2**last_level),
         channels=channels,
         shift=(float(shift or 0.0),) * channels,
         factor=(float(values["scaling_factor"]),) * channels,
-        convolutions=tuple(found),
+        convolutions=tuple(convolutions),
         norm_params=2,
-        attention_width=before if attends else 0,
+        attention_width=inputs if attends else 0,
     )
 
 
@@ -197,19 +199,19 @@ def _autoencoder_kl(values: dict[str, Any], where: str) -> VaeShape:
 
 
 def _autoencoder_kl_wan(values: dict[str, Any], where: str) -> VaeShape:
-    """AutoencoderKLWan: convolutions over time see earlier frames alone, and two levels halve the frames."""
+    """AutoencoderKLWan, whose convolutions are causal in time; two of its levels halve the number of frames."""
     widths = [values["base_dim"] * factor for factor in values["dim_mult"]]
-    halves, channels = values["temperal_downsample"], values["z_dim"]
-    last = len(widths) - 1
-    if not widths or len(halves) != last or sum(halves) != 2:
+    halves_frames, channels = values["temperal_downsample"], values["z_dim"]
+    last_level = len(widths) - 1
+    if not widths or len(halves_frames) != last_level or sum(halves_frames) != 2:
         raise ConfigError(
-            f"{where}: temperal_downsample = {list(halves)} with dim_mult = {list(values['dim_mult'])}; it has one "
-            "entry less than dim_mult, two of them true, since the class encodes four frames at once"
+            f"{where}: temperal_downsample = {list(halves_frames)} with dim_mult = {list(values['dim_mult'])}; it has "
+            "one entry less than dim_mult, two of them true, since the class encodes four frames at once"
         )
     for key, absent in (("is_residual", False), ("patch_size", None), ("attn_scales", ())):
-        if (given := values.get(key, absent)) and given != absent:
+        if (value := values.get(key, absent)) and value != absent:
             raise ConfigError(
-                f"{where}: {key} = {given!r} is of another kind of VAE (Wan 2.2), which is not supported; choose "
+                f"{where}: {key} = {value!r} is of another kind of VAE (Wan 2.2), which is not supported; choose "
                 "one of Wan 2.1"
             )
     for key in ("latents_mean", "latents_std"):
@@ -221,88 +223,92 @@ def _autoencoder_kl_wan(values: dict[str, Any], where: str) -> VaeShape:
     if min(values["latents_std"]) <= 0:
         raise ConfigError(f"{where}: latents_std = {list(values['latents_std'])}; each must be above 0")
     _check_pixels(values, where)
-    first = values["base_dim"]
-    done = 0
+    base_dim = values["base_dim"]
+    num_halvings = 0
 
-    def places(level: int) -> Rates:
-        return _times(_frames(done), 4 ** (last - level))
+    def positions(level: int) -> Rates:
+        return _times(_frames(num_halvings), 4 ** (last_level - level))
 
-    found = [EncoderConvolution(name="conv_in", inputs=3, outputs=first, taps=27, places=places(0))]
-    before, number = first, 0
+    convolutions = [EncoderConvolution(name="conv_in", inputs=3, outputs=base_dim, taps=27, positions=positions(0))]
+    inputs, number = base_dim, 0
     for level, width in enumerate(widths):
         for _ in range(values["num_res_blocks"]):
-            found += _residual(f"down_blocks.{number}", before, width, 27, places(level))
-            before, number = width, number + 1
-        if level == last:
+            convolutions += _residual(f"down_blocks.{number}", inputs, width, 27, positions(level))
+            inputs, number = width, number + 1
+        if level == last_level:
             break
         name = f"down_blocks.{number}"
-        below = places(level + 1)
-        found.append(EncoderConvolution(name=f"{name}.resample", inputs=width, outputs=width, taps=9, places=below))
+        positions_below = positions(level + 1)
+        convolutions.append(
+            EncoderConvolution(name=f"{name}.resample", inputs=width, outputs=width, taps=9, positions=positions_below)
+        )
         number += 1
-        if halves[level]:
-            done += 1
-            later = _times(_later_frames(done), 4 ** (last - level - 1))
-            found.append(EncoderConvolution(name=f"{name}.time", inputs=width, outputs=width, taps=3, places=later))
-    found += _tail(before, 2 * channels, 27, places(last), attends=True, quantises=True)
+        if halves_frames[level]:
+            num_halvings += 1
+            later_positions = _times(_later_frames(num_halvings), 4 ** (last_level - level - 1))
+            convolutions.append(
+                EncoderConvolution(name=f"{name}.time", inputs=width, outputs=width, taps=3, positions=later_positions)
+            )
+    convolutions += _tail(inputs, 2 * channels, 27, positions(last_level), attends=True, quantises=True)
     return VaeShape(
         model_type=values["model_type"],
-        scale=LatentScale(frames=4, side=2**last),
+        scale=LatentScale(frames=4, side=2**last_level),
         channels=channels,
         shift=tuple(float(x) for x in values["latents_mean"]),
         factor=tuple(1 / float(x) for x in values["latents_std"]),
-        convolutions=tuple(found),
+        convolutions=tuple(convolutions),
         norm_params=1,
-        attention_width=before,
+        attention_width=inputs,
     )
 
 
 def _frames(halved: int) -> Rates:
-    """Frames after so many of two halvings, for each place: of 1 + 4 k frames all, 1 + 2 k, or 1 + k."""
-    left = 4 / 2**halved
-    return Rates(row=(left - 1) / 3, output=(4 - left) / 3)
+    """Frames for each position after 0, 1 or 2 halvings: 1 + 4 k, 1 + 2 k, or 1 + k."""
+    remaining = 4 / 2**halved
+    return Rates(row=(remaining - 1) / 3, output=(4 - remaining) / 3)
 
 
 def _later_frames(halved: int) -> Rates:
-    """The same without the first frame, of which no convolution over time with a stride is made."""
-    left = 4 / 2**halved
-    return Rates(row=left / 3, output=-left / 3)
+    """The same without the first frame, which the strided convolution over time leaves out."""
+    remaining = 4 / 2**halved
+    return Rates(row=remaining / 3, output=-remaining / 3)
 
 
-# ------------------------------------------------------------------------------------------- what both have
+# --------------------------------------------------------------------------------------------------- both
 
 
-def _residual(name: str, inputs: int, outputs: int, taps: int, places: Rates) -> Iterator[EncoderConvolution]:
-    """Two convolutions with norms before them, and one on the way around them where the width changes."""
-    for part, width in (("conv1", inputs), ("conv2", outputs)):
+def _residual(name: str, inputs: int, outputs: int, taps: int, positions: Rates) -> Iterator[EncoderConvolution]:
+    """A residual block: two convolutions with norms before them, and one in the shortcut if the width changes."""
+    for convolution, width in (("conv1", inputs), ("conv2", outputs)):
         yield EncoderConvolution(
-            name=f"{name}.{part}",
+            name=f"{name}.{convolution}",
             inputs=width,
             outputs=outputs,
             taps=taps,
-            places=places,
+            positions=positions,
             normed=True,
             activated=True,
         )
     if inputs != outputs:
-        yield EncoderConvolution(name=f"{name}.shortcut", inputs=inputs, outputs=outputs, taps=1, places=places)
+        yield EncoderConvolution(name=f"{name}.shortcut", inputs=inputs, outputs=outputs, taps=1, positions=positions)
 
 
 def _tail(
-    width: int, outputs: int, taps: int, places: Rates, *, attends: bool, quantises: bool
+    width: int, outputs: int, taps: int, positions: Rates, *, attends: bool, quantises: bool
 ) -> Iterator[EncoderConvolution]:
-    """The middle block and what follows it."""
-    yield from _residual("mid_block.resnets.0", width, width, taps, places)
+    """The middle block and the last convolutions."""
+    yield from _residual("mid_block.resnets.0", width, width, taps, positions)
     if attends:
         yield EncoderConvolution(
-            name="mid_block.qkv", inputs=width, outputs=3 * width, taps=1, places=places, normed=True
+            name="mid_block.qkv", inputs=width, outputs=3 * width, taps=1, positions=positions, normed=True
         )
-        yield EncoderConvolution(name="mid_block.proj", inputs=width, outputs=width, taps=1, places=places)
-    yield from _residual("mid_block.resnets.1", width, width, taps, places)
+        yield EncoderConvolution(name="mid_block.proj", inputs=width, outputs=width, taps=1, positions=positions)
+    yield from _residual("mid_block.resnets.1", width, width, taps, positions)
     yield EncoderConvolution(
-        name="conv_out", inputs=width, outputs=outputs, taps=taps, places=places, normed=True, activated=True
+        name="conv_out", inputs=width, outputs=outputs, taps=taps, positions=positions, normed=True, activated=True
     )
     if quantises:
-        yield EncoderConvolution(name="quant_conv", inputs=outputs, outputs=outputs, taps=1, places=places)
+        yield EncoderConvolution(name="quant_conv", inputs=outputs, outputs=outputs, taps=1, positions=positions)
 
 
 def _check_pixels(values: dict[str, Any], where: str) -> None:

@@ -1,8 +1,8 @@
-"""The windows of an encoder whose blocks attend inside of them, and the order in which its rows travel. Pure.
+"""The attention windows of an encoder, and the order of its rows. Pure.
 
-A frame is cut into squares of window x window units, smaller at its right and lower edges; a unit is the
-merge x merge patches that become one feature. Rows travel window by window, so that each is one segment, and
-inside of a window in the order of the image. A window of 0 stands for none: the rows keep their order.
+A frame is cut into windows of window x window units, smaller at its right and lower edges; a unit is the merge x merge
+patches that become one feature. Rows are ordered window by window, so that each window is one segment, and inside of a
+window in the order of the image. With a window of 0 (no windows) the rows keep their order.
 
 Source: Qwen2.5-VL, arXiv:2502.13923, sec. 2.1.1.
 """
@@ -17,9 +17,12 @@ Grid = tuple[int, int, int]
 
 
 def feature_order(grids: Sequence[Grid], merge: int, window: int) -> Indices:
-    """[V] int64: which unit of the images, counted row by row, stands in each place of the order of travel.
+    """[V] int64: for each position in the order of the rows, the unit of the images, counted row by row.
 
-    Args: grids: patches (time, height, width) of each image. window: units along a side.
+    Args:
+        grids: patches (time, height, width) of each image.
+        merge: patches along a side of a unit.
+        window: units along a side of a window; 0: no windows.
     """
     order, start = [], 0
     for t, h, w in grids:
@@ -36,13 +39,13 @@ def feature_order(grids: Sequence[Grid], merge: int, window: int) -> Indices:
 
 
 def row_order(grids: Sequence[Grid], merge: int, window: int) -> Indices:
-    """[R] int64: which packed patch of the images stands in each place of the order of travel."""
+    """[R] int64: for each row in order, the packed patch of the images. Args: see `feature_order`."""
     inside = np.arange(merge**2, dtype=np.int64)
     return (feature_order(grids, merge, window)[:, None] * merge**2 + inside).reshape(-1)
 
 
 def window_rows(grids: Iterable[Grid], merge: int, window: int) -> list[int]:
-    """Rows of each window, in the order of travel."""
+    """Number of rows of each window, in the order of the rows. Args: see `feature_order`."""
     rows = []
     for t, h, w in grids:
         heights, widths = _cut(h // merge, window), _cut(w // merge, window)
@@ -51,12 +54,12 @@ def window_rows(grids: Iterable[Grid], merge: int, window: int) -> list[int]:
 
 
 def window_pairs(grid: Grid, merge: int, window: int) -> int:
-    """(query, key) pairs inside of the windows of one image."""
+    """Number of (query, key) pairs inside of the windows of one image. Args: see `feature_order`."""
     t, h, w = grid
-    down, across = (sum(side**2 for side in _cut(total // merge, window)) for total in (h, w))
+    down, across = (sum(length**2 for length in _cut(total // merge, window)) for total in (h, w))
     return t * down * across * merge**4
 
 
 def _cut(total: int, size: int) -> list[int]:
-    """Lengths of the pieces of `size`, and of what is left."""
+    """Lengths of the pieces of `size`, and of the remainder."""
     return [size] * (total // size) + [total % size] * (total % size > 0)

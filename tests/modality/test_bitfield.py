@@ -88,7 +88,7 @@ def test_a_long_sequence_is_counted_without_a_square():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"document": 1 << 19}, "room for 524288 documents .* number 524288 has none"),
+        ({"document": 1 << 19}, "room for 524288 documents .* number 524288 does not fit"),
         ({"span": 1 << 16}, "room for 65536 spans"),
         ({"group": GROUP_BITS, "full": 0xFFF}, "room for 12 groups"),
         ({"earlier": 1 << 12}, "earlier = 0x1000"),

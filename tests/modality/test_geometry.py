@@ -49,7 +49,7 @@ def test_a_fixed_size_ignores_the_image(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("encoder", "options", "message"),
     [
-        ({"model_type": "whisper_encoder"}, {}, "reads spectrograms of sound, but the data loader reads images"),
+        ({"model_type": "whisper_encoder"}, {}, "reads spectrograms of audio, but the data loader reads only images"),
         ({"model_type": "clap"}, {}, "'clap' has no known image layout; known are qwen2_vl"),
         (
             {"model_type": "vit", "image_size": 60, "patch_size": 16},

@@ -99,7 +99,7 @@ def test_a_vector_that_is_lost_is_named(batching: tuple[IterationMeta, Batching]
     meta, made = batching
     items = list(made.items)
     items[4] = replace(items[4], units=())
-    with pytest.raises(DataError, match="the vector of sample 1 stands 1 times in the batch, but in 0 places of its"):
+    with pytest.raises(DataError, match="the vector of sample 1 occurs 1 times in the batch, but 0 times in its"):
         check_conservation(meta, replace(made, items=tuple(items)))
 
 

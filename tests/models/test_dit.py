@@ -298,7 +298,7 @@ def test_weights_load_from_a_folder_of_diffusers(tmp_path: Any) -> None:
         ({"attention_head_dim": 15}, "attention_head_dim = 15; rotary positions of three axes need an even one"),
         ({"freq_dim": 7}, "freq_dim = 7; sines and cosines of timesteps need an even one"),
         ({"patch_size": [2, 2]}, "patch_size = [2, 2]; it is [frames, rows, columns]"),
-        ({"qk_norm": "layer_norm"}, 'qk_norm = "layer_norm", but the class always norms'),
+        ({"qk_norm": "layer_norm"}, 'qk_norm = "layer_norm", but the class always normalizes'),
         ({"ffn_dims": 4}, 'unknown key "ffn_dims"; did you mean "ffn_dim"?'),
         ({"model_type": "van"}, 'model_type = "van" is no supported diffusion transformer'),
         ({"num_layers": "3"}, 'num_layers = "3"; it must be an integer above 0'),

@@ -87,12 +87,12 @@ def with_images(batching: Batching, work: int, places: list[tuple[int, int]]) ->
 @pytest.mark.parametrize(
     ("work", "places", "message"),
     [
-        (1, [], "image 2 of sample 3 stands 1 times in the batch, but in 0 places"),
-        (1, [(0, 2), (0, 2)], "image 2 of sample 3 stands 1 times in the batch, but in 2 places"),
-        (1, [(0, 1)], "image 1 of sample 3 stands 1 times in the batch, but in 2 places"),
-        (1, [(0, 2), (2, 0)], "microbatch 0: image 0 of sample 7 stands 0 times"),
-        (0, [(0, 1), (0, 0)], "image 1 of sample 3 stands where image 0 of sample 3 belongs"),
-        (3, [(0, 0)], "microbatch 1: the document of sample 5 stands 1 times in the batch, but in 0 places"),
+        (1, [], "image 2 of sample 3 occurs 1 times in the batch, but 0 times"),
+        (1, [(0, 2), (0, 2)], "image 2 of sample 3 occurs 1 times in the batch, but 2 times"),
+        (1, [(0, 1)], "image 1 of sample 3 occurs 1 times in the batch, but 2 times"),
+        (1, [(0, 2), (2, 0)], "microbatch 0: image 0 of sample 7 occurs 0 times"),
+        (0, [(0, 1), (0, 0)], "image 1 of sample 3 is at the position of image 0 of sample 3"),
+        (3, [(0, 0)], "microbatch 1: the document of sample 5 occurs 1 times in the batch, but 0 times"),
     ],
 )
 def test_lost_doubled_and_moved_images_are_named(work: int, places: list[tuple[int, int]], message: str) -> None:

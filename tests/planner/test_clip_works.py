@@ -105,10 +105,10 @@ def with_clips(batching: Batching, work: int, samples: list[int]) -> Batching:
 @pytest.mark.parametrize(
     ("work", "samples", "message"),
     [
-        (3, [1], "the clip of sample 2 stands 1 times in the batch, but in 0 places of its DiT works"),
-        (1, [1, 1], "the clip of sample 1 stands 1 times in the batch, but in 2 places of its text works"),
-        (3, [2, 1], "the clip of sample 2 stands where the clip of sample 1 belongs"),
-        (5, [0], "microbatch 1: the clip of sample 3 stands 1 times in the batch, but in 0 places of its DiT works"),
+        (3, [1], "the clip of sample 2 occurs 1 times in the batch, but 0 times in its DiT works"),
+        (1, [1, 1], "the clip of sample 1 occurs 1 times in the batch, but 2 times in its text works"),
+        (3, [2, 1], "the clip of sample 2 is at the position of the clip of sample 1"),
+        (5, [0], "microbatch 1: the clip of sample 3 occurs 1 times in the batch, but 0 times in its DiT works"),
     ],
 )
 def test_lost_doubled_and_moved_clips_are_named(work: int, samples: list[int], message: str) -> None:
@@ -207,7 +207,7 @@ def test_a_vae_has_a_work_of_its_own_for_each_dit_work() -> None:
 
 def test_vae_works_that_lose_clips_or_feed_others_are_refused() -> None:
     batching = make_batching(META, WITH_VAE, 2)
-    with pytest.raises(DataError, match=r"the clip of sample 1 .* 2 places of its VAE works"):
+    with pytest.raises(DataError, match=r"the clip of sample 1 .* 2 times in its VAE works"):
         check_conservation(META, with_clips(batching, 1, [1, 1]))
     size = replace(batching.sizes[1], outputs=batching.sizes[1].outputs - 1)
     with pytest.raises(DataError, match="but its VAE works process"):

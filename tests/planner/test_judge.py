@@ -59,7 +59,7 @@ def test_times_that_cannot_be_are_refused(rank: int, step: int, change: dict[str
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"makespan_s": 3.0}, r"makespan_s = 3, but from the first start to the last end are \d"),
+        ({"makespan_s": 3.0}, r"makespan_s = 3, but the time from the first start to the last end is \d"),
         ({"peak_bytes": [9.0, 1.0]}, r"peak_bytes\[0\] = 9, but the activations of that rank reach 2"),
         ({"peak_bytes": [2.0]}, r"peak_bytes has 1 entries for 2 ranks; give one a rank"),
         ({"status": "infeasible"}, r'status = "infeasible": .* but the order of schedule interleave is one'),

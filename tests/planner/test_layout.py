@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.images import Images, ImagesLayout
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.modality.submesh import Submesh, longest_first, pad_indices
+from mmtrain.modality.submesh import Submesh, pad_indices
+from mmtrain.modality.token_split import longest_first
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.layout import IterationLayout
 from mmtrain.spec.spec import Division, ModelSpec

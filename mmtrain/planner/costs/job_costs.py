@@ -1,4 +1,4 @@
-"""The cost model that a job's config asks for. Pure."""
+"""The cost model that a job's config selects. Pure."""
 
 from mmtrain.config.config import Config
 from mmtrain.modality.submesh import Submesh
@@ -10,13 +10,13 @@ from mmtrain.spec.spec import ModelSpec
 
 
 def cost_model(config: Config, spec: ModelSpec) -> CostModel:
-    """What `[planner]` says that layers and transfers take: as measured, as simulated, or FLOPs over one rate.
+    """The cost model that `[planner]` selects: measured, simulated, or FLOPs over one rate.
 
-    Of a job whose partition is not known yet; see `on_partition`.
+    It does not depend on the partition yet; see `on_partition`.
 
     Raises:
-        ConfigError: hardware that does not exist or does not fit, or a profile of another job.
-        PlanError: a profile that cannot be read.
+        ConfigError: the hardware does not exist or does not fit, or the profile belongs to another job.
+        PlanError: the profile cannot be read.
     """
     if config.planner.profile:
         return MeasuredCosts.of(config, spec)
@@ -25,6 +25,6 @@ def cost_model(config: Config, spec: ModelSpec) -> CostModel:
     return FlopsCosts.of(config.planner, shares=Submesh.of(config).size)
 
 
-def on_partition(costs: CostModel, parts: Partition) -> CostModel:
-    """The costs with what depends on the partition: the transfers that an action posts, where that was measured."""
-    return costs.on(parts) if isinstance(costs, MeasuredCosts) else costs
+def on_partition(costs: CostModel, partition: Partition) -> CostModel:
+    """The costs on a partition: measured costs count the transfers that an action posts there."""
+    return costs.on(partition) if isinstance(costs, MeasuredCosts) else costs

@@ -16,27 +16,27 @@ from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """What a profile says that layers, actions and transfers take: a `CostModel`."""
+    """Seconds of layers, actions and transfers from a profile: a `CostModel`."""
 
     profile: Profile
     p2p: P2P
     host_copy: HostCopy = PCIE
     splits_backward: bool = False
-    """Whether the schedule splits backwards: layers that keep what W needs are a little slower."""
+    """Whether the schedule splits backwards: layers that keep the tensors for W are a little slower."""
     transfers_per_action: float = 0.0
-    """Ends of transfers that a rank posts for each F (and each backward)."""
+    """Sends and receives that a rank posts for each F (and each backward), on average."""
     several_ranks: bool = False
     """Whether there are several pipeline ranks."""
 
     @classmethod
     def of(cls, config: Config, spec: ModelSpec, partition: Partition | None = None) -> "MeasuredCosts":
-        """The costs of a job from the file that its planner.profile names.
+        """The costs of a job from the profile in the file `planner.profile`.
 
-        A profile of one pipeline rank has no transfers: those are then as `[planner]` says.
+        A profile of one pipeline rank has no transfers; their latency and rate are then those of `[planner]`.
 
         Args: partition: None: actions post no transfer; see `on`.
         Raises:
-            ConfigError: the profile is of another model, dtype or submesh of ranks.
+            ConfigError: the profile belongs to another model, dtype or submesh of ranks.
             PlanError: the file cannot be read.
         """
         section = config.planner
@@ -45,42 +45,47 @@ class MeasuredCosts:
         p2p = P2P(latency_s=section.p2p_latency_s, bytes_per_s=section.p2p_bytes_per_s)
         if profile.transfer:
             p2p = P2P(latency_s=profile.transfer.latency_s, bytes_per_s=1 / profile.transfer.byte_s)
-        found = cls(
+        costs = cls(
             profile=profile,
             p2p=p2p,
             host_copy=profile.host_copy or HostCopy(bytes_per_s=section.host_bytes_per_s),
             splits_backward=job_schedule(config).splits_backward,
             several_ranks=config.parallelism.pipeline_parallel_degree > 1,
         )
-        return found if partition is None else found.on(partition)
+        return costs if partition is None else costs.on(partition)
 
     def on(self, partition: Partition) -> "MeasuredCosts":
-        """The same costs, where actions post the transfers of a partition."""
+        """The same costs, with the transfers that actions post on a partition."""
         return replace(self, transfers_per_action=transfers_per_action(partition))
 
     def layer(self, module: ModuleSpec, index: int, size: WorkSize, *, input_grad: bool) -> LayerTimes:
-        """Seconds of a layer as fitted. Measured with the gradient of its input where that is not wanted, or the other
-        way round, its backward is scaled by FLOPs."""
+        """Seconds of a layer as fitted.
+
+        If the layer was measured with the gradient of its input and is needed without it, or the other way round, its
+        backward is scaled by FLOPs.
+        """
         layer = module.layers[index]
-        found = self.profile.layer(module.name, layer)
+        fit = self.profile.layer(module.name, layer)
         if not (input_grad or layer.trainable):
-            return LayerTimes(forward_s=found.at("forward", size))
+            return LayerTimes(forward_s=fit.at("forward", size))
         if self.splits_backward:
-            forward, inside = found.at("split_forward", size), found.at("backward_input", size)
-            later = found.at("backward_weight", size)
+            forward_s, input_s = fit.at("split_forward", size), fit.at("backward_input", size)
+            weight_s = fit.at("backward_weight", size)
         else:
-            whole = found.at("backward", size)
-            forward, later = found.at("forward", size), min(whole, found.at("backward_weight", size))
-            inside = whole - later
-        inside = max(0.0, inside - self._repeated(layer, forward, size, self.profile.recomputation))
-        if input_grad != found.input_grad:
-            ours, theirs = (layer.flops(size, input_grad=g).backward_input for g in (input_grad, found.input_grad))
-            per_flop = forward / max(1.0, layer.flops(size).forward)
-            inside = inside * ours / theirs if theirs else inside + ours * per_flop
-        return LayerTimes(forward_s=forward, backward_input_s=inside, backward_weight_s=later)
+            backward_s = fit.at("backward", size)
+            forward_s, weight_s = fit.at("forward", size), min(backward_s, fit.at("backward_weight", size))
+            input_s = backward_s - weight_s
+        input_s = max(0.0, input_s - self._repeated(layer, forward_s, size, self.profile.recomputation))
+        if input_grad != fit.input_grad:
+            wanted_flops, measured_flops = (
+                layer.flops(size, input_grad=grad).backward_input for grad in (input_grad, fit.input_grad)
+            )
+            per_flop = forward_s / max(1.0, layer.flops(size).forward)
+            input_s = input_s * wanted_flops / measured_flops if measured_flops else input_s + wanted_flops * per_flop
+        return LayerTimes(forward_s=forward_s, backward_input_s=input_s, backward_weight_s=weight_s)
 
     def repeated_s(self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation) -> float:
-        """The part of the layer's forward that recomputation repeats: as measured, or else by FLOPs."""
+        """Seconds of the part of the layer's forward that recomputation repeats: as measured, else by FLOPs."""
         layer = module.layers[index]
         name = "split_forward" if self.splits_backward else "forward"
         return self._repeated(layer, self.profile.layer(module.name, layer).at(name, size), size, recomputation)
@@ -92,18 +97,18 @@ class MeasuredCosts:
         return forward_s * (recomputation.repeated_share(layer, size) if measured is None else measured)
 
     def action_s(self, kind: Kind) -> float:
-        """Seconds of an action beside its layers, posting its transfers included; W has none."""
+        """Seconds of an action in addition to its layers; posting its transfers is included, of which W has none."""
         posted = self.profile.transfer.end_s * self.transfers_per_action if self.profile.transfer else 0.0
         return self.profile.actions.get(kind.value, 0.0) + (posted if kind is not Kind.W else 0.0)
 
     def step_s(self, num_params: int) -> float:
-        """Seconds of the end of a step on a rank with so many trainable parameters."""
+        """Seconds of the end of a step on a rank whose shard has `num_params` trainable parameters."""
         step = self.profile.step
         return step.fixed_s + step.param_s * num_params + (step.pipeline_s if self.several_ranks else 0.0)
 
 
 def transfers_per_action(partition: Partition) -> float:
-    """Ends of transfers for each forward on the chain of all stages, one module after the other."""
+    """Sends and receives for each forward, on average over the chain of all stages in the order of the modules."""
     ranks = partition.stage_rank
-    remote = sum(before != after for before, after in pairwise(ranks))
+    remote = sum(source != target for source, target in pairwise(ranks))
     return 2 * remote / len(ranks)

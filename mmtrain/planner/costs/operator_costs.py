@@ -1,4 +1,4 @@
-"""Costs from operator graphs on a hardware profile: for machines that nobody has run on yet. Pure."""
+"""Costs from operator graphs on a hardware profile, for machines without measurements. Pure."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -30,11 +30,11 @@ _REMEMBERED = 1 << 16
 
 
 class OperatorCosts:
-    """What layers take as graphs of operators on one kind of accelerator: a `CostModel`.
+    """Seconds of layers, simulated as graphs of operators on one kind of accelerator: a `CostModel`.
 
-    A layer's seconds are those of its operators on one rank of the submesh, collectives exposed. F, I and W are
-    simulated apart, as the schedule may run them apart. Each kind of layer is described once, and simulated once for
-    each size.
+    A layer's seconds are those of its operators on one rank of the submesh; collectives are exposed. F, I and W are
+    simulated separately, because the schedule may run them separately. Each kind of layer is described once, and
+    simulated once for each size.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class OperatorCosts:
         host_copy: HostCopy,
     ) -> None:
         """Args:
-        describers: of each module's layers.
-        latencies: of each module's operators; they know the links that its division uses.
-        p2p: between pipeline ranks.
-        host_copy: between an accelerator and its host.
+        describers: module -> what makes the graphs of its layers.
+        latencies: module -> seconds of its operators, on the links that its division uses.
+        p2p: latency and rate of transfers between pipeline ranks.
+        host_copy: rate of copies between an accelerator and its host.
         """
         self._p2p, self._host_copy = p2p, host_copy
         self._describers, self._latencies = describers, latencies
@@ -66,8 +66,8 @@ class OperatorCosts:
     ) -> "OperatorCosts":
         """The costs of a job on a cluster, by default the one that `planner.hardware` names.
 
-        Args: rule: what overrides the seconds of an operator.
-        Raises: ConfigError: no such hardware, or tensor parallelism beyond a node.
+        Args: rule: overrides the seconds of an operator.
+        Raises: ConfigError: the hardware does not exist, or tensor parallelism spans several nodes.
         """
         shape = config.parallelism.mesh_shape
         if cluster is None:
@@ -96,7 +96,7 @@ class OperatorCosts:
         return self._times(module.name, self._kinds[module.name][index], size, input_grad)
 
     def repeated_s(self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation) -> float:
-        """Seconds of the forward's operators, without those whose results were saved; collectives run again."""
+        """Seconds of the forward's operators without those whose results were saved; collectives are repeated."""
         layer = module.layers[index]
         if not recomputation.recomputes(layer):
             return 0.0
@@ -104,23 +104,23 @@ class OperatorCosts:
         return self._repeats(module.name, self._kinds[module.name][index], size, *saved)
 
     def action_s(self, kind: Kind) -> float:
-        """0: the fixed part of each operator is in its layer."""
+        """0: the fixed time of each operator is part of its layer."""
         return 0.0
 
     @property
     def p2p(self) -> P2P:
-        """Between two pipeline ranks that are as far apart as any."""
+        """Latency and rate between the two pipeline ranks that are furthest apart."""
         return self._p2p
 
     @property
     def host_copy(self) -> HostCopy:
-        """Over PCIe, beside compute."""
+        """Rate of copies over PCIe, which run during compute."""
         return self._host_copy
 
     def step_s(self, num_params: int) -> float:
-        """Seconds in which AdamW reads and writes its state once, at the memory rate of elementwise kernels."""
-        reached = self._hardware.efficiency_of(OpKind.ELEMENTWISE, Phase.FORWARD).memory
-        return num_params * OPTIMIZER_BYTES / (self._hardware.memory_bytes_per_s * reached)
+        """Seconds of reading and writing AdamW's state once, at the memory rate of elementwise kernels."""
+        efficiency = self._hardware.efficiency_of(OpKind.ELEMENTWISE, Phase.FORWARD).memory
+        return num_params * OPTIMIZER_BYTES / (self._hardware.memory_bytes_per_s * efficiency)
 
     def graph(self, module: ModuleSpec, index: int, *, input_grad: bool) -> Graph:
         """The operators of a layer, forward and backward."""
@@ -136,21 +136,21 @@ class OperatorCosts:
     def _simulate(self, module: str, kind: int, size: WorkSize, input_grad: bool) -> LayerTimes:
         phases = self._phases(module, kind, input_grad)
         seconds = self._latencies[module](phases.whole, size)
-        forward, inside, later = (makespan_s(graph, seconds[mine]) for graph, mine in phases.parts)
-        return LayerTimes(forward_s=forward, backward_input_s=inside, backward_weight_s=later)
+        forward_s, input_s, weight_s = (makespan_s(graph, seconds[indices]) for graph, indices in phases.parts)
+        return LayerTimes(forward_s=forward_s, backward_input_s=input_s, backward_weight_s=weight_s)
 
     def _simulate_repeated(
         self, module: str, kind: int, size: WorkSize, keeps_products: bool, keeps_attention: bool
     ) -> float:
         phases = self._phases(module, kind, True)
-        graph, mine = phases.parts[0]
+        graph, indices = phases.parts[0]
         keeps = {OpKind.MATMUL: keeps_products, OpKind.ATTENTION: keeps_attention}
         runs = np.array([not keeps.get(op.kind, False) for op in graph.operators])
-        return makespan_s(graph, self._latencies[module](phases.whole, size)[mine] * runs)
+        return makespan_s(graph, self._latencies[module](phases.whole, size)[indices] * runs)
 
 
 class _Phases:
-    """A layer's operators, and those of each phase with their places among all."""
+    """A layer's operators, and those of each phase with their indices among all."""
 
     def __init__(self, whole: Graph) -> None:
         self.whole = whole
@@ -160,7 +160,7 @@ class _Phases:
 
 
 def linked_division(submesh: Submesh, cluster: Cluster, module: ModuleSpec) -> LinkedDivision:
-    """How the ranks of a submesh of a cluster divide a module."""
+    """The division of a module over the ranks of a submesh of a cluster, with the links that they use."""
     division = division_of(submesh, module)
     return LinkedDivision(
         tp=division.tp,
@@ -174,7 +174,7 @@ def linked_division(submesh: Submesh, cluster: Cluster, module: ModuleSpec) -> L
 def describer(
     config: Config, module: str, divided: LinkedDivision, dtype_bytes: int, compute: DeviceKind
 ) -> LayerDescriber:
-    """What describes the layers of a module of a job."""
+    """The describer of the layers of a module of a job."""
     model = config.model
     return LayerDescriber(
         shape=shape_of(model, module),
@@ -188,18 +188,20 @@ def describer(
 
 
 def p2p_between_stages(cluster: Cluster, shape: MeshShape) -> P2P:
-    """What a transfer between pipeline ranks takes, which are the mesh's outermost axis: in one node over NVLink if all
-    of them fit there, else over one network card."""
+    """Latency and rate of a transfer between pipeline ranks, the mesh's outermost axis.
+
+    Transfers use NVLink if one node holds all pipeline ranks, else one network card.
+    """
     stride = shape.world_size // shape.pp
     device = cluster.device(range(0, shape.world_size, stride))
     link = cluster.hardware.links[device]
-    reached = cluster.hardware.efficiency_of(OpKind.P2P, Phase.FORWARD).network
-    return P2P(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s * reached)
+    efficiency = cluster.hardware.efficiency_of(OpKind.P2P, Phase.FORWARD).network
+    return P2P(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s * efficiency)
 
 
 def host_copy_of(cluster: Cluster) -> HostCopy:
-    """Copies between an accelerator and its host; a CPU has no engine that copies beside it."""
+    """Rate of copies between an accelerator and its host; a CPU has no copy engine, so copies delay its compute."""
     hardware = cluster.hardware
-    reached = hardware.efficiency_of(OpKind.HOST_COPY, Phase.FORWARD).network
-    rate = hardware.links[DeviceKind.PCIE].bytes_per_s * reached
+    efficiency = hardware.efficiency_of(OpKind.HOST_COPY, Phase.FORWARD).network
+    rate = hardware.links[DeviceKind.PCIE].bytes_per_s * efficiency
     return HostCopy(bytes_per_s=rate, overlaps=hardware.compute is not DeviceKind.CPU)

@@ -1,4 +1,4 @@
-"""The machine that a job is simulated on, as far as whole iterations need it. Pure."""
+"""The machine on which a job's iterations are simulated: its network, peak rate and memory. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from mmtrain.schedule.problem import P2P
 
 
 class Network(Protocol):
-    """What connects the ranks."""
+    """The network between the ranks."""
 
     def collective_s(self, kind: OpKind, num_bytes: float, ranks: Sequence[int]) -> float:
         """Seconds of a collective among some global ranks, whose whole buffer has `num_bytes`; 0 for one rank."""
@@ -21,12 +21,12 @@ class Network(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NominalNetwork:
-    """Every rank sends to every other one at one rate."""
+    """A network in which every rank sends to every other rank at one rate."""
 
     p2p: P2P
 
     def collective_s(self, kind: OpKind, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Seconds of a ring of messages, at full rate and one latency; 0 for one rank."""
+        """Seconds of a ring collective at full rate plus one latency; 0 for one rank."""
         if len(ranks) < 2:
             return 0.0
         return self.p2p.latency_s + sent_bytes(kind, num_bytes, len(ranks)) / self.p2p.bytes_per_s
@@ -34,22 +34,22 @@ class NominalNetwork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What connects the ranks, what a rank's device can do and hold, and names for people."""
+    """The network between the ranks, the peak rate and memory of a rank's device, and names for output."""
 
     name: str
     costs: str
-    """Where the seconds of layers come from, in a few words."""
+    """The source of the seconds of layers, in a few words."""
     network: Network
     peak_flops: float | None
     """FLOP/s that MFU is measured against; None: unknown."""
     memory_bytes: float | None
-    """Of one device; None: unknown."""
+    """Memory of one device; None: unknown."""
 
     @classmethod
     def of(cls, config: Config) -> "Machine":
-        """The machine that a job's `[planner]` names; a nominal one without a name.
+        """The machine of a job: that of `planner.hardware`, or a nominal one.
 
-        Raises: ConfigError: it does not exist, or has another number of accelerators than the job has ranks.
+        Raises: ConfigError: the hardware does not exist, or its number of accelerators does not fit the job's ranks.
         """
         section = config.planner
         costs = f"FLOPs over planner.flops_per_s = {section.flops_per_s:.3g}"

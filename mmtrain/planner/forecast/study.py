@@ -1,4 +1,4 @@
-"""What `mmtrain simulate` does: iterations of a drawn workload, under several schedules, on hardware that is not there.
+"""`mmtrain simulate`: simulated iterations of a drawn workload under several schedules on any hardware.
 
 Pure: nothing is trained or loaded, and torch is not imported.
 """
@@ -24,7 +24,7 @@ from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.schedule.timeline import Timeline
 
 SEARCHED_LIMIT = "90%"
-"""Of a device's memory, where a search is simulated on hardware that is known and the job has no limit of its own."""
+"""Fraction of a device's memory that a simulated search may use, if the hardware is known and the job has no limit."""
 
 _GIB = 2.0**30
 _COLUMNS = ("schedule", "iteration s", "min", "max", "MFU", "bubble", "gather s", "reduce s", "step s", "peak GiB")
@@ -32,23 +32,23 @@ _COLUMNS = ("schedule", "iteration s", "min", "max", "MFU", "bubble", "gather s"
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be simulated."""
+    """The job, schedules and workload to simulate."""
 
     config: Config
-    """The job; its [planner] says on which hardware."""
+    """The job; its [planner] names the hardware."""
     schedules: tuple[str, ...]
-    """Names of schedules; `SEARCHED`: the plans that the job's planner searches, whatever planner.enable says."""
+    """Names of schedules; `SEARCHED`: the plans that the job's planner searches, regardless of planner.enable."""
     evaluations: int = 100
     """Plans that a search tries for each iteration and replica."""
     workload: str = ""
-    """Name of one in `planner.workloads`; empty: the usual one of such jobs."""
+    """Name of a workload; empty: see `usual_workload`."""
     num_iterations: int = 40
     num_replicas: int = 2
-    """Data-parallel replicas to simulate, at most; each reads batches of its own."""
+    """Largest number of data-parallel replicas to simulate; each reads its own batches."""
     seed: int = 0
-    """Of the workload."""
+    """Seed of the workload."""
     image_side: int | None = None
-    """Pixels along a side of every image or clip; None: as `planner.workloads` says."""
+    """Pixels along a side of every image or clip; None: see `Bins.of`."""
 
     def __post_init__(self) -> None:
         for name in ("num_iterations", "num_replicas", "image_side", "evaluations"):
@@ -64,54 +64,57 @@ class Question:
 
     @property
     def drawn_workload(self) -> str:
-        """The workload that batches are drawn from."""
+        """The workload from which batches are drawn."""
         return self.workload or usual_workload(self.config)
 
     @property
     def counted(self) -> str:
-        """What a microbatch has some of."""
+        """The units of a microbatch: clips or images."""
         return "clips" if self.config.model.reads_clips else "images"
 
     @property
     def simulated_replicas(self) -> int:
-        """How many replicas are simulated."""
+        """Number of simulated replicas."""
         return min(self.num_replicas, self.config.parallelism.mesh_shape.dp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What one schedule came to."""
+    """The simulated iterations of one schedule, or the reason why there are none."""
 
     schedule: str
     iterations: tuple[SimulatedIteration, ...] = ()
     first: Timeline | None = None
     """The pipeline of the first iteration's slowest replica."""
     budget: MemoryBudget | None = None
-    """What the ranks' memory is for; None: there is no limit."""
+    """The memory of the ranks; None: there is no limit."""
     problem: str = ""
-    """Why there is no answer; empty if there is one."""
+    """Why there are no iterations; empty if there are some."""
     notes: tuple[str, ...] = ()
-    """What a reader has to know of these numbers."""
+    """Assumptions behind the numbers, for the reader."""
 
     def mean(self, field: str) -> float:
-        """The mean of a number over the iterations."""
+        """The mean over the iterations. Args: field: name of a number in `SimulatedIteration`."""
         return statistics.fmean(getattr(step, field) for step in self.iterations)
 
     def mfu(self, ranks: int, peak_flops: float) -> float:
-        """Model FLOPs over what `ranks` ranks of one replica could do in the time of all iterations."""
+        """Model FLOPs over the peak FLOPs of one replica in the time of all iterations (a fraction).
+
+        Args: ranks: of one replica. peak_flops: FLOP/s of one rank.
+        """
         seconds = sum(step.iteration_s for step in self.iterations)
         return sum(step.flops for step in self.iterations) / (seconds * ranks * peak_flops)
 
     @property
     def most_loaded(self) -> tuple[int, float]:
-        """The pipeline rank that needs the most memory in any iteration, and its bytes."""
+        """The pipeline rank with the highest peak memory in any iteration, and its bytes."""
         peaks = [max(step.peak_bytes[rank] for step in self.iterations) for rank in range(self.num_ranks)]
         rank = max(range(self.num_ranks), key=peaks.__getitem__)
         return rank, peaks[rank]
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return len(self.iterations[0].peak_bytes)
 
 
@@ -123,23 +126,23 @@ class Report:
     machine: Machine
     answers: tuple[Answer, ...]
     images: tuple[float, ...]
-    """[iteration] -> images (of a text-to-video job clips) of a microbatch, mean."""
+    """[iteration] -> mean number of images (of clips in a text-to-video job) in a microbatch."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader has to know, of all schedules."""
+        """The notes of the job and of all schedules."""
         return (*_notes(self.question, self.machine), *(note for answer in self.answers for note in answer.notes))
 
 
 def simulate_job(question: Question, progress: Callable[[str, int], None] = lambda schedule, done: None) -> Report:
     """The simulated iterations of a job under each schedule.
 
-    A schedule without a plan is an answer that says why.
+    For a schedule without a plan, the answer says why.
 
-    Args: progress: told the schedule and how many of its iterations are done.
+    Args: progress: called after each iteration with the schedule and the number of its simulated iterations.
     Raises:
         ConfigError: model, degrees, hardware, workload or schedule do not fit together.
-        DataError: a batch that the model cannot read.
+        DataError: the model cannot read a batch.
     """
     config = question.config
     if _limit_is_unknown(config):
@@ -153,29 +156,29 @@ def simulate_job(question: Question, progress: Callable[[str, int], None] = lamb
         ]
         for iteration in range(question.num_iterations)
     ]
-    answers = []
+    results = []
     for schedule in question.schedules:
         job, notes = with_schedule(config, schedule, question.evaluations)
-        answers.append(_answer(question, job, schedule, machine, batches, notes, progress))
+        results.append(_answer(question, job, schedule, machine, batches, notes, progress))
     images = tuple(_mean_images(step) for step in batches)
-    return Report(question=question, machine=machine, answers=tuple(answers), images=images)
+    return Report(question=question, machine=machine, answers=tuple(results), images=images)
 
 
 def _limit_is_unknown(config: Config) -> bool:
-    """Whether planner.memory_limit is a part of a device that nothing names."""
+    """Whether planner.memory_limit is a part of a device that the config does not name."""
     return bool(config.planner.memory_limit) and MemoryRule.of(config).limit_bytes is None
 
 
 def _mean_images(step: Sequence[IterationMeta]) -> float:
-    """Images or clips of a microbatch."""
+    """Mean number of images or clips in a microbatch."""
     return sum(b.num_images + b.num_clips for b in step) / sum(len(b.microbatches) for b in step)
 
 
 def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[Config, tuple[str, ...]]:
-    """The job under another schedule, and notes on what else had to change.
+    """The job under another schedule, and notes on the other settings that were changed for it.
 
-    Args: schedule: also `SEARCHED`. evaluations: plans that a search tries for an iteration.
-    Raises: ConfigError: the job does not go with the schedule.
+    Args: schedule: a name in the catalogue, or `SEARCHED`. evaluations: plans that a search tries for an iteration.
+    Raises: ConfigError: the job does not fit the schedule.
     """
     notes: tuple[str, ...] = ()
     planner = config.planner
@@ -195,7 +198,7 @@ def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[
 
 
 def _with_search(config: Config, evaluations: int) -> tuple[Config, tuple[str, ...]]:
-    """As `with_schedule`, for plans that the job's planner searches."""
+    """The result of `with_schedule` for plans that the job's planner searches."""
     planner = replace(config.planner, enable=True, budget_evaluations=evaluations, budget_s=0.0)
     notes = [f"{SEARCHED}: the planner tries {evaluations} plans for each iteration (--evaluations)"]
     if planner.hardware and not planner.memory_limit and not planner.activation_memory_gib:
@@ -236,7 +239,7 @@ def _answer(
 
 
 def _notes(question: Question, machine: Machine) -> list[str]:
-    """What is not simulated, or not as the job would run."""
+    """Differences between the simulation and the job."""
     config, notes = question.config, []
     dp = config.parallelism.mesh_shape.dp
     if question.simulated_replicas < dp:
@@ -268,11 +271,11 @@ def _notes(question: Question, machine: Machine) -> list[str]:
     return notes
 
 
-# ------------------------------------------------------------------------------------------- for people
+# --------------------------------------------------------------------------------------------- as text
 
 
 def table(report: Report) -> str:
-    """The report as text: the job, one line a schedule, what is too large, and notes."""
+    """The report as text: the job, one line for each schedule, schedules that do not fit, and notes."""
     question, machine = report.question, report.machine
     config, shape = question.config, question.config.parallelism.mesh_shape
     degrees = ", ".join(f"{axis} {degree}" for axis, degree in zip(AXES, shape.degrees, strict=True))
@@ -320,7 +323,7 @@ def _row(answer: Answer, machine: Machine, ranks: int) -> tuple[str, ...]:
 
 
 def _budgets(report: Report) -> list[str]:
-    """What memory is for under a limit, once for all schedules that cut the model alike."""
+    """The memory budgets under a limit, once for all schedules with equal budgets."""
     schedules: dict[str, list[str]] = {}
     for answer in report.answers:
         if answer.budget:
@@ -329,7 +332,7 @@ def _budgets(report: Report) -> list[str]:
 
 
 def _faults(report: Report) -> list[str]:
-    """Schedules that have no plan or do not fit into the device's memory, each in a line."""
+    """One line for each schedule that has no plan or does not fit into the device's memory."""
     faults = []
     for answer in report.answers:
         if answer.problem:
@@ -353,11 +356,11 @@ def _span(values: Sequence[float]) -> str:
     return f"{low:.1f}" if round(low, 1) == round(high, 1) else f"{low:.1f} to {high:.1f}"
 
 
-# ----------------------------------------------------------------------------------------- for programs
+# --------------------------------------------------------------------------------------------- as JSON
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """The report as plain values: seconds, bytes, and every iteration."""
+    """The report as values for JSON, in seconds and bytes, with every iteration."""
     question, machine = report.question, report.machine
     shape = question.config.parallelism.mesh_shape
     return {

@@ -1,6 +1,6 @@
-"""Iterations as a job might read them, drawn from its config alone, and what they take on a partition. Pure.
+"""Typical iterations of a job, drawn from its config alone, and their simulated seconds on a partition. Pure.
 
-Every rank, and a run that goes on from a checkpoint, draws the same ones, before any data are read.
+Every rank, and every resumed run, draws the same iterations, before any data are read.
 """
 
 import math
@@ -32,27 +32,27 @@ from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
 
 WORKLOAD = "mix"
-"""What is drawn of a job with images or text alone, in `workloads.WORKLOADS`."""
+"""The workload of a job with images, or with text alone; a key of `workloads.WORKLOADS`."""
 MOST_MICROBATCHES = 32
-"""Of one drawn iteration, and of all drawn iterations together, but for the first."""
+"""Largest number of microbatches of one drawn iteration; of all drawn iterations together, if they are several."""
 MOST_ITERATIONS = 4
 
 SHORT_S = 1.0
-"""Where a rank computes for less than this in an iteration, orders of `interleave` stand for those of the planner's
-search: to load its kernels, or on a new machine to compile them, would take longer than many such iterations."""
+"""If a rank computes for less than this in an iteration, orders of `interleave` replace those of the planner's search:
+loading the search's kernels, or compiling them on a new machine, would take longer than many such iterations."""
 
 _EVALUATIONS = 16
 """Plans that the planner's search tries for each drawn iteration."""
 
 
 def usual_workload(config: Config) -> str:
-    """What stands for a job's data where nothing is known of them."""
+    """Name of the workload that represents a job's data, if nothing is known about them."""
     return VIDEO_CAPTIONS if config.model.reads_clips else WORKLOAD
 
 
 @dataclass(frozen=True, kw_only=True)
 class TypicalIterations:
-    """Some iterations of a job, and what planning them needs."""
+    """Some iterations of a job, and the values that planning them needs."""
 
     spec: ModelSpec
     costs: CostModel
@@ -68,7 +68,7 @@ class TypicalIterations:
     batchings: tuple[Batching, ...]
     """The works of each iteration."""
     memory_rule: MemoryRule | None = None
-    """What activations may take on a partition; None: as planner.activation_memory_gib says."""
+    """Gives the bytes that activations may take on a partition; None: those of planner.activation_memory_gib."""
 
     @classmethod
     def draw(
@@ -81,13 +81,16 @@ class TypicalIterations:
         most_microbatches: int = MOST_MICROBATCHES,
         most_iterations: int = MOST_ITERATIONS,
     ) -> "TypicalIterations":
-        """Iterations of one replica of a job with images or clips of typical size, fewer of them the larger they are.
+        """Iterations of one replica of a job with images or clips of typical size; the larger, the fewer.
 
-        Args: most_microbatches: of each; a job may have more.
-        Raises: ConfigError: the encoder reads no images.
+        Args:
+            sub_microbatch_size: images or clips in one work; 0: all of a microbatch.
+            most_microbatches: largest number of microbatches of each; a job may have more.
+            most_iterations: largest number of iterations.
+        Raises: ConfigError: the encoder does not read images.
         """
-        whole = Bins.typical(config)
-        bins = replace(whole, num_microbatches=min(whole.num_microbatches, most_microbatches))
+        all_bins = Bins.typical(config)
+        bins = replace(all_bins, num_microbatches=min(all_bins.num_microbatches, most_microbatches))
         submesh = Submesh.of(config)
         number = max(1, min(most_iterations, MOST_MICROBATCHES // bins.num_microbatches))
         name = usual_workload(config)
@@ -98,23 +101,23 @@ class TypicalIterations:
             section=config.planner,
             schedule=job_schedule(config),
             num_ranks=config.parallelism.pipeline_parallel_degree,
-            shortened=whole.num_microbatches / bins.num_microbatches,
+            shortened=all_bins.num_microbatches / bins.num_microbatches,
             memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
             submesh=submesh,
             memory_rule=MemoryRule.of(config),
             batchings=tuple(make_batching(m, spec, sub_microbatch_size, submesh.attention_mask) for m in metas),
         )
 
-    def seconds(self, parts: Partition, *, within: MemoryRule | None = None) -> float:
-        """The mean simulated makespan on a partition, planned as the job will; infinite if one has no plan.
+    def seconds(self, partition: Partition, *, within: MemoryRule | None = None) -> float:
+        """The mean simulated makespan in seconds on a partition, planned as in the job; infinite if one has no plan.
 
-        Args: within: infinite, too, if a plan takes more memory than this rule leaves, even if the job has no limit.
-            The planner's search can keep it, so that it is given this limit; an order by name is as it is.
+        Args: within: a rule for memory, even if the job has no limit; if a plan exceeds it, the result is infinite. The
+            planner's search gets it as its limit; a named schedule does not.
         """
-        return sum(self._makespan_s(parts, batching, within) for batching in self.batchings) / len(self.batchings)
+        return sum(self._makespan_s(partition, batching, within) for batching in self.batchings) / len(self.batchings)
 
     def layer_seconds(self) -> dict[str, list[float]]:
-        """[layer] of each module: seconds of forward and backward of all works of all iterations."""
+        """Module -> [layer] -> seconds of forward and backward of all works of all iterations."""
         static = Recomputation.of(self.memory.section)
         totals = {module.name: [0.0] * len(module.layers) for module in self.spec.modules}
         for batching in self.batchings:
@@ -122,8 +125,8 @@ class TypicalIterations:
                 name = batching.modules[work.module]
                 module = self.spec.module(name)
                 enters = bool(work.after) and self.spec.grad_enters(name)
-                found = layer_seconds(module, size, self.costs, static, input_grad=enters)
-                totals[name] = [total + more for total, more in zip(totals[name], found, strict=True)]
+                added = layer_seconds(module, size, self.costs, static, input_grad=enters)
+                totals[name] = [total + seconds for total, seconds in zip(totals[name], added, strict=True)]
         return totals
 
     @property
@@ -132,21 +135,21 @@ class TypicalIterations:
 
     @cached_property
     def is_short(self) -> bool:
-        """Whether one of the job's iterations has less than `SHORT_S` of compute for a pipeline rank."""
+        """Whether an iteration of the job has less than `SHORT_S` seconds of compute for each pipeline rank."""
         drawn_s = sum(map(sum, self.layer_seconds().values())) / len(self.batchings)
         return self.shortened * drawn_s < SHORT_S * self.num_ranks
 
-    def _makespan_s(self, parts: Partition, batching: Batching, within: MemoryRule | None) -> float:
+    def _makespan_s(self, partition: Partition, batching: Batching, within: MemoryRule | None) -> float:
         rule = within if within and self._searches else self.memory_rule
-        budget = rule.budget(self.spec, parts) if rule else None
+        budget = rule.budget(self.spec, partition) if rule else None
         if budget and not budget.is_enough:
-            return math.inf  # parameters and gradients alone do not fit
+            return math.inf  # parameters and gradients do not fit
         try:
             problem = make_problem(
                 self.spec,
-                parts,
+                partition,
                 batching,
-                on_partition(self.costs, parts),
+                on_partition(self.costs, partition),
                 self.section,
                 memory=self.memory,
                 submesh=self.submesh,
@@ -157,7 +160,7 @@ class TypicalIterations:
         except PlanError:  # over a memory limit
             return math.inf
         timeline = result.timeline
-        if timeline is None or (within and not within.budget(self.spec, parts).holds(timeline.peak_bytes)):
+        if timeline is None or (within and not within.budget(self.spec, partition).holds(timeline.peak_bytes)):
             return math.inf
         return timeline.makespan_s
 
@@ -182,15 +185,15 @@ def layer_seconds(
 
     Args: input_grad: whether a gradient has to leave the module's first layer.
     """
-    found: list[float] = []
-    known: dict[tuple[int, bool], float] = {}
+    seconds: list[float] = []
+    priced: dict[tuple[int, bool], float] = {}
     for index, kind in enumerate(equal_layers(module)):
-        if (kind, input_grad) not in known:
+        if (kind, input_grad) not in priced:
             times = costs.layer(module, index, size, input_grad=input_grad)
             total = times.forward_s + times.backward_input_s + times.backward_weight_s
             if input_grad or module.layers[index].trainable:
                 total += costs.repeated_s(module, index, size, recomputation)
-            known[kind, input_grad] = total
-        found.append(known[kind, input_grad])
+            priced[kind, input_grad] = total
+        seconds.append(priced[kind, input_grad])
         input_grad = input_grad or module.layers[index].trainable
-    return found
+    return seconds

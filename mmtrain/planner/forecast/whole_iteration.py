@@ -1,8 +1,8 @@
-"""A whole training iteration, simulated: the pipelines of the replicas, and what surrounds them. Pure.
+"""Simulation of a whole training iteration: the replicas' pipelines, gathers, reductions and the optimizer. Pure.
 
-An iteration is: parameters are gathered (hidden behind the pipeline's start as far as they arrive in time), every
-replica runs its own plan, each pipeline rank reduces its gradients as soon as all of its replicas have ended, and when
-all have, the optimizer steps. Not in it: loading and planning, which run ahead or on the host, and logging.
+In an iteration, parameters are gathered (hidden by the pipeline's start if they arrive in time), every replica runs its
+own plan, each pipeline rank reduces its gradients as soon as all of its replicas have ended, and after the last
+reduction the optimizer steps. Loading, planning and logging are not simulated: they run ahead or on the host.
 """
 
 from collections.abc import Sequence
@@ -22,30 +22,30 @@ from mmtrain.schedule.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedIteration:
-    """What one iteration takes."""
+    """Times and memory of one simulated iteration."""
 
     iteration_s: float
     gather_s: float
-    """Of it, waiting for gathered parameters before the pipeline runs."""
+    """Waiting for gathered parameters before the pipeline runs."""
     pipeline_s: float
-    """The slowest replica's pipeline."""
+    """Time of the slowest replica's pipeline."""
     reduce_s: float
-    """From there to the end of all gradient reductions."""
+    """Time from the end of the slowest pipeline to the end of all gradient reductions."""
     optimizer_s: float
     replicas_s: tuple[float, ...]
-    """Each replica's pipeline."""
+    """[replica] -> time of its pipeline."""
     bubble: float
     """Idle fraction of the pipeline ranks while their pipeline runs, mean over the replicas."""
     flops: float
-    """Model FLOPs of one replica, mean: frozen parts without weight gradients, nothing that is recomputed."""
+    """Mean model FLOPs of a replica, without weight gradients of frozen parts and without recomputation."""
     activation_bytes: tuple[float, ...]
-    """[pp_rank] -> most bytes that activations take, over the replicas; recomputation included."""
+    """[pp_rank] -> peak bytes of activations, the largest over the replicas; recomputation included."""
     peak_bytes: tuple[float, ...]
-    """[pp_rank] -> most bytes in all."""
+    """[pp_rank] -> peak bytes in total."""
     num_images: int
-    """Of all simulated replicas."""
+    """Images of all simulated replicas."""
     num_microbatches: int
-    """Of all simulated replicas."""
+    """Microbatches of all simulated replicas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class IterationSimulator:
     reduce_s: tuple[float, ...]
     """[pp_rank] -> seconds of all its REDUCE."""
     searches: bool = False
-    """Whether plans are searched as `[planner]` says; else each has the order of the job's schedule."""
+    """Whether plans are searched as configured in `[planner]`; otherwise they have the order of the job's schedule."""
 
     @classmethod
     def of(cls, config: Config, network: Network, *, searches: bool = False) -> "IterationSimulator":
@@ -79,9 +79,11 @@ class IterationSimulator:
     def simulate(
         self, metas: Sequence[IterationMeta], *, seed: int = 0, step: int = 0
     ) -> tuple[SimulatedIteration, Timeline]:
-        """One iteration in which each replica reads one of these batches, and the slowest replica's pipeline.
+        """One iteration in which each replica reads one of the batches, and the slowest replica's pipeline.
 
-        Args: seed, step: of the searches, if there are any.
+        Args:
+            metas: [replica] -> its batch.
+            seed, step: determine the seeds of searches, if plans are searched.
         Raises:
             DataError: an image or token of a batch would be lost or used twice.
             PlanError: no plan fits into the memory limit.
@@ -97,14 +99,14 @@ class IterationSimulator:
             if result.timeline is None:
                 raise PlanError(self.planner.too_tight(problem) or result.message)
             timelines.append(result.timeline)
-            flops.append(sum(part.total for part in self.planner.flops(batching).values()))
-            activations = [max(pair) for pair in zip(activations, result.timeline.peak_bytes, strict=True)]
+            flops.append(sum(module_flops.total for module_flops in self.planner.flops(batching).values()))
+            activations = [max(of_rank) for of_rank in zip(activations, result.timeline.peak_bytes, strict=True)]
         slowest = max(timelines, key=lambda timeline: timeline.makespan_s)
         gather = max(self._gather_delay_s(timeline) for timeline in timelines)
         ends = [max(of_replicas) for of_replicas in zip(*map(_ends_s, timelines), strict=True)]
         reduced = max(end + reduce for end, reduce in zip(ends, self.reduce_s, strict=True))
         optimizer = max(self.planner.costs.step_s(round(state.updated_params)) for state in self.states)
-        whole = SimulatedIteration(
+        iteration = SimulatedIteration(
             iteration_s=gather + reduced + optimizer,
             gather_s=gather,
             pipeline_s=slowest.makespan_s,
@@ -118,12 +120,12 @@ class IterationSimulator:
             num_images=sum(meta.num_images for meta in metas),
             num_microbatches=sum(len(meta.microbatches) for meta in metas),
         )
-        return whole, slowest
+        return iteration, slowest
 
     def _gather_delay_s(self, timeline: Timeline) -> float:
-        """How much later a pipeline runs because its parameters are gathered first, stage by stage.
+        """Seconds by which gathering the parameters, stage by stage, delays a pipeline.
 
-        An upper bound: shifting all of the timeline by the largest delay of a stage is enough.
+        An upper bound: it shifts the whole timeline by the largest delay of a stage.
         """
         firsts: dict[int, float] = {}
         for row in timeline.rows:  # by rank and start: the first row of a stage is its earliest
@@ -137,7 +139,7 @@ class IterationSimulator:
 
 
 def _ends_s(timeline: Timeline) -> list[float]:
-    """[pp_rank] -> when it ends, from the start of the pipeline; 0 if it did nothing."""
+    """[pp_rank] -> seconds from the start of the pipeline to the end of the rank's last action; 0 if it has none."""
     ends = [0.0] * timeline.num_ranks
     for row in timeline.rows:
         ends[row.rank] = max(ends[row.rank], row.end_s - timeline.start_s)

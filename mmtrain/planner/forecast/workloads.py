@@ -1,8 +1,8 @@
-"""Metadata of iterations drawn from distributions: what a job would read, without any data. Pure and deterministic.
+"""Metadata of iterations, drawn from distributions instead of data. Pure and deterministic.
 
 A workload draws samples (images and text tokens, or video clips with captions), packs them greedily into
-microbatches, and gives the `IterationMeta` that the loader would give. Which moments are published and which are
-assumed is in docs/workloads.md.
+microbatches, and returns an `IterationMeta` like the loader's. docs/workloads.md lists the published and the assumed
+moments of the distributions.
 
 Sources: DIP, arXiv:2504.14145, sections 2.2, 7.1 and 7.2; OBELICS, arXiv:2306.16527; ScienceQA, arXiv:2209.09513.
 """
@@ -30,13 +30,14 @@ _AT_ONCE = 256
 
 
 class Samples(NamedTuple):
-    """Samples of a source, column by column."""
+    """Samples of a source, as columns of shape [samples]."""
 
     images: Counts
+    """Number of images."""
     text: Counts
-    """Tokens that are not images'; at least 1."""
+    """Number of text tokens; at least 1."""
     prompt: Counts
-    """Of these, tokens without a label, in front; fewer than all."""
+    """Number of leading text tokens without a label; less than `text`."""
 
 
 Source = Callable[[np.random.Generator, int], Samples]
@@ -47,39 +48,48 @@ Source = Callable[[np.random.Generator, int], Samples]
 
 
 def image_text_pairs(rng: np.random.Generator, count: int) -> Samples:
-    """One image and a short caption each, as in LAION-2B: 16.4 text tokens an image on average."""
+    """Samples of one image and a short caption, as in LAION-2B: 16.4 text tokens for each image on average.
+
+    Source: DIP, arXiv:2504.14145, section 2.2.
+    """
     text = _log_normal(rng, count, mean=16.4, sigma=0.5)
     return Samples(np.ones(count, np.int64), text, np.zeros(count, np.int64))
 
 
 def interleaved(rng: np.random.Generator, count: int) -> Samples:
-    """Web documents with images between paragraphs, as in OBELICS: 2.5 images and 815 text tokens on average."""
+    """Web documents with images between paragraphs, as in OBELICS: 2.5 images and 815 text tokens on average.
+
+    Source: OBELICS, arXiv:2306.16527.
+    """
     images = rng.geometric(1 / 2.5, count).astype(np.int64)
     return Samples(images, _log_normal(rng, count, mean=815, sigma=1.0), np.zeros(count, np.int64))
 
 
 def science_qa(rng: np.random.Generator, count: int) -> Samples:
     """Questions with answer and explanation, as in ScienceQA: an image in 48.7 % of them, a text context in 48.2 %,
-    both in 30.8 %, a lecture in 83.9 % and an explanation in 90.5 %."""
+    both in 30.8 %, a lecture in 83.9 % and an explanation in 90.5 %.
+
+    Source: ScienceQA, arXiv:2209.09513.
+    """
     image, context, lecture, explanation = (rng.random(count) for _ in range(4))
     images = image < 0.487
     contexts = context < np.where(images, 0.308 / 0.487, (0.482 - 0.308) / (1 - 0.487))
     prompt = _log_normal(rng, count, mean=40, sigma=0.4)
-    for there, mean in ((contexts, 50), (lecture < 0.839, 165)):
-        prompt += np.where(there, _log_normal(rng, count, mean=mean, sigma=0.5), 0)
+    for is_present, mean in ((contexts, 50), (lecture < 0.839, 165)):
+        prompt += np.where(is_present, _log_normal(rng, count, mean=mean, sigma=0.5), 0)
     answer = 2 + np.where(explanation < 0.905, _log_normal(rng, count, mean=60, sigma=0.5), 0)
     return Samples(images.astype(np.int64), prompt + answer, prompt)
 
 
 def mix(rng: np.random.Generator, count: int) -> Samples:
-    """Samples of the three sources above in equal numbers, at random."""
+    """Samples of the three sources above, each chosen at random with equal probability."""
     which = rng.integers(3, size=count)
     drawn = [source(rng, count) for source in (image_text_pairs, interleaved, science_qa)]
     return Samples(*(np.choose(which, columns) for columns in zip(*drawn, strict=True)))
 
 
 def _log_normal(rng: np.random.Generator, count: int, *, mean: float, sigma: float) -> Counts:
-    """Whole numbers of at least 1 with about that mean; sigma: of the logarithm."""
+    """[count] log-normal integers of at least 1. Args: mean: approximate. sigma: of the logarithm."""
     values = rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
     return np.maximum(1, np.rint(values)).astype(np.int64)
 
@@ -88,18 +98,18 @@ def _log_normal(rng: np.random.Generator, count: int, *, mean: float, sigma: flo
 
 
 Workload = Callable[[np.random.Generator, Bins, int], Iterator[list[tuple[int, int, int]]]]
-"""(generator, bins, iteration) -> microbatches without end, each a list of (images, text, prompt)."""
+"""(generator, bins, iteration) -> infinite iterator of microbatches, each a list of (images, text, prompt)."""
 
 
 def packed(source: Source) -> Workload:
-    """The workload that packs samples of a source in the order in which they come.
+    """The workload that packs the samples of a source in their order.
 
-    A sample that does not fit closes the microbatch and opens the next one. Images and text beyond what an empty
-    microbatch holds are cut off the end of a sample.
+    A sample that does not fit ends the microbatch and starts the next one. Images and text that exceed an empty
+    microbatch are cut off the end of a sample.
     """
 
     def microbatches(rng: np.random.Generator, bins: Bins, iteration: int) -> Iterator[list[tuple[int, int, int]]]:
-        taken: list[tuple[int, int, int]] = []
+        microbatch: list[tuple[int, int, int]] = []
         room = bins.seq_len
         while True:
             samples = source(rng, _AT_ONCE)
@@ -110,36 +120,36 @@ def packed(source: Source) -> Workload:
             rows = zip(images.tolist(), text.tolist(), prompt.tolist(), strict=True)
             for row, length in zip(rows, lengths.tolist(), strict=True):
                 if length > room:
-                    yield taken
-                    taken, room = [], bins.seq_len
-                taken.append(row)
+                    yield microbatch
+                    microbatch, room = [], bins.seq_len
+                microbatch.append(row)
                 room -= length
 
     return microbatches
 
 
 RISE_AND_FALL_PERIOD = 20
-"""Iterations from one rise of the number of images to the next (DIP, figure 8b: two of them in 40 iterations)."""
+"""Iterations from one rise of the number of images to the next (DIP, figure 8b: two rises in 40 iterations)."""
 
 
 def image_bounds(iteration: int) -> tuple[int, int]:
-    """Least and most images of a microbatch of `rise_and_fall`, for iterations counted from 0.
+    """Smallest and largest number of images in a microbatch of `rise_and_fall`. Args: iteration: counted from 0.
 
-    In the first five iterations of a period the lower bound rises from 0 to 16 and the upper one stays at 32; in the
-    other fifteen both fall to 0.
+    In the first five iterations of a period the lower bound rises from 0 to 16 and the upper bound stays at 32; in the
+    other fifteen both fall to 0. Source: DIP, arXiv:2504.14145, figure 8b.
     """
     step = iteration % RISE_AND_FALL_PERIOD
     if step < 5:
         return 4 * step, 32
-    left = (RISE_AND_FALL_PERIOD - 1 - step) / 15
-    return round(16 * left), round(32 * left)
+    remaining = (RISE_AND_FALL_PERIOD - 1 - step) / 15
+    return round(16 * remaining), round(32 * remaining)
 
 
 def rise_and_fall(rng: np.random.Generator, bins: Bins, iteration: int) -> Iterator[list[tuple[int, int, int]]]:
     """Full microbatches of interleaved documents whose number of images stays within `image_bounds`.
 
-    The number is normal around 16 with a deviation of 9, cut at the bounds: 22 on average at the peak, as in DIP,
-    figure 8b. Where 32 images do not fit, bounds shrink in proportion.
+    The number has a normal distribution with mean 16 and deviation 9, truncated at the bounds: 22 on average at the
+    peak, as in DIP, figure 8b. If 32 images do not fit, the bounds are scaled down.
     """
     scale = min(1.0, bins.most_images / 32)
     low, high = (math.floor(scale * bound) for bound in image_bounds(iteration))
@@ -151,16 +161,16 @@ def rise_and_fall(rng: np.random.Generator, bins: Bins, iteration: int) -> Itera
 
 
 def _interleaved_microbatch(rng: np.random.Generator, bins: Bins, images: int) -> list[tuple[int, int, int]]:
-    """Documents with so many images in all that fill a microbatch."""
+    """Documents (images, text, prompt) that together fill a microbatch and have `images` images."""
     text = bins.seq_len - images * bins.image_tokens
     samples = interleaved(rng, 1 + max(images, bins.seq_len // 815))
     owned = np.diff(np.minimum(np.cumsum(samples.images), images), prepend=0) if images else samples.images * 0
-    kept = max(1, np.count_nonzero(owned) if images else round(text / 815))
-    owned, weights = owned[: min(kept, text)], samples.text[: min(kept, text)]
+    num_documents = max(1, np.count_nonzero(owned) if images else round(text / 815))
+    owned, weights = owned[: min(num_documents, text)], samples.text[: min(num_documents, text)]
     owned[-1] += images - owned.sum()
-    # Every document has a token of text; the rest in proportion to what was drawn.
+    # Every document has one token of text; the remaining tokens are in proportion to the drawn lengths.
     ends = np.rint(np.cumsum(weights) / weights.sum() * (text - len(weights))).astype(np.int64)
-    return [(n, 1 + more, 0) for n, more in zip(owned.tolist(), np.diff(ends, prepend=0).tolist(), strict=True)]
+    return [(n, 1 + extra, 0) for n, extra in zip(owned.tolist(), np.diff(ends, prepend=0).tolist(), strict=True)]
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -170,28 +180,28 @@ WORKLOADS: dict[str, Workload] = {
     "mix": packed(mix),
     "rise_and_fall": rise_and_fall,
 }
-"""Those that vision-language and language models read, by name."""
+"""Name -> workload of vision-language and language models."""
 
 
 def draw(name: str, bins: Bins, *, seed: int, iteration: int, replica: int = 0) -> IterationMeta:
-    """The metadata of one iteration of a workload on one model replica: the same for the same arguments.
+    """The metadata of one iteration of a workload on one model replica; deterministic.
 
-    Args: seed, iteration, replica: key the random stream, so that any iteration can be drawn without those before it.
-    Raises: ConfigError: there is no workload of that name, or it is of another kind of model.
+    Args: seed, iteration, replica: keys of the random stream, so that each iteration can be drawn by itself.
+    Raises: ConfigError: there is no workload of that name, or it is for another kind of model.
     """
-    known = (*WORKLOADS, VIDEO_CAPTIONS)
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
+    names = (*WORKLOADS, VIDEO_CAPTIONS)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"workload {name!r} does not exist{hint}; choose one of {', '.join(known)}")
+        raise ConfigError(f"workload {name!r} does not exist{hint}; choose one of {', '.join(names)}")
     if (name == VIDEO_CAPTIONS) != (bins.clip is not None):
-        needs = f"choose {VIDEO_CAPTIONS!r}" if bins.clip else f"choose one of {', '.join(WORKLOADS)}"
+        choices = f"choose {VIDEO_CAPTIONS!r}" if bins.clip else f"choose one of {', '.join(WORKLOADS)}"
         reads = "reads prompts and video clips" if bins.clip else "reads no video clips"
-        raise ConfigError(f"workload {name!r} does not go with a model that {reads}; {needs}")
+        raise ConfigError(f"workload {name!r} does not go with a model that {reads}; {choices}")
     if bins.clip is not None:
         groups = video_captions(bins.num_microbatches, seed=seed, iteration=iteration, replica=replica)
-        shape, most = bins.clip, bins.seq_len
-        clips = [tuple(shape.clip(drawn, most) for drawn in group) for group in groups]
+        shape, max_tokens = bins.clip, bins.seq_len
+        clips = [tuple(shape.clip(drawn, max_tokens) for drawn in group) for group in groups]
         return IterationMeta(microbatches=tuple(MicrobatchMeta(clips=group) for group in clips))
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, iteration, replica))))
     endless = WORKLOADS[name](rng, bins, iteration)
@@ -205,21 +215,21 @@ def draw(name: str, bins: Bins, *, seed: int, iteration: int, replica: int = 0) 
 
 
 def _document(bins: Bins, sample: int, num_images: int, text: int, prompt: int) -> DocumentMeta:
-    """A document whose images stand before equal parts of its text."""
+    """A document with an image before each of equal parts of its text."""
     size, grid = bins.image_tokens, bins.grid
-    places = [i * size + i * text // num_images for i in range(num_images)]
+    starts = [i * size + i * text // num_images for i in range(num_images)]
     images = tuple(
-        ImageMeta(sample=sample, index=i, grid=grid, num_tokens=size, start=place)
-        for i, place in enumerate(places)
+        ImageMeta(sample=sample, index=i, grid=grid, num_tokens=size, start=start)
+        for i, start in enumerate(starts)
         if grid is not None
     )
-    # The first label is that of the first text token behind the prompt and the images that stand before it.
-    before = sum(i * text // num_images <= prompt for i in range(num_images))
+    # The first label is that of the first text token after the prompt and the images before it.
+    leading_images = sum(i * text // num_images <= prompt for i in range(num_images))
     return DocumentMeta(
         sample=sample,
         num_tokens=num_images * size + text,
         num_targets=text - prompt,
         images=images,
         answers=(text - prompt,),
-        prefix=before * size + prompt,
+        prefix=leading_images * size + prompt,
     )

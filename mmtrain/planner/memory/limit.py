@@ -1,10 +1,10 @@
-"""`planner.memory_limit`: what a rank's device holds beside activations, and what is left for them. Pure.
+"""`planner.memory_limit`: the memory of a rank without activations, and the remainder for activations. Pure.
 
-A rank may take its limit. The process itself, parameters (gathered copies included), gradients and optimizer state are
-there whatever the plan says; a margin is left for what no plan counts. Activations get the rest. After a step that
-took more than the limit the margin of that pipeline rank grows, from the second next step on: the next one is planned
-by then, and when the change begins must not depend on how fast somebody planned. It always leaves room for a microbatch
-of any batch that was trained on.
+A rank may use memory up to its limit. The process itself, parameters (gathered copies included), gradients and
+optimizer state take a fixed amount, whatever the plan. A margin covers memory that no plan counts. Activations get the
+remainder. After a step that exceeded the limit, the margin of that pipeline rank grows from the second next step on:
+the next step may be planned already, and the start of the change must not depend on the speed of planning. The margin
+always leaves room for one microbatch of any batch that was trained on.
 """
 
 import math
@@ -35,44 +35,44 @@ class RankBudget:
     pp_rank: int
     state: RankState
     limit_bytes: float | None
-    """What it may take in all; None: no limit."""
+    """Bytes that it may take in total; None: no limit."""
     process_bytes: float
-    """What the process takes beside tensors: interpreter and libraries, or the context of an accelerator."""
+    """Bytes of the process in addition to tensors: interpreter and libraries, or the context of an accelerator."""
     margin_bytes: float
-    """Left for what no plan counts."""
+    """Reserved for memory that no plan counts."""
 
     @property
     def fixed_bytes(self) -> float:
-        """There during the whole step, whatever the plan says."""
+        """Bytes that are held during the whole step, whatever the plan."""
         state = self.state
         return self.process_bytes + state.param_bytes + state.grad_bytes + state.optimizer_bytes
 
     @property
     def activation_bytes(self) -> float | None:
-        """What activations may take; None: no limit."""
+        """Bytes that activations may take; None: no limit."""
         return None if self.limit_bytes is None else self.limit_bytes - self.fixed_bytes - self.margin_bytes
 
     @property
     def is_enough(self) -> bool:
-        """Whether something is left for activations, and more than reduced gradients take at a step's end."""
-        left = self.activation_bytes
-        return left is None or left > self.state.reduced_bytes
+        """Whether activations may take more bytes than the reduced gradients take at a step's end."""
+        available = self.activation_bytes
+        return available is None or available > self.state.reduced_bytes
 
     @property
     def cells(self) -> tuple[str, ...]:
         """Its row of the budget's table, in GiB."""
         state = self.state
-        parts = (self.process_bytes, state.param_bytes, state.grad_bytes, state.optimizer_bytes, self.margin_bytes)
-        amounts = (self.limit_bytes, *parts, self.activation_bytes)
-        return (str(self.pp_rank), *("-" if amount is None else show_gib(amount) for amount in amounts))
+        fixed = (self.process_bytes, state.param_bytes, state.grad_bytes, state.optimizer_bytes, self.margin_bytes)
+        columns = (self.limit_bytes, *fixed, self.activation_bytes)
+        return (str(self.pp_rank), *("-" if num_bytes is None else show_gib(num_bytes) for num_bytes in columns))
 
     def holds(self, activation_bytes: float) -> bool:
-        """Whether a plan fits, given the most of its activations."""
-        left = self.activation_bytes
-        return left is None or (self.is_enough and not exceeds(activation_bytes, left))
+        """Whether a plan fits. Args: activation_bytes: the peak of its activations."""
+        available = self.activation_bytes
+        return available is None or (self.is_enough and not exceeds(activation_bytes, available))
 
     def predicted_bytes(self, activation_bytes: float) -> float:
-        """Most bytes at any instant of a step, given the most of activations; the margin is not in it."""
+        """Peak bytes of a step, without the margin. Args: activation_bytes: the peak of its activations."""
         return self.process_bytes + self.state.peak_bytes(activation_bytes)
 
 
@@ -97,7 +97,7 @@ class MemoryBudget:
 
     @property
     def activation_limits(self) -> tuple[float | None, ...] | None:
-        """[pp_rank] -> bytes that activations may take; None: no limit, or of a device whose size is not known."""
+        """[pp_rank] -> bytes that activations may take; None: no limit, or a part of a device of unknown memory."""
         return tuple(rank.activation_bytes for rank in self.ranks) if self.limited else None
 
     @property
@@ -106,32 +106,32 @@ class MemoryBudget:
         return all(rank.is_enough for rank in self.ranks)
 
     def holds(self, activation_bytes: Sequence[float]) -> bool:
-        """Whether a plan fits. Args: activation_bytes: [pp_rank] -> the most at any instant of it."""
-        return all(rank.holds(most) for rank, most in zip(self.ranks, activation_bytes, strict=True))
+        """Whether a plan fits. Args: activation_bytes: [pp_rank] -> the peak of its activations."""
+        return all(rank.holds(peak_bytes) for rank, peak_bytes in zip(self.ranks, activation_bytes, strict=True))
 
     def check(self) -> None:
-        """Refuses a limit that is not enough.
+        """Checks that the limit leaves memory for activations on each rank.
 
-        Raises: ConfigError: with the first such rank, its part of the table and what to change.
+        Raises: ConfigError: it does not; names the first such rank, its row of the table and what to change.
         """
         for rank in self.ranks:
-            left = rank.activation_bytes
-            if left is not None and not rank.is_enough:
+            available = rank.activation_bytes
+            if available is not None and not rank.is_enough:
                 what = (
                     f"leaves pp_rank {rank.pp_rank} nothing for activations"
-                    if left <= 0
-                    else f"leaves pp_rank {rank.pp_rank} {show_gib(left)} GiB for activations, but at a step's end "
-                    f"reduced gradients take {show_gib(rank.state.reduced_bytes)} GiB there"
+                    if available <= 0
+                    else f"leaves pp_rank {rank.pp_rank} {show_gib(available)} GiB for activations, but at a step's "
+                    f"end reduced gradients take {show_gib(rank.state.reduced_bytes)} GiB there"
                 )
-                amounts = ", ".join(map(" ".join, zip(_COLUMNS[1:-1], rank.cells[1:-1], strict=True)))
+                cells = ", ".join(map(" ".join, zip(_COLUMNS[1:-1], rank.cells[1:-1], strict=True)))
                 raise ConfigError(
-                    f'planner.memory_limit = "{self.amount.text if self.amount else ""}" {what} (GiB: {amounts}); '
+                    f'planner.memory_limit = "{self.amount.text if self.amount else ""}" {what} (GiB: {cells}); '
                     "raise it, lower planner.memory_margin, or raise parallelism.pipeline_parallel_degree, "
                     "tensor_parallel_degree or data_parallel_shard_degree"
                 )
 
     def table(self) -> str:
-        """One line a pipeline rank, in GiB: its limit, what is subtracted, and what is left."""
+        """A table in GiB, one line for each pipeline rank: limit, amounts subtracted from it, and the remainder."""
         rows = [_COLUMNS, *(rank.cells for rank in self.ranks)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -143,55 +143,55 @@ class MemoryBudget:
         return replace(self, ranks=tuple(ranks))
 
     def with_process(self, process_bytes: float) -> "MemoryBudget":
-        """The budget of processes that take other bytes beside tensors."""
+        """The budget with other bytes of a process in addition to its tensors."""
         return replace(self, ranks=tuple(replace(rank, process_bytes=process_bytes) for rank in self.ranks))
 
     def raised(self, excess_bytes: Sequence[float]) -> "MemoryBudget":
-        """The budget after a step, with margins that cover what that step took beside the prediction.
+        """The budget after a step, with margins that cover the bytes by which the step exceeded the prediction.
 
-        One step takes no more than half of what was left for activations.
+        One step moves at most half of the bytes for activations to the margin.
 
         Args: excess_bytes: [pp_rank] -> measured less predicted where the limit was passed; 0 elsewhere.
         """
         margins = []
         for rank, excess in zip(self.ranks, excess_bytes, strict=True):
-            left = rank.activation_bytes or 0.0
-            margins.append(max(rank.margin_bytes, min(excess, rank.margin_bytes + left / 2)))
+            available = rank.activation_bytes or 0.0
+            margins.append(max(rank.margin_bytes, min(excess, rank.margin_bytes + available / 2)))
         return self.with_margins(margins)
 
     def leaving(self, needed_bytes: Sequence[float], least: "MemoryBudget") -> "MemoryBudget":
-        """The budget with margins no larger than what activations, and reduced gradients at a step's end, leave.
+        """The budget with margins that leave enough for activations, and for reduced gradients at a step's end.
 
         Args:
-            needed_bytes: [pp_rank] -> the least that activations take.
-            least: of the same ranks; margins do not become smaller than its.
+            needed_bytes: [pp_rank] -> the least bytes that activations take.
+            least: a budget of the same ranks; margins do not become smaller than those of it.
         """
         margins = []
-        for rank, needed, other in zip(self.ranks, needed_bytes, least.ranks, strict=True):
-            room = max(needed, rank.state.reduced_bytes) + 1.0  # of rounding
-            most = math.inf if rank.limit_bytes is None else rank.limit_bytes - rank.fixed_bytes - room
-            margins.append(max(other.margin_bytes, min(rank.margin_bytes, most)))
+        for rank, least_bytes, lowest in zip(self.ranks, needed_bytes, least.ranks, strict=True):
+            room = max(least_bytes, rank.state.reduced_bytes) + 1.0  # of rounding
+            largest_margin = math.inf if rank.limit_bytes is None else rank.limit_bytes - rank.fixed_bytes - room
+            margins.append(max(lowest.margin_bytes, min(rank.margin_bytes, largest_margin)))
         return self.with_margins(margins)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRule:
-    """What `[planner]` says of memory, before the partition is known."""
+    """The memory limit and margin of `[planner]`, before the partition is known."""
 
     amount: MemoryAmount | None
     """None: no limit."""
     limit_bytes: float | None
-    """None: no limit, or a part of a device whose memory is not known."""
+    """None: no limit, or a part of a device of unknown memory."""
     margin: float
-    """Part of the limit."""
+    """As a fraction of the limit."""
     sharding: Sharding
 
     @classmethod
     def of(cls, config: Config, device_bytes: float | None = None) -> "MemoryRule":
         """The rule of a job.
 
-        Args: device_bytes: memory of the device that a rank has; None: that of `planner.hardware`, if it is set.
-        Raises: ConfigError: hardware that does not exist.
+        Args: device_bytes: memory of a rank's device; None: that of `planner.hardware`, if it is set.
+        Raises: ConfigError: the hardware does not exist.
         """
         section = config.planner
         amount = MemoryAmount.parse("planner.memory_limit", section.memory_limit) if section.memory_limit else None
@@ -206,15 +206,15 @@ class MemoryRule:
 
     @classmethod
     def of_device(cls, config: Config) -> "MemoryRule":
-        """The rule of a job that, without a limit of known size, may take all that a device of `planner.hardware` has.
+        """The rule of a job; without a limit of known size, the limit is the memory of a `planner.hardware` device.
 
-        Raises: ConfigError: hardware that does not exist.
+        Raises: ConfigError: the hardware does not exist.
         """
         rule = cls.of(config)
         return rule if rule.limit_bytes is not None else replace(rule, limit_bytes=_hardware_bytes(config))
 
     def budget(self, spec: ModelSpec, partition: Partition, process_bytes: float = 0.0) -> MemoryBudget:
-        """The budget on a partition. Args: process_bytes: what a process takes beside tensors."""
+        """The budget on a partition. Args: process_bytes: bytes of a process in addition to its tensors."""
         ranks = (
             RankBudget(
                 pp_rank=pp_rank,
@@ -237,37 +237,37 @@ def _hardware_bytes(config: Config) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetHistory:
-    """The budgets of a run's steps: the first, and one from each step on whose margins are larger."""
+    """The budgets of a run's steps: the first budget, and the margins of each step from which they are larger."""
 
     budget: MemoryBudget
     """Its margins are those of the first steps."""
     device: str
-    """Kind of device that the process's bytes were measured on."""
+    """Kind of device on which the bytes of a process were measured."""
     margins: tuple[tuple[int, tuple[float, ...]], ...] = ()
-    """(step, [pp_rank] -> bytes): from this step on. Ascending."""
+    """(first step, [pp_rank] -> bytes), ascending."""
     needed_bytes: tuple[float, ...] = ()
-    """[pp_rank] -> the least that activations took in any batch, one microbatch alone; empty: no batch yet."""
+    """[pp_rank] -> the largest of all batches' least activation bytes; empty: no batch yet."""
 
     def at(self, step: int) -> MemoryBudget:
-        """The budget that a step is planned with."""
-        found = [margin_bytes for first, margin_bytes in self.margins if first <= step]
-        return self.budget.with_margins(found[-1]) if found else self.budget
+        """The budget with which a step is planned."""
+        margins = [margin_bytes for first_step, margin_bytes in self.margins if first_step <= step]
+        return self.budget.with_margins(margins[-1]) if margins else self.budget
 
     @property
     def newest(self) -> MemoryBudget:
-        """The budget of steps that come late enough."""
+        """The budget with the newest margins."""
         return self.budget.with_margins(self.margins[-1][1]) if self.margins else self.budget
 
     def after(self, step: int, excess_bytes: Sequence[float], needed_bytes: Sequence[float]) -> "BudgetHistory":
-        """The history after a step. Args: as of `MemoryBudget.raised` and, of this step's batch, `leaving`."""
-        before = self.needed_bytes or (0.0,) * len(self.budget.ranks)
-        needed = tuple(map(max, before, needed_bytes))
+        """The history after a step. Args: see `MemoryBudget.raised`; needed_bytes: of this batch, see `leaving`."""
+        earlier_bytes = self.needed_bytes or (0.0,) * len(self.budget.ranks)
+        needed = tuple(map(max, earlier_bytes, needed_bytes))
         margins = self.newest.raised(excess_bytes).leaving(needed, self.budget).margin_bytes
-        more = () if margins == self.newest.margin_bytes else ((step + 2, margins),)
-        return replace(self, margins=(*self.margins, *more), needed_bytes=needed)
+        added = () if margins == self.newest.margin_bytes else ((step + 2, margins),)
+        return replace(self, margins=(*self.margins, *added), needed_bytes=needed)
 
     def to_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON holds it."""
+        """The values that a resumed run needs, for JSON."""
         return {
             "limit": self.budget.amount.text if self.budget.amount else "",
             "device": self.device,
@@ -277,46 +277,49 @@ class BudgetHistory:
         }
 
     def resumed(self, saved: Mapping[str, Any]) -> "BudgetHistory":
-        """This run's history, going on where another one stopped that had the same limit on as many pipeline ranks.
+        """This run's history, continued from a run with the same limit, device and number of pipeline ranks.
 
-        What the process takes is then also that of the run before, so that plans are the same. Margins are never
-        lower than this run's config says.
+        The bytes of a process are also taken from the earlier run, so that plans are the same. Margins are never lower
+        than in this run's config.
 
-        Args: saved: of `to_dict`; of another run, or empty: this run starts anew.
+        Args: saved: from `to_dict`; if it is empty or of a different run, the history is unchanged.
         """
-        mine = self.to_dict()
-        rows = [(int(step), tuple(map(float, margin_bytes))) for step, margin_bytes in saved.get("margins", ())]
-        equal = all(saved.get(key) == mine[key] for key in ("limit", "device"))
-        if not equal or any(len(margin_bytes) != len(self.budget.ranks) for _, margin_bytes in rows):
+        settings = self.to_dict()
+        saved_margins = [
+            (int(step), tuple(map(float, margin_bytes))) for step, margin_bytes in saved.get("margins", ())
+        ]
+        equal = all(saved.get(key) == settings[key] for key in ("limit", "device"))
+        if not equal or any(len(margin_bytes) != len(self.budget.ranks) for _, margin_bytes in saved_margins):
             return self
         budget = self.budget.with_process(float(saved["process_bytes"]))
         nothing = (0.0,) * len(budget.ranks)
         margins = tuple(
             (step, budget.with_margins(margin_bytes).leaving(nothing, budget).margin_bytes)
-            for step, margin_bytes in rows
+            for step, margin_bytes in saved_margins
         )
         needed = tuple(map(float, saved.get("needed_bytes", nothing)))
         return replace(self, budget=budget, margins=margins, needed_bytes=needed)
 
 
 def least_activation_bytes(problem: PlanningProblem) -> tuple[float, ...]:
-    """[pp_rank] -> bytes with which one microbatch after another can run, each stage with its leanest option.
+    """[pp_rank] -> the least bytes with which microbatches can run one after another, each stage with its option of
+    least memory.
 
-    Works that depend on each other count as one microbatch. With less on any rank there is no plan.
+    Works that depend on each other count as one microbatch. With fewer bytes on any rank there is no plan.
     """
-    graph, cluster = problem.graph, components(problem.graph)
-    kept: defaultdict[tuple[int, int], float] = defaultdict(float)
-    passing: defaultdict[tuple[int, int], float] = defaultdict(float)
-    restored = [0.0] * graph.num_ranks
+    graph, component = problem.graph, components(problem.graph)
+    kept_bytes: defaultdict[tuple[int, int], float] = defaultdict(float)
+    passing_bytes: defaultdict[tuple[int, int], float] = defaultdict(float)
+    restored_bytes = [0.0] * graph.num_ranks
     for stage, work in graph.nodes():
         rank, options = graph.stage_rank[stage], problem.options(stage, work)
-        key, least = (cluster[work], rank), min(option.activation_bytes for option in options)
+        key, least_bytes = (component[work], rank), min(option.activation_bytes for option in options)
         if options[0].has_backward:
-            kept[key] += least
+            kept_bytes[key] += least_bytes
         else:  # freed when its forward ends
-            passing[key] = max(passing[key], least)
-        restored[rank] = max(restored[rank], *(option.restored_bytes for option in options))
-    needed = [0.0] * graph.num_ranks
-    for key in (*kept, *passing):
-        needed[key[1]] = max(needed[key[1]], kept[key], passing[key])
-    return tuple(map(operator.add, needed, restored))
+            passing_bytes[key] = max(passing_bytes[key], least_bytes)
+        restored_bytes[rank] = max(restored_bytes[rank], *(option.restored_bytes for option in options))
+    needed_bytes = [0.0] * graph.num_ranks
+    for key in (*kept_bytes, *passing_bytes):
+        needed_bytes[key[1]] = max(needed_bytes[key[1]], kept_bytes[key], passing_bytes[key])
+    return tuple(map(operator.add, needed_bytes, restored_bytes))

@@ -1,6 +1,6 @@
-"""What a rank holds and exchanges beside activations: parameters, gradients, optimizer state under FSDP2. Pure.
+"""The state that a rank holds and exchanges under FSDP2: parameters, gradients and optimizer state. Pure.
 
-Follows the runtime: a step gathers the parameters of all stages first, keeps gradients whole and unreduced until the
+As in the runtime, a step gathers the parameters of all stages first, keeps gradients whole and unreduced until the
 REDUCE at its end, and updates float32 shards (ZeRO-2 inside of a step, ZeRO-3 between steps).
 """
 
@@ -15,20 +15,20 @@ from mmtrain.spec.spec import ModelSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _MASTER = 4
-"""Bytes of a number in parameter shards, reduced gradients and each of Adam's two moments."""
+"""Bytes of an element of parameter shards, of reduced gradients and of each of Adam's two moments."""
 _GATHERED_LAYERS = 2
-"""Layers that are there at once where FSDP2 gathers before each use: the one in use and the next."""
+"""Layers that are gathered at the same time if FSDP2 gathers before each use: the one in use and the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """One stage as one rank of its submesh holds it; amounts are of that rank, before FSDP2 shards them."""
+    """The parameters of one stage on one rank of its submesh, before FSDP2 shards them."""
 
     stage: int
     num_params: float
     num_trainable: float
     gathered_params: float
-    """Most parameters that are there whole at once."""
+    """Largest number of parameters that are gathered at the same time."""
     shards: int
     """Ranks that FSDP2 shards the stage over."""
     whole: bool
@@ -43,20 +43,20 @@ class RankState:
 
     stages: tuple[StageState, ...]
     param_bytes: float
-    """Float32 shards, and what is gathered in the dtype of compute."""
+    """Float32 shards, and gathered parameters in the dtype of compute."""
     grad_bytes: float
-    """Gradients as they accumulate, whole."""
+    """Accumulated gradients, not sharded."""
     reduced_bytes: float
-    """Shards of the reduced gradients; there at the end of a step, when activations are gone."""
+    """Shards of the reduced gradients, held at the end of a step, when activations have been freed."""
     optimizer_bytes: float
-    """Two moments a trainable parameter, sharded."""
+    """Two moments for each trainable parameter, sharded."""
     updated_params: float
     """Trainable parameters of this rank's shards."""
 
     def peak_bytes(self, activation_bytes: float) -> float:
-        """Most bytes at any instant of a step, given the most of activations.
+        """Peak bytes of a step. Args: activation_bytes: the peak of activations.
 
-        Not counted: the communication library, the allocator's fragments, temporary tensors of an operator.
+        Not counted: the communication library, fragmentation of the allocator, temporary tensors of an operator.
         """
         fixed = self.param_bytes + self.grad_bytes + self.optimizer_bytes
         return fixed + max(activation_bytes, self.reduced_bytes)
@@ -64,19 +64,19 @@ class RankState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How a job's ranks share parameters: the degrees and dtypes that matter."""
+    """The degrees and dtypes that decide how a job's ranks shard parameters."""
 
     shape: MeshShape
     enabled: bool
     """Whether FSDP2 shards at all."""
     units_shared: bool
-    """Tensor-parallel ranks hold modules whole that can share their units, so that FSDP2 shards these over tp too."""
+    """Tensor-parallel ranks do not divide modules that can share their units; FSDP2 shards these over tp too."""
     regathered: frozenset[str]
     """Modules that are gathered before each use."""
     param_dtype_bytes: int
-    """Of gathered parameters."""
+    """Bytes of an element of gathered parameters."""
     reduce_dtype_bytes: int
-    """Of gradients that wait for their reduction, and of the reduction."""
+    """Bytes of an element of gradients before and in their reduction."""
     offload: bool
     """Shards, reduced gradients and optimizer state are in host memory."""
 
@@ -95,11 +95,11 @@ class Sharding:
         )
 
     def stage_state(self, spec: ModelSpec, stage: StageSpec) -> StageState:
-        """What one rank holds of a stage. Norms and biases, which tp ranks hold whole, count as divided."""
+        """The parameters of a stage on one rank. Norms and biases, which tp ranks hold whole, count as divided."""
         module = spec.module(stage.module)
         layers = module.layers[slice(*stage.layers)]
-        whole = self.units_shared and module.shares_units
-        divided = 1 if whole or module.is_whole else self.shape.tp
+        is_whole = self.units_shared and module.shares_units
+        divided = 1 if is_whole or module.is_whole else self.shape.tp
         once = stage.module not in self.regathered
         params = [layer.num_params / divided for layer in layers]
         return StageState(
@@ -107,13 +107,13 @@ class Sharding:
             num_params=sum(params),
             num_trainable=sum(layer.num_trainable_params for layer in layers) / divided,
             gathered_params=sum(params) if once else min(sum(params), _GATHERED_LAYERS * max(params)),
-            shards=self.shape.dp_shard * self.shape.cp * (self.shape.tp if whole else 1),
-            whole=whole,
+            shards=self.shape.dp_shard * self.shape.cp * (self.shape.tp if is_whole else 1),
+            whole=is_whole,
             gathered_once=once,
         )
 
     def rank_state(self, spec: ModelSpec, partition: Partition, pp_rank: int) -> RankState:
-        """What one rank of a pipeline rank's submesh holds during a step."""
+        """The state that one rank of a pipeline rank's submesh holds during a step."""
         stages = tuple(self.stage_state(spec, stage) for stage in partition.of_rank(pp_rank))
         if not self.enabled:
             params, trainable = (sum(getattr(s, name) for s in stages) for name in ("num_params", "num_trainable"))
@@ -146,7 +146,7 @@ class Sharding:
         return network.collective_s(OpKind.ALL_GATHER, num_bytes, self._shard_ranks(pp_rank, stage.whole))
 
     def reduce_s(self, network: Network, stage: StageState, pp_rank: int) -> float:
-        """Seconds of a stage's REDUCE: a reduce-scatter over the shards, an all-reduce of a shard over their copies."""
+        """Seconds of a stage's REDUCE: a reduce-scatter over the shards, then an all-reduce over the replicas."""
         if not self.enabled:
             return 0.0
         num_bytes = self.reduce_dtype_bytes * stage.num_trainable
@@ -156,18 +156,18 @@ class Sharding:
         ]
         return scatter + network.collective_s(OpKind.ALL_REDUCE, num_bytes / stage.shards, copies)
 
-    def _shard_ranks(self, pp_rank: int, whole: bool) -> list[int]:
-        """The global ranks of one group that FSDP2 shards over."""
+    def _shard_ranks(self, pp_rank: int, is_whole: bool) -> list[int]:
+        """The global ranks of one FSDP2 group."""
         shape = self.shape
         return [
             shape.rank(Coordinates(pp=pp_rank, dp_replicate=0, dp_shard=d, cp=c, tp=t))
             for d in range(shape.dp_shard)
             for c in range(shape.cp)
-            for t in range(shape.tp if whole else 1)
+            for t in range(shape.tp if is_whole else 1)
         ]
 
 
 def _most_gathered(stages: tuple[StageState, ...]) -> float:
-    """Parameters that are whole at once: all that stay so, and of the others those of one stage."""
-    kept = sum(s.gathered_params for s in stages if s.gathered_once)
-    return kept + max((s.gathered_params for s in stages if not s.gathered_once), default=0.0)
+    """Largest number of parameters gathered at the same time: all stages gathered once, and one of the others."""
+    always_gathered = sum(s.gathered_params for s in stages if s.gathered_once)
+    return always_gathered + max((s.gathered_params for s in stages if not s.gathered_once), default=0.0)

@@ -1,8 +1,8 @@
-"""Nodes of accelerators, and what moving bytes between them takes. Pure.
+"""Nodes of accelerators, and the seconds of transfers between them. Pure.
 
 Global ranks fill one node after the other. Inside of a node every pair of accelerators has the full NVLink rate (a
-switch). Between nodes each accelerator has a network card of its own, and cards of the same place in their nodes share
-a switch (rails): a group with g ranks in each node has g cards there, as NCCL's rings use them.
+switch). Between nodes each accelerator has its own network card, and cards with the same index in their nodes share a
+switch (rails): a group with g ranks in each node uses g cards there, as NCCL's rings do.
 """
 
 import re
@@ -16,7 +16,7 @@ from mmtrain.planner.operators.hardware import Hardware, Link, hardware_names, l
 _CLUSTER = re.compile(r"(?P<hardware>.+?)x(?P<gpus>\d+)")
 
 _SENT = {OpKind.ALL_GATHER: 1, OpKind.REDUCE_SCATTER: 1, OpKind.ALL_REDUCE: 2}
-"""How often each rank sends all other parts of a buffer."""
+"""How many times each rank sends (n - 1) / n of a buffer."""
 
 
 def sent_bytes(kind: OpKind, num_bytes: float, ranks: int) -> float:
@@ -34,7 +34,7 @@ class Cluster:
 
     hardware: Hardware
     num_gpus: int
-    """In all nodes."""
+    """Total number in all nodes."""
 
     def __post_init__(self) -> None:
         per_node = self.hardware.gpus_per_node
@@ -46,46 +46,48 @@ class Cluster:
 
     @classmethod
     def of(cls, name: str, num_gpus: int = 1) -> "Cluster":
-        """The cluster of a name such as `h800x16`: 16 of them, in nodes of 8; or as many as asked for, as `h800`.
+        """The cluster of a name such as `h800x16` (16 accelerators in nodes of 8) or `h800` (`num_gpus` of them).
 
-        Args: num_gpus: of a name without a number, rounded up to whole nodes.
-        Raises: ConfigError: no such hardware, or a number that does not fill its nodes.
+        Args: num_gpus: number for a name without a number, rounded up to whole nodes.
+        Raises: ConfigError: the hardware does not exist, or the number does not fill its nodes.
         """
         match = _CLUSTER.fullmatch(name)
         if match and (match["hardware"] in hardware_names() or match["hardware"].endswith(".toml")):
             return cls(hardware=load_hardware(match["hardware"]), num_gpus=int(match["gpus"]))
         hardware = load_hardware(name)
         per_node = hardware.gpus_per_node
-        whole = num_gpus if num_gpus <= per_node else -(-num_gpus // per_node) * per_node
-        return cls(hardware=hardware, num_gpus=whole)
+        rounded_up = num_gpus if num_gpus <= per_node else -(-num_gpus // per_node) * per_node
+        return cls(hardware=hardware, num_gpus=rounded_up)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes."""
+        """Number of nodes."""
         return -(-self.num_gpus // self.hardware.gpus_per_node)
 
     def device(self, ranks: Sequence[int]) -> DeviceKind:
-        """What connects some ranks: NVLink where one node holds them all, else the network."""
+        """The kind of link between some ranks: NVLink if one node holds them all, else the network."""
         nodes = {rank // self.hardware.gpus_per_node for rank in ranks}
         return DeviceKind.NVLINK if len(nodes) <= 1 else DeviceKind.NETWORK
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """What each of these ranks can send to the others: over the network with the cards of all of them in a node,
-        but not faster than they could hand bytes to each other there."""
+        """Rate and latency at which each of some global ranks sends to the others.
+
+        Over the network they use the cards of all their ranks in a node, but at most at the rate of NVLink.
+        """
         device = self.device(ranks)
         link = self.hardware.links[device]
         if device is DeviceKind.NVLINK:
             return link
         per_node = self.hardware.gpus_per_node
-        together = len(ranks) // len({rank // per_node for rank in ranks})
-        inside = self.hardware.links[DeviceKind.NVLINK].bytes_per_s
-        rate = min(link.bytes_per_s * together, max(inside, link.bytes_per_s))
+        ranks_per_node = len(ranks) // len({rank // per_node for rank in ranks})
+        nvlink_rate = self.hardware.links[DeviceKind.NVLINK].bytes_per_s
+        rate = min(link.bytes_per_s * ranks_per_node, max(nvlink_rate, link.bytes_per_s))
         return Link(bytes_per_s=rate, latency_s=link.latency_s)
 
     def collective_s(self, kind: OpKind, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Seconds of a collective among some ranks, whose whole buffer has `num_bytes`; 0 for one rank."""
+        """Seconds of a collective among some global ranks, whose whole buffer has `num_bytes`; 0 for one rank."""
         if len(ranks) < 2:
             return 0.0
         link = self.link(ranks)
-        reached = self.hardware.efficiency_of(kind, Phase.FORWARD).network
-        return link.latency_s + sent_bytes(kind, num_bytes, len(ranks)) / (link.bytes_per_s * reached)
+        efficiency = self.hardware.efficiency_of(kind, Phase.FORWARD).network
+        return link.latency_s + sent_bytes(kind, num_bytes, len(ranks)) / (link.bytes_per_s * efficiency)

@@ -1,7 +1,7 @@
 """Collectives between the ranks that divide a layer, as modules. Pure.
 
-What a name says happens forward; gradients go the opposite way, as in sequence parallelism (arXiv:2205.05198, section
-4.2.2). Nothing overlaps a collective: what comes next needs its result.
+A name describes the forward; the backward is its transpose, as in sequence parallelism (arXiv:2205.05198, section
+4.2.2). Nothing overlaps a collective: the next operator needs its result.
 """
 
 from dataclasses import dataclass
@@ -13,40 +13,40 @@ from mmtrain.planner.operators.tape import Var
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective forward, and the one that its gradient needs; for one rank nothing at all."""
+    """A collective in the forward and one in the backward; none for one rank."""
 
     name: str
     forward: OpKind | None
-    """None: this rank's rows are cut out, or nothing happens where as many rows come out as go in."""
+    """None: this rank's rows are copied out, or, if the number of rows is unchanged, nothing happens."""
     backward: OpKind | None
     ranks: int
     link: DeviceKind
     rows_factor: float = 1.0
-    """Rows that come out over those that go in."""
+    """Output rows over input rows."""
 
     def __call__(self, x: Var) -> Var:
         if self.ranks == 1:
             return x
         tape, cuts = x.tape, self.rows_factor != 1
         if self.forward is None and not cuts:
-            out = Var(tape, x.tensor, x.rows, x.columns, x.needs_grad)
+            result = Var(tape, x.tensor, x.rows, x.columns, x.needs_grad)
         else:
-            out = tape.var(self.name, rows=x.rows * self.rows_factor, columns=x.columns, needs_grad=x.needs_grad)
-            self._add(x, out, self.forward, self.name, Phase.FORWARD, x.tensor, out.tensor)
+            result = tape.var(self.name, rows=x.rows * self.rows_factor, columns=x.columns, needs_grad=x.needs_grad)
+            self._add(x, result, self.forward, self.name, Phase.FORWARD, x.tensor, result.tensor)
 
         def gradients(grad: int) -> dict[Var, int]:
             if self.backward is None and not cuts:
                 return {x: grad}
-            into = tape.tensor(f"{self.name}.dx", x.num_bytes)
-            self._add(x, out, self.backward, f"{self.name}.backward", Phase.BACKWARD_INPUT, grad, into)
-            return {x: into}
+            x_grad = tape.tensor(f"{self.name}.dx", x.num_bytes)
+            self._add(x, result, self.backward, f"{self.name}.backward", Phase.BACKWARD_INPUT, grad, x_grad)
+            return {x: x_grad}
 
-        return tape.record(out, gradients)
+        return tape.record(result, gradients)
 
-    def _add(self, x: Var, out: Var, kind: OpKind | None, name: str, phase: Phase, source: int, result: int) -> None:
-        part, whole = (out, x) if self.rows_factor < 1 else (x, out)
+    def _add(self, x: Var, y: Var, kind: OpKind | None, name: str, phase: Phase, source: int, result: int) -> None:
+        smaller, larger = (y, x) if self.rows_factor < 1 else (x, y)
         if kind is None:
-            x.tape.stream(name, phase=phase, num_bytes=2 * part.num_bytes, inputs=(source,), outputs=(result,))
+            x.tape.stream(name, phase=phase, num_bytes=2 * smaller.num_bytes, inputs=(source,), outputs=(result,))
             return
         x.tape.op(
             name,
@@ -55,12 +55,12 @@ class Exchange:
             device=self.link,
             inputs=(source,),
             outputs=(result,),
-            net_bytes=whole.num_bytes * sent_bytes(kind, 1.0, self.ranks),
+            net_bytes=larger.num_bytes * sent_bytes(kind, 1.0, self.ranks),
         )
 
 
 def gather_for_parts(name: str, ranks: int, link: DeviceKind) -> Exchange:
-    """This rank's rows -> all rows, of which it computes its own columns; backward: reduce-scatter."""
+    """This rank's rows -> all rows, from which each rank computes its own columns; backward: reduce-scatter."""
     return Exchange(name, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, ranks, link, float(ranks))
 
 
@@ -80,7 +80,7 @@ def shard(name: str, ranks: int, link: DeviceKind) -> Exchange:
 
 
 def use_for_parts(name: str, ranks: int, link: DeviceKind) -> Exchange:
-    """What is equal on all ranks, of which each computes its own part; backward: all-reduce."""
+    """Rows that are equal on all ranks, from which each rank computes its own columns; backward: all-reduce."""
     return Exchange(name, None, OpKind.ALL_REDUCE, ranks, link)
 
 
@@ -91,7 +91,7 @@ def sum_whole(name: str, ranks: int, link: DeviceKind) -> Exchange:
 
 @dataclass(frozen=True, slots=True)
 class RowSums:
-    """x, whose columns the ranks divide, after a sum over all columns was exchanged; and again for its gradient."""
+    """x, whose columns the ranks divide, after an all-reduce of a sum over columns; the backward has another one."""
 
     name: str
     ranks: int
@@ -100,20 +100,20 @@ class RowSums:
     def __call__(self, x: Var) -> Var:
         if self.ranks == 1:
             return x
-        # The operators between wait for the sum, which is a number a row; x itself stays where it is.
-        out = Var(x.tape, self._add(x, x.tensor, Phase.FORWARD), x.rows, x.columns, x.needs_grad)
-        return x.tape.record(out, lambda grad: {x: self._add(x, grad, Phase.BACKWARD_INPUT)})
+        # Later operators wait for the sum, one number for each row; x itself is not copied.
+        result = Var(x.tape, self._add(x, x.tensor, Phase.FORWARD), x.rows, x.columns, x.needs_grad)
+        return x.tape.record(result, lambda grad: {x: self._add(x, grad, Phase.BACKWARD_INPUT)})
 
     def _add(self, x: Var, source: int, phase: Phase) -> int:
         name = self.name if phase is Phase.FORWARD else f"{self.name}.backward"
-        made = x.tape.tensor(name)
+        sums = x.tape.tensor(name)
         x.tape.op(
             name,
             OpKind.ALL_REDUCE,
             phase=phase,
             device=self.link,
             inputs=(source,),
-            outputs=(made,),
+            outputs=(sums,),
             net_bytes=x.rows * sent_bytes(OpKind.ALL_REDUCE, 4.0, self.ranks),
         )
-        return made
+        return sums

@@ -1,7 +1,7 @@
-"""The operator graph: what is computed, moved and held, on which device, and what needs what. Pure.
+"""The operator graph: operators on devices, the tensors that they read and write, and their dependencies. Pure.
 
-Operators read and write tensors; an operator needs those that made its inputs, and what extra edges name. Each device
-runs its operators one at a time, in the order in which the graph lists them, as a CUDA stream or a link does.
+An operator depends on the operators that make its inputs, and on those of extra edges. Each device runs its operators
+one at a time, in the order of the graph, like a CUDA stream or a link.
 
 Source: DIP, arXiv:2504.14145, section 6.1; PipeWeaver's SEMU, section 4.1.
 """
@@ -17,7 +17,7 @@ from mmtrain.spec.spec import ZERO_RATES, Rates
 
 
 class DeviceKind(StrEnum):
-    """What runs operators: two that compute, three that move bytes."""
+    """The kinds of devices that run operators: two that compute, three that move bytes."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -40,7 +40,7 @@ class Device:
 
 
 class OpKind(StrEnum):
-    """What an operator does; efficiency factors are given by it."""
+    """The kind of an operator, which determines its efficiency factors."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -62,7 +62,7 @@ class OpKind(StrEnum):
 
 
 class Phase(StrEnum):
-    """Which action an operator belongs to: F, I or W of the schedule."""
+    """The action to which an operator belongs: F, I or W of the schedule."""
 
     FORWARD = "forward"
     BACKWARD_INPUT = "backward_input"
@@ -71,10 +71,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The extent of a product, which decides how well a device can run it.
+    """The sizes of a product, on which a device's efficiency depends.
 
-    Of a matrix product [m, k] x [k, n]. Of an attention m is the number of queries, n that of attended pairs over all
-    queries, and k the width of a head.
+    For a matrix product: [m, k] x [k, n]. For attention: m queries, n attended pairs over all queries, k the width of a
+    head.
     """
 
     m: Rates
@@ -89,10 +89,10 @@ class TensorNode:
     name: str
     num_bytes: Rates = ZERO_RATES
     rank: int = 0
-    """In whose memory it is."""
+    """The rank in whose memory it is."""
     persistent: bool = False
-    """Held from the start to the end (parameters, gradients); others from the start of what makes them to the end of
-    the last that reads them."""
+    """Held from the start to the end (parameters, gradients); other tensors from the start of the operator that makes
+    them to the end of the last operator that reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,26 +108,26 @@ class Operator:
     outputs: tuple[int, ...] = ()
     """Tensors that it makes."""
     flops: Rates = ZERO_RATES
-    """Of products alone, a multiply-add is 2; other arithmetic hides behind its memory accesses."""
+    """FLOPs of products only (a multiply-add is 2); other arithmetic is hidden by memory accesses."""
     mem_bytes: Rates = ZERO_RATES
     """Read from and written to the device's memory."""
     net_bytes: Rates = ZERO_RATES
     """Sent by each rank."""
     shape: Shape | None = None
-    """Of a product; None: it runs at the full rate of its kind."""
+    """Sizes of a product; None: it runs at the full rate of its kind."""
     launches: int = 1
     """Kernels or messages, each of which has a fixed cost."""
     each_clip: bool = False
-    """Whether it runs for one clip after another: amounts are of all clips, but launches, what is `fixed` and the
-    shape of a product are those of a clip."""
+    """Whether it runs for one clip after another: amounts are sums over all clips, but launches, `fixed` amounts and
+    the shape of a product are those of one clip."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
     """Operators in the order in which they are issued, and the tensors between them.
 
-    Raises: PlanError: a tensor that does not exist or has two makers, bytes over a network on a device that computes or
-        work on one that does not, or a cycle of needs and orders.
+    Raises: PlanError: a tensor does not exist or is made by two operators, an operator sends bytes on a device that
+        computes or computes on one that does not, or dependencies and device orders form a cycle.
     """
 
     operators: tuple[Operator, ...]
@@ -138,30 +138,31 @@ class Graph:
     def __post_init__(self) -> None:
         for index, op in enumerate(self.operators):
             _check_operator(index, op, len(self.tensors))
-        for before, after in self.edges:
-            if not (0 <= before < len(self.operators) and 0 <= after < len(self.operators)):
+        for source, target in self.edges:
+            if not (0 <= source < len(self.operators) and 0 <= target < len(self.operators)):
                 raise PlanError(
-                    f"edge {before} -> {after}: the graph has operators 0..{len(self.operators) - 1}; name two of them"
+                    f"edge {source} -> {target}: the graph has operators 0..{len(self.operators) - 1}; name two of them"
                 )
         _ = self.producer, self.order
 
     def with_edges(self, edges: Iterable[tuple[int, int]]) -> "Graph":
-        """The graph with more edges. Raises: PlanError: one that does not exist, or a cycle."""
+        """The graph with more edges. Raises: PlanError: an edge names an unknown operator or closes a cycle."""
         return replace(self, edges=self.edges | frozenset(edges))
 
     @cached_property
     def producer(self) -> tuple[int, ...]:
-        """[tensor] -> the operator that makes it; -1: it is there from the start."""
-        made = [-1] * len(self.tensors)
+        """[tensor] -> the operator that makes it; -1: it is an input."""
+        producers = [-1] * len(self.tensors)
         for index, op in enumerate(self.operators):
             for tensor in op.outputs:
-                if made[tensor] >= 0:
+                if producers[tensor] >= 0:
+                    earlier = self.operators[producers[tensor]].name
                     raise PlanError(
-                        f"tensor {tensor} ({self.tensors[tensor].name}) is made by {self.operators[made[tensor]].name} "
-                        f"and again by {op.name}; make a new tensor"
+                        f"tensor {tensor} ({self.tensors[tensor].name}) is made by {earlier} and again by {op.name}; "
+                        "make a new tensor"
                     )
-                made[tensor] = index
-        return tuple(made)
+                producers[tensor] = index
+        return tuple(producers)
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -170,30 +171,32 @@ class Graph:
 
     @cached_property
     def needs(self) -> tuple[tuple[int, ...], ...]:
-        """[operator] -> operators that must end before it starts, other than by the order of its device."""
-        found = [{self.producer[tensor] for tensor in op.inputs if self.producer[tensor] >= 0} for op in self.operators]
-        for before, after in self.edges:
-            found[after].add(before)
-        return tuple(tuple(sorted(before)) for before in found)
+        """[operator] -> operators that must end before it starts, without those of its device's order."""
+        dependencies = [
+            {self.producer[tensor] for tensor in op.inputs if self.producer[tensor] >= 0} for op in self.operators
+        ]
+        for source, target in self.edges:
+            dependencies[target].add(source)
+        return tuple(tuple(sorted(source)) for source in dependencies)
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """[operator] -> the one issued before it on its device; -1: it is the first."""
-        last: dict[Device, int] = {}
-        found = []
+        """[operator] -> the operator issued before it on its device; -1: it is the first."""
+        last_on_device: dict[Device, int] = {}
+        previous = []
         for index, op in enumerate(self.operators):
-            found.append(last.get(op.device, -1))
-            last[op.device] = index
-        return tuple(found)
+            previous.append(last_on_device.get(op.device, -1))
+            last_on_device[op.device] = index
+        return tuple(previous)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """All operators, each after what it needs and after those before it on its device: the lowest index first."""
-        waits = [{*needs, before} - {-1} for needs, before in zip(self.needs, self.before, strict=True)]
+        """All operators in an order that respects dependencies and device orders; the lowest index first."""
+        waits = [{*needs, previous} - {-1} for needs, previous in zip(self.needs, self.before, strict=True)]
         order, stuck = topological(waits)
         if stuck:
             op = self.operators[stuck[0]]
-            missing = ", ".join(self.operators[need].name for need in sorted(waits[stuck[0]] & set(stuck)))
+            missing = ", ".join(self.operators[dependency].name for dependency in sorted(waits[stuck[0]] & set(stuck)))
             raise PlanError(
                 f"operator {stuck[0]} ({op.name} on {op.device.kind} {op.device.rank}) waits forever for {missing}: "
                 "needs and device orders form a cycle; issue it later, or remove an edge"
@@ -202,40 +205,40 @@ class Graph:
 
     @cached_property
     def is_serial(self) -> bool:
-        """Whether each operator waits for the one issued before it, so that nothing runs side by side."""
-        pairs = enumerate(zip(self.needs, self.before, strict=True))
-        return all(index == 0 or index - 1 in (*needs, before) for index, (needs, before) in pairs)
+        """Whether each operator waits for the one issued before it, so that no two run at the same time."""
+        dependencies = enumerate(zip(self.needs, self.before, strict=True))
+        return all(index == 0 or index - 1 in (*needs, previous) for index, (needs, previous) in dependencies)
 
     def only(self, phase: Phase) -> "Graph":
-        """The operators of one phase and the tensors that they touch; what others made is there from the start."""
-        kept = [index for index, op in enumerate(self.operators) if op.phase is phase]
-        place = {old: new for new, old in enumerate(kept)}
-        touched = sorted({t for index in kept for t in (*self.operators[index].inputs, *self.operators[index].outputs)})
-        tensor = {old: new for new, old in enumerate(touched)}
+        """The operators of one phase and the tensors that they read or write; tensors of other phases are inputs."""
+        indices = {old: new for new, old in enumerate(i for i, op in enumerate(self.operators) if op.phase is phase)}
+        chosen = [self.operators[index] for index in indices]
+        touched = sorted({tensor for op in chosen for tensor in (*op.inputs, *op.outputs)})
+        tensor_index = {old: new for new, old in enumerate(touched)}
         operators = [
             replace(
-                self.operators[index],
-                inputs=tuple(tensor[t] for t in self.operators[index].inputs),
-                outputs=tuple(tensor[t] for t in self.operators[index].outputs),
+                op,
+                inputs=tuple(tensor_index[t] for t in op.inputs),
+                outputs=tuple(tensor_index[t] for t in op.outputs),
             )
-            for index in kept
+            for op in chosen
         ]
         return Graph(
             operators=tuple(operators),
             tensors=tuple(self.tensors[t] for t in touched),
-            edges=frozenset({(place[a], place[b]) for a, b in self.edges if a in place and b in place}),
+            edges=frozenset((indices[a], indices[b]) for a, b in self.edges if a in indices and b in indices),
         )
 
 
 def topological(waits: Sequence[Set[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(an order in which each comes after what it waits for, the lowest first; those that a cycle keeps from it)."""
-    if all(before < index for index, befores in enumerate(waits) for before in befores):
+    """(indices in an order in which each comes after those it waits for, the lowest first; indices behind a cycle)."""
+    if all(dependency < index for index, dependencies in enumerate(waits) for dependency in dependencies):
         return tuple(range(len(waits))), ()
     followers: list[list[int]] = [[] for _ in waits]
-    missing = [len(befores) for befores in waits]
-    for index, befores in enumerate(waits):
-        for before in befores:
-            followers[before].append(index)
+    missing = [len(dependencies) for dependencies in waits]
+    for index, dependencies in enumerate(waits):
+        for dependency in dependencies:
+            followers[dependency].append(index)
     ready = [index for index, count in enumerate(missing) if not count]
     order = []
     while ready:
@@ -262,11 +265,11 @@ def _check_operator(index: int, op: Operator, num_tensors: int) -> None:
 
 
 def unfold(graph: Graph, ranks: int) -> Graph:
-    """The graph of `ranks` equal ranks, of which `graph` describes the one with rank 0.
+    """The graph of `ranks` equal ranks, of which `graph` describes rank 0; its simulation gives the same times.
 
-    A collective waits for its inputs on all ranks and leaves each rank's link at once. Operator i of rank r is operator
-    `i * ranks + r`. This is what a graph of one rank stands for; simulating that one gives the same times.
-    Raises: PlanError: an operator of another rank than 0.
+    A collective waits for its inputs on all ranks and ends on all links at the same time. Operator i of rank r has the
+    index `i * ranks + r`.
+    Raises: PlanError: the graph has operators of other ranks than 0.
     """
     if any(op.device.rank for op in graph.operators):
         raise PlanError("a graph of several ranks cannot be unfolded; describe rank 0 alone")
@@ -275,9 +278,9 @@ def unfold(graph: Graph, ranks: int) -> Graph:
             op,
             device=replace(op.device, rank=rank),
             inputs=tuple(
-                tensor * ranks + other
+                tensor * ranks + source_rank
                 for tensor in op.inputs
-                for other in (range(ranks) if op.kind.is_collective else (rank,))
+                for source_rank in (range(ranks) if op.kind.is_collective else (rank,))
             ),
             outputs=tuple(tensor * ranks + rank for tensor in op.outputs),
         )

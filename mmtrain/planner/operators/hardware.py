@@ -1,7 +1,7 @@
-"""What accelerators and clusters can do: profiles in TOML, strictly read. Pure.
+"""Hardware profiles: rates and sizes of accelerators and their nodes, from strict TOML. Pure.
 
-A profile says what the vendor's data sheet says, and how much of it each kind of operator reaches. `extends = "other"`
-takes over another profile's keys.
+A profile has the rates of the vendor's data sheet, and the fraction of them that each kind of operator reaches.
+`extends = "other"` inherits the keys of another profile.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _MAY_BE_ZERO = ("launch_s", "latency_s", "fill", "keys")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """The part of a device's rates that a kind of operator reaches, at best: the inverse of DIP's factors a."""
+    """The largest fraction of a device's rates that a kind of operator reaches: the inverse of DIP's factors a."""
 
     compute: float = 1.0
     """1 / a_fop."""
@@ -39,27 +39,27 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way between two accelerators, or between one and its host."""
+    """A link between two accelerators, or between one and its host."""
 
     bytes_per_s: float
-    """In one direction, of one accelerator."""
+    """Rate of one accelerator in one direction."""
     latency_s: float
     """Fixed part of a message or collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """How a device cuts a matrix product: see `latency.product_efficiency`."""
+    """How a device divides a matrix product into tiles: see `latency.product_efficiency`."""
 
     units: int
     """Processors that work on one tile each (streaming multiprocessors)."""
     rows: int
     columns: int
-    """Of the tile of the result that one processor makes."""
+    """Rows and columns of the tile of the result that one processor computes."""
     fill: int
-    """Steps of the inner dimension that starting and ending a tile cost."""
+    """Overhead of starting and ending a tile, in steps of the inner dimension."""
     most_splits: int = 1
-    """Parts that the inner dimension may be cut into, to give all processors work (split-K)."""
+    """Largest number of parts of the inner dimension, which give all processors work (split-K)."""
     keys: int = 0
     """Keys that attention reads at once; a query's last block of them is half empty on average."""
 
@@ -78,7 +78,7 @@ class Hardware:
     memory_bytes: float
     gpus_per_node: int
     launch_s: float
-    """Fixed part of a kernel on the device's own queue."""
+    """Fixed seconds of a kernel on the device's queue."""
     links: Mapping[DeviceKind, Link]
     """nvlink, network and pcie."""
     tiles: Tiles
@@ -86,25 +86,26 @@ class Hardware:
     """By kind, or by `kind.phase` for that phase alone; absent: all of the rates."""
 
     def flops_per_s(self, dtype_bytes: int) -> float:
-        """Peak of products of numbers of so many bytes."""
+        """Peak rate of products. Args: dtype_bytes: bytes of an element."""
         return self.bf16_flops_per_s if dtype_bytes <= 2 else self.fp32_flops_per_s
 
     def efficiency_of(self, kind: OpKind, phase: Phase) -> Efficiency:
-        """What an operator reaches at best."""
-        found = self.efficiency.get(f"{kind}.{phase}") or self.efficiency.get(kind)
-        return found or Efficiency()
+        """The fractions of the peak rates that an operator reaches."""
+        efficiency = self.efficiency.get(f"{kind}.{phase}") or self.efficiency.get(kind)
+        return efficiency or Efficiency()
 
 
 @lru_cache(maxsize=64)
 def load_hardware(name: str) -> Hardware:
     """A profile by its name, as `h800`, or by the path of a TOML file.
 
-    Raises: ConfigError: no such profile, an unknown or missing key, a wrong type, or a number out of range.
+    Raises: ConfigError: the profile does not exist, has an unknown or missing key, a wrong type, or a number out of
+        range.
     """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not os.path.isfile(path) or name == "defaults":  # false of names that cannot exist, too
-        known = ", ".join(hardware_names())
-        raise ConfigError(f"hardware {shown(name)} does not exist; name one of {known}, or a TOML file")
+        names = ", ".join(hardware_names())
+        raise ConfigError(f"hardware {shown(name)} does not exist; name one of {names}, or a TOML file")
     return _hardware(_read(path, ()), path)
 
 
@@ -113,9 +114,9 @@ def hardware_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != "defaults"))
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    if path in seen:
-        raise ConfigError(f"{path.name}: `extends` goes in a circle: {' -> '.join(p.name for p in (*seen, path))}")
+def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    if path in chain:
+        raise ConfigError(f"{path.name}: `extends` goes in a circle: {' -> '.join(p.name for p in (*chain, path))}")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -123,37 +124,39 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     base = table.pop("extends", None)
     if base is None:
         return table
-    places = [place / f"{base}.toml" for place in (path.parent, FOLDER)]
-    found = next((place for place in places if place.is_file()), None)
-    if not isinstance(base, str) or found is None:
-        raise ConfigError(f"{path}: extends = {base!r}; name a profile beside it, or one that comes with mmtrain")
-    return _merge(_read(found, (*seen, path)), table)
+    candidates = [folder / f"{base}.toml" for folder in (path.parent, FOLDER)]
+    base_path = next((folder for folder in candidates if folder.is_file()), None)
+    if not isinstance(base, str) or base_path is None:
+        raise ConfigError(
+            f"{path}: extends = {base!r}; name a profile in the same folder, or one that comes with mmtrain"
+        )
+    return _merge(_read(base_path, (*chain, path)), table)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    out = dict(base)
+    merged = dict(base)
     for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = _merge(out[key], value) if both else value
-    return out
+        nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if nested else value
+    return merged
 
 
 def _hardware(table: dict[str, Any], path: Path) -> Hardware:
     where = str(path)
     links, efficiency = table.pop("links", {}), table.pop("efficiency", {})
-    tiles = _part(Tiles, table.pop("tiles", {}), f"{where}: tiles")
+    tiles = _from_table(Tiles, table.pop("tiles", {}), f"{where}: tiles")
     compute = table.pop("compute", "gpu")
     if compute not in ("gpu", "cpu"):
         raise ConfigError(f"{where}: compute = {compute!r}; it is gpu or cpu")
-    wanted = {"nvlink", "network", "pcie"}
-    if not isinstance(links, dict) or set(links) != wanted:
-        raise ConfigError(f"{where}: [links] must have just {', '.join(sorted(wanted))}")
-    hardware: Hardware = _part(
+    kinds = {"nvlink", "network", "pcie"}
+    if not isinstance(links, dict) or set(links) != kinds:
+        raise ConfigError(f"{where}: [links] must have just {', '.join(sorted(kinds))}")
+    hardware: Hardware = _from_table(
         Hardware,
         {"name": path.stem, **table},
         where,
         compute=DeviceKind(compute),
-        links={DeviceKind(key): _part(Link, value, f"{where}: links.{key}") for key, value in links.items()},
+        links={DeviceKind(key): _from_table(Link, value, f"{where}: links.{key}") for key, value in links.items()},
         tiles=tiles,
         efficiency=_efficiencies(efficiency, f"{where}: efficiency"),
     )
@@ -161,42 +164,44 @@ def _hardware(table: dict[str, Any], path: Path) -> Hardware:
 
 
 def _efficiencies(table: Any, where: str) -> dict[str, Efficiency]:
-    """`[efficiency.KIND]`, and in it a table for a phase that differs."""
+    """The efficiencies of `[efficiency.KIND]` and its sub-tables `[efficiency.KIND.PHASE]`."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where} = {table!r}; it is a section")
     kinds, phases = {kind.value for kind in OpKind}, {phase.value for phase in Phase}
-    out = {}
+    efficiencies = {}
     for kind, entry in table.items():
         if kind not in kinds or not isinstance(entry, dict):
             raise ConfigError(f"{where}.{kind}: name a section after one of {', '.join(sorted(kinds))}")
-        own = {key: value for key, value in entry.items() if key not in phases}
-        out[kind] = _part(Efficiency, own, f"{where}.{kind}")
+        for_all_phases = {key: value for key, value in entry.items() if key not in phases}
+        efficiencies[kind] = _from_table(Efficiency, for_all_phases, f"{where}.{kind}")
         for phase in phases & set(entry):
-            out[f"{kind}.{phase}"] = _part(Efficiency, {**own, **entry[phase]}, f"{where}.{kind}.{phase}")
-    for key, value in out.items():
+            efficiencies[f"{kind}.{phase}"] = _from_table(
+                Efficiency, {**for_all_phases, **entry[phase]}, f"{where}.{kind}.{phase}"
+            )
+    for key, value in efficiencies.items():
         for name in ("compute", "memory", "network"):
             if getattr(value, name) > 1:
                 raise ConfigError(f"{where}.{key}.{name} = {getattr(value, name)}; nothing reaches more than 1")
-    return out
+    return efficiencies
 
 
-def _part(cls: type, table: Any, where: str, **given: Any) -> Any:
+def _from_table(cls: type, table: Any, where: str, **fixed_values: Any) -> Any:
     """A dataclass from a table: each key known, of the right type and in range, and none missing."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where} = {table!r}; it is a section")
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in given}
-    values: dict[str, Any] = dict(given)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in fixed_values}
+    values: dict[str, Any] = dict(fixed_values)
     for key, value in table.items():
         if key not in fields:
             raise ConfigError(f"{where}: unknown key {key}; there are {', '.join(fields)}")
-        wanted = fields[key].type
-        if wanted in (float, int):
-            number = type(value) is int or (wanted is float and type(value) is float)
-            least = "at least 0" if key in _MAY_BE_ZERO else "above 0"
+        expected = fields[key].type
+        if expected in (float, int):
+            number = type(value) is int or (expected is float and type(value) is float)
+            bound = "at least 0" if key in _MAY_BE_ZERO else "above 0"
             if not number or not 0 <= value < math.inf or (not value and key not in _MAY_BE_ZERO):
-                kind = "an integer" if wanted is int else "a finite number"
-                raise ConfigError(f"{where}.{key} = {value!r}; it must be {kind} {least}")
-        if wanted is str and not isinstance(value, str):
+                kind = "an integer" if expected is int else "a finite number"
+                raise ConfigError(f"{where}.{key} = {value!r}; it must be {kind} {bound}")
+        if expected is str and not isinstance(value, str):
             raise ConfigError(f"{where}.{key} = {value!r}; it must be a string")
         values[key] = value
     missing = [

@@ -1,11 +1,12 @@
-"""How long an operator takes on some hardware. Pure.
+"""The seconds of an operator on some hardware. Pure.
 
-The slowest of computing, accessing memory and sending, each at the part of its peak rate that operators of this kind
-reach, plus a fixed part a launch, for one call or for each clip (as if all were equally long):
+They are the maximum of the times of compute, memory accesses and sending, each at the fraction of its peak rate that
+operators of this kind reach, plus a fixed time for each launch, for one call or for each clip (as if all clips were
+equally long):
 
     max(N_fop / (F e_fop), N_mem / (B_mem e_mem), N_net / (B_net e_net)) + launches x fixed
 
-with e = 1 / a of DIP, arXiv:2504.14145, section 6.1. A product that is too small for the device reaches less.
+with e = 1 / a of DIP, arXiv:2504.14145, section 6.1. A product that is too small for the device is less efficient.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,43 +22,47 @@ from mmtrain.planner.operators.hardware import Hardware, Link, Tiles
 from mmtrain.spec.spec import ZERO_WORK, WorkSize
 
 TICK_S = 2.0**-40
-"""Seconds are multiples of this (about 1 ps), so that sums of up to two hours are exact in any order."""
+"""Seconds are multiples of this (about 1 ps), so that sums of up to two hours are exact in every order."""
 
 _REMEMBERED = 4096
 
 Rule = Callable[[Operator, WorkSize, float], float]
-"""(operator, size, seconds by the rates) -> seconds: what a user knows better."""
+"""(operator, size, seconds by the rates) -> seconds: a user's override."""
 
 Floats = npt.NDArray[np.float64]
 
 
 def product_efficiency(m: Floats, n: Floats, k: Floats, tiles: Tiles) -> Floats:
-    """The part of the full rate that products [m, k] x [k, n] reach, elementwise.
+    """[products]: the fraction of the full rate that products [m, k] x [k, n] reach.
 
-    The result is cut into tiles, whole ones also at its edges (tile quantisation); processors take one tile each until
-    none is left, in the last wave perhaps only a few of them (wave quantisation); and each tile takes a few more steps
-    than k. A long k is cut in two, four, ... where that gives more processors work.
+    The result is divided into tiles, which are whole also at its edges (tile quantisation). Processors take one tile
+    each until all are done, and the last wave may use only a few of them (wave quantisation). Each tile takes a few
+    more steps than k. A long k is divided by two, four, ... if that gives more processors work.
+
+    Args: m, n, k: [products].
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide, section 3; stream-K, arXiv:2301.03598.
     """
     m, n, k = np.maximum(m, 1.0), np.maximum(n, 1.0), np.maximum(k, 1.0)
-    cut = np.ceil(m / tiles.rows) * np.ceil(n / tiles.columns)
-    used = m * n / (cut * (tiles.rows * tiles.columns))
+    num_tiles = np.ceil(m / tiles.rows) * np.ceil(n / tiles.columns)
+    tile_share = m * n / (num_tiles * (tiles.rows * tiles.columns))
     splits = 2.0 ** np.arange(1 + int(np.log2(max(1, tiles.most_splits))))[:, None]
-    waves = np.ceil(cut * splits / tiles.units)
+    waves = np.ceil(num_tiles * splits / tiles.units)
     depth = k / splits
-    busy = cut * splits / (waves * tiles.units) * depth / (depth + tiles.fill)
-    best: Floats = used * busy.max(axis=0)
-    return best
+    unit_share = num_tiles * splits / (waves * tiles.units) * depth / (depth + tiles.fill)
+    efficiency: Floats = tile_share * unit_share.max(axis=0)
+    return efficiency
 
 
 def attention_efficiency(queries: Floats, pairs: Floats, tiles: Tiles) -> Floats:
-    """The part of the full rate that attention reaches whose queries see pairs / queries keys on average.
+    """[operators]: the fraction of the full rate that attention reaches.
 
-    Keys are read in blocks, the last of which is half empty on average.
+    A query has pairs / queries keys on average. Keys are read in blocks; the last block is half empty on average.
+
+    Args: queries, pairs: [operators].
     """
-    seen = pairs / np.maximum(queries, 1.0)
-    return np.where(pairs > 0, seen / (seen + tiles.keys / 2), 1.0)
+    keys_per_query = pairs / np.maximum(queries, 1.0)
+    return np.where(pairs > 0, keys_per_query / (keys_per_query + tiles.keys / 2), 1.0)
 
 
 class Latencies:
@@ -72,9 +77,9 @@ class Latencies:
         rule: Rule | None = None,
     ) -> None:
         """Args:
-        dtype_bytes: of the numbers in products.
-        links: in place of the hardware's own.
-        rule: what overrides the seconds of an operator.
+        dtype_bytes: bytes of an element in products.
+        links: replacements of the hardware's links.
+        rule: overrides the seconds of an operator.
         """
         self.hardware = hardware
         self._flops_per_s = hardware.flops_per_s(dtype_bytes)
@@ -83,38 +88,38 @@ class Latencies:
         self._compiled: WeakKeyDictionary[Graph, _Compiled] = WeakKeyDictionary()
 
     def __call__(self, graph: Graph, size: WorkSize = ZERO_WORK) -> Floats:
-        """[operators] seconds, multiples of `TICK_S`."""
+        """[operators]: seconds, multiples of `TICK_S`."""
         if graph not in self._compiled:
             self._compiled[graph] = _Compiled(graph, self.hardware, self._flops_per_s, self._links)
         seconds = self._compiled[graph](size)
         if self._rule is not None:
-            found = zip(graph.operators, seconds.tolist(), strict=True)
-            seconds = np.array([self._rule(op, size, by_rates) for op, by_rates in found], dtype=np.float64)
+            by_rates = zip(graph.operators, seconds.tolist(), strict=True)
+            seconds = np.array([self._rule(op, size, rate_s) for op, rate_s in by_rates], dtype=np.float64)
         return np.rint(seconds / TICK_S) * TICK_S
 
 
 class _Compiled:
-    """A graph's amounts over its devices' rates, as matrices."""
+    """A graph's amounts divided by its devices' rates, as matrices."""
 
     def __init__(self, graph: Graph, hardware: Hardware, flops_per_s: float, links: Mapping[DeviceKind, Link]) -> None:
         ops = graph.operators
-        best = [hardware.efficiency_of(op.kind, op.phase) for op in ops]
+        efficiencies = [hardware.efficiency_of(op.kind, op.phase) for op in ops]
         rate = [links[op.device.kind].bytes_per_s if not op.device.kind.computes else 1.0 for op in ops]
         self._rates = np.stack(
             [
-                _over([op.flops for op in ops], [flops_per_s * e.compute for e in best]),
-                _over([op.mem_bytes for op in ops], [hardware.memory_bytes_per_s * e.memory for e in best]),
-                _over([op.net_bytes for op in ops], [r * e.network for r, e in zip(rate, best, strict=True)]),
+                _over([op.flops for op in ops], [flops_per_s * e.compute for e in efficiencies]),
+                _over([op.mem_bytes for op in ops], [hardware.memory_bytes_per_s * e.memory for e in efficiencies]),
+                _over([op.net_bytes for op in ops], [r * e.network for r, e in zip(rate, efficiencies, strict=True)]),
             ]
         )
-        """[computing, memory, network; operators; counts of a work]: seconds at the best rates."""
+        """[compute, memory, network; operators; counts of a work]: seconds at the best rates."""
         self._each_clip = np.array([op.each_clip for op in ops], dtype=bool)
         per_launch = [hardware.launch_s if op.device.kind.computes else links[op.device.kind].latency_s for op in ops]
         self._fixed = np.array([op.launches * s for op, s in zip(ops, per_launch, strict=True)], dtype=np.float64)
         self._tiles = hardware.tiles
         self._products = _Shapes(graph, attention=False)
         self._attention = _Shapes(graph, attention=True)
-        self._known: dict[bytes, Floats] = {}
+        self._efficiencies: dict[bytes, Floats] = {}
         self._last: tuple[WorkSize, Floats] | None = None
 
     def __call__(self, size: WorkSize) -> Floats:
@@ -127,40 +132,40 @@ class _Compiled:
         return self._last[1]
 
     def _seconds(self, at: Coefficients) -> Floats:
-        parts: Floats = self._rates @ at
-        if self._products.places:
-            parts[0, self._products.places] /= self._product_efficiency(at)
-        if self._attention.places:
+        resource_s: Floats = self._rates @ at
+        if self._products.indices:
+            resource_s[0, self._products.indices] /= self._product_efficiency(at)
+        if self._attention.indices:
             m, n, _ = self._attention(at)
-            parts[0, self._attention.places] /= attention_efficiency(m, n, self._tiles)
-        seconds: Floats = parts.max(axis=0) + self._fixed
+            resource_s[0, self._attention.indices] /= attention_efficiency(m, n, self._tiles)
+        seconds: Floats = resource_s.max(axis=0) + self._fixed
         return seconds
 
     def _product_efficiency(self, at: Coefficients) -> Floats:
-        """Works of a language model have the same rows again and again, and only other pairs."""
+        # Remembered, because works of a language model often differ only in their pairs.
         key = at[self._products.depends].tobytes()
-        if key not in self._known:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[key] = product_efficiency(*self._products(at), self._tiles)
-        return self._known[key]
+        if key not in self._efficiencies:
+            if len(self._efficiencies) >= _REMEMBERED:
+                self._efficiencies.clear()
+            self._efficiencies[key] = product_efficiency(*self._products(at), self._tiles)
+        return self._efficiencies[key]
 
 
 class _Shapes:
-    """The extents of a graph's products, or of its attentions."""
+    """The sizes of a graph's matrix products, or of its attention operators."""
 
     def __init__(self, graph: Graph, *, attention: bool) -> None:
-        found = [
-            (place, op.shape)
-            for place, op in enumerate(graph.operators)
+        shapes = [
+            (index, op.shape)
+            for index, op in enumerate(graph.operators)
             if op.shape is not None and (op.kind is OpKind.ATTENTION) is attention
         ]
-        self.places = [place for place, _ in found]
-        self._m = coefficients(shape.m for _, shape in found)
-        self._n = coefficients(shape.n for _, shape in found)
-        self._k = coefficients(shape.k for _, shape in found)
+        self.indices = [index for index, _ in shapes]
+        self._m = coefficients(shape.m for _, shape in shapes)
+        self._n = coefficients(shape.n for _, shape in shapes)
+        self._k = coefficients(shape.k for _, shape in shapes)
         self.depends = np.abs(np.concatenate([self._m, self._n, self._k])).any(axis=0)
-        """Which counts of a work they depend on."""
+        """[counts of a work]: whether they depend on it."""
 
     def __call__(self, at: Coefficients) -> tuple[Floats, Floats, Floats]:
         return self._m @ at, self._n @ at, self._k @ at

@@ -1,17 +1,18 @@
-"""The operators of each layer that mmtrain hosts, on one rank of the submesh that shares it. Pure.
+"""The operators of each kind of layer, on one rank of the submesh that divides it. Pure.
 
-They follow what the layers run: Hugging Face's modules kernel by kernel, tensor parallelism with rows divided between
-the layers (`models/tensor_plans.py`), keys and values gathered over context-parallel ranks, adapters beside their
-linear layers. FLOPs, parameters and what has a backward are those of the layer's `LayerSpec` for one rank.
+They are the kernels that the layers run: Hugging Face's modules kernel by kernel, tensor parallelism with rows divided
+between the layers (`models/tensor_plans.py`), keys and values gathered over context-parallel ranks, LoRA adapters next
+to their linear layers. FLOPs, parameters and the existence of a backward agree with the layer's `LayerSpec` for one
+rank.
 
 A DiT's blocks and head run for one clip after another, see `Operator.each_clip`. The tp ranks divide its latent
-tokens, and each has all text tokens and timesteps.
+tokens; each rank has all text tokens and timesteps.
 
-Not here: the exchange of image features before the first language layer, FSDP2's gathers, padding, the copies that join
-a DiT's rows at the end of a chunk, that the gradients of its shifts and scales are exchanged in float32, and the gather
+Not included: the exchange of image features before the first language layer, FSDP2's gathers, padding, the copies that
+join a DiT's rows at the end of a chunk, the float32 exchange of the gradients of its shifts and scales, and the gather
 of clean latents in its head.
 
-Shape legend: D width; C columns of all query heads; K columns of all key heads; I width inside of an MLP; X columns of
+Shape legend: D width; C columns of all query heads; K columns of all key heads; I inner width of an MLP; X columns of
 the text encoder.
 """
 
@@ -55,7 +56,7 @@ from mmtrain.spec.vae_shapes import VaeShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkedDivision(Division):
-    """How the ranks of a submesh divide a module, and over what they talk."""
+    """The division of a module over the ranks of a submesh, and the links that they use."""
 
     tp_link: DeviceKind = DeviceKind.NVLINK
     group_link: DeviceKind = DeviceKind.NVLINK
@@ -72,16 +73,16 @@ class LayerDescriber:
     adapted: tuple[NamedLinear, ...] = ()
     """Linear layers of a block with an adapter."""
     rank: int = 0
-    """Of the adapters."""
+    """Rank of the adapters."""
     projection: Projection | None = None
-    """How features of an encoder enter the language model, whose first activation they then have rows of."""
+    """The projector of the encoder's features into the language model; None: there is no encoder."""
 
     def graph(self, layer: LayerSpec, *, input_grad: bool) -> Graph:
         """Forward and backward of one layer. Args: input_grad: whether a gradient has to leave it backwards."""
         return self.tape(layer, input_grad=input_grad).graph()
 
     def tape(self, layer: LayerSpec, *, input_grad: bool) -> Tape:
-        """The same, with the parameters."""
+        """The tape of one layer, forward and backward, with its parameters. Arguments: see `graph`."""
         each_clip = isinstance(self.shape, DitShape) and layer.name != "embed"
         tape = Tape(dtype_bytes=self.dtype_bytes, compute=self.compute, each_clip=each_clip)
         if isinstance(self.shape, DitShape):
@@ -94,10 +95,11 @@ class LayerDescriber:
 
 
 class _Builder:
-    """One layer on one tape, and the parts that all modules have."""
+    """One layer on one tape, and the methods that all modules share."""
 
-    def __init__(self, describer: LayerDescriber, tape: Tape, layer: LayerSpec, input_grad: bool) -> None:
-        self.of, self.tape, self.layer, self.input_grad = describer, tape, layer, input_grad
+    def __init__(self, describer: LayerDescriber, width: int, tape: Tape, layer: LayerSpec, input_grad: bool) -> None:
+        """Args: width: columns of the activations between layers."""
+        self.of, self.width, self.tape, self.layer, self.input_grad = describer, width, tape, layer, input_grad
         self.trainable = layer.trainable and layer.adapters is None
         self.adapted: Mapping[str, NamedLinear] = {x.name: x for x in describer.adapted} if layer.adapters else {}
         division = describer.division
@@ -108,36 +110,60 @@ class _Builder:
 
     def _columns(self, name: str, x: Var, inputs: float, outputs: float, *, bias: bool) -> Var:
         """A linear layer whose outputs the tp ranks divide, with its adapter."""
-        out = self._linear(name, inputs, outputs / self.tp, bias=bias)(x)
-        return self._with_adapter(name, x, out, inputs, outputs / self.tp, sums=False)
+        result = self._linear(name, inputs, outputs / self.tp, bias=bias)(x)
+        return self._with_adapter(name, x, result, inputs, outputs / self.tp, sums=False)
 
     def _rows(self, name: str, x: Var, inputs: float, outputs: float, *, bias: bool) -> Var:
-        """A linear layer whose inputs the tp ranks divide, with its adapter: what a rank takes of the sum."""
-        out = self._linear(name, inputs / self.tp, outputs, bias=bias and self.tp == 1)(x)
-        out = sum_shard(f"{name}.sum", self.tp, self.link)(out)
+        """A linear layer whose inputs the tp ranks divide, with its adapter; each rank gets its rows of the sum."""
+        result = self._linear(name, inputs / self.tp, outputs, bias=bias and self.tp == 1)(x)
+        result = sum_shard(f"{name}.sum", self.tp, self.link)(result)
         if bias and self.tp > 1:
-            out = AddRow(f"{name}.bias", outputs, trainable=self.trainable)(out)
-        return self._with_adapter(name, x, out, inputs / self.tp, outputs, sums=True)
+            result = AddRow(f"{name}.bias", outputs, trainable=self.trainable)(result)
+        return self._with_adapter(name, x, result, inputs / self.tp, outputs, sums=True)
+
+    def _input(self, name: str, rows: Rates) -> Var:
+        """An activation of the layer before."""
+        return self.tape.input(name, rows=rows, columns=self.width, needs_grad=self.input_grad)
+
+    def _between(self) -> Var:
+        """The activation of the layer before: this rank's rows."""
+        return self._input("x", self.rows * (1 / self.tp))
+
+    def _gathered(self, name: str, x: Var) -> Var:
+        return gather_for_parts(f"{name}.gather", self.tp, self.link)(x)
+
+    def _for_parts(self, name: str, x: Var) -> Var:
+        return use_for_parts(f"{name}.parts", self.tp, self.link)(x)
+
+    def _two_linears(
+        self, name: str, names: tuple[str, str], x: Var, inputs: float, inner: float, outputs: float, function: str
+    ) -> Var:
+        """Two linear layers with an activation function; the tp ranks divide the inner columns. Returns whole rows."""
+        x = self._for_parts(name, x)
+        x = self._linear(f"{name}.{names[0]}", inputs, inner / self.tp, bias=True)(x)
+        x = activation(f"{name}.activation", function)(x)
+        x = self._linear(f"{name}.{names[1]}", inner / self.tp, outputs, bias=True)(x)
+        return sum_whole(f"{name}.sum", self.tp, self.link)(x)
 
     def _linear(self, name: str, inputs: float, outputs: float, *, bias: bool) -> Linear:
         return Linear(name, inputs, outputs, bias=bias, trainable=self.trainable)
 
-    def _with_adapter(self, name: str, x: Var, out: Var, inputs: float, outputs: float, *, sums: bool) -> Var:
+    def _with_adapter(self, name: str, x: Var, result: Var, inputs: float, outputs: float, *, sums: bool) -> Var:
         if name not in self.adapted:
-            return out
+            return result
         narrow = Linear(f"{name}.lora_A", inputs, self.of.rank)(x)
         if sums:
             narrow = sum_shard(f"{name}.lora_A.sum", self.tp, self.link)(narrow)
         wide = Linear(f"{name}.lora_B", self.of.rank, outputs)(narrow)
-        return add(f"{name}.adapted", out, Elementwise(f"{name}.scaling", 2.0, 2.0)(wide))
+        return add(f"{name}.adapted", result, Elementwise(f"{name}.scaling", 2.0, 2.0)(wide))
 
-    def _seen(self, key: Var, value: Var) -> tuple[Var, ...]:
-        """The keys and values of all rows that attention sees."""
+    def _attended_keys(self, key: Var, value: Var) -> tuple[Var, ...]:
+        """The keys and values of all rows to which this rank's queries attend."""
         division = self.of.division
         if division.key_groups == 1:
             return key, value
-        both = concat("key_value", key, value)
-        return (gather_for_parts("key_value.gather", division.key_groups, division.group_link)(both),)
+        key_value = concat("key_value", key, value)
+        return (gather_for_parts("key_value.gather", division.key_groups, division.group_link)(key_value),)
 
 
 class _Layer(_Builder):
@@ -151,7 +177,7 @@ class _Layer(_Builder):
         layer: LayerSpec,
         input_grad: bool,
     ) -> None:
-        super().__init__(describer, tape, layer, input_grad)
+        super().__init__(describer, shape.width, tape, layer, input_grad)
         self.shape = shape
 
     def build(self) -> Var:
@@ -161,15 +187,10 @@ class _Layer(_Builder):
         if name == "norm":
             return self._norm("norm", shape.width)(self._between())
         if isinstance(shape, LanguageShape):
-            return self._words(shape) if name == "embed" else self._head(shape)
+            return self._embed_tokens(shape) if name == "embed" else self._head(shape)
         if name == "embed":
-            return self._sound(shape) if shape.one_row else self._patches(shape)
+            return self._embed_audio(shape) if shape.one_row else self._embed_patches(shape)
         return self._projector(shape)
-
-    def _between(self) -> Var:
-        """What the layer before hands on: this rank's rows."""
-        rows, width = self.rows * (1 / self.tp), self.shape.width
-        return self.tape.input("x", rows=rows, columns=width, needs_grad=self.input_grad)
 
     def _norm(self, name: str, columns: float) -> Norm:
         shape = self.shape
@@ -180,11 +201,9 @@ class _Layer(_Builder):
 
     def _block(self) -> Var:
         x, shape, D = self._between(), self.shape, self.shape.width
-        gathered = gather_for_parts("attention.gather", self.tp, self.link)(self._norm("norm1", D)(x))
-        attended = self._attention(shape, gathered)
+        attended = self._attention(shape, self._gathered("attention", self._norm("norm1", D)(x)))
         x = add("attention.residual", x, attended)
-        gathered = gather_for_parts("mlp.gather", self.tp, self.link)(self._norm("norm2", D)(x))
-        return add("mlp.residual", x, self._mlp(shape, gathered))
+        return add("mlp.residual", x, self._mlp(shape, self._gathered("mlp", self._norm("norm2", D)(x))))
 
     def _attention(self, shape: VisionShape | LanguageShape, x: Var) -> Var:
         D = shape.width
@@ -210,36 +229,36 @@ class _Layer(_Builder):
         per_pair = 1 / self.of.division.groups
         windowed = bool(self.layer.attention_flops.window_pair)
         pairs = Rates(window_pair=per_pair) if windowed else Rates(pair=per_pair)
-        out = Attention("attention", pairs, head)(query, *self._seen(key, value))
-        out = Elementwise("attention.join", 2.0, 2.0)(out)  # results of single images or documents
-        return self._rows(self._names(1)[0], out, C, D, bias=out_bias)
+        attended = Attention("attention", pairs, head)(query, *self._attended_keys(key, value))
+        attended = Elementwise("attention.join", 2.0, 2.0)(attended)  # results of single images or documents
+        return self._rows(self._names(1)[0], attended, C, D, bias=out_bias)
 
     def _mlp(self, shape: VisionShape | LanguageShape, x: Var) -> Var:
         D, I = shape.width, shape.mlp_width
         bias = shape.mlp_bias if isinstance(shape, LanguageShape) else True
-        first = [self._columns(name, x, D, I, bias=bias) for name in self._names(2)]
-        inner = activation("mlp.activation", shape.hidden_act)(first[0])
-        if len(first) > 1:
-            inner = multiply("mlp.gated", inner, first[1])
+        columns = [self._columns(name, x, D, I, bias=bias) for name in self._names(2)]
+        inner = activation("mlp.activation", shape.hidden_act)(columns[0])
+        if len(columns) > 1:
+            inner = multiply("mlp.gated", inner, columns[1])
         return self._rows(self._names(3)[0], inner, I, D, bias=bias)
 
-    def _names(self, place: int) -> list[str]:
-        return [linear.name for linear in block_linears(self.shape) if linear.place == place]
+    def _names(self, position: int) -> list[str]:
+        return [linear.name for linear in block_linears(self.shape) if linear.position == position]
 
     # -------------------------------------------------------------------------------- first and last
 
-    def _patches(self, shape: VisionShape) -> Var:
+    def _embed_patches(self, shape: VisionShape) -> Var:
         patches = self.outputs * shape.patches_per_token
         pixels = self.tape.input("pixels", rows=patches, columns=shape.patch_dim)
         bias = not shape.packed
         x = Convolution("patches", shape.patch_dim, shape.width, bias=bias, trainable=self.trainable)(pixels)
-        x = reshape(x, rows=self.rows, columns=shape.width)  # with a class token, of which no pixel is read
+        x = reshape(x, rows=self.rows, columns=shape.width)  # with a class token, which has no pixels
         if shape.fixed_grid is not None:
             count = (shape.fixed_grid[1] * shape.fixed_grid[2] + 2 * shape.class_token) * shape.width
             x = AddRow("positions", count, trainable=self.trainable)(x)
         return shard("rows", self.tp, self.link)(x)
 
-    def _sound(self, shape: VisionShape) -> Var:
+    def _embed_audio(self, shape: VisionShape) -> Var:
         assert shape.fixed_grid is not None
         D, trainable = shape.width, self.trainable
         x = self.tape.input("frames", rows=self.rows * 2, columns=shape.patch_dim / 2)
@@ -253,20 +272,16 @@ class _Layer(_Builder):
     def _projector(self, shape: VisionShape) -> Var:
         projection = self.of.projection
         assert projection is not None
-        D, merged, inner = shape.width, shape.width * shape.patches_per_token, projection.width
+        D, merged = shape.width, shape.width * shape.patches_per_token
         x = gather("projector.rows", self.tp, self.link)(self._between())
         x = reshape(x, rows=self.outputs * shape.patches_per_token, columns=D)  # without class tokens
         rms = projection.native and shape.rms_norm
         x = Norm("projector.norm", D, rms=rms, trainable=self.trainable)(x)
         x = reshape(x, rows=self.outputs, columns=merged)
-        x = use_for_parts("projector.parts", self.tp, self.link)(x)
-        x = self._linear("projector.fc1", merged, inner / self.tp, bias=True)(x)
-        x = activation("projector.activation", "gelu")(x)
-        x = self._linear("projector.fc2", inner / self.tp, projection.outputs, bias=True)(x)
-        x = sum_whole("projector.sum", self.tp, self.link)(x)
+        x = self._two_linears("projector", ("fc1", "fc2"), x, merged, projection.width, projection.outputs, "gelu")
         return shard("projector.shard", self.tp, self.link)(x)
 
-    def _words(self, shape: LanguageShape) -> Var:
+    def _embed_tokens(self, shape: LanguageShape) -> Var:
         ids = self.tape.input("ids", rows=self.rows, columns=0)
         x = Embedding("embed", shape.vocab_size / self.tp, shape.width, trainable=self.trainable)(ids)
         x = sum_shard("embed.sum", self.tp, self.link)(x)
@@ -278,7 +293,7 @@ class _Layer(_Builder):
     def _head(self, shape: LanguageShape) -> Var:
         x = gather("head.rows", self.tp, self.link)(self._between())
         x = self._norm("head.norm", shape.width)(select("labelled", x, self.outputs))
-        x = use_for_parts("head.parts", self.tp, self.link)(x)
+        x = self._for_parts("head", x)
         logits = self._linear("lm_head", shape.width, shape.vocab_size / self.tp, bias=False)(x)
         loss = CrossEntropy("loss", shape.vocab_size / self.tp)(logits)
         if self.tp > 1:  # the largest logit; then the sum of exponentials and the target's logit
@@ -295,12 +310,12 @@ class _Layer(_Builder):
 
 
 class _DitLayer(_Builder):
-    """A layer of a diffusion transformer: latent tokens, and the text and timestep rows that travel beside them."""
+    """A layer of a diffusion transformer: latent tokens, together with the text and timestep rows."""
 
     def __init__(
         self, describer: LayerDescriber, shape: DitShape, tape: Tape, layer: LayerSpec, input_grad: bool
     ) -> None:
-        super().__init__(describer, tape, layer, input_grad)
+        super().__init__(describer, shape.width, tape, layer, input_grad)
         self.shape = shape
         self.texts, self.clips = (Rates(**{name: 1 / describer.division.groups}) for name in ("text", "clip"))
         self.narrow = tape.dtype_bytes < 4
@@ -311,96 +326,75 @@ class _DitLayer(_Builder):
             return self._block()
         return self._embed() if self.layer.name == "embed" else self._head()
 
-    def _input(self, name: str, rows: Rates) -> Var:
-        return self.tape.input(name, rows=rows, columns=self.shape.width, needs_grad=self.input_grad)
-
     def _embed(self) -> Var:
         D, tape = self.shape.width, self.tape
         patches = tape.input("latents", rows=self.rows, columns=self.shape.patch_dim)
         # A convolution whose windows do not overlap is a product.
         x = self._linear("patch_embedding", self.shape.patch_dim, D, bias=True)(patches)
-        X, mine = self.shape.text_width, self.texts * (1 / self.tp)
-        states = tape.input("states", rows=mine, columns=X, needs_grad=self.input_grad)
+        X, local_texts = self.shape.text_width, self.texts * (1 / self.tp)
+        states = tape.input("states", rows=local_texts, columns=X, needs_grad=self.input_grad)
         states = gather("states.gather", self.tp, self.link)(states)
-        text = self._two_linears("text_embedder", states, X, "gelu_pytorch_tanh")
+        linears = ("linear_1", "linear_2")
+        text = self._two_linears("text_embedder", linears, states, X, D, D, "gelu_pytorch_tanh")
         waves = tape.input("waves", rows=self.clips, columns=self.shape.time_width)
-        time = self._two_linears("time_embedder", waves, self.shape.time_width, "silu")
-        parts = self._for_parts("time_proj", activation("time_proj.activation", "silu")(time))
-        made = self._linear("time_proj", D, (TIME_ROWS - 1) * D / self.tp, bias=True)(parts)
-        made = reshape(made, rows=self.clips * ((TIME_ROWS - 1) / self.tp), columns=D)
+        time = self._two_linears("time_embedder", linears, waves, self.shape.time_width, D, D, "silu")
+        time_columns = self._for_parts("time_proj", activation("time_proj.activation", "silu")(time))
+        modulation = self._linear("time_proj", D, (TIME_ROWS - 1) * D / self.tp, bias=True)(time_columns)
+        modulation = reshape(modulation, rows=self.clips * ((TIME_ROWS - 1) / self.tp), columns=D)
         x = shard("rows", self.tp, self.link)(x)
-        return bundle(x, text, gather("time_proj.columns", self.tp, self.link)(made), time)
-
-    def _two_linears(self, name: str, x: Var, inputs: float, function: str) -> Var:
-        """Two linear layers, the columns between them divided; whole rows come out."""
-        D = self.shape.width
-        x = self._for_parts(name, x)
-        x = self._linear(f"{name}.linear_1", inputs, D / self.tp, bias=True)(x)
-        x = activation(f"{name}.activation", function)(x)
-        x = self._linear(f"{name}.linear_2", D / self.tp, D, bias=True)(x)
-        return sum_whole(f"{name}.sum", self.tp, self.link)(x)
+        return bundle(x, text, gather("time_proj.columns", self.tp, self.link)(modulation), time)
 
     def _block(self) -> Var:
         D, I = self.shape.width, self.shape.mlp_width
         x, text = self._between(), self._input("text", self.texts)
         time = self._input("time", self.clips * (TIME_ROWS - 1))
-        moved = AddRow("modulation", (TIME_ROWS - 1) * D, trainable=self.trainable)(time)
-        moved = self._for_parts("modulation", moved)
+        modulation = AddRow("modulation", (TIME_ROWS - 1) * D, trainable=self.trainable)(time)
+        modulation = self._for_parts("modulation", modulation)
         per_pair = 1 / self.of.division.groups
 
-        parts = self._gathered("attn1", self._modulated("norm1", x, moved))
-        query, key, value = (self._columns(f"attn1.to_{n}", parts, D, D, bias=True) for n in "qkv")
+        columns = self._gathered("attn1", self._modulated("norm1", x, modulation))
+        query, key, value = (self._columns(f"attn1.to_{n}", columns, D, D, bias=True) for n in "qkv")
         query, key = (self._head_norm(f"attn1.norm_{n}", v) for n, v in (("q", query), ("k", key)))
         query, key = (self._rotary(f"attn1.rotary_{n}", v) for n, v in (("q", query), ("k", key)))
-        out = self._attend("attn1", Rates(pair=per_pair), query, self._seen(key, value))
-        x = self._gated("attn1.gated", x, out, moved)
+        attended = self._attend("attn1", Rates(pair=per_pair), query, self._attended_keys(key, value))
+        x = self._gated("attn1.gated", x, attended, modulation)
 
-        parts = self._gathered("attn2", self._cross_norm(x))
-        query = self._head_norm("attn2.norm_q", self._columns("attn2.to_q", parts, D, D, bias=True))
+        columns = self._gathered("attn2", self._cross_norm(x))
+        query = self._head_norm("attn2.norm_q", self._columns("attn2.to_q", columns, D, D, bias=True))
         shared = self._for_parts("attn2.texts", text)
         key, value = (self._columns(f"attn2.to_{n}", shared, D, D, bias=True) for n in "kv")
         keys = (self._head_norm("attn2.norm_k", key), value)
         x = add("attn2.residual", x, self._attend("attn2", Rates(cross_pair=per_pair), query, keys))
 
-        parts = self._gathered("ffn", self._modulated("norm3", x, moved))
-        inner = activation("ffn.activation", "gelu_pytorch_tanh")(self._columns("ffn.0", parts, D, I, bias=True))
-        x = self._gated("ffn.gated", x, self._rows("ffn.2", inner, I, D, bias=True), moved)
+        columns = self._gathered("ffn", self._modulated("norm3", x, modulation))
+        inner = activation("ffn.activation", "gelu_pytorch_tanh")(self._columns("ffn.0", columns, D, I, bias=True))
+        x = self._gated("ffn.gated", x, self._rows("ffn.2", inner, I, D, bias=True), modulation)
         return bundle(x, text, time)
 
     def _head(self) -> Var:
         x, time = gather("head.rows", self.tp, self.link)(self._between()), self._input("time", self.clips)
-        moved = AddRow("modulation", 2 * self.shape.width, trainable=self.trainable)(time)
-        x = self._modulated("norm_out", x, moved)
+        modulation = AddRow("modulation", 2 * self.shape.width, trainable=self.trainable)(time)
+        x = self._modulated("norm_out", x, modulation)
         x = self._linear("proj_out", self.shape.width, self.shape.output_dim, bias=True)(x)
         return SquaredError("loss")(x)
 
-    def _between(self) -> Var:
-        """This rank's rows."""
-        return self._input("x", self.rows * (1 / self.tp))
+    # Reads and writes below are in elements of the model's dtype; in float32 each element counts twice.
 
-    def _gathered(self, name: str, x: Var) -> Var:
-        return gather_for_parts(f"{name}.gather", self.tp, self.link)(x)
-
-    def _for_parts(self, name: str, x: Var) -> Var:
-        return use_for_parts(f"{name}.parts", self.tp, self.link)(x)
-
-    # Reads and writes below are in numbers of the model's dtype; through float32 each number counts twice.
-
-    def _modulated(self, name: str, x: Var, moved: Var) -> Var:
+    def _modulated(self, name: str, x: Var, modulation: Var) -> Var:
         """A norm without parameters, times one plus a scale, plus a shift, of each clip."""
         normed = Norm(name, self.shape.width, affine=False)(x)
         cost = (16.0, 19.0, 4, 7) if self.narrow else (4.0, 5.0, 2, 4)
-        return Elementwise(f"{name}.moved", *cost).of((normed, moved))
+        return Elementwise(f"{name}.moved", *cost).of((normed, modulation))
 
     def _cross_norm(self, x: Var) -> Var:
         if self.shape.cross_norm:
             x = Norm("norm2", self.shape.width, trainable=self.trainable)(x)
         return Elementwise("norm2.casts", 8.0, 8.0, 2, 2)(x) if self.narrow else x
 
-    def _gated(self, name: str, x: Var, branch: Var, moved: Var) -> Var:
+    def _gated(self, name: str, x: Var, branch: Var, modulation: Var) -> Var:
         """x plus a branch times a gate of each clip."""
         cost = (15.0, 16.0, 4, 7) if self.narrow else (5.0, 5.0, 2, 3)
-        return Elementwise(name, *cost).of((x, branch, moved))
+        return Elementwise(name, *cost).of((x, branch, modulation))
 
     def _head_norm(self, name: str, x: Var) -> Var:
         """The norm of queries or keys over the columns of all heads; one kernel where they are not divided."""
@@ -413,5 +407,5 @@ class _DitLayer(_Builder):
 
     def _attend(self, name: str, pairs: Rates, query: Var, keys: tuple[Var, ...]) -> Var:
         D = self.shape.width
-        out = Attention(name, pairs, D / self.shape.num_heads)(query, *keys)
-        return self._rows(f"{name}.to_out", out, D, D, bias=True)
+        attended = Attention(name, pairs, D / self.shape.num_heads)(query, *keys)
+        return self._rows(f"{name}.to_out", attended, D, D, bias=True)

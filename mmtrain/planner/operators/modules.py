@@ -1,21 +1,21 @@
-"""The modules that models are described with: `module(x)` adds its operators to the tape of x. Pure.
+"""The modules of which model descriptions consist: `module(x)` adds its operators to the tape of x. Pure.
 
-Sizes are those of one rank: of a linear layer that four ranks divide by its outputs, a quarter of the outputs.
+Sizes are those of one rank: a linear layer whose outputs four ranks divide has a quarter of the outputs.
 
-Reads and writes count each operand of each kernel once, as eager PyTorch runs them, and nothing that stays in caches.
+Reads and writes count each operand of each kernel of eager PyTorch once; caches are ignored.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from mmtrain.planner.operators.functions import add
 from mmtrain.planner.operators.graph import OpKind, Phase, Shape
-from mmtrain.planner.operators.tape import Var
+from mmtrain.planner.operators.tape import Gradients, Parameter, Var
 from mmtrain.spec.spec import Rates
 
 Module = Callable[[Var], Var]
-"""Anything that takes an activation to another."""
+"""A function from an activation to an activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,42 @@ class Sequential:
         return x
 
 
+def _weight_product(
+    name: str,
+    x: Var,
+    weight: Parameter,
+    result: Var,
+    *,
+    reach: float,
+    num_bytes: Rates,
+    kind: OpKind = OpKind.MATMUL,
+    weight_phase: Phase = Phase.BACKWARD_WEIGHT,
+) -> Gradients:
+    """The gradients of the product [rows, reach] x [reach, columns] of x and a weight, whose forward is added.
+
+    Args: num_bytes: read and written by each of the three products. weight_phase: of the weight's gradient.
+    """
+    tape = x.tape
+    R, K, O = result.rows, Rates(fixed=reach), Rates(fixed=result.columns)
+    product = partial(tape.product, flops=R * (2 * reach * result.columns), num_bytes=num_bytes, kind=kind)
+    product(name, R, O, K, phase=Phase.FORWARD, inputs=(x.tensor, weight.tensor), outputs=(result.tensor,))
+
+    def gradients(grad: int) -> dict[Var, int]:
+        grads = {}
+        if x.needs_grad:
+            dx, phase = f"{name}.dx", Phase.BACKWARD_INPUT
+            grads[x] = tape.tensor(dx, x.num_bytes)
+            product(dx, R, K, O, phase=phase, inputs=(grad, weight.tensor), outputs=(grads[x],))
+        if weight.trainable:
+            dw = f"{name}.dw"
+            weight_grad = tape.tensor(dw, Rates(fixed=weight.count * tape.dtype_bytes))
+            product(dw, O, K, R, phase=weight_phase, inputs=(grad, x.tensor), outputs=(weight_grad,))
+            tape.accumulate(name, weight, weight_grad, weight_phase)
+        return grads
+
+    return gradients
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """[R, inputs] -> [R, outputs]; the gradients of weight and bias are operators of the weight phase."""
@@ -45,102 +81,62 @@ class Linear:
 
     def __call__(self, x: Var) -> Var:
         tape, e, rows = x.tape, x.tape.dtype_bytes, x.rows
-        I, O = Rates(fixed=self.inputs), Rates(fixed=self.outputs)
         weight = tape.parameter(f"{self.name}.weight", self.inputs * self.outputs, trainable=self.trainable)
         bias = tape.parameter(f"{self.name}.bias", self.outputs, trainable=self.trainable) if self.bias else None
-        out = tape.var(self.name, rows=rows, columns=self.outputs, needs_grad=x.needs_grad or self.trainable)
-        flops = rows * (2 * self.inputs * self.outputs)
+        result = tape.var(self.name, rows=rows, columns=self.outputs, needs_grad=x.needs_grad or self.trainable)
         num_bytes = rows * ((self.inputs + self.outputs) * e) + Rates(fixed=self.inputs * self.outputs * e)
-        product = partial(tape.product, flops=flops, num_bytes=num_bytes)
-        product(self.name, rows, O, I, phase=Phase.FORWARD, inputs=(x.tensor, weight.tensor), outputs=(out.tensor,))
+        of_product = _weight_product(self.name, x, weight, result, reach=self.inputs, num_bytes=num_bytes)
 
-        def gradients(grad: int) -> dict[Var, int]:
-            found = {}
-            if x.needs_grad:
-                name, phase = f"{self.name}.dx", Phase.BACKWARD_INPUT
-                found[x] = tape.tensor(name, x.num_bytes)
-                product(name, rows, I, O, phase=phase, inputs=(grad, weight.tensor), outputs=(found[x],))
-            if self.trainable:
-                name, phase = f"{self.name}.dw", Phase.BACKWARD_WEIGHT
-                made = tape.tensor(name, Rates(fixed=weight.count * e))
-                product(name, O, I, rows, phase=phase, inputs=(grad, x.tensor), outputs=(made,))
-                tape.accumulate(self.name, weight, made, phase)
+        def gradients(grad: int) -> Mapping[Var, int]:
+            grads = of_product(grad)
             if bias is not None and self.trainable:
-                summed = tape.tensor(f"{self.name}.db", Rates(fixed=bias.count * e))
-                tape.stream(
-                    f"{self.name}.db",
-                    num_bytes=rows * (self.outputs * e),
-                    phase=Phase.BACKWARD_WEIGHT,
-                    inputs=(grad,),
-                    outputs=(summed,),
-                )
-                tape.accumulate(f"{self.name}.bias", bias, summed, Phase.BACKWARD_WEIGHT)
-            return found
+                db, phase = f"{self.name}.db", Phase.BACKWARD_WEIGHT
+                bias_grad = tape.tensor(db, Rates(fixed=bias.count * e))
+                tape.stream(db, num_bytes=rows * (self.outputs * e), phase=phase, inputs=(grad,), outputs=(bias_grad,))
+                tape.accumulate(f"{self.name}.bias", bias, bias_grad, phase)
+            return grads
 
-        return tape.record(out, gradients)
+        return tape.record(result, gradients)
 
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """[R', inputs] -> [R, outputs] over `taps` neighbours; weight gradients in the first half of the backward."""
+    """[R', inputs] -> [R, outputs] over `taps` neighbours; I computes the weight gradients."""
 
     name: str
     inputs: float
     outputs: float
     taps: float = 1.0
     stride: float = 1.0
-    """Rows that go in for one that comes out."""
+    """Input rows for each output row."""
     bias: bool = False
     trainable: bool = True
 
     def __call__(self, x: Var) -> Var:
-        tape, e = x.tape, x.tape.dtype_bytes
-        rows = x.rows * (1 / self.stride)
-        reach = self.inputs * self.taps
+        tape, reach = x.tape, self.inputs * self.taps
         count = reach * self.outputs + (self.outputs if self.bias else 0.0)
         weight = tape.parameter(f"{self.name}.weight", count, trainable=self.trainable)
-        out = tape.var(self.name, rows=rows, columns=self.outputs, needs_grad=x.needs_grad or self.trainable)
-        flops = rows * (2 * reach * self.outputs)
-        num_bytes = x.num_bytes + out.num_bytes + Rates(fixed=count * e)
-        K, O = Rates(fixed=reach), Rates(fixed=self.outputs)
-
-        def product(
-            name: str, m: Rates, n: Rates, k: Rates, phase: Phase, inputs: tuple[int, ...], output: int
-        ) -> None:
-            tape.product(
-                name,
-                m,
-                n,
-                k,
-                flops=flops,
-                num_bytes=num_bytes,
-                phase=phase,
-                inputs=inputs,
-                outputs=(output,),
-                kind=OpKind.CONVOLUTION,
-            )
-
-        product(self.name, rows, O, K, Phase.FORWARD, (x.tensor, weight.tensor), out.tensor)
-
-        def gradients(grad: int) -> dict[Var, int]:
-            found = {}
-            if x.needs_grad:
-                found[x] = tape.tensor(f"{self.name}.dx", x.num_bytes)
-                product(f"{self.name}.dx", rows, K, O, Phase.BACKWARD_INPUT, (grad, weight.tensor), found[x])
-            if self.trainable:
-                made = tape.tensor(f"{self.name}.dw", Rates(fixed=count * e))
-                product(f"{self.name}.dw", O, K, rows, Phase.BACKWARD_INPUT, (grad, x.tensor), made)
-                tape.accumulate(self.name, weight, made, Phase.BACKWARD_INPUT)
-            return found
-
-        return tape.record(out, gradients)
+        needs_grad = x.needs_grad or self.trainable
+        result = tape.var(self.name, rows=x.rows * (1 / self.stride), columns=self.outputs, needs_grad=needs_grad)
+        gradients = _weight_product(
+            self.name,
+            x,
+            weight,
+            result,
+            reach=reach,
+            num_bytes=x.num_bytes + result.num_bytes + Rates(fixed=count * tape.dtype_bytes),
+            kind=OpKind.CONVOLUTION,
+            weight_phase=Phase.BACKWARD_INPUT,
+        )
+        return tape.record(result, gradients)
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm of each row; its weight gradients are made in the first half of the backward.
+    """A norm of each row; I computes its weight gradients.
 
-    `rms` as transformers writes it: six kernels through float32, where LayerNorm is one; `fused`: as torch has it, one.
+    `rms`: RMSNorm as in transformers, six kernels through float32 (LayerNorm is one kernel). `fused`: torch's RMSNorm,
+    one kernel.
     """
 
     name: str
@@ -157,41 +153,28 @@ class Norm:
         if self.affine:
             count = self.columns * (1 if self.rms else 2)
             weights = (tape.parameter(f"{self.name}.weight", count, trainable=self.trainable).tensor,)
-        needs = x.needs_grad or (self.trainable and self.affine)
-        out = tape.var(self.name, rows=x.rows, columns=self.columns, needs_grad=needs)
+        needs_grad = x.needs_grad or (self.trainable and self.affine)
+        result = tape.var(self.name, rows=x.rows, columns=self.columns, needs_grad=needs_grad)
         number = x.rows * self.columns
         by_parts = self.rms and not self.fused
         # Root mean square: to float32, square's mean, times the scale, back, times the weight.
         forward = (e + 4 + 4 + 4 + 4 + 4 + e + e + e) if by_parts else 2 * e
         backward = (4 * e + 8 * 4) if by_parts else 3 * e
-        tape.stream(
+        return tape.pointwise(
             self.name,
+            (x,),
+            result,
+            forward_bytes=number * forward,
+            backward_bytes=number * backward,
             kind=OpKind.NORM,
-            num_bytes=number * forward,
-            inputs=(x.tensor, *weights),
-            outputs=(out.tensor,),
-            launches=6 if by_parts else 1,
+            launches=(6, 8) if by_parts else (1, 2),
+            weights=weights,
         )
-
-        def gradients(grad: int) -> dict[Var, int]:
-            into = tape.tensor(f"{self.name}.dx", x.num_bytes)
-            tape.stream(
-                f"{self.name}.backward",
-                kind=OpKind.NORM,
-                phase=Phase.BACKWARD_INPUT,
-                num_bytes=number * backward,
-                inputs=(grad, x.tensor, *weights),
-                outputs=(into,),
-                launches=8 if by_parts else 2,
-            )
-            return {x: into}
-
-        return tape.record(out, gradients)
 
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """[R, C] -> [R, C]: `forward` and `backward` reads and writes of the whole, in so many kernels."""
+    """[R, C] -> [R, C] with `forward` and `backward` reads and writes of the whole activation, and their kernels."""
 
     name: str
     forward: float = 2.0
@@ -203,32 +186,18 @@ class Elementwise:
         return self.of((x,))
 
     def of(self, operands: tuple[Var, ...]) -> Var:
-        """The result of several operands of one size, all of which its backward reads."""
+        """The result of several operands of one size, all of which the backward reads."""
         first, tape = operands[0], operands[0].tape
-        needs = any(x.needs_grad for x in operands)
-        out = tape.var(self.name, rows=first.rows, columns=first.columns, needs_grad=needs)
-        tensors = tuple(x.tensor for x in operands)
-        tape.stream(
+        needs_grad = any(x.needs_grad for x in operands)
+        result = tape.var(self.name, rows=first.rows, columns=first.columns, needs_grad=needs_grad)
+        return tape.pointwise(
             self.name,
-            num_bytes=first.num_bytes * self.forward,
-            inputs=tensors,
-            outputs=(out.tensor,),
-            launches=self.forward_launches,
+            operands,
+            result,
+            forward_bytes=first.num_bytes * self.forward,
+            backward_bytes=first.num_bytes * self.backward,
+            launches=(self.forward_launches, self.backward_launches),
         )
-
-        def gradients(grad: int) -> dict[Var, int]:
-            found = {x: tape.tensor(f"{self.name}.dx", x.num_bytes) for x in operands}
-            tape.stream(
-                f"{self.name}.backward",
-                phase=Phase.BACKWARD_INPUT,
-                num_bytes=first.num_bytes * self.backward,
-                inputs=(grad, *tensors),
-                outputs=tuple(found.values()),
-                launches=self.backward_launches,
-            )
-            return found
-
-        return tape.record(out, gradients)
 
 
 _ACTIVATIONS = {
@@ -239,11 +208,11 @@ _ACTIVATIONS = {
     "quick_gelu": (7.0, 13.0, 3, 5),
     "gelu_new": (18.0, 34.0, 8, 14),
 }
-"""Reads and writes, and kernels, of each activation function as Hugging Face writes it: forward and backward."""
+"""Activation function of transformers -> reads and writes forward and backward, kernels forward and backward."""
 
 
 def activation(name: str, function: str) -> Elementwise:
-    """An activation function by its Hugging Face name; an unknown one as the slowest that is known."""
+    """An activation function by its Hugging Face name; an unknown one has the cost of the slowest known one."""
     forward, backward, launches, backward_launches = _ACTIVATIONS.get(function, max(_ACTIVATIONS.values()))
     return Elementwise(name, forward, backward, launches, backward_launches)
 
@@ -264,23 +233,23 @@ class AddRow:
     def __call__(self, x: Var) -> Var:
         tape = x.tape
         table = tape.parameter(f"{self.name}.weight", self.count, trainable=self.trainable)
-        out = tape.var(self.name, rows=x.rows, columns=x.columns, needs_grad=x.needs_grad or self.trainable)
-        tape.stream(self.name, num_bytes=3 * x.num_bytes, inputs=(x.tensor, table.tensor), outputs=(out.tensor,))
+        result = tape.var(self.name, rows=x.rows, columns=x.columns, needs_grad=x.needs_grad or self.trainable)
+        tape.stream(self.name, num_bytes=3 * x.num_bytes, inputs=(x.tensor, table.tensor), outputs=(result.tensor,))
 
         def gradients(grad: int) -> dict[Var, int]:
             if self.trainable:
-                summed = tape.tensor(f"{self.name}.dw", Rates(fixed=self.count * tape.dtype_bytes))
+                table_grad = tape.tensor(f"{self.name}.dw", Rates(fixed=self.count * tape.dtype_bytes))
                 tape.stream(
                     f"{self.name}.dw",
                     phase=Phase.BACKWARD_INPUT,
                     num_bytes=x.num_bytes,
                     inputs=(grad,),
-                    outputs=(summed,),
+                    outputs=(table_grad,),
                 )
-                tape.accumulate(self.name, table, summed, Phase.BACKWARD_INPUT)
+                tape.accumulate(self.name, table, table_grad, Phase.BACKWARD_INPUT)
             return {x: grad}
 
-        return tape.record(out, gradients)
+        return tape.record(result, gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +265,7 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """softmax(Q K^T) V of the pairs that are attended, by a kernel that never writes the scores."""
+    """softmax(Q K^T) V over the attended pairs, in a kernel that does not write the scores to memory."""
 
     name: str
     pairs: Rates
@@ -304,10 +273,10 @@ class Attention:
     head_dim: float
 
     def __call__(self, query: Var, *keys: Var) -> Var:
-        """What each query sees. Args: keys: keys and values, apart or as one."""
+        """[queries, columns] -> [queries, columns]. Args: keys: keys and values, as two activations or as one."""
         tape, operands = query.tape, (query, *keys)
-        needs = any(x.needs_grad for x in operands)
-        out = tape.var(self.name, rows=query.rows, columns=query.columns, needs_grad=needs)
+        needs_grad = any(x.needs_grad for x in operands)
+        result = tape.var(self.name, rows=query.rows, columns=query.columns, needs_grad=needs_grad)
         flops = self.pairs * (4 * query.columns)
         read = sum((x.num_bytes for x in operands), Rates())
         shape = Shape(m=query.rows, n=self.pairs, k=Rates(fixed=self.head_dim))
@@ -316,136 +285,111 @@ class Attention:
             self.name,
             OpKind.ATTENTION,
             inputs=tensors,
-            outputs=(out.tensor,),
+            outputs=(result.tensor,),
             flops=flops,
-            mem_bytes=read + out.num_bytes,
+            mem_bytes=read + result.num_bytes,
             shape=shape,
         )
 
         def gradients(grad: int) -> dict[Var, int]:
-            found = {x: tape.tensor(f"{self.name}.dx", x.num_bytes) for x in operands}
+            grads = {x: tape.tensor(f"{self.name}.dx", x.num_bytes) for x in operands}
             tape.op(
                 f"{self.name}.backward",
                 OpKind.ATTENTION,
                 phase=Phase.BACKWARD_INPUT,
-                inputs=(grad, *tensors, out.tensor),
-                outputs=tuple(found.values()),
+                inputs=(grad, *tensors, result.tensor),
+                outputs=tuple(grads.values()),
                 flops=flops * 2,
-                mem_bytes=2 * read + 2 * out.num_bytes,
+                mem_bytes=2 * read + 2 * result.num_bytes,
                 shape=shape,
                 launches=2,
             )
-            return found
+            return grads
 
-        return tape.record(out, gradients)
+        return tape.record(result, gradients)
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Ids [R] -> [R, columns]. The gradient of the table is as large as the table, however few words there are."""
+    """Ids [R] -> [R, columns]. The gradient of the table is dense: as large as the table for any number of ids."""
 
     name: str
-    words: float
+    vocab_size: float
     columns: float
     trainable: bool = True
 
     def __call__(self, ids: Var) -> Var:
         tape, e = ids.tape, ids.tape.dtype_bytes
-        table = tape.parameter(f"{self.name}.weight", self.words * self.columns, trainable=self.trainable)
-        out = tape.var(self.name, rows=ids.rows, columns=self.columns, needs_grad=self.trainable)
+        table = tape.parameter(f"{self.name}.weight", self.vocab_size * self.columns, trainable=self.trainable)
+        result = tape.var(self.name, rows=ids.rows, columns=self.columns, needs_grad=self.trainable)
         tape.stream(
             self.name,
             kind=OpKind.EMBEDDING,
-            num_bytes=2 * out.num_bytes + ids.rows * 8,
+            num_bytes=2 * result.num_bytes + ids.rows * 8,
             inputs=(ids.tensor, table.tensor),
-            outputs=(out.tensor,),
+            outputs=(result.tensor,),
         )
 
         def gradients(grad: int) -> dict[Var, int]:
-            made = tape.tensor(f"{self.name}.dw", Rates(fixed=table.count * e))
+            table_grad = tape.tensor(f"{self.name}.dw", Rates(fixed=table.count * e))
             tape.stream(
                 f"{self.name}.backward",
                 kind=OpKind.EMBEDDING,
                 phase=Phase.BACKWARD_INPUT,
-                num_bytes=Rates(fixed=table.count * e) + 2 * out.num_bytes,
+                num_bytes=Rates(fixed=table.count * e) + 2 * result.num_bytes,
                 inputs=(grad, ids.tensor),
-                outputs=(made,),
+                outputs=(table_grad,),
                 launches=2,
             )
-            tape.accumulate(self.name, table, made, Phase.BACKWARD_INPUT)
+            tape.accumulate(self.name, table, table_grad, Phase.BACKWARD_INPUT)
             return {}
 
-        return tape.record(out, gradients)
+        return tape.record(result, gradients)
 
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """Logits [R, words] -> a scalar: through float32, which is kept."""
+    """Logits [R, vocab_size] -> a scalar; keeps log-probabilities in float32."""
 
     name: str
-    words: float
+    vocab_size: float
 
     def __call__(self, logits: Var) -> Var:
         tape, e = logits.tape, logits.tape.dtype_bytes
-        number = logits.rows * self.words
+        number = logits.rows * self.vocab_size
         # To float32; the largest; exponentials and their sum; log-probabilities.
-        kept = tape.tensor(f"{self.name}.log_probabilities", number * 4)
-        out = tape.var(self.name, rows=Rates(), columns=0, needs_grad=logits.needs_grad)
-        tape.stream(
+        log_probabilities = tape.tensor(f"{self.name}.log_probabilities", number * 4)
+        result = tape.var(self.name, rows=Rates(), columns=0, needs_grad=logits.needs_grad)
+        return tape.pointwise(
             self.name,
+            (logits,),
+            result,
+            forward_bytes=number * (e + 5 * 4),
+            backward_bytes=number * (e + 4 * 4),
             kind=OpKind.CROSS_ENTROPY,
-            num_bytes=number * (e + 5 * 4),
-            inputs=(logits.tensor,),
-            outputs=(out.tensor, kept),
-            launches=4,
+            launches=(4, 4),
+            saved=(log_probabilities,),
         )
-
-        def gradients(grad: int) -> dict[Var, int]:
-            into = tape.tensor(f"{self.name}.dx", logits.num_bytes)
-            tape.stream(
-                f"{self.name}.backward",
-                kind=OpKind.CROSS_ENTROPY,
-                phase=Phase.BACKWARD_INPUT,
-                num_bytes=number * (e + 4 * 4),
-                inputs=(grad, kept),
-                outputs=(into,),
-                launches=4,
-            )
-            return {logits: into}
-
-        return tape.record(out, gradients)
 
 
 @dataclass(frozen=True, slots=True)
 class SquaredError:
-    """Predictions [R, columns] -> a scalar: through float32, in which the difference to the targets is kept."""
+    """Predictions [R, columns] -> a scalar; keeps the difference to the targets in float32."""
 
     name: str
 
     def __call__(self, x: Var) -> Var:
         tape, e = x.tape, x.tape.dtype_bytes
         number = x.rows * x.columns
-        kept = tape.tensor(f"{self.name}.difference", number * 4)
-        out = tape.var(self.name, rows=Rates(), columns=0, needs_grad=x.needs_grad)
+        difference = tape.tensor(f"{self.name}.difference", number * 4)
+        result = tape.var(self.name, rows=Rates(), columns=0, needs_grad=x.needs_grad)
         # To float32; minus the targets; squares; their sum.
-        tape.stream(
+        return tape.pointwise(
             self.name,
-            num_bytes=number * (e + 7 * 4),
-            inputs=(x.tensor,),
-            outputs=(out.tensor, kept),
-            launches=4,
+            (x,),
+            result,
+            forward_bytes=number * (e + 7 * 4),
+            backward_bytes=number * (e + 4 * 4),
+            launches=(4, 3),
+            saved=(difference,),
         )
-
-        def gradients(grad: int) -> dict[Var, int]:
-            into = tape.tensor(f"{self.name}.dx", x.num_bytes)
-            tape.stream(
-                f"{self.name}.backward",
-                phase=Phase.BACKWARD_INPUT,
-                num_bytes=number * (e + 4 * 4),
-                inputs=(grad, kept),
-                outputs=(into,),
-                launches=3,
-            )
-            return {x: into}
-
-        return tape.record(out, gradients)

@@ -1,4 +1,4 @@
-"""Describes a model in a PyTorch-like way: calls add forward operators, `backward` adds theirs by rule. Pure.
+"""Describes a model in a PyTorch-like way: calls add forward operators, `backward` adds the backward ones. Pure.
 
     tape = Tape(dtype_bytes=2)
     x = tape.input("x", rows=Rates(row=1.0), columns=512, needs_grad=True)
@@ -6,8 +6,8 @@
     tape.backward(y)
     graph = tape.graph()
 
-A gradient is made where something before needs it or a weight trains, as autograd does. The weight gradients of linear
-layers are operators of their own phase; where a value is used twice its gradients are summed.
+As in autograd, gradients are computed only for activations that need one and for trainable weights. The weight
+gradients of linear layers belong to a separate phase; the gradients of a value that is used twice are summed.
 
 Source: PipeWeaver's SEMU, section 4.1 (gradient and weight backward of a linear layer are two operators).
 """
@@ -31,7 +31,7 @@ class Var:
 
     @property
     def num_bytes(self) -> Rates:
-        """What it holds."""
+        """Bytes of the activation."""
         return self.rows * (self.columns * self.tape.dtype_bytes)
 
 
@@ -41,12 +41,12 @@ class Parameter:
 
     tensor: int
     count: float
-    """Numbers that this rank holds of it."""
+    """Number of its elements on this rank."""
     trainable: bool
 
 
 Gradients = Callable[[int], Mapping[Var, int]]
-"""Gradient of what a call made -> those of what it read: adds the operators of a backward."""
+"""Gradient of a call's result -> gradients of its operands; adds the operators of the backward."""
 
 
 class Tape:
@@ -62,30 +62,30 @@ class Tape:
         self._operators: list[Operator] = []
         self._calls: list[tuple[Var, Gradients]] = []
 
-    # --------------------------------------------------------------------------------- what there is
+    # --------------------------------------------------------------------------------- tensors
 
     def tensor(self, name: str, num_bytes: Rates = ZERO_RATES, *, persistent: bool = False) -> int:
-        """A new buffer."""
+        """The index of a new tensor."""
         self._tensors.append(TensorNode(name=name, num_bytes=num_bytes, persistent=persistent))
         return len(self._tensors) - 1
 
     def input(self, name: str, *, rows: Rates, columns: float, needs_grad: bool = False) -> Var:
-        """An activation that is there from the start. Args: needs_grad: whether a gradient has to reach it."""
+        """An input activation. Args: needs_grad: whether a gradient has to reach it."""
         return self.var(name, rows=rows, columns=columns, needs_grad=needs_grad)
 
     def var(self, name: str, *, rows: Rates, columns: float, needs_grad: bool) -> Var:
-        """An activation in a new buffer."""
+        """An activation in a new tensor."""
         tensor = self.tensor(name, rows * (columns * self.dtype_bytes))
         return Var(self, tensor, rows, columns, needs_grad)
 
     def parameter(self, name: str, count: float, *, trainable: bool = True) -> Parameter:
-        """A weight of `count` numbers on this rank."""
+        """A weight with `count` elements on this rank."""
         tensor = self.tensor(name, Rates(fixed=count * self.dtype_bytes), persistent=True)
-        made = Parameter(tensor, count, trainable)
-        self.parameters.append(made)
-        return made
+        parameter = Parameter(tensor, count, trainable)
+        self.parameters.append(parameter)
+        return parameter
 
-    # ------------------------------------------------------------------------------- what is done
+    # ------------------------------------------------------------------------------- operators
 
     def op(
         self,
@@ -102,7 +102,7 @@ class Tape:
         shape: Shape | None = None,
         launches: int = 1,
     ) -> None:
-        """Adds an operator. Args: device: None: the one that computes."""
+        """Adds an operator. Args: device: None: the device that computes."""
         self._operators.append(
             Operator(
                 name=name,
@@ -133,6 +133,48 @@ class Tape:
     ) -> None:
         """Adds an operator that only reads and writes memory."""
         self.op(name, kind, phase=phase, inputs=inputs, outputs=outputs, mem_bytes=num_bytes, launches=launches)
+
+    def pointwise(
+        self,
+        name: str,
+        operands: tuple[Var, ...],
+        result: Var,
+        *,
+        forward_bytes: Rates,
+        backward_bytes: Rates,
+        kind: OpKind = OpKind.ELEMENTWISE,
+        launches: tuple[int, int] = (1, 1),
+        weights: tuple[int, ...] = (),
+        saved: tuple[int, ...] | None = None,
+    ) -> Var:
+        """`result`, with an operator that makes it and one that makes the gradients of all operands.
+
+        Both only read and write memory.
+
+        Args:
+            forward_bytes, backward_bytes: read and written by each.
+            launches: kernels of each.
+            weights: further tensors that both read.
+            saved: tensors that the forward makes for the backward; None: the backward reads what the forward reads.
+        """
+        read = (*(x.tensor for x in operands), *weights)
+        outputs = (result.tensor, *(saved or ()))
+        self.stream(name, kind=kind, num_bytes=forward_bytes, inputs=read, outputs=outputs, launches=launches[0])
+
+        def gradients(grad: int) -> dict[Var, int]:
+            grads = {x: self.tensor(f"{name}.dx", x.num_bytes) for x in operands}
+            self.stream(
+                f"{name}.backward",
+                kind=kind,
+                phase=Phase.BACKWARD_INPUT,
+                num_bytes=backward_bytes,
+                inputs=(grad, *(read if saved is None else saved)),
+                outputs=tuple(grads.values()),
+                launches=launches[1],
+            )
+            return grads
+
+        return self.record(result, gradients)
 
     def product(
         self,
@@ -166,20 +208,20 @@ class Tape:
         self.stream(f"{name}.accumulate", num_bytes=num_bytes, phase=phase, inputs=(gradient,))
 
     def record(self, result: Var, gradients: Gradients) -> Var:
-        """The result of a call, which `backward` will differentiate if anything before it needs that."""
+        """The result of a call; records its backward if the result needs a gradient."""
         if result.needs_grad:
             self._calls.append((result, gradients))
         return result
 
     def backward(self, result: Var) -> None:
-        """Adds the backward of all that was called, from the gradient of `result`, which is there from the start."""
+        """Adds the backward of all recorded calls, starting from the gradient of `result`, which is an input."""
         if not result.needs_grad:
             return
         grads = {result: self.tensor("grad", result.num_bytes)}
-        for made, gradients in reversed(self._calls):
-            if made not in grads:
+        for output, gradients in reversed(self._calls):
+            if output not in grads:
                 continue
-            for var, grad in gradients(grads.pop(made)).items():
+            for var, grad in gradients(grads.pop(output)).items():
                 if var.needs_grad:
                     grads[var] = self._sum(var, grads[var], grad) if var in grads else grad
         self._calls.clear()
@@ -196,5 +238,5 @@ class Tape:
         return total
 
     def graph(self) -> Graph:
-        """All that was added."""
+        """The graph of all operators and tensors that were added."""
         return Graph(operators=tuple(self._operators), tensors=tuple(self._tensors))

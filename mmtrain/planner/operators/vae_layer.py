@@ -1,7 +1,7 @@
 """The operators of a frozen VAE's encoder: convolutions, norms and activation functions one after another. Pure.
 
-Not here: what convolutions on the way around a residual block could do beside it, copies that pad, and a first call a
-frame: all clips of a work count as one call.
+Not included: overlap of a residual block with the convolution of its shortcut, copies for padding, and separate calls
+for each frame: all clips of a work count as one call.
 """
 
 from mmtrain.planner.operators.functions import reshape, split
@@ -13,16 +13,12 @@ from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, EncoderConvolution, VaeShape
 
 
 def encode(tape: Tape, shape: VaeShape) -> None:
-    """Adds the forward of the encoder, which has no backward, to a tape."""
-    first = shape.convolutions[0]
-    x = tape.input("pixels", rows=_amount(first.places), columns=PIXEL_CHANNELS)
+    """Adds the forward of the encoder to a tape; it has no backward."""
+    first_convolution = shape.convolutions[0]
+    x = tape.input("pixels", rows=_only_rows(first_convolution.positions), columns=PIXEL_CHANNELS)
     for convolution in shape.convolutions:
         if convolution.normed:
-            x = Norm(
-                f"{convolution.name}.norm",
-                x.columns,
-                trainable=False,
-            )(x)
+            x = Norm(f"{convolution.name}.norm", x.columns, trainable=False)(x)
         if convolution.activated:
             x = Elementwise(f"{convolution.name}.activation", 2.0, 3.0)(x)
         if convolution.name == "mid_block.proj":
@@ -31,31 +27,31 @@ def encode(tape: Tape, shape: VaeShape) -> None:
 
 
 def _attended(qkv: Var, shape: VaeShape) -> Var:
-    """Attention of the places of each latent frame, with one head."""
+    """Attention among the positions of each latent frame, with one head."""
     return Attention("mid_block.attention", Rates(pair=1.0), shape.attention_width)(*split("mid_block.qkv", qkv, 3))
 
 
 def _convolved(x: Var, convolution: EncoderConvolution) -> Var:
     """The result of a convolution, its residual added in the same pass over memory."""
     tape, e = x.tape, x.tape.dtype_bytes
-    x = reshape(x, rows=x.rows, columns=convolution.inputs)  # of one around a block: the width before that
+    x = reshape(x, rows=x.rows, columns=convolution.inputs)  # the input of a shortcut has the width before its block
     weight = tape.parameter(f"{convolution.name}.weight", convolution.num_params, trainable=False)
-    rows = _amount(convolution.places)
-    out = tape.var(convolution.name, rows=rows, columns=convolution.outputs, needs_grad=False)
+    rows = _only_rows(convolution.positions)
+    result = tape.var(convolution.name, rows=rows, columns=convolution.outputs, needs_grad=False)
     tape.product(
         convolution.name,
         rows,
         Rates(fixed=convolution.outputs),
         Rates(fixed=convolution.inputs * convolution.taps),
-        flops=_amount(convolution.flops),
-        num_bytes=x.num_bytes + out.num_bytes + Rates(fixed=convolution.num_params * e),
+        flops=_only_rows(convolution.flops),
+        num_bytes=x.num_bytes + result.num_bytes + Rates(fixed=convolution.num_params * e),
         phase=Phase.FORWARD,
         inputs=(x.tensor, weight.tensor),
-        outputs=(out.tensor,),
+        outputs=(result.tensor,),
         kind=OpKind.CONVOLUTION,
     )
-    return out
+    return result
 
 
-def _amount(rates: Rates) -> Rates:
+def _only_rows(rates: Rates) -> Rates:
     return Rates(row=rates.row, output=rates.output)

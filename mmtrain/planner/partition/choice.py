@@ -1,6 +1,6 @@
-"""Which partition a job gets: what its config says, and where that leaves it open, a rule or a search. Pure.
+"""The partition of a job: set by its config, or chosen by a rule or a search. Pure.
 
-The choice follows from the config alone, so that all ranks make the same one, before any data are read.
+The choice depends only on the config, so all ranks make the same one before any data are read.
 
 Sources: DIP, arXiv:2504.14145, sections 4 and 7.1, which names the mixed partitions of its baselines: Megatron-LM's by
 parameters, and nnScaler's (Lin et al., OSDI 2024) by time.
@@ -26,14 +26,14 @@ from mmtrain.planner.work_size import sub_microbatch_size
 from mmtrain.spec.spec import ModelSpec
 
 MOST_SEGMENTS = 4
-"""K that the search tries at most."""
+"""The largest K that the search tries."""
 WORTH = 0.005
-"""Part of an iteration that each segment more has to save: it costs launches and messages that no cost model sees."""
+"""Fraction of an iteration that each additional segment has to save: its launches and messages are in no cost model."""
 CHAIN_WORTH = 0.03
-"""Part of an iteration that a chain has to save besides: its ranks are equal for one mixture of modalities alone."""
+"""Further fraction that a chain has to save: its ranks are balanced for only one mixture of modalities."""
 FINALISTS = 3
-"""Candidates that are simulated on all iterations, after all were on a part of one. A chain among them takes no place
-from separated modules: these are compared as if there were no chains."""
+"""Candidates that are simulated on all iterations, after all candidates were simulated on a part of one iteration. As
+many separated candidates as without chains become finalists; chains are additional."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Cut:
     """A way to cut a model that the search may choose."""
 
     segments: tuple[int, ...]
-    """K of each module that is cut, in the model's order; of a chain one number, its chunks on each rank."""
+    """K of each module that is cut, in the model's order; for a chain one number, its chunks on each rank."""
     is_chain: bool = False
     """Whether all modules are one chain, cut by time."""
 
     @property
     def worth(self) -> float:
-        """Part of an iteration that it has to save."""
+        """Fraction of an iteration that it has to save."""
         return WORTH * sum(self.segments) + (CHAIN_WORTH if self.is_chain else 0.0)
 
     def __str__(self) -> str:
@@ -56,35 +56,36 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A job's partition, and how it was found."""
+    """A job's partition, and how it was chosen."""
 
     partition: Partition
-    words: str = ""
-    """For the log; empty if the config left nothing open."""
+    summary: str = ""
+    """How it was chosen, for the log; empty if the config determines it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search over ways to cut came to."""
+    """The result of a search over ways to cut a model."""
 
     best: Cut
     finalists: tuple[tuple[Cut, float], ...]
-    """With seconds of a mean iteration, chains last, fewest segments first."""
+    """(cut, seconds of a mean iteration), chains last, fewest segments first."""
     num_tried: int
 
 
 def partition_of(config: Config, spec: ModelSpec) -> Partition:
-    """The partition that a job's config asks for, placed as its schedule wants. Errors: see `choose_partition`."""
+    """The partition of a job, placed as its schedule requires. Errors: see `choose_partition`."""
     costs = cost_model(config, spec)
     return choose_partition(config, spec, costs, sub_microbatch_size(config, spec, costs)).partition
 
 
 def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice:
-    """The partition that a job's config asks for, placed as its schedule wants, and how it was found.
+    """The partition of a job, placed as its schedule requires, and how it was chosen.
 
     Args: sub_microbatch: images in a vision work, or clips in a DiT work; 0: all of a microbatch.
-    Raises: ConfigError: fewer layers than chunks, fewer or more chunks than the schedule needs, or a way to cut that
-        does not go with the schedule.
+    Raises: ConfigError: there are fewer layers than chunks, fewer or more chunks than the schedule needs, or
+        `planner.partition` does not fit the schedule.
+    Source: DIP, arXiv:2504.14145, section 4.
     """
     how, schedule = config.planner.partition, job_schedule(config)
     if schedule.refusal:
@@ -95,28 +96,28 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
     if how == "mixed-parameters" or how == "mixed-latency":
         return _mixed(config, spec, costs, sub_microbatch)
     if how == "search":
-        found = _searched(config, spec, costs, sub_microbatch)
-        if found is not None:
-            return found
+        choice = _searched(config, spec, costs, sub_microbatch)
+        if choice is not None:
+            return choice
     return Choice(partition=_separated(config, spec, _given_segments(config)))
 
 
 def best_cut(candidates: Sequence[Cut], quick: Callable[[Cut], float], exact: Callable[[Cut], float]) -> Found | None:
-    """The candidate with the least seconds x (1 + `Cut.worth`); None: none has a plan.
+    """The candidate with the least seconds x (1 + `Cut.worth`); None: no candidate has a plan.
 
-    Ties go to separated modules, then to fewer segments, first of all modules, then of the first ones.
+    Ties go to separated modules, then to fewer segments in total, then to fewer segments of the first modules.
 
     Args:
-        quick: seconds by which finalists are picked; infinite: no plan.
-        exact: seconds that decide.
+        quick: seconds of a candidate, by which finalists are selected; infinite: it has no plan.
+        exact: seconds of a finalist, by which the best one is selected.
     """
 
     def ranked(times: Mapping[Cut, float]) -> list[Cut]:
-        kept = [c for c, seconds in times.items() if seconds < math.inf]
-        return sorted(kept, key=lambda c: (times[c] * (1 + c.worth), *_simplicity(c)))
+        feasible = [c for c, seconds in times.items() if seconds < math.inf]
+        return sorted(feasible, key=lambda c: (times[c] * (1 + c.worth), *_simplicity(c)))
 
-    first = ranked({c: quick(c) for c in candidates})
-    finalists = {*first[:FINALISTS], *[c for c in first if not c.is_chain][:FINALISTS]}
+    by_quick = ranked({c: quick(c) for c in candidates})
+    finalists = {*by_quick[:FINALISTS], *[c for c in by_quick if not c.is_chain][:FINALISTS]}
     times = {c: exact(c) for c in sorted(finalists, key=_simplicity)}
     order = ranked(times)
     if not order:
@@ -125,7 +126,7 @@ def best_cut(candidates: Sequence[Cut], quick: Callable[[Cut], float], exact: Ca
 
 
 def _simplicity(cut: Cut) -> tuple[bool, int, tuple[int, ...]]:
-    """The less, the simpler."""
+    """The sort key of ties; smaller is simpler."""
     return cut.is_chain, sum(cut.segments), cut.segments
 
 
@@ -147,13 +148,13 @@ def _layouts(config: Config) -> dict[str, str]:
 
 
 def _separated(config: Config, spec: ModelSpec, segments: Mapping[str, int]) -> Partition:
-    """The separated partition with K of each module, by DIP's rule where that is 0, and enough for the schedule."""
+    """The separated partition with the K of each module; 0: by DIP's rule, raised to what the schedule needs."""
     sizes, layouts = reference_sizes(spec, config.training.seq_len), _layouts(config)
     num_ranks = config.parallelism.pipeline_parallel_degree
     schedule = job_schedule(config)
-    found = partition(spec, num_ranks, segments, sizes, schedule.placement, layouts)
-    cut = sum(len(found.of_module(module.name)) for module in spec.modules if not module.is_whole)
-    missing = schedule.least_passes - cut // num_ranks
+    separated = partition(spec, num_ranks, segments, sizes, schedule.placement, layouts)
+    num_chunks = sum(len(separated.of_module(module.name)) for module in spec.modules if not module.is_whole)
+    missing = schedule.least_passes - num_chunks // num_ranks
     text = spec.text.name
     if missing > 0 and not segments[text] and not layouts[text]:
         return partition(spec, num_ranks, {**segments, text: 1 + missing}, sizes, schedule.placement, layouts)
@@ -162,7 +163,7 @@ def _separated(config: Config, spec: ModelSpec, segments: Mapping[str, int]) -> 
         if layouts[text]:
             key = f"{section_of(text)}.pipeline_layout = {layouts[text]!r}"
         _refuse_few_passes(config, key, schedule.least_passes - missing)
-    return found
+    return separated
 
 
 def _refuse_few_passes(config: Config, key: str, passes: int) -> None:
@@ -177,10 +178,10 @@ def _refuse_few_passes(config: Config, key: str, passes: int) -> None:
 
 
 def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice | None:
-    """The choice of a search; None: nothing is open, or nothing can be searched."""
+    """The choice of a search; None: the config determines the partition, or a search is not possible."""
     memory = MemoryRule.of_device(config)
-    apart, chains = _separated_cuts(config, spec), _chains(config, spec, memory)
-    if job_schedule(config).placement == "v" or not (apart or chains) or not any(_open(config).values()):
+    separated_cuts, chains = _separated_cuts(config, spec), _chains(config, spec, memory)
+    if job_schedule(config).placement == "v" or not (separated_cuts or chains) or not any(_open(config).values()):
         return None
     num_ranks = config.parallelism.pipeline_parallel_degree
     names = [module.name for module in spec.modules if not module.is_whole]
@@ -188,10 +189,10 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
     def separated(cut: Cut) -> Partition:
         return _separated(config, spec, dict(zip(names, cut.segments, strict=True)))
 
-    if num_ranks == 1 or (len(apart) == 1 and not chains):  # one rank has nothing to interleave
-        return Choice(partition=separated(min(apart, key=_simplicity)))
+    if num_ranks == 1 or (len(separated_cuts) == 1 and not chains):  # on one rank, all cuts take the same time
+        return Choice(partition=separated(min(separated_cuts, key=_simplicity)))
     try:
-        few = TypicalIterations.draw(
+        short = TypicalIterations.draw(
             config,
             spec,
             costs,
@@ -200,67 +201,67 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
             most_iterations=1,
         )
         typical = TypicalIterations.draw(config, spec, costs, sub_microbatch)
-    except ConfigError:  # the encoder reads something else than images: no workload stands for it
+    except ConfigError:  # the encoder does not read images: there is no workload for it
         return None
     weights = typical.layer_seconds() if chains else {}
 
     @cache
-    def parts(cut: Cut) -> Partition:
+    def partition_for(cut: Cut) -> Partition:
         return mixed_partition(spec, num_ranks, cut.segments[0], weights) if cut.is_chain else separated(cut)
 
     def seconds(iterations: TypicalIterations, cut: Cut) -> float:
-        return iterations.seconds(parts(cut), within=memory if cut.is_chain else None)
+        return iterations.seconds(partition_for(cut), within=memory if cut.is_chain else None)
 
-    found = best_cut([*apart, *chains], lambda c: seconds(few, c), lambda c: seconds(typical, c))
-    return None if found is None else Choice(partition=parts(found.best), words=_words(found, names))
+    result = best_cut([*separated_cuts, *chains], lambda c: seconds(short, c), lambda c: seconds(typical, c))
+    return None if result is None else Choice(partition=partition_for(result.best), summary=_summary(result, names))
 
 
 def _open(config: Config) -> dict[str, bool]:
-    """Which modules have neither a K nor a layout."""
+    """Module -> whether it has neither a K nor a layout."""
     layouts = _layouts(config)
     return {name: not count and not layouts[name] for name, count in _given_segments(config).items()}
 
 
 def _separated_cuts(config: Config, spec: ModelSpec) -> list[Cut]:
-    """Numbers of segments that layers and schedule allow; a module with a layout has the number that it was given."""
-    num_ranks, given, left_open = config.parallelism.pipeline_parallel_degree, _given_segments(config), _open(config)
+    """Cuts that the numbers of layers and the schedule allow; a module with a layout keeps its configured K."""
+    num_ranks, segments, left_open = config.parallelism.pipeline_parallel_degree, _given_segments(config), _open(config)
     ranges = []
     for module in (module for module in spec.modules if not module.is_whole):
-        most = min(MOST_SEGMENTS, len(module.layers) // num_ranks)
-        ranges.append(range(1, most + 1) if left_open[module.name] else [given[module.name]])
-    found = list(itertools.product(*ranges))
+        largest = min(MOST_SEGMENTS, len(module.layers) // num_ranks)
+        ranges.append(range(1, largest + 1) if left_open[module.name] else [segments[module.name]])
+    combinations = list(itertools.product(*ranges))
     layouts = any(_layouts(config).values())  # which may make any number of passes
-    return [Cut(c) for c in found if layouts or sum(c) >= job_schedule(config).least_passes]
+    return [Cut(c) for c in combinations if layouts or sum(c) >= job_schedule(config).least_passes]
 
 
 def _chains(config: Config, spec: ModelSpec, memory: MemoryRule) -> list[Cut]:
-    """The chains of several modules, all of them open, that layers and schedule allow.
+    """The chains that the numbers of layers and the schedule allow, if no module has a K or a layout.
 
-    None where the memory of a device is not known: ranks of a chain hold unequal parts of the parameters.
+    There are none if the memory of a device is not known: ranks of a chain hold different numbers of parameters.
     """
     num_ranks = config.parallelism.pipeline_parallel_degree
     several = num_ranks > 1 and len(spec.modules) > 1
     if not several or not all(_open(config).values()) or memory.limit_bytes is None:
         return []
-    most = min(MOST_SEGMENTS, sum(len(module.layers) for module in spec.modules) // num_ranks)
-    return [Cut((passes,), is_chain=True) for passes in range(job_schedule(config).least_passes, most + 1)]
+    largest = min(MOST_SEGMENTS, sum(len(module.layers) for module in spec.modules) // num_ranks)
+    return [Cut((passes,), is_chain=True) for passes in range(job_schedule(config).least_passes, largest + 1)]
 
 
-def _words(found: Found, names: Sequence[str]) -> str:
-    segments = found.best.segments
-    if found.best.is_chain:
-        best = f"one chain of all modules, {segments[0]} on each rank"
+def _summary(search: Found, names: Sequence[str]) -> str:
+    segments = search.best.segments
+    if search.best.is_chain:
+        chosen = f"one chain of all modules, {segments[0]} on each rank"
     else:
-        best = ", ".join(f"{name} {count}" for name, count in zip(names, segments, strict=True)) + " segments"
-    tried = ", ".join(f"{cut}: {seconds:.4g} s" for cut, seconds in found.finalists if seconds < math.inf)
-    return f"partition: {best}, by search; simulated iterations of the best of {found.num_tried} tried: {tried}"
+        chosen = ", ".join(f"{name} {count}" for name, count in zip(names, segments, strict=True)) + " segments"
+    tried = ", ".join(f"{cut}: {seconds:.4g} s" for cut, seconds in search.finalists if seconds < math.inf)
+    return f"partition: {chosen}, by search; simulated iterations of the best of {search.num_tried} tried: {tried}"
 
 
 # ------------------------------------------------------------------------------------------------ mixed
 
 
 def _mixed(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice:
-    """All modules cut as one chain of equal parameters or of equal seconds."""
+    """All modules cut as one chain into parts of equal parameters or of equal seconds."""
     how, schedule = config.planner.partition, job_schedule(config)
     if schedule.placement == "v":
         raise ConfigError(
@@ -276,8 +277,8 @@ def _mixed(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: in
         weights: Mapping[str, Sequence[float]] = {m.name: [x.num_params for x in m.layers] for m in spec.modules}
     else:
         weights = _typical_layer_seconds(config, spec, costs, sub_microbatch)
-    parts = mixed_partition(spec, config.parallelism.pipeline_parallel_degree, passes, weights)
-    return Choice(partition=parts, words=f"partition: {how}, one chain of all modules, {passes} on each rank")
+    cut = mixed_partition(spec, config.parallelism.pipeline_parallel_degree, passes, weights)
+    return Choice(partition=cut, summary=f"partition: {how}, one chain of all modules, {passes} on each rank")
 
 
 def _typical_layer_seconds(

@@ -23,7 +23,7 @@ from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """One chunk of one module and its place."""
+    """One chunk of one module and the pipeline rank that runs it."""
 
     index: int
     """Global over all modules."""
@@ -32,7 +32,7 @@ class StageSpec:
     """Range of the module's layers, the end excluded."""
     pp_rank: int
     segment: int
-    """Which pass over the pipeline ranks, within the module; of a mixed partition, within the chain of all modules."""
+    """Index of the pass over the pipeline ranks, within the module; if mixed, within the chain of all modules."""
     first: bool
     """Holds the module's first layer."""
     last: bool
@@ -48,7 +48,7 @@ class Partition:
     text: str
     """Name of the language model."""
     passes: int = 0
-    """v of a mixed partition, the parts of its chain on each rank; 0: it is separated."""
+    """v of a mixed partition, the number of parts of its chain on each rank; 0: it is separated."""
 
     def __str__(self) -> str:
         """Chunks on each rank: of the chain, or K of each module."""
@@ -95,21 +95,22 @@ def partition(
     placement: Placement = "loop",
     layouts: Mapping[str, str] | None = None,
 ) -> Partition:
-    """Each module cut into P x K chunks of consecutive layers over all P ranks, K of them on each. A module that is not
-    cut is one chunk on rank 0, whatever P and K.
+    """The separated partition: each module cut into P x K chunks of consecutive layers, K chunks on each of P ranks.
 
-    The largest chunk of a module (FLOPs of forward and backward at the reference sizes, embedding and
-    head counted) is as small as it can be. Among such cuts the ranks, with all chunks of all modules, have about equal
-    FLOPs, as far as moving single layers gets there; ties go to equal numbers of layers.
+    A module that is not cut is one chunk on rank 0. The cut minimises the largest chunk of a module (FLOPs of forward
+    and backward at the reference sizes, including embedding and head). Among such cuts single layers are moved until
+    the FLOPs of the ranks, over all modules, cannot become more equal; ties go to equal numbers of layers.
 
     Args:
         num_ranks: P.
-        num_segments: K of each module; 0 or absent: floor(T_i / T_1) by DIP's rule, as far as layers suffice.
+        num_segments: K of each module; 0 or absent: floor(T_i / T_1) by DIP's rule, limited by the number of layers.
         sizes: a typical work of each module.
         placement: loop: chunk j is on rank j % P. v: down the ranks and back up, so that each module begins and ends
             on rank 0; K is 2 (or 0).
         layouts: the chunks of a module as a layout string, see `pipeline_layout`; absent or empty: of equal work.
-    Raises: ConfigError: a module has fewer layers than chunks, another K than the placement, or a layout that is wrong.
+    Raises: ConfigError: a module has fewer layers than chunks, a K that the placement does not allow, or a wrong
+        layout.
+    Source: DIP, arXiv:2504.14145, sections 3.1 and 4.
     """
     totals = {m.name: spec.flops(m.name, sizes[m.name]).total for m in spec.modules if not m.is_whole}
     fastest = min((t for t in totals.values() if t > 0), default=1.0)
@@ -151,26 +152,26 @@ class _Cut:
     ranks: Sequence[int]
     """[chunk] -> its pipeline rank."""
     fixed: bool
-    """Its bounds stay as they are: a layout's, or one chunk of a module that is not cut."""
+    """Whether its bounds must not change: those of a layout, or the one chunk of a module that is not cut."""
 
 
 def _level_ranks(cuts: Mapping[str, _Cut], num_ranks: int) -> dict[str, _Cut]:
-    """The cuts with the ranks as equal as single layers can make them, one module after the other."""
-    found = dict(cuts)
+    """The cuts after moving single layers, module by module, until no move makes the ranks more equal."""
+    levelled = dict(cuts)
     changed = True
     while changed:
         changed = False
-        for name, cut in found.items():
+        for name, cut in levelled.items():
             if cut.fixed:
                 continue
             loads = [0.0] * num_ranks
-            for other in found.values():
-                for rank, (low, high) in zip(other.ranks, other.bounds, strict=True):
-                    loads[rank] += sum(other.costs[low:high]) if other is not cut else 0.0
+            for other_cut in levelled.values():
+                for rank, (low, high) in zip(other_cut.ranks, other_cut.bounds, strict=True):
+                    loads[rank] += sum(other_cut.costs[low:high]) if other_cut is not cut else 0.0
             bounds = level_owners(cut.bounds, cut.costs, cut.ranks, loads)
             changed |= bounds != cut.bounds
-            found[name] = replace(cut, bounds=bounds)
-    return found
+            levelled[name] = replace(cut, bounds=bounds)
+    return levelled
 
 
 def _cut(
@@ -183,7 +184,7 @@ def _cut(
     placement: Placement,
     layout: str,
 ) -> "_Cut":
-    """The chunks of a module, and their ranks. Args: segments: K; 0: `by_rule`, as far as layers suffice."""
+    """The chunks of a module, and their ranks. Args: segments: K; 0: `by_rule`, limited by the number of layers."""
     bounds = _layout_bounds(layout, module, num_ranks, segments) if layout else []
     segments = len(bounds) // num_ranks if bounds else segments
     if placement == "v":
@@ -204,53 +205,53 @@ def _cut(
 
 
 def mixed_partition(spec: ModelSpec, num_ranks: int, passes: int, weights: Mapping[str, Sequence[float]]) -> Partition:
-    """The layers of all modules, in their order, cut as one chain into P x v parts; part j is on rank j % P.
+    """The mixed partition: the layers of all modules, in their order, cut as one chain into P x v parts.
 
-    The largest part is as small as it can be; ties go to equal numbers of layers. A part that has layers of several
-    modules is a stage of each, on the same rank.
+    Part j is on rank j % P. The cut minimises the largest part; ties go to equal numbers of layers. A part with layers
+    of several modules is one stage of each of them, on the same rank.
 
     Args:
         num_ranks: P.
         passes: v.
-        weights: [layer] of each module, in any unit.
-    Raises: ConfigError: fewer layers than parts.
+        weights: module -> [layer] -> its cost, in any unit.
+    Raises: ConfigError: there are fewer layers than parts.
     """
-    places = [(module, index) for module in spec.modules for index in range(len(module.layers))]
-    if len(places) < num_ranks * passes:
+    all_layers = [(module, index) for module in spec.modules for index in range(len(module.layers))]
+    if len(all_layers) < num_ranks * passes:
         raise ConfigError(
             f"parallelism.pipeline_parallel_degree = {num_ranks} x {passes} passes (model.language.num_segments) = "
-            f"{num_ranks * passes} chunks, but all modules together have {len(places)} layers (cut points), and each "
-            "chunk needs a layer; lower one of them, or use a deeper model"
+            f"{num_ranks * passes} chunks, but all modules together have {len(all_layers)} layers (cut points), and "
+            "each chunk needs a layer; lower one of them, or use a deeper model"
         )
     stages: list[StageSpec] = []
-    parts = split_evenly([weights[module.name][index] for module, index in places], num_ranks * passes)
-    for j, bounds in enumerate(parts):
+    bounds_of_parts = split_evenly([weights[module.name][index] for module, index in all_layers], num_ranks * passes)
+    for j, bounds in enumerate(bounds_of_parts):
         for module in spec.modules:
-            mine = [index for other, index in places[slice(*bounds)] if other is module]
-            if mine:
+            indices = [index for owner, index in all_layers[slice(*bounds)] if owner is module]
+            if indices:
                 stages.append(
                     StageSpec(
                         index=len(stages),
                         module=module.name,
-                        layers=(mine[0], mine[-1] + 1),
+                        layers=(indices[0], indices[-1] + 1),
                         pp_rank=j % num_ranks,
                         segment=j // num_ranks,
-                        first=mine[0] == 0,
-                        last=mine[-1] + 1 == len(module.layers),
+                        first=indices[0] == 0,
+                        last=indices[-1] + 1 == len(module.layers),
                     )
                 )
     return Partition(num_ranks, tuple(stages), spec.text.name, passes)
 
 
 def _layout_bounds(layout: str, module: ModuleSpec, num_ranks: int, segments: int) -> list[tuple[int, int]]:
-    """The chunks of a layout, as many as the ranks and K ask for."""
+    """The chunks (first layer, end) of a layout; checks that their number fits the ranks and K."""
     section = section_of(module.name)
     bounds = chunk_bounds(layout, module, f"{section}.pipeline_layout")
-    wanted = f"{num_ranks} x {segments}" if segments else f"a multiple of {num_ranks}"
+    needed = f"{num_ranks} x {segments}" if segments else f"a multiple of {num_ranks}"
     if len(bounds) % num_ranks or (segments and len(bounds) != num_ranks * segments):
         raise ConfigError(
             f"{section}.pipeline_layout = {layout!r} has {len(bounds)} chunks; "
-            f"parallelism.pipeline_parallel_degree and {section}.num_segments ask for {wanted}"
+            f"parallelism.pipeline_parallel_degree and {section}.num_segments need {needed}"
         )
     return bounds
 

@@ -1,8 +1,8 @@
 """The partition of one module as a string, such as `Et*3|t*4|t*4|t*3,L`: the layers of each chunk.
 
-Symbols: `E` the first layer (embedding), `t` a block, `N` the norm behind an encoder's blocks, `P` its projector, `L`
-the language model's head with its norm and loss; `V`, in logs alone, a whole VAE. `|` ends a chunk, `x*3` repeats a
-symbol, `(tt|)*3` a group; commas and spaces mean nothing. Chunks come in forward order: the first segment on ranks
+Symbols: `E` the first layer (embedding), `t` a block, `N` the norm after an encoder's blocks, `P` its projector, `L`
+the language model's head with its norm and loss; `V`, only in logs, a whole VAE. `|` ends a chunk, `x*3` repeats a
+symbol, `(tt|)*3` a group; commas and spaces are ignored. Chunks come in forward order: the first segment on ranks
 0 .. P-1, then the next one.
 
 Source: Megatron Core's `--pipeline-model-parallel-layout`. It has no encoder symbols, but `m` for multi-token
@@ -19,26 +19,26 @@ from mmtrain.spec.spec import LayerSpec, ModuleSpec
 _SYMBOLS = {"embed": "E", "norm": "N", "projector": "P", "head": "L", "encode": "V"}
 _LAYERS = "Et" + "".join(symbol for symbol in _SYMBOLS.values() if symbol not in "EV")
 _REPEATED = re.compile(rf"(?:([{_LAYERS}|])(?=\*)|\(([{_LAYERS}|]*)\))(?:\*([0-9]{{1,9}}))?(?![*0-9])")
-"""A symbol with its `*3`, or a group without groups inside, with or without one."""
+"""A symbol with its `*3`, or an innermost group with or without a repetition."""
 _MOST = 100_000
-"""Symbols after repetition; more is a slip of the pen."""
+"""Largest number of symbols after repetition; more must be a mistake."""
 
 
 def chunk_bounds(text: str, module: ModuleSpec, where: str) -> list[tuple[int, int]]:
     """The layers (start, end) of each chunk that a layout names.
 
     Args: where: name of the key, for errors.
-    Raises: ConfigError: not a layout, an empty chunk, or other layers than the module has.
+    Raises: ConfigError: the text is no layout, has an empty chunk, or its layers differ from those of the module.
     """
     chunks = _expand(text, where).split("|")
     for index, chunk in enumerate(chunks):
         if not chunk:
             raise ConfigError(f"{where} = {text!r}: chunk {index} has no layer; give every chunk at least one")
-    found, wanted = "".join(chunks), "".join(map(_symbol, module.layers))
-    if found != wanted:
+    named, expected = "".join(chunks), "".join(map(_symbol, module.layers))
+    if named != expected:
         raise ConfigError(
-            f"{where} = {text!r} has the layers {_compress(found)}, but the module has {_compress(wanted)}; name each "
-            "layer once, in this order"
+            f"{where} = {text!r} has the layers {_compress(named)}, but the module has {_compress(expected)}; name "
+            "each layer once, in this order"
         )
     ends = [len("".join(chunks[: index + 1])) for index in range(len(chunks))]
     return list(zip([0, *ends], ends, strict=False))

@@ -1,8 +1,8 @@
-"""How far a hardware profile is from a machine, and the efficiencies that bring it there. Pure.
+"""The error of a hardware profile on a machine, and the efficiencies that minimise it. Pure.
 
-What an operator takes, its launches apart, is scaled by one factor for each kind of operator (a of DIP,
+The seconds of an operator without its launches are scaled by one factor for each kind of operator (a of DIP,
 arXiv:2504.14145, section 6.1; the same for its arithmetic and its memory accesses), and the fixed part of a launch by
-another. The factors are those with the least squared relative errors over all measured layers, phases and sizes.
+another factor. The factors minimise the squared relative errors over all measured layers, phases and sizes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ import numpy as np
 from mmtrain.config.config import Config
 from mmtrain.planner.costs.operator_costs import OperatorCosts
 from mmtrain.planner.operators.cluster import Cluster
-from mmtrain.planner.operators.graph import OpKind, Phase
+from mmtrain.planner.operators.graph import Graph, OpKind, Phase
 from mmtrain.planner.operators.hardware import Hardware, load_hardware
 from mmtrain.planner.operators.latency import Latencies
 from mmtrain.planner.profile.fits import Array, non_negative_least_squares
@@ -21,7 +21,7 @@ from mmtrain.planner.profile.profile import LayerProfile, Profile
 from mmtrain.spec.spec import ModelSpec, ModuleSpec
 
 LAUNCH = "launch"
-"""The name of the factor of fixed parts, beside those of kinds of operators."""
+"""The key of the factor of launches among the factors of kinds of operators."""
 
 _PHASES = {
     "forward": (Phase.FORWARD,),
@@ -33,20 +33,20 @@ _PHASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A hardware profile against a machine."""
+    """A hardware profile compared with a machine."""
 
     hardware: Hardware
     factors: Mapping[str, float]
     """Kind of operator, or `launch` -> measured over simulated seconds."""
     error_before: float
-    """Mean relative error of a layer's seconds by the hardware profile as it is."""
+    """Mean relative error of a layer's seconds with the unchanged hardware profile."""
     error: float
     """The same with the factors."""
 
     def to_toml(self) -> str:
-        """A hardware profile with the factors in it, for `planner.hardware`.
+        """The hardware profile with the factors applied, as TOML for `planner.hardware`.
 
-        Where a kind is faster than its peak rate allows, it gets the peak: the profile's rates are then too low.
+        A kind that is faster than its peak rate gets an efficiency of 1: the profile's rates are then too low.
         """
         lines = [f'extends = "{self.hardware.name}"']
         if LAUNCH in self.factors:
@@ -54,56 +54,60 @@ class Calibration:
         for kind in OpKind:
             if kind.value not in self.factors:
                 continue
-            reached = self.hardware.efficiency_of(kind, Phase.FORWARD)
+            efficiency = self.hardware.efficiency_of(kind, Phase.FORWARD)
             lines += ["", f"[efficiency.{kind}]"]
             for name in ("compute", "memory"):
-                value = min(1.0, getattr(reached, name) / self.factors[kind.value])
+                value = min(1.0, getattr(efficiency, name) / self.factors[kind.value])
                 lines.append(f"{name} = {value:.4g}")
             for phase in Phase:
-                own = self.hardware.efficiency.get(f"{kind}.{phase}")
-                if own is not None and own != reached:
-                    parts = {n: min(1.0, getattr(own, n) / self.factors[kind.value]) for n in ("compute", "memory")}
-                    lines += [f"[efficiency.{kind}.{phase}]", *(f"{n} = {v:.4g}" for n, v in parts.items())]
+                of_phase = self.hardware.efficiency.get(f"{kind}.{phase}")
+                if of_phase is not None and of_phase != efficiency:
+                    scaled = {
+                        n: min(1.0, getattr(of_phase, n) / self.factors[kind.value]) for n in ("compute", "memory")
+                    }
+                    lines += [f"[efficiency.{kind}.{phase}]", *(f"{n} = {v:.4g}" for n, v in scaled.items())]
         return "\n".join(lines) + "\n"
 
 
 def calibrate(profile: Profile, config: Config, spec: ModelSpec, hardware: str) -> Calibration:
-    """The factors that make a hardware profile agree with what was measured of a job's layers.
+    """The factors by which a hardware profile agrees best with the measured layers of a job.
 
-    Recomputed blocks are left out of backwards, which then repeat forwards.
+    Backwards of recomputed blocks are left out, because they repeat forwards.
 
     Args: hardware: a name, as `h200`, or a TOML file.
-    Raises: ConfigError: there is no such hardware. PlanError: the profile is of other layers.
+    Raises:
+        ConfigError: the hardware does not exist.
+        PlanError: the profile has no measurement of one of the layers.
+    Source: DIP, arXiv:2504.14145, section 6.1.
     """
-    found = load_hardware(hardware)
+    profiled = load_hardware(hardware)
     costs = OperatorCosts.of(config, spec, Cluster.of(hardware, config.parallelism.mesh_shape.world_size))
     dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
     rows, seconds = [], []
     for module, index, layer in _layers(profile, spec):
         graph = costs.graph(module, index, input_grad=layer.input_grad)
-        parts = _Parts(graph_kinds=[op.kind for op in graph.operators], phases=[op.phase for op in graph.operators])
-        latencies = Latencies(found, dtype_bytes=dtype_bytes)
-        fixed = np.array([op.launches * (found.launch_s if op.device.kind.computes else 0.0) for op in graph.operators])
-        each_clip = np.array([op.each_clip for op in graph.operators])
+        latencies = Latencies(profiled, dtype_bytes=dtype_bytes)
         computes = np.array([op.device.kind.computes for op in graph.operators])
+        fixed = np.array([op.launches * profiled.launch_s for op in graph.operators]) * computes
+        each_clip = np.array([op.each_clip for op in graph.operators])
         repeats = profile.recomputation.recomputes(module.layers[index])
         for name, phases in _PHASES.items():
             if repeats and name.startswith("backward"):
                 continue
             for size, measured in layer.points.get(name, ()):
                 launches_s = fixed * np.where(each_clip, max(1, size.clips), 1)
-                row = parts.row(phases, latencies(graph, size) * computes, launches_s * computes)
+                row = _seconds_by_kind(graph, phases, latencies(graph, size) * computes, launches_s)
                 if measured > 0 and row.any():
                     rows.append(row)
                     seconds.append(measured)
-    table, wanted = np.array(rows), np.array(seconds)
-    factors = non_negative_least_squares(table / wanted[:, None], np.ones(len(wanted)))
+    table, measured_s = np.array(rows), np.array(seconds)
+    factors = non_negative_least_squares(table / measured_s[:, None], np.ones(len(measured_s)))
     names = [*_KINDS, LAUNCH]
     return Calibration(
-        hardware=found,
+        hardware=profiled,
         factors={name: float(a) for name, a in zip(names, factors, strict=True) if a > 0},
-        error_before=float(np.abs(table.sum(axis=1) / wanted - 1).mean()),
-        error=float(np.abs(table @ factors / wanted - 1).mean()),
+        error_before=float(np.abs(table.sum(axis=1) / measured_s - 1).mean()),
+        error=float(np.abs(table @ factors / measured_s - 1).mean()),
     )
 
 
@@ -119,27 +123,24 @@ _KINDS = (
 """Kinds that compute."""
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Which kind and phase each operator of a graph has."""
+def _seconds_by_kind(graph: Graph, phases: tuple[Phase, ...], seconds: Array, launches_s: Array) -> Array:
+    """[kinds + 1]: seconds in some phases, by kind of operator and without launches, then those of all launches.
 
-    graph_kinds: list[OpKind]
-    phases: list[Phase]
-
-    def row(self, wanted: tuple[Phase, ...], seconds: Array, fixed: Array) -> Array:
-        """[kinds + 1]: seconds of each kind in some phases without their launches, then those of all launches."""
-        mine = np.array([phase in wanted for phase in self.phases])
-        kinds = [np.array([kind is other for other in self.graph_kinds]) & mine for kind in _KINDS]
-        own = seconds - fixed
-        return np.array([*(float(own[kind].sum()) for kind in kinds), float(fixed[mine].sum())])
+    Args: seconds, launches_s: [operators] seconds of each, launches included, and of its launches.
+    """
+    in_phases = np.array([op.phase in phases for op in graph.operators])
+    of_kinds = [np.array([op.kind is kind for op in graph.operators]) & in_phases for kind in _KINDS]
+    return np.array(
+        [*(float((seconds - launches_s)[ops].sum()) for ops in of_kinds), float(launches_s[in_phases].sum())]
+    )
 
 
 def _layers(profile: Profile, spec: ModelSpec) -> Iterator[tuple[ModuleSpec, int, LayerProfile]]:
-    """Each kind of layer once, with the first of it."""
-    seen: set[int] = set()
+    """(module, layer index, profile) of the first layer of each kind."""
+    yielded: set[int] = set()
     for module in spec.modules:
         for index, layer in enumerate(module.layers):
-            found = profile.layer(module.name, layer)
-            if id(found) not in seen:
-                seen.add(id(found))
-                yield module, index, found
+            profiled = profile.layer(module.name, layer)
+            if id(profiled) not in yielded:
+                yielded.add(id(profiled))
+                yield module, index, profiled

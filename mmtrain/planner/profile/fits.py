@@ -1,10 +1,10 @@
-"""Least squares with weights that are never negative: how measured seconds become functions of a work's size. Pure.
+"""Non-negative least squares, which fits measured seconds as functions of a work's size. Pure.
 
-A layer's seconds are `row * rows + pair * pairs + window_pair * window_pairs + output * outputs + fixed`, of a DiT also
-`cross_pair * cross_pairs + text * texts + clip * clips`: products and element-wise work go with rows, attention with
-the pairs that it visits, last layers with what leaves them. For one image or causal document of x rows, which attends
-to x^2 or (x^2 + x) / 2 pairs, that is a x^2 + b x + c with no weight below 0; for several of them in one work it stays
-exact where a polynomial of their total length is not.
+A layer's seconds are `row * rows + pair * pairs + window_pair * window_pairs + output * outputs + fixed`, for a DiT
+also `cross_pair * cross_pairs + text * texts + clip * clips`: products and element-wise operators are proportional to
+rows, attention to attended pairs, last layers to output rows. For one image or causal document of x rows, which has x^2
+or (x^2 + x) / 2 pairs, that is a x^2 + b x + c with non-negative weights; for several of them in one work it remains
+exact, unlike a polynomial of their total length.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ import numpy.typing as npt
 from mmtrain.spec.spec import WorkSize
 
 FEATURES = ("row", "pair", "window_pair", "output", "cross_pair", "text", "clip", "fixed")
-"""What each weight of a `SizeFit` stands beside, in order; `fixed` is for one call."""
+"""Names of the weights of a `SizeFit`, in the order of the columns of a fit; `fixed` is the time of one call."""
 
 Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeFit:
-    """An amount (seconds, bytes) as a function of a work's size, with what is known of its error."""
+    """An amount (seconds or bytes) as a function of a work's size, with its error on the measured points."""
 
     row: float = 0.0
     pair: float = 0.0
@@ -35,9 +35,9 @@ class SizeFit:
     text: float = 0.0
     clip: float = 0.0
     error: float = 0.0
-    """Mean of |fit - measured| / measured over the points it was made from."""
+    """Mean of |fit - measured| / measured over the measured points."""
     worst: float = 0.0
-    """The largest of these."""
+    """Largest |fit - measured| / measured."""
 
     def __call__(self, size: WorkSize) -> float:
         pairs = self.pair * size.pairs + self.window_pair * size.window_pairs
@@ -46,22 +46,23 @@ class SizeFit:
 
 
 def fit_sizes(sizes: Sequence[WorkSize], amounts: Sequence[float], *, floor: float = 0.0) -> SizeFit:
-    """The non-negative weights with the least sum of squared errors, each relative to its amount.
+    """The fit with non-negative weights and the least sum of squared relative errors; 0 if all amounts are 0.
 
-    Where every amount is 0, so is every weight.
-
-    Args: floor: what an amount counts as at least when its error is weighed.
+    Args:
+        sizes: sizes of the measured works.
+        amounts: [works] -> seconds or bytes.
+        floor: errors are relative to the amount or this, whichever is larger; in the unit of the amounts.
     """
     assert len(sizes) == len(amounts) > 0
     table = np.array([_features(size) for size in sizes], dtype=np.float64)
-    wanted = np.maximum(np.array(amounts, dtype=np.float64), 0.0)
-    scale = np.maximum(wanted, max(floor, 1e-3 * float(wanted.max())))
+    targets = np.maximum(np.array(amounts, dtype=np.float64), 0.0)
+    scale = np.maximum(targets, max(floor, 1e-3 * float(targets.max())))
     if not scale.all():
         return SizeFit()
-    weights = non_negative_least_squares(table / scale[:, None], wanted / scale)
-    off = np.abs(table @ weights - wanted) / scale
+    weights = non_negative_least_squares(table / scale[:, None], targets / scale)
+    errors = np.abs(table @ weights - targets) / scale
     return SizeFit(
-        **dict(zip(FEATURES, weights.tolist(), strict=True)), error=float(off.mean()), worst=float(off.max())
+        **dict(zip(FEATURES, weights.tolist(), strict=True)), error=float(errors.mean()), worst=float(errors.max())
     )
 
 
@@ -71,25 +72,27 @@ def _features(size: WorkSize) -> tuple[float, ...]:
 
 
 def non_negative_least_squares(matrix: Array, target: Array) -> Array:
-    """The x >= 0 with the least |matrix x - target|; among equals the one with the fewest columns, the first ones.
+    """[columns]: the x >= 0 with the least |matrix x - target|; ties go to the fewest, then to the first columns.
 
-    Exact: the least squares of every set of columns, which is cheap for the few that a fit has.
+    It is exact: it solves the least squares of every subset of columns, which is cheap for at most 8 columns.
+
+    Args: matrix: [rows, columns]. target: [rows].
     """
     columns = matrix.shape[1]
     assert columns <= 8
-    # Columns of one scale, so that a rank is told by ratios and not by units.
+    # Scale columns to one norm, so that the rank of a submatrix does not depend on units.
     norms = np.linalg.norm(matrix, axis=0)
-    used = [int(c) for c in np.flatnonzero(norms)]
+    nonzero = [int(c) for c in np.flatnonzero(norms)]
     scaled = matrix / np.where(norms > 0, norms, 1.0)
-    best, best_error = np.zeros(columns), float(target @ target)
-    for count in range(1, len(used) + 1):
-        for chosen in combinations(used, count):
-            part = scaled[:, chosen]
-            found, _, rank, _ = np.linalg.lstsq(part, target, rcond=1e-9)
-            if rank < count or (found < 0).any():
+    best_weights, best_error = np.zeros(columns), float(target @ target)
+    for count in range(1, len(nonzero) + 1):
+        for chosen in combinations(nonzero, count):
+            submatrix = scaled[:, chosen]
+            weights, _, rank, _ = np.linalg.lstsq(submatrix, target, rcond=1e-9)
+            if rank < count or (weights < 0).any():
                 continue
-            error = float(((part @ found - target) ** 2).sum())
+            error = float(((submatrix @ weights - target) ** 2).sum())
             if error < best_error - 1e-12 * float(target @ target):
-                best, best_error = np.zeros(columns), error
-                best[list(chosen)] = found / norms[list(chosen)]
-    return best
+                best_weights, best_error = np.zeros(columns), error
+                best_weights[list(chosen)] = weights / norms[list(chosen)]
+    return best_weights

@@ -1,4 +1,4 @@
-"""From what the processes of `mmtrain profile` measured to a profile. Pure."""
+"""Conversion of the measurements of `mmtrain profile` to a profile. Pure."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,14 +31,14 @@ NUM_BLOCKS = 2
 """Blocks of each kind that are measured."""
 
 _SPEED_TOLERANCE = 0.15
-"""Of the machine's best speed that it may miss beside an action that counts. With a neighbour on the other half of a
-core it misses 40 to 60 %."""
+"""Times count if the machine was slower than its best speed by at most this fraction. A process on the other hyper-
+thread of a core slows it by 40 to 60 %."""
 
 _BEST = 0.1
-"""The part of all actions that met a machine at least as fast as its "best"."""
+"""The quantile of the machine's speeds that is its best speed."""
 
 _LEAST = 2
-"""Times of one action that count in any case: those with the fastest machine."""
+"""Number of times of one action that always count: those with the fastest machine."""
 
 _TIMED: dict[str, tuple[bool, tuple[Kind, ...]]] = {
     "forward": (False, (Kind.F,)),
@@ -48,14 +48,14 @@ _TIMED: dict[str, tuple[bool, tuple[Kind, ...]]] = {
     "backward_input": (True, (Kind.I, Kind.B)),
     "backward_weight": (True, (Kind.W,)),
 }
-"""What is timed of a layer -> whether backwards are split, and the actions whose seconds count."""
+"""Measured time of a layer -> whether backwards are split, and the actions whose seconds count."""
 
 _ACTION = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.W: "backward_weight"}
 
 
 Key = TypeVar("Key")
 
-Place = tuple[int, int, Kind]
+ActionKey = tuple[int, int, Kind]
 """(stage, work, kind) of an action."""
 
 
@@ -65,37 +65,37 @@ class StepSample:
 
     job: Cut | None
     """How the layers were cut; None: the small job."""
-    rows: Mapping[Place, float]
+    rows: Mapping[ActionKey, float]
     """Seconds of each action."""
-    pauses: Mapping[Place, float]
+    pauses: Mapping[ActionKey, float]
     """Seconds from the end of the action before it."""
-    speeds_s: Mapping[Place, float]
-    """Seconds of a fixed piece of work beside each action: how fast the machine was; 0: not measured."""
+    speeds_s: Mapping[ActionKey, float]
+    """Seconds of a fixed piece of work next to each action, which measure the machine's speed; 0: not measured."""
     outside_s: float
     """Seconds of the step outside of its program."""
     outside_speed_s: float
-    """How fast the machine was then."""
+    """Seconds of the fixed piece of work at that time."""
 
 
 @dataclass(kw_only=True)
 class Samples:
-    """What one process measured."""
+    """The measurements of one process."""
 
     steps: list[StepSample] = field(default_factory=list)
     held: dict[tuple[int, int], float] = field(default_factory=dict)
-    """(stage, work) -> bytes that autograd kept of the forward, a stage for each layer."""
+    """(stage, work) -> bytes that autograd kept of the forward, with one stage for each layer."""
     trips: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Bytes -> seconds of one way of a message."""
+    """Bytes -> seconds of a message in one direction."""
     posts: list[float] = field(default_factory=list)
     """Seconds of one call that posts a message."""
     spans: list[tuple[float, float]] = field(default_factory=list)
     """(end of the program, end of the step) on one of two pipeline ranks."""
     host_copy: HostCopy | None = None
-    """Between the device and host memory, while nothing else runs."""
+    """Rate between the device and host memory, measured while nothing else runs."""
 
 
 def slowest(ranks: Sequence[Samples]) -> Samples:
-    """What ranks that share works measured: of each action and amount the largest, which the others wait for."""
+    """The joint measurements of ranks that divide works: the largest value of each, for which the others wait."""
     steps = []
     for same in zip(*(samples.steps for samples in ranks), strict=True):
         steps.append(
@@ -121,27 +121,30 @@ def _largest(tables: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
 
 
 class SpeedFilter:
-    """Which times count: those that were taken while the machine was about as fast as at its best.
+    """Selects the times that were measured while the machine had about its best speed.
 
-    The speed of a shared machine changes by tens of per cent, for milliseconds to minutes. A profile is of its best
-    state, so that numbers of different trainers belong together. Processes side by side share one limit.
+    The speed of a shared machine changes by tens of per cent, for milliseconds to minutes. A profile describes its best
+    speed, so that numbers of different trainers are comparable. Processes that run at the same time share one limit.
     """
 
     def __init__(self, steps: Sequence[StepSample]) -> None:
         speeds = [speed for step in steps for speed in step.speeds_s.values()] or [0.0]
         self.limit_s = (1 + _SPEED_TOLERANCE) * float(np.quantile(speeds, _BEST))
-        """Of the fixed piece of work beside times that count."""
+        """Largest seconds of the fixed piece of work next to times that count."""
         self.speed_s = float(np.mean([speed for speed in speeds if speed <= self.limit_s]))
-        """The mean beside them."""
+        """Mean seconds of the fixed piece of work next to times that count."""
 
     def median(self, times: Iterable[tuple[float, float]]) -> float:
-        """The median of (how fast the machine was, seconds); of those with the two fastest machines, if fewer count."""
+        """The median seconds of the times that count, or of the two measured at the best speed if fewer count.
+
+        Args: times: (seconds of the fixed piece of work, measured seconds).
+        """
         ordered = sorted(times)
         return float(np.median([s for i, (speed, s) in enumerate(ordered) if i < _LEAST or speed <= self.limit_s]))
 
 
 def typical(values: Sequence[float]) -> float:
-    """The first quartile: what disturbances, which only add, leave alone."""
+    """The first quartile, which is robust to disturbances: these only add time."""
     return float(np.quantile(values, 0.25))
 
 
@@ -156,13 +159,14 @@ def assemble(
 
     Args:
         meta: the batches that were run.
-        found: of each copy of the ranks that ran layers. pairs: of two pipeline ranks; empty if there was one.
-        machine: what is said of it in the profile.
+        found: measurements of each copy of the ranks that ran layers.
+        pairs: measurements of two pipeline ranks; empty if the job has one.
+        machine: description of the machine for the profile.
     """
     steps = [step for samples in found for step in samples.steps]
     speeds = SpeedFilter(steps)
-    held = {key: value for samples in found for key, value in samples.held.items()}
-    probe = _Probe(config, meta, steps, speeds, held)
+    held_bytes = {key: value for samples in found for key, value in samples.held.items()}
+    probe = _Probe(config, meta, steps, speeds, held_bytes)
     step = _step(config, steps, speeds)
     transfer = None
     if pairs:
@@ -184,7 +188,7 @@ def assemble(
 
 
 class _Probe:
-    """Samples of actions as amounts of layers and works."""
+    """Seconds and bytes of layers and works, from samples of actions."""
 
     def __init__(
         self,
@@ -206,27 +210,27 @@ class _Probe:
         self._pauses = _medians(speeds, ((step.job, step.pauses, step.speeds_s) for step in steps))
 
     def layers(self) -> Iterator[LayerProfile]:
-        """The profile of each kind of layer, in the order of their first."""
+        """The profile of each kind of layer, in the order of their first occurrence."""
         for module in self.spec.modules:
             kinds = [role(layer) for layer in module.layers]
             for kind in dict.fromkeys(kinds):
-                alike = [index for index, other in enumerate(kinds) if other == kind]
-                # What comes before the last of them trains if it does for most of them in a deep model.
+                alike = [index for index, layer_role in enumerate(kinds) if layer_role == kind]
+                # The gradient enters most layers of a deep model if a layer before the last one here trains.
                 grad = self.spec.grad_enters(module.name) or any(x.trainable for x in module.layers[: alike[-1]])
                 yield LayerProfile.fitted(module.name, module.layers[alike[0]], grad, self._points(module.name, alike))
 
     def action_s(self, kind: Kind) -> float:
-        """Seconds of an action beside its layers: mean over modules of what is fixed in it, and the pause before it."""
-        found = [self.attributions[module.name, _ACTION[kind]] for module in self.spec.modules]
-        fixed = [one.fixed_s for one in found if one.layers] or [0.0]  # nothing runs backward in what is frozen
+        """Seconds of an action in addition to its layers: the mean fixed part over modules, plus the pause before."""
+        attributions = [self.attributions[module.name, _ACTION[kind]] for module in self.spec.modules]
+        fixed = [attribution.fixed_s for attribution in attributions if attribution.layers] or [0.0]  # 0: all is frozen
         cut = Cut(stages="modules", splits=kind in (Kind.I, Kind.W))
-        pauses = [value for (of, _, _, k), value in self._pauses.items() if of == cut and k is kind]
+        pauses = [value for (measured_cut, _, _, k), value in self._pauses.items() if measured_cut == cut and k is kind]
         return float(np.mean(fixed)) + (float(np.mean(pauses)) if pauses else 0.0)
 
     def repeats(self) -> dict[str, float]:
-        """Memory strategy -> what it adds to a block's forward and backward, as a part of its forward: the median over
-        blocks and works."""
-        found = {}
+        """Memory strategy -> time that it adds to a block's forward and backward, as a fraction of its forward: the
+        median over blocks and works."""
+        fractions = {}
         plain = Cut(stages="layers", splits=False)
         blocks = [
             stage.index
@@ -235,74 +239,76 @@ class _Probe:
             if layer.is_block
         ]
         for how, cut in REPEATS.items():
-            parts = []
+            block_fractions = []
             for stage, work in product(blocks, range(len(self.batching.works))):
-                keys = [(of, stage, work, kind) for of in (plain, cut) for kind in (Kind.F, Kind.B)]
+                keys = [(measured_cut, stage, work, kind) for measured_cut in (plain, cut) for kind in (Kind.F, Kind.B)]
                 if all(key in self._seconds for key in keys):
-                    forward, backward, *other = (self._seconds[key] for key in keys)
-                    parts.append((sum(other) - forward - backward) / forward)
-            if parts:
-                found[how] = max(0.0, float(np.median(parts)))
-        return found
+                    forward, backward, *with_repeats = (self._seconds[key] for key in keys)
+                    block_fractions.append((sum(with_repeats) - forward - backward) / forward)
+            if block_fractions:
+                fractions[how] = max(0.0, float(np.median(block_fractions)))
+        return fractions
 
     @cached_property
     def attributions(self) -> dict[tuple[str, str], Attribution]:
-        """(module, what is timed) -> its seconds by layer."""
+        """(module, key of `_TIMED`) -> its seconds by layer."""
         return {
             (module.name, name): self._attribute(module.name, name) for module in self.spec.modules for name in _TIMED
         }
 
     @cached_property
     def stages(self) -> dict[tuple[str, str], list[int]]:
-        """(module, what is timed) -> the layers that take part in such an action."""
-        found = {}
+        """(module, key of `_TIMED`) -> the layers that have such an action."""
+        indices = {}
         for module in self.spec.modules:
             for name, (splits, kinds) in _TIMED.items():
                 cut = Cut(stages="layers", splits=splits)
-                seen = {stage for (of, stage, _, kind) in self._seconds if of == cut and kind in kinds}
-                mine = self._parts["layers"].of_module(module.name)
-                found[module.name, name] = [index for index, stage in enumerate(mine) if stage.index in seen]
-        return found
+                timed = {stage for (timed_cut, stage, _, kind) in self._seconds if timed_cut == cut and kind in kinds}
+                stages = self._parts["layers"].of_module(module.name)
+                indices[module.name, name] = [index for index, stage in enumerate(stages) if stage.index in timed]
+        return indices
 
     def _attribute(self, module: str, name: str) -> Attribution:
         splits, kinds = _TIMED[name]
-        (whole,) = self._parts["modules"].of_module(module)
-        parts = self._parts["layers"].of_module(module)
+        (joined_stage,) = self._parts["modules"].of_module(module)
+        stages = self._parts["layers"].of_module(module)
         taking_part = self.stages[module, name]
         single: dict[int, list[float | None]] = {}
         joined: dict[int, float] = {}
         for work in range(len(self.batching.works)):
-            single[work] = [self._one(Cut(stages="layers", splits=splits), parts[i], work, kinds) for i in taking_part]
-            together = self._one(Cut(stages="modules", splits=splits), whole, work, kinds)
+            single[work] = [
+                self._action_seconds(Cut(stages="layers", splits=splits), stages[i], work, kinds) for i in taking_part
+            ]
+            together = self._action_seconds(Cut(stages="modules", splits=splits), joined_stage, work, kinds)
             if together is not None:
                 joined[work] = together
         return attribute(dict(enumerate(self.batching.sizes)), single, joined, self._equal_blocks(module, taking_part))
 
-    def _one(self, cut: Cut, stage: StageSpec, work: int, kinds: Sequence[Kind]) -> float | None:
+    def _action_seconds(self, cut: Cut, stage: StageSpec, work: int, kinds: Sequence[Kind]) -> float | None:
         keys = [(cut, stage.index, work, kind) for kind in kinds]
         return next((self._seconds[key] for key in keys if key in self._seconds), None)
 
     def _equal_blocks(self, module: str, taking_part: Sequence[int]) -> tuple[int, int] | None:
         """Indices of the first two blocks, if they are of one kind."""
         layers = self.spec.module(module).layers
-        blocks = [place for place, index in enumerate(taking_part) if layers[index].is_block][:2]
-        kinds = {role(layers[taking_part[place]]) for place in blocks}
+        blocks = [position for position, index in enumerate(taking_part) if layers[index].is_block][:2]
+        kinds = {role(layers[taking_part[position]]) for position in blocks}
         return (blocks[0], blocks[1]) if len(blocks) == 2 and len(kinds) == 1 else None
 
     def _points(self, module: str, alike: Sequence[int]) -> dict[str, tuple[tuple[WorkSize, float], ...]]:
         sizes = self.batching.sizes
         points = {
             name: tuple(
-                (sizes[work], float(np.mean(found)))
+                (sizes[work], float(np.mean(present)))
                 for work, times in self.attributions[module, name].layers.items()
-                if (found := [seconds for place in places if (seconds := times[place]) is not None])
+                if (present := [seconds for position in positions if (seconds := times[position]) is not None])
             )
             for name in _TIMED
-            if (places := [place for place, i in enumerate(self.stages[module, name]) if i in alike])
+            if (positions := [position for position, i in enumerate(self.stages[module, name]) if i in alike])
         }
         stages = {self._parts["layers"].of_module(module)[index].index for index in alike}
-        held = ((sizes[work], amount) for (stage, work), amount in self._held.items() if stage in stages)
-        return {**points, HELD: tuple(held)}
+        held_bytes = ((sizes[work], num_bytes) for (stage, work), num_bytes in self._held.items() if stage in stages)
+        return {**points, HELD: tuple(held_bytes)}
 
     def seconds(self, module: str, kind: str, work: int) -> float:
         """Forward and whole backward of one layer of a kind for a work."""
@@ -310,36 +316,36 @@ class _Probe:
         total = 0.0
         for name in ("forward", "backward"):
             taking_part = self.stages[module, name]
-            place = next((p for p, index in enumerate(taking_part) if role(layers[index]) == kind), None)
-            if place is not None and work in self.attributions[module, name].layers:
-                total += self.attributions[module, name].layers[work][place] or 0.0
+            position = next((p for p, index in enumerate(taking_part) if role(layers[index]) == kind), None)
+            if position is not None and work in self.attributions[module, name].layers:
+                total += self.attributions[module, name].layers[work][position] or 0.0
         return total
 
 
 def _medians(
-    speeds: SpeedFilter, samples: Iterable[tuple[Cut | None, Mapping[Place, float], Mapping[Place, float]]]
+    speeds: SpeedFilter, samples: Iterable[tuple[Cut | None, Mapping[ActionKey, float], Mapping[ActionKey, float]]]
 ) -> dict[tuple[Cut, int, int, Kind], float]:
-    """(cut, place) -> median seconds. Args: samples: cut, seconds and speed of each place."""
-    found: dict[tuple[Cut, int, int, Kind], list[tuple[float, float]]] = defaultdict(list)
+    """(cut, *action) -> median seconds. Args: samples: cut, and seconds and speed of each action."""
+    times_of: dict[tuple[Cut, int, int, Kind], list[tuple[float, float]]] = defaultdict(list)
     for cut, values, speeds_s in samples:
-        for place, value in values.items():
+        for action, value in values.items():
             if cut is not None:
-                found[cut, *place].append((speeds_s[place], value))
-    return {key: speeds.median(times) for key, times in found.items()}
+                times_of[cut, *action].append((speeds_s[action], value))
+    return {key: speeds.median(times) for key, times in times_of.items()}
 
 
 def _step(config: Config, steps: Sequence[StepSample], speeds: SpeedFilter) -> StepProfile:
-    """Two jobs of different sizes tell what a parameter costs from what a step costs."""
-    whole = _trainable(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[0], folder="unused"))
+    """Seconds of a step and of a parameter, from two jobs with different numbers of parameters."""
+    large = _trainable(probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[0], folder="unused"))
     small = _trainable(small_job(config, folder="unused"))
     joined = Cut(stages="modules", splits=False)
     ends = [
         speeds.median((step.outside_speed_s, step.outside_s) for step in steps if step.job == job)
         for job in (joined, None)
     ]
-    slope = max(0.0, (ends[0] - ends[1]) / (whole - small)) if whole != small else 0.0
-    slope = min(slope, ends[0] / max(1, whole))
-    return StepProfile(fixed_s=max(0.0, ends[0] - slope * whole), param_s=slope)
+    slope = max(0.0, (ends[0] - ends[1]) / (large - small)) if large != small else 0.0
+    slope = min(slope, ends[0] / max(1, large))
+    return StepProfile(fixed_s=max(0.0, ends[0] - slope * large), param_s=slope)
 
 
 def _trainable(job: Config) -> int:
@@ -347,7 +353,7 @@ def _trainable(job: Config) -> int:
 
 
 def _transfer(pairs: Sequence[Samples], *, cpu: bool) -> TransferProfile:
-    """Args: cpu: messages may have to wait for a core. Some do and an iteration has many, so that their mean counts."""
+    """Args: cpu: messages may wait for a core. An iteration has many messages, so their mean counts."""
     points = [(size, float(np.mean(values)) if cpu else typical(values)) for size, values in pairs[0].trips.items()]
     fit = fit_sizes([WorkSize(rows=size, pairs=0, outputs=0) for size, _ in points], [s for _, s in points])
     posts = typical([value for samples in pairs for value in samples.posts])
@@ -355,20 +361,20 @@ def _transfer(pairs: Sequence[Samples], *, cpu: bool) -> TransferProfile:
 
 
 def _pipeline_end(config: Config, pairs: Sequence[Samples], step: StepProfile) -> float:
-    """What the end of a step takes longer with two ranks than their parameters explain."""
+    """Seconds by which the end of a step is longer with two ranks than their parameters explain."""
     ends = [
-        max(end for _, end in both) - max(done for done, _ in both)
-        for both in zip(*(samples.spans for samples in pairs), strict=True)
+        max(end for _, end in ends_of_ranks) - max(program_end for program_end, _ in ends_of_ranks)
+        for ends_of_ranks in zip(*(samples.spans for samples in pairs), strict=True)
     ]
-    two = probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder="unused")
-    spec = model_spec(two.model)
-    parts = partition_of(two, spec)
-    largest = max(trainable_params(spec, parts, rank) for rank in range(2))
+    two_ranks = probing_job(config, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder="unused")
+    spec = model_spec(two_ranks.model)
+    partition = partition_of(two_ranks, spec)
+    largest = max(trainable_params(spec, partition, rank) for rank in range(2))
     return max(0.0, typical(ends) - step.fixed_s - step.param_s * largest)
 
 
 def trainable_params(spec: ModelSpec, partition: Partition, rank: int) -> int:
-    """Trainable parameters of a pipeline rank."""
+    """Number of trainable parameters of a pipeline rank."""
     return sum(
         spec.module(stage.module).layers[index].num_trainable_params
         for stage in partition.of_rank(rank)
@@ -386,13 +392,13 @@ def _curve(config: Config, probe: _Probe, action_s: float) -> Curve | None:
         return None
     name = spec.counted.name
     stages = partition_of(config, spec).of_module(name)
-    first = len(probe.meta.microbatches) - len(counted)
-    batching, found = probe.batching, []
+    first_microbatch = len(probe.meta.microbatches) - len(counted)
+    batching, points = probe.batching, []
     for number, work in enumerate(batching.works):
-        if work.microbatch < first or batching.modules[work.module] != name:
+        if work.microbatch < first_microbatch or batching.modules[work.module] != name:
             continue
         total = sum(probe.seconds(name, role(layer), number) for layer in spec.module(name).layers)
         items = len(batching.items[number].units)
-        found.append((items, total / len(stages) + action_s))
-    (one,) = counted[0].images or counted[0].clips
-    return Curve(patches=one.num_patches if isinstance(one, ImageMeta) else one.num_tokens, seconds=tuple(found))
+        points.append((items, total / len(stages) + action_s))
+    (unit,) = counted[0].images or counted[0].clips
+    return Curve(patches=unit.num_patches if isinstance(unit, ImageMeta) else unit.num_tokens, seconds=tuple(points))

@@ -1,4 +1,4 @@
-"""What `mmtrain profile` runs: a job's layers as stages of their own. Pure."""
+"""The jobs that `mmtrain profile` runs: a job's layers as separate stages. Pure."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,7 +18,7 @@ from mmtrain.spec.small import fewer_blocks, one_block, with_segments
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How the layers of a job are put into stages while they are measured."""
+    """How the layers of a job are divided into stages while they are measured."""
 
     stages: Literal["layers", "modules"]
     """A stage for each layer, or for each module."""
@@ -32,19 +32,20 @@ REPEATS = {
     "selective": Cut(stages="layers", splits=False, mode="selective"),
     "recompute": Cut(stages="layers", splits=False, mode="full"),
 }
-"""Memory strategy -> the cut that shows what it adds to the plain one."""
+"""Memory strategy -> the cut that measures the time that it adds to the plain cut."""
 
 CUTS = tuple(Cut(stages=stages, splits=splits) for stages in ("layers", "modules") for splits in (False, True))  # type: ignore[arg-type]
 
 
 def probing_job(config: Config, *, num_blocks: int, cut: Cut, num_ranks: int = 1, folder: str) -> Config:
-    """A job of the same layers on one pipeline rank, each kind of block `num_blocks` times at most, random weights.
+    """A job with the same layers and random weights on one pipeline rank, with at most `num_blocks` blocks of a kind.
 
-    Widths, dtype, attention, recomputation, frozen parts and the tensor- and context-parallel degrees stay.
+    Widths, dtype, attention, recomputation, frozen parts and the tensor- and context-parallel degrees are unchanged.
 
     Args:
-        num_ranks: pipeline ranks after all; then one segment of each module.
-        folder: of the files that a job writes.
+        cut: how layers are divided into stages.
+        num_ranks: pipeline ranks; more than 1 only with one segment for each module.
+        folder: where the job writes its files.
     """
     model = fewer_blocks(config.model, num_blocks)
     counts = {module.name: len(module.layers) for module in model_spec(model).modules}
@@ -72,7 +73,7 @@ def probing_job(config: Config, *, num_blocks: int, cut: Cut, num_ranks: int = 1
 
 
 def small_job(config: Config, *, folder: str) -> Config:
-    """A job with fewer parameters to update, see `one_block`. Args: folder: of the files that a job writes."""
+    """A job with fewer parameters to update, see `one_block`. Args: folder: where the job writes its files."""
     config = probing_job(config, num_blocks=1, cut=Cut(stages="modules", splits=False), folder=folder)
     model, parallelism = one_block(config.model, config.parallelism.tensor_parallel_degree), config.parallelism
     if len(model.modules) == 1:

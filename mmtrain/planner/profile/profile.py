@@ -1,7 +1,7 @@
-"""A measured profile: what each kind of layer of a job took on a machine, as a file. Pure.
+"""A measured profile: the seconds of each kind of layer of a job on a machine, as a file. Pure.
 
-`mmtrain profile` writes it. JSON, version 1: the machine, what the profile is good for, a fit and its points for each
-kind of layer, and what actions, transfers and the end of a step take beside the layers.
+`mmtrain profile` writes it as JSON, version 1: the machine, the settings that a job must share with the measured one,
+a fit and its points for each kind of layer, and the times of actions, transfers and the end of a step.
 """
 
 import json
@@ -25,17 +25,17 @@ VERSION = 1
 """Version of the JSON form."""
 
 TIMES = ("forward", "backward", "split_forward", "backward_input", "backward_weight")
-"""What is timed of a layer: F and B of a whole backward; F, I and W of a split one."""
+"""The measured times of a layer: F and B with whole backwards; F, I and W with split backwards."""
 
 HELD = "held_bytes"
-"""What autograd holds of a layer from forward to backward."""
+"""Key of the bytes that autograd holds for a layer from forward to backward."""
 
 _ACTIONS = (Kind.F, Kind.B, Kind.I, Kind.W)
 _SIZES = tuple(f.name for f in fields(WorkSize))
 _FIRST_SIZES = _SIZES[:4]
-"""Those that works without clips have; the others are written where a layer has some."""
+"""Sizes of works without clips; the others are written only for layers whose works have clips."""
 _CLIP_WEIGHTS = ("cross_pair", "text", "clip")
-"""Of a `SizeFit`, those that are written where they are not 0."""
+"""Weights of a `SizeFit` that are written only if they are not 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,47 +50,47 @@ class LayerProfile:
     input_grad: bool
     """Whether a gradient left the layer while it was measured."""
     fits: Mapping[str, SizeFit]
-    """Of TIMES in seconds, and of HELD where it was measured; without the fixed part that `actions` has."""
+    """Fits of TIMES in seconds, and of HELD in bytes if it was measured; without the fixed part in `actions`."""
     points: Mapping[str, tuple[tuple[WorkSize, float], ...]] = field(default_factory=dict)
-    """What the fits were made from."""
+    """The measured points of the fits: (size, seconds or bytes)."""
 
     @classmethod
     def fitted(
         cls, module: str, layer: LayerSpec, input_grad: bool, points: Mapping[str, tuple[tuple[WorkSize, float], ...]]
     ) -> "LayerProfile":
-        """The profile of a layer whose amounts were measured."""
-        found = {name: fit_sizes([p[0] for p in of], [p[1] for p in of]) for name, of in points.items() if of}
+        """The profile of a layer, with fits of the measured points (size, seconds or bytes)."""
+        fits = {name: fit_sizes([p[0] for p in of], [p[1] for p in of]) for name, of in points.items() if of}
         return cls(
             module=module,
             role=role(layer),
             num_params=layer.num_params,
             num_trainable_params=layer.num_trainable_params,
             input_grad=input_grad,
-            fits=found,
+            fits=fits,
             points={name: of for name, of in points.items() if of},
         )
 
     def at(self, name: str, size: WorkSize) -> float:
-        """The fitted amount for a work; 0 for what never happened."""
+        """The fitted seconds (of HELD, bytes) for a work; 0 if the layer has no such measurement."""
         return self.fits[name](size) if name in self.fits else 0.0
 
 
 def role(layer: LayerSpec) -> str:
-    """What a layer is in its module; equal layers have one role."""
+    """The role of a layer in its module; equal layers have one role."""
     name = layer.name.partition(".")[0]
     return f"{name}, windowed" if layer.attention_flops.window_pair else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
-    """The end of a step on one rank: what is neither an action nor a wait for one."""
+    """Seconds of the end of a step on one rank: the time outside of actions and waits."""
 
     fixed_s: float = 0.0
     """Checks of the batch, clipping, the optimizer's calls."""
     param_s: float = 0.0
     """Norm, clipping and update of one trainable parameter."""
     pipeline_s: float = 0.0
-    """Collectives of more than one pipeline rank."""
+    """Collectives between several pipeline ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,49 +99,49 @@ class TransferProfile:
 
     latency_s: float
     byte_s: float
-    """Seconds a byte: 1 / bandwidth."""
+    """Seconds per byte: 1 / bandwidth."""
     end_s: float
-    """What posting it takes of a rank's time, mean of sender and receiver."""
+    """Seconds in which a rank posts it, mean of sender and receiver."""
     error: float = 0.0
     """Mean relative error of latency_s + byte_s x bytes over the measured sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What a machine takes for the layers of a job."""
+    """Measured times of the layers of a job on a machine."""
 
     machine: Mapping[str, str | int | float]
-    """Date, processor, versions, threads, load: for people."""
+    """Date, processor, versions, threads, load; for output only."""
     job: Mapping[str, str | int]
-    """What a job must have in common with the one that was measured: see `job_of`."""
+    """The settings that a job must share with the measured one: see `job_of`."""
     recomputation: Recomputation
-    """What backwards repeated while they were measured."""
+    """The recomputation in backwards while they were measured."""
     layers: tuple[LayerProfile, ...]
     actions: Mapping[str, float]
-    """F, B, I, W -> seconds beside the layers: dispatch, arguments, the start of autograd."""
+    """F, B, I, W -> seconds of an action in addition to its layers: dispatch, arguments, the start of autograd."""
     step: StepProfile
     transfer: TransferProfile | None = None
     """None: it was measured on one pipeline rank."""
     host_copy: HostCopy | None = None
     """None: not measured."""
     repeats: Mapping[str, float] = field(default_factory=dict)
-    """`selective`, `recompute` -> what it adds to forward and backward of the blocks, as a part of their forward."""
+    """`selective`, `recompute` -> time added to a block's forward and backward, as a fraction of its forward."""
     curve: Curve | None = None
     """Seconds of a vision work by its number of images, or of a DiT work by its number of clips; None: neither."""
 
     def layer(self, module: str, layer: LayerSpec) -> LayerProfile:
-        """The profile of a layer. Raises: PlanError: there is none."""
-        wanted = role(layer)
-        for found in self.layers:
-            if (found.module, found.role) == (module, wanted):
-                return found
-        known = ", ".join(f"{x.module} {x.role}" for x in self.layers)
-        raise PlanError(f"the profile has no {module} {wanted} (layer {layer.name}); it has {known}")
+        """The profile of a layer. Raises: PlanError: the layer was not measured."""
+        wanted_role = role(layer)
+        for profiled in self.layers:
+            if (profiled.module, profiled.role) == (module, wanted_role):
+                return profiled
+        roles = ", ".join(f"{x.module} {x.role}" for x in self.layers)
+        raise PlanError(f"the profile has no {module} {wanted_role} (layer {layer.name}); it has {roles}")
 
     # ------------------------------------------------------------------------------------- as JSON
 
     def to_json(self) -> str:
-        """The profile as JSON text of version 1 that `from_json` reads back equal."""
+        """The profile as JSON text of version 1; `from_json` returns an equal profile."""
         table: dict[str, Any] = {
             "version": VERSION,
             "machine": dict(self.machine),
@@ -160,12 +160,12 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> "Profile":
-        """The profile of a JSON text. Raises: PlanError: it breaks a rule of the format; with the dotted path."""
+        """The profile in a JSON text. Raises: PlanError: it breaks a rule of the format; names the dotted path."""
         return _read(strict_json.loads(text))
 
     @classmethod
     def read(cls, path: str | Path) -> "Profile":
-        """The profile of a .json or .json.gz file. Raises: PlanError: no such file, or a fault in its content."""
+        """The profile in a .json or .json.gz file. Raises: PlanError: the file is missing, or its content is wrong."""
         try:
             return cls.from_json(strict_json.read_text(path))
         except PlanError as error:
@@ -177,7 +177,7 @@ class Profile:
 
 
 def job_of(config: Config) -> dict[str, str | int]:
-    """What the times of layers depend on besides their sizes: families, dtype, kernels, and how ranks share a work."""
+    """The settings on which the times of layers depend: families, dtype, kernels, and how ranks divide a work."""
     section, training = config.parallelism, config.training
     return {
         **families(config.model),
@@ -191,30 +191,30 @@ def job_of(config: Config) -> dict[str, str | int]:
 
 
 def check_fits(profile: Profile, config: Config, spec: ModelSpec, where: str) -> None:
-    """Refuses a profile of another model, dtype or submesh of ranks.
+    """Checks that a profile is of the job's model, dtype and submesh.
 
     Args: where: the profile's file, for the message.
-    Raises: ConfigError: with what differs on both sides.
+    Raises: ConfigError: it is not; names the value of the profile and that of the job.
     """
-    again = f"measure this job with `mmtrain profile`, or set planner.profile to another file than {where}"
+    advice = f"measure this job with `mmtrain profile`, or set planner.profile to another file than {where}"
     for key, value in job_of(config).items():
         if profile.job.get(key) != value:
             raise ConfigError(
                 f"planner.profile: {where} was measured with {key} = {profile.job.get(key, 'none')}, but this job has "
-                f"{value}; {again}"
+                f"{value}; {advice}"
             )
     for module in spec.modules:
         for layer in module.layers:
             try:
-                found = profile.layer(module.name, layer)
+                profiled = profile.layer(module.name, layer)
             except PlanError as error:
-                raise ConfigError(f"planner.profile: {where}: {error}; {again}") from error
+                raise ConfigError(f"planner.profile: {where}: {error}; {advice}") from error
             for what in ("num_params", "num_trainable_params"):
-                theirs, ours = getattr(found, what), getattr(layer, what)
-                if theirs != ours:
+                measured, expected = getattr(profiled, what), getattr(layer, what)
+                if measured != expected:
                     raise ConfigError(
-                        f"planner.profile: {where} was measured with {module.name} {found.role} of {what} = "
-                        f"{theirs:,}, but {layer.name} of this job has {ours:,}; {again}"
+                        f"planner.profile: {where} was measured with {module.name} {profiled.role} of {what} = "
+                        f"{measured:,}, but {layer.name} of this job has {expected:,}; {advice}"
                     )
 
 
@@ -226,12 +226,12 @@ def _layer_to_json(layer: LayerProfile) -> str:
     lines = [f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     fits = ",\n".join(f"    {json.dumps(name)}: {json.dumps(_fit_to_json(fit))}" for name, fit in layer.fits.items())
     sizes = _FIRST_SIZES
-    if any(size.clips for of in layer.points.values() for size, _ in of):
+    if any(size.clips for rows in layer.points.values() for size, _ in rows):
         sizes = _SIZES
     points = ",\n".join(
         f"    {json.dumps(name)}: "
-        + json.dumps([[*(getattr(size, key) for key in sizes), amount] for size, amount in of])
-        for name, of in layer.points.items()
+        + json.dumps([[*(getattr(size, key) for key in sizes), value] for size, value in rows])
+        for name, rows in layer.points.items()
     )
     lines += [f'   "fits": {{\n{fits}\n   }}', f'   "points": {{\n{points}\n   }}']
     return "  {\n" + ",\n".join(lines) + "\n  }"
@@ -260,8 +260,8 @@ def _read(table: Any) -> Profile:
             enable=recomputation["enable"],
             save_ops=tuple(strict_json.string(op, f"recomputation.save_ops[{i}]") for i, op in enumerate(ops)),
         ),
-        actions={kind: _seconds(value, f"actions.{kind}") for kind, value in actions.items()},
-        step=StepProfile(**_amounts(table["step"], "step", StepProfile)),
+        actions={kind: _read_number(value, f"actions.{kind}") for kind, value in actions.items()},
+        step=StepProfile(**_read_numbers(table["step"], "step", StepProfile)),
         transfer=_read_transfer(table["transfer"]),
         host_copy=_read_host_copy(table.get("host_copy")),
         repeats=_read_repeats(table.get("repeats", {})),
@@ -275,7 +275,7 @@ def _read(table: Any) -> Profile:
 def _read_transfer(value: Any) -> TransferProfile | None:
     if value is None:
         return None
-    transfer = TransferProfile(**_amounts(value, "transfer", TransferProfile))
+    transfer = TransferProfile(**_read_numbers(value, "transfer", TransferProfile))
     if not transfer.byte_s:
         raise PlanError("transfer.byte_s = 0; a transfer takes time, it must be above 0")
     return transfer
@@ -283,7 +283,7 @@ def _read_transfer(value: Any) -> TransferProfile | None:
 
 def _read_repeats(value: Any) -> dict[str, float]:
     strict_json.fields(value, "repeats", (), optional=("selective", "recompute"))
-    return {name: _seconds(part, f"repeats.{name}") for name, part in value.items()}
+    return {name: _read_number(fraction, f"repeats.{name}") for name, fraction in value.items()}
 
 
 def _read_host_copy(value: Any) -> HostCopy | None:
@@ -301,14 +301,14 @@ def _read_curve(value: Any) -> Curve | None:
         return None
     strict_json.fields(value, "curve", ("patches", "seconds"))
     rows = strict_json.items(value["seconds"], "curve.seconds")
-    found = []
+    points = []
     for i, row in enumerate(rows):
-        pair = strict_json.items(row, f"curve.seconds[{i}]")
-        if len(pair) != 2:
-            raise PlanError(f"curve.seconds[{i}] has {len(pair)} entries; it is [images or clips, seconds]")
-        number = strict_json.integer(pair[0], f"curve.seconds[{i}][0]")
-        found.append((number, _seconds(pair[1], f"curve.seconds[{i}][1]")))
-    return Curve(patches=strict_json.integer(value["patches"], "curve.patches"), seconds=tuple(found))
+        cells = strict_json.items(row, f"curve.seconds[{i}]")
+        if len(cells) != 2:
+            raise PlanError(f"curve.seconds[{i}] has {len(cells)} entries; it is [images or clips, seconds]")
+        number = strict_json.integer(cells[0], f"curve.seconds[{i}][0]")
+        points.append((number, _read_number(cells[1], f"curve.seconds[{i}][1]")))
+    return Curve(patches=strict_json.integer(value["patches"], "curve.patches"), seconds=tuple(points))
 
 
 def _read_layer(value: Any, where: str) -> LayerProfile:
@@ -324,7 +324,7 @@ def _read_layer(value: Any, where: str) -> LayerProfile:
         num_trainable_params=strict_json.integer(value["num_trainable_params"], f"{where}.num_trainable_params"),
         input_grad=value["input_grad"],
         fits={
-            n: SizeFit(**_amounts(fit, f"{where}.fits.{n}", SizeFit, optional=_CLIP_WEIGHTS))
+            n: SizeFit(**_read_numbers(fit, f"{where}.fits.{n}", SizeFit, optional=_CLIP_WEIGHTS))
             for n, fit in value["fits"].items()
         },
         points={n: _read_points(of, f"{where}.points.{n}") for n, of in value["points"].items()},
@@ -332,23 +332,23 @@ def _read_layer(value: Any, where: str) -> LayerProfile:
 
 
 def _read_points(value: Any, where: str) -> tuple[tuple[WorkSize, float], ...]:
-    found = []
+    points = []
     for i, row in enumerate(strict_json.items(value, where)):
         cells = strict_json.items(row, f"{where}[{i}]")
         names = _SIZES if len(cells) > len(_FIRST_SIZES) + 1 else _FIRST_SIZES
         if len(cells) != len(names) + 1:
             raise PlanError(f"{where}[{i}] has {len(cells)} entries; it is [{', '.join(names)}, amount]")
         sizes = {n: strict_json.integer(c, f"{where}[{i}]") for n, c in zip(names, cells, strict=False)}
-        found.append((WorkSize(**sizes), _seconds(cells[-1], f"{where}[{i}]")))
-    return tuple(found)
+        points.append((WorkSize(**sizes), _read_number(cells[-1], f"{where}[{i}]")))
+    return tuple(points)
 
 
-def _amounts(value: Any, where: str, cls: Any, optional: tuple[str, ...] = ()) -> dict[str, float]:
+def _read_numbers(value: Any, where: str, cls: Any, optional: tuple[str, ...] = ()) -> dict[str, float]:
     strict_json.fields(value, where, [f.name for f in fields(cls) if f.name not in optional], optional)
-    return {name: _seconds(amount, f"{where}.{name}") for name, amount in value.items()}
+    return {name: _read_number(amount, f"{where}.{name}") for name, amount in value.items()}
 
 
-def _seconds(value: Any, where: str) -> float:
+def _read_number(value: Any, where: str) -> float:
     amount = strict_json.number(value, where)
     if not 0 <= amount < float("inf"):
         raise PlanError(f"{where} = {value}; it must be finite and at least 0")

@@ -1,4 +1,4 @@
-"""A measured profile as text for people. Pure."""
+"""A measured profile as a text table. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class _Column:
     head: str
     scale: float
     clips: bool | None = None
-    """Whether only profiles with a DiT, or only others, have it; None: all."""
+    """True: a column of models with a DiT; False: of other models; None: of all."""
 
 
 _COLUMNS = (
@@ -45,9 +45,9 @@ _COLUMNS = (
 
 
 def table(profile: Profile, spec: ModelSpec, submesh: Submesh, calibration: Calibration | None = None) -> str:
-    """What was measured: layers with their fits, actions, transfers, ends of steps, held bytes, sub-microbatches.
+    """The profile as text: layers with their fits, actions, transfers, ends of steps, held bytes, sub-microbatches.
 
-    Args: submesh: of the job.
+    Args: submesh: the submesh of the job.
     """
     machine = profile.machine
     lines = [
@@ -64,14 +64,14 @@ def table(profile: Profile, spec: ModelSpec, submesh: Submesh, calibration: Cali
     ]
     for layer in profile.layers:
         lines += _layer_lines(layer, _spec_of(layer, spec), columns)
-    lines += ["", *_rest(profile, spec, submesh)]
+    lines += ["", *_lines_below_layers(profile, spec, submesh)]
     if calibration:
         lines += ["", *_calibration_lines(calibration)]
     return "\n".join(lines) + "\n"
 
 
 def _spec_of(layer: LayerProfile, spec: ModelSpec) -> LayerSpec:
-    return next(one for one in spec.module(layer.module).layers if role(one) == layer.role)
+    return next(layer_spec for layer_spec in spec.module(layer.module).layers if role(layer_spec) == layer.role)
 
 
 def _layer_lines(layer: LayerProfile, spec: LayerSpec, columns: Sequence[_Column]) -> Iterator[str]:
@@ -100,9 +100,9 @@ def _weights(fit: SizeFit, columns: Sequence[_Column]) -> str:
     return f"{cells} | {100 * fit.error:5.1f} %, {100 * fit.worst:.1f} %"
 
 
-def _rest(profile: Profile, spec: ModelSpec, submesh: Submesh) -> Iterator[str]:
+def _lines_below_layers(profile: Profile, spec: ModelSpec, submesh: Submesh) -> Iterator[str]:
     actions = ", ".join(f"{kind} {1e3 * seconds:.2f} ms" for kind, seconds in profile.actions.items())
-    yield f"Each action beside its layers: {actions}."
+    yield f"Each action in addition to its layers: {actions}."
     step, transfer = profile.step, profile.transfer
     yield (
         f"End of a step: {1e3 * step.fixed_s:.2f} ms + {1e9 * step.param_s:.2f} ns a trainable parameter of the rank"
@@ -114,38 +114,39 @@ def _rest(profile: Profile, spec: ModelSpec, submesh: Submesh) -> Iterator[str]:
             f"{1e-9 / transfer.byte_s:.2f} GB/s (mean error {100 * transfer.error:.0f} %); "
             f"{1e6 * transfer.end_s:.0f} us of the rank at each end."
         )
-    parts = []
+    ratios = []
     for layer in profile.layers:
         if HELD in layer.fits:
-            size, real = max(layer.points[HELD], key=lambda point: point[1])
+            size, measured = max(layer.points[HELD], key=lambda point: point[1])
             division = division_of(submesh, spec.module(layer.module))
             planned = _spec_of(layer, spec).of_rank(division).activation_bytes(size)
-            if real and planned:
-                parts.append(f"{layer.module} {layer.role} {real / planned:.2f}")
-    if parts:
-        yield f"Bytes held from F to B, measured over planned: {', '.join(parts)}."
+            if measured and planned:
+                ratios.append(f"{layer.module} {layer.role} {measured / planned:.2f}")
+    if ratios:
+        yield f"Bytes held from F to B, measured over planned: {', '.join(ratios)}."
     if profile.curve and spec.counted:
         yield from _curve_lines(profile.curve, spec.counted)
 
 
 def _curve_lines(curve: Curve, module: ModuleSpec) -> Iterator[str]:
-    found, kind = smallest_efficient(curve), MODALITIES[module.consumes]("causal")
+    rule, kind = smallest_efficient(curve), MODALITIES[module.consumes]("causal")
     units = f"{kind.item}s"
-    steps = ", ".join(f"{number}: {100 * of_best:.0f} %" for number, of_best in found.efficiency)
+    steps = ", ".join(f"{number}: {100 * of_best:.0f} %" for number, of_best in rule.efficiency)
     yield f"{units.capitalize()} a second of a {kind.works} work, relative to the best, by their number: {steps}."
-    end = "; more than were measured may be better still" if found.still_rises else ""
+    end = "; more than were measured may be better still" if rule.still_rises else ""
     yield (
-        f"{section_of(module.name)}.sub_microbatch_size = {found.size} is the smallest with {100 * SHARE:.0f} % of the "
+        f"{section_of(module.name)}.sub_microbatch_size = {rule.size} is the smallest with {100 * SHARE:.0f} % of the "
         f"best, for {units} of {curve.patches} {kind.parts}{end}."
     )
 
 
-def _calibration_lines(found: Calibration) -> Iterator[str]:
+def _calibration_lines(calibration: Calibration) -> Iterator[str]:
     factors = ", ".join(
-        f"{'fixed part of a launch' if name == LAUNCH else name} {factor:.2f}" for name, factor in found.factors.items()
+        f"{'fixed part of a launch' if name == LAUNCH else name} {factor:.2f}"
+        for name, factor in calibration.factors.items()
     )
     yield (
-        f"Hardware profile {found.hardware.name}: mean error of a layer {100 * found.error_before:.0f} %; with the "
-        f"factors a below {100 * found.error:.1f} %."
+        f"Hardware profile {calibration.hardware.name}: mean error of a layer {100 * calibration.error_before:.0f} %; "
+        f"with the factors a below {100 * calibration.error:.1f} %."
     )
     yield f"a, measured over simulated seconds: {factors}."

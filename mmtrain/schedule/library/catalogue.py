@@ -8,6 +8,7 @@ one copy.
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from mmtrain.schedule.library.auto_schedule import auto_schedule
@@ -54,6 +55,11 @@ class Schedule:
     """In the catalogue, or of the file."""
     text: str = ""
     """Content of the file that it is from."""
+
+    @property
+    def suffix(self) -> str:
+        """Of the file that it is from: .py or .csv."""
+        return Path(self.name.partition(":")[0]).suffix
 
     @property
     def digest(self) -> str:

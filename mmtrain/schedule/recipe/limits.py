@@ -96,6 +96,8 @@ class Limits:
                     where = f"overrides[{name!r}].in_flight"
                     local = [stage for stage in chunks if graph.module_of[stage] == module]
                     limit = self._value(self._of_rank(rule.in_flight, where, rank), where, rank, local)
+                    if limit is None:
+                        continue
                     if not isinstance(limit, int):
                         raise PlanError(f"Recipe.{where} = {shown(rule.in_flight)}; give a number, or one a rank")
                     self._add(of_module, local, limit, f"in_flight = {limit} of {name} on rank {rank}")
@@ -119,6 +121,8 @@ class Limits:
     def _value(self, given: Any, where: str, rank: int, stages: Sequence[int]) -> int | Sequence[int] | None:
         """One number for all the stages, or one a stage."""
         if callable(given):
+            if not self._trained.intersection(stages):
+                return None  # nothing there is in flight
             info = RankInfo(
                 rank=rank,
                 num_ranks=self._graph.num_ranks,

@@ -345,7 +345,7 @@ def test_a_batch_that_does_not_fit_beside_grown_margins_is_planned_without_them(
     assert re.fullmatch(
         r"over the memory limit: the activations of one microbatch take at least 3\.\d\d MiB on pp_rank 0, but "
         r'planner\.memory_limit = "1GiB" leaves them 2\.\d\d MiB; raise it, lower planner\.memory_margin, or make '
-        r"microbatches smaller \(training\.seq_len, of clips data\.max_total_seconds\)",
+        r"microbatches smaller \(training\.seq_len, for clips data\.max_total_seconds\)",
         first.message,
     ), first.message
     with pytest.raises(PlanError, match="over the memory limit"):

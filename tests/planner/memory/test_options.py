@@ -244,7 +244,7 @@ def test_what_a_backward_brings_back_is_left_room_for() -> None:
         for option in found.options(stage, work)
     )
     assert found.held_limit_bytes == (1000.0 - most, None)
-    with pytest.raises(PlanError, match=r"pp_rank 0: .*B alone, over the memory limit of .* raise"):
+    with pytest.raises(PlanError, match=r"pp_rank 0: .*B, over the memory limit of .* raise"):
         problem(planned("recompute"), [most, None])
 
 

@@ -88,5 +88,5 @@ def test_extends_must_lead_somewhere_and_not_in_a_circle(tmp_path) -> None:  # t
     (tmp_path / "c.toml").write_text('extends = "nothing"')
     with pytest.raises(ConfigError, match=r"in a circle: a\.toml -> b\.toml -> a\.toml"):
         load_hardware(str(tmp_path / "a.toml"))
-    with pytest.raises(ConfigError, match="name a profile beside it"):
+    with pytest.raises(ConfigError, match="name a profile in the same folder"):
         load_hardware(str(tmp_path / "c.toml"))
