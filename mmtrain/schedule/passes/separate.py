@@ -12,17 +12,17 @@ can end.
 fits before the next action of its rank, in idle time or while that action can wait; at the latest where the limits of
 the rank demand it, or as its last action.
 
-An end that is over before it begins leaves no action any time to wait: all backwards are split, and weight gradients
-run in idle time alone. This is the paper's rule, which is as short on chains but holds more activations. Otherwise the
-ends that are tried are the bound and, if it cannot be met, those of a binary search above it.
+Three ends are tried: the bound of the first pass; one that is over before it begins, so that no action can wait, all
+backwards are split and weight gradients run in idle time alone; and the better end of these two. The second one is the
+paper's rule. On chains the first one is as short and holds fewer activations.
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from operator import add, itemgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 from mmtrain.errors import PlanError
@@ -32,9 +32,6 @@ from mmtrain.schedule.library.one_f_one_b import joined
 from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.plan import Plan, exceeds
 from mmtrain.schedule.problem import EntryCost, PlanningProblem
-
-TRIES = 4
-"""Steps of the binary search for an end that can be met."""
 
 ROUNDING = 1e-9
 """Share of a time that is no difference."""
@@ -47,7 +44,7 @@ def separate_gradients(plan: Plan, problem: PlanningProblem, *, in_flight: Seque
     All other actions keep their order, also the I and W of the given plan. The makespan is never longer than before. It
     is the least one of those tried; at equal makespan the longest span of a rank is. A rank exceeds its memory limit or
     its limit in flight only where it does so before, and not by more. Backwards that are not worth splitting, those in
-    braids and those whose W an instruction names stay whole.
+    braids and those whose W would wait for an instruction stay whole.
 
     Args: in_flight: [rank] -> maximum number of pairs of a microbatch and a stage between the start of their first F
         and the end of their last B or W (stages that `joined` combines count as one); None: no maximum.
@@ -58,17 +55,11 @@ def separate_gradients(plan: Plan, problem: PlanningProblem, *, in_flight: Seque
     if in_flight is not None and len(in_flight) != num_ranks:
         raise PlanError(f"in_flight has {len(in_flight)} entries for {num_ranks} ranks; give one a rank")
     separation = _Separation(plan, problem, [math.inf] * num_ranks if in_flight is None else in_flight)
-    given = separation.given
-    best, in_time = separation.attempt(given, separation.end_by_s(given, 0.0))
-    if not in_time:
-        known = best = separation.attempt(best, [-math.inf] * num_ranks)[0]
-        low, high = 0.0, 1.0
-        for _ in range(TRIES):
-            share = (low + high) / 2
-            best, in_time = separation.attempt(best, separation.end_by_s(known, share))
-            low, high = (low, share) if in_time else (share, high)
-        best, _ = separation.attempt(best, best.ends_s)
-    return plan if best is given else replace(plan, orders=best.orders)
+    best = separation.given
+    for end_s in (separation.bound_s, -math.inf):
+        best = best.better(separation.run([end_s] * num_ranks))
+    best = best.better(separation.run(best.ends_s))
+    return plan if best is separation.given else replace(plan, orders=best.orders)
 
 
 @dataclass(frozen=True)
@@ -89,12 +80,12 @@ class _Outcome:
         """The longest one of a rank."""
         return max(end - start for start, end in zip(self.starts_s, self.ends_s, strict=True))
 
-    def is_better(self, other: "_Outcome") -> bool:
-        """Whether the makespan is less than another's; else the span; else the number of split backwards."""
+    def better(self, other: "_Outcome") -> "_Outcome":
+        """The one of less makespan; else of less span; else of fewer split backwards; else this one."""
         for ours, theirs in ((self.makespan_s, other.makespan_s), (self.span_s, other.span_s)):
-            if abs(ours - theirs) > ROUNDING * theirs:
-                return ours < theirs
-        return sum(map(len, self.orders)) < sum(map(len, other.orders))
+            if abs(ours - theirs) > ROUNDING * ours:
+                return self if ours < theirs else other
+        return min(self, other, key=lambda outcome: sum(map(len, outcome.orders)))
 
 
 Pair = tuple[int, int]
@@ -127,8 +118,8 @@ class _Rank:
         self._limit_bytes, self._in_flight, self._owed = limit_bytes, in_flight, owed
         self._held_bytes, self._num_pairs = 0.0, 0
         self.order: list[Action] = []
-        self.end_s = 0.0
-        self.waiting: deque[tuple[Action, EntryCost, tuple[Pair, ...]]] = deque()
+        self.start_s = self.end_s = 0.0
+        self.waiting: list[tuple[Action, EntryCost, tuple[Pair, ...]]] = []
         """(W, its cost, its pair), in the order of their Is."""
 
     def fits(self, cost: EntryCost, num_opened: int = 0) -> bool:
@@ -141,6 +132,8 @@ class _Rank:
         self, action: Action, cost: EntryCost, pairs: tuple[Pair, ...], num_opened: int = 0, arrival_s: float = 0.0
     ) -> None:
         """Runs an action as soon as its inputs have arrived. Args: pairs: of each B or W."""
+        if not self.order:
+            self.start_s = arrival_s
         self.order.append(action)
         self.end_s = max(self.end_s, arrival_s) + cost.seconds
         self._held_bytes += cost.growth_bytes
@@ -172,29 +165,22 @@ class _Separation:
         quick = plan.run([[step.least_s for step in steps] for steps in self._steps], self._message_s)
         self._ranks = quick.ranks
         """The rank of each step, in topological order."""
-        begins = [starts[0] if starts else 0.0 for starts in quick.starts]
-        self.given = _Outcome(plan.orders, begins, [ends[-1] if ends else 0.0 for ends in whole.ends])
-        # At the start of any step, a rank has the seconds of that step and of all later ones ahead, Ws included.
-        bounds = [0.0] * len(seconds)
-        for rank, (starts, local) in enumerate(zip(quick.starts, seconds, strict=True)):
-            ahead = accumulate(reversed(local))
-            bounds[rank] = max(map(add, reversed(starts), ahead), default=0.0)
-        self._least = _Outcome(plan.orders, begins, bounds)
+        self.given = _Outcome(
+            plan.orders, [min(s, default=0.0) for s in whole.starts], [max(e, default=0.0) for e in whole.ends]
+        )
+        # When a step starts, its seconds and those of all later ones are ahead of the rank, Ws included.
+        self.bound_s = max(
+            (
+                start + ahead
+                for starts, local in zip(quick.starts, seconds, strict=True)
+                for start, ahead in zip(reversed(starts), accumulate(reversed(local)), strict=True)
+            ),
+            default=0.0,
+        )
+        """No plan of these orders has a shorter makespan."""
 
-    def end_by_s(self, known: _Outcome, share: float) -> list[float]:
-        """[rank] -> when to end: with share 0 at the bound of all runs, with share 1 as a known outcome."""
-        least = self._least
-        makespan = least.makespan_s + share * (known.makespan_s - least.makespan_s)
-        span = least.span_s + share * (known.span_s - least.span_s)
-        return [min(makespan, begin + span) for begin in self.given.starts_s]
-
-    def attempt(self, best: _Outcome, end_by_s: Sequence[float]) -> tuple[_Outcome, bool]:
-        """The better one of an outcome and of a run that is to end by given times; whether the run does so."""
-        outcome = self._run(end_by_s)
-        in_time = all(end <= by * (1 + ROUNDING) for end, by in zip(outcome.ends_s, end_by_s, strict=True))
-        return outcome if outcome.is_better(best) else best, in_time
-
-    def _run(self, end_by_s: Sequence[float]) -> _Outcome:
+    def run(self, end_by_s: Sequence[float]) -> _Outcome:
+        """The orders of passes 2 and 3. Args: end_by_s: [rank] -> when to end, if possible."""
         ranks = [
             _Rank(*limits, Counter(pair for step in steps for pair in step.pairs))
             for limits, steps in zip(self._limits, self._steps, strict=True)
@@ -219,7 +205,8 @@ class _Separation:
         for rank in ranks:
             while rank.run_weight():
                 pass
-        return _Outcome(tuple(tuple(rank.order) for rank in ranks), self.given.starts_s, [rank.end_s for rank in ranks])
+        orders = tuple(tuple(rank.order) for rank in ranks)
+        return _Outcome(orders, [rank.start_s for rank in ranks], [rank.end_s for rank in ranks])
 
     def _latest(self, end_by_s: Sequence[float]) -> list[list[tuple[float, float]]]:
         """[rank][step] -> when it must start (as I) and end, so that each rank can end by a given time."""
@@ -272,8 +259,7 @@ def _separate(plan: Plan, problem: PlanningProblem, entry: Action, work: int) ->
     if entry.kind is not Kind.B or not worth_splitting(plan.option(problem, entry.stage, work)):
         return None
     items = plan.graph.items
-    weight = items.item(Kind.W, entry.stage, work)
-    if items.num_needs[weight] > 1 or items.dependents[weight]:
-        return None  # an instruction is before or after the W
+    if items.num_needs[items.item(Kind.W, entry.stage, work)] > 1:
+        return None  # its W waits for an instruction, too
     i, w = (problem.entry_cost(replace(entry, kind=kind), work, plan.options) for kind in (Kind.I, Kind.W))
     return i, w

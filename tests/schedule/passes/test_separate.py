@@ -11,11 +11,12 @@ from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.graph import Instruction
 from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.library.interleave import interleave
 from mmtrain.schedule.library.one_f_one_b import alternate, joined, one_f_one_b
 from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.passes.separate import separate_gradients
 from mmtrain.schedule.plan import Plan, check
-from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.problem import P2P, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from tests.schedule.problems import chain, halves, problems, two_modules
 
@@ -41,9 +42,21 @@ def test_1f1b_with_twice_the_forwards_in_flight_becomes_as_good_as_zb_h2(p: int,
         assert max(timeline.peak_bytes) <= max(h2.peak_bytes)
 
 
+@pytest.mark.parametrize(("p", "m"), [(2, 5), (4, 4), (4, 11), (8, 24)])
+def test_1f1b_becomes_as_good_as_zb_h1(p: int, m: int) -> None:
+    problem = chain(p, m)
+    plan = separate_gradients(one_f_one_b(problem), problem)
+    ours, h1 = simulate(problem, plan), simulate(problem, CATALOGUE["ZB-H1"].make(problem))
+    assert (ours.makespan_s, max(ours.span_s), max(ours.peak_bytes)) == (h1.makespan_s, max(h1.span_s), p)
+
+
 def separated(problem: PlanningProblem, orders: str | None = None) -> str:
     """The text of the separated plan, of 1F1B or of given orders."""
     return str(separate_gradients(Plan.parse(problem.graph, orders) if orders else one_f_one_b(problem), problem))
+
+
+def separated_makespan(problem: PlanningProblem, plan: Plan) -> float:
+    return simulate(problem, separate_gradients(plan, problem)).makespan_s
 
 
 def test_weight_gradients_that_hold_up_another_rank_run_where_their_own_rank_idles() -> None:
@@ -60,14 +73,39 @@ def test_a_weight_gradient_runs_early_where_the_next_action_can_wait() -> None:
     assert (simulate(problem, plan).makespan_s, separated_makespan(problem, plan)) == (18.0, 14.0)
 
 
-def separated_makespan(problem: PlanningProblem, plan: Plan) -> float:
-    return simulate(problem, separate_gradients(plan, problem)).makespan_s
-
-
 def test_the_plan_itself_comes_back_where_nothing_waits_for_a_weight_gradient() -> None:
     problem = chain(1, 3)
     plan = one_f_one_b(problem)
     assert separate_gradients(plan, problem) is plan
+
+
+@pytest.mark.parametrize(
+    ("weight_s", "latency_s", "makespan_s"), [(3.0, 0.0, 11.0), (2.0, 1.0, 11.0), (2.0, 2.0, 13.0)]
+)
+def test_a_weight_gradient_longer_than_the_idle_time_runs_before_an_action_that_can_wait(
+    weight_s: float, latency_s: float, makespan_s: float
+) -> None:
+    p2p = P2P(latency_s=latency_s, bytes_per_s=1e9)
+    problem = chain(2, 2, cost=halves(1.0, 1.0, weight_s), p2p=p2p)
+    # One more if only idle time were used, or if the time of transfers were not counted.
+    assert separated_makespan(problem, one_f_one_b(problem)) == makespan_s
+
+
+def test_weight_gradients_run_in_idle_time_alone_where_waiting_actions_turn_out_to_be_urgent() -> None:
+    problem = two_modules(2, [1, 1], vision=halves(1.0, 1.0, 3.0), language=halves(2.0, 1.0, 1.0))
+    # 22 if each W runs as soon as the bound of the first pass seems to allow it.
+    assert separated_makespan(problem, interleave(problem)) == 20.0
+
+
+def test_of_equal_makespans_the_shorter_span_is_taken() -> None:
+    problem = chain(2, 3, cost=halves(2.0, 1.0, 1.0))
+    timeline = simulate(problem, separate_gradients(one_f_one_b(problem), problem))
+    assert (timeline.makespan_s, max(timeline.span_s)) == (14.0, 13.0)
+
+
+def test_no_more_backwards_are_split_than_the_best_end_needs() -> None:
+    # Memory delays that end by as much as all other weight gradients of rank 1 take.
+    assert separated(chain(2, 2, memory_limit_bytes=[1, 1])) == "0F0.0 0F1.0 0B0.0 0B1.0\n1F0.0 1B0.0 1F1.0 1I1.0 1W1.0"
 
 
 def test_a_weight_gradient_runs_earlier_where_a_limit_demands_it() -> None:
@@ -80,6 +118,15 @@ def test_a_weight_gradient_runs_earlier_where_a_limit_demands_it() -> None:
     plan = Plan.parse(problem.graph, orders)
     assert str(separate_gradients(plan, problem, in_flight=[3, 1])).splitlines()[1] == full
     assert separate_gradients(plan, problem, in_flight=[3, 3]) == separate_gradients(plan, problem)
+
+
+def test_works_of_one_microbatch_are_one_pair_in_flight() -> None:
+    problem = two_modules(2, [2, 2, 2, 2])
+    plan = one_f_one_b(problem)
+    free = separate_gradients(plan, problem)
+    assert most_in_flight(free) == [5, 5]
+    assert separate_gradients(plan, problem, in_flight=[5, 5]) == free
+    assert most_in_flight(separate_gradients(plan, problem, in_flight=[5, 3])) == [5, 3]
 
 
 def test_a_backward_stays_whole_where_what_its_input_gradient_leaves_does_not_fit() -> None:
