@@ -12,9 +12,9 @@ can end.
 fits before the next action of its rank, in idle time or while that action can wait; at the latest where the limits of
 the rank demand it, or as its last action.
 
-Three ends are tried: the bound of the first pass; one that is over before it begins, so that no action can wait, all
-backwards are split and weight gradients run in idle time alone; and the better end of these two. The second one is the
-paper's rule. On chains the first one is as short and holds fewer activations.
+Passes 2 and 3 try three ends: the bound of pass 1; one that is over before it begins, so that no action can wait, all
+backwards are split and weight gradients run in idle time alone; and the ends of the best plan by then. The second one
+is the paper's rule. On a chain with F = I = W the first one is as short, but holds fewer activations.
 """
 
 import math
@@ -41,8 +41,8 @@ def separate_gradients(plan: Plan, problem: PlanningProblem, *, in_flight: Seque
     """The plan with those backwards split that hold up other actions, each W later on its rank; the plan itself if
     this does not help.
 
-    All other actions keep their order, also the I and W of the given plan. The makespan is never longer than before. It
-    is the least one of those tried; at equal makespan the longest span of a rank is. A rank exceeds its memory limit or
+    All other actions keep their order, also the I and W of the given plan. The makespan is never longer than before: of
+    the plans tried, the one of least makespan is taken, then of least span of any rank, then of fewest splits. A rank exceeds its memory limit or
     its limit in flight only where it does so before, and not by more. Backwards that are not worth splitting, those in
     braids and those whose W would wait for an instruction stay whole.
 
