@@ -42,9 +42,9 @@ def separate_gradients(plan: Plan, problem: PlanningProblem, *, in_flight: Seque
     this does not help.
 
     All other actions keep their order, also the I and W of the given plan. The makespan is never longer than before: of
-    the plans tried, the one of least makespan is taken, then of least span of any rank, then of fewest splits. A rank exceeds its memory limit or
-    its limit in flight only where it does so before, and not by more. Backwards that are not worth splitting, those in
-    braids and those whose W would wait for an instruction stay whole.
+    the plans tried, the one of least makespan is taken, then of least span of any rank, then of fewest splits. A rank
+    exceeds its memory limit or its limit in flight only where it does so before, and not by more. Backwards that are
+    not worth splitting, those in braids and those whose W would wait for an instruction stay whole.
 
     Args: in_flight: [rank] -> maximum number of pairs of a microbatch and a stage between the start of their first F
         and the end of their last B or W (stages that `joined` combines count as one); None: no maximum.
