@@ -97,6 +97,12 @@ def _add_iteration(parser: argparse.ArgumentParser) -> None:
         "--segments", type=int, metavar="K", help="chain: chunks a rank (default: what a schedule needs)"
     )
     group.add_argument(
+        "--separate-gradients",
+        action="store_true",
+        help="chain, problem: split backwards of each plan where that shortens it (a config: "
+        "--parallelism.separate_gradients=true)",
+    )
+    group.add_argument(
         "--costs",
         metavar="F,I,W[,COMM]",
         help="chain: seconds of F, I and W (forward, input and weight gradient) of a rank's stages for one microbatch, "
@@ -327,6 +333,11 @@ def _check(args: argparse.Namespace, verb: str) -> None:
     for key in ("--pp", "--microbatches", "--segments"):
         if chain[key] is not None and chain[key] < 1:
             raise ConfigError(f"{where}: {key} {chain[key]}; it is at least 1")
+    if args.config and args.separate_gradients:
+        raise ConfigError(
+            f"{where}: --separate-gradients is for a chain or a problem; with --config write it as "
+            "--parallelism.separate_gradients=true"
+        )
     if args.out is not None and not args.out.parent.is_dir():
         raise ConfigError(f"{where}: --out {args.out}: the folder {args.out.parent} does not exist; make it")
 
@@ -368,6 +379,7 @@ def _planner(args: argparse.Namespace) -> _Planner:
         name = name or "1F1B"
         num_ranks = given.graph.num_ranks if given else args.pp or 4
         schedule = schedule_of(name, num_ranks)
+        schedule = schedule.separated() if args.separate_gradients else schedule
         problem = given or plain_chain(
             num_ranks, args.microbatches or 8, schedule, num_segments=args.segments or 0, **costs
         )

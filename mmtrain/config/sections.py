@@ -142,6 +142,10 @@ class ParallelismConfig:
     interleave: DIP's greedy dual queues over the work graph. 1F1B: one forward, one backward. The zero-bubble and
     V-shaped schedules split backwards into input-gradient and weight-gradient passes."""
 
+    separate_gradients: bool = False
+    """Split backwards of the schedule's orders where that shortens an iteration; weight gradients then fill idle times,
+    and ranks hold more activations, within memory limits (docs/recipes.md)."""
+
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)

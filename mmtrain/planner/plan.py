@@ -7,6 +7,7 @@ from mmtrain.config.config import Config
 from mmtrain.errors import PlanError
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.library.forward_only import forward_only
+from mmtrain.schedule.passes.separate import separate_gradients
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe.files import schedule_of
@@ -32,7 +33,8 @@ class PlanResult:
 def job_schedule(config: Config) -> Schedule:
     """The schedule of a job, which may be from a file. Errors: as of `schedule_of`."""
     section = config.parallelism
-    return schedule_of(section.pipeline_parallel_schedule, section.pipeline_parallel_degree)
+    schedule = schedule_of(section.pipeline_parallel_schedule, section.pipeline_parallel_degree)
+    return schedule.separated() if section.separate_gradients else schedule
 
 
 def make_plan(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult:
@@ -48,6 +50,8 @@ def make_plan(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult:
     own = problem.graph.has_any_backward or given.plans_forward_only
     try:
         plan = (given.make if own else forward_only)(problem)
+        if given.separates_gradients:
+            plan = separate_gradients(plan, problem)
         check(plan, problem)
     except PlanError as error:
         if not own or given.keeps_memory_limits:
@@ -57,6 +61,7 @@ def make_plan(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult:
         bounded = " and ".join(name for name, other in CATALOGUE.items() if other.keeps_memory_limits)
         raise PlanError(f"schedule {given.name} does not look at memory limits ({bounded} do): {error}") from error
     name = given.name if own else "forward_only"
+    name += ", gradients separated" if given.separates_gradients and own else ""
     return PlanResult(
         status="first", message=f"the order of schedule {name}", plan=plan, timeline=simulate(problem, plan)
     )

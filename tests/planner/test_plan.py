@@ -4,6 +4,8 @@ from mmtrain.errors import ConfigError, PlanError
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.action import Kind
+from mmtrain.schedule.chain import plain_chain
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from tests.schedule.problems import chain, option, two_modules
 
 PROBLEM = two_modules(2, [1, 0])
@@ -25,6 +27,13 @@ def test_forward_only_iterations_are_planned_too(schedule: str) -> None:
     assert result.plan is not None
     assert {a.kind for order in result.plan.orders for a in order} == {Kind.F}
     assert "forward_only" in result.message
+
+
+def test_a_schedule_with_separated_gradients_is_never_longer() -> None:
+    chain = plain_chain(4, 8, CATALOGUE["1F1B"])
+    result = make_plan(chain, CATALOGUE["1F1B"].separated())
+    assert result.message == "the order of schedule 1F1B, gradients separated"
+    assert result.timeline is not None and result.timeline.makespan_s == 27  # that of ZB-H1; 1F1B: 33
 
 
 def test_unknown_schedule_is_refused() -> None:

@@ -43,6 +43,8 @@ class Schedule:
     """Whether plans have I and W where splitting is worthwhile."""
     keeps_memory_limits: bool = False
     """Whether plans stay within the problem's memory limits; see `names.MEMORY_BOUNDED_SCHEDULES`."""
+    separates_gradients: bool = False
+    """Whether `passes.separate` changes its plans afterwards."""
     plans_forward_only: bool = False
     """Whether `make` also plans iterations without any backward."""
     segments: Mapping[str, int] = field(default_factory=dict)
@@ -55,6 +57,10 @@ class Schedule:
     """In the catalogue, or of the file."""
     text: str = ""
     """Content of the file that it is from."""
+
+    def separated(self) -> "Schedule":
+        """The schedule with gradients separated."""
+        return replace(self, separates_gradients=True, splits_backward=True)
 
     @property
     def suffix(self) -> str:

@@ -10,6 +10,8 @@ from mmtrain.schedule.library.list_schedule import widest
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.schedule.recipe.language import Limit, RankInfo, Recipe
 
+NO_LIMIT = 2**31
+"""In flight on a rank without a limit."""
 UNLIMITED = 1e300
 """Limit of a pool without one."""
 
@@ -31,6 +33,10 @@ class Level(NamedTuple):
     kept: list[float]
     """[node] -> what is still held after an I."""
 
+    def of(self, node: int) -> tuple[int, float, float]:
+        """Pool, what F takes and what is kept after I."""
+        return self.pool[node], self.amount[node], self.kept[node]
+
 
 class Limits:
     """All limits of a recipe on a problem: in flight on ranks, in stages and of modules on ranks; and memory."""
@@ -47,6 +53,8 @@ class Limits:
         """Args: stages: [rank] -> its stages, front layers first. options, split: [node]. until: [stage]."""
         self._recipe, self._graph = recipe, problem.graph
         self.pools: list[Pool] = []
+        self.of_ranks: list[int] = []
+        """[rank] -> limit in flight of the rank itself."""
         self.levels: list[Level] = []
         items = problem.graph.items
         self._trained = {s for s, flag in zip(items.stage, items.has_backward, strict=True) if flag}
@@ -60,6 +68,9 @@ class Limits:
             taken = [widest(option) if flag else option for option, flag in zip(options, split, strict=True)]
             amount = [option.activation_bytes for option in taken]
             self.levels.append(Level([begin + rank for rank in items.rank], amount, kept))
+
+        if any(word == "I" for word in until):
+            self.of_ranks = [NO_LIMIT] * problem.graph.num_ranks  # what waits for W is not in flight
 
     def _add_in_flight(self, graph: WorkGraph, stages: Sequence[Sequence[int]], until: Sequence[str]) -> None:
         items = graph.items
@@ -77,6 +88,7 @@ class Limits:
 
     def _pools_of_stages(self, graph: WorkGraph, stages: Sequence[Sequence[int]]) -> list[list[int]]:
         """[stage] -> pool, three times: of ranks, of single stages, of modules on ranks."""
+        self.of_ranks = [NO_LIMIT] * graph.num_ranks
         of_rank, of_stage, of_module = ([-1] * len(graph.stage_rank) for _ in range(3))
         for rank, chunks in enumerate(stages):
             rule = self._recipe.overrides.get(rank)
@@ -86,6 +98,7 @@ class Limits:
                 limit = self._value(self._of_rank(self._recipe.in_flight, "in_flight", rank), "in_flight", rank, chunks)
             if isinstance(limit, int):
                 self._add(of_rank, chunks, limit, f"in_flight = {limit} of rank {rank}")
+                self.of_ranks[rank] = limit
             elif limit is not None:
                 for stage, number in zip(chunks, limit, strict=True):
                     self._add(of_stage, [stage], number, f"in_flight = {number} of stage {stage}")

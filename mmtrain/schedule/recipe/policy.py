@@ -6,13 +6,14 @@ from itertools import accumulate
 from typing import Any
 
 from mmtrain.errors import PlanError, shown
-from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.action import COMPUTE, Action, Kind
 from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.list_schedule import widest
 from mmtrain.schedule.library.memory import Memory, choose_options
 from mmtrain.schedule.library.one_f_one_b import module_order
 from mmtrain.schedule.library.weights import worth_splitting
-from mmtrain.schedule.plan import Plan, show_steps
+from mmtrain.schedule.passes.separate import separate_gradients
+from mmtrain.schedule.plan import Plan, exceeds, show_steps
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe import kernel
 from mmtrain.schedule.recipe.kernel import INSTRUCTION, READY, B, F, State
@@ -34,13 +35,14 @@ def plan_of(recipe: Recipe, problem: PlanningProblem, *, compiled: bool = False)
     """
     if not problem.graph.works:
         return Plan(problem.graph, ((),) * problem.graph.num_ranks)
-    plan = RecipeRun(recipe, problem).plan(compiled=compiled)
+    run = RecipeRun(recipe, problem)
+    plan = run.plan(compiled=compiled)
     if (recipe.check or recipe.step) and RecipeRun(recipe, problem).plan() != plan:
         raise PlanError(
             "the recipe's functions are impure: two runs on one problem made different plans; let them depend on "
             "their arguments alone"
         )
-    return plan
+    return run.separated(plan) if recipe.separate_gradients else plan
 
 
 class RecipeRun:
@@ -97,6 +99,27 @@ class RecipeRun:
         return Plan(
             self.graph, tuple(map(tuple, orders)), {node: index for node, index in self.chosen.items() if index}
         )
+
+    def separated(self, plan: Plan) -> Plan:
+        """The plan with gradients separated; the plan itself where that would break a limit of the recipe."""
+        separated = separate_gradients(plan, self.problem, in_flight=self.limits.of_ranks)
+        before, after = self._peaks(plan), self._peaks(separated)
+        limits = [max(given, peak) for given, peak in zip(self.state.limit, before, strict=True)]
+        return plan if any(map(exceeds, after, limits)) else separated
+
+    def _peaks(self, plan: Plan) -> list[float]:
+        """[pool] -> the most that a plan holds of what it counts."""
+        held, peaks = [0.0] * len(self.limits.pools), [0.0] * len(self.limits.pools)
+        first, position = self.items.first, self.graph.position
+        for parts in plan.parts:
+            for _, action, work in parts:
+                node = first[work] + position[action.stage]
+                for pool, amount, kept in (level.of(node) for level in self.limits.levels):
+                    if pool >= 0 and action.kind in COMPUTE and self.items.has_backward[node]:
+                        change = {Kind.F: amount, Kind.I: kept - amount, Kind.W: -kept, Kind.B: -amount}
+                        held[pool] += change[action.kind]
+                        peaks[pool] = max(peaks[pool], held[pool])
+        return peaks
 
     def action(self, item: int) -> Action:
         """The action of an item."""

@@ -41,6 +41,7 @@ def recipes() -> st.SearchStrategy[Recipe]:
         until=st.sampled_from("BIW"),
         split_backward=st.booleans(),
         memory=st.booleans(),
+        separate_gradients=st.booleans(),
         overrides=st.dictionaries(st.just(0), rules, max_size=1),
         clock=st.sampled_from(["seconds", "lockstep"]),
     )

@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -54,9 +55,12 @@ def test_the_times_of_a_run_are_those_of_the_simulator(problem, recipe):
         assert run.state.ends[item] == ends[run.action(item)]
 
 
-@given(problem=problems(), limit=st.integers(1, 4), split=st.booleans(), until=st.sampled_from("BIW"))
+SPLITS = st.sampled_from([{}, {"split_backward": True}, {"separate_gradients": True}])
+
+
+@given(problem=problems(), limit=st.integers(1, 4), split=SPLITS, until=st.sampled_from("BIW"))
 def test_no_rank_exceeds_its_limit_by_more_than_one_microbatch_needs(problem, limit, split, until):
-    plan = plan_of(Recipe(in_flight=limit, split_backward=split, until=until), problem)
+    plan = plan_of(Recipe(in_flight=limit, until=until, **split), problem)
     graph = problem.graph
     works = {(s, graph.works[w].microbatch): 0 for s, w in graph.nodes()}
     for stage, work in graph.nodes():
@@ -93,7 +97,7 @@ def most_of(plan: Plan, rank: int, stage: int) -> int:
     held = most = 0
     for action in plan.orders[rank]:
         if action.stage == stage:
-            held += 1 if action.kind is Kind.F else -1
+            held += {Kind.F: 1, Kind.I: 0}.get(action.kind, -1)
             most = max(most, held)
     return most
 
@@ -185,6 +189,26 @@ def test_a_waiting_traversal_that_gets_stuck_names_rank_stage_and_limit():
 def test_a_rule_of_a_module_that_shares_a_rank_is_refused():
     with pytest.raises(PlanError, match=r"overrides\['vision'\].first = 'forward': rank 0 holds language and vision"):
         plan_of(Recipe(overrides={"vision": Rule(first="forward")}), two_modules(2, [1]))
+
+
+@given(problem=problems(), recipe=recipes())
+def test_separated_gradients_are_never_longer_and_keep_all_limits(problem, recipe):
+    recipe = replace(recipe, separate_gradients=False, memory=False)
+    try:
+        plan = plan_of(recipe, problem)
+    except PlanError:
+        return
+    separated = plan_of(replace(recipe, separate_gradients=True), problem)
+    assert simulate(problem, separated).makespan_s <= simulate(problem, plan).makespan_s * (1 + 1e-9)
+
+
+def test_separation_keeps_limits_of_stages():
+    problem = chain(4, 8)
+    limit = [[2], [2], [2], [1]]
+    whole, separated = (plan_of(Recipe(in_flight=limit, separate_gradients=flag), problem) for flag in (False, True))
+    assert [most_of(separated, rank, rank) for rank in range(4)] == [2, 2, 2, 1]
+    free = plan_of(Recipe(in_flight=limit, until="I", separate_gradients=True), problem)
+    assert simulate(problem, free).makespan_s < simulate(problem, whole).makespan_s
 
 
 def test_a_frozen_module_stays_whole():
