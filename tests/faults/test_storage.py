@@ -107,7 +107,7 @@ def test_a_job_whose_disk_is_full(tmp_path: Path, charts: Path, small_disk: Path
     folder = small_disk / "run" / "checkpoint"
     first, second = run_ranks(fills_the_disk, 2, path, on_disk, leave_together=False)
     if f"{small_disk}/run: No space left on device; make room" in first:  # the metrics met it before the checkpoint
-        assert mode == "async" and not second
+        assert mode == "async" and second in ("", first)  # the other rank may have ended before it heard of it
     else:
         assert first == second
         assert "step-4.tmp cannot be written: [Errno 28] No space left on device; older ones" in first

@@ -366,7 +366,7 @@ def compiled() -> Callable[[State], int]:
     """`run`, compiled. numba loads here: a caller that runs few recipes does not wait for it."""
     import numba
 
-    return _bound(lambda function: numba.njit(nogil=True)(function), {})
+    return _bound(lambda function: numba.njit(nogil=True, _nrt=function.__name__ in ("run", "start"))(function), {})
 
 
 def with_hooks(hooks: Mapping[str, Callable[..., Any]]) -> Callable[[State], int]:
