@@ -115,17 +115,17 @@ class Trainer:
 
     @property
     def mesh(self) -> Mesh:
-        """That of the placement."""
+        """The one of the placement."""
         return self.placement.mesh
 
     @property
     def model(self) -> LocalModel:
-        """That of the placement."""
+        """The one of the placement."""
         return self.placement.model
 
     @property
     def partition(self) -> Partition:
-        """That of the planner."""
+        """The one of the planner."""
         return self.planner.partition
 
     def run(self, layouts: Mapping[int, ParallelismConfig] | None = None) -> None:
@@ -146,7 +146,7 @@ class Trainer:
         roll_call = RollCall(default_store(), dist.get_rank(), dist.get_world_size())
         try:
             timeout_s = self.config.comm.timeout_seconds
-            with common_reason(roll_call, timeout_s, self._place), owned_by_rank_zero(self.folder):
+            with common_reason(roll_call, timeout_s, self._locate), owned_by_rank_zero(self.folder):
                 self._set_up(device)
                 self._train(layouts or {})
         except MMTrainError as error:
@@ -179,8 +179,8 @@ class Trainer:
                 self.checkpointer.finish()
             raise
 
-    def _place(self, function: str) -> str:
-        """Where this rank is in the job, for a message. Args: function: that it is in."""
+    def _locate(self, function: str) -> str:
+        """The position of this rank in the job, for a message. Args: function: that it runs."""
         if self._placement is not None and self._placement.runtime.doing:
             return f"at step {self.state.step + 1}, {self._placement.runtime.doing}"
         return f"after step {self.state.step}, {function}" if self.state.step else f"before the first step, {function}"
@@ -188,7 +188,7 @@ class Trainer:
     # --------------------------------------------------------------------------------------- set-up
 
     def _set_up(self, device: torch.device) -> None:
-        """What is done once in a process, and the first layout with the state of the newest checkpoint."""
+        """Sets up the process, and the first layout with the state of the newest checkpoint."""
         config = self.config
         seed_everything(config.debug.seed, config.debug.deterministic)
         if device.type == "cpu":
@@ -215,12 +215,12 @@ class Trainer:
         return NamedTensors(model.chunks, self.placement.optimizers, model.aliases)
 
     def _take_up(self) -> None:
-        """Goes on from the state: its margins of memory and its position in the data."""
+        """Continues from the state: its margins of memory and its position in the data."""
         self._memory.resume(self.state.memory)
         self._items = self.placement.data.training(LoaderState.from_dict(self.state.loader))
 
     def change_layout(self, parallelism: ParallelismConfig) -> None:
-        """Goes on at other degrees of parallelism, in the same processes, as a resumed job would. Collective.
+        """Continues at other degrees of parallelism, in the same processes, as a resumed job does. Collective.
 
         Raises: ConfigError: the job does not fit them.
         """
