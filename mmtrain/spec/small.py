@@ -29,6 +29,12 @@ from mmtrain.spec.shapes import dit_shape, language_shape, vision_shape
 _HEAD_DIM = 16
 _TIME_WIDTH = 32
 
+_VIT_KEYS = {
+    "width": "hidden_size",
+    "depth": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "mlp": "intermediate_size",
+}
 ENCODER_KEYS: Mapping[str, Mapping[str, str]] = {
     "qwen2_vl_vision": {"width": "embed_dim", "depth": "depth", "heads": "num_heads", "out": "hidden_size"},
     "qwen2_5_vl_vision": {
@@ -38,18 +44,8 @@ ENCODER_KEYS: Mapping[str, Mapping[str, str]] = {
         "mlp": "intermediate_size",
         "out": "out_hidden_size",
     },
-    "siglip_vision_model": {
-        "width": "hidden_size",
-        "depth": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "mlp": "intermediate_size",
-    },
-    "vit": {
-        "width": "hidden_size",
-        "depth": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "mlp": "intermediate_size",
-    },
+    "siglip_vision_model": _VIT_KEYS,
+    "vit": _VIT_KEYS,
     "whisper_encoder": {
         "width": "d_model",
         "depth": "encoder_layers",

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
+from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.operators.cluster import Cluster, sent_bytes
 from mmtrain.planner.operators.graph import OpKind
 from mmtrain.schedule.problem import P2P
@@ -59,11 +60,10 @@ class Machine:
             costs = f"measured, {section.profile}"
         peak = config.metrics.peak_flops or None
         if not section.hardware:
-            p2p = P2P(latency_s=section.p2p_latency_s, bytes_per_s=section.p2p_bytes_per_s)
             return cls(
                 name="a nominal device",
                 costs=costs,
-                network=NominalNetwork(p2p=p2p),
+                network=NominalNetwork(p2p=FlopsCosts.of(section).p2p),
                 peak_flops=peak,
                 memory_bytes=None,
             )

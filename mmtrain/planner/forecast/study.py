@@ -60,7 +60,7 @@ class Question:
         for index, schedule in enumerate(self.schedules):
             if schedule not in (*CATALOGUE, SEARCHED):
                 names = ", ".join((*CATALOGUE, SEARCHED))
-                raise ConfigError(f"simulate: schedule {schedule!r} does not exist; choose of {names}")
+                raise ConfigError(f"simulate: schedule {schedule!r} does not exist; choose one of {names}")
             if schedule in self.schedules[:index]:
                 raise ConfigError(f"simulate: schedule {schedule!r} is named twice; name it once")
 
