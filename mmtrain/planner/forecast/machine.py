@@ -10,6 +10,7 @@ from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.operators.cluster import Cluster, sent_bytes
 from mmtrain.planner.operators.graph import OpKind
 from mmtrain.schedule.problem import P2P
+from mmtrain.spec.builders import DTYPE_BYTES
 
 
 class Network(Protocol):
@@ -75,7 +76,7 @@ class Machine:
                 f"planner.hardware = {section.hardware!r} (--cluster) has {cluster.num_gpus} accelerators, but the "
                 f"degrees of [parallelism] make {world} ranks; change a degree, or name {hardware.name}x{world}"
             )
-        dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
+        dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]
         return cls(
             name=f"{hardware.name}x{cluster.num_gpus}",
             costs=costs,
