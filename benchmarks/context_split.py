@@ -15,7 +15,7 @@ import numpy as np
 
 from mmtrain.modality.bitfield import Bits, language_bits
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
-from mmtrain.modality.token_split import _longest_first, attended_pairs, block_work, split_tokens
+from mmtrain.modality.token_split import attended_pairs, block_work, longest_first, split_tokens
 from mmtrain.models.attention.flex import visible_blocks
 
 BLOCK_SIZE = 128
@@ -43,10 +43,10 @@ def sequence(total: int, lengths: tuple[int, int], seed: int) -> MicrobatchMeta:
 def by_pairs(bits: Bits, cp: int) -> list[np.ndarray]:
     """The split by longest block first whose work is pairs."""
     blocks, pairs = block_work(bits, BLOCK_SIZE)
-    places = np.arange(len(bits))
+    positions = np.arange(len(bits))
     return [
-        np.concatenate([places[b * BLOCK_SIZE : (b + 1) * BLOCK_SIZE] for b in own])
-        for own in _longest_first(pairs, blocks, cp)
+        np.concatenate([positions[b * BLOCK_SIZE : (b + 1) * BLOCK_SIZE] for b in of_rank])
+        for of_rank in longest_first(pairs, cp, blocks)
     ]
 
 

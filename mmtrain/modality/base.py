@@ -1,7 +1,7 @@
 """The interface of a kind of content for planning."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -50,6 +50,8 @@ class Modality(ABC):
     """Error message for a batch with units that no module of the model consumes: what is missing, what to change."""
     required: ClassVar[bool] = False
     """Whether every microbatch needs at least one unit."""
+    counts: ClassVar[Mapping[str, str]] = {}
+    """Name of each count of `owed` -> the field of `WorkSize` that has it."""
 
     @abstractmethod
     def units(self, microbatch: MicrobatchMeta) -> Units:
@@ -70,9 +72,9 @@ class Modality(ABC):
     def owed(self, units: Sequence[Unit]) -> dict[str, int]:
         """Name -> count that the works of some units must have in total."""
 
-    @abstractmethod
     def paid(self, size: WorkSize) -> dict[str, int]:
         """Name -> count of one work, with the names of `owed`."""
+        return {name: getattr(size, field) for name, field in self.counts.items()}
 
     def readers(self, module: ModuleSpec) -> tuple[int, ...]:
         """The stages of the module that read tensors of the batch other than labels, as indices of its chain."""

@@ -124,7 +124,7 @@ def video_geometry(dit: DitConfig, data: DataConfig, vae: VaeConfig | None = Non
     geometry = VideoGeometry(
         channels=latent_channels(dit),
         patch=patch,
-        max_positions=_max_positions(values),
+        max_positions=_positive(values, "rope_max_seq_len", 1024),
         fps=data.fps,
         frames=_frames(data, patch[0], scale),
         sizes=_sizes(data, (patch[1] * scale.side, patch[2] * scale.side)),
@@ -158,10 +158,7 @@ def latent_channels(dit: DitConfig) -> int:
 
     Raises: ConfigError: its in_channels is no integer of at least 1.
     """
-    channels = (dit.config or dit_config(dit)).get("in_channels", 16)
-    if type(channels) is not int or channels < 1:
-        raise ConfigError(f"model.dit.config: in_channels = {channels!r}; it is a whole number of at least 1")
-    return channels
+    return _positive(dit.config or dit_config(dit), "in_channels", 16)
 
 
 def most_frames(data: DataConfig) -> int:
@@ -185,11 +182,11 @@ def clip_seed(job_seed: int, step: int, sample: int, index: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def _max_positions(dit: Mapping[str, Any]) -> int:
-    max_positions = dit.get("rope_max_seq_len", 1024)
-    if type(max_positions) is not int or max_positions < 1:
-        raise ConfigError(f"model.dit.config: rope_max_seq_len = {max_positions!r}; it is a whole number of at least 1")
-    return max_positions
+def _positive(dit: Mapping[str, Any], key: str, default: int) -> int:
+    value = dit.get(key, default)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"model.dit.config: {key} = {value!r}; it is a whole number of at least 1")
+    return value
 
 
 def _patch(dit: Mapping[str, Any]) -> tuple[int, int, int]:

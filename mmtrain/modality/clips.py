@@ -1,8 +1,9 @@
 """Video clips with captions, as the three modules of a text-to-video model consume them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import ClassVar
 
 from mmtrain.errors import PlanError
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem, forward_rates
@@ -64,6 +65,12 @@ class Latents(Clips):
     """The noisy latents of clips, which a diffusion transformer denoises."""
 
     works = "DiT"
+    counts: ClassVar[Mapping[str, str]] = {
+        "latent tokens": "rows",
+        "targets": "outputs",
+        "caption tokens": "texts",
+        "clips": "clips",
+    }
 
     def size(self, module: ModuleSpec, units: Sequence[ClipMeta]) -> WorkSize:
         """Latent tokens, pairs among them, pairs with caption tokens, and latent tokens with a loss."""
@@ -88,20 +95,12 @@ class Latents(Clips):
             "clips": len(units),
         }
 
-    def paid(self, size: WorkSize) -> dict[str, int]:
-        """Rows, outputs, texts and clips."""
-        return {
-            "latent tokens": size.rows,
-            "targets": size.outputs,
-            "caption tokens": size.texts,
-            "clips": size.clips,
-        }
-
 
 class Captions(Clips):
     """The captions of clips; the text encoder outputs the states of all their tokens."""
 
     works = "text"
+    counts: ClassVar[Mapping[str, str]] = {"caption tokens": "rows", "states": "outputs"}
 
     def size(self, module: ModuleSpec, units: Sequence[ClipMeta]) -> WorkSize:
         """Tokens, causal pairs, and output states."""
@@ -113,15 +112,12 @@ class Captions(Clips):
         tokens = sum(clip.num_text_tokens for clip in units)
         return {"caption tokens": tokens, "states": tokens}
 
-    def paid(self, size: WorkSize) -> dict[str, int]:
-        """Rows and outputs."""
-        return {"caption tokens": size.rows, "states": size.outputs}
-
 
 class Frames(Clips):
     """The pixels of clips, which a VAE encodes to latents."""
 
     works = "VAE"
+    counts: ClassVar[Mapping[str, str]] = {"latent positions": "outputs"}
 
     def size(self, module: ModuleSpec, units: Sequence[ClipMeta]) -> WorkSize:
         """Positions of a latent frame times frames of pixels, pairs inside of latent frames, and latent positions."""
@@ -138,7 +134,3 @@ class Frames(Clips):
     def owed(self, units: Sequence[ClipMeta]) -> dict[str, int]:
         """Latent positions; frames of pixels depend on the VAE."""
         return {"latent positions": sum(math.prod(clip.bucket) for clip in units)}
-
-    def paid(self, size: WorkSize) -> dict[str, int]:
-        """Outputs."""
-        return {"latent positions": size.outputs}

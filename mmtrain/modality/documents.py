@@ -1,7 +1,8 @@
 """Packed documents, as a language model consumes them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ class Documents(Modality):
     item, works = "document", "language"
     remedy = "the model reads clips alone"
     required = True
+    counts: ClassVar[Mapping[str, str]] = {"tokens": "rows", "targets": "outputs"}
 
     attention_mask: LanguageMask = "causal"
     """Mask of the language model, which determines the number of attended pairs."""
@@ -47,10 +49,6 @@ class Documents(Modality):
     def owed(self, units: Sequence[DocumentMeta]) -> dict[str, int]:
         """Tokens and labelled positions."""
         return {"tokens": sum(d.num_tokens for d in units), "targets": sum(d.num_targets for d in units)}
-
-    def paid(self, size: WorkSize) -> dict[str, int]:
-        """Rows and outputs."""
-        return {"tokens": size.rows, "targets": size.outputs}
 
     def layout(
         self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
@@ -95,5 +93,5 @@ class DocumentsLayout:
         return self._tokens[microbatch]
 
     def places(self, microbatch: int, cp_rank: int) -> Indices:
-        """Int64 indices of the tokens of a cp rank, padded with -1 to a multiple of tp."""
+        """[padded tokens] int64: indices of the tokens of a cp rank, padded with -1 to a multiple of tp."""
         return pad_indices(self.tokens(microbatch)[cp_rank], self.submesh.tp)

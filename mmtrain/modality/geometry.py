@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.spec.shapes import single_size
 
 MAX_ASPECT_RATIO = 200
 """Largest ratio of the longer to the shorter side of an image for a native-resolution encoder, as in Qwen2-VL."""
@@ -129,12 +130,14 @@ def image_geometry(
     if channels != 3:
         raise ConfigError(f"model.encoder: {channels} colour channels; images are read as RGB, so set it to 3")
     if kind in _NATIVE:
-        patch = _side("patch_size", encoder.get("patch_size", 14))
+        patch = single_size("model.encoder", "patch_size", encoder.get("patch_size", 14))
         geometry = ImageGeometry(
             layout="packed",
             patch_size=patch,
             merge=spatial_merge,
-            temporal_patch_size=_side("temporal_patch_size", encoder.get("temporal_patch_size", 2)),
+            temporal_patch_size=single_size(
+                "model.encoder", "temporal_patch_size", encoder.get("temporal_patch_size", 2)
+            ),
             min_pixels=min_pixels or QWEN2_VL_MIN_PIXELS,
             max_pixels=max_pixels or QWEN2_VL_MAX_PIXELS,
         )
@@ -150,8 +153,8 @@ def image_geometry(
                 f"data.min_pixels = {min_pixels}, data.max_pixels = {max_pixels}: a {kind} encoder has "
                 "one fixed image size (its image_size); remove both"
             )
-        patch = _side("patch_size", encoder.get("patch_size", 16))
-        size = _side("image_size", encoder.get("image_size", 224))
+        patch = single_size("model.encoder", "patch_size", encoder.get("patch_size", 16))
+        size = single_size("model.encoder", "image_size", encoder.get("image_size", 224))
         if size % patch or (size // patch) % spatial_merge:
             raise ConfigError(
                 f"model.encoder: image_size = {size} must be a multiple of patch_size * spatial_merge = "
@@ -165,11 +168,3 @@ def image_geometry(
         )
     known_types = ", ".join((*_NATIVE, *_FIXED))
     raise ConfigError(f"model.encoder: model_type = {kind!r} has no known image layout; known are {known_types}")
-
-
-def _side(key: str, value: Any) -> int:
-    """The side of a square; Hugging Face also writes squares as two equal numbers."""
-    sizes = set(value) if isinstance(value, (list, tuple)) else {value}
-    if len(sizes) != 1 or not all(type(size) is int and size > 0 for size in sizes):
-        raise ConfigError(f"model.encoder: {key} = {value!r}; only squares are supported, given as one integer above 0")
-    return int(sizes.pop())

@@ -1,8 +1,9 @@
 """Images (and audio as images of one row), as a vision encoder consumes them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import ClassVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ class Images(Modality):
 
     item, works, parts = "image", "vision", "patches"
     remedy = "the model has no vision encoder; add [model.encoder]"
+    counts: ClassVar[Mapping[str, str]] = {"image tokens": "outputs"}
 
     def units(self, microbatch: MicrobatchMeta) -> Units:
         """All images of a microbatch, in the order of their tokens."""
@@ -38,10 +40,6 @@ class Images(Modality):
     def owed(self, units: Sequence[ImageMeta]) -> dict[str, int]:
         """Image tokens."""
         return {"image tokens": sum(image.num_tokens for image in units)}
-
-    def paid(self, size: WorkSize) -> dict[str, int]:
-        """Merged tokens."""
-        return {"image tokens": size.outputs}
 
     def division(self, submesh: Submesh, module: ModuleSpec) -> Division:
         """The division of layers over tp ranks (unless each has the encoder), and of images or patches over others."""

@@ -62,6 +62,6 @@ class Submesh:
 
 
 def pad_indices(indices: Indices, degree: int) -> Indices:
-    """Int64 indices, padded with -1 to a multiple of `degree`."""
+    """[padded] int64: the indices [n], padded with -1 to a multiple of `degree`."""
     missing = padded(len(indices), degree) - len(indices)
     return np.concatenate([indices, np.full(missing, -1, dtype=np.int64)]) if missing else indices

@@ -94,8 +94,7 @@ class Bins:
         Raises: ConfigError: an image with one token of text does not fit into training.seq_len, or the encoder does
             not read images.
         """
-        training, dp = config.training, config.parallelism.mesh_shape.dp
-        bins = cls(num_microbatches=training.global_batch_size // dp, seq_len=training.seq_len, grid=None)
+        bins, seq_len = cls._without_images(config), config.training.seq_len
         if config.model.dit is not None:
             return replace(bins, clip=ClipShape.of(dit_shape(config.model), image_side or CLIP_SIDE))
         if config.model.encoder is None:
@@ -104,13 +103,13 @@ class Bins:
         geometry = _geometry(config, config.model.encoder)
         grid = geometry.grid(image_side, image_side)
         tokens = geometry.num_tokens(grid)
-        if tokens >= training.seq_len:
+        if tokens >= seq_len:
             raise ConfigError(
                 f"an image of {image_side} x {image_side} pixels makes {tokens} tokens, which with text do not "
-                f"fit into training.seq_len = {training.seq_len}; choose smaller images (--image-side) or "
+                f"fit into training.seq_len = {seq_len}; choose smaller images (--image-side) or "
                 "raise seq_len"
             )
-        return cls(num_microbatches=bins.num_microbatches, seq_len=bins.seq_len, grid=grid, image_tokens=tokens)
+        return replace(bins, grid=grid, image_tokens=tokens)
 
     @classmethod
     def typical(cls, config: Config) -> "Bins":
@@ -121,18 +120,19 @@ class Bins:
 
         Raises: ConfigError: the encoder does not read images.
         """
-        training, dp = config.training, config.parallelism.mesh_shape.dp
-        bins = cls(num_microbatches=training.global_batch_size // dp, seq_len=training.seq_len, grid=None)
-        if config.model.dit is not None:
+        if config.model.dit is not None or config.model.encoder is None:
             return cls.of(config)
-        if config.model.encoder is None:
-            return bins
-        geometry, side = _geometry(config, config.model.encoder), IMAGE_SIDE
-        while geometry.num_tokens(geometry.grid(side, side)) * 4 > training.seq_len and side > 1:
+        geometry, side, seq_len = _geometry(config, config.model.encoder), IMAGE_SIDE, config.training.seq_len
+        while geometry.num_tokens(geometry.grid(side, side)) * 4 > seq_len and side > 1:
             side //= 2
-        grid = geometry.grid(side, side)
-        tokens = geometry.num_tokens(grid)
-        return replace(bins, grid=grid, image_tokens=tokens) if tokens < training.seq_len else bins
+        fits = geometry.num_tokens(geometry.grid(side, side)) < seq_len
+        return cls.of(config, side) if fits else cls._without_images(config)
+
+    @classmethod
+    def _without_images(cls, config: Config) -> "Bins":
+        training = config.training
+        num_microbatches = training.global_batch_size // config.parallelism.mesh_shape.dp
+        return cls(num_microbatches=num_microbatches, seq_len=training.seq_len, grid=None)
 
     @property
     def most_images(self) -> int:

@@ -30,7 +30,7 @@ from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Timeline
 from mmtrain.schedule.transport import check_transport
-from mmtrain.spec.builders import model_spec
+from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.degrees import check_tensor_degree
 from mmtrain.spec.shapes import check_patches_split
 from mmtrain.spec.spec import Flops, ModelSpec, WorkSize
@@ -99,7 +99,7 @@ class IterationPlanner:
         check_degrees(config)
         schedule = job_schedule(config)
         check_memory_limit(config, keeps_limits=schedule.keeps_memory_limits)
-        dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
+        dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]
         spec = model_spec(config.model, dtype_bytes=dtype_bytes)
         costs = cost_model(config, spec)
         sub_microbatch = sub_microbatch_size(config, spec, costs)

@@ -33,6 +33,10 @@ _KEPT_BY_ACTIVATION = {
 """Tensors of the MLP's inner width that autograd keeps for an activation function and the product after it."""
 
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of an element, by the names of dtypes in `[training]`."""
+
+
 def model_spec(model: ModelConfig, *, dtype_bytes: int = 4) -> ModelSpec:
     """The modules of a configured model with their layers, parameters, FLOPs and bytes.
 

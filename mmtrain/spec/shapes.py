@@ -177,8 +177,8 @@ def _native_resolution(values: dict[str, Any], where: str, merge: int) -> Vision
     windowed = values["model_type"] == "qwen2_5_vl_vision"
     width_key = "hidden_size" if windowed else "embed_dim"
     width, heads = values[width_key], values["num_heads"]
-    patch = _single(where, "patch_size", values["patch_size"])
-    frames = _single(where, "temporal_patch_size", values["temporal_patch_size"])
+    patch = single_size(where, "patch_size", values["patch_size"])
+    frames = single_size(where, "temporal_patch_size", values["temporal_patch_size"])
     _divides(where, "number of heads", heads, "width", width)
     if width // heads % 4:
         raise ConfigError(
@@ -186,7 +186,7 @@ def _native_resolution(values: dict[str, Any], where: str, merge: int) -> Vision
         )
     window = 0
     if windowed:
-        pixels = _single(where, "window_size", values["window_size"])
+        pixels = single_size(where, "window_size", values["window_size"])
         window = pixels // merge // patch  # rounded down, as Hugging Face does
         if not window:
             raise ConfigError(
@@ -215,8 +215,8 @@ def _native_resolution(values: dict[str, Any], where: str, merge: int) -> Vision
 
 def _fixed_size(values: dict[str, Any], where: str, merge: int) -> VisionShape:
     """Encoders whose images all have one size: SigLIP and ViT."""
-    patch = _single(where, "patch_size", values["patch_size"])
-    image = _single(where, "image_size", values["image_size"])
+    patch = single_size(where, "patch_size", values["patch_size"])
+    image = single_size(where, "image_size", values["image_size"])
     _divides(where, "patch_size", patch, "image_size", image)
     patches_per_side = image // patch
     if patches_per_side % merge:
@@ -353,8 +353,11 @@ def dit_shape(model: ModelConfig) -> DitShape:
     )
 
 
-def _single(where: str, key: str, value: Any) -> int:
-    """The number in a size that may be given as a list of equal numbers."""
+def single_size(where: str, key: str, value: Any) -> int:
+    """The number in a size that may be given as a list of equal numbers.
+
+    Raises: ConfigError: the numbers differ, or are no integers above 0.
+    """
     size, *other_sizes = value if isinstance(value, list | tuple) and value else [value]
     if type(size) is not int or not 0 < size <= MOST or any(x != size for x in other_sizes):
         raise ConfigError(f"{where}: {key} = {shown(value)}; only square sizes are supported: give one integer")

@@ -57,7 +57,7 @@ def test_a_fixed_size_ignores_the_image(model_type: str) -> None:
             "image_size = 60 must be a multiple of",
         ),
         ({"model_type": "vit", "image_size": 48, "patch_size": 16}, {}, "must be a multiple of"),
-        ({"model_type": "vit", "image_size": [32, 64]}, {}, r"image_size = \[32, 64\]; only squares"),
+        ({"model_type": "vit", "image_size": [32, 64]}, {}, r"image_size = \[32, 64\]; only square sizes"),
         ({"model_type": "vit"}, {"max_pixels": 5000}, "one fixed image size"),
         (QWEN, {"max_pixels": 700}, "data.max_pixels = 700 is below the smallest image"),
         ({**QWEN, "in_channels": 1}, {}, "1 colour channels"),

@@ -83,8 +83,8 @@ def test_layouts_decide_the_chunks_of_each_module(cut) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["Et*9|t|L"], r"pipeline_layout = 'Et\*9\|t\|L' has 3 chunks; .* ask for a multiple of 2"),
-        (["Et*9|tL", "model.language.num_segments=2"], r"has 2 chunks; .*num_segments ask for 2 x 2"),
+        (["Et*9|t|L"], r"pipeline_layout = 'Et\*9\|t\|L' has 3 chunks; .* need a multiple of 2"),
+        (["Et*9|tL", "model.language.num_segments=2"], r"has 2 chunks; .*num_segments need 2 x 2"),
         (["Et*9|tL", "parallelism.pipeline_parallel_schedule=ZBV"], r"num_segments = 1: a V-shaped"),
         (["Et*9|tL", "parallelism.pipeline_parallel_schedule=LoopedBFS"], r"but .*pipeline_layout = .* makes 1; raise"),
     ],

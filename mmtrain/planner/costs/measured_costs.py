@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mmtrain.config.config import Config
-from mmtrain.planner.costs.cost_model import PCIE, HostCopy, LayerTimes
+from mmtrain.planner.costs.cost_model import PCIE, FlopsCosts, HostCopy, LayerTimes
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan import job_schedule
 from mmtrain.planner.profile.profile import Profile, check_fits
@@ -42,13 +42,11 @@ class MeasuredCosts:
         section = config.planner
         profile = Profile.read(section.profile)
         check_fits(profile, config, spec, section.profile)
-        p2p = P2P(latency_s=section.p2p_latency_s, bytes_per_s=section.p2p_bytes_per_s)
-        if profile.transfer:
-            p2p = P2P(latency_s=profile.transfer.latency_s, bytes_per_s=1 / profile.transfer.byte_s)
+        nominal, transfer = FlopsCosts.of(section), profile.transfer
         costs = cls(
             profile=profile,
-            p2p=p2p,
-            host_copy=profile.host_copy or HostCopy(bytes_per_s=section.host_bytes_per_s),
+            p2p=P2P(latency_s=transfer.latency_s, bytes_per_s=1 / transfer.byte_s) if transfer else nominal.p2p,
+            host_copy=profile.host_copy or nominal.host_copy,
             splits_backward=job_schedule(config).splits_backward,
             several_ranks=config.parallelism.pipeline_parallel_degree > 1,
         )

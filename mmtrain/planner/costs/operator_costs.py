@@ -18,6 +18,7 @@ from mmtrain.planner.operators.latency import Latencies, Rule
 from mmtrain.planner.operators.layers import LayerDescriber, LinkedDivision
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import P2P
+from mmtrain.spec.builders import DTYPE_BYTES
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import projection_of, shape_of
 from mmtrain.spec.recomputation import ATTENTION, PRODUCTS, Recomputation
@@ -78,7 +79,7 @@ class OperatorCosts:
                 f"parallelism.tensor_parallel_degree = {submesh.tp}, but a node of {cluster.hardware.name} has "
                 f"{cluster.hardware.gpus_per_node} accelerators; tensor parallelism stays inside of a node, lower it"
             )
-        dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
+        dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]
         divisions = {module.name: linked_division(submesh, cluster, module) for module in spec.modules}
         return cls(
             spec,

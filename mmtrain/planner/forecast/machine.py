@@ -6,9 +6,11 @@ from typing import Protocol
 
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
+from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.operators.cluster import Cluster, sent_bytes
 from mmtrain.planner.operators.graph import OpKind
 from mmtrain.schedule.problem import P2P
+from mmtrain.spec.builders import DTYPE_BYTES
 
 
 class Network(Protocol):
@@ -59,11 +61,10 @@ class Machine:
             costs = f"measured, {section.profile}"
         peak = config.metrics.peak_flops or None
         if not section.hardware:
-            p2p = P2P(latency_s=section.p2p_latency_s, bytes_per_s=section.p2p_bytes_per_s)
             return cls(
                 name="a nominal device",
                 costs=costs,
-                network=NominalNetwork(p2p=p2p),
+                network=NominalNetwork(p2p=FlopsCosts.of(section).p2p),
                 peak_flops=peak,
                 memory_bytes=None,
             )
@@ -75,7 +76,7 @@ class Machine:
                 f"planner.hardware = {section.hardware!r} (--cluster) has {cluster.num_gpus} accelerators, but the "
                 f"degrees of [parallelism] make {world} ranks; change a degree, or name {hardware.name}x{world}"
             )
-        dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
+        dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]
         return cls(
             name=f"{hardware.name}x{cluster.num_gpus}",
             costs=costs,

@@ -127,9 +127,12 @@ def offer(
 def mixes(
     kinds: Sequence[BlockKind], other_layers: BlockPrice, host_copy: HostCopy, num_candidates: int = CANDIDATES
 ) -> list[Counts]:
-    """The mixes that a stage offers, by ascending seconds and descending bytes.
+    """[mix][kind][strategy] -> blocks: the mixes that a stage offers, by ascending seconds and descending bytes.
 
-    Args: other_layers: seconds and bytes of the stage's other layers, which do not depend on the mix.
+    Args:
+        other_layers: seconds and bytes of the stage's other layers, which do not depend on the mix.
+        host_copy: rate of copies of offloaded activations.
+        num_candidates: largest number of mixes.
     Source: DIP, arXiv:2504.14145, section 5.3.
     """
     combined: list[Counts] = [()]

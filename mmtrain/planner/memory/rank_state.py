@@ -11,9 +11,9 @@ from mmtrain.config.topology import Coordinates, MeshShape
 from mmtrain.planner.forecast.machine import Network
 from mmtrain.planner.operators.graph import OpKind
 from mmtrain.planner.partition.partition import Partition, StageSpec
+from mmtrain.spec.builders import DTYPE_BYTES
 from mmtrain.spec.spec import ModelSpec
 
-_BYTES = {"float32": 4, "bfloat16": 2}
 _MASTER = 4
 """Bytes of an element of parameter shards, of reduced gradients and of each of Adam's two moments."""
 _GATHERED_LAYERS = 2
@@ -89,8 +89,8 @@ class Sharding:
             enabled=uses_fsdp(shape, training, data_encoder=config.data_encoder),
             units_shared=config.data_encoder,
             regathered=config.regathered,
-            param_dtype_bytes=_BYTES[training.mixed_precision_param],
-            reduce_dtype_bytes=_BYTES[training.mixed_precision_reduce],
+            param_dtype_bytes=DTYPE_BYTES[training.mixed_precision_param],
+            reduce_dtype_bytes=DTYPE_BYTES[training.mixed_precision_reduce],
             offload=training.enable_cpu_offload,
         )
 

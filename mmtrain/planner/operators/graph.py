@@ -151,7 +151,7 @@ class Graph:
 
     @cached_property
     def producer(self) -> tuple[int, ...]:
-        """[tensor] -> the operator that makes it; -1: it is an input."""
+        """[tensor] -> the operator that makes it; -1: it is an input. Raises: PlanError: two operators make it."""
         producers = [-1] * len(self.tensors)
         for index, op in enumerate(self.operators):
             for tensor in op.outputs:
@@ -191,7 +191,10 @@ class Graph:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """All operators in an order that respects dependencies and device orders; the lowest index first."""
+        """All operators in an order that respects dependencies and device orders; the lowest index first.
+
+        Raises: PlanError: dependencies and device orders form a cycle.
+        """
         waits = [{*needs, previous} - {-1} for needs, previous in zip(self.needs, self.before, strict=True)]
         order, stuck = topological(waits)
         if stuck:

@@ -65,7 +65,7 @@ class Tape:
     # --------------------------------------------------------------------------------- tensors
 
     def tensor(self, name: str, num_bytes: Rates = ZERO_RATES, *, persistent: bool = False) -> int:
-        """The index of a new tensor."""
+        """The index of a new tensor. Args: num_bytes: bytes as a function of the work's size."""
         self._tensors.append(TensorNode(name=name, num_bytes=num_bytes, persistent=persistent))
         return len(self._tensors) - 1
 
@@ -102,7 +102,13 @@ class Tape:
         shape: Shape | None = None,
         launches: int = 1,
     ) -> None:
-        """Adds an operator. Args: device: None: the device that computes."""
+        """Adds an operator.
+
+        Args:
+            device: None: the device that computes.
+            inputs, outputs: indices of tensors.
+            flops, mem_bytes, net_bytes: amounts as functions of the work's size, see `Operator`.
+        """
         self._operators.append(
             Operator(
                 name=name,
@@ -131,7 +137,7 @@ class Tape:
         outputs: tuple[int, ...] = (),
         launches: int = 1,
     ) -> None:
-        """Adds an operator that only reads and writes memory."""
+        """Adds an operator that only reads and writes memory. Args: num_bytes: read and written together."""
         self.op(name, kind, phase=phase, inputs=inputs, outputs=outputs, mem_bytes=num_bytes, launches=launches)
 
     def pointwise(

@@ -38,6 +38,19 @@ class StageSpec:
     last: bool
     """Holds the module's last layer."""
 
+    @classmethod
+    def of(cls, index: int, module: ModuleSpec, layers: tuple[int, int], pp_rank: int, segment: int) -> "StageSpec":
+        """The stage with some layers of a module. Arguments: see the fields."""
+        return cls(
+            index=index,
+            module=module.name,
+            layers=layers,
+            pp_rank=pp_rank,
+            segment=segment,
+            first=layers[0] == 0,
+            last=layers[1] == len(module.layers),
+        )
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -128,17 +141,7 @@ def partition(
     stages: list[StageSpec] = []
     for name, cut in _level_ranks(cuts, num_ranks).items():
         for j, layers in enumerate(cut.bounds):
-            stages.append(
-                StageSpec(
-                    index=len(stages),
-                    module=name,
-                    layers=layers,
-                    pp_rank=cut.ranks[j],
-                    segment=j // num_ranks,
-                    first=layers[0] == 0,
-                    last=layers[1] == len(cut.costs),
-                )
-            )
+            stages.append(StageSpec.of(len(stages), spec.module(name), layers, cut.ranks[j], j // num_ranks))
     return Partition(num_ranks, tuple(stages), spec.text.name)
 
 
@@ -229,17 +232,8 @@ def mixed_partition(spec: ModelSpec, num_ranks: int, passes: int, weights: Mappi
         for module in spec.modules:
             indices = [index for owner, index in all_layers[slice(*bounds)] if owner is module]
             if indices:
-                stages.append(
-                    StageSpec(
-                        index=len(stages),
-                        module=module.name,
-                        layers=(indices[0], indices[-1] + 1),
-                        pp_rank=j % num_ranks,
-                        segment=j // num_ranks,
-                        first=indices[0] == 0,
-                        last=indices[-1] + 1 == len(module.layers),
-                    )
-                )
+                layers = indices[0], indices[-1] + 1
+                stages.append(StageSpec.of(len(stages), module, layers, j % num_ranks, j // num_ranks))
     return Partition(num_ranks, tuple(stages), spec.text.name, passes)
 
 

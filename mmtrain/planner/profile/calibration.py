@@ -18,6 +18,7 @@ from mmtrain.planner.operators.hardware import Hardware, load_hardware
 from mmtrain.planner.operators.latency import Latencies
 from mmtrain.planner.profile.fits import Array, non_negative_least_squares
 from mmtrain.planner.profile.profile import LayerProfile, Profile
+from mmtrain.spec.builders import DTYPE_BYTES
 from mmtrain.spec.spec import ModelSpec, ModuleSpec
 
 LAUNCH = "launch"
@@ -82,7 +83,7 @@ def calibrate(profile: Profile, config: Config, spec: ModelSpec, hardware: str) 
     """
     profiled = load_hardware(hardware)
     costs = OperatorCosts.of(config, spec, Cluster.of(hardware, config.parallelism.mesh_shape.world_size))
-    dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
+    dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]
     rows, seconds = [], []
     for module, index, layer in _layers(profile, spec):
         graph = costs.graph(module, index, input_grad=layer.input_grad)

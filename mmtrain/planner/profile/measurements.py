@@ -23,7 +23,7 @@ from mmtrain.planner.profile.probing import CUTS, REPEATS, Cut, probing_job, sma
 from mmtrain.planner.profile.profile import HELD, LayerProfile, Profile, StepProfile, TransferProfile, job_of, role
 from mmtrain.planner.sub_microbatch import Curve
 from mmtrain.schedule.action import Kind
-from mmtrain.spec.builders import model_spec
+from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec, WorkSize
 
@@ -199,7 +199,7 @@ class _Probe:
         held: Mapping[tuple[int, int], float],
     ) -> None:
         jobs = [probing_job(config, num_blocks=NUM_BLOCKS, cut=cut, folder="unused") for cut in CUTS]
-        dtype_bytes = 2 if config.training.mixed_precision_param == "bfloat16" else 4
+        dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]
         self.meta, self._held = meta, held
         self.spec = model_spec(jobs[0].model, dtype_bytes=dtype_bytes)
         self._parts: dict[str, Partition] = {
