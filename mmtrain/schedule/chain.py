@@ -59,7 +59,7 @@ def chain_problem(
     activation_bytes: float = 1.0,
     transfer_s: float = 0.0,
 ) -> PlanningProblem:
-    """The problem of a chain whose ranks have equal costs; arguments as in `plain_chain`.
+    """The problem of chains whose ranks have equal costs; arguments as in `plain_chain`.
 
     Raises: PlanError: negative or infinite times, or a backward without duration.
     """
@@ -80,14 +80,14 @@ def chain_problem(
         )
         for count in counts
     }
-    index = [counts.index(shares[rank]) for rank in graph.stage_rank]
+    chains = [graph.stages(work) for work in range(len(graph.works))]
     return PlanningProblem.build(
         num_ranks=graph.num_ranks,
         modules=graph.modules,
         stage_rank=graph.stage_rank,
         works=graph.works,
         costs=[(option[count],) for count in counts],
-        cost_index=[index] * len(graph.works),
-        output_bytes=[[0.0] * len(index)] * len(graph.works),
+        cost_index=[[counts.index(shares[graph.stage_rank[stage]]) for stage in chain] for chain in chains],
+        output_bytes=[[0.0] * len(chain) for chain in chains],
         p2p=P2P(latency_s=transfer_s, bytes_per_s=1.0),
     )

@@ -366,7 +366,12 @@ def compiled() -> Callable[[State], int]:
     """`run`, compiled. numba loads here: a caller that runs few recipes does not wait for it."""
     import numba
 
-    return _bound(lambda function: numba.njit(nogil=True, _nrt=function.__name__ in ("run", "start"))(function), {})
+    def wrap(function: Any) -> Any:
+        # Only what keeps the heap counts references: else each call would count those of all arrays, two thirds of the
+        # time.
+        return numba.njit(nogil=True, _nrt=function.__name__ in ("run", "start"))(function)
+
+    return _bound(wrap, {})
 
 
 def with_hooks(hooks: Mapping[str, Callable[..., Any]]) -> Callable[[State], int]:

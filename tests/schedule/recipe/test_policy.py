@@ -211,10 +211,28 @@ def test_separation_keeps_limits_of_stages():
     assert simulate(problem, free).makespan_s < simulate(problem, whole).makespan_s
 
 
+def test_what_does_not_fit_with_its_weight_gradients_stays_whole():
+    wide = chain(2, 2, cost=halves(1, 1, 1, 1.0, weight_bytes=3.0), memory_limit_bytes=[1.0, 1.0])
+    plan = plan_of(Recipe(memory=True, split_backward=True), wide)
+    check(plan, wide)
+    assert not plan.split
+
+
 def test_a_frozen_module_stays_whole():
     problem = two_modules(2, [1, 1], vision=halves(1, 0, 0), language=halves(1, 1, 0))
     plan = plan_of(Recipe(split_backward=True, in_flight=1), problem)
     assert not plan.split
+
+
+@given(problem=problems(), recipe=recipes())
+def test_a_run_on_arrays_is_that_on_lists(problem, recipe):
+    """What is compiled reads the same on arrays, whose numbers have another type."""
+    run = RecipeRun(recipe, problem)
+    arrays = kernel.as_arrays(run.state)
+    kernel.run(arrays)
+    kernel.run(run.state)
+    assert arrays.begun.tolist() == run.state.begun
+    assert arrays.ends.tolist() == run.state.ends
 
 
 @pytest.mark.nightly

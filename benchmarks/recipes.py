@@ -1,0 +1,95 @@
+"""python benchmarks/recipes.py [PP] [MICROBATCHES]
+
+Decisions a second of recipes: FlexPipe's grid of schedule types (58 by its table 2 and section 6: backward-first and
+alternate; placements one-to-one, circular with and without intervals of P, V, both ways, and V both ways) on one model,
+by Python and compiled by numba. A decision is an action that a rank starts. Both make equal plans; a type that gets
+stuck is counted up to there. The state that a run reads is made once for both; its time is shown too.
+
+Both ways are two chains, each with half of the microbatches, the second one from the last rank to the first: the same
+work for the scheduler as two copies of the model, whose weights a job would have to tie.
+"""
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+
+from mmtrain.schedule.chain import chain_problem
+from mmtrain.schedule.graph import ModuleStages, Work, WorkGraph
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.recipe import Placement, Recipe, Traversal, kernel
+from mmtrain.schedule.recipe.policy import RecipeRun
+
+CHUNKS = 2
+"""On each rank, of all placements but one-to-one."""
+
+
+def problem_of(placement: Placement, num_ranks: int, num_microbatches: int, *, ways: int) -> PlanningProblem:
+    """A chain in one direction, or two in opposite directions."""
+    down = placement.stage_ranks(num_ranks)
+    chains = [down, [num_ranks - 1 - rank for rank in down]][:ways]
+    count = len(down)
+    modules = tuple(ModuleStages(name=f"way{i}", stages=tuple(range(i * count, (i + 1) * count))) for i in range(ways))
+    graph = WorkGraph(
+        num_ranks=num_ranks,
+        modules=modules,
+        stage_rank=tuple(itertools.chain(*chains)),
+        works=tuple(Work(module=m % ways, microbatch=m, sub_microbatch=0) for m in range(num_microbatches)),
+        backward=((True,) * count,) * num_microbatches,
+    )
+    return chain_problem(graph)
+
+
+def grid(num_ranks: int) -> Iterator[tuple[str, Placement, int, Recipe]]:
+    """(name, placement, ways, recipe) of the 58 types."""
+    orders = [Traversal("breadth"), Traversal("depth")]
+    stepped = [*orders, *(Traversal(order.order, every=num_ranks) for order in orders)]
+    placements = {
+        "one-to-one": (Placement("one-to-one"), 1, orders[:1]),
+        "circular": (Placement("circular", CHUNKS), 1, stepped),
+        "v": (Placement("v"), 1, orders),
+        "both ways": (Placement("one-to-one"), 2, orders),
+        "v, both ways": (Placement("v"), 2, orders),
+    }
+    for name, (placement, ways, traversals) in placements.items():
+        for first, forward, backward in itertools.product(["backward", "alternate"], traversals, traversals):
+            limit = 2 * num_ranks * placement.passes * ways
+            recipe = Recipe(first=first, forward=forward, backward=backward, in_flight=limit, clock="lockstep")
+            yield name, placement, ways, recipe
+
+
+def main() -> None:
+    given = [int(word) for word in sys.argv[1:3]]
+    num_ranks, num_microbatches = given + [8, 32][len(given) :]
+    start = time.process_time()
+    warm = RecipeRun(Recipe(), problem_of(Placement(), 2, 2, ways=1))
+    kernel.compiled()(kernel.as_arrays(warm.state))
+    print(f"compiled in {time.process_time() - start:.1f} s of CPU time; P = {num_ranks}, M = {num_microbatches}")
+    rows: dict[str, list[tuple[float, float, float, float]]] = {}
+    for name, placement, ways, recipe in grid(num_ranks):
+        problem = problem_of(placement, num_ranks, num_microbatches, ways=ways)
+        marks = [time.process_time()]
+        run = RecipeRun(recipe, problem)
+        marks.append(time.process_time())
+        arrays = kernel.as_arrays(run.state)
+        marks.append(time.process_time())
+        kernel.compiled()(arrays)
+        marks.append(time.process_time())
+        kernel.run(run.state)
+        marks.append(time.process_time())
+        assert list(arrays.begun) == run.state.begun
+        count = sum(item >= 0 for item in run.state.begun)
+        made, _, compiled, python = (b - a for a, b in itertools.pairwise(marks))
+        rows.setdefault(name, []).append((count, made, compiled, python))
+    head = f"{'types':>5s} {'decisions':>9s} {'python/s':>10s} {'compiled/s':>11s} {'factor':>7s} {'state us':>9s}"
+    print(f"{'placement':14s} {head}")
+    for name, entries in [*rows.items(), ("all", list(itertools.chain(*rows.values())))]:
+        count, made, compiled, python = map(sum, zip(*entries, strict=True))
+        print(
+            f"{name:14s} {len(entries):5d} {count:9d} {count / python:10,.0f} {count / compiled:11,.0f} "
+            f"{python / compiled:7.1f} {1e6 * made / count:9.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
