@@ -229,7 +229,9 @@ def _chain(question: Question, cut: str, schedule: str, passes: int) -> Outcome:
     planner, metas = IterationPlanner.of(job), batches_of(question)
     parts, chunks = _chain_parts(job, planner, metas, cut, passes, v_shaped=CATALOGUE[schedule].placement == "v")
     budget = MemoryRule.of(job).budget(planner.spec, parts)
-    planner = replace(planner, partition=parts, activation_limits=budget.activation_limits, schedule=schedule)
+    planner = replace(
+        planner, partition=parts, activation_limits=budget.activation_limits, schedule=CATALOGUE[schedule]
+    )
     ledger = _Ledger(planner, job, question.keep_plans)
     setting = f"equal {cut}, v = {passes}"
     try:

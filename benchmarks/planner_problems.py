@@ -18,6 +18,7 @@ from mmtrain.planner.forecast.machine import Machine
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.rank_state import Sharding
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import Option, PlanningProblem
 
 CLUSTERS = {"vlm_s": "h800x16", "vlm_m": "h800x32", "vlm_l": "h800x64"}
@@ -54,7 +55,7 @@ def problem(
         *(['activation_checkpoint.mode="none"'] if options else []),
     ]
     job = config_module.load(f"{name}.toml", words)
-    planner = replace(IterationPlanner.of(job), schedule="ZB-AutoSchedule")  # for the costs of I and W
+    planner = replace(IterationPlanner.of(job), schedule=CATALOGUE["ZB-AutoSchedule"])  # for the costs of I and W
     found = planner.problem(draw(workload, Bins.of(job), seed=seed, iteration=iteration))[1]
     if not options:
         return found

@@ -235,6 +235,10 @@ NOTES: dict[str, str] = {
         "Write it; [configuration](config.md) has its meaning. A file often gets it from another by `extends`."
     ),
     "rank {rank} is outside of a mesh": "Only for programs that ask for the place of a rank: ranks count from 0.",
+    # recipes
+    "{path}{line}: not a Python file": "Correct the line that the message names.",
+    "{where} raises {name}": "Correct the recipe's function; file and line are in the message.",
+    "the recipe gets stuck after": "The rest of the message says what holds up which rank, and what to change.",
     # models
     "{key}: {path} is not valid JSON": "The file is damaged, or a Git LFS pointer: fetch it again.",
     "{key}: {path} holds no JSON object": "It is another file of that name: name the folder of a published model.",

@@ -137,8 +137,8 @@ class ParallelismConfig:
     pipeline_parallel_degree: int = 1
     """P: pipeline ranks."""
     pipeline_parallel_schedule: str = "interleave"
-    """Order of forwards and backwards: a name (docs/schedules.md), a recipe FILE.py or FILE.py:FUNCTION
-    (docs/recipes.md; a program, which every rank runs), or orders FILE.csv in the form of torch's pipelining.
+    """Order of forwards and backwards: a name (docs/schedules.md), a recipe's path or PATH:FUNCTION
+    (docs/recipes.md; a program, which every rank runs), or the path of a CSV with orders as of torch's pipelining.
     interleave: DIP's greedy dual queues over the work graph. 1F1B: one forward, one backward. The zero-bubble and
     V-shaped schedules split backwards into input-gradient and weight-gradient passes."""
 
@@ -152,10 +152,7 @@ class ParallelismConfig:
             if f.name.endswith("_degree") and not 1 <= value <= MOST_RANKS:
                 raise ConfigError(f"parallelism.{f.name} = {value}; a degree is at least 1 and at most {MOST_RANKS}")
         at_least("parallelism", self, context_parallel_block_size=1)
-        try:
-            check_name(self.pipeline_parallel_schedule)
-        except ConfigError as error:
-            raise ConfigError(f"parallelism.pipeline_parallel_schedule: {error}") from None
+        check_name(self.pipeline_parallel_schedule, where="parallelism.pipeline_parallel_schedule =")
 
     @property
     def mesh_shape(self) -> MeshShape:

@@ -14,12 +14,13 @@ from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.costs.cost_model import CostModel
 from mmtrain.planner.costs.job_costs import cost_model, on_partition
 from mmtrain.planner.first_plan import first_plan
+from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.layout import IterationLayout
 from mmtrain.planner.memory.limit import MemoryRule, least_activation_bytes
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.choice import choose_partition
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.planner.plan import PlanResult, job_schedule
+from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.plan_choice import may_split
 from mmtrain.planner.problem import make_problem
 from mmtrain.planner.work_size import sub_microbatch_size

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mmtrain.config.config import Config
 from mmtrain.errors import PlanError
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.library.forward_only import forward_only
@@ -28,13 +27,6 @@ class PlanResult:
     """Plans that were tried."""
     seed: int = 0
     """Seed of the search."""
-
-
-def job_schedule(config: Config) -> Schedule:
-    """The schedule of a job, which may be from a file. Errors: as of `schedule_of`."""
-    section = config.parallelism
-    schedule = schedule_of(section.pipeline_parallel_schedule, section.pipeline_parallel_degree)
-    return schedule.separated() if section.separate_gradients else schedule
 
 
 def make_plan(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult:

@@ -7,6 +7,7 @@ from mmtrain.observe.validation import count_answers
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import partition
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.spec.builders import model_spec
 from tests.reference import PLANNER, model_config
 
@@ -30,7 +31,7 @@ def test_an_answer_is_right_if_all_of_its_tokens_are():
         partition=parts,
         section=PLANNER,
         costs=FlopsCosts.of(PLANNER),
-        schedule="1F1B",
+        schedule=CATALOGUE["1F1B"],
         sub_microbatch_size=0,
         sharded=False,
     )

@@ -28,7 +28,7 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.choice import partition_of
 from mmtrain.planner.partition.partition import partition
-from mmtrain.schedule.library.catalogue import Placement
+from mmtrain.schedule.library.catalogue import CATALOGUE, Placement
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.passes.split import split_backwards
 from mmtrain.schedule.plan import check as check_plan
@@ -209,7 +209,7 @@ def run_case(mesh, case, submesh, parts):
         schedule, size, *delay = run
         planner = IterationPlanner(
             spec=spec, partition=parts, section=PLANNER,
-            costs=FlopsCosts.of(PLANNER, shares=submesh.size), schedule=schedule, sub_microbatch_size=size,
+            costs=FlopsCosts.of(PLANNER, shares=submesh.size), schedule=CATALOGUE[schedule], sub_microbatch_size=size,
             sharded=uses_fsdp(mesh.shape, case.training, data_encoder=submesh.data_encoder),
             regathered=case.regathered, submesh=submesh, check_plans=True,
             memory=MemoryChoices(section=case.recompute),

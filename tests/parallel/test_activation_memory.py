@@ -27,6 +27,7 @@ from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import partition
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.linears import block_linears
 from mmtrain.spec.memory_strategies import StageMemory
@@ -407,7 +408,7 @@ def planner(mode, memory_gib=0.0):
     section = PlannerConfig(activation_memory_gib=memory_gib)
     return model, IterationPlanner(
         spec=spec, partition=partition(spec, 2, {"vision": 1, "language": 1}, reference_sizes(spec, 64)),
-        section=section, costs=FlopsCosts.of(section), schedule="interleave", sub_microbatch_size=2,
+        section=section, costs=FlopsCosts.of(section), schedule=CATALOGUE["interleave"], sub_microbatch_size=2,
         sharded=False, memory=MemoryChoices(section=SECTIONS[mode]),
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import partition
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.lower import Program
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.recomputation import Recomputation
@@ -106,7 +107,8 @@ def offloaded_bytes(rank, shape):
     local = build_local_model(model, spec, parts, mesh, TRAINING, seed=5, regathered=regathered)
     submesh = Submesh(cp=shape.cp, tp=shape.tp, split="balanced", block_size=4)
     planner = IterationPlanner(
-        spec=spec, partition=parts, section=PLANNER, costs=FlopsCosts.of(PLANNER, shares=submesh.size), schedule="1F1B",
+        spec=spec, partition=parts, section=PLANNER, costs=FlopsCosts.of(PLANNER, shares=submesh.size),
+        schedule=CATALOGUE["1F1B"],
         sub_microbatch_size=0, sharded=uses_fsdp(shape, TRAINING, data_encoder=False), submesh=submesh,
         regathered=regathered,
     )  # fmt: skip
@@ -167,7 +169,7 @@ class Job:
         self.mesh = build_mesh(MeshShape(), torch.device("cpu"))
         self.local = build_local_model(model, spec, self.parts, self.mesh, TRAINING, seed=5)
         planner = IterationPlanner(
-            spec=spec, partition=self.parts, section=PLANNER, costs=FlopsCosts.of(PLANNER), schedule="1F1B",
+            spec=spec, partition=self.parts, section=PLANNER, costs=FlopsCosts.of(PLANNER), schedule=CATALOGUE["1F1B"],
             sub_microbatch_size=0, sharded=False,
         )  # fmt: skip
         self.batch, self.meta = make_batch(model, [[0], [0], [0]], seed=1)

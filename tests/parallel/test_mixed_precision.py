@@ -14,6 +14,7 @@ from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import partition
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.spec.builders import model_spec
 from tests.parallel.parity import MIXED, run_step
 from tests.ranks import run_ranks
@@ -33,7 +34,7 @@ def gradients(rank, shape):
     runtime = PipelineScheduleRuntime(local.stages)
     planner = IterationPlanner(
         spec=spec, partition=parts, section=PLANNER,
-        costs=FlopsCosts.of(PLANNER, shares=shape.cp * shape.tp), schedule="interleave",
+        costs=FlopsCosts.of(PLANNER, shares=shape.cp * shape.tp), schedule=CATALOGUE["interleave"],
         sub_microbatch_size=1, sharded=True, submesh=Submesh(cp=shape.cp, tp=shape.tp, block_size=4),
     )  # fmt: skip
     batches = [make_batch(model, MIXED[replica], seed=replica + 1) for replica in range(shape.dp)]

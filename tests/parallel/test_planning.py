@@ -50,7 +50,7 @@ def make_planner(shape: MeshShape, section: PlannerConfig = SECTION, schedule: s
     spec = model_spec(model_config())
     parts = partition(spec, shape.pp, {"vision": 1, "language": 1}, reference_sizes(spec, TRAINING.seq_len))
     return IterationPlanner(
-        spec=spec, partition=parts, section=section, costs=FlopsCosts.of(section), schedule=schedule,
+        spec=spec, partition=parts, section=section, costs=FlopsCosts.of(section), schedule=CATALOGUE[schedule],
         sub_microbatch_size=1, sharded=uses_fsdp(shape, TRAINING), check_plans=True,
     )  # fmt: skip
 

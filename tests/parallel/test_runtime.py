@@ -18,6 +18,7 @@ from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.release import releases
 from mmtrain.spec.builders import model_spec
 from tests.ranks import run_ranks
@@ -38,7 +39,7 @@ class Job:
         )
         self.planner = IterationPlanner(
             spec=self.spec, partition=self.parts, section=PLANNER,
-            costs=FlopsCosts.of(PLANNER), schedule=schedule, sub_microbatch_size=size,
+            costs=FlopsCosts.of(PLANNER), schedule=CATALOGUE[schedule], sub_microbatch_size=size,
             sharded=False, check_plans=True,
         )  # fmt: skip
         self.local = build_local_model(self.model, self.spec, self.parts, self.mesh, TRAINING, seed=5)

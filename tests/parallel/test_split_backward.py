@@ -33,6 +33,7 @@ from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.partition import partition
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.lower import Program
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.shapes import vision_shape
@@ -340,7 +341,7 @@ def wrong_programs(rank):
         partition=parts,
         section=PLANNER,
         costs=FlopsCosts.of(PLANNER),
-        schedule="1F1B",
+        schedule=CATALOGUE["1F1B"],
         sub_microbatch_size=0,
         sharded=False,
     )

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 from mmtrain.config.config import Config
 from mmtrain.planner.costs.cost_model import PCIE, FlopsCosts, HostCopy, LayerTimes
+from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.planner.plan import job_schedule
 from mmtrain.planner.profile.profile import Profile, check_fits
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.problem import P2P

@@ -19,10 +19,11 @@ from mmtrain.planner.costs.cost_model import CostModel, equal_layers
 from mmtrain.planner.costs.job_costs import on_partition
 from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.forecast.workloads import VIDEO_CAPTIONS, draw
+from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.planner.plan import PlanResult, job_schedule
+from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.plan_choice import may_split
 from mmtrain.planner.problem import make_problem
 from mmtrain.planner.search.search import SearchOptions, search

@@ -19,9 +19,9 @@ from mmtrain.modality.typical import reference_sizes
 from mmtrain.planner.costs.cost_model import CostModel
 from mmtrain.planner.costs.job_costs import cost_model
 from mmtrain.planner.forecast.typical_iterations import MOST_MICROBATCHES, TypicalIterations
+from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.partition.partition import Partition, mixed_partition, partition
-from mmtrain.planner.plan import job_schedule
 from mmtrain.planner.work_size import sub_microbatch_size
 from mmtrain.spec.spec import ModelSpec
 

@@ -30,9 +30,10 @@ MEMORY_BOUNDED_SCHEDULES: tuple[ScheduleName, ...] = ("ZB-AutoSchedule", "interl
 _FILE = re.compile(r"(?P<path>.+\.(?:py|csv))(?::(?P<function>[^:/\\]*))?", re.DOTALL)
 
 
-def file_of(name: str) -> tuple[str, str] | None:
+def file_of(name: str, where: str = "schedule") -> tuple[str, str] | None:
     """Path and function of the file that a schedule's name stands for; None: it is no file. The file is not opened.
 
+    Args: where: what has the name, for errors.
     Raises: ConfigError: an address in place of a path, or a function that is no name.
     """
     match = _FILE.fullmatch(name)
@@ -40,24 +41,24 @@ def file_of(name: str) -> tuple[str, str] | None:
         return None
     if "://" in name:
         raise ConfigError(
-            f"schedule {shown(name)} is an address; a schedule's file runs as a program: use a local path"
+            f"{where} {shown(name)} is an address; a recipe is a program, so it is run from local files only"
         )
     function = match["function"]
     if function is not None and (match["path"].endswith(".csv") or not function.isidentifier()):
-        raise ConfigError(f"schedule {shown(name)}: write a recipe's file as FILE.py or FILE.py:FUNCTION")
+        raise ConfigError(f"{where} {shown(name)}: write the path of a recipe, or PATH:FUNCTION (docs/recipes.md)")
     return match["path"], function or ""
 
 
-def check_name(name: str, also: tuple[str, ...] = ()) -> None:
-    """Checks that a name is that of a schedule, or of a file. Args: also: further names.
+def check_name(name: str, also: tuple[str, ...] = (), where: str = "schedule") -> None:
+    """Checks that a name is that of a schedule, or of a file. Args: also: further names. where: as of `file_of`.
 
     Raises: ConfigError: it is neither; with the nearest name.
     """
     known = (*get_args(ScheduleName), *also)
-    if name not in known and file_of(name) is None:
+    if name not in known and file_of(name, where) is None:
         near = difflib.get_close_matches(name, known, 1)
         hint = f'; did you mean "{near[0]}"?' if near else ""
         raise ConfigError(
-            f"schedule {shown(name)} does not exist; choose one of {', '.join(known)}, or a file: FILE.py[:FUNCTION] "
-            f"(docs/recipes.md), or torch's FILE.csv{hint}"
+            f"{where} {shown(name)} does not exist; choose one of {', '.join(known)}, or the path of a recipe (.py, "
+            f"docs/recipes.md) or of torch's orders (.csv){hint}"
         )

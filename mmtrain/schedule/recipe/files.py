@@ -1,4 +1,4 @@
-"""Schedules from files: a recipe `FILE.py[:FUNCTION]`, or orders `FILE.csv` in the form of torch's pipelining.
+"""Schedules from files: a recipe, `PATH` or `PATH:FUNCTION`, or orders as CSV in the form of torch's pipelining.
 
 A recipe's file is a program, which runs with the rights of whoever names it (SECURITY.md). It is read when the schedule
 is first needed, never when a config is loaded.
@@ -42,8 +42,8 @@ def schedule_of(name: str, num_ranks: int) -> Schedule:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"schedule {shown(name)}: {path} cannot be read: {error.strerror}; name a file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"schedule {shown(name)}: {path} is no text in UTF-8: {error.reason}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"schedule {shown(name)}: {path} is no text in UTF-8; name a schedule's file") from None
     return (_of_csv if path.suffix == ".csv" else _of_recipe)(name, text, num_ranks)
 
 
@@ -107,7 +107,9 @@ def _run_file(path: str, function: str, text: str, num_ranks: int) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise ConfigError(f"{path}: {function}({num_ranks}) returned {shown(recipe)}; return a Recipe")
     if not _alike(recipe, again):
-        raise ConfigError(f"{path}: {function}({num_ranks}) is impure: two calls returned different recipes")
+        raise ConfigError(
+            f"{path}: {function}({num_ranks}) is impure: two calls returned different recipes; let it use P alone"
+        )
     return recipe
 
 
@@ -147,7 +149,10 @@ def _of_csv(name: str, text: str, num_ranks: int) -> Schedule:
         raise PlanError(f"{name}: {error}") from error
     graph = plan.graph
     if graph.num_ranks != num_ranks:
-        raise ConfigError(f"{name} has {graph.num_ranks} rows, one a rank, but there are {num_ranks} pipeline ranks")
+        raise ConfigError(
+            f"{name} has {graph.num_ranks} rows, one a rank, but there are {num_ranks} "
+            "pipeline ranks; use as many ranks, or choose another schedule"
+        )
     return Schedule(
         name=name,
         idea=f"the orders of {name}",
@@ -172,7 +177,10 @@ def _relabelled(name: str, plan: Plan, problem: PlanningProblem) -> Plan:
         )
     works = sorted(range(len(wanted.works)), key=lambda w: (wanted.works[w].microbatch, wanted.works[w].sub_microbatch))
     if len(works) != len(given.works):
-        raise PlanError(f"{name} is for {len(given.works)} microbatches; this iteration has {len(works)} works")
+        raise PlanError(
+            f"{name} is for {len(given.works)} microbatches; this iteration has {len(works)} "
+            "works; choose another schedule, or as many microbatches"
+        )
     orders = tuple(
         tuple(wanted.action(a.kind, chain[a.stage], works[a.microbatch]) for a in order) for order in plan.orders
     )

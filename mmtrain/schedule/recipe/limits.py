@@ -144,7 +144,10 @@ class Limits:
             )
             value, again = (call(f"Recipe.{where}", given, info) for _ in range(2))
             if value != again:
-                raise PlanError(f"Recipe.{where} is impure: it returned {shown(value)} and {shown(again)} for {info}")
+                raise PlanError(
+                    f"Recipe.{where} is impure: it returned {shown(value)} and {shown(again)} for {info}; let it use "
+                    "its argument alone"
+                )
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"Recipe.{where} returned {shown(value)} for {info}; a limit is a number of at least 1")
             return value

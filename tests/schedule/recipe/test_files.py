@@ -51,10 +51,10 @@ def test_a_broken_file_is_one_sentence_with_its_line(tmp_path, fault):
     ("name", "message"),
     [
         ("none.py", r"schedule 'none.py': none.py cannot be read: No such file or directory"),
-        ("https://example.org/recipe.py", r"is an address; a schedule's file runs as a program: use a local path"),
-        ("recipe.py:a b", r"write a recipe's file as FILE.py or FILE.py:FUNCTION"),
-        ("orders.csv:schedule", r"write a recipe's file as FILE.py or FILE.py:FUNCTION"),
-        ("1F1", r"does not exist; choose one of .* a file: FILE.py\[:FUNCTION\].* did you mean \"1F1B\"\?"),
+        ("https://example.org/recipe.py", r"is an address; a recipe is a program, so it is run from local files only"),
+        ("recipe.py:a b", r"write the path of a recipe, or PATH:FUNCTION"),
+        ("orders.csv:schedule", r"write the path of a recipe, or PATH:FUNCTION"),
+        ("1F1", r"does not exist; choose one of .* the path of a recipe .* did you mean \"1F1B\"\?"),
     ],
 )
 def test_a_wrong_name_is_one_sentence(name, message):

@@ -1,0 +1,12 @@
+"""The schedule of a job: by its name, or from a file."""
+
+from mmtrain.config.config import Config
+from mmtrain.schedule.library.catalogue import Schedule
+from mmtrain.schedule.recipe.files import schedule_of
+
+
+def job_schedule(config: Config) -> Schedule:
+    """The schedule of a job, which may be from a file. Errors: as of `schedule_of`."""
+    section = config.parallelism
+    schedule = schedule_of(section.pipeline_parallel_schedule, section.pipeline_parallel_degree)
+    return schedule.separated() if section.separate_gradients else schedule
