@@ -215,6 +215,8 @@ def choose(t: Any, rank: int, promise: int) -> int:
 
 def weight(t: Any, rank: int) -> int:
     """The W that has been due longest on a rank and may start; -1: none."""
+    while t.first_due[rank] < t.last_due[rank] and t.status[t.due[t.first_due[rank]]] == STARTED:
+        t.first_due[rank] += 1
     for i in range(t.first_due[rank], t.last_due[rank]):
         if t.status[t.due[i]] == READY and allowed(t, t.due[i]):
             return t.due[i]  # type: ignore[no-any-return]
@@ -223,38 +225,14 @@ def weight(t: Any, rank: int) -> int:
 
 def start(t: Any, events: Any, item: int, now: float, count: int) -> int:
     """Starts an action, by the rule of `Engine.start`; returns the number of events so far."""
-    N, S = t.sizes[0], t.sizes[1]
-    slot, node, rank = item // N, item % N, t.rank_of[item]
+    N = t.sizes[0]
+    slot, node = item // N, item % N
     t.status[item] = STARTED
-    t.busy[rank] = 1
+    t.busy[t.rank_of[item]] = 1
     if slot < W:
-        row, side, stage = slot * S + t.stage[node], 2 * rank + slot, t.stage[node]
-        t.num_ready[row] -= 1
-        t.remaining[row] -= 1
-        while t.at[row] < t.first[row + 1] and t.status[t.queue[t.at[row]]] == STARTED:
-            t.at[row] += 1
-        t.in_a_row[rank] = t.in_a_row[rank] + 1 if t.last[rank] == slot else 1
-        t.last[rank] = slot
-        if t.every[side]:
-            low, high = t.first_stage[rank], t.first_stage[rank + 1]
-            for i in range(low, high):
-                if t.stages[i] == stage:
-                    position = i - low if t.order[side] == BREADTH else high - 1 - i
-                    same = position == t.cursor[side] and t.served[side] < t.every[side]
-                    t.served[side] = t.served[side] + 1 if same else 1
-                    t.cursor[side] = position
-    elif slot == W:
-        while t.first_due[rank] < t.last_due[rank] and t.status[t.due[t.first_due[rank]]] == STARTED:
-            t.first_due[rank] += 1
+        leave_queue(t, slot, node)
     if slot == F:
-        for level in range(t.sizes[3]):
-            pool = t.pool[level * N + node]
-            if pool >= 0:
-                at = pool * t.sizes[2] + t.component[node]
-                t.forwards[at] -= 1
-                if t.has_backward[node]:
-                    t.to_hold[at] -= t.amount[level * N + node]
-                    hold(t, level, node, t.amount[level * N + node])
+        occupy(t, node)
     end = t.ends[item] = now + t.seconds[item]
     heapq.heappush(events, (end, count, item, 1))
     count += 1
@@ -266,6 +244,37 @@ def start(t: Any, events: Any, item: int, now: float, count: int) -> int:
             heapq.heappush(events, (t.arrival[dependent], count, dependent, 0))
             count += 1
     return count
+
+
+def leave_queue(t: Any, slot: int, node: int) -> None:
+    """Takes a started F or B out of its queue, and moves the traversal of its rank on."""
+    rank, stage = t.rank_of[node], t.stage[node]
+    row, side, low, high = slot * t.sizes[1] + stage, 2 * rank + slot, t.first_stage[rank], t.first_stage[rank + 1]
+    t.num_ready[row] -= 1
+    t.remaining[row] -= 1
+    while t.at[row] < t.first[row + 1] and t.status[t.queue[t.at[row]]] == STARTED:
+        t.at[row] += 1
+    t.in_a_row[rank] = t.in_a_row[rank] + 1 if t.last[rank] == slot else 1
+    t.last[rank] = slot
+    for i in range(low, high if t.every[side] else low):
+        if t.stages[i] == stage:
+            position = i - low if t.order[side] == BREADTH else high - 1 - i
+            same = position == t.cursor[side] and t.served[side] < t.every[side]
+            t.served[side] = t.served[side] + 1 if same else 1
+            t.cursor[side] = position
+
+
+def occupy(t: Any, node: int) -> None:
+    """A forward takes from its pools what it holds until its backward has ended."""
+    N = t.sizes[0]
+    for level in range(t.sizes[3]):
+        pool = t.pool[level * N + node]
+        if pool >= 0:
+            at = pool * t.sizes[2] + t.component[node]
+            t.forwards[at] -= 1
+            if t.has_backward[node]:
+                t.to_hold[at] -= t.amount[level * N + node]
+                hold(t, level, node, t.amount[level * N + node])
 
 
 def hold(t: Any, level: int, node: int, amount: float) -> None:
@@ -346,7 +355,10 @@ def run(t: Any) -> int:
         now = events[0][0]
 
 
-KERNELS = (admits, allowed, ready_of_stage, head, weight, choose, hold, start, awaken, arrive, finish, run)
+KERNELS = (
+    admits, allowed, ready_of_stage, head, weight, choose, hold, occupy, leave_queue, start, awaken, arrive,
+    finish, run,
+)  # fmt: skip
 
 
 def as_arrays(state: State) -> State:

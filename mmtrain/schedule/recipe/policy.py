@@ -163,12 +163,42 @@ class RecipeRun:
     # ------------------------------------------------------------------------------------------- the state
 
     def _state(self) -> State:
-        graph, items, limits = self.graph, self.items, self.limits
-        N, S, P, C = items.num_nodes, len(graph.stage_rank), graph.num_ranks, max(self.component) + 1
+        parts = self._of_items() | self._of_queues() | self._of_rules() | self._of_limits()
+        return State(**parts)
+
+    def _of_items(self) -> dict[str, Any]:
+        graph, items = self.graph, self.items
         lockstep = self.recipe.clock == "lockstep"
         message_s = [*([0.0] * items.num_messages if lockstep else self.problem.message_s), 0.0]
         dependents, of_item = _rows([[item for item, _ in row] for row in items.dependents])
-        age = self._ages()
+        num_actions = items.num_nodes + sum(items.has_backward) + sum(self.split) + len(graph.instructions)
+        return {
+            "waiting": items.num_needs.copy(),
+            "arrival": [0.0] * items.num_items,
+            "dependents": dependents,
+            "delay": [message_s[message] for row in items.dependents for _, message in row],
+            "of_item": of_item,
+            "seconds": self._seconds(lockstep=lockstep),
+            "rank_of": [*items.rank * 3, *(graph.stage_rank[given.stage] for given in graph.instructions)],
+            "status": [kernel.WAITING] * items.num_items,
+            "stage": items.stage,
+            "component": [self.component[work] for work in items.work],
+            "has_backward": items.has_backward,
+            "split": self.split,
+            "begun": [-1] * num_actions,
+            "ends": [0.0] * items.num_items,
+            "sizes": [
+                items.num_nodes,
+                len(graph.stage_rank),
+                max(self.component) + 1,
+                len(self.limits.levels),
+                num_actions,
+            ],
+        }
+
+    def _of_queues(self) -> dict[str, Any]:
+        graph, items, age = self.graph, self.items, self._ages()
+        N, S, P = items.num_nodes, len(graph.stage_rank), graph.num_ranks
         queues: list[list[int]] = [[] for _ in range(2 * S)]
         for item in sorted(range(2 * N), key=age.__getitem__):
             if item < N or items.has_backward[item - N]:
@@ -181,11 +211,46 @@ class RecipeRun:
         for number, given in enumerate(graph.instructions):
             instructions[graph.stage_rank[given.stage]].append(INSTRUCTION * N + number)
         instruction, first_instruction = _rows(instructions)
+        return {
+            "age": age,
+            "queue": queue,
+            "first": first,
+            "at": first[:-1],
+            "num_ready": [0] * (2 * S),
+            "remaining": list(map(len, queues)),
+            "stages": stages,
+            "first_stage": first_stage,
+            "due": [-1] * first_due[-1],
+            "first_due": first_due[:-1],
+            "last_due": first_due[:-1],
+            "instructions": instruction,
+            "first_instruction": first_instruction,
+        }
+
+    def _of_rules(self) -> dict[str, Any]:
+        P = self.graph.num_ranks
         rules = [self._rule_of_rank(rank) for rank in range(P)]
         sides = [traversal(order) for rule in rules for order in (rule.forward, rule.backward)]
-        pool = [x for level in limits.levels for x in level.pool]
-        amount = [x for level in limits.levels for x in level.amount]
-        to_hold, forwards = [0.0] * (len(limits.pools) * C), [0] * (len(limits.pools) * C)
+        return {
+            "preferred": [PREFERRED[rule.first] for rule in rules],
+            "unit": [unit for rule in rules for unit in rule.units],
+            "order": [ORDERS[side.order] for side in sides],
+            "every": [side.every for side in sides],
+            "waits": [side.wait for side in sides],
+            "cursor": [0] * (2 * P),
+            "served": [0] * (2 * P),
+            "last": [-1] * P,
+            "in_a_row": [0] * P,
+            "busy": [0] * P,
+            "awake": [0] * P,
+        }
+
+    def _of_limits(self) -> dict[str, Any]:
+        items, levels, pools = self.items, self.limits.levels, self.limits.pools
+        N, C = items.num_nodes, max(self.component) + 1
+        pool = [x for level in levels for x in level.pool]
+        amount = [x for level in levels for x in level.amount]
+        to_hold, forwards = [0.0] * (len(pools) * C), [0] * (len(pools) * C)
         passing: list[list[int]] = [[] for _ in to_hold]
         for i, (number, taken) in enumerate(zip(pool, amount, strict=True)):
             if number >= 0:
@@ -198,59 +263,19 @@ class RecipeRun:
         for row in passing:
             row.sort(key=lambda i: -amount[i])
         passing_nodes, first_passing = _rows(passing)
-        num_actions = N + sum(items.has_backward) + sum(self.split) + len(graph.instructions)
-        return State(
-            waiting=items.num_needs.copy(),
-            arrival=[0.0] * items.num_items,
-            dependents=dependents,
-            delay=[message_s[message] for row in items.dependents for _, message in row],
-            of_item=of_item,
-            seconds=self._seconds(lockstep=lockstep),
-            rank_of=[*items.rank * 3, *(graph.stage_rank[given.stage] for given in graph.instructions)],
-            status=[kernel.WAITING] * items.num_items,
-            age=age,
-            stage=items.stage,
-            component=[self.component[work] for work in items.work],
-            has_backward=items.has_backward,
-            split=self.split,
-            queue=queue,
-            first=first,
-            at=first[:-1],
-            num_ready=[0] * (2 * S),
-            remaining=list(map(len, queues)),
-            stages=stages,
-            first_stage=first_stage,
-            due=[-1] * first_due[-1],
-            first_due=first_due[:-1],
-            last_due=first_due[:-1],
-            instructions=instruction,
-            first_instruction=first_instruction,
-            preferred=[PREFERRED[rule.first] for rule in rules],
-            unit=[unit for rule in rules for unit in rule.units],
-            order=[ORDERS[side.order] for side in sides],
-            every=[side.every for side in sides],
-            waits=[side.wait for side in sides],
-            cursor=[0] * (2 * P),
-            served=[0] * (2 * P),
-            last=[-1] * P,
-            in_a_row=[0] * P,
-            pool=pool,
-            amount=amount,
-            kept=[x for level in limits.levels for x in level.kept],
+        return {
+            "pool": pool,
+            "amount": amount,
+            "kept": [x for level in levels for x in level.kept],
             # One component always has room.
-            limit=[max(given.limit, *to_hold[i * C : (i + 1) * C]) for i, given in enumerate(limits.pools)],
-            total=[0.0] * len(limits.pools),
-            held=[0.0] * len(to_hold),
-            to_hold=to_hold,
-            forwards=forwards,
-            passing=passing_nodes,
-            first_passing=first_passing,
-            busy=[0] * P,
-            awake=[0] * P,
-            begun=[-1] * num_actions,
-            ends=[0.0] * items.num_items,
-            sizes=[N, S, C, len(limits.levels), num_actions],
-        )
+            "limit": [max(given.limit, *to_hold[i * C : (i + 1) * C]) for i, given in enumerate(pools)],
+            "total": [0.0] * len(pools),
+            "held": [0.0] * len(to_hold),
+            "to_hold": to_hold,
+            "forwards": forwards,
+            "passing": passing_nodes,
+            "first_passing": first_passing,
+        }
 
     def _ages(self) -> list[int]:
         """[item of F or B] -> position in its slot, oldest component first; B of the last stage first."""

@@ -42,7 +42,8 @@ def test_a_checked_plan_or_one_sentence(problem, recipe):
 
 @given(problem=problems(), recipe=recipes())
 def test_the_times_of_a_run_are_those_of_the_simulator(problem, recipe):
-    """By the clock of modelled seconds a rank starts what it chose at once, so the simulator agrees to the bit."""
+    """A rank starts what it chose at once, so the simulator agrees to the bit; only what starts although no forward
+    keeps the promise of the limits could have started before."""
     if recipe.clock == "lockstep" or not problem.graph.works:
         return
     run = RecipeRun(recipe, problem)
@@ -52,7 +53,8 @@ def test_the_times_of_a_run_are_those_of_the_simulator(problem, recipe):
     timeline = simulate(problem, run.plan_from(run.state))
     ends = {row.action: row.end_s for row in timeline.rows}
     for item in run.state.begun:
-        assert run.state.ends[item] == ends[run.action(item)]
+        end = ends[run.action(item)]
+        assert end <= run.state.ends[item] if run.limits.pools else end == run.state.ends[item]
 
 
 SPLITS = st.sampled_from([{}, {"split_backward": True}, {"separate_gradients": True}])
