@@ -6,7 +6,7 @@ stage traversal priorities, in-flight microbatches, check functions and step fun
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from mmtrain.errors import PlanError, shown
@@ -97,7 +97,8 @@ class Moment:
     now: float
     """Seconds or steps since the start, by the recipe's clock."""
     ready: tuple[Action, ...]
-    """What the rank could start: inputs are there and limits have room. F, then B or I, oldest first, then W."""
+    """Of a step function: what the rank could start, as inputs are there and limits have room: F, then B or I, oldest
+    first, then W. Empty in a check function."""
     started: frozenset[Action]
     """What this rank has started."""
     last: Action | None
@@ -192,9 +193,7 @@ class Recipe:
         return Placement(given) if isinstance(given, str) else given
 
     def rule(self, *keys: str | int) -> "Recipe":
-        """The recipe with the overrides of a rank or of modules, the last one first."""
-        from dataclasses import replace
-
+        """The recipe with the overrides of modules and ranks; of two that set one word, the later key's counts."""
         changed = {
             f.name: value
             for key in keys
