@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ERRORS = (
     "ConfigError",
     "DataError",
+    "RecipeError",
     "PlanError",
     "TrainingError",
     "RankLostError",

@@ -21,6 +21,10 @@ class PlanError(MMTrainError):
     """A schedule that is incomplete, doubled, deadlocked or over the memory limit."""
 
 
+class RecipeError(PlanError):
+    """A recipe that cannot be used: a wrong value, a function that fails, limits or traversals that get it stuck."""
+
+
 class TrainingError(MMTrainError):
     """A step that must not be applied: a loss or gradient that is not finite, ranks that disagree."""
 

@@ -76,7 +76,9 @@ def test_what_a_job_refuses_of_a_recipe(tmp_path):
         return str(caught.value)
 
     free = 'planner.memory_limit=""'
-    assert "places a module on some of the pipeline ranks" in refused("Recipe(placement=Placement(ranks=[0]))", free)
+    assert "names ranks (Placement.ranks), but a job has each" in refused(
+        "Recipe(placement=Placement(ranks=[0]))", free
+    )
     assert "is honoured by parallelism" in refused("Recipe()", free, "planner.activation_memory_gib=10")
     assert "is kept by parallelism" in refused("Recipe()")
     assert "recipe.py:4: NameError" in refused("Recip()", free)

@@ -197,6 +197,7 @@ def _from_file(args: argparse.Namespace) -> _Planned:
     from mmtrain.schedule.io.strict_json import read_text
     from mmtrain.schedule.io.torch_csv import has_transfers, read_plan, read_program
     from mmtrain.schedule.passes.lower import lower
+    from mmtrain.schedule.passes.separate import separate_gradients
     from mmtrain.schedule.problem import PlanningProblem
     from mmtrain.schedule.simulate import simulate
 
@@ -218,6 +219,8 @@ def _from_file(args: argparse.Namespace) -> _Planned:
         plan = _named(path, lambda: plan_from_json(problem, text))
     else:
         raise ConfigError(f"schedule show: {path} is a plan for some problem; name it with --problem FILE")
+    if args.separate_gradients:
+        plan = separate_gradients(plan, problem)
     result = PlanResult(status="first", message=f"the order of {path}", plan=plan, timeline=simulate(problem, plan))
     return _Planned(path.name, problem, result, lambda plan: lower(plan, problem, sharded=False))
 
@@ -235,7 +238,7 @@ def _named(path: Path, read: Callable[[], _T]) -> _T:
 def _compare(args: argparse.Namespace) -> int:
     from mmtrain.planner.plan_choice import SEARCHED
     from mmtrain.schedule.library.catalogue import CATALOGUE
-    from mmtrain.schedule.library.names import check_name
+    from mmtrain.schedule.library.names import check_name, file_of
     from mmtrain.schedule.recipe.files import schedule_of
 
     _check(args, "compare")
@@ -247,8 +250,8 @@ def _compare(args: argparse.Namespace) -> int:
     names = args.names or [*CATALOGUE, SEARCHED]
     for name in names:
         check_name(name, (SEARCHED,))
-        if name.endswith(".py") or ".py:" in name:
-            schedule_of(name, args.pp or 4)  # a broken file is no row of the table
+        if name != SEARCHED and file_of(name):
+            schedule_of(name, _num_ranks(args))  # a broken file is no row of the table
     plan, note = _planner(args), ""
     rows: list[dict[str, Any]] = []
     for name in names:
@@ -274,6 +277,16 @@ def _compare(args: argparse.Namespace) -> int:
         text = _table(rows) + note
     _write(text, args.out)
     return 0
+
+
+def _num_ranks(args: argparse.Namespace) -> int:
+    """Pipeline ranks of the iteration."""
+    from mmtrain.config import config
+    from mmtrain.schedule.problem import PlanningProblem
+
+    if args.config:
+        return config.load(args.config, args.overrides).parallelism.pipeline_parallel_degree
+    return PlanningProblem.read(args.problem).graph.num_ranks if args.problem else args.pp or 4
 
 
 def _row(name: str, base: str | None, search: "_Search | None", plan: "_Planner") -> dict[str, Any]:

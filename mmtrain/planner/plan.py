@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mmtrain.errors import PlanError
+from mmtrain.errors import PlanError, RecipeError
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.library.forward_only import forward_only
-from mmtrain.schedule.passes.separate import separate_gradients
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe.files import schedule_of
@@ -42,9 +41,9 @@ def make_plan(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult:
     own = problem.graph.has_any_backward or given.plans_forward_only
     try:
         plan = (given.make if own else forward_only)(problem)
-        if given.separates_gradients:
-            plan = separate_gradients(plan, problem)
         check(plan, problem)
+    except RecipeError:
+        raise
     except PlanError as error:
         if not own or given.keeps_memory_limits:
             return PlanResult(status="infeasible", message=str(error))

@@ -30,6 +30,10 @@ def plain_chain(
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise PlanError(f"a chain of {num_ranks} ranks and {num_microbatches} microbatches; both are at least 1")
+    if num_segments and schedule.chain_ranks:
+        raise PlanError(
+            f"{num_segments} chunks on each rank: the schedule's file places its chunks; leave the number out"
+        )
     v = schedule.placement == "v"
     least = 2 if v else schedule.least_passes
     passes = num_segments or least
@@ -40,8 +44,7 @@ def plain_chain(
     VISITS.check("a chain's stages times microbatches", num_ranks * passes * num_microbatches)
     down = list(range(num_ranks))
     stage_rank = down + down[::-1] if v else down * passes
-    if not num_segments:
-        stage_rank = list(schedule.chain_ranks) or stage_rank
+    stage_rank = list(schedule.chain_ranks) or stage_rank
     graph = WorkGraph(
         num_ranks=num_ranks,
         modules=(ModuleStages(name="language", stages=tuple(range(len(stage_rank)))),),

@@ -8,6 +8,7 @@ one copy.
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from mmtrain.schedule.library.one_f_one_b import one_f_one_b
 from mmtrain.schedule.library.optimus import optimus
 from mmtrain.schedule.library.zbv import zbv
 from mmtrain.schedule.library.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
+from mmtrain.schedule.passes.separate import separate_gradients
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 
@@ -44,7 +46,9 @@ class Schedule:
     keeps_memory_limits: bool = False
     """Whether plans stay within the problem's memory limits; see `names.MEMORY_BOUNDED_SCHEDULES`."""
     separates_gradients: bool = False
-    """Whether `passes.separate` changes its plans afterwards."""
+    """Whether `passes.separate` has changed its plans."""
+    make_separated: Callable[[PlanningProblem], Plan] | None = None
+    """`make` with gradients separated, within limits that the pass does not know; None: by the pass alone."""
     plans_forward_only: bool = False
     """Whether `make` also plans iterations without any backward."""
     segments: Mapping[str, int] = field(default_factory=dict)
@@ -60,7 +64,8 @@ class Schedule:
 
     def separated(self) -> "Schedule":
         """The schedule with gradients separated."""
-        return replace(self, separates_gradients=True, splits_backward=True)
+        make = self.make_separated or partial(_separated, self.make)
+        return replace(self, make=make, separates_gradients=True, splits_backward=True)
 
     @property
     def suffix(self) -> str:
@@ -71,6 +76,10 @@ class Schedule:
     def digest(self) -> str:
         """SHA-256 of the file that it is from; empty: from none."""
         return hashlib.sha256(self.text.encode()).hexdigest() if self.text else ""
+
+
+def _separated(make: Callable[[PlanningProblem], Plan], problem: PlanningProblem) -> Plan:
+    return separate_gradients(make(problem), problem)
 
 
 _SCHEDULES = {

@@ -4,22 +4,28 @@ A recipe's file is a program, which runs with the rights of whoever names it (SE
 is first needed, never when a config is loaded.
 """
 
-from collections.abc import Callable
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
-from mmtrain.errors import ConfigError, MMTrainError, PlanError, one_line, shown
+from mmtrain.errors import ConfigError, MMTrainError, PlanError, RecipeError, one_line, shown
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.io.torch_csv import read_plan
 from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.library.names import check_name, file_of
+from mmtrain.schedule.limits import RANKS
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe.language import Recipe
 from mmtrain.schedule.recipe.policy import plan_of
 
 DEFAULT_FUNCTION = "schedule"
+CHAIN = "language"
+"""Name of the module of a plain chain."""
 MOST_BYTES = 2**22
 """Largest file of a schedule."""
 
@@ -32,6 +38,7 @@ def schedule_of(name: str, num_ranks: int) -> Schedule:
         PlanError: the recipe's words or the CSV's cells are wrong.
     """
     check_name(name)
+    RANKS.check("pipeline ranks", num_ranks)
     file = file_of(name)
     if file is None:
         return CATALOGUE[name]
@@ -59,18 +66,20 @@ def _of_recipe(name: str, text: str, num_ranks: int) -> Schedule:
     on_some = [module for module in placements if recipe.placement_of(module).ranks]
     refusal = ""
     if on_some:
-        refusal = "places a module on some of the pipeline ranks (Placement.ranks), where a job has each module on all"
+        refusal = "names ranks (Placement.ranks), but a job has each module on all pipeline ranks, in their order"
     elif "v" in shapes and len(shapes) > 1:
         refusal = 'places some modules in a "v" and others not, where a job places all alike'
     try:
-        chain_ranks = tuple(recipe.placement_of("").stage_ranks(num_ranks))
+        chain_ranks = tuple(recipe.placement_of(CHAIN).stage_ranks(num_ranks))
     except PlanError as error:
         raise ConfigError(f"{path}: {error}") from None
     splits = [recipe.split_backward, recipe.separate_gradients, *(r.split_backward for r in recipe.overrides.values())]
     return Schedule(
         name=name,
-        idea=recipe.idea or f"recipe of {path}",
-        make=partial(_make, recipe),
+        idea=one_line(recipe.idea) if recipe.idea else f"recipe of {path}",
+        make=partial(_make, path, recipe),
+        make_separated=partial(_make, path, dataclasses.replace(recipe, separate_gradients=True)),
+        separates_gradients=recipe.separate_gradients,
         placement="v" if shapes == {"v"} else "loop",
         least_passes=1,
         splits_backward=any(splits),
@@ -83,19 +92,27 @@ def _of_recipe(name: str, text: str, num_ranks: int) -> Schedule:
     )
 
 
-def _make(recipe: Recipe, problem: PlanningProblem) -> Plan:
-    return plan_of(recipe, problem)
+def _make(path: str, recipe: Recipe, problem: PlanningProblem) -> Plan:
+    try:
+        return plan_of(recipe, problem)
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from error
 
 
 def _run_file(path: str, function: str, text: str, num_ranks: int) -> Recipe:
     """The recipe that a file's function returns."""
     try:
         code = compile(text, path, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise ConfigError(f"{path}{line}: not a Python file: {one_line(error)}") from None
-    names: dict[str, Any] = {"__name__": "mmtrain_recipe", "__file__": path}
-    _guarded(path, lambda: exec(code, names))
+    module = ModuleType("mmtrain_recipe")
+    module.__file__, names = path, vars(module)
+    sys.modules[module.__name__] = module  # dataclasses of a recipe look for their module
+    try:
+        _guarded(path, lambda: exec(code, names))
+    finally:
+        del sys.modules[module.__name__]
     make = names.get(function)
     if not callable(make):
         known = [key for key, value in names.items() if isinstance(value, type(_guarded)) and not key.startswith("_")]
@@ -106,7 +123,7 @@ def _run_file(path: str, function: str, text: str, num_ranks: int) -> Recipe:
     recipe, again = (_guarded(path, lambda: make(num_ranks)) for _ in range(2))
     if not isinstance(recipe, Recipe):
         raise ConfigError(f"{path}: {function}({num_ranks}) returned {shown(recipe)}; return a Recipe")
-    if not _alike(recipe, again):
+    if _form(recipe) != _form(again):
         raise ConfigError(
             f"{path}: {function}({num_ranks}) is impure: two calls returned different recipes; let it use P alone"
         )
@@ -123,19 +140,28 @@ def _guarded(path: str, run: Callable[[], Any]) -> Any:
             line = frame.tb_lineno if frame.tb_frame.f_code.co_filename == path else line
             frame = frame.tb_next
         what = one_line(error) if isinstance(error, MMTrainError) else f"{type(error).__name__}: {one_line(error)}"
-        raise ConfigError(f"{path}:{line}: {what}") from None
+        raise ConfigError(f"{path}{f':{line}' * bool(line)}: {what}") from None
 
 
-def _alike(recipe: Recipe, again: Any) -> bool:
-    """Whether two recipes are equal, but for functions of the same code."""
-
-    def plain(value: Any) -> Any:
-        return value.__code__ if hasattr(value, "__code__") else value
-
-    fields = Recipe.__dataclass_fields__
-    return isinstance(again, Recipe) and all(
-        plain(getattr(recipe, name)) == plain(getattr(again, name)) for name in fields if name != "overrides"
-    )
+def _form(value: Any, depth: int = 4) -> Any:
+    """What two equal recipes have alike: values, and the code and the captured values of functions."""
+    if depth == 0:
+        return type(value)
+    inner = partial(_form, depth=depth - 1)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [type(value), *(inner(getattr(value, f.name)) for f in dataclasses.fields(value))]
+    if isinstance(value, Mapping):
+        return {key: inner(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [inner(entry) for entry in value]
+    if isinstance(value, FunctionType):
+        captured = [inner(cell.cell_contents) for cell in value.__closure__ or ()]
+        return [value.__code__, inner(value.__defaults__), inner(value.__kwdefaults__), captured]
+    if isinstance(value, partial):
+        return [inner(value.func), inner(value.args), inner(value.keywords)]
+    if callable(value) and not isinstance(value, type):
+        return [type(value), inner(getattr(value, "__dict__", {}))]
+    return value
 
 
 # --------------------------------------------------------------------------------------------------- CSV

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from mmtrain.errors import PlanError, shown
+from mmtrain.errors import RecipeError, shown
 from mmtrain.schedule.action import Action
 
 First = Literal["backward", "forward", "alternate"]
@@ -17,6 +17,10 @@ Order = Literal["breadth", "depth", "oldest"]
 Until = Literal["B", "I", "W"]
 Clock = Literal["seconds", "lockstep"]
 Shape = Literal["one-to-one", "circular", "v"]
+NO_LIMIT = 2**31
+"""In flight on a rank without a limit, and the largest limit."""
+MOST_CHUNKS = 1000
+"""Of a module on one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +38,12 @@ class Traversal:
 
     def __post_init__(self) -> None:
         _word("Traversal.order", self.order, get_args(Order))
+        _flag("Traversal.wait", self.wait)
         _integer("Traversal.every", self.every, 0)
         if self.order == "oldest" and self.every:
-            raise PlanError(f'Traversal("oldest", every={self.every}); every goes with breadth and depth')
+            raise RecipeError(f'Traversal("oldest", every={self.every}); every goes with breadth and depth')
         if self.wait and not self.every:
-            raise PlanError("Traversal(wait=True) has nothing to wait for; give every too")
+            raise RecipeError("Traversal(wait=True) has nothing to wait for; give every too")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +62,17 @@ class Placement:
         _integer("Placement.chunks", self.chunks, 0)
         fixed = {"one-to-one": 1, "v": 2}.get(self.shape)
         if fixed and self.chunks not in (0, fixed):
-            raise PlanError(
+            raise RecipeError(
                 f"Placement({self.shape!r}, chunks={self.chunks}); it has {fixed} on each rank, circular any number"
             )
+        if not isinstance(self.ranks, list | tuple | range):
+            raise RecipeError(f"Placement.ranks = {shown(self.ranks)}; give a list of pipeline ranks")
+        for rank in self.ranks:
+            _integer("Placement.ranks", rank, 0)
+        if self.passes > MOST_CHUNKS:
+            raise RecipeError(f"Placement.chunks = {shown(self.chunks)}; it must be at most {MOST_CHUNKS}")
         if len(set(self.ranks)) < len(self.ranks):
-            raise PlanError(f"Placement.ranks = {list(self.ranks)} names a rank twice; v and circular return to it")
+            raise RecipeError(f"Placement.ranks = {list(self.ranks)} names a rank twice; v and circular return to it")
 
     @property
     def passes(self) -> int:
@@ -69,11 +80,13 @@ class Placement:
         return self.chunks or (1 if self.shape == "one-to-one" else 2)
 
     def stage_ranks(self, num_ranks: int) -> list[int]:
-        """[chunk] -> pipeline rank. Raises: PlanError: a rank that does not exist."""
+        """[chunk] -> pipeline rank. Raises: RecipeError: a rank that does not exist."""
         ranks = list(self.ranks) or list(range(num_ranks))
         for rank in ranks:
             if not 0 <= rank < num_ranks:
-                raise PlanError(f"Placement.ranks = {ranks} with {num_ranks} pipeline ranks; use 0 .. {num_ranks - 1}")
+                raise RecipeError(
+                    f"Placement.ranks = {ranks} with {num_ranks} pipeline ranks; use 0 .. {num_ranks - 1}"
+                )
         return ranks + ranks[::-1] if self.shape == "v" else ranks * self.passes
 
 
@@ -168,17 +181,27 @@ class Recipe:
     """A short description for lists."""
 
     def __post_init__(self) -> None:
+        for name in ("first", "units", "forward", "backward", "until", "split_backward"):
+            if getattr(self, name) is None:
+                raise RecipeError(f"Recipe.{name} = None; leave it out")
         check_rule(self)
         _word("Recipe.clock", self.clock, get_args(Clock))
+        for name in ("memory", "separate_gradients"):
+            _flag(f"Recipe.{name}", getattr(self, name))
+        if not isinstance(self.idea, str):
+            raise RecipeError(f"Recipe.idea = {shown(self.idea)}; it must be a text")
+        if not isinstance(self.overrides, Mapping):
+            raise RecipeError(f"Recipe.overrides = {shown(self.overrides)}; map modules and ranks to a Rule")
         for key, rule in self.overrides.items():
-            if not isinstance(key, str | int) or not isinstance(rule, Rule):
-                raise PlanError(f"Recipe.overrides[{shown(key)}] = {shown(rule)}; map a module or a rank to a Rule")
+            named = isinstance(key, str) and key
+            if not (named or (isinstance(key, int) and not isinstance(key, bool))) or not isinstance(rule, Rule):
+                raise RecipeError(f"Recipe.overrides[{shown(key)}] = {shown(rule)}; map a module or a rank to a Rule")
         for name in ("check", "step"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise PlanError(f"Recipe.{name} = {shown(getattr(self, name))}; it must be a function, or left out")
-        for placement in self.placements.values():
-            if not isinstance(placement, str | Placement):
-                raise PlanError(f"Recipe.placement = {shown(placement)}; write a word or a Placement")
+                raise RecipeError(f"Recipe.{name} = {shown(getattr(self, name))}; it must be a function, or left out")
+        for module, placement in self.placements.items():
+            if not isinstance(module, str) or not isinstance(placement, str | Placement):
+                raise RecipeError(f"Recipe.placement = {shown(placement)}; write a word or a Placement")
             if isinstance(placement, str):
                 _word("Recipe.placement", placement, get_args(Shape))
 
@@ -210,7 +233,7 @@ def traversal(given: Order | Traversal) -> Traversal:
 
 
 def check_rule(rule: Rule | Recipe) -> None:
-    """Checks the values that a recipe and an override share. Raises: PlanError: which, the value and what it may be."""
+    """Checks the values that a recipe and an override share. Raises: RecipeError: which, its value, the rule."""
     where = type(rule).__name__
     for name, words in (("first", First), ("until", Until)):
         if getattr(rule, name) is not None:
@@ -221,29 +244,29 @@ def check_rule(rule: Rule | Recipe) -> None:
             _word(f"{where}.{name}", given, get_args(Order))
     if rule.units is not None:
         if not isinstance(rule.units, Sequence) or len(rule.units) != 2:
-            raise PlanError(f"{where}.units = {shown(rule.units)}; give two numbers, of forwards and of backwards")
+            raise RecipeError(f"{where}.units = {shown(rule.units)}; give two numbers, of forwards and of backwards")
         for unit in rule.units:
             _integer(f"{where}.units", unit, 1)
-    if not callable(rule.in_flight):
-        for number in _numbers(rule.in_flight):
-            _integer(f"{where}.in_flight", number, 1)
-
-
-def _numbers(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        return [number for entry in given for number in _numbers(entry)]
-    return [given]
+    if rule.split_backward is not None:
+        _flag(f"{where}.split_backward", rule.split_backward)
+    if rule.in_flight is not None and not callable(rule.in_flight):
+        for entry in rule.in_flight if isinstance(rule.in_flight, list | tuple) else [rule.in_flight]:
+            for number in entry if isinstance(entry, list | tuple) else [entry]:
+                _integer(f"{where}.in_flight", number, 1)
 
 
 def _integer(where: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PlanError(f"{where} = {shown(value)}; it must be a whole number of at least {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= NO_LIMIT:
+        raise RecipeError(f"{where} = {shown(value)}; it must be a whole number of at least {least}")
+
+
+def _flag(where: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise RecipeError(f"{where} = {shown(value)}; it must be True or False")
 
 
 def _word(where: str, value: Any, words: Sequence[str]) -> None:
     if value not in words:
         near = difflib.get_close_matches(str(value), words, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise PlanError(f"{where} = {shown(value)}; choose one of {', '.join(map(repr, words))}{hint}")
+        raise RecipeError(f"{where} = {shown(value)}; choose one of {', '.join(map(repr, words))}{hint}")

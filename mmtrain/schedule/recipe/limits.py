@@ -4,14 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mmtrain.errors import PlanError, one_line, shown
+from mmtrain.errors import RecipeError, one_line, shown
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.library.list_schedule import widest
 from mmtrain.schedule.problem import Option, PlanningProblem
-from mmtrain.schedule.recipe.language import Limit, RankInfo, Recipe
+from mmtrain.schedule.recipe.language import NO_LIMIT, Limit, RankInfo, Recipe
 
-NO_LIMIT = 2**31
-"""In flight on a rank without a limit."""
 UNLIMITED = 1e300
 """Limit of a pool without one."""
 
@@ -112,7 +110,7 @@ class Limits:
                     if limit is None:
                         continue
                     if not isinstance(limit, int):
-                        raise PlanError(f"Recipe.{where} = {shown(rule.in_flight)}; give a number, or one a rank")
+                        raise RecipeError(f"Recipe.{where} = {shown(rule.in_flight)}; give a number, or one a rank")
                     self._add(of_module, local, limit, f"in_flight = {limit} of {name} on rank {rank}")
         return [of_rank, of_stage, of_module]
 
@@ -126,7 +124,7 @@ class Limits:
         if not isinstance(given, Sequence):
             return given
         if len(given) != self._graph.num_ranks:
-            raise PlanError(
+            raise RecipeError(
                 f"Recipe.{where} has {len(given)} entries for {self._graph.num_ranks} pipeline ranks; give one a rank"
             )
         return given[rank]
@@ -144,15 +142,17 @@ class Limits:
             )
             value, again = (call(f"Recipe.{where}", given, info) for _ in range(2))
             if value != again:
-                raise PlanError(
+                raise RecipeError(
                     f"Recipe.{where} is impure: it returned {shown(value)} and {shown(again)} for {info}; let it use "
                     "its argument alone"
                 )
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(f"Recipe.{where} returned {shown(value)} for {info}; a limit is a number of at least 1")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= NO_LIMIT:
+                raise RecipeError(
+                    f"Recipe.{where} returned {shown(value)} for {info}; a limit is a number of at least 1"
+                )
             return value
         if isinstance(given, Sequence) and len(given) != len(stages):
-            raise PlanError(
+            raise RecipeError(
                 f"Recipe.{where} has {len(given)} entries for rank {rank}, which has {len(stages)} stages; give one a "
                 "stage, or one number"
             )
@@ -160,11 +160,11 @@ class Limits:
 
 
 def call(where: str, function: Callable[..., Any], *args: Any) -> Any:
-    """What a function of a recipe returns. Raises: PlanError: it raises; with its file and line."""
+    """What a function of a recipe returns. Raises: RecipeError: it raises; with its file and line."""
     try:
         return function(*args)
-    except Exception as error:
-        raise PlanError(f"{where} raises {type(error).__name__}{line_of(error)}: {one_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise RecipeError(f"{where} raises {type(error).__name__}{line_of(error)}: {one_line(error)}") from error
 
 
 def line_of(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from mmtrain.errors import PlanError, shown
+from mmtrain.errors import RecipeError, shown
 from mmtrain.schedule.action import COMPUTE, Action, Kind
 from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.list_schedule import widest
@@ -30,7 +30,7 @@ def plan_of(recipe: Recipe, problem: PlanningProblem, *, compiled: bool = False)
     A recipe with a check or a step function runs twice, and both runs must agree.
 
     Args: compiled: by numba, with equal results; worth its start where many recipes are run.
-    Raises: PlanError: the recipe gets stuck, a limit has the wrong length, a function of the recipe raises, returns
+    Raises: RecipeError: the recipe gets stuck, a limit has the wrong length, a function of the recipe raises, returns
         something else or is impure, or one microbatch alone exceeds a memory limit.
     """
     if not problem.graph.works:
@@ -38,7 +38,7 @@ def plan_of(recipe: Recipe, problem: PlanningProblem, *, compiled: bool = False)
     run = RecipeRun(recipe, problem)
     plan = run.plan(compiled=compiled)
     if (recipe.check or recipe.step) and RecipeRun(recipe, problem).plan() != plan:
-        raise PlanError(
+        raise RecipeError(
             "the recipe's functions are impure: two runs on one problem made different plans; let them depend on "
             "their arguments alone"
         )
@@ -49,7 +49,7 @@ class RecipeRun:
     """One run of a recipe on a problem."""
 
     def __init__(self, recipe: Recipe, problem: PlanningProblem) -> None:
-        """Args: problem: with at least one work. Raises: PlanError: overrides or limits that do not fit it."""
+        """Args: problem: with at least one work. Raises: RecipeError: overrides or limits that do not fit it."""
         graph, items = problem.graph, problem.graph.items
         self.recipe, self.problem, self.graph, self.items = recipe, problem, graph, items
         self._check_overrides()
@@ -78,7 +78,7 @@ class RecipeRun:
         self.state = self._state()
 
     def plan(self, *, compiled: bool = False) -> Plan:
-        """The plan. Raises: PlanError: see `plan_of`."""
+        """The plan. Raises: RecipeError: see `plan_of`."""
         state = self.state
         if self.recipe.check or self.recipe.step:
             kernel.with_hooks(self._hooks())(state)
@@ -90,7 +90,7 @@ class RecipeRun:
         return self.plan_from(state)
 
     def plan_from(self, state: State) -> Plan:
-        """The plan of a state that has run. Raises: PlanError: not all actions have started."""
+        """The plan of a state that has run. Raises: RecipeError: not all actions have started."""
         orders: list[list[Action]] = [[] for _ in range(self.graph.num_ranks)]
         for item in map(int, state.begun):
             if item < 0:
@@ -143,9 +143,9 @@ class RecipeRun:
         names = [module.name for module in self.graph.modules]
         for key in (*self.recipe.overrides, *self.recipe.placements):
             if isinstance(key, str) and key and key not in names:
-                raise PlanError(f"the recipe names a module {key!r}; this model has {', '.join(names)}")
+                raise RecipeError(f"the recipe names a module {key!r}; this model has {', '.join(names)}")
             if isinstance(key, int) and not 0 <= key < self.graph.num_ranks:
-                raise PlanError(f"Recipe.overrides[{key}] names a rank; use 0 .. {self.graph.num_ranks - 1}")
+                raise RecipeError(f"Recipe.overrides[{key}] names a rank; use 0 .. {self.graph.num_ranks - 1}")
 
     def _rule_of_rank(self, rank: int) -> Recipe:
         """The recipe on a rank: with the override of its module, if it holds only one, and its own."""
@@ -154,7 +154,7 @@ class RecipeRun:
             for name in ("first", "units", "forward", "backward"):
                 given = getattr(self.recipe.overrides.get(module), name, None)
                 if given is not None:
-                    raise PlanError(
+                    raise RecipeError(
                         f"Recipe.overrides[{module!r}].{name} = {shown(given)}: rank {rank} holds "
                         f"{' and '.join(modules)}, and chooses among all its stages; set {name} for ranks"
                     )
@@ -317,7 +317,7 @@ class RecipeRun:
             action = self.action(item)
             answer = call("Recipe.check", check, moments.of(t.rank_of[item]), action)
             if not isinstance(answer, bool):
-                raise PlanError(f"Recipe.check returned {shown(answer)} for {action}; return True or False")
+                raise RecipeError(f"Recipe.check returned {shown(answer)} for {action}; return True or False")
             return answer
 
         def choose(t: State, rank: int, promise: int) -> int:
@@ -326,8 +326,8 @@ class RecipeRun:
             if not ready:
                 return -1
             answer = call("Recipe.step", step, moments.of(rank, tuple(ready)))
-            if answer is not None and answer not in ready:
-                raise PlanError(
+            if answer is not None and (not isinstance(answer, Action) or answer not in ready):
+                raise RecipeError(
                     f"Recipe.step returned {shown(answer)} for rank {rank}, which could start "
                     f"{', '.join(map(str, ready))}; return one of moment.ready, or None"
                 )
@@ -348,38 +348,38 @@ class RecipeRun:
             if t.status[item] == READY and (item >= N or kernel.admits(t, item, promise))
         }
 
-    def _stuck(self, t: State, orders: Sequence[Sequence[Action]]) -> PlanError:
+    def _stuck(self, t: State, orders: Sequence[Sequence[Action]]) -> RecipeError:
         """The error of a run that has not started all actions."""
-        reason = next(filter(None, (self._reason(t, rank) for rank in range(self.graph.num_ranks))), "")
+        reasons = [self._reason(t, rank, slot) for rank in range(self.graph.num_ranks) for slot in (F, B)]
         steps = {rank: len(order) for rank, order in enumerate(orders)}
         started, count = sum(map(len, orders)), len(t.begun)
-        return PlanError(
-            f"the recipe gets stuck after {started} of {count} actions: {reason}\n{show_steps(orders, steps)}"
+        return RecipeError(
+            f"the recipe gets stuck after {started} of {count} actions: {max(reasons)[1]}\n{show_steps(orders, steps)}"
         )
 
-    def _reason(self, t: State, rank: int) -> str:
-        """What holds up a rank that has something ready; empty: nothing is."""
+    def _reason(self, t: State, rank: int, slot: int) -> tuple[int, str]:
+        """What holds up a rank that has something of a slot ready, and how likely it is the cause of all."""
         N, S = self.items.num_nodes, len(self.graph.stage_rank)
-        items = [item for item in range(self.items.num_items) if t.status[item] == READY and t.rank_of[item] == rank]
-        if not items:
-            return ""
-        name = f"rank {rank} could start {self.action(items[0])}, but "
-        if self.recipe.step:
-            return f"{name}Recipe.step returns None"
-        slot = F if items[0] < N else B
+        nodes = [n for n in range(N) if t.status[slot * N + n] == READY and t.rank_of[n] == rank]
+        waits = t.waits[2 * rank + slot] and not self.recipe.step
+        if not nodes:
+            return 0, "nothing is ready"
         reasons = []
-        if slot == F and not kernel.admits(t, items[0], 0):
-            pools = [t.pool[level * N + items[0]] for level in range(t.sizes[3])]
+        if slot == F and not kernel.admits(t, nodes[0], 0):
+            pools = [t.pool[level * N + nodes[0]] for level in range(t.sizes[3])]
             full = [p for p in pools if p >= 0 and t.total[p] + 1e-9 >= t.limit[p]] or pools
             reasons.append(f"{self.limits.pools[full[0]].where} has no room; raise it")
-        if t.waits[2 * rank + slot]:
+        if waits:
             behind = [s for s in self.stages[rank] if t.remaining[slot * S + s] and not t.num_ready[slot * S + s]]
-            kind = "backward" if slot else "forward"
             on = f" for stage {behind[0]}" if behind else ""
+            kind = "backward" if slot else "forward"
             reasons.append(f"its {kind} traversal waits{on}; leave out wait, or change every")
-        if self.recipe.check:
+        if self.recipe.step:
+            reasons.append("Recipe.step returns None")
+        elif self.recipe.check:
             reasons.append("Recipe.check admits nothing")
-        return name + ", and ".join(reasons)
+        action = self.action(slot * N + nodes[0])
+        return 2 * waits + bool(reasons), f"rank {rank} could start {action}, but " + ", and ".join(reasons)
 
 
 class _Moments:

@@ -4,12 +4,14 @@ import pytest
 
 from mmtrain.commands import cli
 from mmtrain.config import config
-from mmtrain.errors import ConfigError, MMTrainError
+from mmtrain.errors import ConfigError, MMTrainError, PlanError, RecipeError
+from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.io.torch_csv import write_plan
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.recipe.files import schedule_of
+from mmtrain.schedule.simulate import simulate
 from tests.schedule.problems import two_modules
 
 HEAD = "from mmtrain.schedule.recipe import Placement, Recipe, Rule, Traversal\n"
@@ -31,8 +33,34 @@ FAULTS = {
     "chunks": ("def schedule(P):\n    return Recipe(placement=Placement('v', chunks=3))\n", r"it has 2 on each rank"),
     "ranks": ("def schedule(P):\n    return Recipe(placement=Placement(ranks=[0, 4]))\n", r"with 4 pipeline ranks"),
     "ranks twice": ("def schedule(P):\n    return Recipe(placement=Placement(ranks=[0, 0]))\n", r"names a rank twice"),
-    "a rule": ("def schedule(P):\n    return Recipe(overrides={0: 3})\n", r"map a module or a rank to a Rule"),
+    "a rule": ("def schedule(P):\n    return Recipe(overrides={0: 3})\n", r"map a module or a rank"),
     "a check": ("def schedule(P):\n    return Recipe(check=3)\n", r"Recipe.check = 3; it must be a function"),
+    "impure overrides": (
+        "import itertools\nn = itertools.count(1)\ndef schedule(P):\n"
+        "    return Recipe(overrides={0: Rule(in_flight=next(n))})\n",
+        r"is impure",
+    ),
+    "impure capture": (
+        "import itertools\nn = itertools.count(1)\ndef schedule(P):\n"
+        "    k = next(n)\n    return Recipe(in_flight=lambda rank: k)\n",
+        r"is impure",
+    ),
+    "None": ("def schedule(P):\n    return Recipe(first=None)\n", r"Recipe.first = None; leave it out"),
+    "a flag": ("def schedule(P):\n    return Recipe(memory='no')\n", r"Recipe.memory = 'no'; it must be True or False"),
+    "a huge limit": ("def schedule(P):\n    return Recipe(in_flight=10**400)\n", r"it must be a whole number"),
+    "nested limits": ("def schedule(P):\n    return Recipe(in_flight=[[[1]]])\n", r"in_flight = \[1\]; it must be"),
+    "ranks as text": ("def schedule(P):\n    return Recipe(placement=Placement(ranks='01'))\n", r"give a list of pipe"),
+    "many chunks": (
+        "def schedule(P):\n    return Recipe(placement=Placement('circular', 10**9))\n",
+        r"it must be at most",
+    ),
+    "a flag as key": (
+        "def schedule(P):\n    return Recipe(overrides={True: Rule()})\n",
+        r"map a module or a rank to a Rule",
+    ),
+    "a module": ("def schedule(P):\n    return Recipe(placement={1: 'v'})\n", r"write a word or a Placement"),
+    "arguments": ("def schedule():\n    return Recipe()\n", r"recipe.py: TypeError: schedule\(\) takes 0 positional"),
+    "deep": ("x = " + "-" * 100000 + "1\n", r"recipe.py(:1)?: not a Python file: "),
     "impure": ("n = [0]\ndef schedule(P):\n    n[0] += 1\n    return Recipe(in_flight=n[0])\n", r"is impure"),
 }
 
@@ -62,6 +90,37 @@ def test_a_wrong_name_is_one_sentence(name, message):
         schedule_of(name, 4)
 
 
+def test_pure_callables_and_dataclasses_are_taken(tmp_path):
+    path = tmp_path / "recipe.py"
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom functools import partial\n"
+        + HEAD
+        + """
+@dataclass
+class Least:
+    most: int
+    def __call__(self, rank):
+        return self.most
+def f(most, rank):
+    return most
+def schedule(P):
+    return Recipe(in_flight=partial(f, 2), overrides={0: Rule(in_flight=Least(3))})
+"""
+    )
+    assert schedule_of(str(path), 4).make(plain_chain(4, 8, schedule_of(str(path), 4))).orders
+
+
+def test_separation_keeps_the_limits_of_a_recipe_and_its_mistakes_are_no_question_of_memory(tmp_path):
+    path = tmp_path / "recipe.py"
+    path.write_text(HEAD + "def schedule(P):\n    return Recipe(in_flight=[P - r for r in range(P)])\n")
+    schedule = schedule_of(str(path), 4)
+    problem = plain_chain(4, 12, schedule)
+    assert simulate(problem, schedule.separated().make(problem)).peak_bytes == (4.0, 3.0, 2.0, 1.0)
+    path.write_text(HEAD + "def schedule(P):\n    return Recipe(memory=True, in_flight=[1])\n")
+    with pytest.raises(RecipeError, match=r"recipe.py: Recipe.in_flight has 1 entries for 4 pipeline ranks"):
+        make_plan(problem, schedule_of(str(path), 4))
+
+
 def test_placements_of_chains_and_what_jobs_are_told(tmp_path):
     path = tmp_path / "recipe.py"
     path.write_text(
@@ -71,7 +130,10 @@ def test_placements_of_chains_and_what_jobs_are_told(tmp_path):
     )
     v, some, by_module = (schedule_of(f"{path}{name}", 3) for name in ("", ":some", ":by_module"))
     assert v.chain_ranks == (0, 1, 2, 2, 1, 0) and v.placement == "v" and not v.refusal
-    assert some.chain_ranks == (1, 0, 1, 0, 1, 0) and "on some of the pipeline ranks" in some.refusal
+    assert some.chain_ranks == (1, 0, 1, 0, 1, 0) and "Placement.ranks" in some.refusal
+    assert by_module.chain_ranks == v.chain_ranks  # a chain's module is called language
+    with pytest.raises(PlanError, match="the schedule's file places its chunks; leave"):
+        plain_chain(3, 4, v, num_segments=2)
     assert by_module.segments == {"vision": 2, "language": 2} and "places all alike" in by_module.refusal
     problem = plain_chain(3, 4, some)
     check(some.make(problem), problem)
@@ -103,7 +165,13 @@ def test_commands_take_files(tmp_path, capsys, monkeypatch):
     assert cli.main(["schedule", "compare", "recipe.py", "orders.csv", "--pp", "2"]) == 0
     first, second = capsys.readouterr().out.splitlines()[1:3]
     assert first.split()[1:] == second.split()[1:]
-    for words in (["show", "none.py"], ["compare", "none.py"], ["list", "none.py"], ["compare", "recipe.py:no"]):
+    for words in (
+        ["show", "none.py"],
+        ["compare", "none.py"],
+        ["compare", "none.csv", "1F1B"],
+        ["list", "none.py"],
+        ["compare", "recipe.py:no"],
+    ):
         assert cli.main(["schedule", *words]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and error.startswith("error: ")

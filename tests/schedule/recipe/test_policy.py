@@ -188,6 +188,12 @@ def test_a_waiting_traversal_that_gets_stuck_names_rank_stage_and_limit():
     assert lines[1].startswith("  rank 0: 0F0.0") and lines[2].startswith("  rank 1: ")
 
 
+def test_a_waiting_traversal_is_blamed_before_limits():
+    recipe = Recipe(in_flight=2, backward=Traversal("breadth", every=3, wait=True))
+    with pytest.raises(PlanError, match=r"its backward traversal waits for stage \d; leave out wait"):
+        plan_of(recipe, chain(2, 4, num_segments=2))
+
+
 def test_a_rule_of_a_module_that_shares_a_rank_is_refused():
     with pytest.raises(PlanError, match=r"overrides\['vision'\].first = 'forward': rank 0 holds language and vision"):
         plan_of(Recipe(overrides={"vision": Rule(first="forward")}), two_modules(2, [1]))
