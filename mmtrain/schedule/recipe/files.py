@@ -46,7 +46,7 @@ def schedule_of(name: str, num_ranks: int) -> Schedule:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise ConfigError(f"schedule {shown(name)}: {path} has over {MOST_BYTES:,} bytes; name a schedule's file")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()  # line ends as they are: the digest is that of the file
     except OSError as error:
         raise ConfigError(f"schedule {shown(name)}: {path} cannot be read: {error.strerror}; name a file") from None
     except UnicodeDecodeError:

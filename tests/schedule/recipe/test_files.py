@@ -1,5 +1,7 @@
 """Schedules from files: recipes and torch's CSV, and what is wrong with them in one sentence."""
 
+import hashlib
+
 import pytest
 
 from mmtrain.commands import cli
@@ -88,6 +90,12 @@ def test_a_broken_file_is_one_sentence_with_its_line(tmp_path, fault):
 def test_a_wrong_name_is_one_sentence(name, message):
     with pytest.raises(ConfigError, match=message):
         schedule_of(name, 4)
+
+
+def test_the_digest_is_that_of_the_file(tmp_path):
+    path = tmp_path / "recipe.py"
+    path.write_bytes((HEAD + "def schedule(P):\n    return Recipe()\n").replace("\n", "\r\n").encode())
+    assert schedule_of(str(path), 2).digest == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_pure_callables_and_dataclasses_are_taken(tmp_path):
