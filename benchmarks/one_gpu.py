@@ -315,8 +315,8 @@ class _Microbatches(IterableDataset):  # type: ignore[type-arg]
         self.given = given
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch, _ in cycle(self.given):
-            yield from map(inputs, batch.microbatches)
+        for batch, meta in cycle(self.given):
+            yield from map(inputs, batch.microbatches, meta.microbatches)
 
 
 class _Ends(TrainerCallback):

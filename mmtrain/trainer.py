@@ -230,6 +230,8 @@ class Trainer:
         planner, cut_s = _planner_in_time(config)
         logger.info("after step %d the layout changes", self.state.step)
         device, tensors = self.mesh.device, HeldTensors.of(self._named())
+        assert self._record is not None
+        self._record.forget_layout()
         self.placement.close()
         self._placement, self._items = None, iter(())
         gc.collect()  # hooks refer to modules: their memory is needed now
@@ -237,7 +239,6 @@ class Trainer:
         self._build(device)
         tensors.restore(self._named())
         self._take_up()
-        assert self._record is not None
         self._record.describe(config, planner, self.mesh, self.state.step)
 
     def _tear_down(self, *, lost: bool = False) -> None:

@@ -105,6 +105,10 @@ class RunRecord:
                 f"job.dump_folder = {str(self._folder)!r} cannot be written: {error.strerror}; name another folder"
             ) from None
 
+    def forget_layout(self) -> None:
+        """Releases the layout, which ends: its groups have threads as long as anything refers to them."""
+        del self._mesh, self._planner
+
     def step(self, step: FinishedStep) -> None:
         """Reports one training step, and writes its files where they are due."""
         plan = step.plan
