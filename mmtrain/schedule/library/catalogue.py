@@ -17,6 +17,7 @@ from mmtrain.schedule.library.breadth_first import gpipe, looped_bfs
 from mmtrain.schedule.library.controllable_memory import v_half, v_min
 from mmtrain.schedule.library.dual_pipe_v import dual_pipe_v
 from mmtrain.schedule.library.interleave import interleave
+from mmtrain.schedule.library.names import file_of
 from mmtrain.schedule.library.one_f_one_b import one_f_one_b
 from mmtrain.schedule.library.optimus import optimus
 from mmtrain.schedule.library.zbv import zbv
@@ -70,7 +71,8 @@ class Schedule:
     @property
     def suffix(self) -> str:
         """Of the file that it is from: .py or .csv."""
-        return Path(self.name.partition(":")[0]).suffix
+        path, _ = file_of(self.name) or ("", "")
+        return Path(path).suffix
 
     @property
     def digest(self) -> str:
@@ -85,16 +87,13 @@ def _separated(make: Callable[[PlanningProblem], Plan], problem: PlanningProblem
 _SCHEDULES = {
     "GPipe": Schedule(idea="all forwards, then all backwards", make=gpipe),
     "1F1B": Schedule(
-        idea="one forward, one backward; with several chunks a rank, Megatron's interleaved order",
-        make=one_f_one_b,
+        idea="one forward, one backward; with several chunks a rank, Megatron's interleaved order", make=one_f_one_b
     ),
     "Interleaved1F1B": Schedule(idea="1F1B with at least 2 chunks a rank", make=one_f_one_b, least_passes=2),
     "LoopedBFS": Schedule(idea="all forwards, then all backwards, chunk by chunk", make=looped_bfs, least_passes=2),
     "ZB-H1": Schedule(idea="1F1B, weight gradients of rank r after r more pairs", make=zb_h1, splits_backward=True),
     "ZB-H2": Schedule(
-        idea="twice the forwards in flight, weight gradients after 2r pairs",
-        make=zb_h2,
-        splits_backward=True,
+        idea="twice the forwards in flight, weight gradients after 2r pairs", make=zb_h2, splits_backward=True
     ),
     "ZB-AutoSchedule": Schedule(
         idea="list scheduling by cost with split backwards, within memory limits",
@@ -103,20 +102,14 @@ _SCHEDULES = {
         keeps_memory_limits=True,
     ),
     "InterleavedZeroBubble": Schedule(
-        idea="ZB-H1 with at least 2 chunks a rank",
-        make=interleaved_zero_bubble,
-        least_passes=2,
-        splits_backward=True,
+        idea="ZB-H1 with at least 2 chunks a rank", make=interleaved_zero_bubble, least_passes=2, splits_backward=True
     ),
     "ZBV": Schedule(idea="down the ranks and back up", make=zbv, placement="v", splits_backward=True),
     "V-half": Schedule(
         idea="down and back up, gradients back sooner", make=v_half, placement="v", splits_backward=True
     ),
     "V-min": Schedule(
-        idea="down and back up, gradients back as soon as possible",
-        make=v_min,
-        placement="v",
-        splits_backward=True,
+        idea="down and back up, gradients back as soon as possible", make=v_min, placement="v", splits_backward=True
     ),
     "DualPipeV": Schedule(
         idea="down and back up, in pairs of a forward and a backward",
@@ -126,9 +119,7 @@ _SCHEDULES = {
     ),
     "Optimus": Schedule(idea="all encoder forwards, 1F1B of the rest, all encoder backwards", make=optimus),
     "interleave": Schedule(
-        idea="greedy dual queues by cost, within memory limits (DIP)",
-        make=interleave,
-        keeps_memory_limits=True,
+        idea="greedy dual queues by cost, within memory limits (DIP)", make=interleave, keeps_memory_limits=True
     ),
 }
 CATALOGUE: Mapping[str, Schedule] = {name: replace(schedule, name=name) for name, schedule in _SCHEDULES.items()}

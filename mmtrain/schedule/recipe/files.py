@@ -34,8 +34,8 @@ def schedule_of(name: str, num_ranks: int) -> Schedule:
     """The schedule of a name or of a file. Args: num_ranks: P, which a recipe's function gets.
 
     Raises:
-        ConfigError: there is no such schedule or file, or the file fails; with its line.
-        PlanError: the recipe's words or the CSV's cells are wrong.
+        ConfigError: there is no such schedule or file, or the recipe fails; with its line.
+        PlanError: too many ranks, or the CSV's cells are wrong.
     """
     check_name(name)
     RANKS.check("pipeline ranks", num_ranks)
@@ -123,7 +123,7 @@ def _run_file(path: str, function: str, text: str, num_ranks: int) -> Recipe:
     recipe, again = (_guarded(path, lambda: make(num_ranks)) for _ in range(2))
     if not isinstance(recipe, Recipe):
         raise ConfigError(f"{path}: {function}({num_ranks}) returned {shown(recipe)}; return a Recipe")
-    if _form(recipe) != _form(again):
+    if _guarded(path, lambda: _form(recipe) != _form(again)):
         raise ConfigError(
             f"{path}: {function}({num_ranks}) is impure: two calls returned different recipes; let it use P alone"
         )

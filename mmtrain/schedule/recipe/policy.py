@@ -30,8 +30,10 @@ def plan_of(recipe: Recipe, problem: PlanningProblem, *, compiled: bool = False)
     A recipe with a check or a step function runs twice, and both runs must agree.
 
     Args: compiled: by numba, with equal results; worth its start where many recipes are run.
-    Raises: RecipeError: the recipe gets stuck, a limit has the wrong length, a function of the recipe raises, returns
-        something else or is impure, or one microbatch alone exceeds a memory limit.
+    Raises:
+        RecipeError: the recipe gets stuck, a limit has the wrong length, or a function of the recipe raises, returns
+            something else or is impure.
+        PlanError: one microbatch alone exceeds a memory limit.
     """
     if not problem.graph.works:
         return Plan(problem.graph, ((),) * problem.graph.num_ranks)

@@ -10,7 +10,8 @@ from mmtrain.errors import ConfigError, MMTrainError, PlanError, RecipeError
 from mmtrain.planner.plan import make_plan
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.io.torch_csv import write_plan
-from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.library.breadth_first import gpipe
+from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.schedule.simulate import simulate
@@ -61,6 +62,11 @@ FAULTS = {
         r"map a module or a rank to a Rule",
     ),
     "a module": ("def schedule(P):\n    return Recipe(placement={1: 'v'})\n", r"write a word or a Placement"),
+    "a capture without a value": (
+        "def schedule(P):\n    def f(rank):\n        return g(rank)\n    recipe = Recipe(in_flight=f)\n"
+        "    return recipe\n    g = f\n",
+        r"recipe.py: ValueError: Cell is empty",
+    ),
     "arguments": ("def schedule():\n    return Recipe()\n", r"recipe.py: TypeError: schedule\(\) takes 0 positional"),
     "deep": ("x = " + "-" * 100000 + "1\n", r"recipe.py(:1)?: not a Python file: "),
     "impure": ("n = [0]\ndef schedule(P):\n    n[0] += 1\n    return Recipe(in_flight=n[0])\n", r"is impure"),
@@ -96,6 +102,11 @@ def test_the_digest_is_that_of_the_file(tmp_path):
     path = tmp_path / "recipe.py"
     path.write_bytes((HEAD + "def schedule(P):\n    return Recipe()\n").replace("\n", "\r\n").encode())
     assert schedule_of(str(path), 2).digest == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_kind_of_file_follows_from_the_name():
+    kinds = [Schedule(idea="", make=gpipe, name=name).suffix for name in ("a:b/c.py", "c.py:f", "c.csv", "GPipe")]
+    assert kinds == [".py", ".py", ".csv", ""]
 
 
 def test_pure_callables_and_dataclasses_are_taken(tmp_path):

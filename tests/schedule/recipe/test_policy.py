@@ -12,7 +12,6 @@ from mmtrain.errors import PlanError
 from mmtrain.schedule.action import Action, Kind
 from mmtrain.schedule.graph import Instruction
 from mmtrain.schedule.plan import Plan, check
-from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.recipe import Recipe, Rule, Traversal, kernel
 from mmtrain.schedule.recipe.policy import RecipeRun, plan_of
 from mmtrain.schedule.simulate import simulate
@@ -126,17 +125,7 @@ def test_a_recipe_plans_registered_instructions():
     problem = chain(2, 2)
     sync = Kind.register("SYNC")
     instruction = Instruction(kind=sync, stage=1, work=0, after=((Kind.F, 1, 0),), before=((Kind.B, 1, 0),), seconds=1)
-    given = PlanningProblem.build(
-        num_ranks=2,
-        modules=problem.graph.modules,
-        stage_rank=problem.graph.stage_rank,
-        works=problem.graph.works,
-        costs=problem.costs,
-        cost_index=problem.cost_index,
-        output_bytes=problem.output_bytes,
-        p2p=problem.p2p,
-        instructions=[instruction],
-    )
+    given = replace(problem, graph=replace(problem.graph, instructions=(instruction,)))
     plan = plan_of(Recipe(), given)
     check(plan, given)
     assert text(plan, 1).startswith("1F0 1SYNC0 1B0")

@@ -1,15 +1,17 @@
 """The tutorial's recipes reproduce named schedules, in few lines."""
 
+import itertools
 import random
 from collections.abc import Iterator
 
 import pytest
 
+from mmtrain.errors import PlanError
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import PlanningProblem
-from mmtrain.schedule.recipe import Recipe
+from mmtrain.schedule.recipe import Recipe, Traversal
 from mmtrain.schedule.recipe.policy import plan_of
 from mmtrain.schedule.simulate import simulate
 from tests.schedule.problems import halves, two_modules
@@ -18,6 +20,8 @@ from tests.schedule.recipe.recipes import TUTORIAL, tutorial
 SIZES = [(P, M) for P in range(2, 9) for M in range(P, 4 * P + 1)]
 UNEVEN = (1.0, 1.3, 0.7)
 MOST_LINES = 15
+CIRCULAR = (("breadth", 0), ("depth", 0), ("breadth", 4), ("depth", 4))
+"""(order, every)."""
 
 
 def numbers(problem: PlanningProblem, plan) -> tuple[float, float, float]:
@@ -65,6 +69,22 @@ def test_zb_h2_in_makespan_span_and_peak(tmp_path):
         assert got[1:] == wanted[1:]
         enough = len(problem.graph.works) >= 2 * problem.graph.num_ranks - 1
         assert got[0] == wanted[0] if enough else got[0] <= wanted[0]
+
+
+@pytest.mark.parametrize(("limit", "stuck"), [(None, 14), ([11, 9, 7, 5], 16), (4, 24)])
+def test_interval_traversal_gets_stuck_only_where_it_waits(limit, stuck):
+    """The 32 circular settings of FlexPipe's grid, P = 4, M = 8; docs/log.md has these numbers."""
+    problem = plain_chain(4, 8, CATALOGUE["Interleaved1F1B"])
+    for wait, wanted in ((True, stuck), (False, 0)):
+        found = 0
+        for first, forward, backward in itertools.product(("backward", "alternate"), *[CIRCULAR] * 2):
+            sides = [Traversal(order, every, wait and every > 0) for order, every in (forward, backward)]
+            recipe = Recipe(first=first, forward=sides[0], backward=sides[1], in_flight=limit, clock="lockstep")
+            try:
+                plan_of(recipe, problem)
+            except PlanError:
+                found += 1
+        assert found == wanted, wait
 
 
 def test_interleave_action_for_action_on_batches_of_two_modules():
