@@ -20,12 +20,14 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from typing import get_args
 
 import torch
 from emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
+from overheads import measure
 
 from mmtrain.commands.local_ranks import run_on_ranks
 from mmtrain.config import config as config_module
@@ -43,6 +45,7 @@ from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.action import RESULT_OF
 from mmtrain.schedule.graph import Result
 from mmtrain.schedule.library.names import ScheduleName
+from mmtrain.schedule.overheads import NO_OVERHEADS, Overheads, charged
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import P2P, PlanningProblem
 from mmtrain.schedule.simulate import simulate
@@ -62,8 +65,16 @@ class Case:
     batch: str
     schedule: str
     problem: PlanningProblem
+    """With the seconds that stages spend."""
     plan: Plan
     message_scale: float
+    overheads: Overheads = NO_OVERHEADS
+    """What the runtime adds on this machine."""
+
+    @cached_property
+    def expected(self) -> Timeline:
+        """The simulated timeline on the host's clock."""
+        return simulate(charged(self.problem, self.overheads), self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +91,7 @@ class Excess:
 # -------------------------------------------------------------------------------------------------- cases
 
 
-def make_cases(args: argparse.Namespace) -> list[Case]:
+def make_cases(args: argparse.Namespace, overheads: Overheads) -> list[Case]:
     cases = []
     for name in args.jobs.split(","):
         for iteration in range(args.batches):
@@ -91,8 +102,16 @@ def make_cases(args: argparse.Namespace) -> list[Case]:
                     print(f"{name} batch {iteration}, {schedule}: no plan: {result.message}")
                 else:
                     found[schedule] = problem, result.plan
-            cases += scaled_cases(f"{name} {iteration}", found, args.unit_ms / 1e3, args.message_kib * 1024.0)
-    return cases
+            sizes = args.unit_ms / 1e3, args.message_kib * 1024.0
+            cases += scaled_cases(f"{name} {iteration}", found, *sizes, overheads)
+    return [planned_again(case, 1000) if case.schedule == PLANNED else case for case in cases]
+
+
+def planned_again(case: Case, evaluations: int) -> Case:
+    """The case with a plan whose search knew the overheads."""
+    result = search(charged(case.problem, case.overheads), SearchOptions(budget_evaluations=evaluations))
+    assert result.plan is not None
+    return replace(case, plan=Plan(case.problem.graph, result.plan.orders, result.plan.options))
 
 
 def job(name: str, args: argparse.Namespace) -> Config:
@@ -120,9 +139,13 @@ def planned(config: Config, name: str, iteration: int) -> tuple[PlanningProblem,
 
 
 def scaled_cases(
-    batch: str, plans: dict[str, tuple[PlanningProblem, Plan]], unit_s: float, message_bytes: float
+    batch: str,
+    plans: dict[str, tuple[PlanningProblem, Plan]],
+    unit_s: float,
+    message_bytes: float,
+    overheads: Overheads,
 ) -> list[Case]:
-    """The plans of one batch, with seconds and bytes times one factor each."""
+    """The plans of one batch, with seconds and bytes times one factor each, but not the overheads."""
     seconds = [row.end_s - row.start_s for pair in plans.values() for row in simulate(*pair).rows]
     factor = unit_s / statistics.median(seconds)
     largest = max(max(row) for problem, _ in plans.values() for row in problem.output_bytes)
@@ -133,6 +156,7 @@ def scaled_cases(
             problem=slower(problem, factor),
             plan=plan,
             message_scale=message_bytes / largest if largest else 1.0,
+            overheads=overheads,
         )
         for name, (problem, plan) in plans.items()
     ]
@@ -212,9 +236,10 @@ def excess(case: Case, timeline: Timeline) -> Excess:
 def report(cases: list[Case], cpu_s: float, executed: list[list[Timeline]]) -> None:
     """Args: cpu_s: of all ranks, in virtual time."""
     virtual, _, *measured = executed
-    simulated = [simulate(case.problem, case.plan) for case in cases]
-    equal = sum(a.rows == b.rows for a, b in zip(virtual, simulated, strict=True))
-    difference = max(abs(a.end_s - b.end_s) for a, b in zip(virtual, simulated, strict=True))
+    spent = [simulate(case.problem, case.plan) for case in cases]
+    equal = sum(a.rows == b.rows for a, b in zip(virtual, spent, strict=True))
+    difference = max(abs(a.end_s - b.end_s) for a, b in zip(virtual, spent, strict=True))
+    simulated = [case.expected for case in cases]
     cpu_us = 1e6 * cpu_s / sum(len(timeline.rows) for timeline in simulated)
     print(
         f"virtual time: {equal} of {len(cases)} timelines equal to the simulated ones to the bit, makespans differ by "
@@ -283,8 +308,11 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--unit-ms", type=float, default=25.0, help="median action")
     parser.add_argument("--message-kib", type=float, default=256.0, help="largest message")
+    parser.add_argument("--free", action="store_true", help="do not count overheads, as if the runtime took no time")
     args = parser.parse_args()
-    cases = make_cases(args)
+    overheads = NO_OVERHEADS if args.free else measure()
+    print(", ".join(f"{name} {1e6 * seconds:.0f} us" for name, seconds in asdict(overheads).items()), flush=True)
+    cases = make_cases(args, overheads)
     seconds = (1 + args.repetitions) * sum(simulate(case.problem, case.plan).end_s for case in cases)
     print(f"{args.ranks} ranks, {len(cases)} plans, about {seconds:.0f} s", flush=True)
     answers = run_on_ranks(execute, args.ranks, cases, args.repetitions, comm=CommConfig())

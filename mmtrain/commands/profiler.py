@@ -271,6 +271,9 @@ def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int,
             for _ in range(steps):
                 step = next(timed)
                 samples.spans.append((step.outcome.span[1], step.end_s))
+                rows: list[Any] = [None, None]
+                dist.all_gather_object(rows, step.outcome.rows)
+                samples.runs.append((step.plan.problem, step.plan.program, tuple(rows)))
     return samples
 
 
@@ -292,7 +295,6 @@ def _measure_messages(samples: Samples, device: torch.device) -> None:
             dist.barrier()
             start = clock()
             work = dist.isend(sent, peer, group=to) if me == sender else dist.irecv(got, peer, group=fro)
-            samples.posts.append(clock() - start)
             assert work is not None
             if me == sender:
                 while device.type == "cpu" and clock() - start < _COMPUTED_S:

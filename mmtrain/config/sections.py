@@ -256,12 +256,21 @@ class PlannerConfig:
     flops_per_s."""
     profile: str = ""
     """File that `mmtrain profile` wrote: costs are what it measured, whatever `hardware` says; empty: none."""
+    noise: float = 0.0
+    """Deviation of the actual seconds of an action from the modelled ones, as a part of them, that searched plans have
+    to bear; with a profile what it measured counts instead. 0: none."""
+    draws: int = 64
+    """Draws of such seconds by which the finalists of a search are compared; the search itself compares all plans by an
+    eighth of them."""
+    finalists: int = 8
+    """Plans of a search that are compared by all draws."""
 
     def __post_init__(self) -> None:
         at_most("planner", self, p2p_latency_s=3600.0, budget_s=MOST_SECONDS, patience_s=MOST_SECONDS, threads=1024)
         at_least("planner", self, p2p_latency_s=0.0, activation_memory_gib=0.0, budget_evaluations=0, budget_s=0.0)
         at_least("planner", self, threads=0, patience_s=0.0, flops_per_s=1.0, p2p_bytes_per_s=1.0)
-        at_least("planner", self, host_bytes_per_s=1.0)
+        at_least("planner", self, host_bytes_per_s=1.0, noise=0.0, draws=1, finalists=1)
+        at_most("planner", self, noise=1.0, draws=4096, finalists=1024)
         if self.enable and self.strategy != "first" and not self.budget_evaluations and not self.budget_s:
             raise ConfigError(
                 "planner.budget_evaluations = 0 and planner.budget_s = 0 let the search go on for ever; set one of them"

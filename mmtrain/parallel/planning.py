@@ -309,6 +309,7 @@ class PlanAhead:
             seed=search_seed(self._seed, pending.step, member),
             threads=self.threads,
             num_searchers=len(mesh.replica_ranks) if section.distributed else 1,
+            noise=pending.planner.costs.noise,
         )
         message = _Message(step=pending.step, status=PlanStatus.FAILED)
         start = time.perf_counter()
@@ -326,7 +327,7 @@ class PlanAhead:
             makespan_s = math.inf
             if section.distributed:  # only a valid plan may be preferred to those of the other ranks
                 check(plan, problem)
-                makespan_s = simulate(problem, plan).makespan_s
+                makespan_s = result.expected_s or simulate(problem, plan).makespan_s
             message = replace(message, data=to_bytes(plan), result_status=status, result_message=sentence)
             return replace(message, status=PlanStatus.READY, makespan_s=makespan_s)
         except Exception as error:

@@ -12,7 +12,7 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import Batching, check_conservation, make_batching
 from mmtrain.planner.costs.cost_model import CostModel
-from mmtrain.planner.costs.job_costs import cost_model, on_partition
+from mmtrain.planner.costs.job_costs import cost_model
 from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.layout import IterationLayout
@@ -21,7 +21,6 @@ from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.choice import choose_partition
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan import PlanResult
-from mmtrain.planner.plan_choice import may_split
 from mmtrain.planner.problem import make_problem
 from mmtrain.planner.work_size import sub_microbatch_size
 from mmtrain.schedule.library.catalogue import Schedule
@@ -111,7 +110,7 @@ class IterationPlanner:
             spec=spec,
             partition=choice.partition,
             section=config.planner,
-            costs=on_partition(costs, choice.partition),
+            costs=costs,
             schedule=schedule,
             sub_microbatch_size=sub_microbatch,
             sharded=uses_fsdp(config.parallelism.mesh_shape, config.training, data_encoder=config.data_encoder),
@@ -164,7 +163,6 @@ class IterationPlanner:
             self.section,
             memory=self.memory if searched else self.memory.fixed,
             submesh=self.submesh,
-            splits_backward=self.schedule.splits_backward or (searched and may_split(self.section)),
             forward_only=forward_only,
             limits=self.activation_limits,
         )

@@ -20,6 +20,8 @@ class PlanResult:
     status: Literal["optimal", "improved", "first", "infeasible"]
     message: str
     """One sentence for the user."""
+    expected_s: float | None = None
+    """Mean makespan over drawn seconds, by which a search chose the plan; None: it chose by the makespan."""
     plan: Plan | None = None
     timeline: Timeline | None = None
     evaluations: int = 1

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from mmtrain.config.sections import PlannerConfig
 from mmtrain.planner.first_plan import first_plan
+from mmtrain.planner.noise import EXACT, Noise
 from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.search.numba_start import HAS_NUMBA
 from mmtrain.planner.search.search import SearchOptions, fit_memory, search
@@ -48,7 +49,9 @@ def search_seed(job_seed: int, step: int, member: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
-def search_options(section: PlannerConfig, *, seed: int, threads: int, num_searchers: int = 1) -> SearchOptions:
+def search_options(
+    section: PlannerConfig, *, seed: int, threads: int, num_searchers: int = 1, noise: Noise = EXACT
+) -> SearchOptions:
     """What one of several equal searches of an iteration may do.
 
     `budget_evaluations` is for all of them together; `budget_s` is a time and holds for each, as they run side by
@@ -63,12 +66,10 @@ def search_options(section: PlannerConfig, *, seed: int, threads: int, num_searc
         reorder=section.reorder,
         split=section.split_backward,
         memory=section.memory,
+        noise=noise,
+        draws=section.draws,
+        finalists=section.finalists,
     )
-
-
-def may_split(section: PlannerConfig) -> bool:
-    """Whether searched plans may have split backwards: only where the planner makes the orders."""
-    return section.enable and section.interleave and section.split_backward
 
 
 def choose_plan(
@@ -101,13 +102,13 @@ def choose_plan(
 
 
 def searched_plan(
-    problem: PlanningProblem, schedule: str | Schedule, section: PlannerConfig, *, seed: int
+    problem: PlanningProblem, schedule: str | Schedule, section: PlannerConfig, *, seed: int, noise: Noise = EXACT
 ) -> PlanResult:
     """The plan that a job with this section trains with, if its search is in time; or why there is none.
 
     Args: schedule: parallelism.pipeline_parallel_schedule. seed: of the search, as `search_seed` gives it.
     """
-    options = search_options(section, seed=seed, threads=1)
+    options = search_options(section, seed=seed, threads=1, noise=noise)
     return choose_plan(problem, first_plan(problem, schedule, section), section, options, search, lambda: False)
 
 

@@ -15,9 +15,9 @@ from mmtrain.planner.batching import Batching
 from mmtrain.planner.costs.cost_model import CostModel, equal_layers
 from mmtrain.planner.memory.options import BlockKind, BlockPrice, MemoryChoices, Offer, offer, shape_class, weighted
 from mmtrain.planner.partition.partition import Partition, StageSpec
-from mmtrain.schedule.action import Kind
 from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.memory import choose_options
+from mmtrain.schedule.overheads import charged
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.spec.memory_strategies import BlockMemory
 from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec, WorkSize
@@ -38,7 +38,6 @@ def make_problem(
     memory: MemoryChoices = MemoryChoices(),  # noqa: B008
     limits: Sequence[float | None] | None = None,
     submesh: Submesh = Submesh(),  # noqa: B008
-    splits_backward: bool = False,
     forward_only: bool = False,
 ) -> PlanningProblem:
     """The planning problem of one iteration.
@@ -59,8 +58,6 @@ def make_problem(
         limits: [pp_rank] -> bytes that activations may take; None: those of planner_config.
         submesh: the ranks of a stage, which divide each work. Bytes are those of one rank; if whole images are divided,
             of the rank with the most patches.
-        splits_backward: whether the schedule splits backwards: the fixed seconds of actions are then those of I and W,
-            else those of B.
         forward_only: there is no backward (validation); activations are freed at once.
     Raises: PlanError: the tensors that the backward of one block restores exceed the memory limit by themselves, or a
         time, size or number is outside of `mmtrain.schedule.limits`.
@@ -77,7 +74,6 @@ def make_problem(
             costs=costs,
             memory=memory if limited else memory.fixed,
             submesh=submesh,
-            splits_backward=splits_backward,
             forward_only=forward_only,
         )
         return _problem(prices, partition, batching, limits), prices.strategies
@@ -100,7 +96,7 @@ def _problem(
         unevenness = batching.kinds[module].unevenness(prices.submesh, item.units)
         prices_of.append(prices.chain(module, item.size, grad, unevenness))
     try:
-        return PlanningProblem.build(
+        problem = PlanningProblem.build(
             num_ranks=partition.num_ranks,
             modules=partition.modules,
             stage_rank=partition.stage_rank,
@@ -111,6 +107,7 @@ def _problem(
             p2p=prices.costs.p2p,
             memory_limit_bytes=limits,
         )
+        return charged(problem, prices.costs.overheads)
     except PlanError as error:  # a number outside of `mmtrain.schedule.limits`
         raise PlanError(
             f"this job cannot be planned: {error}; times follow from planner.flops_per_s, hardware or profile, sizes "
@@ -157,6 +154,8 @@ class _LayerPrice:
     host_bytes: float = 0.0
     """Moved to host memory and back."""
     waiting_bytes: float = 0.0
+    split_s: float = 0.0
+    """More, if the backward is split."""
     passing_bytes: float = 0.0
     """Held during the forward alone, if autograd keeps nothing; of several layers the largest."""
     restored_bytes: float = 0.0
@@ -178,7 +177,7 @@ class _LayerPrice:
         )
 
 
-_SUMMED = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "host_bytes", "waiting_bytes")
+_SUMMED = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "host_bytes", "waiting_bytes", "split_s")
 """The first fields of a `_LayerPrice`."""
 _summed = attrgetter(*_SUMMED)
 
@@ -235,7 +234,6 @@ class _Prices:
         costs: CostModel,
         memory: MemoryChoices,
         submesh: Submesh,
-        splits_backward: bool,
         forward_only: bool,
     ) -> None:
         self._spec = spec
@@ -246,9 +244,6 @@ class _Prices:
         self._memory = memory
         self._division = {module.name: division_of(submesh, module) for module in spec.modules}
         self.forward_only = forward_only
-        passes = (Kind.I, Kind.W) if splits_backward else (Kind.B,)
-        self._forward_s = costs.action_s(Kind.F)
-        self._backward_s = tuple(costs.action_s(kind) for kind in passes)
         self._class: dict[str, list[int]] = {module.name: equal_layers(module) for module in spec.modules}
         self._of_rank: dict[tuple[str, int], LayerSpec] = {}
         self._shapes: dict[tuple[int, bool], _StageShape] = {}
@@ -307,16 +302,16 @@ class _Prices:
             forward, backward = (host_copy.with_compute_s(s, price.host_bytes) for s in (forward, backward))
             held_bytes += held_input
         if grad:
-            fixed_input, *fixed_weight = self._backward_s
-            backward, weight = backward + fixed_input, max(weight + sum(fixed_weight), LEAST_BACKWARD_S)
+            weight = max(weight, LEAST_BACKWARD_S)
         return Option(
             name=name,
-            forward_s=forward + self._forward_s,
+            forward_s=forward,
             backward_input_s=backward,
             backward_weight_s=weight,
             activation_bytes=unevenness * held_bytes,
             weight_bytes=unevenness * price.waiting_bytes if grad else None,
             restored_bytes=unevenness * price.restored_bytes,
+            split_s=price.split_s if grad else 0.0,
         )
 
     def _offered(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool) -> Offer:
@@ -405,6 +400,7 @@ class _Prices:
             backward_weight_s=times.backward_weight_s,
             kept_bytes=layer.activation_bytes(size),
             waiting_bytes=layer.linear_bytes(size) if layer.splits_backward else 0.0,
+            split_s=times.split_s,
         )
 
 
@@ -422,7 +418,7 @@ def _mixed(offered: Offer, other_layers: _LayerPrice, blocks: Sequence[_LayerPri
 
 def _total(prices: Iterable[tuple[int, _LayerPrice]]) -> _LayerPrice:
     """The price of several layers together. Args: prices: (number of layers, price of each)."""
-    forward = backward = weight = kept = moved = waiting = passing = restored = 0.0
+    forward = backward = weight = kept = moved = waiting = split = passing = restored = 0.0
     for count, price in prices:
         forward += count * price.forward_s
         backward += count * price.backward_input_s
@@ -430,6 +426,7 @@ def _total(prices: Iterable[tuple[int, _LayerPrice]]) -> _LayerPrice:
         kept += count * price.kept_bytes
         moved += count * price.host_bytes
         waiting += count * price.waiting_bytes
+        split += count * price.split_s
         passing = max(passing, price.passing_bytes)
         restored = max(restored, price.restored_bytes) if count else restored
-    return _LayerPrice(forward, backward, weight, kept, moved, waiting, passing, restored)
+    return _LayerPrice(forward, backward, weight, kept, moved, waiting, split, passing, restored)

@@ -48,6 +48,8 @@ class Option:
     """Held from the end of I to the end of W; None: all of `activation_bytes`."""
     restored_bytes: float = 0.0
     """Held additionally while B or I runs: recomputed activations, or those copied back from the CPU."""
+    split_s: float = 0.0
+    """By how much I and W take longer together than B, as part of W: a second dispatch."""
 
     @property
     def has_backward(self) -> bool:
@@ -78,7 +80,7 @@ class Option:
         if kind is Kind.I:
             return self.backward_input_s
         if kind is Kind.W:
-            return self.backward_weight_s
+            return self.backward_weight_s + self.split_s
         return self.backward_input_s + self.backward_weight_s
 
 
@@ -344,7 +346,7 @@ def _refuse_output(where: str, amount: float, rate: float) -> None:
 
 
 def _check_options(costs: tuple[tuple[Option, ...], ...]) -> None:
-    seconds = ("forward_s", "backward_input_s", "backward_weight_s")
+    seconds = ("forward_s", "backward_input_s", "backward_weight_s", "split_s")
     sizes = ("activation_bytes", "restored_bytes", "weight_bytes")
     for i, options in enumerate(costs):
         if not options:
@@ -466,8 +468,8 @@ def _read_module(table: Any, where: str) -> ModuleStages:
 
 def _read_option(table: Any, where: str) -> Option:
     amounts = ("forward_s", "backward_input_s", "backward_weight_s", "activation_bytes")
-    fields(table, where, ("name", *amounts), optional=("weight_bytes", "restored_bytes"))
-    more = ("weight_bytes", "restored_bytes")
+    more = ("weight_bytes", "restored_bytes", "split_s")
+    fields(table, where, ("name", *amounts), optional=more)
     values = {key: number(table[key], f"{where}.{key}") for key in (*amounts, *more) if key in table}
     return Option(name=string(table["name"], f"{where}.name"), **values)
 

@@ -6,8 +6,10 @@ from mmtrain.config.config import Config
 from mmtrain.modality.probes import probing_iteration
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.costs.cost_model import CostModel
+from mmtrain.planner.noise import Noise
 from mmtrain.planner.profile.profile import HELD, LayerProfile, Profile, StepProfile, TransferProfile, job_of, role
 from mmtrain.planner.sub_microbatch import Curve
+from mmtrain.schedule.overheads import Overheads
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec, WorkSize
 
@@ -15,6 +17,16 @@ MACHINE = {
     "date": "2026-01-01", "processor": "none", "device": "cpu", "cores": 2, "threads": 1, "copies": 2, "load": 0.0,
     "torch": "0", "python": "3",
 }  # fmt: skip
+
+OVERHEADS = Overheads(
+    forward_s=1e-3,
+    backward_s=2e-3,
+    backward_input_s=3e-3,
+    backward_weight_s=4e-3,
+    send_s=5e-3,
+    receive_s=6e-3,
+    message_s=7e-3,
+)
 
 
 def profile_of(
@@ -58,7 +70,8 @@ def profile_of(
         job=job_of(config),
         recomputation=recomputation,
         layers=tuple(layers.values()),
-        actions={"F": 1e-3, "B": 2e-3, "I": 3e-3, "W": 4e-3},
+        overheads=OVERHEADS,
+        noise=Noise(forward=0.03, backward=0.05, backward_weight=0.04, shared=0.25),
         step=StepProfile(fixed_s=0.5, param_s=1e-9, pipeline_s=0.25),
         transfer=transfer,
         curve=Curve(patches=64, seconds=((1, 2.0), (2, 3.0), (4, 4.1))),

@@ -173,10 +173,7 @@ def test_tensor_ranks_send_their_rows_of_a_dit_and_hold_their_columns() -> None:
     batching = make_batching(META, SPEC, 2)
     sizes = {"language": batching.sizes[0], "dit": batching.sizes[2]}
     parts = partition(SPEC, 1, {"language": 2, "dit": 2}, sizes)
-    found = {
-        tp: make_problem(SPEC, parts, batching, COSTS, PlannerConfig(), submesh=Submesh(tp=tp), splits_backward=True)
-        for tp in (1, 2)
-    }
+    found = {tp: make_problem(SPEC, parts, batching, COSTS, PlannerConfig(), submesh=Submesh(tp=tp)) for tp in (1, 2)}
     text, dit = 1, 3
     assert found[2].output_bytes[text] == tuple(half / 2 for half in found[1].output_bytes[text])
     for tp in (1, 2):

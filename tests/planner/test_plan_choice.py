@@ -9,7 +9,6 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.plan_choice import (
     choose_plan,
-    may_split,
     search_options,
     search_seed,
     search_threads,
@@ -53,9 +52,6 @@ def test_nothing_is_searched_where_the_order_is_that_of_a_schedule():
         section = PlannerConfig(enable=True, interleave=interleave)
         found = choose_plan(PROBLEM, first, section, options, lambda *_, cancelled: other, lambda: False)
         assert found is wanted
-        assert may_split(section) is interleave
-    assert not may_split(PlannerConfig(enable=True, split_backward=False))
-    assert not may_split(PlannerConfig())
 
 
 def test_a_searched_plan_that_is_longer_than_the_first_one_does_not_run():

@@ -1,4 +1,4 @@
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +10,7 @@ from mmtrain.planner.costs.cost_model import FlopsCosts, LayerTimes
 from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.problem import LEAST_BACKWARD_S, make_problem
 from mmtrain.schedule.action import Kind
+from mmtrain.schedule.overheads import Overheads
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, Rates, WorkSize
 from tests.planner.specs import META, microbatch, vlm
@@ -112,26 +113,19 @@ def test_equal_works_share_an_option_list() -> None:
     assert found.cost_index == ((0, 1), (2, 3), (0, 1), (2, 3))
 
 
-@dataclass(frozen=True)
-class Fixed(FlopsCosts):
-    """Every action costs seconds of its own."""
-
-    def action_s(self, kind: Kind) -> float:
-        return {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 4.0, Kind.W: 8.0}[kind]
-
-
-@pytest.mark.parametrize(("splits", "inside", "later"), [(False, 2.0, 0.0), (True, 4.0, 8.0)])
-def test_actions_have_a_fixed_part(splits: bool, inside: float, later: float) -> None:
+def test_actions_and_messages_have_a_fixed_part() -> None:
     spec, batching = vlm(), make_batching(META, vlm())
     sizes = dict(zip(("vision", "language"), batching.sizes, strict=False))
     parts = partition(spec, 2, {"vision": 1, "language": 1}, sizes)
     plain = FlopsCosts.of(CONFIG)
     free = make_problem(spec, parts, batching, plain, CONFIG).options(0, 0)[0]
-    fixed_costs = Fixed(flops_per_s=plain.flops_per_s, p2p=plain.p2p)
-    paid = make_problem(spec, parts, batching, fixed_costs, CONFIG, splits_backward=splits).options(0, 0)[0]
-    assert paid.forward_s - free.forward_s == pytest.approx(1.0)
-    assert paid.backward_input_s - free.backward_input_s == pytest.approx(inside)
-    assert paid.backward_weight_s - free.backward_weight_s == pytest.approx(later)
+    overheads = Overheads(
+        forward_s=1.0, backward_s=2.0, backward_input_s=4.0, backward_weight_s=8.0, send_s=16.0, receive_s=32.0
+    )
+    paid = make_problem(spec, parts, batching, replace(plain, overheads=overheads), CONFIG).options(0, 0)[0]
+    assert paid.forward_s - free.forward_s == pytest.approx(1.0 + 16.0)
+    assert paid.duration_s(Kind.B) - free.duration_s(Kind.B) == pytest.approx(2.0 + 32.0)
+    assert paid.duration_s(Kind.W) - free.duration_s(Kind.W) == pytest.approx(4.0 + 8.0 - 2.0)
     assert paid.activation_bytes == free.activation_bytes
 
 

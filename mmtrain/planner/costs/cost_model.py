@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mmtrain.config.sections import PlannerConfig
-from mmtrain.schedule.action import Kind
+from mmtrain.planner.noise import EXACT, Noise
+from mmtrain.schedule.overheads import NO_OVERHEADS, Overheads
 from mmtrain.schedule.problem import P2P
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import LayerSpec, ModuleSpec, WorkSize
@@ -19,6 +20,8 @@ class LayerTimes:
     """I: the backward without the weight gradients of linear layers and without recomputation."""
     backward_weight_s: float = 0.0
     """W: the weight gradients of linear layers; 0 for a frozen layer."""
+    split_s: float = 0.0
+    """By how much a split backward, with its forward, takes longer than a whole one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +62,14 @@ class CostModel(Protocol):
         """Seconds of the part of the forward that the layer's backward repeats."""
         ...
 
-    def action_s(self, kind: Kind) -> float:
-        """Fixed seconds of each compute action of this kind, in addition to its layers (dispatch)."""
+    @property
+    def overheads(self) -> Overheads:
+        """Seconds of actions and messages in addition to layers and transfers."""
+        ...
+
+    @property
+    def noise(self) -> Noise:
+        """How far actual seconds lie from these."""
         ...
 
     @property
@@ -95,6 +104,9 @@ class FlopsCosts:
     """Achieved floating-point operations a second of one rank."""
     p2p: P2P
     host_copy: HostCopy = PCIE
+    overheads: Overheads = NO_OVERHEADS
+    """None by default: only FLOPs cost time."""
+    noise: Noise = EXACT
     shares: int = 1
     """Ranks of a stage's submesh (context x tensor parallel), which divide each work evenly."""
 
@@ -105,6 +117,7 @@ class FlopsCosts:
             flops_per_s=section.flops_per_s,
             p2p=P2P(latency_s=section.p2p_latency_s, bytes_per_s=section.p2p_bytes_per_s),
             host_copy=HostCopy(bytes_per_s=section.host_bytes_per_s),
+            noise=Noise.uniform(section.noise),
             shares=shares,
         )
 
@@ -125,10 +138,6 @@ class FlopsCosts:
         layer = module.layers[index]
         repeated_share = recomputation.repeated_share(layer, size)
         return repeated_share * layer.flops(size).forward / (self.flops_per_s * self.shares)
-
-    def action_s(self, kind: Kind) -> float:
-        """0: only FLOPs cost time."""
-        return 0.0
 
     def step_s(self, num_params: int) -> float:
         """0: only the FLOPs of layers cost time."""

@@ -5,14 +5,11 @@ from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.costs.cost_model import CostModel, FlopsCosts
 from mmtrain.planner.costs.measured_costs import MeasuredCosts
 from mmtrain.planner.costs.operator_costs import OperatorCosts
-from mmtrain.planner.partition.partition import Partition
 from mmtrain.spec.spec import ModelSpec
 
 
 def cost_model(config: Config, spec: ModelSpec) -> CostModel:
     """The cost model that `[planner]` selects: measured, simulated, or FLOPs over one rate.
-
-    It does not depend on the partition yet; see `on_partition`.
 
     Raises:
         ConfigError: the hardware does not exist or does not fit, or the profile belongs to another job.
@@ -23,8 +20,3 @@ def cost_model(config: Config, spec: ModelSpec) -> CostModel:
     if config.planner.hardware:
         return OperatorCosts.of(config, spec)
     return FlopsCosts.of(config.planner, shares=Submesh.of(config).size)
-
-
-def on_partition(costs: CostModel, partition: Partition) -> CostModel:
-    """The costs on a partition: measured costs count the transfers that an action posts there."""
-    return costs.on(partition) if isinstance(costs, MeasuredCosts) else costs

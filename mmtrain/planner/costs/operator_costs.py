@@ -11,12 +11,13 @@ from mmtrain.errors import ConfigError
 from mmtrain.modality.catalogue import division_of
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.costs.cost_model import HostCopy, LayerTimes, equal_layers
+from mmtrain.planner.noise import EXACT, Noise
 from mmtrain.planner.operators.cluster import Cluster
 from mmtrain.planner.operators.execution import makespan_s
 from mmtrain.planner.operators.graph import DeviceKind, Graph, OpKind, Phase
 from mmtrain.planner.operators.latency import Latencies, Rule
 from mmtrain.planner.operators.layers import LayerDescriber, LinkedDivision
-from mmtrain.schedule.action import Kind
+from mmtrain.schedule.overheads import Overheads
 from mmtrain.schedule.problem import P2P
 from mmtrain.spec.builders import DTYPE_BYTES
 from mmtrain.spec.linears import adapted_linears
@@ -45,14 +46,16 @@ class OperatorCosts:
         latencies: Mapping[str, Latencies],
         p2p: P2P,
         host_copy: HostCopy,
+        noise: Noise = EXACT,
     ) -> None:
         """Args:
         describers: module -> what makes the graphs of its layers.
         latencies: module -> seconds of its operators, on the links that its division uses.
         p2p: latency and rate of transfers between pipeline ranks.
         host_copy: rate of copies between an accelerator and its host.
+        noise: how far actual seconds lie from these.
         """
-        self._p2p, self._host_copy = p2p, host_copy
+        self._p2p, self._host_copy, self._noise = p2p, host_copy, noise
         self._describers, self._latencies = describers, latencies
         self._hardware = next(iter(latencies.values())).hardware
         self._kinds = {module.name: equal_layers(module) for module in spec.modules}
@@ -90,6 +93,7 @@ class OperatorCosts:
             {name: Latencies(cluster.hardware, dtype_bytes=dtype_bytes, rule=rule) for name in divisions},
             p2p_between_stages(cluster, shape),
             host_copy_of(cluster),
+            Noise.uniform(config.planner.noise),
         )
 
     def layer(self, module: ModuleSpec, index: int, size: WorkSize, *, input_grad: bool) -> LayerTimes:
@@ -104,9 +108,15 @@ class OperatorCosts:
         saved = (recomputation.saves(PRODUCTS), recomputation.saves(ATTENTION))
         return self._repeats(module.name, self._kinds[module.name][index], size, *saved)
 
-    def action_s(self, kind: Kind) -> float:
-        """0: the fixed time of each operator is part of its layer."""
-        return 0.0
+    @property
+    def overheads(self) -> Overheads:
+        """Those of the hardware, mostly none: the fixed time of each operator is part of its layer."""
+        return self._hardware.overheads
+
+    @property
+    def noise(self) -> Noise:
+        """planner.noise, of each action on its own."""
+        return self._noise
 
     @property
     def p2p(self) -> P2P:

@@ -16,7 +16,6 @@ from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.batching import Batching, make_batching
 from mmtrain.planner.costs.cost_model import CostModel, equal_layers
-from mmtrain.planner.costs.job_costs import on_partition
 from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.forecast.workloads import VIDEO_CAPTIONS, draw
 from mmtrain.planner.job_schedule import job_schedule
@@ -24,7 +23,6 @@ from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan import PlanResult
-from mmtrain.planner.plan_choice import may_split
 from mmtrain.planner.problem import make_problem
 from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.library.catalogue import Schedule
@@ -150,11 +148,10 @@ class TypicalIterations:
                 self.spec,
                 partition,
                 batching,
-                on_partition(self.costs, partition),
+                self.costs,
                 self.section,
                 memory=self.memory,
                 submesh=self.submesh,
-                splits_backward=self.schedule.splits_backward or may_split(self.section),
                 limits=budget.activation_limits if budget else None,
             )
             result = self._plan(problem)

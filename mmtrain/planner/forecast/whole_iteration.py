@@ -93,7 +93,9 @@ class IterationSimulator:
             batching, problem = self.planner.problem(meta, searched=self.searches)
             if self.searches:
                 chosen = search_seed(seed, step, replica)
-                result = searched_plan(problem, self.planner.schedule, self.planner.section, seed=chosen)
+                planner = self.planner
+                noise = planner.costs.noise
+                result = searched_plan(problem, planner.schedule, planner.section, seed=chosen, noise=noise)
             else:
                 result = make_plan(problem, self.planner.schedule)
             if result.timeline is None:

@@ -17,12 +17,13 @@ from typing import Any
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 from mmtrain.planner.operators.graph import DeviceKind, OpKind, Phase
+from mmtrain.schedule.overheads import NO_OVERHEADS, Overheads
 
 FOLDER = Path(__file__).resolve().parents[1] / "hardware"
 """The profiles that come with mmtrain."""
 
 
-_MAY_BE_ZERO = ("launch_s", "latency_s", "fill", "keys")
+_MAY_BE_ZERO = ("launch_s", "latency_s", "fill", "keys", *(f.name for f in dataclasses.fields(Overheads)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,8 @@ class Hardware:
     tiles: Tiles
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
     """By kind, or by `kind.phase` for that phase alone; absent: all of the rates."""
+    overheads: Overheads = NO_OVERHEADS
+    """What the host adds to actions and messages; absent: it runs ahead of its device."""
 
     def flops_per_s(self, dtype_bytes: int) -> float:
         """Peak rate of products. Args: dtype_bytes: bytes of an element."""
@@ -145,6 +148,7 @@ def _hardware(table: dict[str, Any], path: Path) -> Hardware:
     where = str(path)
     links, efficiency = table.pop("links", {}), table.pop("efficiency", {})
     tiles = _from_table(Tiles, table.pop("tiles", {}), f"{where}: tiles")
+    overheads = _from_table(Overheads, table.pop("overheads", {}), f"{where}: overheads")
     compute = table.pop("compute", "gpu")
     if compute not in ("gpu", "cpu"):
         raise ConfigError(f"{where}: compute = {compute!r}; it is gpu or cpu")
@@ -158,6 +162,7 @@ def _hardware(table: dict[str, Any], path: Path) -> Hardware:
         compute=DeviceKind(compute),
         links={DeviceKind(key): _from_table(Link, value, f"{where}: links.{key}") for key, value in links.items()},
         tiles=tiles,
+        overheads=overheads,
         efficiency=_efficiencies(efficiency, f"{where}: efficiency"),
     )
     return hardware

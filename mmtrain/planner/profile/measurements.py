@@ -1,5 +1,6 @@
 """Conversion of the measurements of `mmtrain profile` to a profile. Pure."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,14 +16,19 @@ from mmtrain.modality.probes import work_curve
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.batching import make_batching
 from mmtrain.planner.costs.cost_model import HostCopy
+from mmtrain.planner.noise import Noise
 from mmtrain.planner.partition.choice import partition_of
 from mmtrain.planner.partition.partition import Partition, StageSpec
 from mmtrain.planner.profile.attribution import Attribution, attribute
 from mmtrain.planner.profile.fits import fit_sizes
+from mmtrain.planner.profile.pauses import FIELDS, KINDS, Rows, overheads_between, pauses
 from mmtrain.planner.profile.probing import CUTS, REPEATS, Cut, probing_job, small_job
 from mmtrain.planner.profile.profile import HELD, LayerProfile, Profile, StepProfile, TransferProfile, job_of, role
 from mmtrain.planner.sub_microbatch import Curve
 from mmtrain.schedule.action import Kind
+from mmtrain.schedule.overheads import Overheads
+from mmtrain.schedule.passes.lower import Program
+from mmtrain.schedule.problem import P2P, PlanningProblem
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec, WorkSize
@@ -49,6 +55,15 @@ _TIMED: dict[str, tuple[bool, tuple[Kind, ...]]] = {
     "backward_weight": (True, (Kind.W,)),
 }
 """Measured time of a layer -> whether backwards are split, and the actions whose seconds count."""
+
+_NOISE = {
+    "forward": "forward",
+    "split_forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward",
+    "backward_weight": "backward_weight",
+}
+"""Measured time of a layer -> the field of `Noise` that it belongs to."""
 
 _ACTION = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward_input", Kind.W: "backward_weight"}
 
@@ -86,8 +101,8 @@ class Samples:
     """(stage, work) -> bytes that autograd kept of the forward, with one stage for each layer."""
     trips: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Bytes -> seconds of a message in one direction."""
-    posts: list[float] = field(default_factory=list)
-    """Seconds of one call that posts a message."""
+    runs: list[tuple[PlanningProblem, Program, tuple[Rows, ...]]] = field(default_factory=list)
+    """The programs of two pipeline ranks, and when their actions ran."""
     spans: list[tuple[float, float]] = field(default_factory=list)
     """(end of the program, end of the step) on one of two pipeline ranks."""
     host_copy: HostCopy | None = None
@@ -167,23 +182,26 @@ def assemble(
     speeds = SpeedFilter(steps)
     held_bytes = {key: value for samples in found for key, value in samples.held.items()}
     probe = _Probe(config, meta, steps, speeds, held_bytes)
+    layers = tuple(probe.layers())
     step = _step(config, steps, speeds)
     transfer = None
+    overheads = Overheads(**{name: probe.action_s(kind) for kind, name in zip(KINDS, FIELDS, strict=True)})
     if pairs:
         transfer = _transfer(pairs, cpu=machine["device"] == "cpu")
         step = replace(step, pipeline_s=_pipeline_end(config, pairs, step))
-    actions = {kind.value: probe.action_s(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+        overheads += _of_messages(pairs, transfer)
     return Profile(
         machine={**machine, "look_ms": round(1e3 * speeds.speed_s, 4)},
         job=job_of(config),
         recomputation=Recomputation.of(config.activation_checkpoint),
-        layers=tuple(probe.layers()),
-        actions=actions,
+        layers=layers,
+        overheads=overheads,
+        noise=probe.noise(layers),
         step=step,
         transfer=transfer,
         host_copy=_slowest_copy(found),
         repeats=probe.repeats(),
-        curve=_curve(config, probe, actions["F"] + actions["B"]),
+        curve=_curve(config, probe, overheads.forward_s + overheads.backward_s),
     )
 
 
@@ -207,6 +225,7 @@ class _Probe:
         }
         self.batching = make_batching(meta, self.spec, 0, Submesh.of(config).attention_mask)
         self._seconds = _medians(speeds, ((step.job, step.rows, step.speeds_s) for step in steps))
+        self._steps, self._limit_s = steps, speeds.limit_s
         self._pauses = _medians(speeds, ((step.job, step.pauses, step.speeds_s) for step in steps))
 
     def layers(self) -> Iterator[LayerProfile]:
@@ -226,6 +245,26 @@ class _Probe:
         cut = Cut(stages="modules", splits=kind in (Kind.I, Kind.W))
         pauses = [value for (measured_cut, _, _, k), value in self._pauses.items() if measured_cut == cut and k is kind]
         return float(np.mean(fixed)) + (float(np.mean(pauses)) if pauses else 0.0)
+
+    def noise(self, layers: Sequence[LayerProfile]) -> Noise:
+        """How far the seconds of actions lay from the fits of their layers, while the machine had its best speed."""
+        fits = {(layer.module, layer.role): layer for layer in layers}
+        name_of = {(splits, kinds[0]): name for name, (splits, kinds) in _TIMED.items()}
+        found: list[tuple[int, str, float]] = []
+        for number, step in enumerate(self._steps):
+            if step.job is None or step.job.stages != "modules":
+                continue
+            for (stage, work, kind), seconds in step.rows.items():
+                name = name_of.get((step.job.splits, kind))
+                if name is None or step.speeds_s[stage, work, kind] > self._limit_s:
+                    continue
+                module = self.batching.modules[self.batching.works[work].module]
+                size = self.batching.sizes[work]
+                expected_s = self.attributions[module, name].fixed_s
+                expected_s += sum(fits[module, role(x)].at(name, size) for x in self.spec.module(module).layers)
+                if expected_s > 0 and seconds > 0:
+                    found.append((number, _NOISE[name], math.log(seconds / expected_s)))
+        return Noise.of(found)
 
     def repeats(self) -> dict[str, float]:
         """Memory strategy -> time that it adds to a block's forward and backward, as a fraction of its forward: the
@@ -356,8 +395,19 @@ def _transfer(pairs: Sequence[Samples], *, cpu: bool) -> TransferProfile:
     """Args: cpu: messages may wait for a core. An iteration has many messages, so their mean counts."""
     points = [(size, float(np.mean(values)) if cpu else typical(values)) for size, values in pairs[0].trips.items()]
     fit = fit_sizes([WorkSize(rows=size, pairs=0, outputs=0) for size, _ in points], [s for _, s in points])
-    posts = typical([value for samples in pairs for value in samples.posts])
-    return TransferProfile(latency_s=fit.fixed, byte_s=max(fit.row, 1e-15), end_s=posts, error=fit.error)
+    return TransferProfile(latency_s=fit.fixed, byte_s=max(fit.row, 1e-15), error=fit.error)
+
+
+def _of_messages(pairs: Sequence[Samples], transfer: TransferProfile) -> Overheads:
+    """What messages add to actions, from pauses between the actions of two pipeline ranks."""
+    p2p = P2P(latency_s=transfer.latency_s, bytes_per_s=1 / transfer.byte_s)
+    found = [
+        pause
+        for problem, program, rows in pairs[0].runs
+        for pause in pauses(program, rows, replace(problem, p2p=p2p).transfer_s)
+    ]
+    between = overheads_between(found)
+    return Overheads(send_s=between.send_s, receive_s=between.receive_s, message_s=between.message_s)
 
 
 def _pipeline_end(config: Config, pairs: Sequence[Samples], step: StepProfile) -> float:

@@ -1,6 +1,6 @@
 """A measured profile: the seconds of each kind of layer of a job on a machine, as a file. Pure.
 
-`mmtrain profile` writes it as JSON, version 1: the machine, the settings that a job must share with the measured one,
+`mmtrain profile` writes it as JSON, version 2: the machine, the settings that a job must share with the measured one,
 a fit and its points for each kind of layer, and the times of actions, transfers and the end of a step.
 """
 
@@ -13,24 +13,25 @@ from typing import Any
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.planner.costs.cost_model import HostCopy
+from mmtrain.planner.noise import EXACT, Noise
 from mmtrain.planner.profile.fits import SizeFit, fit_sizes
 from mmtrain.planner.sub_microbatch import Curve
-from mmtrain.schedule.action import Kind
 from mmtrain.schedule.io import strict_json
+from mmtrain.schedule.overheads import Overheads
 from mmtrain.spec.modules import families
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import LayerSpec, ModelSpec, WorkSize
 
-VERSION = 1
+VERSION = 2
 """Version of the JSON form."""
 
 TIMES = ("forward", "backward", "split_forward", "backward_input", "backward_weight")
 """The measured times of a layer: F and B with whole backwards; F, I and W with split backwards."""
+SPLIT_TIMES = TIMES[2:]
 
 HELD = "held_bytes"
 """Key of the bytes that autograd holds for a layer from forward to backward."""
 
-_ACTIONS = (Kind.F, Kind.B, Kind.I, Kind.W)
 _SIZES = tuple(f.name for f in fields(WorkSize))
 _FIRST_SIZES = _SIZES[:4]
 """Sizes of works without clips; the others are written only for layers whose works have clips."""
@@ -100,8 +101,6 @@ class TransferProfile:
     latency_s: float
     byte_s: float
     """Seconds per byte: 1 / bandwidth."""
-    end_s: float
-    """Seconds in which a rank posts it, mean of sender and receiver."""
     error: float = 0.0
     """Mean relative error of latency_s + byte_s x bytes over the measured sizes."""
 
@@ -117,8 +116,10 @@ class Profile:
     recomputation: Recomputation
     """The recomputation in backwards while they were measured."""
     layers: tuple[LayerProfile, ...]
-    actions: Mapping[str, float]
-    """F, B, I, W -> seconds of an action in addition to its layers: dispatch, arguments, the start of autograd."""
+    overheads: Overheads
+    """Seconds of actions and messages in addition to layers and transfers."""
+    noise: Noise = EXACT
+    """How far the measured seconds of actions lay from the fits."""
     step: StepProfile
     transfer: TransferProfile | None = None
     """None: it was measured on one pipeline rank."""
@@ -141,13 +142,14 @@ class Profile:
     # ------------------------------------------------------------------------------------- as JSON
 
     def to_json(self) -> str:
-        """The profile as JSON text of version 1; `from_json` returns an equal profile."""
+        """The profile as JSON text of version 2; `from_json` returns an equal profile."""
         table: dict[str, Any] = {
             "version": VERSION,
             "machine": dict(self.machine),
             "job": dict(self.job),
             "recomputation": {"enable": self.recomputation.enable, "save_ops": list(self.recomputation.save_ops)},
-            "actions": dict(self.actions),
+            "overheads": asdict(self.overheads),
+            "noise": asdict(self.noise),
             "step": asdict(self.step),
             "transfer": asdict(self.transfer) if self.transfer else None,
             "curve": asdict(self.curve) if self.curve else None,
@@ -242,7 +244,7 @@ def _fit_to_json(fit: SizeFit) -> dict[str, float]:
 
 
 def _read(table: Any) -> Profile:
-    keys = ("version", "machine", "job", "recomputation", "actions", "step", "transfer", "curve", "layers")
+    keys = ("version", "machine", "job", "recomputation", "overheads", "noise", "step", "transfer", "curve", "layers")
     strict_json.fields(table, "", keys, optional=("host_copy", "repeats"))
     if strict_json.integer(table["version"], "version") != VERSION:
         raise PlanError(f"version = {table['version']}; this program reads version {VERSION}")
@@ -251,8 +253,6 @@ def _read(table: Any) -> Profile:
     if not isinstance(recomputation["enable"], bool):
         raise PlanError(f"recomputation.enable = {recomputation['enable']!r} must be true or false")
     ops = strict_json.items(recomputation["save_ops"], "recomputation.save_ops")
-    actions = table["actions"]
-    strict_json.fields(actions, "actions", [kind.value for kind in _ACTIONS])
     return Profile(
         machine=_plain(table["machine"], "machine"),
         job=_plain(table["job"], "job"),
@@ -260,7 +260,8 @@ def _read(table: Any) -> Profile:
             enable=recomputation["enable"],
             save_ops=tuple(strict_json.string(op, f"recomputation.save_ops[{i}]") for i, op in enumerate(ops)),
         ),
-        actions={kind: _read_number(value, f"actions.{kind}") for kind, value in actions.items()},
+        overheads=Overheads(**_read_numbers(table["overheads"], "overheads", Overheads)),
+        noise=Noise(**_read_numbers(table["noise"], "noise", Noise)),
         step=StepProfile(**_read_numbers(table["step"], "step", StepProfile)),
         transfer=_read_transfer(table["transfer"]),
         host_copy=_read_host_copy(table.get("host_copy")),

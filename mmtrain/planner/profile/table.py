@@ -8,6 +8,7 @@ from mmtrain.modality.catalogue import MODALITIES, division_of
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.profile.calibration import LAUNCH, Calibration
 from mmtrain.planner.profile.fits import SizeFit
+from mmtrain.planner.profile.pauses import FIELDS, KINDS
 from mmtrain.planner.profile.profile import HELD, TIMES, LayerProfile, Profile, role
 from mmtrain.planner.sub_microbatch import SHARE, Curve, smallest_efficient
 from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec
@@ -101,9 +102,16 @@ def _weights(fit: SizeFit, columns: Sequence[_Column]) -> str:
 
 
 def _lines_below_layers(profile: Profile, spec: ModelSpec, submesh: Submesh) -> Iterator[str]:
-    actions = ", ".join(f"{kind} {1e3 * seconds:.2f} ms" for kind, seconds in profile.actions.items())
+    overheads, step, transfer = profile.overheads, profile.step, profile.transfer
+    seconds = [(kind.value, getattr(overheads, name)) for kind, name in zip(KINDS, FIELDS, strict=True)]
+    actions = ", ".join(f"{kind} {1e3 * value:.2f} ms" for kind, value in seconds)
     yield f"Each action in addition to its layers: {actions}."
-    step, transfer = profile.step, profile.transfer
+    noise = profile.noise
+    yield (
+        f"Actual seconds of actions lie {100 * noise.forward:.1f} % (F), {100 * noise.backward:.1f} % (B, I) and "
+        f"{100 * noise.backward_weight:.1f} % (W) from these; {100 * noise.shared:.0f} % of the variance is common to "
+        "the actions of one step."
+    )
     yield (
         f"End of a step: {1e3 * step.fixed_s:.2f} ms + {1e9 * step.param_s:.2f} ns a trainable parameter of the rank"
         + (f" + {1e3 * step.pipeline_s:.2f} ms with several pipeline ranks." if step.pipeline_s else ".")
@@ -112,7 +120,8 @@ def _lines_below_layers(profile: Profile, spec: ModelSpec, submesh: Submesh) -> 
         yield (
             f"Transfer between pipeline ranks: {1e6 * transfer.latency_s:.0f} us + bytes / "
             f"{1e-9 / transfer.byte_s:.2f} GB/s (mean error {100 * transfer.error:.0f} %); "
-            f"{1e6 * transfer.end_s:.0f} us of the rank at each end."
+            f"of the sender {1e6 * overheads.send_s:.0f} us, of the receiver {1e6 * overheads.receive_s:.0f} us, and "
+            f"{1e6 * overheads.message_s:.0f} us more where it waits."
         )
     ratios = []
     for layer in profile.layers:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.kernels.anneal import ANNEAL, CHOOSE, EVALUATE, run
+from mmtrain.planner.search.kernels.anneal import ANNEAL, CHOOSE, COST, EVALUATE, JOIN, run
 from mmtrain.planner.search.kernels.arrays import Chain, Decoder, Workspace
 from mmtrain.planner.search.orders import Order, inverse
 
@@ -46,24 +46,39 @@ def anneal(
     reorder: bool,
 ) -> None:
     """Some evaluations of simulated annealing. Args: temperatures: at the start and at the end, of the makespan."""
-    p, mode = searched.arrays, ANNEAL
-    run(p, w, chain, searched.component_of, mode, evaluations, *temperatures, iterations, can_split, reorder)
+    p, mode, component_of, draws = searched.arrays, ANNEAL, searched.component_of, searched.factors
+    run(p, w, chain, component_of, mode, evaluations, *temperatures, iterations, can_split, reorder, draws)
 
 
 def evaluate(searched: Searched, w: Workspace, order: Order, how: Decoder, iterations: int) -> float:
-    """The makespan of the plan that an order decodes to, which the workspace then holds; inf: it does not fit.
+    """The cost of the plan that an order decodes to, which the workspace then holds; inf: it does not fit.
 
     Args: iterations: of the choice of options.
     """
     chain = start_chain(searched, order, how, 0.0, 0)
     p, mode = searched.arrays, EVALUATE
-    return float(run(p, w, chain, searched.component_of, mode, 1, 0.0, 0.0, iterations, False, False))
+    return float(run(p, w, chain, searched.component_of, mode, 1, 0.0, 0.0, iterations, False, False, searched.factors))
+
+
+def join(searched: Searched, w: Workspace) -> float:
+    """Makes backwards of the workspace's plan whole where splitting them has no use; its cost."""
+    return _of_plan(searched, w, JOIN)
+
+
+def cost_of(searched: Searched, w: Workspace) -> float:
+    """The cost of the workspace's plan."""
+    return _of_plan(searched, w, COST)
 
 
 def choose(searched: Searched, w: Workspace, iterations: int) -> float:
     """Chooses options for the orders in a workspace; the greatest part by which a rank's seconds exceed a bound; inf:
     none fit."""
+    return _of_plan(searched, w, CHOOSE, iterations)
+
+
+def _of_plan(searched: Searched, w: Workspace, mode: int, iterations: int = 0) -> float:
+    """What a mode of the kernels gives for the plan in a workspace."""
     empty = np.zeros((2, searched.num_groups), np.int64)
     chain = start_chain(searched, (empty, empty), Decoder(0.0, 0.0, 0.0, False, False), 0.0, 0)
-    p, mode = searched.arrays, CHOOSE
-    return float(run(p, w, chain, searched.component_of, mode, 1, 0.0, 0.0, iterations, False, False))
+    p, component_of = searched.arrays, searched.component_of
+    return float(run(p, w, chain, component_of, mode, 1, 0.0, 0.0, iterations, False, False, searched.factors))

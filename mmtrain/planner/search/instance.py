@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mmtrain.planner.noise import Factors
 from mmtrain.planner.search.kernels.arrays import (
     COMPONENT,
     DOWN,
@@ -36,6 +37,8 @@ Node = tuple[int, int]
 Ints = npt.NDArray[np.int64]
 Naturals = npt.NDArray[np.uint32]
 
+NO_DRAWS: Factors = np.zeros((0, 0, 3))
+
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 """By their number in the kernels."""
 
@@ -52,6 +55,8 @@ class Searched:
     arrays: Instance
     option_index: tuple[int, ...]
     """[option of the arrays] -> its index in its list."""
+    factors: Factors = field(default_factory=lambda: NO_DRAWS)
+    """Draws of seconds over whose makespans a plan's cost is the mean; none: its cost is its makespan."""
 
     @classmethod
     def of(cls, problem: PlanningProblem, only: Mapping[Node, int] | None = None) -> "Searched":
@@ -105,7 +110,7 @@ class Searched:
             outs=_pairs((number[e.target, e.target_work], e.grad) for edges in outs for e in edges),
             outs_lag=np.array([problem.transfer_s(e) for edges in outs for e in edges], np.float64),
             first=first,
-            option=np.array(table.rows, np.float64).reshape(-1, 9),
+            option=np.array(table.rows, np.float64).reshape(-1, 10),
             hull=np.array(table.hull, np.uint32).reshape(-1, 2),
             steepest=np.array(table.steepest, np.float64),
             same_w=np.array(table.same_w, np.bool_),
@@ -162,6 +167,7 @@ class Searched:
             length=naturals(ranks),
             ends=np.zeros((n, 2)),
             option=naturals(n),
+            joined=np.zeros(n, np.uint8),
             local=naturals(n),
             local_index=naturals(n),
             span=naturals(n, 7),
@@ -200,6 +206,9 @@ class Searched:
             actions = [(int(a) >> 2, KINDS[int(a) & 3]) for a in w.order[rank, : w.length[rank]]]
             order: list[Action] = []
             for i, (node, kind) in enumerate(actions):
+                if w.joined[node] and kind in (Kind.I, Kind.W):
+                    order += [graph.action(Kind.B, *self.nodes[node])] if kind is Kind.I else []
+                    continue
                 joins = join and not waited_for[node]
                 if kind is Kind.W and joins and actions[i - 1] == (node, Kind.I):
                     continue
@@ -229,9 +238,10 @@ class _Options:
         begin = len(self.index)
         for o in (options[i] for i in kept):
             seconds = [o.forward_s, o.backward_input_s, o.backward_weight_s]
+            alone = o.duration_s(Kind.W)
             held_w = o.held_for_weight_bytes if o.has_backward else 0.0
             larger = min((row[HELD] for row in self.rows[begin:]), default=math.inf)
-            self.rows.append([*seconds, sum(seconds), o.activation_bytes, held_w, math.inf, -math.inf, larger])
+            self.rows.append([*seconds, alone, sum(seconds), o.activation_bytes, held_w, math.inf, -math.inf, larger])
             self.hull.append([0, 0])
         self.index += kept
         self.first.append(len(self.index))

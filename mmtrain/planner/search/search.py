@@ -24,11 +24,12 @@ import numpy as np
 
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
+from mmtrain.planner.noise import EXACT, Factors, Noise
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.search.chains import AnnealChain, Chain, DepthFirstChain, RandomChain, Start, TreeChain
-from mmtrain.planner.search.evaluate import choose, evaluate
-from mmtrain.planner.search.instance import Searched
-from mmtrain.planner.search.kernels.arrays import SPLITS, Decoder, Workspace
+from mmtrain.planner.search.evaluate import choose, cost_of, evaluate, join
+from mmtrain.planner.search.instance import NO_DRAWS, Searched
+from mmtrain.planner.search.kernels.arrays import RANK, SPLITS, Decoder, Workspace
 from mmtrain.planner.search.numba_start import HAS_NUMBA, load_numba
 from mmtrain.planner.search.orders import Order, by_component, component_orders
 from mmtrain.schedule.graph import ModuleStages, Work
@@ -59,6 +60,10 @@ LEAST_PER_CHAIN = 500
 MOST_CHAINS = 16
 SWEEP_SHARE = 0.4
 """Largest part of the budget that the sweep may use."""
+SEARCH_DRAWS = 8
+"""Part of the draws, one of so many, by which all plans are compared."""
+ROBUST_SHARE = 0.4
+"""Part of the budget, its last, in which plans are compared by their mean makespan if there is noise."""
 CHUNK = 72_000
 """Stages of works that a chain evaluates between two checks of clock and cancellation: about 30 ms."""
 
@@ -82,11 +87,20 @@ class SearchOptions:
     """Backwards may be split into I and W."""
     memory: bool = True
     """Choose a memory option for each stage and work; else the fastest one that fits for all."""
+    noise: Noise = EXACT
+    """Of actual seconds. Plans are then compared by their mean makespan over drawn seconds."""
+    draws: int = 64
+    """Draws for the comparison of finalists; all plans are compared by an eighth of them."""
+    finalists: int = 8
+    """Plans that are compared by all draws, if there is noise."""
 
     def __post_init__(self) -> None:
         for name in ("budget_evaluations", "budget_s", "seed"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"{name} = {getattr(self, name)}; it must be finite and at least 0")
+        for name in ("draws", "finalists"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} = {getattr(self, name)}; it must be at least 1")
         THREADS.check("threads", self.threads)
         if self.strategy not in (*CHAINS, "first"):
             raise PlanError(f"strategy {self.strategy!r} does not exist; choose one of {', '.join(CHAINS)}, first")
@@ -127,14 +141,20 @@ def search(
         check(plan, problem)
         first = replace(first, plan=plan)
         assert first.timeline is not None
-        if first.timeline.makespan_s <= lower_bound_s(problem) * (1 + 1e-9):
+        if options.noise == EXACT and first.timeline.makespan_s <= lower_bound_s(problem) * (1 + 1e-9):
             return first
     second = _search(problem, share, cancelled)
-    best = min((first, second), key=lambda r: math.inf if r.timeline is None else r.timeline.makespan_s)
+    best = min((first, second), key=_cost_s)
     best = second if best.plan is None else best
     evaluations = first.evaluations + second.evaluations
     message = best.message.replace(f"best of {best.evaluations} ", f"best of {evaluations} ", 1)
     return replace(best, evaluations=evaluations, message=message)
+
+
+def _cost_s(result: PlanResult) -> float:
+    if result.timeline is None:
+        return math.inf
+    return result.timeline.makespan_s if result.expected_s is None else result.expected_s
 
 
 def _without_restoring(problem: PlanningProblem) -> tuple[PlanningProblem, list[list[int]]] | None:
@@ -165,6 +185,7 @@ def _search(problem: PlanningProblem, options: SearchOptions, cancelled: Callabl
         message=f"best of {run.evaluations} plans tried, {why}",
         plan=plan,
         timeline=timeline,
+        expected_s=None if options.noise == EXACT else run.cost_s,
         evaluations=run.evaluations,
         seed=options.seed,
     )
@@ -223,11 +244,12 @@ class _Search:
         load_numba()
         self.problem, self.options, self._cancelled = problem, options, cancelled
         self.bound_s = lower_bound_s(problem)
-        self.searched = Searched.of(problem, only)
+        searched = Searched.of(problem, only)
+        self.searched = replace(searched, factors=self._draw(searched, max(1, options.draws // SEARCH_DRAWS), 0))
+        """With draws of seconds, if there is noise."""
         self.evaluations = 0
-        self.makespan_s = math.inf
-        """Makespan of the best plan."""
-        self._best: tuple[Order, Decoder] | None = None
+        self._best: list[Start] = []
+        """The best plans, best first."""
         self._start_s = time.perf_counter()
         self._workspaces: list[Workspace] = []
 
@@ -243,22 +265,43 @@ class _Search:
 
     def plan(self) -> Plan | None:
         """The checked best plan; None if none fits."""
-        if self._best is None:
+        if self.cost_s == math.inf:
             return None
-        w = self._workspace(0)
-        makespan = [evaluate(self.searched, w, *self._best, n) for n in (LAST_ITERATIONS, ITERATIONS)]
-        if makespan[0] < makespan[1]:
-            evaluate(self.searched, w, *self._best, LAST_ITERATIONS)
-        self.makespan_s = min(makespan)
+        w, exact = self._workspace(0), self.options.noise == EXACT
+        finalists = product(self._best[: 1 if exact else None], (ITERATIONS, LAST_ITERATIONS))
+        judge = replace(self.searched, factors=self._draw(self.searched, self.options.draws, 1))
+
+        def finish(start: Start, iterations: int) -> float:
+            """The cost of a plan, which the workspace then holds."""
+            evaluate(self.searched, w, start.order, start.how, iterations)
+            join(self.searched, w)
+            return cost_of(judge, w)
+
+        cost, _, best, iterations = min((finish(*f), i, *f) for i, f in enumerate(finalists))
+        finish(best, iterations)
+        self._best = [best._replace(cost=cost)]
         plan = self.searched.plan(w)
         check(plan, self.problem)
         return plan
+
+    def _draw(self, searched: Searched, draws: int, number: int) -> Factors:
+        """Args: number: of the draws, for the seed."""
+        options = self.options
+        if options.noise == EXACT:
+            return NO_DRAWS
+        node_rank = searched.arrays.node[:, RANK].astype(np.int64)
+        return options.noise.factors(node_rank, draws, 2 * options.seed + number)
+
+    @property
+    def cost_s(self) -> float:
+        """Makespan of the best plan, or its mean over draws; inf: there is none."""
+        return self._best[0].cost if self._best else math.inf
 
     # ------------------------------------------------------------------------------------ budget
 
     def _why_over(self) -> str:
         """Why the search is over; empty: it is not."""
-        if self.makespan_s <= self.bound_s * (1 + 1e-9):
+        if self.options.noise == EXACT and self.cost_s <= self.bound_s * (1 + 1e-9):
             return "no plan can be better"
         if self.options.budget_evaluations and self.evaluations >= self.options.budget_evaluations:
             return "budget of evaluations used up"
@@ -299,12 +342,12 @@ class _Search:
         return starts
 
     def _try(self, run: _Map, candidates: Sequence[tuple[Order, Decoder]]) -> list[Start]:
-        """Evaluates candidates within the budget."""
+        """Evaluates candidates within the budget, by their makespan."""
         threads = self.options.threads
         if self.options.budget_evaluations:
             most = max(1, int(SWEEP_SHARE * self.options.budget_evaluations)) - self.evaluations
             candidates = candidates[: max(0, most)]
-        costs = np.full(len(candidates), math.nan)
+        costs, exact = np.full(len(candidates), math.nan), replace(self.searched, factors=NO_DRAWS)
 
         def work(thread: int) -> None:
             w = self._workspaces[thread]
@@ -313,7 +356,7 @@ class _Search:
                     return
                 if i and self._cancelled():
                     return
-                costs[i] = evaluate(self.searched, w, *candidates[i], ITERATIONS)
+                costs[i] = evaluate(exact, w, *candidates[i], ITERATIONS)
 
         self._workspace(threads - 1)
         list(run(work, range(threads)))
@@ -324,30 +367,46 @@ class _Search:
         return starts
 
     def _note(self, start: Start) -> None:
-        if start.cost < self.makespan_s:
-            self.makespan_s, self._best = start.cost, (start.order, start.how)
+        if start.cost == math.inf or any(start.cost == known.cost for known in self._best):
+            return
+        self._best = sorted([*self._best, start], key=lambda known: known.cost)[: self.options.finalists]
 
     # ------------------------------------------------------------------------------------ chains
 
     def _go_on(self, run: _Map, starts: Sequence[Start]) -> str:
-        """Runs the chains of the strategy in rounds until the search is over; returns why."""
+        """Runs the chains of the strategy until the search is over; returns why.
+
+        With noise they go by the makespan first, which finds good plans sooner, then on from these by the mean.
+        """
+        if self.options.noise == EXACT:
+            return self._run_chains(run, self.searched, starts, 1.0)
+        self._run_chains(run, replace(self.searched, factors=NO_DRAWS), starts, 1 - ROBUST_SHARE)
+        self._best = sorted((self._by_mean(start) for start in self._best), key=lambda start: start.cost)
+        return self._why_over() or self._run_chains(run, self.searched, self._best, 1.0)
+
+    def _by_mean(self, start: Start) -> Start:
+        cost = evaluate(self.searched, self._workspace(0), start.order, start.how, ITERATIONS)
+        return start._replace(cost=cost)
+
+    def _run_chains(self, run: _Map, searched: Searched, starts: Sequence[Start], until: float) -> str:
+        """Runs chains in rounds until a part of the budget is used up; why the search is over, or empty."""
         options = self.options
         count = options.threads
         if options.budget_evaluations:
             count = num_chains(options.budget_evaluations)
         chains = [
             CHAINS[options.strategy](
-                self.searched, self._workspace(i), starts[i % len(starts)], (options.seed, i), options.reorder,
+                searched, self._workspace(i), starts[i % len(starts)], (options.seed, i), options.reorder,
                 any(start.how.split for start in starts), ITERATIONS,
             )
             for i in range(count)
         ]  # fmt: skip
-        chunk = max(1, CHUNK // max(1, len(self.searched.nodes)))
-        why = ""
-        while not why:
+        chunk = max(1, CHUNK // max(1, len(searched.nodes)))
+        why = self._why_over()
+        while not why and self._progress < until:
             each = chunk
             if options.budget_evaluations:  # the last round may be shorter, without the last chains
-                remaining = options.budget_evaluations - self.evaluations
+                remaining = math.ceil(until * options.budget_evaluations) - self.evaluations
                 each = min(chunk, max(1, remaining // count))
                 chains = chains[:remaining]
             # Progress at the start and at the end of the round; only evaluations count where there is no time limit.

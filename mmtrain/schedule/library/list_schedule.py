@@ -340,7 +340,7 @@ class _Run:
         gradients = self.gradients[rank]
         while gradients and gradients[0] <= now:
             heapq.heappop(gradients)
-        weight = self.options[self.due[rank][0]].backward_weight_s
+        weight = self.options[self.due[rank][0]].duration_s(Kind.W)
         return bool(gradients) and gradients[0] < now + weight * (1 - 1e-9)
 
     def _post(self, when: float, rank: int, item: int, kind: Kind | None = None) -> None:

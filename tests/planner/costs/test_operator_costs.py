@@ -15,7 +15,7 @@ from mmtrain.planner.operators.cluster import Cluster
 from mmtrain.planner.operators.execution import simulate
 from mmtrain.planner.operators.graph import OpKind
 from mmtrain.planner.operators.latency import Latencies
-from mmtrain.schedule.action import Kind
+from mmtrain.schedule.overheads import NO_OVERHEADS
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModuleSpec, WorkSize, clips_work, documents_work, frames_work, images_work
@@ -138,7 +138,7 @@ def test_transfers_leave_the_node_where_the_pipeline_does() -> None:
 def test_the_optimizer_moves_its_state_once() -> None:
     found = costs(job("vlm_m"))[0]
     assert found.step_s(10**9) == pytest.approx(28e9 / (0.85 * 3.35e12))
-    assert found.action_s(Kind.F) == 0.0
+    assert found.overheads == NO_OVERHEADS
 
 
 def test_tensor_parallelism_stays_in_a_node(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import numpy as np
 
 from mmtrain.planner.search.kernels.arrays import BACKWARD, FORWARD, Chain, Decoder, Instance, Workspace
 from mmtrain.planner.search.kernels.compiler import entry, inner, part
-from mmtrain.planner.search.kernels.decode import assume, decode, replay
+from mmtrain.planner.search.kernels.decode import assume, cost_of, decode, join
 from mmtrain.planner.search.kernels.memory import choose_all
 
-ANNEAL, EVALUATE, CHOOSE = 0, 1, 2
+ANNEAL, EVALUATE, CHOOSE, JOIN, COST = range(5)
 """Modes of `run`."""
 
 
@@ -178,7 +178,7 @@ def _copy_best(chain: Chain, cost: float) -> None:
 
 
 @part
-def _evaluate(p: Instance, w: Workspace, chain: Chain, mode: int, iterations: int) -> tuple[float, bool]:
+def _evaluate(p: Instance, w: Workspace, chain: Chain, mode: int, iterations: int, factors: Any) -> tuple[float, bool]:
     """(cost of a chain's priorities as `run` returns it, whether the last row of `queued` is conclusive)."""
     cost, conclusive, how = 0.0, False, chain.decoder
     if mode != CHOOSE:
@@ -187,7 +187,7 @@ def _evaluate(p: Instance, w: Workspace, chain: Chain, mode: int, iterations: in
     if cost < np.inf:
         cost = choose_all(p, w, iterations)
         if cost < np.inf and mode != CHOOSE:
-            cost = replay(p, w)
+            cost = cost_of(p, w, factors)
     return cost, conclusive
 
 
@@ -204,19 +204,27 @@ def run(
     iterations: int,
     can_split: bool,
     reorder: bool,
+    factors: Any,
 ) -> float:
     """The one entry to the kernels, so that each part is compiled once.
 
     `ANNEAL`: some evaluations of simulated annealing. A move swaps two groups or shifts one, among forwards or among
     backwards, half of the moves to a near position; or shifts a component among both; or changes the decoder. Many
     moves change the order of groups that are never queued together: they decode to the same plan, at the same cost.
-    `EVALUATE`: the makespan of the plan that the chain's priorities decode to; inf: it does not fit.
+    `EVALUATE`: the cost of the plan that the chain's priorities decode to; inf: it does not fit.
     `CHOOSE`: options for the orders that the workspace holds; how far they are above a bound, or inf.
+    `JOIN`: whole backwards where the workspace's plan has no use for split ones; its cost.
+    `COST`: the cost of the workspace's plan.
 
     Args: component_of: [G] component of each group. hot, cold: temperature at the start and at the end, as a part of
         the best makespan. iterations: of the choice of options. can_split, reorder: whether backwards may be split and
-        orders change.
+        orders change. factors: [D, n, 3] f8: draws of factors of the
+        seconds of F, I and W; D = 0: the cost of a plan is its makespan, else the mean of its makespans.
     """
+    if mode == COST:
+        return float(cost_of(p, w, factors))
+    if mode == JOIN:
+        return float(join(p, w, factors))
     w.last_rows[:] = 0  # the result depends on the other evaluations of this call alone
     decoder, old_decoder = chain.decoder, w.old_decoder
     changed, cost = True, np.inf
@@ -233,7 +241,7 @@ def run(
         if changed:
             assume(p.node, p.first, p.option, w.state, w.footprint, decoder[0], decoder[1])
             changed = False
-        cost, conclusive = _evaluate(p, w, chain, mode, iterations)
+        cost, conclusive = _evaluate(p, w, chain, mode, iterations, factors)
         if mode != ANNEAL:
             break
         temperature = hot * (cold / hot) ** (number / evaluations) * chain.cost[1]

@@ -11,8 +11,8 @@ FORWARD, BACKWARD = 0, 1
 """Directions: rows of all arrays that treat forwards and backwards alike."""
 RANK, GROUP, COMPONENT, RESERVATION, NEEDS_F, NEEDS_B, KIND, SPLITS = range(8)
 """Columns of `Instance.node`."""
-TOTAL, HELD, HELD_W, SLOPE, SLOPE_UP, LARGER = range(3, 9)
-"""Columns of `Instance.option` behind the seconds of F, I and W; HELD and HELD_W also of `Workspace.state`."""
+ALONE, TOTAL, HELD, HELD_W, SLOPE, SLOPE_UP, LARGER = range(3, 10)
+"""Columns of `Instance.option` behind the seconds of F, I and W; ALONE, HELD and HELD_W also of `Workspace.state`."""
 DOWN, UP = 0, 1
 """Columns of `Instance.hull`."""
 BEGIN, END, BEGIN_W, END_W, FASTEST, SMALLEST, SAME_W = range(7)
@@ -53,9 +53,10 @@ class Instance(NamedTuple):
     first: Any
     """[lists + 1] i8: slice of the options of a list, the fastest first, no option dominated by another one."""
     option: Any
-    """[O, 9] f8: seconds of F, I and W; TOTAL of them; bytes HELD from F to the backward, HELD_W from I to W; SLOPE:
-    seconds a byte on the way to the next smaller option on the convex hull of (bytes, seconds), inf: there is none;
-    SLOPE_UP: from the next larger one, -inf: there is none; LARGER: the least bytes held of the faster options."""
+    """[O, 10] f8: seconds of F, I and W, as parts of B; ALONE, of W after an I; TOTAL of the first; bytes HELD from F
+    to the backward, HELD_W from I to W; SLOPE: seconds a byte on the way to the next smaller option on the convex hull
+    of (bytes, seconds), inf: there is none; SLOPE_UP: from the next larger one, -inf: there is none; LARGER: the least
+    bytes held of the faster options."""
     hull: Any
     """[O, 2] u4: DOWN, the next smaller option on the hull, and UP, the larger one, where they exist."""
     steepest: Any
@@ -73,8 +74,8 @@ class Workspace(NamedTuple):
     """Memory of one thread."""
 
     state: Any
-    """[n, 8] f8: seconds that the decoder assumes of F, I and W, bytes that it reserves (HELD until I, HELD_W until
-    W)."""
+    """[n, 8] f8: seconds that the decoder assumes of F, I, W in B and W alone, bytes that it reserves (HELD until I,
+    HELD_W until W)."""
     inputs_s: Any
     """[n, 2] f8: when the inputs of F and of the backward that are known so far have arrived."""
     footprint: Any
@@ -118,6 +119,8 @@ class Workspace(NamedTuple):
     """[n, 2] f8: of F and of the backward's gradient."""
     option: Any
     """[n] u4: the chosen one of each node."""
+    joined: Any
+    """[n] u1: whether a node's I and W are one B again, at the I's step; the W's is then void."""
     local: Any
     """[n] u4: nodes of the rank whose options are chosen, in the order of their forwards."""
     local_index: Any

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mmtrain.planner.search.kernels.arrays import (
+    ALONE,
     BACKWARD,
     FORWARD,
     GROUP,
@@ -40,7 +41,7 @@ def assume(node: Any, first: Any, option: Any, state: Any, footprint: Any, memor
     footprint[:] = 0.0
     for i in range(node.shape[0]):
         fast, smallest = first[node[i, KIND]], first[node[i, KIND] + 1] - 1
-        for column in range(3):
+        for column in range(4):
             state[i, column] = (1 - speed) * option[fast, column] + speed * option[smallest, column]
         state[i, HELD] = (1 - memory) * option[fast, HELD] + memory * option[smallest, HELD]
         state[i, HELD_W] = (1 - memory) * option[fast, HELD_W] + memory * option[smallest, HELD_W]
@@ -121,6 +122,7 @@ def _reset(p: Instance, w: Workspace, at: Any, backward_first: bool, queued: Any
     w.weights_span[:] = 0
     w.length[:] = 0
     w.inputs_s[:] = 0.0
+    w.joined[:] = 0
     for i in range(node.shape[0]):
         w.missing[i, FORWARD], w.missing[i, BACKWARD] = node[i, NEEDS_F], node[i, NEEDS_B]
     for k in range(p.entries.size):
@@ -252,7 +254,7 @@ def _run_weight(w: Workspace, rank: Any) -> Any:
     """Runs the first W that is due on a rank; the action."""
     i = w.weights[rank, w.weights_span[rank, 0]]
     w.weights_span[rank, 0] += 1
-    w.time[rank] += w.state[i, 2]
+    w.time[rank] += w.state[i, ALONE]
     w.reserved[rank] -= w.state[i, HELD_W]
     return 4 * i + W
 
@@ -269,7 +271,7 @@ def _next_start(p: Instance, w: Workspace, group_at: Any, gap: float, rank: Any,
             return end
     arrival = w.pending_at[rank, w.pending_span[rank, 0]]
     head = w.weights_span[rank, 0]
-    if head < w.weights_span[rank, 1] and arrival - end >= gap * w.state[w.weights[rank, head], 2]:
+    if head < w.weights_span[rank, 1] and arrival - end >= gap * w.state[w.weights[rank, head], ALONE]:
         return end
     return arrival
 
@@ -333,12 +335,16 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Decoder, 
 
 
 @inner
-def replay(p: Instance, w: Workspace) -> float:
-    """The makespan of the decoded orders with the chosen options."""
-    node, seconds, time, ends = p.node, p.option, w.time, w.ends
+def replay(p: Instance, w: Workspace, factors: Any, draw: int) -> float:
+    """The makespan of the decoded orders with the chosen options.
+
+    Args: factors: [D, n, 3] of the seconds of F, I and W. draw: which of them; below 0: none.
+    """
+    node, seconds, time, ends, joined = p.node, p.option, w.time, w.ends, w.joined
     ins_start, ins, ins_lag = p.ins_start, p.ins, p.ins_lag
     outs_start, outs, outs_lag = p.outs_start, p.outs, p.outs_lag
     sequence, options, num_actions = w.sequence, w.option, 0
+    factor_f, factor_i, factor_w = 1.0, 1.0, 1.0
     for rank in range(time.size):
         num_actions += w.length[rank]
         time[rank] = 0.0
@@ -346,20 +352,53 @@ def replay(p: Instance, w: Workspace) -> float:
         i, kind = sequence[step] >> 2, sequence[step] & 3
         rank, option = node[i, RANK], options[i]
         end = time[rank]
+        if draw >= 0:
+            factor_f, factor_i, factor_w = factors[draw, i, 0], factors[draw, i, 1], factors[draw, i, 2]
         if kind == F:
             for e in range(ins_start[i], ins_start[i + 1]):
                 end = max(end, ends[ins[e, 0], FORWARD] + ins_lag[e])
-            end += seconds[option, 0]
+            end += factor_f * seconds[option, 0]
             ends[i, FORWARD] = end
         elif kind == W:
-            end += seconds[option, 2]
+            if not joined[i]:
+                end += factor_w * seconds[option, ALONE]
         else:
             for e in range(outs_start[i], outs_start[i + 1]):
                 if outs[e, 1]:
                     end = max(end, ends[outs[e, 0], BACKWARD] + outs_lag[e])
-            end += seconds[option, 1]
-            if kind == B:
-                end += seconds[option, 2]
+            end += factor_i * seconds[option, 1]
+            if (kind == B) | (joined[i] > 0):
+                end += factor_w * seconds[option, 2]
             ends[i, BACKWARD] = end
         time[rank] = end
     return float(_latest(time))
+
+
+@part
+def cost_of(p: Instance, w: Workspace, factors: Any) -> float:
+    """The makespan of a decoded plan; with draws of factors, its mean over them."""
+    none: Any = np.int64(-1)  # a plain -1 would be a type of its own
+    if factors.shape[0] == 0:
+        return float(replay(p, w, factors, none))
+    total = 0.0
+    for draw in range(factors.shape[0]):
+        total += replay(p, w, factors, draw)
+    return float(total / factors.shape[0])
+
+
+@part
+def join(p: Instance, w: Workspace, factors: Any) -> float:
+    """Makes I and W one B again where two actions take longer than one and the cost does not grow; the cost."""
+    cost, num_actions = cost_of(p, w, factors), 0
+    for rank in range(w.time.size):
+        num_actions += w.length[rank]
+    for step in range(num_actions):
+        i = w.sequence[step] >> 2
+        if w.sequence[step] & 3 == I and p.option[w.option[i], ALONE] > p.option[w.option[i], 2]:
+            w.joined[i] = 1
+            joined = cost_of(p, w, factors)
+            if joined <= cost:
+                cost = joined
+            else:
+                w.joined[i] = 0
+    return float(cost)

@@ -1,0 +1,103 @@
+"""What a rank does between its actions, from measured timelines: seconds of a dispatch and of messages. Pure."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from mmtrain.planner.profile.fits import non_negative_least_squares
+from mmtrain.schedule.action import COMPUTE, RECEIVES, RESULT_OF, SENDS, WAITS, Action, Kind
+from mmtrain.schedule.graph import Edge, Result
+from mmtrain.schedule.overheads import Overheads
+from mmtrain.schedule.passes.lower import Program
+
+KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+FIELDS = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")
+"""Of `Overheads`, by `KINDS`."""
+_KEPT = 0.9
+"""Part of the pauses that counts, the shortest: what else runs on the machine only adds time."""
+
+Rows = Sequence[tuple[Action, float, float]]
+"""(action, start, end) of each compute action of a rank, in its order."""
+
+
+class Pause(NamedTuple):
+    """The time before a compute action in which its rank did not wait for another one."""
+
+    kind: Kind
+    sends: int
+    """Messages that were sent in it."""
+    receives: int
+    """Receives that were posted in it."""
+    waits: int
+    """Messages that the action takes."""
+    seconds: float
+    """Since the end of the action before; if the rank was `late`, since the message had arrived."""
+    late: bool
+    """Whether its last message arrived after the end of the action before."""
+
+
+def pauses(program: Program, rows: Sequence[Rows], transfer_s: Callable[[Edge], float]) -> Iterator[Pause]:
+    """The pauses of one execution of a program on all pipeline ranks, without those before a rank's first action.
+
+    Args: rows: [pp_rank], on one clock. transfer_s: seconds of the transfer over an edge.
+    """
+    graph = program.graph
+    ends: dict[Result, float] = {}
+    for action, _, end in (row for mine in rows for row in mine):
+        if action.kind in RESULT_OF:
+            ends[RESULT_OF[action.kind], action.stage, graph.work_of(action)] = end
+    for actions, mine in zip(program.actions, rows, strict=True):
+        measured = iter(mine)
+        sends = receives = waits = 0
+        last: float | None = None
+        for action in actions:
+            if action.kind not in COMPUTE:
+                sends += action.kind in SENDS
+                receives += action.kind in RECEIVES
+                waits += action.kind in WAITS
+                continue
+            ran, start, end = next(measured)
+            assert ran == action, "the rows are not those of the program"
+            needs = graph.needs(action.kind, action.stage, graph.work_of(action))
+            arrivals = [ends[result] + transfer_s(e) for result, e in needs if e is not None and not graph.is_local(e)]
+            if last is not None:
+                late = max(arrivals, default=last) > last
+                yield Pause(action.kind, sends, receives, waits, start - max([last, *arrivals]), late)
+            sends = receives = waits = 0
+            last = end
+
+
+def overheads_between(found: Sequence[Pause]) -> Overheads:
+    """The overheads outside of actions that explain pauses best: least squares without the largest residuals.
+
+    An action is charged what its rank pays for it anywhere; so is a message, although its receive is posted before.
+    """
+    in_time = [pause for pause in found if not pause.late]
+    if not in_time:
+        return Overheads()
+    table = np.array([[p.kind is k for k in KINDS] + [p.sends, p.receives, p.waits] for p in in_time], np.float64)
+    seconds = np.array([pause.seconds for pause in in_time])
+    equal, group = np.unique(table, axis=0, return_inverse=True)
+    medians = np.array([np.median(seconds[group.ravel() == i]) for i in range(len(equal))])
+    rough = non_negative_least_squares(equal, medians)
+    kept = np.argsort(seconds - table @ rough, kind="stable")[: max(1, round(_KEPT * len(seconds)))]
+    weights = non_negative_least_squares(table[kept], seconds[kept]).tolist()
+    send_s, receive_s = weights[4], weights[5] + weights[6]
+    base = dict(zip(KINDS, weights[:4], strict=True))
+    known = Overheads(**dict(zip(FIELDS, weights[:4], strict=True)), send_s=send_s, receive_s=receive_s)
+    late = [p.seconds - base[p.kind] - send_s - p.waits * receive_s for p in found if p.late]
+    return replace(known, message_s=max(0.0, _shortest(late))) if late else known
+
+
+def overheads_inside(found: Sequence[tuple[Kind, float]]) -> Overheads:
+    """The overheads inside of actions. Args: found: kind of each action, and seconds beyond its compute."""
+    by_kind = {kind: [seconds for k, seconds in found if k is kind] for kind in KINDS}
+    values = [max(0.0, _shortest(by_kind[kind])) if by_kind[kind] else 0.0 for kind in KINDS]
+    return Overheads(**dict(zip(FIELDS, values, strict=True)))
+
+
+def _shortest(values: Sequence[float]) -> float:
+    """The mean of the shortest values."""
+    return float(np.mean(sorted(values)[: max(1, round(_KEPT * len(values)))]))
