@@ -5,6 +5,9 @@ and a stage's compute is a sleep of the seconds that the planning problem gives 
 Batches are drawn, costs are those of simulated H800s with tensor parallelism 4. All seconds of a batch are scaled by
 one factor, so that the median action takes `--unit-ms`, and its messages so that the largest has `--message-kib`.
 
+What the runtime adds to actions and messages on this machine is measured first, with as many ranks as cores
+(`overheads.py`), and is part of the simulated seconds.
+
 All plans take turns on one set of ranks, repetition by repetition, so that what the machine does besides hits all
 alike. First each runs once in virtual time, whose timeline must be the simulated one, and once to warm up. Printed for
 each batch and schedule: compute actions, simulated and measured milliseconds (mean and standard deviation over the

@@ -9,6 +9,9 @@ H800s with tensor parallelism 4. All seconds of a batch are scaled by one factor
 takes `--unit-ms`, and messages so that the largest has `--message-kib`. A peer that came to the plan of another is
 named and not run again. All take turns on one set of ranks, repetition by repetition.
 
+What the runtime adds to actions and messages on this machine is measured first, with as many ranks as cores
+(`overheads.py`), is part of the simulated seconds of all peers, and known to mmtrain's search of the order.
+
 First each runs in virtual time, where every action must end when simulated, those of torch's classes too: what
 they measure beyond that is their runtime's, and not another schedule's. There and in every repetition, each stage must
 ask for exactly its modelled seconds, and get them. Printed for each batch and peer: simulated and measured milliseconds
@@ -27,20 +30,22 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
-from emulate import Case, print_order, scaled_cases
+from emulate import Case, planned_again, print_order, scaled_cases
 from emulate_torch import SCHEDULES, Meter, TorchPipeline, as_torch_splits
 from emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
+from overheads import measure
 from peers_setups import CLUSTERS, DEFAULT, PEERS, Outcome, Question, chain_outcomes, other_outcome
 
 from mmtrain.commands.local_ranks import run_on_ranks
-from mmtrain.config.sections import CommConfig
+from mmtrain.config.sections import CommConfig, PlannerConfig
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import PlanError
 from mmtrain.parallel.mesh import Mesh, build_mesh
 from mmtrain.planner.search.search import warm
+from mmtrain.schedule.overheads import NO_OVERHEADS, Overheads
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
@@ -68,7 +73,7 @@ class Run:
 # -------------------------------------------------------------------------------------------------- cases
 
 
-def make_cases(args: argparse.Namespace) -> list[Case]:
+def make_cases(args: argparse.Namespace, overheads: Overheads) -> list[Case]:
     cases = []
     for model in args.models:
         question = Question(
@@ -89,8 +94,9 @@ def make_cases(args: argparse.Namespace) -> list[Case]:
         for batch in range(args.batches):
             name = f"{model} {batch}"
             plans = different_plans(name, outcomes, batch)
-            cases += scaled_cases(name, plans, args.unit_ms / 1e3, args.message_kib * 1024.0)
-    return cases
+            cases += scaled_cases(name, plans, args.unit_ms / 1e3, args.message_kib * 1024.0, overheads)
+    evaluations = args.evaluations or PlannerConfig().budget_evaluations
+    return [planned_again(case, evaluations) if case.schedule == DEFAULT else case for case in cases]
 
 
 def different_plans(name: str, outcomes: Mapping[str, Outcome], batch: int) -> dict[str, tuple[PlanningProblem, Plan]]:
@@ -192,7 +198,7 @@ def report(cases: Sequence[Case], runs: Sequence[Sequence[Run]]) -> None:
     spans = [span for run in runs[VIRTUAL:] for found in run for span in found.stages.values()]
     late = sum(span.taken_s for span in spans) / sum(span.asked_s for span in spans) - 1
     print(f"sleeps: every stage asks for its modelled seconds in every run, and they take {late:.2%} longer")
-    simulated = [simulate(case.problem, case.plan) for case in cases]
+    simulated = [case.expected for case in cases]
     simulated_s = [timeline.end_s for timeline in simulated]
     cpu_s = [min(run[i].cpu_s for run in runs[1:VIRTUAL]) for i in range(len(cases))]
     ends = [
@@ -222,8 +228,10 @@ def together(*runs: Run) -> Run:
 def main() -> None:
     args = arguments()
     warm()
-    cases = make_cases(args)
-    seconds = args.repetitions * sum(simulate(case.problem, case.plan).end_s for case in cases)
+    overheads = NO_OVERHEADS if args.free else measure()
+    print(", ".join(f"{name} {1e6 * seconds:.0f} us" for name, seconds in asdict(overheads).items()), flush=True)
+    cases = make_cases(args, overheads)
+    seconds = args.repetitions * sum(case.expected.end_s for case in cases)
     print(f"{args.ranks} ranks, {len(cases)} pipelines, about {seconds:.0f} s", flush=True)
     ranks = run_on_ranks(execute, args.ranks, cases, args.repetitions, comm=CommConfig())
     report(cases, [list(map(together, *found)) for found in zip(*ranks, strict=True)])
@@ -239,6 +247,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--evaluations", type=int, default=0, help="plans tried for a batch; 0: as many as a user gets")
     parser.add_argument("--unit-ms", type=float, default=25.0, help="median action")
     parser.add_argument("--message-kib", type=float, default=256.0, help="largest message")
+    parser.add_argument("--free", action="store_true", help="do not count overheads, as if the runtime took no time")
     args = parser.parse_args()
     args.models = args.models.split(",")
     for name in args.models:
