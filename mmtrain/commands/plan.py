@@ -32,6 +32,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--no-reorder", action="store_true", help="first come, first served")
     parser.add_argument("--no-split", action="store_true", help="backwards stay whole")
     parser.add_argument("--no-memory", action="store_true", help="the fastest option that fits for all, none chosen")
+    parser.add_argument(
+        "--noise",
+        type=float,
+        default=0.0,
+        metavar="D",
+        help="choose by the mean makespan if seconds of actions deviate by this part of them, as 0.05 (default 0)",
+    )
     parser.set_defaults(run=_plan)
 
 
@@ -39,6 +46,7 @@ def _plan(args: argparse.Namespace) -> int:
     import time
 
     from mmtrain.planner.bound import lower_bound_s
+    from mmtrain.planner.noise import MOST, Noise
     from mmtrain.planner.plan_json import plan_to_json
     from mmtrain.planner.search.numba_start import HAS_NUMBA
     from mmtrain.planner.search.search import SearchOptions, search, warm
@@ -53,6 +61,8 @@ def _plan(args: argparse.Namespace) -> int:
             f"plan: --threads {args.threads} --seed {args.seed}; the first is from 1 to {THREADS.most}, the "
             "second at least 0"
         )
+    if not 0 <= args.noise <= MOST:
+        raise ConfigError(f"plan: --noise {args.noise}; it must be in 0 .. {MOST:g}, a part of an action's seconds")
     if args.out:
         folder = json_path(args.out).parent  # checked before the search
         if args.out.is_dir() or not folder.is_dir():
@@ -69,6 +79,7 @@ def _plan(args: argparse.Namespace) -> int:
         reorder=not args.no_reorder,
         split=not args.no_split,
         memory=not args.no_memory,
+        noise=Noise.uniform(args.noise),
     )
     problem = PlanningProblem.read(args.problem)
     warm()
@@ -85,7 +96,8 @@ def _plan(args: argparse.Namespace) -> int:
     print(f"{result.status}: {result.message}")
     if not HAS_NUMBA:
         print("no search, as numba is not installed: this is the plan of interleave")
-    print(f"makespan {makespan:.6g} s{gap}; bubble {100 * result.timeline.bubble:.2f} %")
+    mean = f", mean over draws {result.expected_s:.6g} s" if result.expected_s else ""
+    print(f"makespan {makespan:.6g} s{gap}{mean}; bubble {100 * result.timeline.bubble:.2f} %")
     for rank, (limit, peak) in enumerate(zip(problem.memory_limit_bytes, result.timeline.peak_bytes, strict=True)):
         if limit is not None:
             print(f"pp_rank {rank}: activations take {show_bytes(peak)} of {show_bytes(limit)}")
