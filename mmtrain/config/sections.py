@@ -278,7 +278,7 @@ class PlannerConfig:
         for how in self.memory_strategies:
             if how not in MEMORY_STRATEGIES:
                 raise ConfigError(
-                    f"planner.memory_strategies names {shown(how)}, which does not exist; choose of "
+                    f"planner.memory_strategies names {shown(how)}, which does not exist; choose from "
                     f"{', '.join(MEMORY_STRATEGIES)}"
                 )
         if not self.memory_strategies:

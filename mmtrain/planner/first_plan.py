@@ -27,7 +27,8 @@ def first_plan(problem: PlanningProblem, schedule: str | Schedule, section: Plan
         result = _fitted(problem, schedule) or result
     if result.plan is None and section.enable and section.interleave:
         bounded = make_plan(problem, "interleave")
-        result = bounded if bounded.plan is not None else result
+        if bounded.plan is not None:
+            result = replace(bounded, message=f"{bounded.message}, since there is no other: {result.message}")
     return result
 
 
