@@ -5,9 +5,10 @@ waits for our message and later sends us another one, then our message has arriv
 """
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mmtrain.schedule.action import SENDS, TRANSFERS, WAITS, Kind
+from mmtrain.schedule.action import SENDS, TRANSFERS, WAITS, Action, Kind
 from mmtrain.schedule.graph import Edge
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 Transfer = tuple[Edge, bool]
 """An edge; True for its activation, False for the gradient."""
+Edges = Mapping[tuple[int, int, int, int], Edge]
+"""(source, target, microbatch, sub_microbatch) -> edge."""
 
 _FORWARD = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.WAIT_F})
 _AT_SOURCE = frozenset({Kind.SEND_F, Kind.RECV_B, Kind.WAIT_B})
@@ -22,32 +25,33 @@ _AT_SOURCE = frozenset({Kind.SEND_F, Kind.RECV_B, Kind.WAIT_B})
 
 def transfers(program: "Program", rank: int) -> dict[int, Transfer]:
     """Index of a send, receive or wait in a rank's list -> its edge and direction."""
-    graph = program.graph
-    edges: dict[tuple[int, int, int, int], Edge] = {}
-    for stage, work in graph.nodes():
-        key = (graph.works[work].microbatch, graph.works[work].sub_microbatch)
-        for edge in graph.outputs(stage, work):
-            edges[stage, edge.target, *key] = edge
-    by_index = {}
-    for index, action in enumerate(program.actions[rank]):
-        if action.kind in TRANSFERS:
-            stage, peer = action.stage, action.peer
-            source, target = (stage, peer) if action.kind in _AT_SOURCE else (peer, stage)
-            edge = edges[source, target, action.microbatch, action.sub_microbatch]
-            by_index[index] = (edge, action.kind in _FORWARD)
-    return by_index
+    edges = program.edges
+    return {
+        index: _transfer(edges, action)
+        for index, action in enumerate(program.actions[rank])
+        if action.kind in TRANSFERS
+    }
 
 
-def releases(program: "Program", rank: int) -> dict[int, tuple[Transfer, ...]]:
+def _transfer(edges: Edges, action: Action) -> Transfer:
+    kind, stage, peer = action.kind, action.stage, action.peer
+    ends = (stage, peer) if kind in _AT_SOURCE else (peer, stage)
+    return edges[*ends, action.microbatch, action.sub_microbatch], kind in _FORWARD
+
+
+def releases(
+    program: "Program", rank: int, moved: Mapping[int, Transfer] | None = None
+) -> dict[int, tuple[Transfer, ...]]:
     """Index of a wait in this rank's list -> sends of this rank that have arrived after it.
 
     Sends that no later message acknowledges are absent; they are freed at the end of the step.
+
+    Args: moved: `transfers` of the rank; None: they are looked up here.
     """
     stage_rank = program.graph.stage_rank
-    local = transfers(program, rank)
     sent: dict[int, list[Transfer]] = {}
     waited: dict[Transfer, int] = {}
-    for index, transfer in local.items():
+    for index, transfer in (transfers(program, rank) if moved is None else moved).items():
         action = program.actions[rank][index]
         if action.kind in SENDS:
             sent.setdefault(stage_rank[action.peer], []).append(transfer)
@@ -57,14 +61,11 @@ def releases(program: "Program", rank: int) -> dict[int, tuple[Transfer, ...]]:
     for peer, messages in sent.items():
         arrived: dict[Transfer, int] = {}
         replies: list[tuple[int, Transfer]] = []
-        for index, transfer in transfers(program, peer).items():
-            action = program.actions[peer][index]
-            if stage_rank[action.peer] != rank:
-                continue
-            if action.kind in WAITS:
-                arrived[transfer] = index
-            elif action.kind in SENDS:
-                replies.append((index, transfer))
+        for index, action in enumerate(program.actions[peer]):
+            if action.kind in WAITS and stage_rank[action.peer] == rank:
+                arrived[_transfer(program.edges, action)] = index
+            elif action.kind in SENDS and stage_rank[action.peer] == rank:
+                replies.append((index, _transfer(program.edges, action)))
         indices = [index for index, _ in replies]
         for transfer in messages:
             after = bisect_right(indices, arrived[transfer])
