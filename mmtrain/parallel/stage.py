@@ -24,6 +24,8 @@ from mmtrain.spec.memory_strategies import StageMemory
 ShapeOf = Callable[[int, int], tuple[int, ...]]
 """(stage, work) -> shape of the activation that the stage sends on for the work."""
 
+_NO_CONTEXT = nullcontext()
+
 
 class _NothingSent(dist.Work):
     """The transfer of an empty tensor: done before it starts."""
@@ -146,16 +148,19 @@ class ModalityStage(PipelineStage):
         """
         assert self.graph is not None and self.shape_of is not None
         graph, stage, work = self.graph, self.stage_index, fwd_chunk_id
-        inputs = []
+        own, others, leaves = [*args], [], []
         for edge in graph.inputs(stage, work):
-            activation = self.inbox.pop(edge)
-            inputs.append((edge, activation.requires_grad_(edge.grad)))
+            activation = self.inbox.pop(edge).requires_grad_(edge.grad)
+            if edge.work == work:
+                own.append(activation)
+            else:
+                others.append((edge, activation))
+            if edge.grad:
+                leaves.append((edge, activation))
         backward = graph.has_backward(stage, work)
         self.memory.offloader.settle()
-        strategy = self.memory.of(self.strategies.get(work), work) if backward else nullcontext()
+        strategy = self.memory.of(self.strategies.get(work), work) if backward else _NO_CONTEXT
         with torch.set_grad_enabled(backward), self._deferring(work), strategy:
-            own = (*args, *(t for e, t in inputs if e.work == work))
-            others = [(e, t) for e, t in inputs if e.work != work]
             if own and others:  # features of other modules join the stage's own input
                 output = self.submod(*own, features=self._features(others), **(kwargs or {}))
             else:
@@ -171,7 +176,7 @@ class ModalityStage(PipelineStage):
             if not root.numel():  # no image on this rank: no trainable layer took part
                 root.requires_grad_()
             start = gradient_edge(root) if consumers else root
-            self.saved[work] = (start, [(e, t) for e, t in inputs if e.grad])
+            self.saved[work] = (start, leaves)
         for edge in consumers:
             self.outbox[edge] = root.detach()
         return output
@@ -228,7 +233,7 @@ class ModalityStage(PipelineStage):
         settle_grads(self.fsdp_modules)
 
     def _deferring(self, work: int) -> AbstractContextManager[None]:
-        return self.weight_grads.deferred(work) if work in self.split else nullcontext()
+        return self.weight_grads.deferred(work) if work in self.split else _NO_CONTEXT
 
     # ----------------------------------------------------------------------------------- transfers
 
