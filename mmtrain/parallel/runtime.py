@@ -1,10 +1,9 @@
 """Runs a lowered program on this rank: a table from action kind to handler, no scheduling decision.
 
 `PipelineScheduleRuntime` is a subclass of torch's `_PipelineScheduleRuntime`, so that it is one wherever torch or a
-user asks. Of torch's class it uses the bookkeeping of gathered parameters; the dispatch loop is its own, as in all
-schedules of torch, since torch's costs more than everything else that the runtime does for an action. Chain topology,
-fixed shapes, loss order and adjacency checks are replaced by the work graph: works are identified by their index,
-transfers by their edge, losses by work.
+user asks. Of torch's class it uses the bookkeeping of gathered parameters. The dispatch loop is its own, since torch's
+makes a profiler range, its name and a context for every action. Chain topology, fixed shapes, loss order and adjacency
+checks are replaced by the work graph: works are identified by their index, transfers by their edge, losses by work.
 """
 
 import time
@@ -199,7 +198,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         rows, span = self._clock.stop()
         leftovers = [text for stage in self._by_index.values() for text in stage.leftovers()]
         leftovers += [f"transfer of {edge} started and never waited for" for edge, _ in self._pending]
-        leftovers += [f"stage {index}: its parameters were gathered for nothing" for index in self.unshard_ops]
+        leftovers += [f"stage {index}: parameters gathered" for index in self.unshard_ops]
         if leftovers:
             raise PlanError(f"rank {self.rank}: a step ended with unused tensors: {'; '.join(leftovers)}")
         return StepOutcome(losses=self._losses, predictions=self._predictions, rows=rows, span=span)
