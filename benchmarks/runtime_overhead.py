@@ -151,8 +151,8 @@ def compare(name: str, mesh: Mesh, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--microbatches", type=int, default=32)
-    parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=10, help="steps in one repetition")
+    parser.add_argument("--repetitions", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=3, help="in one repetition; few, so that a pair sees one load")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -46,17 +46,6 @@ class Program:
         return cls(graph, parse_orders(text, graph.num_ranks))
 
     @cached_property
-    def edges(self) -> dict[tuple[int, int, int, int], Edge]:
-        """(source stage, target stage, microbatch, sub_microbatch of the producing work) -> edge: what an action says
-        about a transfer."""
-        works = self.graph.works
-        return {
-            (edge.source, edge.target, works[edge.work].microbatch, works[edge.work].sub_microbatch): edge
-            for node in self.graph.nodes()
-            for edge in self.graph.inputs(*node)
-        }
-
-    @cached_property
     def hash(self) -> int:
         """A 64-bit number (a signed int64): equal programs have equal hashes."""
         text = f"{self}\n{sorted(self.memory.items())}" if self.memory else str(self)
