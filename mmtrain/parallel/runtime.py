@@ -101,8 +101,8 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
     def load(self, program: Program, shape_of: ShapeOf) -> None:
         """Makes `program` the one that `step` runs.
 
-        Raises: PlanError: a wait is at the wrong position, a backward is not B, or I and then W, or the name of a
-            memory option is not one for its stage.
+        Raises: PlanError: a wait is at the wrong position, a transfer has no edge, a backward is not B, or I and then
+            W, or the name of a memory option is not one for its stage.
         """
         graph, actions = program.graph, program.actions[self.rank]
         moved = transfers(program, self.rank)
@@ -127,7 +127,8 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
                 )
             bound = BoundAction(action, self._by_index[action.stage])
             if kind in COMPUTE:
-                self._bind(bound, graph, tuple(waits))
+                bound.waits = tuple(waits)
+                self._bind(bound, graph)
                 if computes and kind in BACKWARD:
                     computes[-1][1].prefetched = bound.stage, bound.work
                 computes.append((index, bound))
@@ -142,10 +143,10 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         for index, stage in self._by_index.items():
             stage.start_step(graph, shape_of, split.get(index, ()), strategies.get(index, {}))
 
-    def _bind(self, bound: BoundAction, graph: WorkGraph, waits: Any) -> None:
-        """Completes a compute action."""
+    def _bind(self, bound: BoundAction, graph: WorkGraph) -> None:
+        """Looks up the work of a compute action, and where its result goes."""
         kind, stage = bound.action.kind, bound.action.stage
-        bound.work, bound.waits = graph.work_of(bound.action), waits
+        bound.work = graph.work_of(bound.action)
         if kind is Kind.F:
             edges = graph.outputs(stage, bound.work)
             bound.makes_loss = not edges
