@@ -47,7 +47,10 @@ def _transfer(graph: WorkGraph, action: Action) -> Transfer:
     for edge in graph.outputs(source, graph.work_of(action)):
         if edge.target == target:
             return edge, forward
-    raise PlanError(f"action {action}: stage {source} makes nothing for stage {target} in this work")
+    raise PlanError(
+        f"action {action}: stage {source} makes nothing for stage {target} in this work; drop the transfer, or join "
+        "the stages in the graph"
+    )
 
 
 def releases(
