@@ -170,6 +170,10 @@ class Mesh:
         return box[0]
 
 
+Route = tuple[dist.ProcessGroup, int]
+"""A process group, and the rank in it of the other end of a transfer."""
+
+
 class Channels:
     """The process group and the global peer rank of each directed transfer between pipeline ranks.
 
@@ -193,6 +197,17 @@ class Channels:
         self._pp_ranks = pp_ranks
         self._pp_group = pp_group
         self._directed = directed
+        self._routes: dict[tuple[int, int], Route] = {}
+
+    def route(self, source: int, target: int, *, pp_rank: int) -> Route:
+        """The group that carries transfers from one pp_rank to another, and the rank in it of the other end.
+
+        Args: pp_rank: of this process, one of the two.
+        """
+        if (source, target) not in self._routes:
+            group, peer = self.group(source, target), target if pp_rank == source else source
+            self._routes[source, target] = group, dist.get_group_rank(group, self.global_rank(peer))
+        return self._routes[source, target]
 
     def group(self, source: int, target: int) -> dist.ProcessGroup:
         """The group that carries transfers from one pp_rank to another."""

@@ -1,8 +1,9 @@
 """Runs a lowered program on this rank: a table from action kind to handler, no scheduling decision.
 
-`PipelineScheduleRuntime` is torch's `_PipelineScheduleRuntime` with its dispatch loop and profiler
-ranges. Its chain topology, fixed shapes, loss order and adjacency checks are replaced
-by the work graph: works are identified by their index, transfers by their edge, losses by work.
+`PipelineScheduleRuntime` is a subclass of torch's `_PipelineScheduleRuntime`, so that it is one wherever torch or a
+user asks. Of torch's class it uses the bookkeeping of gathered parameters. The dispatch loop is its own, since torch's
+makes a profiler range, its name and a context for every action. Chain topology, fixed shapes, loss order and adjacency
+checks are replaced by the work graph: works are identified by their index, transfers by their edge, losses by work.
 """
 
 import time
@@ -16,51 +17,36 @@ from torch import Tensor
 
 from mmtrain.errors import PlanError
 from mmtrain.parallel.stage import ModalityStage, ShapeOf
-from mmtrain.parallel.torch_private import (
-    TorchAction,
-    TorchKind,
-    TorchScheduleRuntime,
-    fsdp_modules,
-    gathers_itself,
-    reduce_grads,
-    wait_unsharded,
-)
+from mmtrain.parallel.torch_private import TorchScheduleRuntime, profiling, reduce_grads, wait_unsharded
 from mmtrain.schedule.action import BACKWARD, COMPUTE, KINDS, STAGE_WIDE, WAITS, Action, Kind
+from mmtrain.schedule.graph import Edge, WorkGraph
 from mmtrain.schedule.passes.lower import Program
 from mmtrain.schedule.passes.release import Transfer, releases, transfers
 from mmtrain.spec.memory_strategies import StageMemory
 
-TORCH_KINDS: dict[Kind, Any] = {
-    Kind.F: TorchKind.FORWARD,
-    Kind.B: TorchKind.FULL_BACKWARD,
-    Kind.I: TorchKind.BACKWARD_INPUT,
-    Kind.W: TorchKind.BACKWARD_WEIGHT,
-    Kind.SEND_F: TorchKind.SEND_F,
-    Kind.RECV_F: TorchKind.RECV_F,
-    Kind.SEND_B: TorchKind.SEND_B,
-    Kind.RECV_B: TorchKind.RECV_B,
-    Kind.UNSHARD: TorchKind.UNSHARD,
-    Kind.RESHARD: TorchKind.RESHARD,
-    Kind.REDUCE: TorchKind.REDUCE_GRAD,
-}
-"""Kinds that torch's loop dispatches. A wait is part of the compute action that it stands before."""
 
+@dataclass(slots=True)
+class BoundAction:
+    """An action with all that its handler needs, looked up once when the program is loaded."""
 
-class BoundAction(TorchAction):
-    """torch's action with the arguments of its handler, looked up once when the program is loaded."""
-
-    ours: Action
-    transfer: Transfer | None
+    action: Action
+    stage: ModalityStage
+    work: int = -1
+    """Of a compute action."""
+    transfer: Transfer | None = None
     """What a send or receive moves."""
-    waits: tuple[tuple[Transfer, tuple[Transfer, ...]], ...]
+    waits: tuple[tuple[Transfer, tuple[Transfer, ...]], ...] = ()
     """Messages that must have arrived before a compute action, each with the sends whose arrival follows from it."""
-    prefetched: tuple[int, int] | None
-    """(stage, work) of the next compute action, if that is a backward: its offloaded activations come back during this
+    prefetched: tuple[ModalityStage, int] | None = None
+    """Stage and work of the next compute action, if that is a backward: its offloaded activations come back during this
     action."""
+    makes_loss: bool = False
+    """Whether the output of a forward is the loss."""
+    moves: tuple[tuple[Edge, ModalityStage], ...] = ()
+    """Edges of a result to other stages of this rank."""
 
-    def __repr__(self) -> str:
-        return str(self.ours)
 
+Handler = Callable[[BoundAction], None]
 
 Feed = Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]
 """(stage, work) -> positional and keyword arguments of the chunk's forward, before its received inputs."""
@@ -88,6 +74,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._by_index = {stage.stage_index: stage for stage in stages}
         self._feed: Feed | None = None
         self._loss_grad: Tensor | None = None
+        self._calls: list[tuple[Handler, BoundAction]] = []
         self._pending: dict[Transfer, tuple[dist.Work, Tensor]] = {}
         self._sent: dict[Transfer, tuple[dist.Work, Tensor]] = {}
         self._clock = _Clock(stages[0].device)
@@ -95,35 +82,35 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._predictions: dict[int, Tensor] = {}
         self._running: Action | None = None
         self._awaited: Transfer | None = None
-        table: dict[Any, Callable[[Any, Any], None]] = {
-            TorchKind.FORWARD: self._forward,
-            TorchKind.FULL_BACKWARD: self._backward,
-            TorchKind.BACKWARD_INPUT: self._backward,
-            TorchKind.BACKWARD_WEIGHT: self._backward_weight,
-            TorchKind.SEND_F: self._send,
-            TorchKind.RECV_F: self._receive,
-            TorchKind.SEND_B: self._send,
-            TorchKind.RECV_B: self._receive,
-            TorchKind.REDUCE_GRAD: self._reduce,
-            TorchKind.RESHARD: self._reshard,
+        self._handlers: dict[Kind, Handler] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._backward,
+            Kind.W: self._backward_weight,
+            Kind.SEND_F: self._send,
+            Kind.RECV_F: self._receive,
+            Kind.SEND_B: self._send,
+            Kind.RECV_B: self._receive,
+            Kind.UNSHARD: self._unshard,
+            Kind.REDUCE: self._reduce,
+            Kind.RESHARD: self._reshard,
         }
-        builtin = {TorchKind.UNSHARD}  # torch's own branch is the right one
-        assert set(table) | builtin == set(TORCH_KINDS.values()), "the dispatch table is not complete"
-        assert set(TORCH_KINDS) | WAITS == set(KINDS), "a kind of action has no handler"
-        self._comp_type_to_function_map.update({kind: self._noted(handler) for kind, handler in table.items()})
+        # A wait is part of the compute action that it stands before.
+        assert set(self._handlers) | WAITS == set(KINDS), "a kind of action has no handler"
 
     def load(self, program: Program, shape_of: ShapeOf) -> None:
         """Makes `program` the one that `step` runs.
 
-        Raises: PlanError: a wait is at the wrong position, a backward is not B, or I and then W, or the name of a
-            memory option is not one for its stage.
+        Raises: PlanError: a wait is at the wrong position, a transfer has no edge, a backward is not B, or I and then
+            W, or the name of a memory option is not one for its stage.
         """
         graph, actions = program.graph, program.actions[self.rank]
-        bound = []
-        moved, arrivals = transfers(program, self.rank), releases(program, self.rank)
+        moved = transfers(program, self.rank)
+        arrivals = releases(program, self.rank, moved)
         strategies = self._strategies(program)
+        calls: list[tuple[Handler, BoundAction]] = []
+        computes: list[tuple[int, BoundAction]] = []
         waits: list[tuple[Transfer, tuple[Transfer, ...]]] = []
-        before: BoundAction | None = None
         for index, action in enumerate(actions):
             kind = action.kind
             if kind in WAITS:
@@ -134,29 +121,39 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
                     f"rank {self.rank}, step {index}, action {action}: a wait must stand right before the compute "
                     f"action that needs it, but {actions[index - 1]} stands before this one"
                 )
-            if kind not in TORCH_KINDS:
+            if kind not in self._handlers:
                 raise PlanError(
                     f"rank {self.rank}, step {index}: no handler runs {action}; plan without braids and instructions"
                 )
-            transfer = moved.get(index)
-            work = transfer[0].work if transfer else None if kind in STAGE_WIDE else graph.work_of(action)
-            item = BoundAction(action.stage, TORCH_KINDS[kind], work)
-            item.ours, item.transfer, item.waits = action, transfer, tuple(waits)
-            item.prefetched = None
+            bound = BoundAction(action, self._by_index[action.stage])
             if kind in COMPUTE:
-                if before is not None and kind in BACKWARD:
-                    before.prefetched = action.stage, graph.work_of(action)
-                before = item
-            bound.append(item)
-            waits = []
+                bound.waits = tuple(waits)
+                self._bind(bound, graph)
+                if computes and kind in BACKWARD:
+                    computes[-1][1].prefetched = bound.stage, bound.work
+                computes.append((index, bound))
+                waits = []
+            elif kind not in STAGE_WIDE:
+                bound.transfer = moved[index]
+            calls.append((self._handlers[kind], bound))
         if waits:
             raise PlanError(f"rank {self.rank}: {actions[-1]} is the last action, but nothing needs what it waits for")
-        split = _split_works(program, self.rank)
-        self._n_microbatches = max(1, len(graph.works))
-        self.pipeline_order_with_comms = {self.rank: bound}
-        for stage in self._by_index.values():
-            index = stage.stage_index
+        split = _split_works(computes, self.rank)
+        self._calls = calls
+        for index, stage in self._by_index.items():
             stage.start_step(graph, shape_of, split.get(index, ()), strategies.get(index, {}))
+
+    def _bind(self, bound: BoundAction, graph: WorkGraph) -> None:
+        """Looks up the work of a compute action, and where its result goes."""
+        kind, stage = bound.action.kind, bound.action.stage
+        bound.work = graph.work_of(bound.action)
+        if kind is Kind.F:
+            edges = graph.outputs(stage, bound.work)
+            bound.makes_loss = not edges
+            bound.moves = tuple((e, self._by_index[e.target]) for e in edges if graph.is_local(e))
+        elif kind in BACKWARD:
+            edges = graph.inputs(stage, bound.work)
+            bound.moves = tuple((e, self._by_index[e.source]) for e in edges if e.grad and graph.is_local(e))
 
     def _strategies(self, program: Program) -> dict[int, dict[int, StageMemory]]:
         """Stage of this rank -> work -> how its blocks treat their activations.
@@ -186,7 +183,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         """
         self._feed = feed
         self._loss_grad = torch.tensor(loss_grad, device=self._stages[0].device)
-        self._losses, self._predictions = {}, {}
+        self._losses, self._predictions, self._awaited = {}, {}, None
         self._clock.start()
         try:
             self._step_microbatches()
@@ -202,6 +199,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         rows, span = self._clock.stop()
         leftovers = [text for stage in self._by_index.values() for text in stage.leftovers()]
         leftovers += [f"transfer of {edge} started and never waited for" for edge, _ in self._pending]
+        leftovers += [f"stage {index}: parameters gathered" for index in self.unshard_ops]
         if leftovers:
             raise PlanError(f"rank {self.rank}: a step ended with unused tensors: {'; '.join(leftovers)}")
         return StepOutcome(losses=self._losses, predictions=self._predictions, rows=rows, span=span)
@@ -223,82 +221,63 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         """Times the actions of coming steps on another clock of the host; on a device events are used all the same."""
         self._clock.host = clock
 
-    # torch's chain set-up (shape inference, adjacency checks) and loss bookkeeping are not used.
-    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None: ...
+    def register_custom_function(self, *args: Any, **kwargs: Any) -> None:
+        """Raises: NotImplementedError: handlers are methods here."""
+        raise NotImplementedError("the handlers of this runtime are its methods; override one in a subclass")
 
-    def _update_losses(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def _assert_unsharded(self, stage: ModalityStage) -> None:  # type: ignore[override]
-        """Waits for a stage's UNSHARD; one whose parameters are gathered at each use has none."""
-        if not gathers_itself(stage.submod):
-            super()._assert_unsharded(stage)
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
+        """Runs the loaded actions; while a profiler records, each of them in a range of its name."""
+        if profiling():
+            for handler, bound in self._calls:
+                self._running = bound.action
+                with torch.profiler.record_function(f"PP:{bound.action}"):
+                    handler(bound)
+            return
+        for handler, bound in self._calls:
+            self._running = bound.action
+            handler(bound)
 
     # ------------------------------------------------------------------------------------ handlers
 
-    def _noted(self, handler: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-        def run(action: BoundAction, ctx: Any) -> None:
-            self._running, self._awaited = action.ours, None
-            handler(action, ctx)
-
-        return run
-
-    def _forward(self, action: BoundAction, ctx: Any) -> None:
-        assert self._feed is not None and action.microbatch_index is not None
-        stage, work = self._by_index[action.stage_index], action.microbatch_index
-        self._assert_unsharded(stage)
-        self._finish_waits(action)
+    def _forward(self, bound: BoundAction) -> None:
+        assert self._feed is not None
+        stage, work = bound.stage, bound.work
+        self._ready(bound)
         args, kwargs = self._feed(stage.stage_index, work)
-        self._prefetch(action)
-        with self._clock.measure(action.ours):
-            output = stage.forward_one_chunk(work, args, kwargs)
-        graph = stage.graph
-        assert graph is not None
-        consumers = graph.outputs(stage.stage_index, work)
-        if not consumers:
+        self._prefetch(bound)
+        start = self._clock.now()
+        output = stage.forward_one_chunk(work, args, kwargs)
+        self._clock.record(bound.action, start)
+        if bound.makes_loss:
             self._losses[work] = output.loss_sum.detach()
             if output.predictions is not None:
                 self._predictions[work] = output.predictions
-        for edge in consumers:
-            if graph.is_local(edge):
-                self._by_index[edge.target].inbox[edge] = stage.outbox.pop(edge)
+        for edge, consumer in bound.moves:
+            consumer.inbox[edge] = stage.outbox.pop(edge)
 
-    def _backward(self, action: BoundAction, ctx: Any) -> None:
-        assert action.microbatch_index is not None
-        stage, work = self._by_index[action.stage_index], action.microbatch_index
-        self._assert_unsharded(stage)
-        self._finish_waits(action)
-        self._prefetch(action)
-        backward = stage.backward_input if action.ours.kind is Kind.I else stage.backward_one_chunk
-        with self._clock.measure(action.ours):
-            backward(work, loss=self._loss_grad)
-        graph = stage.graph
-        assert graph is not None
-        for edge in graph.inputs(stage.stage_index, work):
-            if edge.grad and graph.is_local(edge):
-                self._by_index[edge.source].grad_inbox[edge] = stage.grad_outbox.pop(edge)
+    def _backward(self, bound: BoundAction) -> None:
+        stage = bound.stage
+        self._ready(bound)
+        self._prefetch(bound)
+        backward = stage.backward_input if bound.action.kind is Kind.I else stage.backward_one_chunk
+        start = self._clock.now()
+        backward(bound.work, loss=self._loss_grad)
+        self._clock.record(bound.action, start)
+        for edge, producer in bound.moves:
+            producer.grad_inbox[edge] = stage.grad_outbox.pop(edge)
 
-    def _backward_weight(self, action: BoundAction, ctx: Any) -> None:
-        assert action.microbatch_index is not None
-        self._prefetch(action)
-        with self._clock.measure(action.ours):
-            self._by_index[action.stage_index].backward_weight(action.microbatch_index)
+    def _backward_weight(self, bound: BoundAction) -> None:
+        self._prefetch(bound)
+        start = self._clock.now()
+        bound.stage.backward_weight(bound.work)
+        self._clock.record(bound.action, start)
 
-    def _prefetch(self, action: BoundAction) -> None:
-        if action.prefetched is not None:
-            stage, work = action.prefetched
-            self._by_index[stage].prefetch(work)
-
-    def _send(self, action: BoundAction, ctx: Any) -> None:
-        assert action.transfer is not None
-        self._sent[action.transfer] = self._by_index[action.stage_index].send(*action.transfer)
-
-    def _receive(self, action: BoundAction, ctx: Any) -> None:
-        assert action.transfer is not None
-        self._pending[action.transfer] = self._by_index[action.stage_index].receive(*action.transfer)
-
-    def _finish_waits(self, action: BoundAction) -> None:
-        stage = self._by_index[action.stage_index]
-        for transfer, arrived in action.waits:
+    def _ready(self, bound: BoundAction) -> None:
+        """Waits for the parameters and the received inputs of an action."""
+        stage = bound.stage
+        if stage.stays_gathered:
+            self._assert_unsharded(stage)
+        for transfer, arrived in bound.waits:
             arriving, tensor = self._pending.pop(transfer)
             self._awaited = transfer
             arriving.wait()
@@ -308,40 +287,56 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             for sent in arrived if tensor.numel() else ():  # an empty tensor was never sent, and proves nothing
                 self._sent.pop(sent)[0].wait()  # returns at once: the peer has these, or it would not have answered
 
-    def _reduce(self, action: BoundAction, ctx: Any) -> None:
-        stage = self._by_index[action.stage_index]
-        self._finish_unshard(stage)
-        reduce_grads(stage)
+    def _prefetch(self, bound: BoundAction) -> None:
+        if bound.prefetched is not None:
+            stage, work = bound.prefetched
+            stage.prefetch(work)
 
-    def _reshard(self, action: BoundAction, ctx: Any) -> None:
-        stage = self._by_index[action.stage_index]
-        self._finish_unshard(stage)
-        for part in fsdp_modules(stage.submod):
+    def _send(self, bound: BoundAction) -> None:
+        assert bound.transfer is not None
+        self._sent[bound.transfer] = bound.stage.send(*bound.transfer)
+
+    def _receive(self, bound: BoundAction) -> None:
+        assert bound.transfer is not None
+        self._pending[bound.transfer] = bound.stage.receive(*bound.transfer)
+
+    def _unshard(self, bound: BoundAction) -> None:
+        index = bound.stage.stage_index
+        assert index not in self.unsharded_stages and index not in self.unshard_ops, f"{bound.action} comes twice"
+        for part in bound.stage.fsdp_modules:
+            self.unshard_ops[index].append(part.unshard(async_op=True))
+
+    def _reduce(self, bound: BoundAction) -> None:
+        self._finish_unshard(bound.stage)
+        reduce_grads(bound.stage)
+
+    def _reshard(self, bound: BoundAction) -> None:
+        self._finish_unshard(bound.stage)
+        for part in bound.stage.fsdp_modules:
             part.reshard()
-        self.unsharded_stages.discard(stage.stage_index)
+        self.unsharded_stages.discard(bound.stage.stage_index)
 
     def _finish_unshard(self, stage: ModalityStage) -> None:
         """A stage without work in this step never waited for its all-gather."""
-        if fsdp_modules(stage.submod) and stage.stage_index in self.unshard_ops:
+        if stage.stage_index in self.unshard_ops:
             self._assert_unsharded(stage)
-            wait_unsharded(stage.submod)
+            wait_unsharded(stage.fsdp_modules)
 
 
 _BEFORE = {Kind.F: None, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 """Compute kind -> the kind that the same stage runs before it for the same work."""
 
 
-def _split_works(program: Program, rank: int) -> dict[int, list[int]]:
+def _split_works(computes: Sequence[tuple[int, BoundAction]], rank: int) -> dict[int, list[int]]:
     """Stage of a rank -> its works whose backward is split.
 
-    Raises: PlanError: compute actions of a stage and work that are not F, then perhaps B, or I and then W.
+    Args: computes: the compute actions of the rank, each with its index in the program.
+    Raises: PlanError: those of a stage and work are not F, then perhaps B, or I and then W.
     """
     split_works: dict[int, list[int]] = {}
     last: dict[tuple[int, int], Action] = {}
-    for index, action in enumerate(program.actions[rank]):
-        if action.kind not in COMPUTE:
-            continue
-        node = action.stage, program.graph.work_of(action)
+    for index, bound in computes:
+        action, node = bound.action, (bound.action.stage, bound.work)
         before = last[node].kind if node in last else None
         if before is not _BEFORE[action.kind]:
             raise PlanError(
@@ -362,6 +357,8 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.host: Callable[[], float] = time.perf_counter
+        self.now: Callable[[], Any] = self.host
+        """The present moment: seconds, or an event."""
         self._device = device
         self._rows: list[tuple[Action, Any, Any]] = []
         self._start = 0.0
@@ -370,17 +367,14 @@ class _Clock:
     def start(self) -> None:
         self._rows = []
         self._start = self.host()
+        self.now = self.host
         if self._device.type != "cpu":
+            self.now = self._event
             self._zero = self._event()
 
-    def measure(self, action: Action) -> "_Measure":
-        return _Measure(self, action)
-
-    def now(self) -> Any:
-        return self.host() if self._device.type == "cpu" else self._event()
-
-    def record(self, action: Action, start: Any, end: Any) -> None:
-        self._rows.append((action, start, end))
+    def record(self, action: Action, start: Any) -> None:
+        """Notes that an action ends now."""
+        self._rows.append((action, start, self.now()))
 
     def stop(self) -> tuple[tuple[tuple[Action, float, float], ...], tuple[float, float]]:
         if self._device.type == "cpu":
@@ -397,16 +391,3 @@ class _Clock:
         event = torch.Event(self._device.type, enable_timing=True)
         event.record()
         return event
-
-
-class _Measure:
-    __slots__ = ("_action", "_clock", "_start")
-
-    def __init__(self, clock: _Clock, action: Action) -> None:
-        self._clock, self._action = clock, action
-
-    def __enter__(self) -> None:
-        self._start = self._clock.now()
-
-    def __exit__(self, *error: object) -> None:
-        self._clock.record(self._action, self._start, self._clock.now())

@@ -9,19 +9,22 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.errors import PlanError
 from mmtrain.parallel.activation_memory import ActivationMemory
-from mmtrain.parallel.mesh import Channels
+from mmtrain.parallel.mesh import Channels, Route
 from mmtrain.parallel.offload import Offloader
-from mmtrain.parallel.torch_private import PipelineStage, gradient_edge, settle_grads
+from mmtrain.parallel.torch_private import PipelineStage, fsdp_modules, gathers_itself, gradient_edge, settle_grads
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.schedule.graph import Edge, WorkGraph
 from mmtrain.spec.memory_strategies import StageMemory
 
 ShapeOf = Callable[[int, int], tuple[int, ...]]
 """(stage, work) -> shape of the activation that the stage sends on for the work."""
+
+_NO_CONTEXT = nullcontext()
 
 
 class _NothingSent(dist.Work):
@@ -75,6 +78,10 @@ class ModalityStage(PipelineStage):
         self.strategies: dict[int, StageMemory] = {}
         """work -> how the blocks treat its activations; absent: the default of the switch."""
         self.weight_grads = WeightGrads(chunk)
+        self.fsdp_modules: list[FSDPModule] = []
+        """The parts of the chunk that FSDP2 shards, the root first; empty without FSDP2."""
+        self.stays_gathered = False
+        """Whether their parameters stay gathered during a step, by the actions of its program."""
         self.clear_runtime_states()
 
     def start_step(
@@ -93,6 +100,8 @@ class ModalityStage(PipelineStage):
         self.graph, self.shape_of, self.split = graph, shape_of, frozenset(split)
         self.strategies = dict(strategies or {})
         self.has_backward = True
+        self.fsdp_modules = fsdp_modules(self.submod)
+        self.stays_gathered = bool(self.fsdp_modules) and not gathers_itself(self.submod)
         self.clear_runtime_states()
 
     def clear_runtime_states(self) -> None:
@@ -139,16 +148,19 @@ class ModalityStage(PipelineStage):
         """
         assert self.graph is not None and self.shape_of is not None
         graph, stage, work = self.graph, self.stage_index, fwd_chunk_id
-        inputs = []
+        own, others, leaves = [*args], [], []
         for edge in graph.inputs(stage, work):
-            activation = self.inbox.pop(edge)
-            inputs.append((edge, activation.requires_grad_(edge.grad)))
+            activation = self.inbox.pop(edge).requires_grad_(edge.grad)
+            if edge.work == work:
+                own.append(activation)
+            else:
+                others.append((edge, activation))
+            if edge.grad:
+                leaves.append((edge, activation))
         backward = graph.has_backward(stage, work)
         self.memory.offloader.settle()
-        strategy = self.memory.of(self.strategies.get(work), work) if backward else nullcontext()
+        strategy = self.memory.of(self.strategies.get(work), work) if backward else _NO_CONTEXT
         with torch.set_grad_enabled(backward), self._deferring(work), strategy:
-            own = (*args, *(t for e, t in inputs if e.work == work))
-            others = [(e, t) for e, t in inputs if e.work != work]
             if own and others:  # features of other modules join the stage's own input
                 output = self.submod(*own, features=self._features(others), **(kwargs or {}))
             else:
@@ -164,7 +176,7 @@ class ModalityStage(PipelineStage):
             if not root.numel():  # no image on this rank: no trainable layer took part
                 root.requires_grad_()
             start = gradient_edge(root) if consumers else root
-            self.saved[work] = (start, [(e, t) for e, t in inputs if e.grad])
+            self.saved[work] = (start, leaves)
         for edge in consumers:
             self.outbox[edge] = root.detach()
         return output
@@ -218,20 +230,17 @@ class ModalityStage(PipelineStage):
     def backward_weight(self, work: int) -> None:
         """Runs the weight-gradient pass (W) of one work."""
         self.weight_grads.run(work)
-        settle_grads(self.submod)
+        settle_grads(self.fsdp_modules)
 
     def _deferring(self, work: int) -> AbstractContextManager[None]:
-        return self.weight_grads.deferred(work) if work in self.split else nullcontext()
+        return self.weight_grads.deferred(work) if work in self.split else _NO_CONTEXT
 
     # ----------------------------------------------------------------------------------- transfers
 
-    def _peer(self, edge: Edge, forward: bool) -> tuple[int, dist.ProcessGroup]:
+    def _route(self, edge: Edge, forward: bool) -> Route:
         assert self.graph is not None
         source, target = self.graph.stage_rank[edge.source], self.graph.stage_rank[edge.target]
-        if not forward:
-            source, target = target, source
-        sending = source == self.group_rank
-        return self.channels.global_rank(target if sending else source), self.channels.group(source, target)
+        return self.channels.route(*((source, target) if forward else (target, source)), pp_rank=self.group_rank)
 
     def send(self, edge: Edge, forward: bool) -> tuple[dist.Work, Tensor]:
         """Starts to send an output (or the gradient of an input); keep the tensor until the work is done."""
@@ -241,10 +250,8 @@ class ModalityStage(PipelineStage):
             return _NothingSent(), tensor
         if self.channels.through_host:
             tensor = tensor.cpu()
-        peer, group = self._peer(edge, forward)
-        work = dist.isend(tensor, peer, group=group)
-        assert work is not None
-        return work, tensor
+        group, peer = self._route(edge, forward)
+        return group.send([tensor], peer, 0), tensor
 
     def receive(self, edge: Edge, forward: bool) -> tuple[dist.Work, Tensor]:
         """Starts to receive an input (or the gradient of an output) into memory of the planned shape."""
@@ -253,8 +260,7 @@ class ModalityStage(PipelineStage):
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         if not tensor.numel():
             return _NothingSent(), tensor
-        peer, group = self._peer(edge, forward)
+        group, peer = self._route(edge, forward)
         arriving = torch.empty_like(tensor, device="cpu") if self.channels.through_host else tensor
-        work = dist.irecv(arriving, peer, group=group)
-        assert work is not None
+        work = group.recv([arriving], peer, 0)
         return (work if arriving is tensor else Arriving(work, partial(tensor.copy_, arriving))), tensor

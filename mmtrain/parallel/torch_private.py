@@ -3,7 +3,6 @@
 `tests/parallel/test_torch_private.py` says what moved when torch moves. Seen with torch 2.11 to 2.13.
 """
 
-import logging
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -16,11 +15,7 @@ from torch._ops import OperatorBase as Operator
 from torch._ops import OpOverloadPacket as OperatorPacket
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_leaves
 
@@ -28,8 +23,6 @@ __all__ = [
     "Operator",
     "OperatorPacket",
     "PipelineStage",
-    "TorchAction",
-    "TorchKind",
     "TorchScheduleRuntime",
     "default_store",
     "dump_cuda_memory",
@@ -40,6 +33,7 @@ __all__ = [
     "is_decomposed",
     "prepare_fsdp",
     "process_groups",
+    "profiling",
     "reduce_grads",
     "scale_",
     "set_default_timeout",
@@ -48,12 +42,7 @@ __all__ = [
     "wait_unsharded",
 ]
 
-TorchAction = _Action
-TorchKind = _ComputationType
 TorchScheduleRuntime = _PipelineScheduleRuntime
-
-# An exception in a step would be followed by the whole program; ours names the action.
-logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
 def default_store() -> dist.Store:
@@ -64,6 +53,11 @@ def default_store() -> dist.Store:
 def scale_(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiplies tensors of any shapes in place, in few kernels."""
     torch._foreach_mul_(tensors, factor)
+
+
+def profiling() -> bool:
+    """Whether a profiler records ranges now, in this process."""
+    return bool(torch.autograd._profiler_enabled())
 
 
 def dump_cuda_memory(path: str) -> None:
@@ -144,17 +138,17 @@ def _param_groups(part: FSDPModule) -> list[Any]:
     return list(groups)
 
 
-def wait_unsharded(module: nn.Module) -> None:
-    """Waits for the all-gathers of an UNSHARD, also where no forward used the parameters."""
-    for part in fsdp_modules(module):
+def wait_unsharded(parts: Iterable[FSDPModule]) -> None:
+    """Waits for the all-gathers of an UNSHARD, also where no forward used the parameters. Args: parts: of one chunk."""
+    for part in parts:
         for group in _param_groups(part):
             group.wait_for_unshard()
 
 
-def settle_grads(module: nn.Module) -> None:
-    """Takes gradients that were added outside of a backward of the module over as FSDP2 keeps them: added up in the
-    dtype of the reduction. Without FSDP2 it has no effect."""
-    for part in fsdp_modules(module):
+def settle_grads(parts: Iterable[FSDPModule]) -> None:
+    """Takes gradients that were added outside of a backward of the modules over as FSDP2 keeps them: added up in the
+    dtype of the reduction."""
+    for part in parts:
         for group in _param_groups(part):
             for parameter in group.fsdp_params:
                 if hasattr(parameter, "_unsharded_param"):  # else it was never gathered

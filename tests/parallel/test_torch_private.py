@@ -1,61 +1,52 @@
 """What mmtrain takes from torch's private parts: says what moved when torch moves."""
 
 import inspect
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import PipelineStage
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mmtrain.parallel.runtime import BoundAction, PipelineScheduleRuntime
+from mmtrain.parallel.runtime import PipelineScheduleRuntime
 from mmtrain.parallel.stage import ModalityStage
-from mmtrain.parallel.torch_private import end_groups, is_decomposed, process_groups
-from mmtrain.schedule.action import Action, Kind
+from mmtrain.parallel.torch_private import end_groups, is_decomposed, process_groups, profiling
 from tests.ranks import run_ranks
 
 
 def test_ours_are_real_subclasses():
     assert issubclass(PipelineScheduleRuntime, _PipelineScheduleRuntime)
     assert issubclass(ModalityStage, PipelineStage)
-    assert issubclass(BoundAction, _Action)
-
-
-def test_action_has_the_fields_that_the_loop_reads():
-    assert _Action._fields[:3] == ("stage_index", "computation_type", "microbatch_index")
-
-
-def test_computation_types_that_we_map():
-    names = {kind.value for kind in _ComputationType}
-    assert {"F", "B", "I", "W", "UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_F", "RECV_F", "SEND_B", "RECV_B"} <= names
-
-
-def test_a_bound_action_prints_as_our_action():
-    action = BoundAction(3, _ComputationType.FORWARD, 7)
-    action.ours = Action(Kind.F, 3, 5, 1)
-    assert str(action) == "3F5.1"
-
-
-def test_the_loop_looks_into_the_function_map_before_its_own_branches():
-    source = inspect.getsource(_PipelineScheduleRuntime._step_microbatches)
-    assert source.index("in self._comp_type_to_function_map") < source.rindex("_perform_action(action)")
-    assert "self.pipeline_order_with_comms[self.rank]" in source
 
 
 def test_hooks_that_we_override_exist():
-    for name in ("_initialize_stages", "_update_losses", "_assert_unsharded", "_check_inputs"):
+    for name in ("_step_microbatches", "register_custom_function"):
         assert callable(getattr(_PipelineScheduleRuntime, name)), name
     for name in ("forward_one_chunk", "backward_one_chunk", "clear_runtime_states", "perform_reduce_grad"):
         assert callable(getattr(PipelineStage, name)), name
 
 
-def test_runtime_attributes_that_we_read():
+def test_what_we_use_of_the_runtime_exists():
     source = inspect.getsource(_PipelineScheduleRuntime.__init__)
-    for name in ("_comp_type_to_function_map", "unshard_ops", "unsharded_stages"):
+    for name in ("unshard_ops", "unsharded_stages"):
         assert f"self.{name}" in source, name
+    assert callable(_PipelineScheduleRuntime._assert_unsharded)
+
+
+def test_a_profiler_is_noticed_while_it_records():
+    assert not profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert profiling()
+    assert not profiling()
+
+
+def test_a_process_group_takes_a_list_of_tensors_a_rank_and_a_tag():
+    for transfer in (dist.ProcessGroup.send, dist.ProcessGroup.recv):
+        assert re.search(r"ProcessGroup, tensors: .*Rank: .*tag: ", transfer.__doc__.splitlines()[0])
 
 
 def test_fsdp_switches_exist():

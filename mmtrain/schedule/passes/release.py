@@ -5,69 +5,84 @@ waits for our message and later sends us another one, then our message has arriv
 """
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mmtrain.schedule.action import SENDS, TRANSFERS, WAITS, Kind
-from mmtrain.schedule.graph import Edge
+from mmtrain.errors import PlanError
+from mmtrain.schedule.action import SENDS, TRANSFERS, WAITS, Action, Kind
+from mmtrain.schedule.graph import Edge, WorkGraph
 
 if TYPE_CHECKING:
     from mmtrain.schedule.passes.lower import Program
 
 Transfer = tuple[Edge, bool]
 """An edge; True for its activation, False for the gradient."""
+Message = tuple[int, int, int, int, bool]
+"""The name of a transfer in a program: source and target stage, microbatch, sub_microbatch, whether forward."""
 
 _FORWARD = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.WAIT_F})
 _AT_SOURCE = frozenset({Kind.SEND_F, Kind.RECV_B, Kind.WAIT_B})
 
 
 def transfers(program: "Program", rank: int) -> dict[int, Transfer]:
-    """Index of a send, receive or wait in a rank's list -> its edge and direction."""
-    graph = program.graph
-    edges: dict[tuple[int, int, int, int], Edge] = {}
-    for stage, work in graph.nodes():
-        key = (graph.works[work].microbatch, graph.works[work].sub_microbatch)
-        for edge in graph.outputs(stage, work):
-            edges[stage, edge.target, *key] = edge
-    by_index = {}
-    for index, action in enumerate(program.actions[rank]):
-        if action.kind in TRANSFERS:
-            stage, peer = action.stage, action.peer
-            source, target = (stage, peer) if action.kind in _AT_SOURCE else (peer, stage)
-            edge = edges[source, target, action.microbatch, action.sub_microbatch]
-            by_index[index] = (edge, action.kind in _FORWARD)
-    return by_index
+    """Index of a send, receive or wait in a rank's list -> its edge and direction.
+
+    Raises: PlanError: an action names a work or an edge that the graph does not have.
+    """
+    return {
+        index: _transfer(program.graph, action)
+        for index, action in enumerate(program.actions[rank])
+        if action.kind in TRANSFERS
+    }
 
 
-def releases(program: "Program", rank: int) -> dict[int, tuple[Transfer, ...]]:
+def _message(action: Action) -> Message:
+    kind, stage, peer = action.kind, action.stage, action.peer
+    ends = (stage, peer) if kind in _AT_SOURCE else (peer, stage)
+    return *ends, action.microbatch, action.sub_microbatch, kind in _FORWARD
+
+
+def _transfer(graph: WorkGraph, action: Action) -> Transfer:
+    source, target, _, _, forward = _message(action)
+    for edge in graph.outputs(source, graph.work_of(action)):
+        if edge.target == target:
+            return edge, forward
+    raise PlanError(
+        f"action {action}: stage {source} makes nothing for stage {target} in this work; drop the transfer, or join "
+        "the stages in the graph"
+    )
+
+
+def releases(
+    program: "Program", rank: int, moved: Mapping[int, Transfer] | None = None
+) -> dict[int, tuple[Transfer, ...]]:
     """Index of a wait in this rank's list -> sends of this rank that have arrived after it.
 
     Sends that no later message acknowledges are absent; they are freed at the end of the step.
+
+    Args: moved: `transfers` of the rank; None: they are looked up here.
     """
     stage_rank = program.graph.stage_rank
-    local = transfers(program, rank)
-    sent: dict[int, list[Transfer]] = {}
-    waited: dict[Transfer, int] = {}
-    for index, transfer in local.items():
+    sent: dict[int, list[tuple[Message, Transfer]]] = {}
+    waited: dict[Message, int] = {}
+    for index, transfer in (transfers(program, rank) if moved is None else moved).items():
         action = program.actions[rank][index]
         if action.kind in SENDS:
-            sent.setdefault(stage_rank[action.peer], []).append(transfer)
+            sent.setdefault(stage_rank[action.peer], []).append((_message(action), transfer))
         elif action.kind in WAITS:
-            waited[transfer] = index
+            waited[_message(action)] = index
     released: dict[int, list[Transfer]] = {}
     for peer, messages in sent.items():
-        arrived: dict[Transfer, int] = {}
-        replies: list[tuple[int, Transfer]] = []
-        for index, transfer in transfers(program, peer).items():
-            action = program.actions[peer][index]
-            if stage_rank[action.peer] != rank:
-                continue
-            if action.kind in WAITS:
-                arrived[transfer] = index
-            elif action.kind in SENDS:
-                replies.append((index, transfer))
+        arrived: dict[Message, int] = {}
+        replies: list[tuple[int, Message]] = []
+        for index, action in enumerate(program.actions[peer]):
+            if action.kind in WAITS and stage_rank[action.peer] == rank:
+                arrived[_message(action)] = index
+            elif action.kind in SENDS and stage_rank[action.peer] == rank:
+                replies.append((index, _message(action)))
         indices = [index for index, _ in replies]
-        for transfer in messages:
-            after = bisect_right(indices, arrived[transfer])
+        for message, transfer in messages:
+            after = bisect_right(indices, arrived[message])
             if after < len(replies):
                 released.setdefault(waited[replies[after][1]], []).append(transfer)
     return {index: tuple(done) for index, done in released.items()}
