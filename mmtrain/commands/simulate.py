@@ -23,8 +23,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "--schedule",
         metavar="A,B,...",
-        help="see docs/schedule.md; `searched`: plans of the planner's search (default: "
-        "parallelism.pipeline_parallel_schedule, and searched with planner.enable)",
+        help="see docs/schedule.md; `planned`: plans of the planner's search (default: "
+        "parallelism.pipeline_parallel_schedule, and planned with planner.enable)",
     )
     parser.add_argument(
         "--evaluations", type=int, default=100, metavar="N", help="plans that a search tries (default 100)"
@@ -49,7 +49,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
     from mmtrain.errors import ConfigError
     from mmtrain.planner.forecast.study import Question, simulate_job, table, to_json
-    from mmtrain.planner.plan_choice import SEARCHED
+    from mmtrain.planner.plan_choice import PLANNED
     from mmtrain.run_page import line_chart
     from mmtrain.schedule.view.draw import trace_events
 
@@ -60,7 +60,7 @@ def _simulate(args: argparse.Namespace) -> int:
         raise ConfigError("simulate: --cluster sets planner.hardware; give one of the two")
     overrides = [*args.overrides, *([f'planner.hardware="{args.cluster}"'] if args.cluster else [])]
     job = config.load(args.config, overrides)
-    schedules = [job.parallelism.pipeline_parallel_schedule, *([SEARCHED] if job.planner.enable else [])]
+    schedules = [job.parallelism.pipeline_parallel_schedule, *([PLANNED] if job.planner.enable else [])]
     question = Question(
         config=job,
         schedules=tuple(args.schedule.split(",") if args.schedule else schedules),

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mmtrain.config.config import Config
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.costs.cost_model import PCIE, FlopsCosts, HostCopy, LayerTimes
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.partition.partition import Partition
@@ -27,6 +28,8 @@ class MeasuredCosts:
     """Sends and receives that a rank posts for each F (and each backward), on average."""
     several_ranks: bool = False
     """Whether there are several pipeline ranks."""
+    shares: int = 1
+    """Ranks of a stage's submesh; several exchange within the measured layers."""
 
     @classmethod
     def of(cls, config: Config, spec: ModelSpec, partition: Partition | None = None) -> "MeasuredCosts":
@@ -49,6 +52,7 @@ class MeasuredCosts:
             host_copy=profile.host_copy or nominal.host_copy,
             splits_backward=job_schedule(config).splits_backward,
             several_ranks=config.parallelism.pipeline_parallel_degree > 1,
+            shares=Submesh.of(config).size,
         )
         return costs if partition is None else costs.on(partition)
 
@@ -103,6 +107,10 @@ class MeasuredCosts:
         """Seconds of the end of a step on a rank whose shard has `num_params` trainable parameters."""
         step = self.profile.step
         return step.fixed_s + step.param_s * num_params + (step.pipeline_s if self.several_ranks else 0.0)
+
+    def without_exchanges(self) -> "MeasuredCosts | None":
+        """These costs where one rank computes a layer; else None, as layers were measured with their exchanges."""
+        return self if self.shares == 1 else None
 
 
 def transfers_per_action(partition: Partition) -> float:

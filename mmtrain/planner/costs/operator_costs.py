@@ -1,6 +1,6 @@
 """Costs from operator graphs on a hardware profile, for machines without measurements. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import lru_cache
 
 import numpy as np
@@ -45,13 +45,16 @@ class OperatorCosts:
         latencies: Mapping[str, Latencies],
         p2p: P2P,
         host_copy: HostCopy,
+        free: Set[OpKind] = frozenset(),
     ) -> None:
         """Args:
         describers: module -> what makes the graphs of its layers.
         latencies: module -> seconds of its operators, on the links that its division uses.
         p2p: latency and rate of transfers between pipeline ranks.
         host_copy: rate of copies between an accelerator and its host.
+        free: kinds of operators that take no time.
         """
+        self._spec, self._free = spec, free
         self._p2p, self._host_copy = p2p, host_copy
         self._describers, self._latencies = describers, latencies
         self._hardware = next(iter(latencies.values())).hardware
@@ -123,6 +126,15 @@ class OperatorCosts:
         efficiency = self._hardware.efficiency_of(OpKind.ELEMENTWISE, Phase.FORWARD).memory
         return num_params * OPTIMIZER_BYTES / (self._hardware.memory_bytes_per_s * efficiency)
 
+    def without(self, kinds: Set[OpKind]) -> "OperatorCosts":
+        """The costs if operators of some kinds took no time."""
+        free = self._free | kinds
+        return OperatorCosts(self._spec, self._describers, self._latencies, self._p2p, self._host_copy, free)
+
+    def without_exchanges(self) -> "OperatorCosts":
+        """The costs if collectives took no time."""
+        return self.without({kind for kind in OpKind if kind.is_collective})
+
     def graph(self, module: ModuleSpec, index: int, *, input_grad: bool) -> Graph:
         """The operators of a layer, forward and backward."""
         return self._phases(module.name, self._kinds[module.name][index], input_grad).whole
@@ -131,12 +143,12 @@ class OperatorCosts:
         key = (module, kind, input_grad)
         if key not in self._graphs:
             layer = self._layers[module][kind]
-            self._graphs[key] = _Phases(self._describers[module].graph(layer, input_grad=input_grad))
+            self._graphs[key] = _Phases(self._describers[module].graph(layer, input_grad=input_grad), self._free)
         return self._graphs[key]
 
     def _simulate(self, module: str, kind: int, size: WorkSize, input_grad: bool) -> LayerTimes:
         phases = self._phases(module, kind, input_grad)
-        seconds = self._latencies[module](phases.whole, size)
+        seconds = self._latencies[module](phases.whole, size) * phases.counts
         forward_s, input_s, weight_s = (makespan_s(graph, seconds[indices]) for graph, indices in phases.parts)
         return LayerTimes(forward_s=forward_s, backward_input_s=input_s, backward_weight_s=weight_s)
 
@@ -147,14 +159,17 @@ class OperatorCosts:
         graph, indices = phases.parts[0]
         keeps = {OpKind.MATMUL: keeps_products, OpKind.ATTENTION: keeps_attention}
         runs = np.array([not keeps.get(op.kind, False) for op in graph.operators])
-        return makespan_s(graph, self._latencies[module](phases.whole, size)[indices] * runs)
+        seconds = self._latencies[module](phases.whole, size) * phases.counts
+        return makespan_s(graph, seconds[indices] * runs)
 
 
 class _Phases:
     """A layer's operators, and those of each phase with their indices among all."""
 
-    def __init__(self, whole: Graph) -> None:
+    def __init__(self, whole: Graph, free: Set[OpKind]) -> None:
         self.whole = whole
+        self.counts = np.array([op.kind not in free for op in whole.operators])
+        """[operator]: whether its seconds count."""
         self.parts = [
             (whole.only(phase), np.flatnonzero([op.phase is phase for op in whole.operators])) for phase in Phase
         ]

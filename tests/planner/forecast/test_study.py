@@ -196,28 +196,28 @@ def test_a_job_with_the_planner_has_its_searched_plans_too(capsys):
     assert main([*DEBUG, "--json"]) == 0
     first = capsys.readouterr().out
     named, searched = json.loads(first)["schedules"]
-    assert (named["schedule"], searched["schedule"]) == ("interleave", "searched")
+    assert (named["schedule"], searched["schedule"]) == ("interleave", "planned")
     assert searched["iteration_s"] < named["iteration_s"]
     pairs = zip(named["iterations"], searched["iterations"], strict=True)
     assert all(found["pipeline_s"] <= fixed["pipeline_s"] for fixed, found in pairs)
     assert main([*DEBUG, "--json"]) == 0
     assert capsys.readouterr().out == first
-    assert main([*DEBUG, "--planner.enable=false", "--schedule", "searched", "--evaluations", "3"]) == 0
+    assert main([*DEBUG, "--planner.enable=false", "--schedule", "planned", "--evaluations", "3"]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[5].startswith("searched ")
-    assert "note: searched: the planner tries 3 plans for each iteration (--evaluations)" in out
+    assert out.splitlines()[5].startswith("planned ")
+    assert "note: planned: the planner tries 3 plans for each iteration (--evaluations)" in out
 
 
 def test_a_search_chooses_memory_where_a_schedule_alone_has_no_plan():
-    asked = question("planner.memory_limit=16MiB", schedules=("interleave", "searched"), num_iterations=1)
+    asked = question("planner.memory_limit=16MiB", schedules=("interleave", "planned"), num_iterations=1)
     named, searched = simulate_job(asked).answers
     assert named.problem and not searched.problem
 
 
 def test_a_search_without_a_limit_gets_one_where_the_device_is_known(capsys):
-    words = [*DEBUG, "--schedule", "searched", "--evaluations", "5"]
+    words = [*DEBUG, "--schedule", "planned", "--evaluations", "5"]
     assert main([*words, "--cluster", "a40x2"]) == 0
-    assert 'note: searched: planner.memory_limit = "90%", as the job sets none' in capsys.readouterr().out
+    assert 'note: planned: planner.memory_limit = "90%", as the job sets none' in capsys.readouterr().out
     for more in ([], ["--cluster", "a40x2", "--planner.memory_limit=2GiB"]):
         assert main([*words, *more]) == 0
         assert "as the job sets none" not in capsys.readouterr().out
