@@ -23,8 +23,9 @@ class Part(StrEnum):
     REDUCTIONS = "gather, reduce"
     """Data-parallel gathers of parameters and reductions of gradients, outside of the pipelines' time."""
     OPTIMIZER = "optimizer"
-    REST = "rest of step"
-    """Of a measured step: waiting for data, planning, and what nothing else names."""
+    """Of a measured step, all that follows the programs: the gradients' norm, and waiting for other replicas, too."""
+    INPUT = "data, plan"
+    """Of a measured step: waiting for data and for the plan."""
 
 
 COMPUTING = (Part.MODEL_FLOPS, Part.BELOW_PEAK, Part.RECOMPUTATION, Part.EXCHANGES)

@@ -50,7 +50,7 @@ def test_parts_add_up_to_all_rank_seconds(schedule: str, mode: str, degree: str,
         breakdown = step.breakdown
         assert sum(breakdown.shares.values()) == pytest.approx(1, abs=1e-9)
         assert min(breakdown.shares.values()) >= -1e-9
-        assert {part for parts in breakdown.shares for part in parts} == set(Part) - {Part.REST}
+        assert {part for parts in breakdown.shares for part in parts} == set(Part) - {Part.INPUT}
         idle = breakdown[Part.BUBBLE] + breakdown[Part.TRANSFERS]
         busy = sum(share for parts, share in breakdown.shares.items() if parts[0] in COMPUTING)
         assert busy + idle == pytest.approx(step.pipeline_s / step.iteration_s)
