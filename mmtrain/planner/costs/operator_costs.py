@@ -100,7 +100,10 @@ class OperatorCosts:
         return self._times(module.name, self._kinds[module.name][index], size, input_grad)
 
     def repeated_s(self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation) -> float:
-        """Seconds of the forward's operators without those whose results were saved; collectives are repeated."""
+        """Seconds of the forward's operators without those whose results were saved; collectives are repeated.
+
+        As in torch, it ends with the last tensor that the backward reads, before the last product of most blocks.
+        """
         layer = module.layers[index]
         if not recomputation.recomputes(layer):
             return 0.0
@@ -158,7 +161,7 @@ class OperatorCosts:
         phases = self._phases(module, kind, True)
         graph, indices = phases.parts[0]
         keeps = {OpKind.MATMUL: keeps_products, OpKind.ATTENTION: keeps_attention}
-        runs = np.array([not keeps.get(op.kind, False) for op in graph.operators])
+        runs = phases.repeats & np.array([not keeps.get(op.kind, False) for op in graph.operators])
         seconds = self._latencies[module](phases.whole, size) * phases.counts
         return makespan_s(graph, seconds[indices] * runs)
 
@@ -173,6 +176,11 @@ class _Phases:
         self.parts = [
             (whole.only(phase), np.flatnonzero([op.phase is phase for op in whole.operators])) for phase in Phase
         ]
+        read = {tensor for op in whole.operators if op.phase is not Phase.FORWARD for tensor in op.inputs}
+        forward = [op for op in whole.operators if op.phase is Phase.FORWARD]
+        needed = np.array([not read.isdisjoint(op.outputs) for op in forward])
+        self.repeats = np.logical_or.accumulate(needed[::-1])[::-1]
+        """[forward operator]: whether a tensor that the backward reads is made by it or later."""
 
 
 def linked_division(submesh: Submesh, cluster: Cluster, module: ModuleSpec) -> LinkedDivision:

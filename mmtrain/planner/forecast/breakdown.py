@@ -23,7 +23,7 @@ class Part(StrEnum):
     REDUCTIONS = "gather, reduce"
     """Data-parallel gathers of parameters and reductions of gradients, outside of the pipelines' time."""
     OPTIMIZER = "optimizer"
-    """Of a measured step, all that follows the programs: the gradients' norm, and waiting for other replicas, too."""
+    """Of a measured step also the gradients' norm, and waiting for other replicas."""
     INPUT = "data, plan"
     """Of a measured step: waiting for data and for the plan."""
 
