@@ -60,7 +60,7 @@ def _simulate(args: argparse.Namespace) -> int:
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"simulate: {option} {path}: the folder {path.parent} does not exist; make it")
     if args.breakdown and args.breakdown.suffix not in (".svg", ".png"):
-        raise ConfigError(f"simulate: --breakdown {args.breakdown}: the name of the file ends in .svg or .png")
+        raise ConfigError(f"simulate: --breakdown {args.breakdown}: name a file that ends in .svg or .png")
     if args.cluster and any("planner.hardware" in override for override in args.overrides):
         raise ConfigError("simulate: --cluster sets planner.hardware; give one of the two")
     overrides = [*args.overrides, *([f'planner.hardware="{args.cluster}"'] if args.cluster else [])]

@@ -100,7 +100,7 @@ def test_images_and_traces_are_written(tmp_path, capsys):
         (["--cluster", "h900"], "h900"),
         (["--cluster", "h800x2", "--planner.hardware=h100"], "give one of the two"),
         (["--png", "/nowhere/at/all.png"], "/nowhere/at does not exist"),
-        (["--breakdown", "all.pdf"], "--breakdown all.pdf: the name of the file ends in .svg or .png"),
+        (["--breakdown", "all.pdf"], "--breakdown all.pdf: name a file that ends in .svg or .png"),
         (["--schedule", "ZBV", "--model.encoder.num_segments=3", "--image-side", "112"], "num_segments = 3"),
     ],
 )
