@@ -1,5 +1,7 @@
 """Where the time of a measured step went."""
 
+from typing import Any
+
 from mmtrain.planner.forecast.breakdown import Breakdown, Part, Parts, computing
 from mmtrain.run_page.runs import Line
 
@@ -12,7 +14,7 @@ def breakdown(line: Line) -> Breakdown | None:
     What a measurement cannot tell apart is one part. From the first start of an action to the last end, ranks without
     an action wait for a module (`schedule/view/waits.py`), which is bubble, or for a message or a start: transfers.
     """
-    values = [line.get(key) for key in _KEYS]
+    values: list[Any] = [line.get(key) for key in _KEYS]
     if not all(isinstance(value, int | float) for value in values):
         return None
     step_s, data_s, plan_s, makespan_s, program_s, bubble = values

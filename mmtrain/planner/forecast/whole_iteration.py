@@ -159,7 +159,7 @@ class IterationSimulator:
             Part.EXCHANGES: None if free_s is None else kept_s - free_s,
         }
         parts = computing(sum(timeline.busy_s), known)
-        if min(parts.values()) < -1e-9 * kept_s:
+        if peak is not None and min(parts.values()) < -1e-9 * kept_s:
             raise ConfigError(
                 f"simulate: layers take less time than their FLOPs at the peak of {peak:.3g} FLOP/s a device; raise "
                 "metrics.peak_flops, or lower planner.flops_per_s"
