@@ -1,4 +1,5 @@
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,12 +9,14 @@ from hypothesis import strategies as st
 from mmtrain.config import config
 from mmtrain.errors import ConfigError
 from mmtrain.modality.typical import Bins
-from mmtrain.planner.costs.cost_model import LayerTimes
+from mmtrain.planner.costs.cost_model import FlopsCosts, LayerTimes
 from mmtrain.planner.forecast.breakdown import COMPUTING, Breakdown, Part, computing
 from mmtrain.planner.forecast.machine import Machine
 from mmtrain.planner.forecast.study import Answer, Question, Report, simulate_job
 from mmtrain.planner.forecast.whole_iteration import IterationSimulator
 from mmtrain.planner.forecast.workloads import draw
+from mmtrain.spec.builders import model_spec
+from tests.planner.profiles import profile_of
 
 ON_A40 = "planner.hardware=a40"
 TP, CP = "parallelism.tensor_parallel_degree=2", "parallelism.context_parallel_degree=2"
@@ -127,6 +130,20 @@ def test_exchanges_are_those_of_several_ranks() -> None:
     assert answer().breakdown[Part.EXCHANGES] == 0
     for degree in (TP, CP):
         assert answer(ON_A40, degree).breakdown[Part.EXCHANGES] > 0.01
+
+
+def test_exchanges_within_measured_layers_are_not_known_apart(tmp_path: Path) -> None:
+    for words, names in (
+        ([], {"model FLOPs", "below peak", "recomputation", "exchanges"}),
+        ([TP], {"model FLOPs", "below peak + exchanges", "recomputation"}),
+    ):
+        made = config.load("debug_vlm.toml", words)
+        spec = model_spec(made.model, dtype_bytes=4)
+        profile = profile_of(made, spec, FlopsCosts.of(made.planner, shares=2 if words else 1))
+        profile.write(tmp_path / "profile.json")
+        found = answer(*words, f"planner.profile={tmp_path / 'profile.json'}", "metrics.peak_flops=1e11")
+        assert found.breakdown.by_label.keys() >= names
+        assert 0 < found.breakdown[Part.MODEL_FLOPS] < 0.2  # planner.flops_per_s is a fifth of the peak
 
 
 @dataclass(frozen=True)
