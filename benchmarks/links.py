@@ -20,14 +20,14 @@ from mmtrain.planner.forecast.typical_iterations import usual_workload
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
-from mmtrain.planner.plan_choice import SEARCHED, searched_plan
+from mmtrain.planner.plan_choice import PLANNED, searched_plan
 from mmtrain.schedule.action import RESULT_OF
 from mmtrain.schedule.graph import Result
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
-SCHEDULES = ("1F1B", "interleave", SEARCHED)
+SCHEDULES = ("1F1B", "interleave", PLANNED)
 
 
 def with_cards(problem: PlanningProblem, plan: Plan) -> tuple[float, float]:
@@ -86,8 +86,8 @@ def plans(model: str, schedule: str, args: argparse.Namespace) -> Iterator[tuple
     planner = IterationPlanner.of(config)
     for iteration in range(args.iterations):
         meta = draw(usual_workload(config), Bins.of(config), seed=1, iteration=iteration)
-        problem = planner.problem(meta, searched=schedule == SEARCHED)[1]
-        if schedule == SEARCHED:
+        problem = planner.problem(meta, searched=schedule == PLANNED)[1]
+        if schedule == PLANNED:
             result = searched_plan(problem, planner.schedule, planner.section, seed=iteration)
         else:
             result = make_plan(problem, schedule)

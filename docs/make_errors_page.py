@@ -199,6 +199,7 @@ GROUPS = (
             "commands/profiler.py",
             "planner/forecast/study.py",
             "run_page/line_chart.py",
+            "run_page/breakdown_chart.py",
         ),
         "A profile that is damaged is best measured anew with `mmtrain profile` ([calibration](calibration.md)). A "
         "hardware file of your own is wrong at the key that is named ([hardware and "

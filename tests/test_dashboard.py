@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from mmtrain.config import config
+from mmtrain.planner.forecast.breakdown import Part
+from mmtrain.run_page.measured import breakdown
 from mmtrain.run_page.page import write_page
+from mmtrain.run_page.runs import read_run
 from mmtrain.schedule.view.drawing import COLOURS
 from tests.browser import BROWSER, DRIVER, MISSING, Browser, browser
 from tests.jobs import layout, metrics, train, write_config
@@ -52,6 +55,16 @@ def test_every_step_has_its_parts(run: Path) -> None:
     for whole, vision, language in zip(of("mfu"), of("mfu_vision"), of("mfu_language"), strict=True):
         assert whole < max(vision, language)
     assert all(0 <= age < 60 for age in of("plan_age_s"))
+
+
+def test_the_time_of_every_step_is_divided(run: Path) -> None:
+    for line in read_run(run).steps:
+        found = breakdown(line)
+        assert found is not None
+        assert found[Part.MODEL_FLOPS] == pytest.approx(line["mfu"])
+        assert found[Part.BUBBLE] < line["bubble"]
+        assert found[Part.BUBBLE] + found[Part.TRANSFERS] < line["makespan_s"] / line["step_time_s"]
+        assert 0 < found.by_label["gather, reduce + optimizer"] < 1
 
 
 def test_timelines_are_images_and_data(run: Path) -> None:
@@ -149,12 +162,13 @@ def test_the_page_is_drawn_without_a_complaint(shown: Browser, run: Path) -> Non
         "[chart.querySelector('h3').textContent, chart.querySelectorAll('path.curve').length]))"
     )
     assert counts == {
-        "Loss": 2, "Answers right": 4, "Throughput": 1, "Step time": 3, "Model FLOPs utilisation": 3,
+        "Loss": 2, "Answers right": 4, "Throughput": 1, "Step time": 3, "Where the time of a step goes": 6,
+        "Model FLOPs utilisation": 3,
         "Bubble by what was waited for": 3, "Makespan": 3, "Planner": 2, "Steps with their first plan": 3,
         "Memory of the most loaded rank": 2, "Tokens by modality": 2, "Gradient norm": 1,
     }  # fmt: skip
     assert shown.run("return document.querySelectorAll('.tile').length") >= 14
-    assert shown.run("return document.querySelectorAll('.chart .start').length") == 12  # resumed after step 3
+    assert shown.run("return document.querySelectorAll('.chart .start').length") == 13  # resumed after step 3
     data = json.loads((run / "timelines" / "step-6.json").read_text())
     drawn = {COLOURS[data["stages"][stage][0]][kind] for stage, kind, *_ in data["actions"]}
     assert len(drawn) >= 4 and drawn <= set(shown.run(PIXELS))

@@ -65,16 +65,16 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         description="Plans one iteration by several schedules, and prints a line each: makespan, bubble, the longest "
         "idle time of a rank between its first and last action, peak of activations of the most and the least loaded "
         "rank. A chain or a config's model is cut as each schedule wants it; a problem's stages stay where they are. "
-        "`searched` is what the planner's search makes of the stages of the best schedule named before it.",
+        "`planned` is what the planner's search makes of the stages of the best schedule named before it.",
     )
     compare.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
-        help="schedules, files (.py[:FUNCTION], .csv), or searched (default: all names)",
+        help="schedules, files (.py[:FUNCTION], .csv), or planned (default: all names)",
     )
     compare.add_argument(
-        "--evaluations", type=int, default=1000, metavar="N", help="plans that searched tries (default 1000)"
+        "--evaluations", type=int, default=1000, metavar="N", help="plans that planned tries (default 1000)"
     )
     compare.add_argument("--seed", type=int, default=0, metavar="S", help="of the search (default 0)")
     _add_iteration(compare)
@@ -236,7 +236,7 @@ def _named(path: Path, read: Callable[[], _T]) -> _T:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from mmtrain.planner.plan_choice import SEARCHED
+    from mmtrain.planner.plan_choice import PLANNED
     from mmtrain.schedule.library.catalogue import CATALOGUE
     from mmtrain.schedule.library.names import check_name, file_of
     from mmtrain.schedule.recipe.files import schedule_of
@@ -247,21 +247,21 @@ def _compare(args: argparse.Namespace) -> int:
             f"schedule compare: --evaluations {args.evaluations} --seed {args.seed}; the first is at least 1, the "
             "second at least 0"
         )
-    names = args.names or [*CATALOGUE, SEARCHED]
+    names = args.names or [*CATALOGUE, PLANNED]
     for name in names:
-        check_name(name, (SEARCHED,))
-        if name != SEARCHED and file_of(name):
+        check_name(name, (PLANNED,))
+        if name != PLANNED and file_of(name):
             schedule_of(name, _num_ranks(args))  # a broken file is no row of the table
     plan, note = _planner(args), ""
     rows: list[dict[str, Any]] = []
     for name in names:
         base, search = name, None
-        if name == SEARCHED:
+        if name == PLANNED:
             named = [row for row in rows if not row["refused"]]
             base = min(named, key=lambda row: row["makespan_s"])["schedule"] if named else None
             search = _Search(args.evaluations, args.seed)
             note = (
-                f"searched: what planner.enable makes of the stages of {base or 'the default schedule'}; "
+                f"planned: what planner.enable makes of the stages of {base or 'the default schedule'}; "
                 f"{args.evaluations} plans tried, seed {args.seed} (--evaluations, --seed)\n"
             )
         rows.append(_row(name, base, search, plan))

@@ -23,8 +23,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "--schedule",
         metavar="A,B,...",
-        help="see docs/schedule.md; `searched`: plans of the planner's search (default: "
-        "parallelism.pipeline_parallel_schedule, and searched with planner.enable)",
+        help="see docs/schedule.md; `planned`: plans of the planner's search (default: "
+        "parallelism.pipeline_parallel_schedule, and planned with planner.enable)",
     )
     parser.add_argument(
         "--evaluations", type=int, default=100, metavar="N", help="plans that a search tries (default 100)"
@@ -41,6 +41,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--json", action="store_true", help="print every iteration as JSON instead of a table")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the first iteration for Perfetto")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw iteration time over iterations")
+    parser.add_argument(
+        "--breakdown", type=Path, metavar="FILE", help=".svg or .png: draw where the time goes, a bar a schedule"
+    )
     parser.set_defaults(run=_simulate, takes_overrides=True, overrides=[])
 
 
@@ -49,18 +52,20 @@ def _simulate(args: argparse.Namespace) -> int:
 
     from mmtrain.errors import ConfigError
     from mmtrain.planner.forecast.study import Question, simulate_job, table, to_json
-    from mmtrain.planner.plan_choice import SEARCHED
-    from mmtrain.run_page import line_chart
-    from mmtrain.schedule.view.draw import trace_events
+    from mmtrain.planner.plan_choice import PLANNED
+    from mmtrain.run_page import breakdown_chart, line_chart
+    from mmtrain.schedule.view.draw import document, painted, trace_events
 
-    for option, path in (("--trace", args.trace), ("--png", args.png)):
+    for option, path in (("--trace", args.trace), ("--png", args.png), ("--breakdown", args.breakdown)):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"simulate: {option} {path}: the folder {path.parent} does not exist; make it")
+    if args.breakdown and args.breakdown.suffix not in (".svg", ".png"):
+        raise ConfigError(f"simulate: --breakdown {args.breakdown}: name a file that ends in .svg or .png")
     if args.cluster and any("planner.hardware" in override for override in args.overrides):
         raise ConfigError("simulate: --cluster sets planner.hardware; give one of the two")
     overrides = [*args.overrides, *([f'planner.hardware="{args.cluster}"'] if args.cluster else [])]
     job = config.load(args.config, overrides)
-    schedules = [job.parallelism.pipeline_parallel_schedule, *([SEARCHED] if job.planner.enable else [])]
+    schedules = [job.parallelism.pipeline_parallel_schedule, *([PLANNED] if job.planner.enable else [])]
     question = Question(
         config=job,
         schedules=tuple(args.schedule.split(",") if args.schedule else schedules),
@@ -78,9 +83,14 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.trace:
         firsts = {answer.schedule: answer.first for answer in report.answers if answer.first is not None}
         args.trace.write_text(json.dumps(trace_events(firsts)))
+    found = [answer for answer in report.answers if not answer.problem]
+    title = f"{job.job.description}: workload {question.drawn_workload} on {report.machine.name}"
+    if args.breakdown:
+        bars = breakdown_chart.drawing({a.schedule: a.breakdown for a in found}, title=title)
+        made = document(bars).encode() if args.breakdown.suffix == ".svg" else painted(bars)
+        args.breakdown.write_bytes(made)
     if args.png:
-        curves = {a.schedule: [step.iteration_s for step in a.iterations] for a in report.answers if not a.problem}
+        curves = {a.schedule: [step.iteration_s for step in a.iterations] for a in found}
         images = (f"{question.counted} a microbatch", report.images) if any(report.images) else None
-        title = f"{job.job.description}: workload {question.drawn_workload} on {report.machine.name}"
         args.png.write_bytes(line_chart.png(curves, title=title, unit="seconds an iteration", backdrop=images))
     return 0 if all(not answer.problem for answer in report.answers) else 1

@@ -200,6 +200,10 @@ class StepMetrics:
     """Makespan of the pipeline of this replica: from the first start of an action to the last end."""
     planned_s: float = math.nan
     """The same, simulated."""
+    program_s: float = math.nan
+    """Seconds of the longest program of this replica's pipeline ranks, of which `bubble` is a fraction."""
+    peak_s: float = math.nan
+    """Seconds that the model FLOPs of this replica take its devices at their peak; NaN: the peak is not known."""
     modules: Mapping[str, ModuleMetrics] = field(default_factory=dict)
     """Module -> its part of the step."""
     planner: PlannerMetrics | None = None
@@ -241,7 +245,7 @@ class Validation:
 _LINE_KEYS = (
     "step", "loss", "grad_norm", "lr", "step_time_s", "data_time_s", "plan_time_s", "tokens", "images", "image_tokens",
     "patches", "clips", "frames", "video_tokens", "skipped_samples", "bubble", "memory_predicted_gib",
-    "memory_measured_gib", "memory_limit_gib",
+    "memory_measured_gib", "memory_limit_gib", "program_s", "peak_s",
 )  # fmt: skip
 """Fields of `StepMetrics` in a line of metrics.jsonl, under the same names."""
 

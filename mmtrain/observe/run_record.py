@@ -164,6 +164,8 @@ class RunRecord:
             world_size=shape.world_size,
             measured_s=timing.makespan_s,
             planned_s=step.plan.result.timeline.makespan_s,
+            program_s=max(timing.spans_s),
+            peak_s=sum(f.total for f in flops.values()) / (self._peak_flops * shape.cp * shape.tp * shape.pp),
             modules=timing.modules(flops, self._peak_flops * shape.cp * shape.tp),
             planner=self._counts.planner(step.planned) if step.planned else None,
         )

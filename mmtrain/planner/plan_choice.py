@@ -15,7 +15,7 @@ from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
-SEARCHED = "searched"
+PLANNED = "planned"
 """Stands among the names of schedules for the plans of the planner's search."""
 
 

@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mmtrain.planner.forecast.breakdown import Breakdown, Parts, label
+from mmtrain.run_page.breakdown_chart import HUES as HUES_OF_PARTS
+from mmtrain.run_page.measured import breakdown
 from mmtrain.run_page.runs import Run
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.view.drawing import COLOURS
@@ -73,7 +76,12 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     With several runs each has a colour, each kind of curve a dash, and nothing is stacked.
     """
     modules = list(dict.fromkeys(name for run in runs for name in run.modules))
-    made = [*_training_charts(runs), *_pipeline_charts(runs, modules), *_planner_and_data_charts(runs)]
+    made = [
+        *_training_charts(runs),
+        _breakdown_chart(runs),
+        *_pipeline_charts(runs, modules),
+        *_planner_and_data_charts(runs),
+    ]
     return [chart for chart in made if chart.series]
 
 
@@ -108,6 +116,24 @@ def _training_charts(runs: Sequence[Run]) -> list[Chart]:
             ],
         ),
     ]  # fmt: skip
+
+
+def _breakdown_chart(runs: Sequence[Run]) -> Chart:
+    """Of one run: curves of several would not add up."""
+    found = [breakdown(line) for line in runs[0].steps] if len(runs) == 1 else []
+    curves = [
+        _Curve(label=label(parts), of=_share(found, parts), colour=HUES_OF_PARTS[parts[0]], scale=100)
+        for parts in dict.fromkeys(parts for one in found if one is not None for parts in one.shares)
+    ]
+    note = (
+        "Of the ranks of replica 0, 100 in all. What is joined by + cannot be told apart by measuring (model FLOPs "
+        "only without metrics.peak_flops)."
+    )
+    return _chart(runs, "Where the time of a step goes", "%", note, curves, stacked=True)
+
+
+def _share(found: Sequence[Breakdown | None], parts: Parts) -> Callable[[Run], list[float | None]]:
+    return lambda run: [None if one is None else one.shares.get(parts) for one in found]
 
 
 def _pipeline_charts(runs: Sequence[Run], modules: Sequence[str]) -> list[Chart]:

@@ -29,3 +29,9 @@ def simulate(problem: PlanningProblem, plan: Plan) -> Timeline:
         memory.append(tuple(profile))
         peaks.append(max((during for during, _ in held), default=0.0))
     return Timeline.from_rows(plan.graph, rows, memory=tuple(memory), peak_bytes=tuple(peaks))
+
+
+def makespan_without_transfers_s(problem: PlanningProblem, plan: Plan) -> float:
+    """Seconds that the orders of a plan would take if every message arrived at once."""
+    run = plan.run([[cost.seconds for cost in costs] for costs in entry_costs(plan, problem)])
+    return max((ends[-1] for ends in run.ends if ends), default=0.0)

@@ -123,7 +123,7 @@ class Recomputation:
         """The estimated fraction of a layer's forward time that its backward repeats, without a measurement.
 
         A block spends about half of its forward in operators without FLOPs (norms, activations, rotary positions,
-        sums), all of which are repeated: 0.55 to 0.65 for simulated blocks of DIP's models on an H800, with eager
+        sums), all of which are repeated: 0.42 to 0.67 for simulated blocks of DIP's models on an H800, with eager
         kernels.
         """
         if not self.recomputes(layer):

@@ -89,7 +89,7 @@ def test_show_draws_a_batch(job, capsys, tmp_path) -> None:
 
 def test_compare_has_a_line_for_each_schedule(capsys) -> None:
     lines = shown(capsys, "compare").splitlines()
-    assert [line.split()[0] for line in lines[1:-2]] == [*CATALOGUE, "searched"]
+    assert [line.split()[0] for line in lines[1:-2]] == [*CATALOGUE, "planned"]
     rows = {row["schedule"]: row for row in json.loads(shown(capsys, "compare", "1F1B", "ZB-H1", "--format", "json"))}
     assert rows["1F1B"] == {
         "schedule": "1F1B", "makespan_s": 33.0, "bubble": pytest.approx(3 / 11), "idle_s": 9.0,
@@ -103,22 +103,22 @@ def test_compare_has_a_line_for_each_schedule(capsys) -> None:
 def test_compare_searches_on_the_stages_of_the_best_schedule_before_it(tmp_path, capsys) -> None:
     problem = tmp_path / "problem.json"
     two_modules(2, [1, 0, 2, 3], language=option(3.0, 5.0)).write(problem)
-    words = ["compare", "GPipe", "ZB-H1", "1F1B", "searched", "--problem", str(problem), "--evaluations", "200"]
+    words = ["compare", "GPipe", "ZB-H1", "1F1B", "planned", "--problem", str(problem), "--evaluations", "200"]
     text = shown(capsys, *words, "--seed", "7")
     lines = text.splitlines()
     seconds = {line.split()[0]: float(line.split()[1]) for line in lines[1:5]}
-    assert seconds["searched"] < min(seconds["GPipe"], seconds["ZB-H1"], seconds["1F1B"])
+    assert seconds["planned"] < min(seconds["GPipe"], seconds["ZB-H1"], seconds["1F1B"])
     assert lines[-1] == (
-        "searched: what planner.enable makes of the stages of ZB-H1; 200 plans tried, seed 7 (--evaluations, --seed)"
+        "planned: what planner.enable makes of the stages of ZB-H1; 200 plans tried, seed 7 (--evaluations, --seed)"
     )
     assert shown(capsys, *words, "--seed", "7") == text
-    alone = json.loads(shown(capsys, "compare", "searched", "--format", "json"))
-    assert [(row["schedule"], row["makespan_s"]) for row in alone] == [("searched", 27.0)]
+    alone = json.loads(shown(capsys, "compare", "planned", "--format", "json"))
+    assert [(row["schedule"], row["makespan_s"]) for row in alone] == [("planned", 27.0)]
 
 
 def test_compare_searches_a_batch_as_its_job_would(job, capsys) -> None:
     overrides = [f"--{o}" for o in layout(pp=2)]
-    words = ["compare", "interleave", "searched", "--config", str(job), *overrides, "--format", "json"]
+    words = ["compare", "interleave", "planned", "--config", str(job), *overrides, "--format", "json"]
     named, searched = json.loads(shown(capsys, *words, "--evaluations", "50"))
     assert searched["makespan_s"] <= named["makespan_s"]
     named, searched = json.loads(shown(capsys, *words, "--evaluations", "50", "--planner.activation_memory_gib=0.003"))

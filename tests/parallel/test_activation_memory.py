@@ -228,6 +228,31 @@ def test_a_backward_brings_back_what_planning_counts(module, family, dtype):
         assert abs(more - (peak - block.activation_bytes(call.size))) <= 16, mode  # a scalar or two
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("module", "family"), FAMILIES)
+def test_a_backward_repeats_all_products_of_a_block_but_the_last(module, family):
+    """No tensor that the backward reads is made after the input of the last product (`OperatorCosts.repeated_s`)."""
+    counts = {}
+    for mode in ("none", "full"):
+        call = Call(family_model(module, family), module, 1, section=SECTIONS[mode])
+        with Products() as forward:
+            loss = call.forward(call.input())
+        with Products() as backward:
+            loss.backward()
+        counts[mode] = backward.count
+    assert forward.count >= 4
+    assert counts["full"] - counts["none"] == forward.count - 1
+
+
 @pytest.mark.parametrize("adapters", [False, True], ids=["all", "adapters"])
 @pytest.mark.parametrize(("module", "family"), FAMILIES)
 def test_each_block_does_what_is_said_for_a_work(module, family, adapters):

@@ -86,6 +86,10 @@ class CostModel(Protocol):
         """Seconds of the optimizer on a rank whose shard has `num_params` trainable parameters."""
         ...
 
+    def without_exchanges(self) -> "CostModel | None":
+        """The costs if collectives within layers took no time; None: they cannot be told apart."""
+        ...
+
 
 def equal_layers(module: ModuleSpec) -> list[int]:
     """[layer] -> the first layer of the module with an equal spec, names without their number: both cost the same."""
@@ -142,3 +146,7 @@ class FlopsCosts:
     def step_s(self, num_params: int) -> float:
         """0: only the FLOPs of layers cost time."""
         return 0.0
+
+    def without_exchanges(self) -> "FlopsCosts | None":
+        """These costs where one rank computes a layer; else None, as the achieved rate may contain exchanges."""
+        return self if self.shares == 1 else None

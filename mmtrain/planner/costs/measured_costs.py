@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from mmtrain.config.config import Config
+from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.costs.cost_model import PCIE, FlopsCosts, HostCopy, LayerTimes
 from mmtrain.planner.noise import Noise
 from mmtrain.planner.profile.profile import SPLIT_TIMES, Profile, check_fits
@@ -21,6 +22,8 @@ class MeasuredCosts:
     host_copy: HostCopy = PCIE
     several_ranks: bool = False
     """Whether there are several pipeline ranks."""
+    shares: int = 1
+    """Ranks of a stage's submesh; several exchange within the measured layers."""
 
     @classmethod
     def of(cls, config: Config, spec: ModelSpec) -> "MeasuredCosts":
@@ -41,6 +44,7 @@ class MeasuredCosts:
             p2p=P2P(latency_s=transfer.latency_s, bytes_per_s=1 / transfer.byte_s) if transfer else nominal.p2p,
             host_copy=profile.host_copy or nominal.host_copy,
             several_ranks=config.parallelism.pipeline_parallel_degree > 1,
+            shares=Submesh.of(config).size,
         )
 
     def layer(self, module: ModuleSpec, index: int, size: WorkSize, *, input_grad: bool) -> LayerTimes:
@@ -93,3 +97,7 @@ class MeasuredCosts:
         """Seconds of the end of a step on a rank whose shard has `num_params` trainable parameters."""
         step = self.profile.step
         return step.fixed_s + step.param_s * num_params + (step.pipeline_s if self.several_ranks else 0.0)
+
+    def without_exchanges(self) -> "MeasuredCosts | None":
+        """These costs where one rank computes a layer; else None, as layers were measured with their exchanges."""
+        return self if self.shares == 1 else None

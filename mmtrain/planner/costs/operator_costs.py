@@ -1,6 +1,6 @@
 """Costs from operator graphs on a hardware profile, for machines without measurements. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import lru_cache
 
 import numpy as np
@@ -47,6 +47,7 @@ class OperatorCosts:
         p2p: P2P,
         host_copy: HostCopy,
         noise: Noise = EXACT,
+        free: Set[OpKind] = frozenset(),
     ) -> None:
         """Args:
         describers: module -> what makes the graphs of its layers.
@@ -54,7 +55,9 @@ class OperatorCosts:
         p2p: latency and rate of transfers between pipeline ranks.
         host_copy: rate of copies between an accelerator and its host.
         noise: how far actual seconds lie from these.
+        free: kinds of operators that take no time.
         """
+        self._spec, self._free = spec, free
         self._p2p, self._host_copy, self._noise = p2p, host_copy, noise
         self._describers, self._latencies = describers, latencies
         self._hardware = next(iter(latencies.values())).hardware
@@ -101,7 +104,10 @@ class OperatorCosts:
         return self._times(module.name, self._kinds[module.name][index], size, input_grad)
 
     def repeated_s(self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation) -> float:
-        """Seconds of the forward's operators without those whose results were saved; collectives are repeated."""
+        """Seconds of the forward's operators without those whose results were saved; collectives are repeated.
+
+        As in torch, it ends with the last tensor that the backward reads, before the last product of most blocks.
+        """
         layer = module.layers[index]
         if not recomputation.recomputes(layer):
             return 0.0
@@ -133,6 +139,16 @@ class OperatorCosts:
         efficiency = self._hardware.efficiency_of(OpKind.ELEMENTWISE, Phase.FORWARD).memory
         return num_params * OPTIMIZER_BYTES / (self._hardware.memory_bytes_per_s * efficiency)
 
+    def without(self, kinds: Set[OpKind]) -> "OperatorCosts":
+        """The costs if operators of some kinds took no time."""
+        free = self._free | kinds
+        links = self._p2p, self._host_copy
+        return OperatorCosts(self._spec, self._describers, self._latencies, *links, self._noise, free)
+
+    def without_exchanges(self) -> "OperatorCosts":
+        """The costs if collectives took no time."""
+        return self.without({kind for kind in OpKind if kind.is_collective})
+
     def graph(self, module: ModuleSpec, index: int, *, input_grad: bool) -> Graph:
         """The operators of a layer, forward and backward."""
         return self._phases(module.name, self._kinds[module.name][index], input_grad).whole
@@ -141,12 +157,12 @@ class OperatorCosts:
         key = (module, kind, input_grad)
         if key not in self._graphs:
             layer = self._layers[module][kind]
-            self._graphs[key] = _Phases(self._describers[module].graph(layer, input_grad=input_grad))
+            self._graphs[key] = _Phases(self._describers[module].graph(layer, input_grad=input_grad), self._free)
         return self._graphs[key]
 
     def _simulate(self, module: str, kind: int, size: WorkSize, input_grad: bool) -> LayerTimes:
         phases = self._phases(module, kind, input_grad)
-        seconds = self._latencies[module](phases.whole, size)
+        seconds = self._latencies[module](phases.whole, size) * phases.counts
         forward_s, input_s, weight_s = (makespan_s(graph, seconds[indices]) for graph, indices in phases.parts)
         return LayerTimes(forward_s=forward_s, backward_input_s=input_s, backward_weight_s=weight_s)
 
@@ -156,18 +172,26 @@ class OperatorCosts:
         phases = self._phases(module, kind, True)
         graph, indices = phases.parts[0]
         keeps = {OpKind.MATMUL: keeps_products, OpKind.ATTENTION: keeps_attention}
-        runs = np.array([not keeps.get(op.kind, False) for op in graph.operators])
-        return makespan_s(graph, self._latencies[module](phases.whole, size)[indices] * runs)
+        runs = phases.repeats & np.array([not keeps.get(op.kind, False) for op in graph.operators])
+        seconds = self._latencies[module](phases.whole, size) * phases.counts
+        return makespan_s(graph, seconds[indices] * runs)
 
 
 class _Phases:
     """A layer's operators, and those of each phase with their indices among all."""
 
-    def __init__(self, whole: Graph) -> None:
+    def __init__(self, whole: Graph, free: Set[OpKind]) -> None:
         self.whole = whole
+        self.counts = np.array([op.kind not in free for op in whole.operators])
+        """[operator]: whether its seconds count."""
         self.parts = [
             (whole.only(phase), np.flatnonzero([op.phase is phase for op in whole.operators])) for phase in Phase
         ]
+        read = {tensor for op in whole.operators if op.phase is not Phase.FORWARD for tensor in op.inputs}
+        forward = [op for op in whole.operators if op.phase is Phase.FORWARD]
+        needed = np.array([not read.isdisjoint(op.outputs) for op in forward])
+        self.repeats = np.logical_or.accumulate(needed[::-1])[::-1]
+        """[forward operator]: whether a tensor that the backward reads is made by it or later."""
 
 
 def linked_division(submesh: Submesh, cluster: Cluster, module: ModuleSpec) -> LinkedDivision:

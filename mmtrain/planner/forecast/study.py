@@ -13,17 +13,18 @@ from mmtrain.config.topology import AXES
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
+from mmtrain.planner.forecast.breakdown import Breakdown, label
 from mmtrain.planner.forecast.machine import Machine
 from mmtrain.planner.forecast.typical_iterations import usual_workload
 from mmtrain.planner.forecast.whole_iteration import IterationSimulator, SimulatedIteration
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.memory.limit import MemoryBudget, MemoryRule
-from mmtrain.planner.plan_choice import SEARCHED
+from mmtrain.planner.plan_choice import PLANNED
 from mmtrain.schedule.library.names import check_name
 from mmtrain.schedule.recipe.files import schedule_of
 from mmtrain.schedule.timeline import Timeline
 
-SEARCHED_LIMIT = "90%"
+PLANNED_LIMIT = "90%"
 """Fraction of a device's memory that a simulated search may use, if the hardware is known and the job has no limit."""
 
 _GIB = 2.0**30
@@ -37,7 +38,7 @@ class Question:
     config: Config
     """The job; its [planner] names the hardware."""
     schedules: tuple[str, ...]
-    """Names of schedules; `SEARCHED`: the plans that the job's planner searches, regardless of planner.enable."""
+    """Names of schedules; `PLANNED`: the plans that the job's planner searches, regardless of planner.enable."""
     evaluations: int = 100
     """Plans that a search tries for each iteration and replica."""
     workload: str = ""
@@ -58,7 +59,7 @@ class Question:
         if self.seed < 0:
             raise ConfigError(f"simulate: seed = {self.seed}; it is at least 0")
         for index, schedule in enumerate(self.schedules):
-            check_name(schedule, (SEARCHED,))
+            check_name(schedule, (PLANNED,))
             if schedule in self.schedules[:index]:
                 raise ConfigError(f"simulate: schedule {schedule!r} is named twice; name it once")
 
@@ -104,6 +105,12 @@ class Answer:
         """
         seconds = sum(step.iteration_s for step in self.iterations)
         return sum(step.flops for step in self.iterations) / (seconds * ranks * peak_flops)
+
+    @property
+    def breakdown(self) -> Breakdown:
+        """The rank-seconds of all iterations together."""
+        steps = self.iterations
+        return Breakdown.mean([step.breakdown for step in steps], [step.iteration_s for step in steps])
 
     @property
     def most_loaded(self) -> tuple[int, float]:
@@ -177,12 +184,12 @@ def _mean_images(step: Sequence[IterationMeta]) -> float:
 def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[Config, tuple[str, ...]]:
     """The job under another schedule, and notes on the other settings that were changed for it.
 
-    Args: schedule: a name in the catalogue, or `SEARCHED`. evaluations: plans that a search tries for an iteration.
+    Args: schedule: a name in the catalogue, or `PLANNED`. evaluations: plans that a search tries for an iteration.
     Raises: ConfigError: the job does not fit the schedule.
     """
     notes: tuple[str, ...] = ()
     planner = config.planner
-    if schedule == SEARCHED:
+    if schedule == PLANNED:
         return _with_search(config, evaluations)
     keeps_limits = schedule_of(schedule, config.parallelism.pipeline_parallel_degree).keeps_memory_limits
     if planner.activation_memory_gib and not keeps_limits:
@@ -200,11 +207,11 @@ def with_schedule(config: Config, schedule: str, evaluations: int = 1) -> tuple[
 def _with_search(config: Config, evaluations: int) -> tuple[Config, tuple[str, ...]]:
     """The result of `with_schedule` for plans that the job's planner searches."""
     planner = replace(config.planner, enable=True, budget_evaluations=evaluations, budget_s=0.0)
-    notes = [f"{SEARCHED}: the planner tries {evaluations} plans for each iteration (--evaluations)"]
+    notes = [f"{PLANNED}: the planner tries {evaluations} plans for each iteration (--evaluations)"]
     if planner.hardware and not planner.memory_limit and not planner.activation_memory_gib:
-        planner = replace(planner, memory_limit=SEARCHED_LIMIT)
+        planner = replace(planner, memory_limit=PLANNED_LIMIT)
         notes.append(
-            f'{SEARCHED}: planner.memory_limit = "{SEARCHED_LIMIT}", as the job sets none; without a limit a searched '
+            f'{PLANNED}: planner.memory_limit = "{PLANNED_LIMIT}", as the job sets none; without a limit a searched '
             "plan may hold more than a device has"
         )
     job = replace(config, planner=planner)
@@ -221,7 +228,7 @@ def _answer(
     notes: tuple[str, ...],
     progress: Callable[[str, int], None],
 ) -> Answer:
-    simulator = IterationSimulator.of(job, machine.network, searches=schedule == SEARCHED)
+    simulator = IterationSimulator.of(job, machine.network, searches=schedule == PLANNED, peak_flops=machine.peak_flops)
     budget = MemoryRule.of(job).budget(simulator.planner.spec, simulator.planner.partition)
     limited = budget if budget.limited else None
     steps: list[SimulatedIteration] = []
@@ -259,9 +266,9 @@ def _notes(question: Question, machine: Machine) -> list[str]:
         )
     if config.model.reads_clips and not config.model.encodes_clips:
         notes.append("latents count as given: no VAE runs here")
-    if config.planner.enable and SEARCHED not in question.schedules:
+    if config.planner.enable and PLANNED not in question.schedules:
         notes.append(
-            f"planner.enable is left out: the orders are those of the schedules named here (--schedule {SEARCHED} has "
+            f"planner.enable is left out: the orders are those of the schedules named here (--schedule {PLANNED} has "
             "the planner's)"
         )
     if config.regathered:
@@ -287,17 +294,32 @@ def table(report: Report) -> str:
         f"{_span(report.images)} {question.counted} a microbatch",
         "",
     ]
-    rows: list[tuple[str, ...]] = [_COLUMNS]
-    rows += [_row(answer, machine, shape.world_size // shape.dp) for answer in report.answers if not answer.problem]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
+    answers = [answer for answer in report.answers if not answer.problem]
+    lines += _aligned([_COLUMNS, *(_row(answer, machine, shape.world_size // shape.dp) for answer in answers)])
+    if answers:
+        lines += ["", "% of ranks x seconds, 100 in all:", *_aligned(breakdown_rows(answers))]
     lines += _budgets(report)
     lines += [""] * any((report.notes, _faults(report)))
     lines += _faults(report)
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def breakdown_rows(answers: Sequence[Answer]) -> list[tuple[str, ...]]:
+    """The names of the parts, and a row of percentages for each schedule. Args: answers: without problems."""
+    shares = {answer.schedule: answer.breakdown.shares for answer in answers}
+    labels = [label(parts) for parts in next(iter(shares.values()))]
+    rows = [(name, *(f"{100 * share:.1f}" for share in found.values())) for name, found in shares.items()]
+    return [("schedule", *labels), *rows]
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A line for each row, with columns of one width: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
+        for row in rows
+    ]
 
 
 def _most_tokens(config: Config) -> str:
@@ -386,8 +408,9 @@ def _answer_json(answer: Answer, machine: Machine, ranks: int) -> dict[str, Any]
         "iteration_s": answer.mean("iteration_s"),
         "mfu": None if machine.peak_flops is None else answer.mfu(ranks, machine.peak_flops),
         "bubble": answer.mean("bubble"),
+        "breakdown": answer.breakdown.by_label,
         "peak_bytes": peak,
         "peak_pp_rank": rank,
         "fits": None if machine.memory_bytes is None else peak <= machine.memory_bytes,
-        "iterations": [asdict(step) for step in answer.iterations],
+        "iterations": [asdict(step) | {"breakdown": step.breakdown.by_label} for step in answer.iterations],
     }

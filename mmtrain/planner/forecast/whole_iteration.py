@@ -5,18 +5,25 @@ own plan, each pipeline rank reduces its gradients as soon as all of its replica
 reduction the optimizer steps. Loading, planning and logging are not simulated: they run ahead or on the host.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from mmtrain.config.config import Config
-from mmtrain.errors import PlanError
+from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.planner.costs.cost_model import CostModel
+from mmtrain.planner.forecast.breakdown import Breakdown, Part, Parts, computing
 from mmtrain.planner.forecast.machine import Network
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.memory.rank_state import RankState, Sharding
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_choice import search_seed, searched_plan
+from mmtrain.schedule.plan import Plan
+from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.simulate import makespan_without_transfers_s
 from mmtrain.schedule.timeline import Timeline
 
 
@@ -46,6 +53,8 @@ class SimulatedIteration:
     """Images of all simulated replicas."""
     num_microbatches: int
     """Microbatches of all simulated replicas."""
+    breakdown: Breakdown
+    """The rank-seconds of the replicas, mean over them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +70,13 @@ class IterationSimulator:
     """[pp_rank] -> seconds of all its REDUCE."""
     searches: bool = False
     """Whether plans are searched as configured in `[planner]`; otherwise they have the order of the job's schedule."""
+    peak_flops: float | None = None
+    """FLOP/s of one device that MFU is measured against; None: unknown."""
 
     @classmethod
-    def of(cls, config: Config, network: Network, *, searches: bool = False) -> "IterationSimulator":
+    def of(
+        cls, config: Config, network: Network, *, searches: bool = False, peak_flops: float | None = None
+    ) -> "IterationSimulator":
         """The simulator of a job. Raises: ConfigError: a model that cannot be built, cut or divided."""
         planner, sharding = IterationPlanner.of(config), Sharding.of(config)
         ranks = range(planner.partition.num_ranks)
@@ -74,6 +87,7 @@ class IterationSimulator:
             gather_s=tuple(tuple(sharding.gather_s(network, s, rank) for s in states[rank].stages) for rank in ranks),
             reduce_s=tuple(sum(sharding.reduce_s(network, s, rank) for s in states[rank].stages) for rank in ranks),
             searches=searches,
+            peak_flops=peak_flops,
         )
 
     def simulate(
@@ -87,8 +101,10 @@ class IterationSimulator:
         Raises:
             DataError: an image or token of a batch would be lost or used twice.
             PlanError: no plan fits into the memory limit.
+            ConfigError: layers take less time than their FLOPs at the peak rate.
         """
         timelines, flops, activations = [], [], [0.0] * len(self.states)
+        parts: list[dict[Parts, float]] = []
         for replica, meta in enumerate(metas):
             batching, problem = self.planner.problem(meta, searched=self.searches)
             if self.searches:
@@ -98,18 +114,24 @@ class IterationSimulator:
                 result = searched_plan(problem, planner.schedule, planner.section, seed=chosen, noise=noise)
             else:
                 result = make_plan(problem, self.planner.schedule)
-            if result.timeline is None:
+            if result.timeline is None or result.plan is None:
                 raise PlanError(self.planner.too_tight(problem) or result.message)
             timelines.append(result.timeline)
             flops.append(sum(module_flops.total for module_flops in self.planner.flops(batching).values()))
             activations = [max(of_rank) for of_rank in zip(activations, result.timeline.peak_bytes, strict=True)]
+            parts.append(self._parts(meta, problem, result.plan, result.timeline, flops[-1]))
         slowest = max(timelines, key=lambda timeline: timeline.makespan_s)
         gather = max(self._gather_delay_s(timeline) for timeline in timelines)
         ends = [max(of_replicas) for of_replicas in zip(*map(_ends_s, timelines), strict=True)]
         reduced = max(end + reduce for end, reduce in zip(ends, self.reduce_s, strict=True))
         optimizer = max(self.planner.costs.step_s(round(state.updated_params)) for state in self.states)
+        iteration_s, ranks = gather + reduced + optimizer, len(self.states)
+        seconds = {key: sum(of_replica[key] for of_replica in parts) / len(parts) for key in parts[0]}
+        seconds[Part.BUBBLE,] = ranks * slowest.makespan_s - sum(seconds.values())
+        seconds[Part.REDUCTIONS,] = ranks * (gather + reduced - slowest.makespan_s)
+        seconds[Part.OPTIMIZER,] = ranks * optimizer
         iteration = SimulatedIteration(
-            iteration_s=gather + reduced + optimizer,
+            iteration_s=iteration_s,
             gather_s=gather,
             pipeline_s=slowest.makespan_s,
             reduce_s=reduced - slowest.makespan_s,
@@ -121,8 +143,42 @@ class IterationSimulator:
             peak_bytes=tuple(s.peak_bytes(a) for s, a in zip(self.states, activations, strict=True)),
             num_images=sum(meta.num_images for meta in metas),
             num_microbatches=sum(len(meta.microbatches) for meta in metas),
+            breakdown=Breakdown.of(ranks * iteration_s, seconds),
         )
         return iteration, slowest
+
+    def _parts(
+        self, meta: IterationMeta, problem: PlanningProblem, plan: Plan, timeline: Timeline, flops: float
+    ) -> dict[Parts, float]:
+        """Rank-seconds of one replica's actions, and of waiting for its messages. Args: flops: of the replica."""
+        kept_s = self._compute_s(meta, self.planner.costs)
+        free = self._costs_without_exchanges
+        free_s = None if free is None else self._compute_s(meta, free)
+        peak = self.peak_flops
+        known = {
+            Part.MODEL_FLOPS: None if peak is None else flops / (peak * self.planner.submesh.size),
+            Part.RECOMPUTATION: _compute_s(problem, plan.options) - kept_s,
+            Part.EXCHANGES: None if free_s is None else kept_s - free_s,
+        }
+        parts = computing(sum(timeline.busy_s), known)
+        if peak is not None and min(parts.values()) < -1e-9 * kept_s:
+            raise ConfigError(
+                f"simulate: layers take less time than their FLOPs at the peak of {peak:.3g} FLOP/s a device; raise "
+                "metrics.peak_flops, or lower planner.flops_per_s"
+            )
+        parts[Part.TRANSFERS,] = problem.graph.num_ranks * (
+            timeline.makespan_s - makespan_without_transfers_s(problem, plan)
+        )
+        return parts
+
+    @cached_property
+    def _costs_without_exchanges(self) -> CostModel | None:
+        return self.planner.costs.without_exchanges()
+
+    def _compute_s(self, meta: IterationMeta, costs: CostModel) -> float:
+        """Rank-seconds of all actions if no block recomputed or offloaded anything."""
+        planner = replace(self.planner, costs=costs, memory=MemoryChoices())
+        return _compute_s(planner.problem(meta, searched=self.searches)[1], {})
 
     def _gather_delay_s(self, timeline: Timeline) -> float:
         """Seconds by which gathering the parameters, stage by stage, delays a pipeline.
@@ -138,6 +194,16 @@ class IterationSimulator:
                 if stage.stage in firsts:
                     delay = max(delay, arrived - firsts[stage.stage])
         return delay
+
+
+def _compute_s(problem: PlanningProblem, options: Mapping[tuple[int, int], int]) -> float:
+    """Rank-seconds of all actions of a plan. Args: options: (stage, work) -> its option; absent: the first."""
+    total = 0.0
+    for work, lists in enumerate(problem.cost_index):
+        for stage, index in zip(problem.graph.stages(work), lists, strict=True):
+            option = problem.costs[index][options.get((stage, work), 0)]
+            total += option.forward_s + option.backward_input_s + option.backward_weight_s
+    return total
 
 
 def _ends_s(timeline: Timeline) -> list[float]:

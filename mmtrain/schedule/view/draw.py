@@ -51,7 +51,11 @@ def svg(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title
 
     Args: timeline: one, or several by name, which are drawn below each other at one scale. title: of a single one.
     """
-    drawing = _drawing(timeline, width, title)
+    return document(_drawing(timeline, width, title))
+
+
+def document(drawing: Drawing) -> str:
+    """A drawing as an SVG document."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{drawing.width}" height="{drawing.height}" '
         f'viewBox="0 0 {drawing.width} {drawing.height}" font-family="Helvetica, Arial, sans-serif">',
@@ -79,9 +83,13 @@ def _drawing(timeline: Timeline | Mapping[str, Timeline], width: int, title: str
 
 def png(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title: str = "", scale: int = 2) -> bytes:
     """The drawing of a timeline as a PNG file of `scale` x `width` pixels across. Arguments as of `svg`."""
+    return painted(_drawing(timeline, width, title), scale)
+
+
+def painted(drawing: Drawing, scale: int = 2) -> bytes:
+    """A drawing as a PNG file of `scale` pixels for each of its own."""
     from PIL import Image, ImageDraw, ImageFont  # only this format needs it
 
-    drawing = _drawing(timeline, width, title)
     image = Image.new("RGB", (drawing.width * scale, drawing.height * scale), PAPER)
     pen = ImageDraw.Draw(image)
     fonts = {size: ImageFont.load_default(size * scale) for size in (9, 11, 12, 14)}

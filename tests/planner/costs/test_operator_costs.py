@@ -95,19 +95,53 @@ def test_recomputation_repeats_what_was_not_saved() -> None:
         return found.repeated_s(language, index, TOKENS, Recomputation.of(section))
 
     forward = found.layer(language, 1, TOKENS, input_grad=True).forward_s
-    assert repeated("full") == forward
     assert repeated("none") == found.repeated_s(language, 1, TOKENS, Recomputation()) == 0.0
     assert repeated("full", 0) == 0.0  # the embedding is no block
     graph = found.graph(language, 1, input_grad=True)
     latencies = Latencies(Cluster.of("h800").hardware)
     run = simulate(graph, latencies, TOKENS)
-    saved = sum(
-        seconds
-        for op, seconds in zip(graph.operators, run.seconds, strict=True)
-        if op.phase == "forward" and op.kind in (OpKind.MATMUL, OpKind.ATTENTION)
-    )
-    assert repeated("selective") == pytest.approx(forward - saved)
+    seconds = {op.name: s for op, s in zip(graph.operators, run.seconds, strict=True) if op.phase == "forward"}
+    unread = sum(seconds[name] for name in ("mlp.down_proj", "mlp.down_proj.sum", "mlp.residual"))
+    assert repeated("full") == pytest.approx(forward - unread)  # no backward reads these
+    assert unread > 0.15 * forward
+    products = {op.name for op in graph.operators if op.kind in (OpKind.MATMUL, OpKind.ATTENTION)}
+    saved = sum(s for name, s in seconds.items() if name in products - {"mlp.down_proj"})
+    assert repeated("selective") == pytest.approx(forward - unread - saved)
     assert repeated("selective") > 0  # collectives and norms run again
+
+
+def test_a_gate_after_the_last_product_makes_its_backward_repeat_it() -> None:
+    made = job("t2v_s")
+    spec = model_spec(made.model, dtype_bytes=2)
+    found, dit, size = OperatorCosts.of(made, spec), spec.module("dit"), clips_work([8192], [64], 8192)
+    forward = found.layer(dit, 1, size, input_grad=True).forward_s
+    full = found.repeated_s(dit, 1, size, Recomputation.of(ActivationCheckpointConfig(mode="full")))
+    assert 0.9 * forward < full < forward  # without the gate itself
+
+
+def test_exchanges_are_what_collectives_add() -> None:
+    found, vision, _ = costs(job("vlm_m"))
+    work = images_work(vision, [(1, 52, 52)] * 4)
+    plain, free = (c.layer(vision, 1, work, input_grad=True) for c in (found, found.without_exchanges()))
+    graph = found.graph(vision, 1, input_grad=True)
+    run = simulate(graph, Latencies(Cluster.of("h800").hardware), work)
+    exchanged = [
+        sum(
+            s for op, s in zip(graph.operators, run.seconds, strict=True) if op.kind.is_collective and op.phase == phase
+        )
+        for phase in ("forward", "backward_input")
+    ]
+    assert plain.forward_s - free.forward_s == pytest.approx(exchanged[0])
+    exposed = plain.backward_input_s - free.backward_input_s  # sums of biases' gradients run beside a collective
+    assert 0.97 * exchanged[1] < exposed < exchanged[1]
+    assert plain.backward_weight_s == free.backward_weight_s
+    full = Recomputation.of(ActivationCheckpointConfig(mode="full"))
+    repeats = [c.repeated_s(vision, 1, work, full) for c in (found, found.without_exchanges())]
+    assert repeats[0] > repeats[1] > 0
+    one = costs(job("vlm_m", "parallelism.tensor_parallel_degree=1"))[0]
+    assert one.layer(vision, 1, work, input_grad=True) == one.without_exchanges().layer(
+        vision, 1, work, input_grad=True
+    )
 
 
 def test_ranks_of_a_submesh_share_the_work() -> None:

@@ -1,6 +1,7 @@
 """`mmtrain simulate`, as a user types it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,31 @@ def test_a_table_has_a_line_a_schedule(capsys):
     assert all("%" in line and "(pp_rank" in line for line in lines[5:8])
 
 
+def test_a_second_table_says_where_the_time_goes(capsys):
+    assert main([*DEBUG, "--schedule", "1F1B,interleave", "--cluster", "a40x2"]) == 0
+    out = capsys.readouterr().out
+    lines = out[out.index("% of ranks x seconds, 100 in all:") :].splitlines()
+    header = ("schedule", "model FLOPs", "below peak", "recomputation", "exchanges", "bubble", "transfers")
+    assert tuple(lines[1].split("  ")[0:1] + [word.strip() for word in lines[1].split("  ")[1:] if word])[:7] == header
+    for line, name in zip(lines[2:4], ("1F1B", "interleave"), strict=True):
+        first, *shares = line.split()
+        assert (first, len(shares)) == (name, 8)
+        assert sum(map(float, shares)) == pytest.approx(100, abs=0.41)
+    assert main([*DEBUG, "--schedule", "1F1B", "--parallelism.tensor_parallel_degree=2"]) == 0
+    assert "model FLOPs + below peak + exchanges" in capsys.readouterr().out  # one rate does not tell them apart
+
+
+@pytest.mark.parametrize(("name", "start"), [("a.svg", b"<svg"), ("a.png", b"\x89PNG")])
+def test_the_breakdown_is_drawn(tmp_path, name, start):
+    assert main([*DEBUG, "--schedule", "1F1B,ZB-H1", "--breakdown", str(tmp_path / name)]) == 0
+    made = (tmp_path / name).read_bytes()
+    assert made.startswith(start)
+    if name == "a.svg":
+        found = re.findall(r"<title>(1F1B|ZB-H1), (.+): ([\d.]+) %</title>", made.decode())
+        for schedule in ("1F1B", "ZB-H1"):
+            assert sum(float(value) for bar, _, value in found if bar == schedule) == pytest.approx(100, abs=0.41)
+
+
 def test_json_has_every_iteration(capsys):
     words = [*DEBUG, "--schedule", "1F1B,interleave", "--json", "--seed", "3", "--workload", "interleaved"]
     assert main(words) == 0
@@ -43,6 +69,8 @@ def test_json_has_every_iteration(capsys):
         times = [step["iteration_s"] for step in schedule["iterations"]]
         assert len(times) == 2
         assert schedule["iteration_s"] == pytest.approx(sum(times) / 2)
+        parts = [step["breakdown"] for step in schedule["iterations"]] + [schedule["breakdown"]]
+        assert [sum(found.values()) for found in parts] == pytest.approx([1, 1, 1])
         assert schedule["peak_bytes"] == max(max(step["peak_bytes"]) for step in schedule["iterations"])
     assert main(words) == 0
     assert capsys.readouterr().out == first
@@ -72,6 +100,7 @@ def test_images_and_traces_are_written(tmp_path, capsys):
         (["--cluster", "h900"], "h900"),
         (["--cluster", "h800x2", "--planner.hardware=h100"], "give one of the two"),
         (["--png", "/nowhere/at/all.png"], "/nowhere/at does not exist"),
+        (["--breakdown", "all.pdf"], "--breakdown all.pdf: name a file that ends in .svg or .png"),
         (["--schedule", "ZBV", "--model.encoder.num_segments=3", "--image-side", "112"], "num_segments = 3"),
     ],
 )
@@ -196,28 +225,28 @@ def test_a_job_with_the_planner_has_its_searched_plans_too(capsys):
     assert main([*DEBUG, "--json"]) == 0
     first = capsys.readouterr().out
     named, searched = json.loads(first)["schedules"]
-    assert (named["schedule"], searched["schedule"]) == ("interleave", "searched")
+    assert (named["schedule"], searched["schedule"]) == ("interleave", "planned")
     assert searched["iteration_s"] < named["iteration_s"]
     pairs = zip(named["iterations"], searched["iterations"], strict=True)
     assert all(found["pipeline_s"] <= fixed["pipeline_s"] for fixed, found in pairs)
     assert main([*DEBUG, "--json"]) == 0
     assert capsys.readouterr().out == first
-    assert main([*DEBUG, "--planner.enable=false", "--schedule", "searched", "--evaluations", "3"]) == 0
+    assert main([*DEBUG, "--planner.enable=false", "--schedule", "planned", "--evaluations", "3"]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[5].startswith("searched ")
-    assert "note: searched: the planner tries 3 plans for each iteration (--evaluations)" in out
+    assert out.splitlines()[5].startswith("planned ")
+    assert "note: planned: the planner tries 3 plans for each iteration (--evaluations)" in out
 
 
 def test_a_search_chooses_memory_where_a_schedule_alone_has_no_plan():
-    asked = question("planner.memory_limit=16MiB", schedules=("interleave", "searched"), num_iterations=1)
+    asked = question("planner.memory_limit=16MiB", schedules=("interleave", "planned"), num_iterations=1)
     named, searched = simulate_job(asked).answers
     assert named.problem and not searched.problem
 
 
 def test_a_search_without_a_limit_gets_one_where_the_device_is_known(capsys):
-    words = [*DEBUG, "--schedule", "searched", "--evaluations", "5"]
+    words = [*DEBUG, "--schedule", "planned", "--evaluations", "5"]
     assert main([*words, "--cluster", "a40x2"]) == 0
-    assert 'note: searched: planner.memory_limit = "90%", as the job sets none' in capsys.readouterr().out
+    assert 'note: planned: planner.memory_limit = "90%", as the job sets none' in capsys.readouterr().out
     for more in ([], ["--cluster", "a40x2", "--planner.memory_limit=2GiB"]):
         assert main([*words, *more]) == 0
         assert "as the job sets none" not in capsys.readouterr().out
