@@ -108,6 +108,8 @@ class TypicalIterations:
         name = usual_workload(config)
         metas = [draw(name, bins, seed=0, iteration=i) for i in range(number)]
 
+        reorders = config.planner.reorder and _has_search(config.planner)
+
         def batching(meta: IterationMeta) -> Batching:
             return make_batching(meta, spec, sub_microbatch_size, submesh.attention_mask)
 
@@ -122,7 +124,7 @@ class TypicalIterations:
             submesh=submesh,
             memory_rule=MemoryRule.of(config),
             batchings=tuple(map(batching, metas)),
-            reordered=() if is_quick or not config.planner.reorder else tuple(batching(_falling(m)) for m in metas),
+            reordered=tuple(batching(_falling(m)) for m in metas) if reorders and not is_quick else (),
             is_quick=is_quick,
         )
 
@@ -223,9 +225,9 @@ class TypicalIterations:
         """List schedule -> its timeline.
 
         `ZB-AutoSchedule` is close to what a search finds, unless memory is scarce: it then runs microbatches one after
-        another. Without splits, and without kernels, a search finds little more than `interleave`.
+        another.
         """
-        splits = self.section.split_backward and self.section.strategy != "first" and HAS_NUMBA
+        splits = self.section.split_backward and _has_search(self.section)
         limited = any(limit is not None for limit in problem.memory_limit_bytes)
         names = ["ZB-AutoSchedule"] * splits + ["interleave"] * (not splits or limited or not self.is_quick)
         if self.is_quick:
@@ -256,6 +258,11 @@ class TypicalIterations:
         options = search_options(self.section, seed=0, threads=1)
         evaluations = min(EVALUATIONS, options.budget_evaluations or EVALUATIONS)
         return replace(options, budget_evaluations=evaluations, budget_s=0.0)
+
+
+def _has_search(section: PlannerConfig) -> bool:
+    """Whether the planner's search is more than the plan of `interleave`."""
+    return section.strategy != "first" and HAS_NUMBA
 
 
 def _falling(meta: IterationMeta) -> IterationMeta:
