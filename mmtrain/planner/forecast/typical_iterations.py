@@ -195,10 +195,8 @@ class TypicalIterations:
 
     def _makespan_s(self, partition: Partition, index: int, within: MemoryRule | None) -> float:
         if self._searches and not self.is_short:
-            try:
-                return shortest_s(self._problem(partition, self.batchings[index], within), self._options)
-            except PlanError:  # over a memory limit
-                return math.inf
+            problem = self._problem(partition, self.batchings[index], within)
+            return math.inf if problem is None else shortest_s(problem, self._options)
         timeline = self._timeline(partition, index, within if self._searches else None)
         if timeline is None or (within and not within.budget(self.spec, partition).holds(timeline.peak_bytes)):
             return math.inf
@@ -206,20 +204,18 @@ class TypicalIterations:
 
     def _timeline(self, partition: Partition, index: int, within: MemoryRule | None = None) -> Timeline | None:
         """The simulated plan of an iteration; None: there is none. Args: within: a limit in place of the job's."""
-        try:
-            problem = self._problem(partition, self.batchings[index], within)
-            if not self._searches:
-                return first_plan(problem, self.schedule, self.section).timeline
-            if not self.is_short:
-                return search(problem, self._options).timeline
-            plans = self._listed(problem)
-            name = min(plans, key=lambda name: plans[name].makespan_s, default="")
-            again = None
-            if name and self.reordered:
-                again = make_plan(self._problem(partition, self.reordered[index], within), name).timeline
-            return again if again and again.makespan_s < plans[name].makespan_s else plans.get(name)
-        except PlanError:  # over a memory limit
+        problem = self._problem(partition, self.batchings[index], within)
+        if problem is None:
             return None
+        if not self._searches:
+            return first_plan(problem, self.schedule, self.section).timeline
+        if not self.is_short:
+            return search(problem, self._options).timeline
+        plans = self._listed(problem)
+        name = min(plans, key=lambda name: plans[name].makespan_s, default="")
+        falling = self._problem(partition, self.reordered[index], within) if name and self.reordered else None
+        again = make_plan(falling, name).timeline if falling else None
+        return again if again and again.makespan_s < plans[name].makespan_s else plans.get(name)
 
     def _listed(self, problem: PlanningProblem) -> dict[str, Timeline]:
         """List schedule -> its timeline.
@@ -235,22 +231,25 @@ class TypicalIterations:
         timelines = {name: make_plan(problem, name).timeline for name in names}
         return {name: timeline for name, timeline in timelines.items() if timeline is not None}
 
-    def _problem(self, partition: Partition, batching: Batching, within: MemoryRule | None) -> PlanningProblem:
-        """The planning problem of an iteration. Raises: PlanError: parameters and gradients exceed the limit."""
+    def _problem(self, partition: Partition, batching: Batching, within: MemoryRule | None) -> PlanningProblem | None:
+        """The planning problem of an iteration; None: parameters and gradients, or one block, exceed the limit."""
         budget = (within or self.memory_rule).budget(self.spec, partition)
         if not budget.is_enough:
-            raise PlanError("parameters, gradients and optimizer state do not fit")
-        return make_problem(
-            self.spec,
-            partition,
-            batching,
-            on_partition(self.costs, partition),
-            self.section,
-            memory=self.memory,
-            submesh=self.submesh,
-            splits_backward=self.schedule.splits_backward or may_split(self.section),
-            limits=budget.activation_limits,
-        )
+            return None
+        try:
+            return make_problem(
+                self.spec,
+                partition,
+                batching,
+                on_partition(self.costs, partition),
+                self.section,
+                memory=self.memory,
+                submesh=self.submesh,
+                splits_backward=self.schedule.splits_backward or may_split(self.section),
+                limits=budget.activation_limits,
+            )
+        except PlanError:
+            return None
 
     @property
     def _options(self) -> SearchOptions:
