@@ -1,4 +1,4 @@
-"""python benchmarks/partition.py [ways|choices|mixtures] [--iterations N] [--jobs NAME,...] [KEY=VALUE ...]
+"""python benchmarks/partition.py [ways|choices|variants|mixtures] [--iterations N] [--jobs NAME,...] [KEY=VALUE ...]
 
 What the ways to cut modules come to, simulated on batches that the search of a partition has not seen. All but seconds
 of the processor is deterministic.
@@ -7,17 +7,20 @@ ways      `planner.partition` on the VLM jobs of DIP under two schedules: mean s
           64 microbatches), the ratio to DIP's rule under the same schedule, and the seconds that cutting took on one
           core. Mixed chains are cut once and, as for Megatron's interleaved schedule, twice a rank
 choices   every cut of a job, planned with the job's full budget, against the search's own estimates: how much longer
-          iterations of the chosen cut are than those of the best one, rank correlation of the first and of the second
-          look with the full budget over all cuts, and the seconds of the search on one core
+          iterations of the chosen cut are than those of the best one and of the best one of separated modules, rank
+          correlation of the first and of the second look with the full budget over all cuts, and the seconds of the
+          search on one core
+variants  the same for the debug jobs with other numbers of ranks, microbatches and layers
 mixtures  the chain that is best on `mix`, relative to the separated modules that are best on `mix`, on other workloads
 """
 
 import argparse
 import contextlib
+import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -70,12 +73,39 @@ def job_of(name: str, schedule: str, how: str, passes: int) -> Config:
     )
 
 
+VARIANTS = [(2, 4, 3, 2), (2, 8, 3, 2), (2, 16, 6, 4), (4, 8, 10, 6), (4, 16, 12, 12), (4, 4, 14, 6), (2, 4, 8, 8)]
+VARIANTS += [(4, 32, 16, 8), (8, 16, 30, 14)]
+"""(pipeline ranks, microbatches, blocks of the language model, blocks of the other module)."""
+DEPTH = {"debug_vlm": "depth", "debug_t2v": "num_layers", "debug_siglip_llama": "num_hidden_layers"}
+
+
 def open_job(name: str, *keys: str) -> Config:
-    """A job as configured, with all segments left open."""
+    """A job as configured, with all segments left open. Args: name: of a config, or config/variant."""
+    name, _, variant = name.partition("/")
     path = ROOT / "configs" / f"{name}.toml"
     modules = config.load(path).model.cut_modules
     cluster = [f"planner.hardware={CHOICES[name]}"] if CHOICES[name] else []
+    if variant:
+        ranks, microbatches, *depths = map(int, variant.split("x"))
+        cluster += [
+            f"parallelism.pipeline_parallel_degree={ranks}",
+            f"training.global_batch_size={microbatches}",
+            *(
+                f"{section_of(module)}.config={inline({**dict(modules[module].config), key: depth})}"
+                for module, key, depth in zip(
+                    ("language", *(module for module in modules if module != "language")),
+                    ("num_hidden_layers", DEPTH[name]),
+                    depths,
+                    strict=True,
+                )
+            ),
+        ]
     return config.load(path, [*cluster, *(f"{section_of(module)}.num_segments=0" for module in modules), *keys])
+
+
+def inline(table: Mapping[str, object]) -> str:
+    """A table in one line of TOML."""
+    return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in table.items()) + "}"
 
 
 def cuts(name: str, keys: Sequence[str] = ()) -> Iterator[IterationPlanner]:
@@ -113,8 +143,10 @@ def ranks_of(values: Sequence[float]) -> list[int]:
 def choices(names: Sequence[str], num_iterations: int, keys: Sequence[str]) -> None:
     """Prints how good the chosen cuts are."""
     print(
-        f"{'job':19s} {'chosen':>9s} {'best':>9s} {'longer %':>8s} {'all %':>6s} {'rho 1':>6s} {'rho 2':>6s} {'s':>6s}"
+        f"{'job':29s} {'chosen':>9s} {'best':>9s} {'over it %':>9s} {'separated %':>11s} {'all %':>6s} "
+        f"{'rho 1':>6s} {'rho 2':>6s} {'s':>6s}"
     )
+    excess = []
     for name in names:
         job = open_job(name, *keys)
         metas = [draw(usual_workload(job), Bins.typical(job), seed=SEED, iteration=i) for i in range(num_iterations)]
@@ -133,14 +165,22 @@ def choices(names: Sequence[str], num_iterations: int, keys: Sequence[str]) -> N
             correlations.append(statistics.correlation(ranks_of(judged), ranks_of(list(seconds.values()))))
         best = min(seconds, key=seconds.__getitem__)
         longest = max(value for value in seconds.values() if value < math.inf)
-        longer = [100 * (value / seconds[best] - 1) for value in (seconds[str(chosen.partition)], longest)]
+        best_separated = min(value for cut, value in seconds.items() if "chain" not in cut)
+        own = seconds[str(chosen.partition)]
+        over = [100 * (a / b - 1) for a, b in ((own, seconds[best]), (own, best_separated), (longest, seconds[best]))]
+        excess.append(over)
         print(
-            f"{name:19s} {chosen.partition!s:>9s} {best:>9s} {longer[0]:8.2f} {longer[1]:6.1f} "
+            f"{name:29s} {chosen.partition!s:>9s} {best:>9s} {over[0]:9.2f} {over[1]:11.2f} {over[2]:6.1f} "
             f"{correlations[0]:6.2f} {correlations[1]:6.2f} {search_s:6.2f}",
             flush=True,
         )
         ordered = sorted(seconds, key=seconds.__getitem__)
         print("  ", ", ".join(f"{cut}: {100 * (seconds[cut] / seconds[best] - 1):.1f}" for cut in ordered), flush=True)
+    means = [statistics.fmean(over[i] for over in excess) for i in range(2)]
+    print(
+        f"mean over the best {means[0]:.2f} %, over the best separated {means[1]:.2f} %, "
+        f"at most {max(over[1] for over in excess):.2f} %"
+    )
 
 
 def mixtures(names: Sequence[str], num_iterations: int) -> None:
@@ -194,13 +234,14 @@ def ways(names: Sequence[str], num_iterations: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("part", choices=("ways", "choices", "mixtures"), nargs="?", default="ways")
+    parser.add_argument("part", choices=("ways", "choices", "variants", "mixtures"), nargs="?", default="ways")
     parser.add_argument("--iterations", type=int, default=4)
     parser.add_argument("--jobs", default="")
     given, keys = parser.parse_known_args()
     names = [name for name in given.jobs.split(",") if name]
-    if given.part == "choices":
-        choices(names or list(CHOICES), given.iterations, keys)
+    variants = [f"{name}/{'x'.join(map(str, variant))}" for name in DEPTH for variant in VARIANTS]
+    if given.part in ("choices", "variants"):
+        choices(names or (list(CHOICES) if given.part == "choices" else variants), given.iterations, keys)
     else:
         {"ways": ways, "mixtures": mixtures}[given.part](names or list(JOBS), given.iterations)
 

@@ -47,7 +47,7 @@ whose kernels take 10 to 20 s to compile on a machine that never ran them."""
 EVALUATIONS = 50
 """Plans that the planner's search tries for a drawn iteration, at most. More change no choice."""
 
-SEARCHED_NODE_S, CHOOSING_NODE_S, LISTED_NODE_S = 6e-5, 2.4e-4, 1.3e-4
+SEARCHED_NODE_S, CHOOSING_NODE_S, LISTED_NODE_S = 6e-5, 2.4e-4, 1e-4
 """Seconds that a core takes to judge one stage of one work: by the planner's search, by one that also chooses memory
 options, by one plan of a schedule in Python. Constants, so that all ranks give the same effort to a search."""
 
@@ -178,7 +178,7 @@ class TypicalIterations:
         if not self._searches:
             return LISTED_NODE_S
         if self.is_short:
-            return LISTED_NODE_S if self.is_quick else 2.5 * LISTED_NODE_S  # three plans of two problems
+            return LISTED_NODE_S if self.is_quick else 2 * LISTED_NODE_S
         chooses = self.memory.strategies and self.memory_rule.limit_bytes is not None
         return CHOOSING_NODE_S if chooses else SEARCHED_NODE_S
 
@@ -187,6 +187,12 @@ class TypicalIterations:
         """Mean seconds of compute of a pipeline rank in an iteration of the job."""
         drawn_s = sum(map(sum, self.layer_seconds().values())) / len(self.batchings)
         return self.shortened * drawn_s / self.num_ranks
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of an iteration of the job."""
+        drawn = len({work.microbatch for work in self.batchings[0].works})
+        return round(self.shortened * drawn)
 
     @property
     def is_short(self) -> bool:
@@ -225,10 +231,8 @@ class TypicalIterations:
         """
         splits = self.section.split_backward and _has_search(self.section)
         limited = any(limit is not None for limit in problem.memory_limit_bytes)
-        names = ["ZB-AutoSchedule"] * splits + ["interleave"] * (not splits or limited or not self.is_quick)
-        if self.is_quick:
-            names = names[-1:]
-        timelines = {name: make_plan(problem, name).timeline for name in names}
+        names = ["ZB-AutoSchedule"] * splits + ["interleave"] * (not splits or limited)
+        timelines = {name: make_plan(problem, name).timeline for name in (names[-1:] if self.is_quick else names)}
         return {name: timeline for name, timeline in timelines.items() if timeline is not None}
 
     def _problem(self, partition: Partition, batching: Batching, within: MemoryRule | None) -> PlanningProblem | None:

@@ -225,7 +225,7 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
         return [iterations.judging_s(partition_for(cut)) for cut in cuts]
 
     rates = judging_s(draw(is_quick=True)), judging_s(typical)
-    quick_microbatches, exact_microbatches = looks(num_ranks, *rates, typical.rank_s)
+    quick_microbatches, exact_microbatches = looks(num_ranks, typical.num_microbatches, *rates, typical.rank_s)
     exact = draw(most_microbatches=exact_microbatches)
 
     def seconds(iterations: TypicalIterations, cut: Cut) -> float:
@@ -243,21 +243,26 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
     return None if result is None else Choice(partition=partition_for(result.best), summary=_summary(result, names))
 
 
-def looks(num_ranks: int, quick_s: Sequence[float], exact_s: Sequence[float], rank_s: float) -> tuple[int, int]:
+def looks(
+    num_ranks: int, num_microbatches: int, quick_s: Sequence[float], exact_s: Sequence[float], rank_s: float
+) -> tuple[int, int]:
     """The numbers of microbatches on which all candidates, and then the finalists, are judged.
 
-    Half of the search's seconds is for each. A pipeline with fewer microbatches than half of its ranks does not tell
-    candidates apart, and one with twice as many as ranks is full.
+    At most half of the search's seconds is for all candidates, the rest for finalists. A pipeline with fewer
+    microbatches than half of its ranks does not tell candidates apart, and one with twice as many as ranks is full. Of
+    iterations that are no longer than that, there may be several.
 
     Args:
+        num_microbatches: of an iteration of the job.
         quick_s, exact_s: [candidate] -> seconds in which it is judged on a microbatch, of each kind.
         rank_s: seconds that a rank computes in an iteration.
     """
-    half_s = min(MOST_S, max(LEAST_S, SHARE * rank_s)) / 2
-    most = min(2 * num_ranks, MOST_MICROBATCHES)
-    first = min(most, max(1, num_ranks // 2, int(half_s / sum(quick_s))))
+    budget_s = min(MOST_S, max(LEAST_S, SHARE * rank_s))
+    most = MOST_MICROBATCHES if num_microbatches <= 2 * num_ranks else min(2 * num_ranks, MOST_MICROBATCHES)
+    first = min(most, max(1, num_ranks // 2, int(budget_s / 2 / sum(quick_s))))
     finalists_s = min(2 * FINALISTS, len(exact_s)) * sum(exact_s) / len(exact_s)
-    return first, max(first, min(MOST_MICROBATCHES, int(half_s / finalists_s)))
+    remaining_s = budget_s - first * sum(quick_s)
+    return first, max(first, min(MOST_MICROBATCHES, int(remaining_s / finalists_s)))
 
 
 def _open(config: Config) -> dict[str, bool]:

@@ -141,24 +141,23 @@ def test_a_chain_without_separated_modules_is_not_asked_for_its_memory() -> None
 
 @given(
     num_ranks=st.integers(2, 64),
+    num_microbatches=st.integers(1, 4096),
     quick_s=st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=24),
     slower=st.floats(1.0, 3.0),
     rank_s=st.floats(0.0, 1e4),
 )
 def test_looks_take_the_seconds_that_an_iteration_allows(
-    num_ranks: int, quick_s: list[float], slower: float, rank_s: float
+    num_ranks: int, num_microbatches: int, quick_s: list[float], slower: float, rank_s: float
 ) -> None:
     exact_s = [slower * seconds for seconds in quick_s]
-    first, second = looks(num_ranks, quick_s, exact_s, rank_s)
-    assert 1 <= first <= min(2 * num_ranks, MOST_MICROBATCHES)
-    assert first <= second <= MOST_MICROBATCHES
+    first, second = looks(num_ranks, num_microbatches, quick_s, exact_s, rank_s)
+    assert 1 <= first <= second <= MOST_MICROBATCHES
+    assert first <= 2 * num_ranks or num_microbatches <= 2 * num_ranks
     budget_s = min(MOST_S, max(LEAST_S, SHARE * rank_s))
     assert first <= max(1, num_ranks // 2) or first * sum(quick_s) <= budget_s / 2
     finalists_s = sum(exact_s) / len(exact_s) * min(2 * FINALISTS, len(exact_s))
-    assert second == first or second * finalists_s <= budget_s / 2
-    longer = looks(num_ranks, quick_s, exact_s, 2 * rank_s)
-    assert longer[0] >= first
-    assert longer[1] >= second
+    assert second == first or first * sum(quick_s) + second * finalists_s <= budget_s
+    assert looks(num_ranks, num_microbatches, quick_s, exact_s, 2 * rank_s)[0] >= first
 
 
 def test_ties_go_to_fewer_segments_of_the_first_modules() -> None:
@@ -253,9 +252,10 @@ def test_a_short_job_is_cut_in_less_than_a_second(name: str) -> None:
     costs = chosen, planner.spec, planner.costs, planner.sub_microbatch_size
     quick, exact = (TypicalIterations.draw(*costs, is_quick=is_quick) for is_quick in (True, False))
     rates = [[x.judging_s(planner.partition)] * 24 for x in (quick, exact)]
-    first, second = looks(planner.partition.num_ranks, *rates, exact.rank_s)
+    first, second = looks(planner.partition.num_ranks, exact.num_microbatches, *rates, exact.rank_s)
     assert exact.is_short
-    assert first == 4  # all that two ranks can fill, of all 24 cuts
+    assert exact.num_microbatches == 4
+    assert first >= 4  # whole iterations
     assert first * sum(rates[0]) + second * 2 * FINALISTS * rates[1][0] < 1.0
 
 
