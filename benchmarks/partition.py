@@ -1,4 +1,4 @@
-"""python benchmarks/partition.py [ways|choices|variants|mixtures] [--iterations N] [--jobs NAME,...] [KEY=VALUE ...]
+"""python benchmarks/partition.py [PART] [--iterations N] [--jobs NAME,...] [KEY=VALUE ...]
 
 What the ways to cut modules come to, simulated on batches that the search of a partition has not seen. All but seconds
 of the processor is deterministic.
@@ -11,6 +11,8 @@ choices   every cut of a job, planned with the job's full budget, against the se
           correlation of the first and of the second look with the full budget over all cuts, and the seconds of the
           search on one core
 variants  the same for the debug jobs with other numbers of ranks, microbatches and layers
+seconds   of a fresh process, for all configs with their segments left open: CPU seconds of the imports, CPU and wall
+          seconds of the search, and the chosen cut
 mixtures  the chain that is best on `mix`, relative to the separated modules that are best on `mix`, on other workloads
 """
 
@@ -19,6 +21,8 @@ import contextlib
 import json
 import math
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -40,7 +44,7 @@ from mmtrain.planner.plan_choice import search_seed, searched_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = {"vlm_s": "h800x16", "vlm_m": "h800x32", "vlm_l": "h800x64"}
-SHORT = ("debug_vlm", "debug_lora", "debug_siglip_llama", "debug_t2v", "debug_text")
+SHORT = ("debug_vlm", "debug_4d", "debug_lora", "debug_siglip_llama", "debug_t2v", "debug_text")
 WAYS = {
     "dip": ("dip", 0),
     "search": ("search", 0),
@@ -58,12 +62,13 @@ CHOICES = {**JOBS, "t2v_s": "h800x16", "t2v_l": "h800x64", **dict.fromkeys(SHORT
 
 
 def job_of(name: str, schedule: str, how: str, passes: int) -> Config:
-    """A job with all segments, and the images of a vision work, left open."""
+    """A job with all segments, and the images of a vision work, left open; no memory limit, as 1F1B keeps none."""
     return config.load(
         ROOT / "configs" / f"{name}.toml",
         [
             f"planner.hardware={JOBS[name]}",
             f"planner.partition={how}",
+            "planner.memory_limit=",
             "planner.enable=false",  # schedules are simulated as they are, so the search of segments has to do the same
             f"parallelism.pipeline_parallel_schedule={schedule}",
             f"model.language.num_segments={passes}",
@@ -183,6 +188,27 @@ def choices(names: Sequence[str], num_iterations: int, keys: Sequence[str]) -> N
     )
 
 
+FRESH = """
+import sys, time
+from benchmarks import partition
+from mmtrain.planner.iteration import IterationPlanner
+job = partition.open_job(sys.argv[1], *sys.argv[2:])
+imported_s, wall_s = time.process_time(), time.perf_counter()
+planner = IterationPlanner.of(job)
+search_s, wall_s = time.process_time() - imported_s, time.perf_counter() - wall_s
+print(f"{imported_s:9.2f} {search_s:9.2f} {wall_s:7.2f}  {planner.partition}")
+"""
+
+
+def seconds_of_processes(names: Sequence[str], keys: Sequence[str]) -> None:
+    """Prints what a search takes in a process of its own; the first one may have to compile the kernels."""
+    print(f"{'job':19s} {'imports s':>9s} {'search s':>9s} {'wall s':>7s}  chosen")
+    for name in names:
+        words = [sys.executable, "-c", FRESH, name, *keys]
+        answer = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
+        print(f"{name:19s} {answer.stdout.rstrip()}", flush=True)
+
+
 def mixtures(names: Sequence[str], num_iterations: int) -> None:
     """Prints what chains lose on mixtures for which they were not cut."""
     print(f"{'job':8s} {'separated':>9s} {'chain':>9s} " + " ".join(f"{m:>17s}" for m in ("mix", *MIXTURES)))
@@ -234,7 +260,9 @@ def ways(names: Sequence[str], num_iterations: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("part", choices=("ways", "choices", "variants", "mixtures"), nargs="?", default="ways")
+    parser.add_argument(
+        "part", choices=("ways", "choices", "variants", "seconds", "mixtures"), nargs="?", default="ways"
+    )
     parser.add_argument("--iterations", type=int, default=4)
     parser.add_argument("--jobs", default="")
     given, keys = parser.parse_known_args()
@@ -242,6 +270,8 @@ def main() -> None:
     variants = [f"{name}/{'x'.join(map(str, variant))}" for name in DEPTH for variant in VARIANTS]
     if given.part in ("choices", "variants"):
         choices(names or (list(CHOICES) if given.part == "choices" else variants), given.iterations, keys)
+    elif given.part == "seconds":
+        seconds_of_processes(names or list(CHOICES), keys)
     else:
         {"ways": ways, "mixtures": mixtures}[given.part](names or list(JOBS), given.iterations)
 
