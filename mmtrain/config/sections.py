@@ -201,9 +201,9 @@ class PlannerConfig:
     partition: Literal["search", "dip", "mixed-parameters", "mixed-latency"] = "search"
     """How modules are cut whose num_segments is 0 and that have no pipeline_layout, see docs/partition.md. search: the
     numbers of segments with the shortest simulated iterations, or one chain of equal time if that is shorter by far,
-    all modules are open and planner.hardware or a memory_limit says what a device holds; dip: as many passes as the
-    module is slower than the fastest one; mixed-*: one chain of all modules, cut into stages of equal parameters or
-    equal time."""
+    all modules are open and it fits into the memory (if that is unknown: takes no more than separated modules); dip: as
+    many passes as the module is slower than the fastest one; mixed-*: one chain of all modules, cut into stages of
+    equal parameters or equal time."""
     sub_microbatch: bool = True
     """Cut the images of a microbatch into works of their own size; else they are one work."""
     interleave: bool = True

@@ -106,7 +106,7 @@ def test_a_job_goes_on_with_another_partition(tmp_path, charts):
     run_ranks(train, 1, whole, ["lr_scheduler.decay_ratio=0", "training.steps=4"])
     path = write_config(tmp_path / "moved", charts)
     for steps, keys in (
-        (2, ["planner.partition=search"]),
+        (2, ["planner.partition=dip"]),
         (4, ["planner.partition=mixed-latency", "validation.enable=true", "validation.freq=4"]),
     ):
         run_ranks(train, 2, path, [*layout(pp=2), *extra, *OPEN_KEYS, *keys, f"training.steps={steps}"])
@@ -120,9 +120,9 @@ def test_the_job_of_that_test_has_its_language_model_on_another_rank(tmp_path, c
     path = write_config(tmp_path, charts)
     ranks = {
         how: Trainer(config.load(path, [*layout(pp=2), *OPEN_KEYS, f"planner.partition={how}"])).partition.text_rank
-        for how in ("search", "mixed-latency")
+        for how in ("dip", "mixed-latency")
     }
-    assert ranks == {"search": 0, "mixed-latency": 1}
+    assert ranks == {"dip": 0, "mixed-latency": 1}
 
 
 def test_check_parity_makes_a_mixed_job_small(tmp_path, charts, capsys):

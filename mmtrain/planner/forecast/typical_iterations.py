@@ -11,7 +11,7 @@ from functools import cached_property
 from mmtrain.config.config import Config
 from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import PlanError
-from mmtrain.modality.metadata import IterationMeta
+from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.batching import Batching, make_batching
@@ -22,26 +22,33 @@ from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.partition import Partition
-from mmtrain.planner.plan import PlanResult
+from mmtrain.planner.plan import make_plan
+from mmtrain.planner.plan_choice import search_options
 from mmtrain.planner.problem import make_problem
-from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.planner.search.numba_start import HAS_NUMBA
+from mmtrain.planner.search.search import SearchOptions, search, shortest_s
 from mmtrain.schedule.library.catalogue import Schedule
 from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.timeline import Timeline
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
 
 WORKLOAD = "mix"
 """The workload of a job with images, or with text alone; a key of `workloads.WORKLOADS`."""
 MOST_MICROBATCHES = 32
-"""Largest number of microbatches of one drawn iteration; of all drawn iterations together, if they are several."""
+"""Largest number of microbatches of all drawn iterations together."""
 MOST_ITERATIONS = 4
 
-SHORT_S = 1.0
-"""If a rank computes for less than this in an iteration, orders of `interleave` replace those of the planner's search:
-loading the search's kernels, or compiling them on a new machine, would take longer than many such iterations."""
+SHORT_S = 5.0
+"""If a rank computes for less than this in an iteration, list schedules stand for the plans of the planner's search,
+whose kernels take 10 to 20 s to compile on a machine that never ran them."""
 
-_EVALUATIONS = 16
-"""Plans that the planner's search tries for each drawn iteration."""
+EVALUATIONS = 50
+"""Plans that the planner's search tries for a drawn iteration, at most. 300 choose the same cuts of five models."""
+
+SEARCHED_NODE_S, CHOOSING_NODE_S, LISTED_NODE_S = 6e-5, 2.4e-4, 1e-4
+"""Seconds that a core takes to judge one stage of one work: by the planner's search, by one that also chooses memory
+options, by one plan of a schedule in Python. Constants, so that all ranks give the same effort to a search."""
 
 
 def usual_workload(config: Config) -> str:
@@ -66,8 +73,12 @@ class TypicalIterations:
     """The ranks of a stage."""
     batchings: tuple[Batching, ...]
     """The works of each iteration."""
-    memory_rule: MemoryRule | None = None
-    """Gives the bytes that activations may take on a partition; None: those of planner.activation_memory_gib."""
+    memory_rule: MemoryRule
+    """Gives the bytes that activations may take on a partition, unless planner.activation_memory_gib does."""
+    reordered: tuple[Batching, ...] = ()
+    """Each with the microbatches of most image or clip tokens first; empty: only the order as drawn is tried."""
+    is_quick: bool = False
+    """Whether one list schedule is enough for a short job."""
 
     @classmethod
     def draw(
@@ -78,22 +89,29 @@ class TypicalIterations:
         sub_microbatch_size: int,
         *,
         most_microbatches: int = MOST_MICROBATCHES,
-        most_iterations: int = MOST_ITERATIONS,
+        is_quick: bool = False,
     ) -> "TypicalIterations":
         """Iterations of one replica of a job with images or clips of typical size; the larger, the fewer.
 
         Args:
             sub_microbatch_size: images or clips in one work; 0: all of a microbatch.
-            most_microbatches: largest number of microbatches of each; a job may have more.
-            most_iterations: largest number of iterations.
+            most_microbatches: largest number of microbatches of all iterations together. If one iteration of the job
+                has more, one that is so much shorter is drawn.
+            is_quick: see the field.
         Raises: ConfigError: the encoder does not read images.
         """
         all_bins = Bins.typical(config)
         bins = replace(all_bins, num_microbatches=min(all_bins.num_microbatches, most_microbatches))
         submesh = Submesh.of(config)
-        number = max(1, min(most_iterations, MOST_MICROBATCHES // bins.num_microbatches))
+        number = max(1, min(MOST_ITERATIONS, most_microbatches // bins.num_microbatches))
         name = usual_workload(config)
-        metas: list[IterationMeta] = [draw(name, bins, seed=0, iteration=i) for i in range(number)]
+        metas = [draw(name, bins, seed=0, iteration=i) for i in range(number)]
+
+        reorders = config.planner.reorder and _has_search(config.planner)
+
+        def batching(meta: IterationMeta) -> Batching:
+            return make_batching(meta, spec, sub_microbatch_size, submesh.attention_mask)
+
         return cls(
             spec=spec,
             costs=costs,
@@ -104,16 +122,38 @@ class TypicalIterations:
             memory=MemoryChoices.planned(config.activation_checkpoint, config.planner),
             submesh=submesh,
             memory_rule=MemoryRule.of(config),
-            batchings=tuple(make_batching(m, spec, sub_microbatch_size, submesh.attention_mask) for m in metas),
+            batchings=tuple(map(batching, metas)),
+            reordered=tuple(batching(_falling(m)) for m in metas) if reorders and not is_quick else (),
+            is_quick=is_quick,
         )
 
     def seconds(self, partition: Partition, *, within: MemoryRule | None = None) -> float:
-        """The mean simulated makespan in seconds on a partition, planned as in the job; infinite if one has no plan.
+        """The mean makespan in seconds on a partition, planned as in the job; infinite if an iteration has no plan.
 
         Args: within: a rule for memory, even if the job has no limit; if a plan exceeds it, the result is infinite. The
             planner's search gets it as its limit; a named schedule does not.
         """
-        return sum(self._makespan_s(partition, batching, within) for batching in self.batchings) / len(self.batchings)
+        seconds = [self._makespan_s(partition, index, within) for index in range(len(self.batchings))]
+        return sum(seconds) / len(seconds)
+
+    def peak_bytes(self, partition: Partition) -> float:
+        """The most bytes that a rank takes on a partition, planned as in the job; infinite if an iteration has no plan.
+
+        They are those of parameters, gradients, optimizer and activations.
+        """
+        ranks, peak = self.memory_rule.budget(self.spec, partition).ranks, 0.0
+        for index in range(len(self.batchings)):
+            timeline = self._timeline(partition, index)
+            held = timeline.peak_bytes if timeline else [math.inf] * len(ranks)
+            peak = max(peak, *(rank.predicted_bytes(num_bytes) for rank, num_bytes in zip(ranks, held, strict=True)))
+        return peak
+
+    def judging_s(self, partition: Partition) -> float:
+        """Seconds, at constant rates, that `seconds` takes on a partition for each drawn microbatch."""
+        stages = {module.name: len(module.stages) for module in partition.modules}
+        works = [batching.modules[work.module] for batching in self.batchings for work in batching.works]
+        num_microbatches = sum(len({work.microbatch for work in batching.works}) for batching in self.batchings)
+        return self._node_s * sum(stages[name] for name in works) / num_microbatches
 
     def layer_seconds(self) -> dict[str, list[float]]:
         """Module -> [layer] -> seconds of forward and backward of all works of all iterations."""
@@ -132,19 +172,75 @@ class TypicalIterations:
     def _searches(self) -> bool:
         return self.section.enable and self.section.interleave
 
-    @cached_property
-    def is_short(self) -> bool:
-        """Whether an iteration of the job has less than `SHORT_S` seconds of compute for each pipeline rank."""
-        drawn_s = sum(map(sum, self.layer_seconds().values())) / len(self.batchings)
-        return self.shortened * drawn_s < SHORT_S * self.num_ranks
+    @property
+    def _node_s(self) -> float:
+        if not self._searches:
+            return LISTED_NODE_S
+        if self.is_short:
+            return LISTED_NODE_S if self.is_quick else 2 * LISTED_NODE_S
+        chooses = self.memory.strategies and self.memory_rule.limit_bytes is not None
+        return CHOOSING_NODE_S if chooses else SEARCHED_NODE_S
 
-    def _makespan_s(self, partition: Partition, batching: Batching, within: MemoryRule | None) -> float:
-        rule = within if within and self._searches else self.memory_rule
-        budget = rule.budget(self.spec, partition) if rule else None
-        if budget and not budget.is_enough:
-            return math.inf  # parameters and gradients do not fit
+    @cached_property
+    def rank_s(self) -> float:
+        """Mean seconds of compute of a pipeline rank in an iteration of the job."""
+        drawn_s = sum(map(sum, self.layer_seconds().values())) / len(self.batchings)
+        return self.shortened * drawn_s / self.num_ranks
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of an iteration of the job."""
+        drawn = len({work.microbatch for work in self.batchings[0].works})
+        return round(self.shortened * drawn)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether ranks compute for less than `SHORT_S` in an iteration of the job."""
+        return self.rank_s < SHORT_S
+
+    def _makespan_s(self, partition: Partition, index: int, within: MemoryRule | None) -> float:
+        if self._searches and not self.is_short:
+            problem = self._problem(partition, self.batchings[index], within)
+            return math.inf if problem is None else shortest_s(problem, self._options)
+        timeline = self._timeline(partition, index, within if self._searches else None)
+        if timeline is None or (within and not within.budget(self.spec, partition).holds(timeline.peak_bytes)):
+            return math.inf
+        return timeline.makespan_s
+
+    def _timeline(self, partition: Partition, index: int, within: MemoryRule | None = None) -> Timeline | None:
+        """The simulated plan of an iteration; None: there is none. Args: within: a limit in place of the job's."""
+        problem = self._problem(partition, self.batchings[index], within)
+        if problem is None:
+            return None
+        if not self._searches:
+            return first_plan(problem, self.schedule, self.section).timeline
+        if not self.is_short:
+            return search(problem, self._options).timeline
+        plans = self._listed(problem)
+        name = min(plans, key=lambda name: plans[name].makespan_s, default="")
+        falling = self._problem(partition, self.reordered[index], within) if name and self.reordered else None
+        again = make_plan(falling, name).timeline if falling else None
+        return again if again and again.makespan_s < plans[name].makespan_s else plans.get(name)
+
+    def _listed(self, problem: PlanningProblem) -> dict[str, Timeline]:
+        """List schedule -> its timeline.
+
+        `ZB-AutoSchedule` is close to what a search finds, unless memory is scarce: it then runs microbatches one after
+        another.
+        """
+        splits = self.section.split_backward and _has_search(self.section)
+        limited = any(limit is not None for limit in problem.memory_limit_bytes)
+        names = ["ZB-AutoSchedule"] * splits + ["interleave"] * (not splits or limited)
+        timelines = {name: make_plan(problem, name).timeline for name in (names[-1:] if self.is_quick else names)}
+        return {name: timeline for name, timeline in timelines.items() if timeline is not None}
+
+    def _problem(self, partition: Partition, batching: Batching, within: MemoryRule | None) -> PlanningProblem | None:
+        """The planning problem of an iteration; None: parameters and gradients, or one block, exceed the limit."""
+        budget = (within or self.memory_rule).budget(self.spec, partition)
+        if not budget.is_enough:
+            return None
         try:
-            problem = make_problem(
+            return make_problem(
                 self.spec,
                 partition,
                 batching,
@@ -152,28 +248,31 @@ class TypicalIterations:
                 self.section,
                 memory=self.memory,
                 submesh=self.submesh,
-                limits=budget.activation_limits if budget else None,
+                limits=budget.activation_limits,
             )
-            result = self._plan(problem)
-        except PlanError:  # over a memory limit
-            return math.inf
-        timeline = result.timeline
-        if timeline is None or (within and not within.budget(self.spec, partition).holds(timeline.peak_bytes)):
-            return math.inf
-        return timeline.makespan_s
+        except PlanError:
+            return None
 
-    def _plan(self, problem: PlanningProblem) -> PlanResult:
-        section = self.section
-        if not self._searches or self.is_short:
-            return first_plan(problem, "interleave" if self._searches else self.schedule, section)
-        options = SearchOptions(
-            budget_evaluations=_EVALUATIONS,
-            strategy=section.strategy,
-            reorder=section.reorder,
-            split=section.split_backward,
-            memory=section.memory,
-        )
-        return search(problem, options)
+    @property
+    def _options(self) -> SearchOptions:
+        """Those of the job's own search, with fewer evaluations and no clock."""
+        options = search_options(self.section, seed=0, threads=1, noise=self.costs.noise)
+        evaluations = min(EVALUATIONS, options.budget_evaluations or EVALUATIONS)
+        return replace(options, budget_evaluations=evaluations, budget_s=0.0)
+
+
+def _has_search(section: PlannerConfig) -> bool:
+    """Whether the planner's search is more than the plan of `interleave`."""
+    return section.strategy != "first" and HAS_NUMBA
+
+
+def _falling(meta: IterationMeta) -> IterationMeta:
+    """The iteration with the microbatches of most image or clip tokens first."""
+
+    def tokens(microbatch: MicrobatchMeta) -> int:
+        return microbatch.num_video_tokens + sum(image.num_tokens for image in microbatch.images)
+
+    return replace(meta, microbatches=tuple(sorted(meta.microbatches, key=tokens, reverse=True)))
 
 
 def layer_seconds(

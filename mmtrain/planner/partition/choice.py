@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from mmtrain.config.config import Config
 from mmtrain.config.model import section_of
@@ -28,12 +28,18 @@ from mmtrain.spec.spec import ModelSpec
 MOST_SEGMENTS = 4
 """The largest K that the search tries."""
 WORTH = 0.005
-"""Fraction of an iteration that each additional segment has to save: its launches and messages are in no cost model."""
+"""Fraction of an iteration that each additional segment has to save: its launches and messages are in no cost model.
+They take the host 0.3 to 1.2 ms an action (docs/benchmarks.md), 0.2 to 0.8 % of an iteration of VLM-S."""
 CHAIN_WORTH = 0.03
-"""Further fraction that a chain has to save: its ranks are balanced for only one mixture of modalities."""
+"""Further fraction that a chain has to save: its ranks are balanced for only one mixture of modalities. On others it
+loses as much, in the mean of three models and three mixtures (docs/benchmarks.md, partitions)."""
 FINALISTS = 3
-"""Candidates that are simulated on all iterations, after all candidates were simulated on a part of one iteration. As
+"""Candidates that are judged on several iterations, after all candidates were judged on a part of one iteration. As
 many separated candidates as without chains become finalists; chains are additional."""
+SHARE, LEAST_S, MOST_S = 0.2, 0.8, 6.0
+"""The search takes about this fraction of the seconds that a rank computes in an iteration, but at least and at most so
+many seconds. They are seconds of constant rates (`TypicalIterations.judging_s`), not of a clock: all ranks do the same
+search."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class Found:
     finalists: tuple[tuple[Cut, float], ...]
     """(cut, seconds of a mean iteration), chains last, fewest segments first."""
     num_tried: int
+    too_large: tuple[Cut, ...] = ()
+    """Chains that are better than the best cut, but take more memory."""
 
 
 def partition_of(config: Config, spec: ModelSpec) -> Partition:
@@ -102,7 +110,12 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
     return Choice(partition=_separated(config, spec, _given_segments(config)))
 
 
-def best_cut(candidates: Sequence[Cut], quick: Callable[[Cut], float], exact: Callable[[Cut], float]) -> Found | None:
+def best_cut(
+    candidates: Sequence[Cut],
+    quick: Callable[[Cut], float],
+    exact: Callable[[Cut], float],
+    fits: Callable[[Cut, Cut], bool] = lambda chain, separated: True,
+) -> Found | None:
     """The candidate with the least seconds x (1 + `Cut.worth`); None: no candidate has a plan.
 
     Ties go to separated modules, then to fewer segments in total, then to fewer segments of the first modules.
@@ -110,6 +123,8 @@ def best_cut(candidates: Sequence[Cut], quick: Callable[[Cut], float], exact: Ca
     Args:
         quick: seconds of a candidate, by which finalists are selected; infinite: it has no plan.
         exact: seconds of a finalist, by which the best one is selected.
+        fits: whether a chain takes no more memory than the best cut of separated modules. It is asked only for chains
+            that are better than that one, best first.
     """
 
     def ranked(times: Mapping[Cut, float]) -> list[Cut]:
@@ -122,7 +137,10 @@ def best_cut(candidates: Sequence[Cut], quick: Callable[[Cut], float], exact: Ca
     order = ranked(times)
     if not order:
         return None
-    return Found(best=order[0], finalists=tuple(times.items()), num_tried=len(candidates))
+    separated = next((c for c in order if not c.is_chain), None)
+    best = next(c for c in order if c is separated or separated is None or fits(c, separated))
+    too_large = tuple(order[: order.index(best)])
+    return Found(best=best, finalists=tuple(times.items()), num_tried=len(candidates), too_large=too_large)
 
 
 def _simplicity(cut: Cut) -> tuple[bool, int, tuple[int, ...]]:
@@ -180,27 +198,21 @@ def _refuse_few_passes(config: Config, key: str, passes: int) -> None:
 def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice | None:
     """The choice of a search; None: the config determines the partition, or a search is not possible."""
     memory = MemoryRule.of_device(config)
-    separated_cuts, chains = _separated_cuts(config, spec), _chains(config, spec, memory)
+    separated_cuts, chains = _separated_cuts(config, spec), _chains(config, spec)
     if job_schedule(config).placement == "v" or not (separated_cuts or chains) or not any(_open(config).values()):
         return None
     num_ranks = config.parallelism.pipeline_parallel_degree
     names = [module.name for module in spec.modules if not module.is_whole]
+    cuts = [*separated_cuts, *chains]
 
     def separated(cut: Cut) -> Partition:
         return _separated(config, spec, dict(zip(names, cut.segments, strict=True)))
 
     if num_ranks == 1 or (len(separated_cuts) == 1 and not chains):  # on one rank, all cuts take the same time
         return Choice(partition=separated(min(separated_cuts, key=_simplicity)))
+    draw = partial(TypicalIterations.draw, config, spec, costs, sub_microbatch)
     try:
-        short = TypicalIterations.draw(
-            config,
-            spec,
-            costs,
-            sub_microbatch,
-            most_microbatches=min(2 * num_ranks, MOST_MICROBATCHES),
-            most_iterations=1,
-        )
-        typical = TypicalIterations.draw(config, spec, costs, sub_microbatch)
+        typical = draw()
     except ConfigError:  # the encoder does not read images: there is no workload for it
         return None
     weights = typical.layer_seconds() if chains else {}
@@ -209,11 +221,48 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
     def partition_for(cut: Cut) -> Partition:
         return mixed_partition(spec, num_ranks, cut.segments[0], weights) if cut.is_chain else separated(cut)
 
+    def judging_s(iterations: TypicalIterations) -> list[float]:
+        return [iterations.judging_s(partition_for(cut)) for cut in cuts]
+
+    rates = judging_s(draw(is_quick=True)), judging_s(typical)
+    quick_microbatches, exact_microbatches = looks(num_ranks, typical.num_microbatches, *rates, typical.rank_s)
+    exact = draw(most_microbatches=exact_microbatches)
+
     def seconds(iterations: TypicalIterations, cut: Cut) -> float:
         return iterations.seconds(partition_for(cut), within=memory if cut.is_chain else None)
 
-    result = best_cut([*separated_cuts, *chains], lambda c: seconds(short, c), lambda c: seconds(typical, c))
+    @cache
+    def peak_bytes(cut: Cut) -> float:
+        return exact.peak_bytes(partition_for(cut))
+
+    def fits(chain: Cut, instead: Cut) -> bool:
+        return memory.limit_bytes is not None or peak_bytes(chain) <= peak_bytes(instead)
+
+    quick = draw(most_microbatches=quick_microbatches, is_quick=True)
+    result = best_cut(cuts, partial(seconds, quick), partial(seconds, exact), fits)
     return None if result is None else Choice(partition=partition_for(result.best), summary=_summary(result, names))
+
+
+def looks(
+    num_ranks: int, num_microbatches: int, quick_s: Sequence[float], exact_s: Sequence[float], rank_s: float
+) -> tuple[int, int]:
+    """The numbers of microbatches on which all candidates, and then the finalists, are judged.
+
+    At most half of the search's seconds is for all candidates, the rest for finalists. A pipeline with fewer
+    microbatches than half of its ranks does not tell candidates apart, and one with twice as many as ranks is full. Of
+    iterations that are no longer than that, there may be several.
+
+    Args:
+        num_microbatches: of an iteration of the job.
+        quick_s, exact_s: [candidate] -> seconds in which it is judged on a microbatch, of each kind.
+        rank_s: seconds that a rank computes in an iteration.
+    """
+    budget_s = min(MOST_S, max(LEAST_S, SHARE * rank_s))
+    most = MOST_MICROBATCHES if num_microbatches <= 2 * num_ranks else min(2 * num_ranks, MOST_MICROBATCHES)
+    first = min(most, max(1, num_ranks // 2, int(budget_s / 2 / sum(quick_s))))
+    finalists_s = min(2 * FINALISTS, len(exact_s)) * sum(exact_s) / len(exact_s)
+    remaining_s = budget_s - first * sum(quick_s)
+    return first, max(first, min(MOST_MICROBATCHES, int(remaining_s / finalists_s)))
 
 
 def _open(config: Config) -> dict[str, bool]:
@@ -234,14 +283,11 @@ def _separated_cuts(config: Config, spec: ModelSpec) -> list[Cut]:
     return [Cut(c) for c in combinations if layouts or sum(c) >= job_schedule(config).least_passes]
 
 
-def _chains(config: Config, spec: ModelSpec, memory: MemoryRule) -> list[Cut]:
-    """The chains that the numbers of layers and the schedule allow, if no module has a K or a layout.
-
-    There are none if the memory of a device is not known: ranks of a chain hold different numbers of parameters.
-    """
+def _chains(config: Config, spec: ModelSpec) -> list[Cut]:
+    """The chains that the numbers of layers and the schedule allow, if no module has a K or a layout."""
     num_ranks = config.parallelism.pipeline_parallel_degree
     several = num_ranks > 1 and len(spec.modules) > 1
-    if not several or not all(_open(config).values()) or memory.limit_bytes is None:
+    if not several or not all(_open(config).values()):
         return []
     largest = min(MOST_SEGMENTS, sum(len(module.layers) for module in spec.modules) // num_ranks)
     return [Cut((passes,), is_chain=True) for passes in range(job_schedule(config).least_passes, largest + 1)]
@@ -254,7 +300,11 @@ def _summary(search: Found, names: Sequence[str]) -> str:
     else:
         chosen = ", ".join(f"{name} {count}" for name, count in zip(names, segments, strict=True)) + " segments"
     tried = ", ".join(f"{cut}: {seconds:.4g} s" for cut, seconds in search.finalists if seconds < math.inf)
-    return f"partition: {chosen}, by search; simulated iterations of the best of {search.num_tried} tried: {tried}"
+    too_large = "".join(f"; {cut} takes more memory" for cut in search.too_large)
+    return (
+        f"partition: {chosen}, by search; simulated iterations of the best of {search.num_tried} tried: {tried}"
+        f"{too_large}"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ mixed

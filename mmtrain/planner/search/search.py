@@ -123,8 +123,7 @@ def search(
     """
     if options.strategy == "first" or not HAS_NUMBA or not problem.graph.has_any_backward:
         return replace(make_plan(problem, "interleave"), seed=options.seed)
-    if not options.budget_evaluations and not options.budget_s:
-        raise PlanError("the search has no budget and would never end; give it evaluations or seconds")
+    _check_budget(options)
     kept = _without_restoring(problem) if options.memory else None
     if kept is None:
         return _search(problem, options, cancelled)
@@ -167,6 +166,40 @@ def _without_restoring(problem: PlanningProblem) -> tuple[PlanningProblem, list[
         return None
     costs = tuple(tuple(options[i] for i in indices) for indices, options in zip(kept, problem.costs, strict=True))
     return replace(problem, costs=costs), kept
+
+
+def shortest_s(problem: PlanningProblem, options: SearchOptions) -> float:
+    """The makespan in seconds that a search of the problem comes to, its mean with noise; infinite: no plan fits.
+
+    It is that of the best order during the search, without the plan itself, its check and its simulation, which take
+    twice as long as 50 evaluations. It is at most rounding, or one choice of memory options, from that of `search`.
+
+    Raises: PlanError: no budget.
+    """
+    if options.strategy == "first" or not HAS_NUMBA or not problem.graph.has_any_backward:
+        timeline = make_plan(problem, "interleave").timeline
+        return math.inf if timeline is None else timeline.makespan_s
+    _check_budget(options)
+    kept = _without_restoring(problem) if options.memory else None
+    if kept is not None:
+        share = replace(options, budget_evaluations=-(-options.budget_evaluations // 2), budget_s=options.budget_s / 2)
+        return min(_shortest_s(kept[0], share), _shortest_s(problem, share))
+    return _shortest_s(problem, options)
+
+
+def _shortest_s(problem: PlanningProblem, options: SearchOptions) -> float:
+    try:
+        only = None if options.memory else choose_options(problem, components(problem.graph))
+    except PlanError:
+        return math.inf
+    run = _Search(problem, options, only, lambda: False, bound_s=0.0)
+    run.run()
+    return run.cost_s
+
+
+def _check_budget(options: SearchOptions) -> None:
+    if not options.budget_evaluations and not options.budget_s:
+        raise PlanError("the search has no budget and would never end; give it evaluations or seconds")
 
 
 def _search(problem: PlanningProblem, options: SearchOptions, cancelled: Callable[[], bool]) -> PlanResult:
@@ -239,11 +272,12 @@ class _Search:
         options: SearchOptions,
         only: Mapping[tuple[int, int], int] | None,
         cancelled: Callable[[], bool],
+        bound_s: float | None = None,
     ) -> None:
-        """Args: only: (stage, work) -> its option; None: they are chosen."""
+        """Args: only: (stage, work) -> its option; None: they are chosen. bound_s: of all plans; None: computed."""
         load_numba()
         self.problem, self.options, self._cancelled = problem, options, cancelled
-        self.bound_s = lower_bound_s(problem)
+        self.bound_s = lower_bound_s(problem) if bound_s is None else bound_s
         searched = Searched.of(problem, only)
         self.searched = replace(searched, factors=self._draw(searched, max(1, options.draws // SEARCH_DRAWS), 0))
         """With draws of seconds, if there is noise."""

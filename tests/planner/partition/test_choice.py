@@ -7,22 +7,29 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
-from mmtrain.planner.forecast.typical_iterations import TypicalIterations
+from mmtrain.planner.forecast.typical_iterations import MOST_MICROBATCHES, TypicalIterations
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.limit import MemoryRule
 from mmtrain.planner.partition.choice import (
     CHAIN_WORTH,
     FINALISTS,
+    LEAST_S,
+    MOST_S,
+    SHARE,
     WORTH,
     Cut,
     best_cut,
     choose_partition,
+    looks,
     partition_of,
 )
+from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.spec.builders import model_spec
 
@@ -111,6 +118,48 @@ def test_chains_take_no_place_from_separated_modules() -> None:
     assert found.best == Cut((1,))
 
 
+def test_chains_that_take_more_memory_are_left_out() -> None:
+    times = {Cut((1,)): 10.0, Cut((2,)): 9.9, chain(1): 8.0, chain(2): 9.0, chain(3): 9.8}
+    asked = []
+
+    def fits(cut: Cut, separated: Cut) -> bool:
+        asked.append((cut, separated))
+        return cut == chain(2)
+
+    found = best_cut(list(times), times.__getitem__, times.__getitem__, fits)
+    assert found is not None
+    assert found.best == chain(2)
+    assert found.too_large == (chain(1),)
+    assert asked == [(chain(1), Cut((2,))), (chain(2), Cut((2,)))]
+
+
+def test_a_chain_without_separated_modules_is_not_asked_for_its_memory() -> None:
+    found = best_cut([chain(1)], lambda cut: 1.0, lambda cut: 1.0, lambda cut, separated: False)
+    assert found is not None
+    assert found.best == chain(1)
+
+
+@given(
+    num_ranks=st.integers(2, 64),
+    num_microbatches=st.integers(1, 4096),
+    quick_s=st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=24),
+    slower=st.floats(1.0, 3.0),
+    rank_s=st.floats(0.0, 1e4),
+)
+def test_looks_take_the_seconds_that_an_iteration_allows(
+    num_ranks: int, num_microbatches: int, quick_s: list[float], slower: float, rank_s: float
+) -> None:
+    exact_s = [slower * seconds for seconds in quick_s]
+    first, second = looks(num_ranks, num_microbatches, quick_s, exact_s, rank_s)
+    assert 1 <= first <= second <= MOST_MICROBATCHES
+    assert first <= 2 * num_ranks or num_microbatches <= 2 * num_ranks
+    budget_s = min(MOST_S, max(LEAST_S, SHARE * rank_s))
+    assert first <= max(1, num_ranks // 2) or first * sum(quick_s) <= budget_s / 2
+    finalists_s = sum(exact_s) / len(exact_s) * min(2 * FINALISTS, len(exact_s))
+    assert second == first or first * sum(quick_s) + second * finalists_s <= budget_s
+    assert looks(num_ranks, num_microbatches, quick_s, exact_s, 2 * rank_s)[0] >= first
+
+
 def test_ties_go_to_fewer_segments_of_the_first_modules() -> None:
     cuts = [Cut((2, 1)), Cut((1, 2)), Cut((1, 1))]
     found = best_cut(cuts, lambda c: 1.0 if c != Cut((1, 1)) else 9.0, lambda c: 1.0)
@@ -144,7 +193,7 @@ def test_search_finds_the_best_of_all_candidates(job) -> None:
             scores[k, other] = typical.seconds(parts) * (1 + WORTH * (k + other))
     found = segments(chosen)
     assert scores[found["vision"], found["language"]] == min(scores.values())
-    assert "16 tried" in planner.partition_summary
+    assert "20 tried" in planner.partition_summary
     assert f"vision {found['vision']}, language {found['language']} segments" in planner.partition_summary
 
 
@@ -195,15 +244,75 @@ def test_a_short_job_is_cut_without_the_kernels_of_the_search(job, tmp_path) -> 
     assert answer.stdout.split() == ["partition:", "False"]
 
 
+@pytest.mark.parametrize("name", ["debug_vlm", "debug_4d", "debug_lora", "debug_siglip_llama", "debug_t2v"])
+def test_a_short_job_is_cut_in_less_than_a_second(name: str) -> None:
+    """Of the constant rates by which the search chooses its microbatches."""
+    chosen = config.load(f"{name}.toml", ["model.language.num_segments=0"])
+    planner = IterationPlanner.of(chosen)
+    costs = chosen, planner.spec, planner.costs, planner.sub_microbatch_size
+    quick, exact = (TypicalIterations.draw(*costs, is_quick=is_quick) for is_quick in (True, False))
+    rates = [[x.judging_s(planner.partition)] * 24 for x in (quick, exact)]
+    first, second = looks(planner.partition.num_ranks, exact.num_microbatches, *rates, exact.rank_s)
+    assert exact.is_short
+    assert exact.num_microbatches == 4
+    assert first >= 4  # whole iterations
+    assert first * sum(rates[0]) + second * 2 * FINALISTS * rates[1][0] < 1.0
+
+
 def test_an_iteration_counts_whole_where_part_of_it_is_drawn(job) -> None:
-    chosen = job("training.global_batch_size=4096", "planner.flops_per_s=1e10")
+    chosen = job("training.global_batch_size=8192", "planner.flops_per_s=1e10")
     planner = IterationPlanner.of(chosen)
     few, typical = (
         TypicalIterations.draw(chosen, planner.spec, planner.costs, planner.sub_microbatch_size, most_microbatches=most)
         for most in (2, 32)
     )
-    assert (few.shortened, typical.shortened) == (2048, 128)
+    assert (few.shortened, typical.shortened) == (4096, 256)
     assert not few.is_short and not typical.is_short
+
+
+@pytest.fixture
+def typical(job):
+    def build(*keys: str) -> tuple[TypicalIterations, Partition]:
+        chosen = job("planner.enable=true", "model.language.num_segments=2", "model.encoder.num_segments=1", *keys)
+        planner = IterationPlanner.of(chosen)
+        costs = planner.costs, planner.sub_microbatch_size
+        return TypicalIterations.draw(chosen, planner.spec, *costs, most_microbatches=8), planner.partition
+
+    return build
+
+
+LONG = "planner.flops_per_s=1e7"
+
+
+def test_a_cut_is_judged_by_the_options_of_the_jobs_search(typical) -> None:
+    seconds = {}
+    for keys in ("", "planner.split_backward=false", "planner.strategy=first", "planner.budget_evaluations=1"):
+        iterations, partition = typical(LONG, *filter(None, [keys]))
+        seconds[keys] = iterations.seconds(partition)
+    assert seconds[""] < seconds["planner.split_backward=false"] < seconds["planner.strategy=first"]
+    assert seconds[""] < seconds["planner.budget_evaluations=1"]
+
+
+def test_short_jobs_are_judged_by_the_orders_that_their_search_may_use(typical) -> None:
+    def seconds(*keys: str) -> float:
+        iterations, partition = typical(*keys)
+        assert iterations.is_short
+        return iterations.seconds(partition)
+
+    fixed = seconds("planner.reorder=false")
+    assert seconds() < fixed < seconds("planner.reorder=false", "planner.split_backward=false")
+    greedy = seconds("planner.interleave=false", "parallelism.pipeline_parallel_schedule=interleave")
+    assert seconds("planner.reorder=false", "planner.strategy=first") == greedy
+
+
+@pytest.mark.parametrize("mebibytes", [6, 8, 12])
+def test_scarce_memory_does_not_spoil_the_judgement_of_short_jobs(typical, mebibytes: int) -> None:
+    """With recomputation, `ZB-AutoSchedule` alone would run one microbatch after another: W needs all activations."""
+    seconds, full = [], "activation_checkpoint.mode=full"
+    for keys in ([], ["planner.strategy=first"]):
+        iterations, partition = typical(full, f"planner.activation_memory_gib={mebibytes / 1024}", *keys)
+        seconds.append(iterations.seconds(partition))
+    assert seconds[0] <= seconds[1]
 
 
 @pytest.mark.parametrize(
@@ -317,13 +426,21 @@ def test_a_chain_fits_as_the_job_is_planned() -> None:
     assert "inf" not in found.partition_summary
 
 
-def test_no_chain_where_the_memory_is_not_known(job) -> None:
-    assert "16 tried" in IterationPlanner.of(job()).partition_summary
-    assert "20 tried" in IterationPlanner.of(job("planner.memory_limit=60GiB")).partition_summary
-    assert "16 tried" in IterationPlanner.of(job("planner.memory_limit=90%")).partition_summary
-    assert (
-        "20 tried" in IterationPlanner.of(job("planner.memory_limit=90%", "planner.hardware=h800x2")).partition_summary
-    )
+def test_chains_are_tried_whether_the_memory_is_known_or_not(job) -> None:
+    for keys in ([], ["planner.memory_limit=60GiB"], ["planner.memory_limit=90%"]):
+        assert "20 tried" in IterationPlanner.of(job(*keys)).partition_summary
+
+
+def test_a_chain_takes_no_more_memory_than_separated_modules_where_it_is_not_known() -> None:
+    keys = ("planner.hardware=", VAE, *OPEN)
+    found = IterationPlanner.of(video(*keys))
+    assert found.partition.passes == 0
+    assert found.partition_summary.endswith("; chain x 1 takes more memory; chain x 2 takes more memory")
+    typical = TypicalIterations.draw(video(*keys), found.spec, found.costs, found.sub_microbatch_size)
+    chain = partition_of(video(VAE, "planner.partition=mixed-latency", *OPEN), found.spec)
+    assert chain.passes == 1
+    assert typical.seconds(chain) < 0.8 * typical.seconds(found.partition)
+    assert typical.peak_bytes(chain) > 1.1 * typical.peak_bytes(found.partition)
 
 
 @pytest.mark.parametrize(
@@ -349,8 +466,8 @@ def test_one_module_is_no_chain(job) -> None:
 def test_modules_of_few_layers_can_still_be_a_chain(job) -> None:
     keys = ("parallelism.pipeline_parallel_degree=16",)  # 24 layers, 12 of each module
     with pytest.raises(ConfigError, match=r"has 12 layers .*and each chunk needs a layer"):
-        partition_of(job(*keys), model_spec(job().model, dtype_bytes=4))
-    planner = IterationPlanner.of(job(*keys, "planner.memory_limit=60GiB"))
+        partition_of(job(*keys, "planner.partition=dip"), model_spec(job().model, dtype_bytes=4))
+    planner = IterationPlanner.of(job(*keys))
     assert planner.partition.passes == 1
     assert "best of 1 tried: chain x 1" in planner.partition_summary
 

@@ -1,3 +1,4 @@
+import math
 import threading
 import time
 from dataclasses import replace
@@ -11,7 +12,7 @@ from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.judge import judge
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_json import plan_to_json
-from mmtrain.planner.search.search import CHAINS, SearchOptions, fit_memory, num_chains, search
+from mmtrain.planner.search.search import CHAINS, SearchOptions, fit_memory, num_chains, search, shortest_s
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import P2P, PlanningProblem
@@ -142,6 +143,28 @@ def test_a_cancelled_search_ends_with_what_it_has() -> None:
     assert result.plan is not None
     assert "stopped from outside" in result.message
     assert result.evaluations < 10**5
+
+
+@pytest.mark.parametrize("memory", [True, False])
+@pytest.mark.parametrize("limit", [None, 40.0])
+def test_the_makespan_of_a_search_is_known_without_its_plan(limit: float | None, memory: bool) -> None:
+    problem, options = mixed(limit=limit), SearchOptions(budget_evaluations=50, memory=memory)
+    timeline = search(problem, options).timeline
+    assert timeline is not None
+    # The last choice of memory options may still improve the plan.
+    assert timeline.makespan_s <= shortest_s(problem, options) * (1 + 1e-9)
+    assert shortest_s(problem, options) <= 1.02 * timeline.makespan_s
+
+
+def test_the_makespan_of_what_is_not_searched() -> None:
+    problem = mixed(limit=None)
+    greedy = make_plan(problem, "interleave").timeline
+    assert greedy is not None
+    assert shortest_s(problem, SearchOptions(strategy="first")) == greedy.makespan_s
+    assert shortest_s(mixed(limit=1e-3), SearchOptions(budget_evaluations=5)) == math.inf
+    assert shortest_s(mixed(limit=1e-3), SearchOptions(budget_evaluations=5, memory=False)) == math.inf
+    with pytest.raises(PlanError, match="has no budget"):
+        shortest_s(problem, SearchOptions(budget_evaluations=0))
 
 
 def test_forward_only_iterations_are_not_searched() -> None:
