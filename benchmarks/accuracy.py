@@ -142,7 +142,7 @@ def iteration(case: Case) -> IterationMeta:
     return IterationMeta(microbatches=tuple(microbatch(rng, case.mix, 100 * i) for i in range(case.microbatches)))
 
 
-def job(case: Case, profile: str = "", folder: str = "") -> Config:
+def job(case: Case, profile: str = "", folder: str = "unused") -> Config:
     planned = case.schedule == PLANNED
     return config_module.load(
         "debug_vlm.toml",

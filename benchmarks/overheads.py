@@ -46,13 +46,13 @@ def measure(ranks: int = 2, repetitions: int = 6) -> Overheads:
 
 
 def cases(ranks: int) -> list[Case]:
-    found = []
+    prepared = []
     for name in SCHEDULES:
         problem = plain_chain(ranks, MICROBATCHES, CATALOGUE[name], seconds=SECONDS, transfer_s=TRANSFER_S)
         plan = make_plan(problem, name).plan
         assert plan is not None
-        found.append((problem, plan, lower(plan, problem, sharded=False)))
-    return found
+        prepared.append((problem, plan, lower(plan, problem, sharded=False)))
+    return prepared
 
 
 def _measure(device: torch.device, cases: Sequence[Case], repetitions: int) -> Overheads:

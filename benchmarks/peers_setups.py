@@ -270,7 +270,7 @@ def _chain_parts(
         back = [
             stage if stage.segment == 0 else replace(stage, pp_rank=ranks - 1 - stage.pp_rank) for stage in parts.stages
         ]
-        parts = Partition(ranks, tuple(back))
+        parts = replace(parts, stages=tuple(back))
     return parts, chunks
 
 

@@ -2,7 +2,7 @@
 
 What a search gains by knowing overheads and noise, at equal evaluations. Searched plans of the same batches:
 
-- `free`: actions and messages cost nothing beside their compute;
+- `free`: actions and messages cost nothing in addition to their compute;
 - `charged`: with the overheads of this machine (`overheads.py`);
 - `robust`: with those and with noise, by the mean makespan over draws.
 
@@ -79,15 +79,15 @@ def searched(case: Case, variant: str, overheads: Overheads, noise: Noise, evalu
 def execute(device: torch.device, cases: Sequence[Case], factors: Sequence[np.ndarray]) -> list[list[float]]:
     """[case][draw] -> measured makespan. Args: factors: [case] -> [draws, nodes, 3]."""
     mesh = build_mesh(MeshShape(pp=cases[0].problem.graph.num_ranks), torch.device("cpu"))
-    found: list[list[float]] = [[] for _ in cases]
+    measured_s: list[list[float]] = [[] for _ in cases]
     for draw in range(-1, len(factors[0])):
-        for case, of_case, seconds in zip(cases, factors, found, strict=True):
+        for case, of_case, seconds in zip(cases, factors, measured_s, strict=True):
             problem = drawn(case.problem, of_case[max(0, draw)])
             runtime = EmulatedRuntime(problem, mesh, HostClock(), message_scale=case.message_scale)
             makespan_s = runtime.timeline(runtime.run(case.plan)).end_s
             if draw >= 0:  # the first one warms up
                 seconds.append(makespan_s)
-    return found
+    return measured_s
 
 
 def main() -> None:

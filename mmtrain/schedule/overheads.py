@@ -1,4 +1,4 @@
-"""What a rank's host does beside the compute of its actions, and a planning problem that counts it.
+"""What a rank's host does in addition to the compute of its actions, and a planning problem that counts it.
 
 Where the host runs behind its device (a CPU, or a GPU with short actions), each action and each message takes the rank
 some time: looking up arguments, starting autograd, posting a transfer, waking up. A search that does not know this
@@ -28,8 +28,8 @@ class Overheads:
     receive_s: float = 0.0
     """Each message from another rank: posting its receive, and taking it once it is there."""
     message_s: float = 0.0
-    """From the end of an action to the start of one that waits for its message, beside both of those and the transfer:
-    waking up."""
+    """From the end of an action to the start of one that waits for its message, in addition to both of those and to the
+    transfer: waking up."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

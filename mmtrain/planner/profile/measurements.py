@@ -250,7 +250,7 @@ class _Probe:
         """How far the seconds of actions lay from the fits of their layers, while the machine had its best speed."""
         fits = {(layer.module, layer.role): layer for layer in layers}
         name_of = {(splits, kinds[0]): name for name, (splits, kinds) in _TIMED.items()}
-        found: list[tuple[int, str, float]] = []
+        residuals: list[tuple[int, str, float]] = []
         for number, step in enumerate(self._steps):
             if step.job is None or step.job.stages != "modules":
                 continue
@@ -263,8 +263,8 @@ class _Probe:
                 expected_s = self.attributions[module, name].fixed_s
                 expected_s += sum(fits[module, role(x)].at(name, size) for x in self.spec.module(module).layers)
                 if expected_s > 0 and seconds > 0:
-                    found.append((number, _NOISE[name], math.log(seconds / expected_s)))
-        return Noise.of(found)
+                    residuals.append((number, _NOISE[name], math.log(seconds / expected_s)))
+        return Noise.of(residuals)
 
     def repeats(self) -> dict[str, float]:
         """Memory strategy -> time that it adds to a block's forward and backward, as a fraction of its forward: the
@@ -401,12 +401,12 @@ def _transfer(pairs: Sequence[Samples], *, cpu: bool) -> TransferProfile:
 def _of_messages(pairs: Sequence[Samples], transfer: TransferProfile) -> Overheads:
     """What messages add to actions, from pauses between the actions of two pipeline ranks."""
     p2p = P2P(latency_s=transfer.latency_s, bytes_per_s=1 / transfer.byte_s)
-    found = [
+    observed = [
         pause
         for problem, program, rows in pairs[0].runs
         for pause in pauses(program, rows, replace(problem, p2p=p2p).transfer_s)
     ]
-    between = overheads_between(found)
+    between = overheads_between(observed)
     return Overheads(send_s=between.send_s, receive_s=between.receive_s, message_s=between.message_s)
 
 

@@ -45,11 +45,11 @@ def pauses(program: Program, rows: Sequence[Rows], transfer_s: Callable[[Edge], 
     """
     graph = program.graph
     ends: dict[Result, float] = {}
-    for action, _, end in (row for mine in rows for row in mine):
+    for action, _, end in (row for local_rows in rows for row in local_rows):
         if action.kind in RESULT_OF:
             ends[RESULT_OF[action.kind], action.stage, graph.work_of(action)] = end
-    for actions, mine in zip(program.actions, rows, strict=True):
-        measured = iter(mine)
+    for actions, local_rows in zip(program.actions, rows, strict=True):
+        measured = iter(local_rows)
         sends = receives = waits = 0
         last: float | None = None
         for action in actions:
@@ -69,12 +69,12 @@ def pauses(program: Program, rows: Sequence[Rows], transfer_s: Callable[[Edge], 
             last = end
 
 
-def overheads_between(found: Sequence[Pause]) -> Overheads:
+def overheads_between(observed: Sequence[Pause]) -> Overheads:
     """The overheads outside of actions that explain pauses best: least squares without the largest residuals.
 
     An action is charged what its rank pays for it anywhere; so is a message, although its receive is posted before.
     """
-    in_time = [pause for pause in found if not pause.late]
+    in_time = [pause for pause in observed if not pause.late]
     if not in_time:
         return Overheads()
     table = np.array([[p.kind is k for k in KINDS] + [p.sends, p.receives, p.waits] for p in in_time], np.float64)
@@ -87,13 +87,13 @@ def overheads_between(found: Sequence[Pause]) -> Overheads:
     send_s, receive_s = weights[4], weights[5] + weights[6]
     base = dict(zip(KINDS, weights[:4], strict=True))
     known = Overheads(**dict(zip(FIELDS, weights[:4], strict=True)), send_s=send_s, receive_s=receive_s)
-    late = [p.seconds - base[p.kind] - send_s - p.waits * receive_s for p in found if p.late]
+    late = [p.seconds - base[p.kind] - send_s - p.waits * receive_s for p in observed if p.late]
     return replace(known, message_s=max(0.0, _shortest(late))) if late else known
 
 
-def overheads_inside(found: Sequence[tuple[Kind, float]]) -> Overheads:
-    """The overheads inside of actions. Args: found: kind of each action, and seconds beyond its compute."""
-    by_kind = {kind: [seconds for k, seconds in found if k is kind] for kind in KINDS}
+def overheads_inside(excess: Sequence[tuple[Kind, float]]) -> Overheads:
+    """The overheads inside of actions. Args: excess: kind of each action, and seconds beyond its compute."""
+    by_kind = {kind: [seconds for k, seconds in excess if k is kind] for kind in KINDS}
     values = [max(0.0, _shortest(by_kind[kind])) if by_kind[kind] else 0.0 for kind in KINDS]
     return Overheads(**dict(zip(FIELDS, values, strict=True)))
 
