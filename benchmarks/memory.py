@@ -151,7 +151,7 @@ def not_activations(trainer: Trainer) -> Iterator[torch.Tensor]:
         offloader = stage.memory.offloader
         yield from offloader.buffers._free
         yield from (block._buffer for block in offloader.waiting if block._buffer is not None)
-    for _, tensor in (*trainer.runtime._pending.values(), *trainer.runtime._sent.values()):
+    for _, tensor in (*trainer.placement.runtime._pending.values(), *trainer.placement.runtime._sent.values()):
         yield tensor
 
 

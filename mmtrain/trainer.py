@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -413,7 +413,7 @@ class Trainer:
         batches: Iterable[tuple[Batch, IterationMeta]],
         *,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> Iterator[TimedStep]:
+    ) -> Generator[TimedStep]:
         """Trains on given batches instead of the job's data, and says when each step ran.
 
         The ranks start each step together; a step is planned before its clock starts, however long that takes. All

@@ -16,7 +16,7 @@ import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -186,7 +186,7 @@ def measure_host_copy(device: torch.device, num_bytes: int = 1 << 26) -> HostCop
 @contextmanager
 def _steps(
     job: Config, meta: IterationMeta, device: torch.device, clock: Callable[[], float]
-) -> Iterator[tuple[Trainer, Iterator[TimedStep]]]:
+) -> Iterator[tuple[Trainer, Generator[TimedStep]]]:
     """A trainer of a job and its steps on noise, after the first one."""
     trainer = Trainer(job)
     batches = itertools.repeat((noise_batch(job.model, meta, job.debug.seed), meta))
@@ -195,7 +195,7 @@ def _steps(
         next(timed)
         yield trainer, timed
     finally:
-        timed.close()  # type: ignore[attr-defined]
+        timed.close()
 
 
 def _watched_clock(device: torch.device) -> WatchedClock:
