@@ -1,5 +1,7 @@
 """Overheads of actions and messages as part of a planning problem."""
 
+from dataclasses import replace
+
 import pytest
 
 from mmtrain.errors import PlanError
@@ -9,6 +11,7 @@ from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.overheads import NO_OVERHEADS, Overheads, charged
 from mmtrain.schedule.plan import Plan
+from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from tests.schedule.problems import two_modules
 
@@ -47,15 +50,31 @@ def test_actions_pay_for_their_messages():
     assert type(paid).from_json(paid.to_json()) == paid
 
 
-def test_messages_within_a_rank_are_free_and_a_stage_without_a_backward_pays_for_none():
+def test_messages_within_a_rank_are_free():
     problem = two_modules(1, [2, 0])
     paid = charged(problem, COUNTED)
     for node in problem.graph.nodes():
         free, option = problem.options(*node)[0], paid.options(*node)[0]
         assert option.forward_s - free.forward_s == pytest.approx(1.0)
-        assert option.has_backward == free.has_backward
-        if not free.has_backward:
-            assert option.duration_s(Kind.B) == 0.0
+
+
+def test_a_stage_without_a_backward_pays_for_none():
+    problem = plain_chain(2, 1, CATALOGUE["1F1B"])
+    frozen = replace(problem.options(0, 0)[0], backward_input_s=0.0, backward_weight_s=0.0)
+    graph = problem.graph
+    half = PlanningProblem.build(
+        num_ranks=2,
+        modules=graph.modules,
+        stage_rank=graph.stage_rank,
+        works=graph.works,
+        costs=[[frozen], problem.costs[problem.cost_index[0][1]]],
+        cost_index=[[0, 1]],
+        output_bytes=problem.output_bytes,
+        p2p=problem.p2p,
+    )
+    paid = charged(half, COUNTED)
+    assert paid.options(0, 0)[0] == replace(frozen, forward_s=frozen.forward_s + 101.0)
+    assert paid.options(1, 0)[0].has_backward
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZB-H1"])

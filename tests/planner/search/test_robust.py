@@ -10,6 +10,10 @@ from hypothesis import strategies as st
 from mmtrain.planner.judge import judge
 from mmtrain.planner.noise import Noise
 from mmtrain.planner.plan_json import plan_to_json
+from mmtrain.planner.search.evaluate import cost_of, evaluate, join
+from mmtrain.planner.search.instance import Searched
+from mmtrain.planner.search.kernels.arrays import Decoder
+from mmtrain.planner.search.orders import by_component, component_orders
 from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.action import Kind
 from mmtrain.schedule.overheads import Overheads, charged
@@ -86,6 +90,23 @@ def test_backwards_are_split_only_where_it_pays():
         counts.append(len(plan.split))
     assert counts[0] == len(free.split)
     assert counts[0] > counts[1] > counts[2] == 0
+
+
+def test_the_kernels_cost_of_a_plan_is_its_makespan():
+    paid = charged(mixed(limit=None), DISPATCH)
+    searched = Searched.of(paid)
+    w = searched.workspace()
+    order = by_component(searched, component_orders(searched)[0])
+    for backward_first in (False, True):
+        evaluate(searched, w, order, Decoder(0.0, 0.0, 0.5, backward_first, True), 20)
+        counts = []
+        for joined in (False, True):
+            if joined:
+                join(searched, w)
+            plan = searched.plan(w, join=False)
+            assert cost_of(searched, w) == pytest.approx(simulate(paid, plan).makespan_s, rel=1e-12)
+            counts.append(len(plan.split))
+        assert counts[0] > counts[1] > 0
 
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
