@@ -67,9 +67,11 @@ def test_held_bytes_are_what_planning_counts(measured):
 
 
 def test_two_ranks_exchanged_messages(measured):
-    transfer = Profile.read(measured[1]).transfer
+    profile = Profile.read(measured[1])
+    transfer, overheads = profile.transfer, profile.overheads
     assert transfer is not None
-    assert 0 < transfer.end_s < 0.1
+    assert 0 < overheads.send_s + overheads.receive_s < 0.1
+    assert 0 < overheads.forward_s < 0.1
     assert 1e6 < 1 / transfer.byte_s < 1e12
 
 
