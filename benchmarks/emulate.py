@@ -141,16 +141,22 @@ def planned(config: Config, name: str, iteration: int) -> tuple[PlanningProblem,
     return problem, make_plan(problem, name)
 
 
+def unit_factor(plans: dict[str, tuple[PlanningProblem, Plan]], unit_s: float) -> float:
+    """By which seconds are scaled, so that the median action takes a unit."""
+    seconds = [row.end_s - row.start_s for pair in plans.values() for row in simulate(*pair).rows]
+    return unit_s / statistics.median(seconds)
+
+
 def scaled_cases(
     batch: str,
     plans: dict[str, tuple[PlanningProblem, Plan]],
     unit_s: float,
     message_bytes: float,
     overheads: Overheads,
+    factor: float = 0.0,
 ) -> list[Case]:
     """The plans of one batch, with seconds and bytes times one factor each, but not the overheads."""
-    seconds = [row.end_s - row.start_s for pair in plans.values() for row in simulate(*pair).rows]
-    factor = unit_s / statistics.median(seconds)
+    factor = factor or unit_factor(plans, unit_s)
     largest = max(max(row) for problem, _ in plans.values() for row in problem.output_bytes)
     return [
         Case(

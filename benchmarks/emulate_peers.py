@@ -10,7 +10,7 @@ takes `--unit-ms`, and messages so that the largest has `--message-kib`. A peer 
 named and not run again. All take turns on one set of ranks, repetition by repetition.
 
 What the runtime adds to actions and messages on this machine is measured first, with as many ranks as cores
-(`overheads.py`), is part of the simulated seconds of all peers, and known to mmtrain's search of the order.
+(`overheads.py`), is part of the simulated seconds of all peers, and known to mmtrain's searches, by a hardware profile.
 
 First each runs in virtual time, where every action must end when simulated, those of torch's classes too: what
 they measure beyond that is their runtime's, and not another schedule's. There and in every repetition, each stage must
@@ -28,19 +28,21 @@ defaults it takes about 8 minutes.
 import argparse
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
-from emulate import Case, planned_again, print_order, scaled_cases
+from emulate import Case, print_order, scaled_cases, unit_factor
 from emulate_torch import SCHEDULES, Meter, TorchPipeline, as_torch_splits
 from emulation import EmulatedClock, EmulatedRuntime, HostClock, VirtualClock
-from overheads import measure
+from overheads import hardware_text, measure, scaled, uncharged
 from peers_setups import CLUSTERS, DEFAULT, PEERS, Outcome, Question, chain_outcomes, other_outcome
 
 from mmtrain.commands.local_ranks import run_on_ranks
-from mmtrain.config.sections import CommConfig, PlannerConfig
+from mmtrain.config.sections import CommConfig
 from mmtrain.config.topology import MeshShape
 from mmtrain.errors import PlanError
 from mmtrain.parallel.mesh import Mesh, build_mesh
@@ -94,9 +96,27 @@ def make_cases(args: argparse.Namespace, overheads: Overheads) -> list[Case]:
         for batch in range(args.batches):
             name = f"{model} {batch}"
             plans = different_plans(name, outcomes, batch)
-            cases += scaled_cases(name, plans, args.unit_ms / 1e3, args.message_kib * 1024.0, overheads)
-    evaluations = args.evaluations or PlannerConfig().budget_evaluations
-    return [planned_again(case, evaluations) if case.schedule == DEFAULT else case for case in cases]
+            factor = unit_factor(plans, args.unit_ms / 1e3)
+            if overheads != NO_OVERHEADS:
+                plans[DEFAULT] = knowing(question, batch, scaled(overheads, 1 / factor))
+            sizes = args.unit_ms / 1e3, args.message_kib * 1024.0
+            cases += scaled_cases(name, plans, *sizes, overheads, factor)
+    return cases
+
+
+def knowing(question: Question, batch: int, overheads: Overheads) -> tuple[PlanningProblem, Plan]:
+    """What mmtrain comes to with a hardware profile that has the overheads; the problem is without them."""
+    *overrides, hardware = question.overrides
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "known.toml"
+        file.write_text('extends = "h800"\n' + hardware_text(overheads))
+        known = hardware.replace("h800x", f"{file}x")
+        outcome = other_outcome(replace(question, overrides=(*overrides, known)), DEFAULT)
+    print(f"{question.model}, {DEFAULT}, knowing overheads: {outcome.setting}", flush=True)
+    pair = outcome.plans[batch]
+    assert pair is not None
+    problem = uncharged(pair[0], overheads)
+    return problem, Plan(problem.graph, pair[1].orders, pair[1].options)
 
 
 def different_plans(name: str, outcomes: Mapping[str, Outcome], batch: int) -> dict[str, tuple[PlanningProblem, Plan]]:

@@ -12,7 +12,7 @@ hardware profile's section `[overheads]`.
 import argparse
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -26,10 +26,10 @@ from mmtrain.planner.plan import make_plan
 from mmtrain.planner.profile.pauses import Rows, overheads_between, overheads_inside, pauses
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.schedule.overheads import Overheads
+from mmtrain.schedule.overheads import Overheads, charged
 from mmtrain.schedule.passes.lower import Program, lower
 from mmtrain.schedule.plan import Plan
-from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.problem import Option, PlanningProblem
 
 SCHEDULES = ("GPipe", "1F1B", "ZB-H1", "Interleaved1F1B")
 MICROBATCHES = 8
@@ -72,14 +72,39 @@ def _measure(device: torch.device, cases: Sequence[Case], repetitions: int) -> O
     return overheads_inside(inside) + overheads_between(between)
 
 
+def scaled(overheads: Overheads, factor: float) -> Overheads:
+    return Overheads(**{name: factor * seconds for name, seconds in asdict(overheads).items()})
+
+
+def uncharged(problem: PlanningProblem, overheads: Overheads) -> PlanningProblem:
+    """The problem that `charged` made this one of: what it adds once more is what it has added."""
+    paid = charged(problem, overheads)
+    costs: list[tuple[Option, ...]] = [()] * len(paid.costs)
+    for row, paid_row in zip(problem.cost_index, paid.cost_index, strict=True):
+        for index, paid_index in zip(row, paid_row, strict=True):
+            pairs = zip(problem.costs[index], paid.costs[paid_index], strict=True)
+            costs[paid_index] = tuple(_less(option, more) for option, more in pairs)
+    latency_s = max(0.0, 2 * problem.p2p.latency_s - paid.p2p.latency_s)
+    return replace(paid, costs=tuple(costs), p2p=replace(problem.p2p, latency_s=latency_s))
+
+
+def _less(option: Option, more: Option) -> Option:
+    seconds = ("forward_s", "backward_input_s", "backward_weight_s", "split_s")
+    return replace(option, **{name: max(0.0, 2 * getattr(option, name) - getattr(more, name)) for name in seconds})
+
+
+def hardware_text(overheads: Overheads) -> str:
+    """The section of a hardware profile."""
+    return "[overheads]\n" + "".join(f"{name} = {seconds!r}\n" for name, seconds in asdict(overheads).items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="processes of this machine, at most as many as cores")
     parser.add_argument("--repetitions", type=int, default=6)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    overheads = asdict(measure(args.ranks, args.repetitions))
-    text = "[overheads]\n" + "".join(f"{name} = {seconds:.3g}\n" for name, seconds in overheads.items())
+    text = hardware_text(measure(args.ranks, args.repetitions))
     print(text)
     if args.out:
         args.out.write_text(text)
