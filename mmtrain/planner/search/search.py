@@ -306,12 +306,15 @@ class _Search:
         judge = replace(self.searched, factors=self._draw(self.searched, self.options.draws, 1))
 
         def finish(start: Start, iterations: int) -> float:
-            """The cost of a plan, which the workspace then holds."""
-            evaluate(self.searched, w, start.order, start.how, iterations)
+            """The cost of a plan, which the workspace then holds; inf: its options do not fit."""
+            if evaluate(self.searched, w, start.order, start.how, iterations) == math.inf:
+                return math.inf
             join(self.searched, w)
             return cost_of(judge, w)
 
         cost, _, best, iterations = min((finish(*f), i, *f) for i, f in enumerate(finalists))
+        if cost == math.inf:
+            return None
         finish(best, iterations)
         self._best = [best._replace(cost=cost)]
         plan = self.searched.plan(w)
