@@ -38,6 +38,7 @@ from mmtrain.data.noise import noise_batch
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.observe.machine_speed import WatchedClock
 from mmtrain.planner.iteration import IterationPlan, IterationPlanner
+from mmtrain.planner.plan_choice import PLANNED
 from mmtrain.planner.profile.measurements import trainable_params
 from mmtrain.planner.profile.profile import Profile
 from mmtrain.trainer import Trainer
@@ -55,10 +56,6 @@ APART = 0.1
 """Part of the longer of two measured times by which they differ if their order is asked for."""
 ENOUGH_STEPS = 8
 """Steps that count, after which a configuration is not run again."""
-
-
-PLANNED = "planned"
-"""In place of a schedule: by the planner."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from mmtrain.planner.forecast.typical_iterations import usual_workload
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import PlanResult, make_plan
+from mmtrain.planner.plan_choice import PLANNED
 from mmtrain.planner.search.search import SearchOptions, search
 from mmtrain.schedule.action import RESULT_OF
 from mmtrain.schedule.graph import Result
@@ -54,8 +55,6 @@ from mmtrain.schedule.problem import P2P, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.timeline import Row, Timeline
 
-PLANNED = "planned"
-"""The searched plan, beside the named schedules."""
 SCHEDULES = ("GPipe", "1F1B", "ZB-H1", "interleave", PLANNED)
 SAME = 0.01
 """Schedules whose simulated makespans differ by less have no order."""
@@ -180,6 +179,7 @@ def slower(problem: PlanningProblem, factor: float) -> PlanningProblem:
                 forward_s=option.forward_s * factor,
                 backward_input_s=option.backward_input_s * factor,
                 backward_weight_s=option.backward_weight_s * factor,
+                split_s=option.split_s * factor,
             )
             for option in options
         )

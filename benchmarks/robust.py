@@ -55,6 +55,7 @@ def drawn(problem: PlanningProblem, factors: np.ndarray) -> PlanningProblem:
                     forward_s=f * option.forward_s,
                     backward_input_s=i * option.backward_input_s,
                     backward_weight_s=w * option.backward_weight_s,
+                    split_s=w * option.split_s,
                 )
                 for option in problem.options(stage, work)
             )

@@ -83,14 +83,14 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.trace:
         firsts = {answer.schedule: answer.first for answer in report.answers if answer.first is not None}
         args.trace.write_text(json.dumps(trace_events(firsts)))
-    found = [answer for answer in report.answers if not answer.problem]
+    feasible = [answer for answer in report.answers if not answer.problem]
     title = f"{job.job.description}: workload {question.drawn_workload} on {report.machine.name}"
     if args.breakdown:
-        bars = breakdown_chart.drawing({a.schedule: a.breakdown for a in found}, title=title)
-        made = document(bars).encode() if args.breakdown.suffix == ".svg" else painted(bars)
-        args.breakdown.write_bytes(made)
+        bars = breakdown_chart.drawing({a.schedule: a.breakdown for a in feasible}, title=title)
+        image = document(bars).encode() if args.breakdown.suffix == ".svg" else painted(bars)
+        args.breakdown.write_bytes(image)
     if args.png:
-        curves = {a.schedule: [step.iteration_s for step in a.iterations] for a in found}
+        curves = {a.schedule: [step.iteration_s for step in a.iterations] for a in feasible}
         images = (f"{question.counted} a microbatch", report.images) if any(report.images) else None
         args.png.write_bytes(line_chart.png(curves, title=title, unit="seconds an iteration", backdrop=images))
     return 0 if all(not answer.problem for answer in report.answers) else 1

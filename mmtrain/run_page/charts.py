@@ -120,10 +120,10 @@ def _training_charts(runs: Sequence[Run]) -> list[Chart]:
 
 def _breakdown_chart(runs: Sequence[Run]) -> Chart:
     """Of one run: curves of several would not add up."""
-    found = [breakdown(line) for line in runs[0].steps] if len(runs) == 1 else []
+    breakdowns = [breakdown(line) for line in runs[0].steps] if len(runs) == 1 else []
     curves = [
-        _Curve(label=label(parts), of=_share(found, parts), colour=HUES_OF_PARTS[parts[0]], scale=100)
-        for parts in dict.fromkeys(parts for one in found if one is not None for parts in one.shares)
+        _Curve(label=label(parts), of=_share(breakdowns, parts), colour=HUES_OF_PARTS[parts[0]], scale=100)
+        for parts in dict.fromkeys(parts for one in breakdowns if one is not None for parts in one.shares)
     ]
     note = (
         "Of the ranks of replica 0, 100 in all. What is joined by + cannot be told apart by measuring (model FLOPs "
@@ -132,8 +132,8 @@ def _breakdown_chart(runs: Sequence[Run]) -> Chart:
     return _chart(runs, "Where the time of a step goes", "%", note, curves, stacked=True)
 
 
-def _share(found: Sequence[Breakdown | None], parts: Parts) -> Callable[[Run], list[float | None]]:
-    return lambda run: [None if one is None else one.shares.get(parts) for one in found]
+def _share(breakdowns: Sequence[Breakdown | None], parts: Parts) -> Callable[[Run], list[float | None]]:
+    return lambda run: [None if one is None else one.shares.get(parts) for one in breakdowns]
 
 
 def _pipeline_charts(runs: Sequence[Run], modules: Sequence[str]) -> list[Chart]:

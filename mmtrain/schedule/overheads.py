@@ -7,6 +7,7 @@ finds plans of many short actions, which look good only in the simulator.
 
 from dataclasses import dataclass, fields, replace
 
+from mmtrain.schedule.action import Kind
 from mmtrain.schedule.limits import SECONDS
 from mmtrain.schedule.problem import Option, PlanningProblem
 
@@ -45,6 +46,9 @@ class Overheads:
 
 
 NO_OVERHEADS = Overheads()
+
+DISPATCH = {Kind.F: "forward_s", Kind.B: "backward_s", Kind.I: "backward_input_s", Kind.W: "backward_weight_s"}
+"""Compute kind -> its field of `Overheads`."""
 
 
 def charged(problem: PlanningProblem, overheads: Overheads) -> PlanningProblem:

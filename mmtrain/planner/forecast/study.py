@@ -309,7 +309,7 @@ def breakdown_rows(answers: Sequence[Answer]) -> list[tuple[str, ...]]:
     """The names of the parts, and a row of percentages for each schedule. Args: answers: without problems."""
     shares = {answer.schedule: answer.breakdown.shares for answer in answers}
     labels = [label(parts) for parts in next(iter(shares.values()))]
-    rows = [(name, *(f"{100 * share:.1f}" for share in found.values())) for name, found in shares.items()]
+    rows = [(name, *(f"{100 * share:.1f}" for share in parts.values())) for name, parts in shares.items()]
     return [("schedule", *labels), *rows]
 
 

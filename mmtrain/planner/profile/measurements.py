@@ -21,12 +21,12 @@ from mmtrain.planner.partition.choice import partition_of
 from mmtrain.planner.partition.partition import Partition, StageSpec
 from mmtrain.planner.profile.attribution import Attribution, attribute
 from mmtrain.planner.profile.fits import fit_sizes
-from mmtrain.planner.profile.pauses import FIELDS, KINDS, Rows, overheads_between, pauses
+from mmtrain.planner.profile.pauses import Rows, overheads_between, pauses
 from mmtrain.planner.profile.probing import CUTS, REPEATS, Cut, probing_job, small_job
 from mmtrain.planner.profile.profile import HELD, LayerProfile, Profile, StepProfile, TransferProfile, job_of, role
 from mmtrain.planner.sub_microbatch import Curve
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.overheads import Overheads
+from mmtrain.schedule.overheads import DISPATCH, Overheads
 from mmtrain.schedule.passes.lower import Program
 from mmtrain.schedule.problem import P2P, PlanningProblem
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
@@ -185,7 +185,7 @@ def assemble(
     layers = tuple(probe.layers())
     step = _step(config, steps, speeds)
     transfer = None
-    overheads = Overheads(**{name: probe.action_s(kind) for kind, name in zip(KINDS, FIELDS, strict=True)})
+    overheads = Overheads(**{name: probe.action_s(kind) for kind, name in DISPATCH.items()})
     if pairs:
         transfer = _transfer(pairs, cpu=machine["device"] == "cpu")
         step = replace(step, pipeline_s=_pipeline_end(config, pairs, step))

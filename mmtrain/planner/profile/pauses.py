@@ -9,12 +9,9 @@ import numpy as np
 from mmtrain.planner.profile.fits import non_negative_least_squares
 from mmtrain.schedule.action import COMPUTE, RECEIVES, RESULT_OF, SENDS, WAITS, Action, Kind
 from mmtrain.schedule.graph import Edge, Result
-from mmtrain.schedule.overheads import Overheads
+from mmtrain.schedule.overheads import DISPATCH, Overheads
 from mmtrain.schedule.passes.lower import Program
 
-KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-FIELDS = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")
-"""Of `Overheads`, by `KINDS`."""
 _KEPT = 0.9
 """Part of the pauses that counts, the shortest: what else runs on the machine only adds time."""
 
@@ -77,7 +74,9 @@ def overheads_between(observed: Sequence[Pause]) -> Overheads:
     in_time = [pause for pause in observed if not pause.late]
     if not in_time:
         return Overheads()
-    table = np.array([[p.kind is k for k in KINDS] + [p.sends, p.receives, p.waits] for p in in_time], np.float64)
+    table = np.array(
+        [[p.kind is kind for kind in DISPATCH] + [p.sends, p.receives, p.waits] for p in in_time], np.float64
+    )
     seconds = np.array([pause.seconds for pause in in_time])
     equal, group = np.unique(table, axis=0, return_inverse=True)
     medians = np.array([np.median(seconds[group.ravel() == i]) for i in range(len(equal))])
@@ -85,17 +84,16 @@ def overheads_between(observed: Sequence[Pause]) -> Overheads:
     kept = np.argsort(seconds - table @ rough, kind="stable")[: max(1, round(_KEPT * len(seconds)))]
     weights = non_negative_least_squares(table[kept], seconds[kept]).tolist()
     send_s, receive_s = weights[4], weights[5] + weights[6]
-    base = dict(zip(KINDS, weights[:4], strict=True))
-    known = Overheads(**dict(zip(FIELDS, weights[:4], strict=True)), send_s=send_s, receive_s=receive_s)
+    base = dict(zip(DISPATCH, weights[:4], strict=True))
+    known = Overheads(**dict(zip(DISPATCH.values(), weights[:4], strict=True)), send_s=send_s, receive_s=receive_s)
     late = [p.seconds - base[p.kind] - send_s - p.waits * receive_s for p in observed if p.late]
     return replace(known, message_s=max(0.0, _shortest(late))) if late else known
 
 
 def overheads_inside(excess: Sequence[tuple[Kind, float]]) -> Overheads:
     """The overheads inside of actions. Args: excess: kind of each action, and seconds beyond its compute."""
-    by_kind = {kind: [seconds for k, seconds in excess if k is kind] for kind in KINDS}
-    values = [max(0.0, _shortest(by_kind[kind])) if by_kind[kind] else 0.0 for kind in KINDS]
-    return Overheads(**dict(zip(FIELDS, values, strict=True)))
+    by_field = {name: [seconds for k, seconds in excess if k is kind] for kind, name in DISPATCH.items()}
+    return Overheads(**{name: max(0.0, _shortest(values)) for name, values in by_field.items() if values})
 
 
 def _shortest(values: Sequence[float]) -> float:

@@ -247,7 +247,9 @@ def _read(table: Any) -> Profile:
     keys = ("version", "machine", "job", "recomputation", "overheads", "noise", "step", "transfer", "curve", "layers")
     strict_json.fields(table, "", keys, optional=("host_copy", "repeats"))
     if strict_json.integer(table["version"], "version") != VERSION:
-        raise PlanError(f"version = {table['version']}; this program reads version {VERSION}")
+        raise PlanError(
+            f"version = {table['version']}; this program reads version {VERSION}, measure again with `mmtrain profile`"
+        )
     recomputation = table["recomputation"]
     strict_json.fields(recomputation, "recomputation", ("enable", "save_ops"))
     if not isinstance(recomputation["enable"], bool):

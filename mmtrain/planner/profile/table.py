@@ -8,9 +8,9 @@ from mmtrain.modality.catalogue import MODALITIES, division_of
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.profile.calibration import LAUNCH, Calibration
 from mmtrain.planner.profile.fits import SizeFit
-from mmtrain.planner.profile.pauses import FIELDS, KINDS
 from mmtrain.planner.profile.profile import HELD, TIMES, LayerProfile, Profile, role
 from mmtrain.planner.sub_microbatch import SHARE, Curve, smallest_efficient
+from mmtrain.schedule.overheads import DISPATCH
 from mmtrain.spec.spec import LayerSpec, ModelSpec, ModuleSpec
 
 _LABELS = {
@@ -103,7 +103,7 @@ def _weights(fit: SizeFit, columns: Sequence[_Column]) -> str:
 
 def _lines_below_layers(profile: Profile, spec: ModelSpec, submesh: Submesh) -> Iterator[str]:
     overheads, step, transfer = profile.overheads, profile.step, profile.transfer
-    seconds = [(kind.value, getattr(overheads, name)) for kind, name in zip(KINDS, FIELDS, strict=True)]
+    seconds = [(kind.value, getattr(overheads, name)) for kind, name in DISPATCH.items()]
     actions = ", ".join(f"{kind} {1e3 * value:.2f} ms" for kind, value in seconds)
     yield f"Each action in addition to its layers: {actions}."
     noise = profile.noise

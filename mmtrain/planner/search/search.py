@@ -61,7 +61,7 @@ MOST_CHAINS = 16
 SWEEP_SHARE = 0.4
 """Largest part of the budget that the sweep may use."""
 SEARCH_DRAWS = 8
-"""Part of the draws, one of so many, by which all plans are compared."""
+"""The search compares plans by one in this many of the draws; finalists are compared by all."""
 ROBUST_SHARE = 0.4
 """Part of the budget, its last, in which plans are compared by their mean makespan if there is noise."""
 CHUNK = 72_000

@@ -26,11 +26,11 @@ from mmtrain.planner.profile.measurements import (
     slowest,
     trainable_params,
 )
-from mmtrain.planner.profile.pauses import FIELDS, KINDS
 from mmtrain.planner.profile.probing import CUTS, REPEATS, probing_job, small_job
 from mmtrain.planner.profile.profile import Profile
 from mmtrain.planner.profile.table import table
 from mmtrain.schedule.action import Kind
+from mmtrain.schedule.overheads import DISPATCH
 from mmtrain.schedule.problem import P2P
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.memory_strategies import BlockMemory
@@ -40,8 +40,6 @@ from tests.jobs import video_config
 from tests.planner.profiles import MACHINE
 
 FLOPS = FlopsCosts(flops_per_s=1e8, p2p=P2P(latency_s=0.0, bytes_per_s=1.0))
-NAME = dict(zip(KINDS, FIELDS, strict=True))
-"""Kind -> its field of the overheads."""
 FIXED = {Kind.F: 3e-3, Kind.B: 2e-3, Kind.I: 4e-3, Kind.W: 1e-3}
 PAUSE = {Kind.F: 5e-4, Kind.B: 1e-4, Kind.I: 2e-4, Kind.W: 3e-4}
 PARAM_S, STEP_S, PIPELINE_S = 2e-8, 7e-3, 0.25
@@ -127,7 +125,7 @@ def samples(config):
 def test_layers_actions_and_ends_of_steps_are_found_again(config, samples):
     profile = assemble(config, everything(config), [samples], [], MACHINE)
     for kind in FIXED:
-        assert getattr(profile.overheads, NAME[kind]) == pytest.approx(FIXED[kind] + PAUSE[kind], rel=0.05), kind
+        assert getattr(profile.overheads, DISPATCH[kind]) == pytest.approx(FIXED[kind] + PAUSE[kind], rel=0.05), kind
     assert profile.step.param_s == pytest.approx(PARAM_S)
     assert profile.step.fixed_s == pytest.approx(STEP_S)
     assert profile.transfer is None
@@ -274,7 +272,7 @@ def test_layers_of_a_dit_and_its_text_encoder_are_found_again(video):
     config, samples = video
     profile = assemble(config, everything(config), [samples], [], MACHINE)
     for kind in FIXED:
-        assert getattr(profile.overheads, NAME[kind]) == pytest.approx(FIXED[kind] + PAUSE[kind], rel=0.05), kind
+        assert getattr(profile.overheads, DISPATCH[kind]) == pytest.approx(FIXED[kind] + PAUSE[kind], rel=0.05), kind
     assert profile.step.param_s == pytest.approx(PARAM_S)
     assert profile.step.fixed_s == pytest.approx(STEP_S)
     assert profile.repeats == {how: pytest.approx(sum(parts), rel=0.01) for how, parts in ADDED.items()}

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import pytest
 
 from mmtrain.planner.plan import make_plan
-from mmtrain.planner.profile.pauses import FIELDS, KINDS, Pause, Rows, overheads_between, overheads_inside, pauses
-from mmtrain.schedule.action import COMPUTE, RECEIVES, RESULT_OF, SENDS, WAITS
+from mmtrain.planner.profile.pauses import Pause, Rows, overheads_between, overheads_inside, pauses
+from mmtrain.schedule.action import COMPUTE, RECEIVES, RESULT_OF, SENDS, WAITS, Kind
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.graph import Result
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.schedule.overheads import Overheads
+from mmtrain.schedule.overheads import DISPATCH, Overheads
 from mmtrain.schedule.passes.lower import Program, lower
 from mmtrain.schedule.problem import PlanningProblem
 
@@ -51,7 +51,7 @@ def run(problem: PlanningProblem, program: Program) -> list[Rows]:
                         break
                     arrivals = [sent[r] + problem.transfer_s(e) + WANTED.message_s for r, e in remote]
                     start = max([now, *arrivals]) + len(remote) * (WANTED.receive_s - POST_S)
-                    start += getattr(WANTED, FIELDS[KINDS.index(action.kind)])
+                    start += getattr(WANTED, DISPATCH[action.kind])
                     end = start + problem.options(action.stage, work)[0].duration_s(action.kind)
                     ends[RESULT_OF[action.kind], action.stage, work] = clocks[rank] = end
                     rows[rank].append((action, start, end))
@@ -72,7 +72,7 @@ def found_pauses() -> Iterator[Pause]:
 
 def test_overheads_are_found_again():
     found = overheads_between(list(found_pauses()))
-    for name in (*FIELDS, "send_s", "receive_s"):
+    for name in (*DISPATCH.values(), "send_s", "receive_s"):
         assert getattr(found, name) == pytest.approx(getattr(WANTED, name), rel=1e-6), name
     # What a late message costs is found as a mean: posting its receive does not delay an action that waits for it.
     assert found.message_s == pytest.approx(max(0.0, WANTED.message_s - POST_S), abs=1e-4)
@@ -87,6 +87,6 @@ def test_disturbances_of_few_pauses_do_not_count():
 
 
 def test_the_inside_of_actions_is_a_mean_by_kind():
-    found = overheads_inside([(KINDS[0], 1.0), (KINDS[0], 3.0), (KINDS[3], -1.0)])
+    found = overheads_inside([(Kind.F, 1.0), (Kind.F, 3.0), (Kind.W, -1.0)])
     assert found == Overheads(forward_s=2.0)
     assert overheads_inside([]) == overheads_between([]) == Overheads()
