@@ -42,6 +42,7 @@ Rules between sections:
 - `encoder_context_parallel = "patches"` and `encoder_tensor_parallel = "data"` need a degree above 1 on their axis.
 - Keys of `[data]` for clips (`fps`, `source_fps`, `max_seconds`, `max_total_seconds`, `max_clips`, `video_*`) need
   `[model.dit]`; those for images (`image_processor`, `min_pixels`, `max_pixels`, `blank_images`) exclude it.
+- `data.source` and `data.sources` exclude each other; names of sources are unique.
 - `data.max_seconds` is at most `data.max_total_seconds`.
 - `[model.lora]` needs a module with `trainable = "lora"`.
 - The product of all degrees is the number of processes that the launcher must start.
@@ -74,11 +75,10 @@ def sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
     """(dotted name, dataclass) of every section below a dataclass, outer ones first."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        section = _without_none(hints[field.name])
-        if dataclasses.is_dataclass(section):
-            assert isinstance(section, type)
+        section, is_list = _section(hints[field.name])
+        if section is not None:
             name = f"{path}.{field.name}" if path else field.name
-            yield name, section
+            yield f"[{name}]" if is_list else name, section
             yield from sections(section, name)
 
 
@@ -102,9 +102,15 @@ def meanings(cls: type) -> dict[str, str]:
 def _rows(cls: type) -> Iterator[str]:
     hints, text = typing.get_type_hints(cls), meanings(cls)
     for field in dataclasses.fields(cls):
-        if not dataclasses.is_dataclass(_without_none(hints[field.name])):
+        if _section(hints[field.name])[0] is None:
             cells = (f"`{field.name}`", _type(hints[field.name]), _default(field), text.get(field.name, ""))
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _section(hint: Any) -> tuple[type | None, bool]:
+    """(the section of a field, if it is one or a list of them; whether it is a list)."""
+    (inner,) = typing.get_args(hint) if typing.get_origin(hint) is list else (_without_none(hint),)
+    return inner if dataclasses.is_dataclass(inner) else None, typing.get_origin(hint) is list
 
 
 def _without_none(hint: Any) -> Any:

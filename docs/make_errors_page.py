@@ -260,7 +260,6 @@ NOTES: dict[str, str] = {
     "{where}: its caption": (
         "It is made of characters that the tokenizer drops: write a caption, or leave the record out."
     ),
-    "sample {sample}: {error}": "See the second half of the message; it is one of those below.",
     "frame {index}: {error}": "See the second half of the message. The image can be opened alone to look at it.",
     "frame 0: {error}": "See the second half of the message. The image can be opened alone to look at it.",
     "frame {index} has": "All frames of a clip have one size: write the record's frames anew.",
@@ -279,6 +278,7 @@ NOTES: dict[str, str] = {
         "worker's own."
     ),
     "loader state": "The checkpoint's `train_state.json` was changed by hand: restore it, or take an older checkpoint.",
+    "loader state: it is a position in the sources": "The run's `config.toml` has them.",
     "the source has no usable sample": (
         "The example says why one was left out; the policies are `data.on_error` and `data.too_long`."
     ),
@@ -286,25 +286,27 @@ NOTES: dict[str, str] = {
     "it decodes to": "A damaged file, or one whose format Pillow reads in another way: write the image anew.",
     "its {number} bytes are not": "Not an image, or a format that Pillow does not know: write it as PNG or JPEG.",
     "{where}: a message has the role": (
-        "ShareGPT's `human` is `user`, its `gpt` is `assistant`: [a script](bringing_data.md#from-llavas-form) renames "
-        "them. `tool` needs a chat template that knows it."
+        "`human` and `gpt` are for turns of `from` and `value`, see [records](data.md#records). `tool` needs a chat "
+        "template that knows it."
     ),
     "its header is corrupt": "Fetch the file again, or leave the record out.",
-    "image {index} of sample": "See the second half of the message; it is one of those of images.",
+    "image {index} of {where}": "See the second half of the message; it is one of those of images.",
     "{where}: the chat template refuses it": (
         "Its words follow. Many templates want user and assistant in turns, and a system message at the beginning only."
     ),
     "its file {path} cannot be read": (
         "Check that the path exists on every machine; a relative one starts at the folder of the file that names it."
     ),
-    "{where}: `messages` is not": 'It is `[{"role": "user", "content": "..."}, ...]`, see [records](data.md#records).',
+    "data.source {name} has the columns": "[Records](data.md#records) has an example of each form.",
+    "{path}: its list is not closed": "Fetch or write the file again.",
+    "{where}: `{column}` is not a list": "[Records](data.md#records) has an example of each form.",
     "{where}: it has neither bytes": "A row whose image is empty: leave the record out, or its `images` away.",
     "{where}: its base64": "Write the `data:` URL anew.",
     "sample {index} of {path}: not valid JSON": (
         "Each line of a .jsonl file is one JSON object, without line breaks inside."
     ),
     "sample {index}: its row": "Its text is not UTF-8, or the file is damaged: write it anew, or leave the row out.",
-    "sample {sample} cannot be used": (
+    "{name} cannot be used": (
         "A library's error that has no message of its own here; its kind and words follow. Look at the sample alone."
     ),
     "{key} = {value} does not exist; {instead}": (

@@ -39,6 +39,7 @@ from mmtrain.modality.buckets import check_video
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch, check_batch, with_other_captions
 from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
+from mmtrain.observe.by_source import source_sums, source_totals
 from mmtrain.observe.host_memory import keep_freed_memory
 from mmtrain.observe.job_summary import few_clips
 from mmtrain.observe.metrics import Validation, setup_logging
@@ -104,6 +105,7 @@ class Trainer:
         self.checkpointer: Checkpointer | None = None
         self._placement: Placement | None = None
         self.state = TrainState.first(config)
+        self._sources = tuple(source.label for source in config.data.sources)
         self._stop_signal = 0
         self._old_handlers: dict[int, Any] = {}
 
@@ -363,7 +365,8 @@ class Trainer:
         norm = total_norm(parameters, self.mesh, skip=self._tied_copy_to_skip())
         loss_sum = self._loss_sum(outcome)
         counts = (item.meta.num_all_tokens, item.meta.num_clips) if self.mesh.is_leader else (0, 0)
-        totals = torch.tensor([loss_sum, *counts, self._stop_signal], dtype=torch.float64)
+        by_source = source_sums(self._sources, plan, item.meta, item.labels, outcome.position_losses, self.mesh)
+        totals = torch.tensor([loss_sum, *counts, self._stop_signal, *by_source.flatten()], dtype=torch.float64)
         dist.all_reduce(totals)
         largest = torch.tensor(loss_sum / max(1, self._num_targets(item.meta)), dtype=torch.float64)
         if self.mesh.replica_group is not None:
@@ -376,6 +379,7 @@ class Trainer:
             tokens=int(totals[1]),
             clips=int(totals[2]),
             stop=bool(totals[3]),
+            sources=source_totals(self._sources, totals[4:]),
         )
         return result, outcome
 
@@ -566,16 +570,18 @@ class Trainer:
         mesh = self.mesh
         loss_sum, num_targets = 0.0, 0
         accuracy: dict[str, tuple[int, int]] = {}
+        by_source = torch.zeros(len(self._sources), 4, dtype=torch.float64)
         for number, item in enumerate(items):
             plan = self._plan(item.meta, step=step + 1, forward_only=True)
             noise = self._noise(-1 - number, hides=False)
             outcome = self._run(plan, item, noise=noise, want_predictions=True)
             loss_sum += self._loss_sum(outcome)
+            by_source += source_sums(self._sources, plan, item.meta, item.labels, outcome.position_losses, mesh)
             predictions = whole_predictions(plan, item.labels, outcome.predictions, mesh)
             if outcome.losses and mesh.place.cp == mesh.place.tp == 0:
                 num_targets += self._num_targets(item.meta)
                 count_answers(plan, item.meta, item.labels, predictions, accuracy)
-        return validation_of_all(loss_sum, num_targets, accuracy)
+        return validation_of_all(loss_sum, num_targets, accuracy, self._sources, by_source)
 
 
 def _planner_in_time(config: Config) -> tuple[IterationPlanner, float]:

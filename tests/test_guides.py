@@ -49,7 +49,7 @@ def checkout(tmp_path: Path, charts: Path, shapes: Path, monkeypatch: pytest.Mon
 def test_files_and_commands_are_found() -> None:
     found = steps("bringing_data.md")
     names = [step.name for step in found if isinstance(step, File)]
-    assert names[:3] == ["make_images.py", "my_images.toml", "from_llava.py"]
+    assert names[:3] == ["make_images.py", "my_images.toml", "my_images/llava.json"]
     assert Command(("python", "make_images.py")) in found
     assert all(any(isinstance(step, Command) for step in steps(page)) for page in GUIDES)
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from mmtrain.config.data import DataConfig, TokenizerConfig
+from mmtrain.data.conversation_records import CONVERSATIONS
 from mmtrain.data.media import raw_image
-from mmtrain.data.sources import CONVERSATIONS, open_source
+from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
 from mmtrain.errors import ConfigError, DataError
 

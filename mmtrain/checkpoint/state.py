@@ -32,7 +32,7 @@ class TrainState:
 
     step: int
     """Steps done."""
-    loader: dict[str, int]
+    loader: dict[str, Any]
     """State of the loader after those steps."""
     tokens: int = 0
     """Tokens seen by all replicas."""
@@ -47,12 +47,14 @@ class TrainState:
     @classmethod
     def first(cls, config: Config) -> "TrainState":
         """That of a job which has not trained yet."""
-        settings = {
+        settings: dict[str, Any] = {
             "data.source": config.data.source,
             "training.seq_len": config.training.seq_len,
             "training.global_batch_size": config.training.global_batch_size,
             "debug.seed": config.debug.seed,
         }
+        if config.data.sources:
+            settings["data.sources"] = [[s.label, s.source, s.split, s.weight] for s in config.data.sources]
         return cls(step=0, loader=LoaderState(seed=config.debug.seed).to_dict(), data=settings, clips=0)
 
     @classmethod
@@ -69,13 +71,13 @@ class TrainState:
         """This state in a run with these `data` settings; a warning names those that were others."""
         logger.info("resumed from step %d", self.step)
         for name, old in self.data.items():
-            if settings[name] != old:
+            if settings.get(name) != old:
                 logger.warning(
                     "%s was %r when step %d was saved and is %r now: the data do not go on where they stopped",
                     name,
                     old,
                     self.step,
-                    settings[name],
+                    settings.get(name),
                 )
         return replace(self, data=settings)
 

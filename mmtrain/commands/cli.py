@@ -270,7 +270,7 @@ def _check_parity(args: argparse.Namespace) -> int:
         if args.synthetic:
             job = replace(job, data=synthetic_data(job, Path(folder)))
         print(describe(job))
-        print(f"data    {'synthetic' if args.synthetic else job.data.source}", flush=True)
+        print(f"data    {'synthetic' if args.synthetic else job.data.description}", flush=True)
         for note in small.notes:
             print(f"changed {note}", flush=True)
         parity = check_parity(job, num_steps=args.steps, tolerance=args.tolerance, say=_progress)

@@ -151,7 +151,7 @@ def check_parity(
 def synthetic_data(config: Config, folder: Path) -> DataConfig:
     """A data section of synthetic samples in a folder: charts, or text without an encoder; for a DiT clips of moving
     shapes, or latents of noise."""
-    section = replace(config.data, split="train", streaming=False, shuffle=True)
+    section = replace(config.data, sources=[], source="synthetic", split="train", streaming=False, shuffle=True)
     if config.model.dit is not None:
         source = folder / "shapes"
         if latent_channels(config.model.dit) == 3 or config.model.vae is not None:

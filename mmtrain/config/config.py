@@ -202,7 +202,7 @@ IMAGE_KEYS = ("image_processor", "min_pixels", "max_pixels", "blank_images")
 def _check_data(config: Config) -> None:
     """Refuses keys of the data that this kind of job would ignore."""
     video = config.model.dit is not None
-    default = DataConfig(source=config.data.source)
+    default = DataConfig(source="any")
     for name in IMAGE_KEYS if video else VIDEO_KEYS:
         value = getattr(config.data, name)
         if value != getattr(default, name):

@@ -1,9 +1,11 @@
 """[data], [tokenizer] and [diffusion]: what samples are, and what is made of them."""
 
+import re
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Literal
 
-from mmtrain.config.bounds import at_least, at_most, not_empty
+from mmtrain.config.bounds import MOST_FLOAT, at_least, at_most, not_empty
 from mmtrain.config.sections import MOST_WORKERS
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
@@ -68,12 +70,49 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceConfig:
+    """[[data.sources]]: one of several sources whose samples are mixed, in place of data.source."""
+
+    source: str
+    """As data.source."""
+    weight: float
+    """Share of the samples that are of this source, relative to the weights of the others; above 0."""
+    name: str = ""
+    """Its name in logs and metrics; empty: the last part of its source."""
+    split: str = ""
+    """Split to train on; empty: data.split."""
+
+    def __post_init__(self) -> None:
+        not_empty("data.sources", self, "source")
+        if not 0 < self.weight <= MOST_FLOAT:
+            raise ConfigError(
+                f"data.sources: {shown(self.source)} has weight = {self.weight}; it must be above 0 and at most "
+                f"{MOST_FLOAT:g}, so remove the source if none of its samples is wanted"
+            )
+        if not _SOURCE_NAME.fullmatch(self.label):
+            raise ConfigError(
+                f"data.sources: {shown(self.source)} is named {shown(self.label)} in metrics; set its name to letters, "
+                "digits, '.', '_' and '-'"
+            )
+
+    @property
+    def label(self) -> str:
+        """Its name, given or not."""
+        return self.name or PurePath(self.source).name
+
+
+_SOURCE_NAME = re.compile(r"[\w.-]{1,100}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """[data]: where samples come from and what happens to bad ones."""
 
-    source: str
-    """Hugging Face dataset id, a folder, or a .parquet / .jsonl file, with `messages` and `images` columns; with
-    [model.dit] `caption` and one of `frames`, `latents`, `video`."""
+    source: str = ""
+    """Hugging Face dataset id, a folder, or a .parquet, .jsonl or .json file: conversations in one of the forms of
+    docs/data.md; with [model.dit] clips."""
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Several sources instead, each a table [[data.sources]]."""
     split: str = "train"
     """Split to train on."""
     validation_split: str = "validation"
@@ -123,8 +162,11 @@ class DataConfig:
     fills. Empty: the longest clip, and 3/4, 1/2, 3/8, 1/4, 3/16, ... of it."""
 
     def __post_init__(self) -> None:
-        if not self.source:
-            raise ConfigError("data.source: is empty; name a dataset id, folder or file")
+        if not self.source and not self.sources:
+            raise ConfigError(
+                "data.source: is empty; name a dataset id, folder or file, or several as tables [[data.sources]]"
+            )
+        self._check_sources()
         not_empty("data", self, "split", "validation_split")
         at_most("data", self, num_workers=MOST_WORKERS, prefetch=1024)
         at_least("data", self, num_workers=0, prefetch=1, min_pixels=0, max_pixels=0)
@@ -164,3 +206,23 @@ class DataConfig:
             raise ConfigError(
                 f"data.max_pixels = {self.max_pixels} is below data.min_pixels = {self.min_pixels}; raise it"
             )
+
+    def _check_sources(self) -> None:
+        if self.source and self.sources:
+            raise ConfigError(
+                f'data.source = {shown(self.source)} and data.sources are both set; keep one, and write source = "" '
+                "if the first is that of a base file"
+            )
+        names = [source.label for source in self.sources]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ConfigError(
+                    f"data.sources: two are named {shown(name)}; give each a name of its own, as metrics are by name"
+                )
+
+    @property
+    def description(self) -> str:
+        """The source, or the names of all sources with the part that each has of the samples."""
+        total = sum(source.weight for source in self.sources)
+        parts = (f"{source.label} ({100 * source.weight / total:.3g}%)" for source in self.sources)
+        return self.source or " + ".join(parts)

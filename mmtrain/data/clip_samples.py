@@ -10,7 +10,7 @@ from torch import Tensor
 from mmtrain.config.config import Config
 from mmtrain.data.clips import Clip, ClipProcessor
 from mmtrain.data.packing import Limit
-from mmtrain.data.sources import open_source
+from mmtrain.data.sources import Sources
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.data.video_records import CLIPS
 from mmtrain.modality.buckets import most_frames, video_geometry
@@ -42,8 +42,7 @@ class Clips:
         assert dit is not None
         self._geometry = video_geometry(dit, data, config.model.vae)
         self._processor = ClipProcessor(job_tokenizer(config), self._geometry, data)
-        self._source = open_source(data, split, CLIPS)
-        self.num_samples = self._source.num_samples
+        self.sources = Sources(data, split, CLIPS)
         frames = most_frames(data)
         self.limits: tuple[Limit, ...] = (
             Limit(
@@ -55,7 +54,7 @@ class Clips:
         )
 
     def measured(self, sample: int) -> Clip | None:
-        record = self._source[sample]
+        record = self.sources[sample]
         return None if record is None else self._processor.clip(record)
 
     def num_text_tokens(self, measured: Clip) -> int:

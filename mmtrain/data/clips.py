@@ -19,7 +19,7 @@ from mmtrain.data.pixels import decode, header_size
 from mmtrain.data.video_records import VideoRecord
 from mmtrain.errors import DataError, one_line, shown
 from mmtrain.modality.buckets import VideoGeometry, crop
-from mmtrain.modality.metadata import ClipMeta
+from mmtrain.modality.metadata import ClipMeta, sample_name
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS
 
 
@@ -55,7 +55,7 @@ class ClipProcessor:
 
         Raises: DataError: naming the sample: a header is corrupt, or the content fits no bucket.
         """
-        where = f"sample {record.sample}"
+        where = sample_name(record.sample, record.source)
         ids = np.array(self.tokenizer(record.caption, verbose=False)["input_ids"], np.int64)
         if not len(ids):
             raise DataError(f"{where}: its caption {shown(record.caption)} has no token in this tokenizer")
@@ -68,6 +68,7 @@ class ClipProcessor:
         frames, height, width = bucket
         meta = ClipMeta(
             sample=record.sample,
+            source=record.source,
             frames=frames,
             height=height,
             width=width,
@@ -91,7 +92,7 @@ class ClipProcessor:
         try:
             return self._read_latents(clip) if clip.record.latents else self._pixels(clip)
         except DataError as error:
-            raise DataError(f"sample {clip.meta.sample}: {error}") from None
+            raise DataError(f"{sample_name(clip.meta.sample, clip.meta.source)}: {error}") from None
 
     def zeros(self, clip: Clip) -> Tensor:
         """[C, F, H, W] float32 zeros in a clip's bucket."""

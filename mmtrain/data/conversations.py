@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from mmtrain.config.config import Config
+from mmtrain.data.conversation_records import CONVERSATIONS
 from mmtrain.data.packing import Limit
 from mmtrain.data.pixels import PixelRules, pixel_rules
 from mmtrain.data.processor import Document, Processor
-from mmtrain.data.sources import CONVERSATIONS, open_source
+from mmtrain.data.sources import Sources
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError
 from mmtrain.modality.geometry import ImageGeometry, image_geometry
@@ -37,14 +38,13 @@ class Conversations:
     text = "tokens"
 
     def __init__(self, config: Config, split: str) -> None:
-        self._source = open_source(config.data, split, CONVERSATIONS)
+        self.sources = Sources(config.data, split, CONVERSATIONS)
         self._processor = make_processor(config)
         most = config.training.seq_len
-        self.num_samples = self._source.num_samples
         self.limits: tuple[Limit, ...] = (Limit(most=most, unit="tokens", key=f"training.seq_len = {most} tokens"),)
 
     def measured(self, sample: int) -> Document | None:
-        record = self._source[sample]
+        record = self.sources[sample]
         return None if record is None else self._processor.document(record)
 
     def num_text_tokens(self, measured: Document) -> int:

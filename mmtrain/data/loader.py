@@ -1,4 +1,4 @@
-"""The loader: the steps of a replica in order, made in the background, resumable from three integers.
+"""The loader: the steps of a replica in order, made in the background, resumable from a few integers.
 
 Only the leader rank of a model replica runs one. With W workers, worker w makes the steps w, w + W, ...; all of them
 plan all steps, so the sequence does not depend on the number of workers.

@@ -72,6 +72,8 @@ class RawImage:
             raise
         except Exception as error:  # file systems behind URLs raise any kind of error
             reason = getattr(error, "strerror", None) or one_line(error)
+            if isinstance(error, FileNotFoundError):
+                reason += "; correct the path, which starts at the folder of the file that names it if it is relative"
             raise DataError(f"its file {shown(self.path)} cannot be read: {reason}") from None
 
 
@@ -130,7 +132,7 @@ def raw_image(value: Any, where: str, folder: str) -> RawImage:
             data, path = base64.b64decode(path.partition(",")[2], validate=True), None
         except ValueError as error:
             raise DataError(f"{where}: its base64 text is damaged: {error}") from None
-    return RawImage(data=data, path=_absolute(path or "", folder))
+    return RawImage(data=data, path=resolved(path or "", folder))
 
 
 def check_text(text: str, what: str) -> str:
@@ -148,5 +150,10 @@ def check_text(text: str, what: str) -> str:
     return text
 
 
-def _absolute(path: str, folder: str) -> str:
-    return path if not path or "://" in path else str(Path(folder) / path)
+def resolved(path: str, folder: str) -> str:
+    """The path or URL that a record means by `path`: `~` is expanded, and a relative path starts at `folder`, which may
+    be a URL."""
+    path = os.path.expanduser(path)
+    if not path or "://" in path or os.path.isabs(path):
+        return path
+    return f"{folder}/{path}" if "://" in folder else str(Path(folder) / path)

@@ -1,15 +1,18 @@
 """Which samples form a step, and which of its microbatches each one goes to. Pure and deterministic.
 
 The samples of all epochs form one endless sequence: each epoch is a permutation of the source drawn from (seed, epoch).
-A step packs samples of that sequence first-fit into the `training.global_batch_size` bins, whose capacity is a number
-of tokens, or of frames and clips. It ends at the first sample that fits no bin, with which the next step begins. The
-state is the position, three integers. A step's bins do not depend on the number of replicas (bin g belongs to replica g
-% dp), so a job resumes exactly with another number of replicas.
+Each of several sources has such a sequence, and theirs are mixed: the source of each position is drawn from (seed,
+position). A step packs samples first-fit into the `training.global_batch_size` bins, whose capacity is a number of
+tokens, or of frames and clips. It ends at the first sample that fits no bin, with which the next step begins. The state
+is the position. A step's bins do not depend on the number of replicas (bin g belongs to replica g % dp), so a job
+resumes exactly with another number of replicas.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,32 +20,50 @@ from mmtrain.errors import DataError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourcePosition:
+    """The position in one of several sources."""
+
+    name: str
+    epoch: int = 0
+    cursor: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderState:
-    """The position of a loader: three integers, the same on all ranks and for any number of replicas."""
+    """The position of a loader, the same on all ranks and for any number of replicas."""
 
     seed: int
     """Seed of the order of samples."""
     epoch: int = 0
     """Number of complete passes over the source."""
     cursor: int = 0
-    """Number of samples used of this epoch's order."""
+    """Number of samples used of this epoch's order; of several sources, of the whole mixture."""
+    sources: tuple[SourcePosition, ...] = ()
+    """Epoch and cursor in each of several sources; empty of a job with one, or before its first sample."""
 
     def __post_init__(self) -> None:
-        if min(self.seed, self.epoch, self.cursor) < 0:
-            raise DataError(f"loader state {self.to_dict()}: its three numbers are at least 0")
+        of_sources = (number for at in self.sources for number in (at.epoch, at.cursor))
+        if min(self.seed, self.epoch, self.cursor, *of_sources) < 0:
+            raise DataError(f"loader state {self.to_dict()}: its numbers are at least 0")
 
-    def to_dict(self) -> dict[str, int]:
-        """The state as plain integers, for a checkpoint."""
-        return {"seed": self.seed, "epoch": self.epoch, "cursor": self.cursor}
+    def to_dict(self) -> dict[str, Any]:
+        """The state as plain integers, for a checkpoint; those of several sources under their names."""
+        sources = {at.name: {"epoch": at.epoch, "cursor": at.cursor} for at in self.sources}
+        state = {"seed": self.seed, "epoch": self.epoch, "cursor": self.cursor}
+        return state | ({"sources": sources} if sources else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "LoaderState":
         """The state of `to_dict`. Raises: DataError: a key is missing or not an integer."""
         try:
             seed, epoch, cursor = (int(values[name]) for name in ("seed", "epoch", "cursor"))
+            sources = tuple(
+                SourcePosition(name=name, epoch=int(at["epoch"]), cursor=int(at["cursor"]))
+                for name, at in dict(values.get("sources", {})).items()
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"loader state {dict(values)!r} is not of the form seed, epoch, cursor: {error}") from None
-        return cls(seed=seed, epoch=epoch, cursor=cursor)
+        return cls(seed=seed, epoch=epoch, cursor=cursor, sources=sources)
 
 
 Size = tuple[int, ...]
@@ -81,6 +102,33 @@ class StepPlan:
     """Where the next step starts."""
 
 
+class Order(Protocol):
+    """Which sample of a job's sources is at each position of the endless sequence, as a number for each sample."""
+
+    num_samples: int | None
+    """All samples of one epoch; None for streams. A step has at most this many."""
+    repeats: bool
+    """Whether a step may read a source a third time."""
+
+    def check(self, state: LoaderState) -> None:
+        """Raises: DataError: the position is not one of these sources."""
+
+    def source(self, state: LoaderState) -> int:
+        """Index of the source that the sample at a position is of."""
+
+    def sample(self, state: LoaderState) -> int:
+        """The sample at a position, within the epoch of its source."""
+
+    def ends(self, state: LoaderState) -> bool:
+        """Whether the position is behind the last sample of the epoch of its source; False for a stream."""
+
+    def after(self, state: LoaderState) -> LoaderState:
+        """The position behind the sample of a position."""
+
+    def next_epoch(self, state: LoaderState) -> LoaderState:
+        """The position with the next epoch of its source."""
+
+
 class EpochOrder:
     """The order of the samples of each epoch of a source.
 
@@ -88,6 +136,8 @@ class EpochOrder:
         num_samples: samples in the source; None for a stream, which has its own order.
         shuffle: a new permutation each epoch instead of the source's order.
     """
+
+    repeats = False
 
     def __init__(self, num_samples: int | None, *, shuffle: bool) -> None:
         assert not (shuffle and num_samples is None), "a stream has no permutation"
@@ -112,10 +162,120 @@ class EpochOrder:
         """Whether the position is behind the last sample of its epoch; False for a stream."""
         return self.num_samples is not None and state.cursor >= self.num_samples
 
+    def check(self, state: LoaderState) -> None:
+        """Raises: DataError: the position is behind the end of the source, or one in several sources."""
+        if state.sources:
+            names = ", ".join(source.name for source in state.sources)
+            raise DataError(
+                f"loader state: it is a position in the sources {names}, but the job has one source; set data.sources "
+                "as it was, or start without the state"
+            )
+        if self.num_samples is not None and state.cursor > self.num_samples:
+            raise DataError(
+                f"loader state: cursor {state.cursor} is behind the source's {self.num_samples} samples; the "
+                "source has changed since that state was saved: bring back the old one or start without the state"
+            )
+
+    def source(self, state: LoaderState) -> int:
+        """0: there is one."""
+        return 0
+
+    def after(self, state: LoaderState) -> LoaderState:
+        """The position one sample later."""
+        return replace(state, cursor=state.cursor + 1)
+
+    def next_epoch(self, state: LoaderState) -> LoaderState:
+        """The start of the next epoch."""
+        return replace(state, epoch=state.epoch + 1, cursor=0)
+
+
+class MixedOrder:
+    """The order of the samples of several sources: the source of each position is drawn, and each source has epochs of
+    its own, in an order of its own. Sample i of source s of S has the number i * S + s.
+
+    The source of position k depends on (seed, k, weights) alone, so it can be drawn without those before it.
+
+    Args:
+        names: of the sources; a source's order depends on its name, not on the other sources.
+        weights: share of each of the samples, relative to the others; above 0.
+        num_samples: of each source; None for streams.
+    Raises: DataError: a source has no sample.
+    """
+
+    def __init__(
+        self, names: Sequence[str], weights: Sequence[float], num_samples: Sequence[int | None], *, shuffle: bool
+    ) -> None:
+        for name, count in zip(names, num_samples, strict=True):
+            if count == 0:
+                raise DataError(f"source {name!r} has no sample; remove it from data.sources")
+        self.names = tuple(names)
+        self.num_samples = None if None in num_samples else sum(count or 0 for count in num_samples)
+        self.repeats = self.num_samples is not None
+        self._orders = [EpochOrder(count, shuffle=shuffle) for count in num_samples]
+        shares = np.cumsum(weights)
+        self._shares = shares / shares[-1]
+        self._drawn: tuple[int, int] | None = None
+        self._sources = np.empty(0, np.int64)
+
+    def check(self, state: LoaderState) -> None:
+        """Raises: DataError: a position is behind the end of its source."""
+        for which, order in enumerate(self._orders):
+            order.check(self._local(state, which))
+
+    def source(self, state: LoaderState) -> int:
+        """Index of the source that position `state.cursor` of the mixture is of."""
+        block, position = divmod(state.cursor, _BLOCK)
+        if self._drawn != (state.seed, block):
+            # The bits of a generator keyed by (seed, block), of which numpy promises that they stay the same. The 1
+            # tells them from those of `EpochOrder`.
+            bits = np.random.Philox(np.random.SeedSequence((state.seed, block, 1))).random_raw(_BLOCK)
+            uniform = (bits >> np.uint64(11)) * 2.0**-53
+            self._sources = np.searchsorted(self._shares, uniform, side="right")
+            self._drawn = (state.seed, block)
+        return int(self._sources[position])
+
+    def sample(self, state: LoaderState) -> int:
+        """The number of the sample at a position."""
+        which = self.source(state)
+        return self._orders[which].sample(self._local(state, which)) * len(self._orders) + which
+
+    def ends(self, state: LoaderState) -> bool:
+        """Whether the source of the position has no sample left in its epoch."""
+        which = self.source(state)
+        return self._orders[which].ends(self._local(state, which))
+
+    def after(self, state: LoaderState) -> LoaderState:
+        """The position behind its sample: the source has used one sample more."""
+        which = self.source(state)
+        moved = self._moved(state, which, self._orders[which].after(self._local(state, which)))
+        return replace(moved, cursor=state.cursor + 1)
+
+    def next_epoch(self, state: LoaderState) -> LoaderState:
+        """The same position of the mixture, with the next epoch of its source."""
+        which = self.source(state)
+        return self._moved(state, which, self._orders[which].next_epoch(self._local(state, which)))
+
+    def _local(self, state: LoaderState, which: int) -> LoaderState:
+        """The position in one source, as of a loader of this source alone with a seed of its own."""
+        name = self.names[which]
+        at = next((source for source in state.sources if source.name == name), SourcePosition(name=name))
+        seed = int.from_bytes(hashlib.sha256(f"{state.seed} {name}".encode()).digest()[:8])
+        return LoaderState(seed=seed, epoch=at.epoch, cursor=at.cursor)
+
+    def _moved(self, state: LoaderState, which: int, local: LoaderState) -> LoaderState:
+        """The state with another position in one source."""
+        known = {source.name: source for source in state.sources}
+        known[self.names[which]] = SourcePosition(name=self.names[which], epoch=local.epoch, cursor=local.cursor)
+        return replace(state, sources=tuple(known.get(name, SourcePosition(name=name)) for name in self.names))
+
+
+_BLOCK = 1024
+"""Positions whose sources are drawn at once; a change would change the order of every mixture."""
+
 
 def plan_step(
     state: LoaderState,
-    order: EpochOrder,
+    order: Order,
     size: Callable[[int], Size | Dropped | None],
     *,
     num_bins: int,
@@ -124,7 +284,8 @@ def plan_step(
     """The bins of the step that starts at `state`, and the state after it.
 
     A step may span two epochs, but has at most as many samples as an epoch: a source that is smaller than one step is
-    not repeated to fill it. A sample may occur in both epochs of such a step.
+    not repeated to fill it. A sample may occur in both epochs of such a step. Of several sources it has at most as many
+    samples as they have together, so a small one may be repeated in it.
 
     Args:
         size: sample -> a number for each limit (1 .. most), or why it is left out, or None behind the end of a stream.
@@ -132,23 +293,19 @@ def plan_step(
         limits: capacity of one microbatch; a sample goes to the first one that has room under all of them.
     Raises: DataError: the source has too few usable samples to put one into each bin.
     """
-    if order.num_samples is not None and state.cursor > order.num_samples:
-        raise DataError(
-            f"loader state: cursor {state.cursor} is behind the source's {order.num_samples} samples; the "
-            "source has changed since that state was saved: bring back the old one or start without the state"
-        )
+    order.check(state)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     full = tuple(limit.most for limit in limits)
     room = [full] * num_bins
     dropped: dict[int, Dropped] = {}
-    epoch_ends = num_read = 0
+    epoch_ends, num_read = Counter[int](), 0
     while True:
         item = None if order.ends(state) else size(sample := order.sample(state))
         if item is None:
-            epoch_ends += 1
-            if epoch_ends == 2:  # a stream that is smaller than one step
+            epoch_ends[source := order.source(state)] += 1
+            if epoch_ends[source] == 2 and not order.repeats:  # a stream that is smaller than one step
                 break
-            state = replace(state, epoch=state.epoch + 1, cursor=0)
+            state = order.next_epoch(state)
             continue
         if num_read == order.num_samples:
             break
@@ -162,7 +319,7 @@ def plan_step(
             bins[index].append(sample)
             room[index] = tuple(free - used for free, used in zip(room[index], item, strict=True))
         num_read += 1
-        state = replace(state, cursor=state.cursor + 1)
+        state = order.after(state)
     if not all(bins):
         raise _too_few(bins, room, limits, dropped)
     return StepPlan(bins=tuple(map(tuple, bins)), dropped=tuple(dropped.values()), state=state)

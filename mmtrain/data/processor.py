@@ -14,16 +14,13 @@ import numpy as np
 from torch import Tensor
 
 from mmtrain.config.data import DataConfig
+from mmtrain.data.conversation_records import PARTS, PLACEHOLDER, Record
 from mmtrain.data.media import RawImage, check_text
 from mmtrain.data.pixels import PixelRules, blank, decode, header_size, pixel_values
-from mmtrain.data.sources import Record
 from mmtrain.errors import DataError, one_line, shown
 from mmtrain.modality.geometry import ImageGeometry
-from mmtrain.modality.metadata import DocumentMeta, ImageMeta
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta, sample_name
 from mmtrain.models.batch import IGNORE_INDEX
-
-PLACEHOLDER = "<image>"
-"""The placeholder of an image in a record's text."""
 
 ROLES = ("system", "user", "assistant")
 """Roles of messages; also "tool", with a chat template that names it."""
@@ -75,8 +72,8 @@ class Processor:
         Raises: DataError: naming the sample: placeholders and images disagree, an image's header is
             corrupt, no answer, or a conversation that the chat template refuses.
         """
-        where = f"sample {record.sample}"
-        images = self._image_metas(record)
+        where = sample_name(record.sample, record.source)
+        images = self._image_metas(where, record)
         text, spans = self._render(where, record)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = np.array(encoded["input_ids"], np.int64)
@@ -89,7 +86,8 @@ class Processor:
         if len(at) != len(images):
             raise DataError(
                 f"{where}: {len(at)} `{PLACEHOLDER}` placeholders in its messages, but {len(images)} images; "
-                "make them agree"
+                f"write `{PLACEHOLDER}` in its text once for each image, at its position, or change the images; or set "
+                'data.on_error = "skip"'
             )
         turn[at] = -1
         repeats = np.ones(len(ids), np.int64)
@@ -103,7 +101,7 @@ class Processor:
 
         Raises: DataError: it has images, or no answer would remain.
         """
-        where = f"sample {document.meta.sample}"
+        where = sample_name(document.meta.sample, document.meta.source)
         if document.meta.images:
             raise DataError(
                 f"{where}: {document.meta.num_tokens} tokens do not fit training.seq_len = {num_tokens}, and "
@@ -118,13 +116,13 @@ class Processor:
                 f"{where}: cut to training.seq_len = {num_tokens} of its {document.meta.num_tokens} tokens "
                 'it has no answer left; set data.too_long = "skip" or a larger seq_len'
             )
-        record = Record(sample=document.meta.sample, messages=(), images=(), grade=document.meta.grade)
+        record = _record_of(document.meta)
         return _make_document(record, ids, turn, (), ())
 
     def without_images(self, document: Document) -> Document:
         """The text of a document, without images and targets."""
         ids = document.input_ids[document.input_ids != self.image_token_id]
-        record = Record(sample=document.meta.sample, messages=(), images=(), grade=document.meta.grade)
+        record = _record_of(document.meta)
         return _make_document(record, ids, np.full(len(ids), -1, np.int64), (), ())
 
     def pixels(self, document: Document) -> list[Tensor]:
@@ -140,10 +138,10 @@ class Processor:
             out.append(pixel_values(blank(image) if self._data.blank_images else image, self.geometry, self._rules))
         return out
 
-    def _image_metas(self, record: Record) -> tuple[ImageMeta, ...]:
+    def _image_metas(self, where: str, record: Record) -> tuple[ImageMeta, ...]:
         if record.images and self.geometry is None:
             raise DataError(
-                f"sample {record.sample}: {len(record.images)} images, but the model has no encoder; add "
+                f"{where}: {len(record.images)} images, but the model has no encoder; add "
                 "[model.encoder] or use samples without images"
             )
         out = []
@@ -153,9 +151,11 @@ class Processor:
                 data = raw.read(self._data.max_media_bytes)
                 grid = self.geometry.grid(*header_size(data, self._data.max_decoded_pixels))
             except DataError as error:
-                raise DataError(f"image {index} of sample {record.sample}: {error}") from None
+                raise DataError(f"image {index} of {where}: {error}") from None
             num_tokens = self.geometry.num_tokens(grid)
-            out.append(ImageMeta(sample=record.sample, index=index, grid=grid, num_tokens=num_tokens))
+            out.append(
+                ImageMeta(sample=record.sample, source=record.source, index=index, grid=grid, num_tokens=num_tokens)
+            )
         return tuple(out)
 
     def _render(self, where: str, record: Record) -> tuple[str, list[tuple[int, int]]]:
@@ -204,11 +204,16 @@ class Processor:
 
     def _part(self, where: str, part: Any) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind == "image":
+        if kind in PARTS[1:]:
             return PLACEHOLDER
-        if kind == "text" and isinstance(part.get("text"), str):
+        if kind == PARTS[0] and isinstance(part.get("text"), str):
             return str(part["text"])
-        raise DataError(f"{where}: a part of its content is of type {shown(kind)}; supported are 'text' and 'image'")
+        raise DataError(f"{where}: a part of its content is of type {shown(kind)}; supported are {', '.join(PARTS)}")
+
+
+def _record_of(meta: DocumentMeta) -> Record:
+    """The record of a document, without its content."""
+    return Record(sample=meta.sample, source=meta.source, messages=(), images=(), grade=meta.grade)
 
 
 def _make_document(
@@ -226,6 +231,7 @@ def _make_document(
     answer = np.flatnonzero(turn >= 0)
     meta = DocumentMeta(
         sample=record.sample,
+        source=record.source,
         num_tokens=len(ids),
         num_targets=int(is_target.sum()),
         images=images,

@@ -1,54 +1,42 @@
-"""Records from Hugging Face `datasets` (hub id, folder, parquet) and jsonl files.
+"""Records from Hugging Face `datasets` (hub id, folder, parquet) and from files of JSON.
 
-A source is read by index, or as a stream: in order, from any position, without an index. A record has `messages` (a
-list of role and content), optionally `images` and `grade`; for video clips see `video_records`. Images stay encoded,
-see `media`.
+A source is read by index, or as a stream: in order, from any position, without an index. What its rows may be is a
+`RecordKind`: `conversation_records` and `video_records` have one each. Images stay encoded, see `media`.
 
-Images in parquet and hub data are the `Image` feature (bytes or a path). In json and jsonl they are paths or
+Images in parquet and hub data are the `Image` feature (bytes or a path). In JSON they are paths or
 `data:image/...;base64,` URLs. Relative paths start at the folder of the file that contains the record.
 """
 
-import bisect
 import difflib
 import hashlib
 import importlib.util
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from mmtrain.config.data import DataConfig
-from mmtrain.data.media import RawImage, check_text, raw_image
-from mmtrain.errors import ConfigError, DataError, one_line, shown
+from mmtrain.data.readers import JSON_ENDINGS, JsonRows, ParquetRows
+from mmtrain.errors import ConfigError, DataError, one_line
 from mmtrain.spec.hub_files import local_path, near_name
 
 R_co = TypeVar("R_co", covariant=True)
 
 _END = object()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One sample of the source, not decoded."""
-
-    sample: int
-    """Its index in the source."""
-    messages: tuple[Mapping[str, Any], ...]
-    images: tuple[RawImage, ...]
-    grade: str = ""
+Make = Callable[[Any, int, str, str], R_co]
+"""(row, its index, name of the source in errors, folder of relative paths) -> record; raises DataError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordForm(Generic[R_co]):
-    """The form of the rows of a source, and how a row becomes a record."""
+class RecordKind(Generic[R_co]):
+    """What the rows of a source may be, and how they become records."""
 
     columns: tuple[str, ...]
-    """The columns that `make` reads; others are not decoded."""
-    check: Callable[[str, list[str]], None]
-    """(name of the source in errors, names of its columns); raises ConfigError if records cannot be made of them."""
-    make: Callable[[Any, int, str, str], R_co]
-    """(row, its index, name of the source in errors, folder of relative paths) -> record; raises DataError."""
+    """All columns that are read; others are not decoded."""
+    recognise: Callable[[str, list[str]], Make[R_co]]
+    """(name of the source in errors, names of its columns) -> how one of its rows becomes a record; raises ConfigError
+    if records cannot be made of them."""
 
 
 class Source(Protocol[R_co]):
@@ -67,9 +55,9 @@ class Source(Protocol[R_co]):
 class IndexedSource(Generic[R_co]):
     """Records of anything that has a length and rows by index."""
 
-    def __init__(self, rows: Any, form: RecordForm[R_co], name: str, folder: str = "") -> None:
+    def __init__(self, rows: Any, make: Make[R_co], name: str, folder: str = "") -> None:
         self.num_samples: int | None = len(rows)
-        self._rows, self._form, self._name, self._folder = rows, form, name, folder
+        self._rows, self._make, self._name, self._folder = rows, make, name, folder
 
     def __len__(self) -> int:
         assert self.num_samples is not None
@@ -80,7 +68,7 @@ class IndexedSource(Generic[R_co]):
             row = self._rows[index]
         except OSError as error:
             raise _unreadable(self._name, index, error) from None
-        return self._form.make(row, index, self._name, self._folder)
+        return self._make(row, index, self._name, self._folder)
 
 
 class StreamSource(Generic[R_co]):
@@ -89,11 +77,9 @@ class StreamSource(Generic[R_co]):
     A `DataError` of a stream concerns one record; after any other error its position is unknown.
     """
 
-    def __init__(
-        self, open_at: Callable[[int], Iterator[Any]], form: RecordForm[R_co], name: str, folder: str = ""
-    ) -> None:
+    def __init__(self, open_at: Callable[[int], Iterator[Any]], make: Make[R_co], name: str, folder: str = "") -> None:
         self.num_samples: int | None = None
-        self._open_at, self._form, self._name, self._folder = open_at, form, name, folder
+        self._open_at, self._make, self._name, self._folder = open_at, make, name, folder
         self._rows: Iterator[Any] | None = None
         self._last: tuple[int, Any] = (-1, None)
 
@@ -111,157 +97,116 @@ class StreamSource(Generic[R_co]):
             if row is _END:
                 return None
             self._last, self._rows = (index, row), rows
-        return self._form.make(self._last[1], index, self._name, self._folder)
+        return self._make(self._last[1], index, self._name, self._folder)
 
 
 def _unreadable(name: str, index: int, error: Exception) -> ConfigError:
     return ConfigError(f"data.source {name} cannot be read at sample {index}: {one_line(error)}; restore its files")
 
 
-def open_source(data: DataConfig, split: str, form: RecordForm[R_co]) -> Source[R_co]:
+def open_source(data: DataConfig, split: str, kind: RecordKind[R_co]) -> Source[R_co]:
     """The records of one split of `data.source`, by index or as a stream.
 
     Raises: ConfigError: the source or the split does not exist, or lacks a column; names what exists.
     """
     path = local_path("data.source", data.source) or Path(data.source)
     name = f"{data.source} ({split})"
-    if jsonl := _jsonl_file(path, split):
-        return _local(JsonLines(jsonl), data, form, name, str(jsonl.parent))
+    if file := _json_file(path, split):
+        return _local(JsonRows(file), data, kind, name, _folder_of([str(file)], ""))
     if not _has_datasets():
-        return _local(ParquetRows(files := _parquet_files(path, split)), data, form, name, _folder_of(files, path))
+        files = [str(file) for file in _parquet_files(path, split)]
+        return _local(ParquetRows(files), data, kind, name, _folder_of(files, str(path)))
     rows, folder = _load_dataset(data, path, split)
-    if rows.column_names is not None:
-        form.check(name, rows.column_names)
-        rows = rows.select_columns([column for column in rows.column_names if column in form.columns])
+    # A stream may not know its columns before its first row.
+    columns = list(rows.column_names or next(iter(rows), {}))
+    make = kind.recognise(name, columns)
+    rows = rows.select_columns([column for column in columns if column in kind.columns])
     if data.streaming:
-        return StreamSource(lambda i: iter(rows.skip(i)), form, name, folder)
-    return IndexedSource(rows, form, name, folder)
+        return StreamSource(lambda i: iter(rows.skip(i)), make, name, folder)
+    return IndexedSource(rows, make, name, folder)
+
+
+class Sources(Generic[R_co]):
+    """The sources of a job as one: the record of index i in source s of S has the number i * S + s.
+
+    Raises: ConfigError: as `open_source`.
+    """
+
+    def __init__(self, data: DataConfig, split: str, kind: RecordKind[R_co]) -> None:
+        """Args: split: of all sources; the training split may be another one of single sources."""
+        self._names = tuple(source.label for source in data.sources) or ("",)
+        if data.sources:
+            parts = [replace(data, source=source.source, sources=[]) for source in data.sources]
+            splits = [source.split * (split == data.split) or split for source in data.sources]
+        else:
+            parts, splits = [data], [split]
+        self._sources = [open_source(part, name, kind) for part, name in zip(parts, splits, strict=True)]
+        self.num_samples = tuple(source.num_samples for source in self._sources)
+        """Of each source; None for streams."""
+
+    def __getitem__(self, number: int) -> R_co | None:
+        """The record of a number, or None behind the end of a stream. Raises: as `Source.__getitem__`."""
+        index, name = self.sample(number)
+        record: Any = self._sources[number % len(self._sources)][index]
+        named: R_co | None = replace(record, source=name) if record is not None and name else record
+        return named
+
+    def sample(self, number: int) -> tuple[int, str]:
+        """(index in its source, name of the source; empty if the job has one)."""
+        return number // len(self._sources), self._names[number % len(self._sources)]
 
 
 def _local(
-    rows: "JsonLines | ParquetRows", data: DataConfig, form: RecordForm[R_co], name: str, folder: str
+    rows: JsonRows | ParquetRows, data: DataConfig, kind: RecordKind[R_co], name: str, folder: str
 ) -> Source[R_co]:
-    form.check(name, rows.columns)
+    make = kind.recognise(name, rows.columns)
     if data.streaming:
-        return StreamSource(lambda i: map(rows.__getitem__, range(i, len(rows))), form, name, folder)
-    return IndexedSource(rows, form, name, folder)
+        return StreamSource(lambda i: map(rows.__getitem__, range(i, len(rows))), make, name, folder)
+    return IndexedSource(rows, make, name, folder)
 
 
-def _folder_of(files: Sequence[Path], source: Path) -> str:
-    """The common folder of the files of a split, at which relative paths start; of several folders the source
-    itself."""
-    folders = {file.parent for file in files}
-    return str(folders.pop() if len(folders) == 1 else source)
+def _folder_of(files: Sequence[str], source: str) -> str:
+    """The common folder (or URL of one) of the files of a split, at which relative paths start; of several folders the
+    source itself."""
+    folders = {file.rpartition("/")[0] if "://" in file else str(Path(file).absolute().parent) for file in files}
+    folder = folders.pop() if len(folders) == 1 else source
+    return folder if "://" in folder else str(Path(folder).absolute())
 
 
-def make_record(row: Any, index: int, name: str, folder: str = "") -> Record:
-    """The record of a row.
+# ------------------------------------------------------------------------------------------------- files
 
-    Raises: DataError: a column is missing or of another form.
-    """
-    where = f"sample {index} of {name}"
-    if not isinstance(row, Mapping) or row.get("messages") is None:
-        has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
-        raise DataError(f"{where}: no `messages`; it has {has}")
-    messages = row["messages"]
-    if isinstance(messages, Mapping):  # the form of a list of structs in older `datasets`
-        columns = [list(column) for column in messages.values()]
-        messages = [dict(zip(messages, values, strict=True)) for values in zip(*columns, strict=True)]
-    if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
-        raise DataError(f"{where}: `messages` is not a list of role and content")
-    images = row.get("images")
-    images = [] if images is None else images
-    if not isinstance(images, list):
-        raise DataError(f"{where}: `images` is a {type(images).__name__}; it must be a list")
-    raw = tuple(raw_image(image, f"image {i} of {where}", folder) for i, image in enumerate(images))
-    grade = row.get("grade") or ""
-    if not isinstance(grade, str):
-        raise DataError(f"{where}: `grade` = {shown(grade)}; it must be text")
-    return Record(sample=index, messages=tuple(messages), images=raw, grade=check_text(grade, f"{where}: `grade`"))
+_BOOKKEEPING = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
+"""Files in the folder of a data set that are not its data."""
+_HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
+"""Names of files that are not for training."""
 
 
-# ---------------------------------------------------------------------------------------------- readers
-
-
-class JsonLines:
-    """The lines of a jsonl file by index; only their positions are in memory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.columns: list[str] = []
-        self._starts: list[int] = []
-        with path.open("rb") as file:
-            for line in iter(file.readline, b""):
-                if line.strip():
-                    self._starts.append(file.tell() - len(line))
-        if not self._starts:
-            raise ConfigError(f"{path} is empty; it needs one JSON object a line")
-        for index in range(len(self)):  # the first lines may be damaged
-            try:
-                self.columns = list(self[index].keys())
-                break
-            except (AttributeError, DataError):
-                if index + 1 == len(self):
-                    raise ConfigError(f"{path}: no line of it is a JSON object; it needs one a line") from None
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> Any:
-        with self.path.open("rb") as file:
-            file.seek(self._starts[index])
-            line = file.readline()
-        try:
-            return json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"sample {index} of {self.path}: not valid JSON: {error}") from None
-
-
-class ParquetRows:
-    """Rows of parquet files by index, read by pyarrow a row group at a time; used without `datasets`."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        import pyarrow.parquet as pq
-
-        self._files = [pq.ParquetFile(path) for path in paths]
-        self._groups = [(f, g) for f in self._files for g in range(f.metadata.num_row_groups)]
-        self._ends: list[int] = []
-        for file, group in self._groups:
-            self._ends.append((self._ends or [0])[-1] + file.metadata.row_group(group).num_rows)
-        self.columns = list(self._files[0].schema_arrow.names)
-        self._cached: tuple[int, Any] = (-1, None)
-
-    def __len__(self) -> int:
-        return (self._ends or [0])[-1]
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        at = bisect.bisect_right(self._ends, index)
-        if self._cached[0] != at:
-            file, group = self._groups[at]
-            self._cached = (at, file.read_row_group(group))
-        row = index - (self._ends[at - 1] if at else 0)
-        try:
-            found: dict[str, Any] = self._cached[1].slice(row, 1).to_pylist()[0]
-        except ValueError as error:  # text that is not UTF-8
-            raise DataError(f"sample {index}: its row cannot be read: {error}") from None
-        return found
-
-
-def _jsonl_file(path: Path, split: str) -> Path | None:
-    """The jsonl file of a split: `path` itself (its one split is train), or SPLIT.jsonl in a folder."""
-    if path.suffix == ".jsonl" and path.is_file():
+def _json_file(path: Path, split: str) -> Path | None:
+    """The .jsonl or .json file of a split: `path` itself (its one split is train), or SPLIT.jsonl or SPLIT.json in a
+    folder; for train also data.jsonl, data.json or the only such file."""
+    if path.suffix in JSON_ENDINGS and path.is_file():
         if split != "train":
             raise ConfigError(
                 f"data.source = {str(path)!r} is one file, whose only split is 'train'; for {split!r} name a "
                 f"folder with train.jsonl and {split}.jsonl"
             )
         return path
-    if path.is_dir() and (files := sorted(path.glob("*.jsonl"))):
-        if (path / f"{split}.jsonl").is_file():
-            return path / f"{split}.jsonl"
-        if not any(path.rglob("*.parquet")):
-            splits = ", ".join(p.stem for p in files)
-            raise ConfigError(f"data: split {split!r} of {str(path)!r} does not exist; it has {splits}")
+    if not path.is_dir():
+        return None
+    files = [file for ending in JSON_ENDINGS for file in sorted(path.glob(f"*{ending}"))]
+    files = [file for file in files if file.name not in _BOOKKEEPING]
+    named = {file.stem: file for file in reversed(files)}
+    if split in named:
+        return named[split]
+    if not files or any(path.rglob("*.parquet")):
+        return None
+    others = [file for file in files if file.stem not in _HELD_OUT]
+    train = named.get("train") or named.get("data") or (others[0] if len(others) == 1 else None)
+    if train and split == "train":
+        return train
+    if train or any(file.suffix == ".jsonl" for file in files):  # else `datasets` may know them
+        splits = ", ".join(file.stem for file in files)
+        raise ConfigError(f"data: split {split!r} of {str(path)!r} does not exist; it has {splits}")
     return None
 
 
@@ -319,23 +264,21 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, str]:
 
     datasets.disable_progress_bars()
     try:
-        folder = ""
+        source = str(path.absolute())
         if path.is_file():
             if path.suffix != ".parquet":
-                raise ConfigError(f"data.source = {data.source!r}: a file must end in .parquet or .jsonl")
+                raise ConfigError(f"data.source = {data.source!r}: a file must end in .parquet, .jsonl or .json")
             what = {"path": "parquet", "data_files": str(path), "cache_dir": _cache_of(path)}
-            folder = str(path.parent)
         elif path.is_dir():
-            what = {"path": str(path.absolute()), "cache_dir": _cache_of(path)}
-            files = datasets.load_dataset_builder(**what).config.data_files or {}
-            folder = _folder_of([Path(file) for file in files.get(split, ())], path)
+            what = {"path": source, "cache_dir": _cache_of(path)}
         elif data.source.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{data.source}"):
             raise ConfigError(  # one of them unpickles files of the working directory
                 f"data.source = {data.source!r} is a file format of `datasets`; name a file, a folder or a hub id"
             )
         else:
             _check_reachable(data.source, path)
-            what = {"path": data.source}
+            what, source = {"path": data.source}, f"hf://datasets/{data.source}"
+        files = datasets.load_dataset_builder(**what).config.data_files or {}
         rows = datasets.load_dataset(**what, split=split, streaming=data.streaming)
         # Images and videos are decoded by us, and only those in use.
         for column, feature in (rows.features or {}).items():
@@ -348,7 +291,7 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, str]:
     except Exception as error:  # builders, hub clients and file systems raise any kind of error
         reason = one_line(error, 300)
         raise ConfigError(f"data.source = {data.source!r}, split {split!r} cannot be opened: {reason}") from None
-    return rows, folder
+    return rows, _folder_of(files.get(split, ()), source)
 
 
 def _cache_of(path: Path) -> str:
@@ -371,17 +314,3 @@ def check_column(wanted: str, name: str, columns: list[str]) -> None:
         near = difflib.get_close_matches(wanted, columns, 1, cutoff=0.75)
         hint = f"; did you mean {near[0]!r}? rename it" if near else ""
         raise ConfigError(f"data.source {name} has no column `{wanted}`; it has {', '.join(columns)}{hint}")
-
-
-def _check_conversations(name: str, columns: list[str]) -> None:
-    if "messages" not in columns and "conversations" in columns:
-        raise ConfigError(
-            f"data.source {name} has `conversations` (from, value), which are not read yet; write them as `messages`: "
-            '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}] (docs/bringing_data.md has '
-            "a script)"
-        )
-    check_column("messages", name, columns)
-
-
-CONVERSATIONS = RecordForm(columns=("messages", "images", "grade"), check=_check_conversations, make=make_record)
-"""Records with `messages`."""

@@ -10,11 +10,24 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from mmtrain.config.config import Config
+from mmtrain.config.data import DataConfig
 from mmtrain.data.clip_samples import Clips
 from mmtrain.data.conversations import Conversations
-from mmtrain.data.packing import Dropped, EpochOrder, Limit, LoaderState, Size, StepPlan, bins_of_replica, plan_step
+from mmtrain.data.packing import (
+    Dropped,
+    EpochOrder,
+    Limit,
+    LoaderState,
+    MixedOrder,
+    Order,
+    Size,
+    StepPlan,
+    bins_of_replica,
+    plan_step,
+)
+from mmtrain.data.sources import Sources
 from mmtrain.errors import ConfigError, DataError, one_line
-from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta, sample_name
 from mmtrain.models.batch import Batch, check_batch
 from mmtrain.spec.vae_shapes import latent_scale
 
@@ -28,8 +41,8 @@ T = TypeVar("T")
 class Samples(Protocol[M, R]):
     """The samples of a job: how they are measured, decoded, and put into tensors."""
 
-    num_samples: int | None
-    """Number of samples of the split; None for a stream."""
+    sources: Sources[Any]
+    """The records of the split."""
     limits: tuple[Limit, ...]
     """Capacity of a microbatch."""
     text: str
@@ -64,6 +77,17 @@ class Samples(Protocol[M, R]):
         """Tensors and metadata of microbatches."""
 
 
+def order_of(data: DataConfig, num_samples: Sequence[int | None], *, shuffle: bool) -> Order:
+    """The order of the samples of a job. Args: num_samples: of each source; None for streams.
+
+    Raises: DataError: one of several sources has no sample.
+    """
+    if not data.sources:
+        return EpochOrder(num_samples[0], shuffle=shuffle)
+    names, weights = zip(*((source.label, source.weight) for source in data.sources), strict=True)
+    return MixedOrder(names, weights, num_samples, shuffle=shuffle)
+
+
 class StepMaker:
     """Plans and builds the steps of one data-parallel replica.
 
@@ -78,7 +102,7 @@ class StepMaker:
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self._samples: Samples[Any, Any] = (Clips if config.model.dit else Conversations)(config, split)
         self._vae = latent_scale(config.model.vae) if config.model.vae else None
-        self._order = EpochOrder(self._samples.num_samples, shuffle=shuffle)
+        self._order = order_of(config.data, self._samples.sources.num_samples, shuffle=shuffle)
         self._measured: dict[int, Any] = {}
 
     def plan(self, state: LoaderState) -> StepPlan:
@@ -96,7 +120,7 @@ class StepMaker:
         """
         # Samples that planning left out are distributed like bins, so that each is counted by one replica.
         num_skipped = len(plan.dropped[self._dp_rank :: self._dp_degree])
-        bins = _with_occurrences(plan)
+        bins = self._with_occurrences(plan)
         microbatches = []
         for index in bins_of_replica(len(bins), self._dp_rank, self._dp_degree):
             readable = self._read(bins[index])
@@ -116,7 +140,7 @@ class StepMaker:
         if sample in self._measured:
             return samples.size(self._measured[sample])
         try:
-            measured = _made(sample, partial(samples.measured, sample))
+            measured = _made(self._name(sample), partial(samples.measured, sample))
             if measured is None:
                 return None
         except DataError as error:
@@ -125,7 +149,7 @@ class StepMaker:
             return Dropped(sample=sample, reason=str(error))
         length = samples.num_text_tokens(measured)
         if length > limit:
-            reason = f"sample {sample}: {length} {samples.text} do not fit training.seq_len = {limit}"
+            reason = f"{self._name(sample)}: {length} {samples.text} do not fit training.seq_len = {limit}"
             if data.too_long == "raise":
                 raise DataError(f'{reason}; set data.too_long = "skip" or "truncate", or a larger seq_len')
             if data.too_long == "skip":
@@ -134,21 +158,38 @@ class StepMaker:
         self._measured[sample] = measured
         return samples.size(measured)
 
+    def _name(self, number: int) -> str:
+        """A sample in messages, by its number."""
+        return sample_name(*self._samples.sources.sample(number))
+
+    def _with_occurrences(self, plan: StepPlan) -> list[list[tuple[int, int]]]:
+        """(sample, how often its index occurs earlier in the step) for each bin: equal on all replicas."""
+        before: Counter[int] = Counter()
+        bins = []
+        for samples in plan.bins:
+            numbered = []
+            for number in samples:
+                index, _ = self._samples.sources.sample(number)
+                numbered.append((number, before[index]))
+                before[index] += 1
+            bins.append(numbered)
+        return bins
+
     def _read(self, positions: Sequence[tuple[int, int]]) -> list[Any]:
         """The samples of (index, occurrence) that can be decoded, with their content."""
         readable = []
         for sample, occurrence in positions:
             try:
                 read = partial(self._samples.read, self._measured[sample], occurrence)
-                readable.append(_made(sample, read))
+                readable.append(_made(self._name(sample), read))
             except DataError:
                 if self._config.data.on_error == "raise":
                     raise
         return readable
 
 
-def _made(sample: int, make: Callable[[], T]) -> T:
-    """The result of `make`. Any error about a sample becomes a `DataError`.
+def _made(name: str, make: Callable[[], T]) -> T:
+    """The result of `make`. Any error about a sample becomes a `DataError`. Args: name: of the sample.
 
     Raises: DataError: one line that names the sample. ConfigError: the source as a whole cannot be read.
     """
@@ -159,17 +200,4 @@ def _made(sample: int, make: Callable[[], T]) -> T:
     except DataError as error:
         raise DataError(one_line(error)) from error
     except Exception as error:  # libraries raise any kind of error
-        raise DataError(f"sample {sample} cannot be used: {type(error).__name__}: {one_line(error)}") from error
-
-
-def _with_occurrences(plan: StepPlan) -> list[list[tuple[int, int]]]:
-    """(sample, how often it occurs earlier in the step) for each bin: equal on all replicas."""
-    before: Counter[int] = Counter()
-    bins = []
-    for samples in plan.bins:
-        numbered = []
-        for sample in samples:
-            numbered.append((sample, before[sample]))
-            before[sample] += 1
-        bins.append(numbered)
-    return bins
+        raise DataError(f"{name} cannot be used: {type(error).__name__}: {one_line(error)}") from error

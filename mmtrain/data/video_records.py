@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmtrain.data.media import RawImage, check_text, raw_image
-from mmtrain.data.sources import RecordForm, check_column
+from mmtrain.data.media import RawImage, check_text, raw_image, resolved
+from mmtrain.data.sources import Make, RecordKind, check_column
 from mmtrain.errors import ConfigError, DataError, shown
 
 CONTENTS = ("frames", "latents", "video")
@@ -28,6 +28,8 @@ class VideoRecord:
 
     sample: int
     """Its index in the source."""
+    source: str = ""
+    """Name of the source; empty if the job has one."""
     caption: str
     frames: tuple[RawImage, ...] = ()
     latents: RawImage | None = None
@@ -71,7 +73,7 @@ def _with_content(record: VideoRecord, column: str, value: Any, where: str, fold
 
 def _frames(value: Any, where: str, folder: str) -> tuple[RawImage, ...]:
     if isinstance(value, str):
-        return _folder_frames(Path(folder) / value, where)
+        return _folder_frames(Path(resolved(value, folder)), where)
     if not isinstance(value, list) or not value:
         description = "an empty list" if isinstance(value, list) else f"a {type(value).__name__}"
         raise DataError(f"{where}: `frames` is {description}; it must be a list of images, or one folder of them")
@@ -89,13 +91,14 @@ def _folder_frames(path: Path, where: str) -> tuple[RawImage, ...]:
     return tuple(RawImage(data=None, path=str(file)) for file in files)
 
 
-def _check(name: str, columns: list[str]) -> None:
+def _recognise(name: str, columns: list[str]) -> Make[VideoRecord]:
     check_column("caption", name, columns)
     if not set(CONTENTS) & set(columns):
         raise ConfigError(
             f"data.source {name} has none of the columns `frames`, `latents` and `video`; it has {', '.join(columns)}"
         )
+    return make_video_record
 
 
-CLIPS = RecordForm(columns=("caption", *CONTENTS, "fps"), check=_check, make=make_video_record)
+CLIPS = RecordKind(columns=("caption", *CONTENTS, "fps"), recognise=_recognise)
 """Records of video clips with captions."""

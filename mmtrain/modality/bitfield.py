@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.errors import DataError
-from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
+from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta, sample_name
 
 Bits = npt.NDArray[np.int64]
 
@@ -75,7 +75,7 @@ def two_way_spans(document: DocumentMeta, kind: LanguageMask) -> list[tuple[int,
     Raises: DataError: an image or a prefix does not lie inside of its document, or images overlap.
     """
     if kind == "prefix":
-        where = f"sample {document.sample}: the tokens before its first answer"
+        where = f"{sample_name(document.sample, document.source)}: the tokens before its first answer"
         spans = [(where, 0, document.prefix)] if document.prefix else []
     elif kind == "image_bidirectional":
         spans = [(image.name, image.start, image.start + image.num_tokens) for image in document.images]

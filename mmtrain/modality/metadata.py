@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 
+def sample_name(sample: int, source: str) -> str:
+    """The name of a sample in messages. Args: source: name of its source; empty if the job has one."""
+    return f"sample {sample} of {source}" if source else f"sample {sample}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageMeta:
     """One image, as the encoder reads it."""
@@ -21,6 +26,8 @@ class ImageMeta:
     """Number of its tokens in the language model, after the spatial merge."""
     start: int = 0
     """Index of its first token in its document."""
+    source: str = ""
+    """Name of its source; empty if the job has one."""
 
     @property
     def num_patches(self) -> int:
@@ -31,7 +38,7 @@ class ImageMeta:
     @property
     def name(self) -> str:
         """Its name in error messages."""
-        return f"image {self.index} of sample {self.sample}"
+        return f"image {self.index} of {sample_name(self.sample, self.source)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +60,13 @@ class DocumentMeta:
     positions are predicted correctly."""
     prefix: int = 0
     """Number of tokens before the first token of the first answer; 0 without an answer."""
+    source: str = ""
+    """Name of its source; empty if the job has one."""
 
     @property
     def name(self) -> str:
         """Its name in error messages."""
-        return f"the document of sample {self.sample}"
+        return f"the document of {sample_name(self.sample, self.source)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +76,8 @@ class ClipMeta:
     sample: int
     """Index of its record in the data source."""
     index: int = 0
-    """Number of earlier clips of that record in the step; above 0 only after the end of an epoch, when samples may
-    repeat. (sample, index) is unique in a step."""
+    """Number of earlier clips of that index in the step: those of other sources, or, after the end of an epoch, of the
+    same record. (sample, index) is unique in a step."""
     frames: int
     """Latent frames."""
     height: int
@@ -81,6 +90,8 @@ class ClipMeta:
     """Tokens of the caption."""
     blank: bool = False
     """Whether its content could not be read and is replaced with zeros, which keep the step's shape without a loss."""
+    source: str = ""
+    """Name of its source; empty if the job has one."""
 
     @property
     def bucket(self) -> tuple[int, int, int]:
@@ -99,7 +110,9 @@ class ClipMeta:
     @property
     def name(self) -> str:
         """Its name in error messages."""
-        return f"the clip of sample {self.sample}" + (f" (occurrence {self.index})" if self.index else "")
+        return f"the clip of {sample_name(self.sample, self.source)}" + (
+            f" (occurrence {self.index})" if self.index else ""
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

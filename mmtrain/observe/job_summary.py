@@ -21,7 +21,7 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
     """
     known = families(config.model)
     names = [section.pretrained or known[module] for module, section in config.model.modules.items()]
-    lines = [f"{' + '.join(names)} on {config.data.source}, into {config.job.dump_folder}"]
+    lines = [f"{' + '.join(names)} on {config.data.description}, into {config.job.dump_folder}"]
     for module in planner.spec.modules:
         stages = planner.partition.of_module(module.name)
         total, trained = module.num_params, module.num_trainable_params

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from mmtrain.config.sections import MetricsConfig
 from mmtrain.launch.whole_files import write_whole
+from mmtrain.observe.by_source import SourceTotals
 from mmtrain.parallel.titan import TensorBoardLogger
 
 logger = logging.getLogger("mmtrain")
@@ -206,6 +207,8 @@ class StepMetrics:
     """Seconds that the model FLOPs of this replica take its devices at their peak; NaN: the peak is not known."""
     modules: Mapping[str, ModuleMetrics] = field(default_factory=dict)
     """Module -> its part of the step."""
+    sources: Mapping[str, SourceTotals] = field(default_factory=dict)
+    """Of several sources: name -> its part of the step."""
     planner: PlannerMetrics | None = None
     """None if the planner is off."""
 
@@ -240,6 +243,8 @@ class Validation:
     """Grade -> (answers right, answers)."""
     shuffled_loss: float | None = None
     """Loss with each clip under the caption of another one; None: not measured."""
+    sources: Mapping[str, SourceTotals] = field(default_factory=dict)
+    """Of several sources: name -> its part of the validation."""
 
 
 _LINE_KEYS = (
@@ -288,6 +293,7 @@ class Reporter:
             }
             | ({"bubble_other": m.bubble_other} if m.modules else {})
             | _planner_values(m.planner, "plan_{}")
+            | _source_values(m.sources, "{key}/{name}")
         )
         if quiet:
             return
@@ -298,6 +304,7 @@ class Reporter:
             + (f"mfu: {100 * m.mfu:.1f}%  " if math.isfinite(m.mfu) else "")
             + f"{item}/s: {items_s:.1f}  bubble: {100 * m.bubble:.0f}%"
             + (f"  {m.planner}" if m.planner else "")
+            + _sources_text(m.sources)
         )
         if self._bar is not None:
             self._bar.update(m.step - self._bar.n)
@@ -314,15 +321,19 @@ class Reporter:
         shuffled = result.shuffled_loss
         if shuffled is not None:
             text += f"  with shuffled captions: {shuffled:.4f}"
+        text += _sources_text(result.sources)
         self._say(f"validate step: {step:4d}  loss: {result.loss:7.4f}{text}")
+        losses = {name: totals.loss for name, totals in result.sources.items() if totals.loss is not None}
         extra = {} if shuffled is None else {"validation_metrics/loss_shuffled_captions": shuffled}
         self._scalars(
             {"validation_metrics/loss": result.loss, **extra}
-            | {f"validation_metrics/accuracy/{grade}": share for grade, share in shares.items()},
+            | {f"validation_metrics/accuracy/{grade}": share for grade, share in shares.items()}
+            | {f"validation_metrics/loss/{name}": loss for name, loss in losses.items()},
             step,
         )
         line = {"step": step, "validation_loss": result.loss, "accuracy": shares}
-        self._line(line if shuffled is None else line | {"shuffled_captions_loss": shuffled})
+        line |= {} if shuffled is None else {"shuffled_captions_loss": shuffled}
+        self._line(line | ({"loss_by_source": losses} if losses else {}))
 
     def image(self, step: int, name: str, make: Callable[[], bytes]) -> None:
         """Shows an image in tensorboard. Args: make: its PNG file; called only if there is a tensorboard."""
@@ -400,7 +411,23 @@ def _scalars(m: StepMetrics, tps: float, item_tag: str, items_s: float) -> dict[
         optional[f"modality/{name}/mfu(%)"] = 100 * module.mfu
         optional[f"modality/{name}/bubble(%)"] = 100 * module.bubble
     values |= {tag: value for tag, value in optional.items() if math.isfinite(value)}
-    return values | _planner_values(m.planner, "planner/{}")
+    return values | _planner_values(m.planner, "planner/{}") | _source_values(m.sources, "sources/{name}/{key}")
+
+
+def _sources_text(sources: Mapping[str, SourceTotals]) -> str:
+    """What the log says of several sources; empty of one."""
+    losses = {name: "" if t.loss is None else f" {t.loss:.4f}" for name, t in sources.items()}
+    return "".join(f"  {name}:{losses[name]} ({totals.samples} samples)" for name, totals in sources.items())
+
+
+def _source_values(sources: Mapping[str, SourceTotals], pattern: str) -> dict[str, float]:
+    """The metrics of several sources, as far as they are known. Args: pattern: of the keys."""
+    values = {
+        pattern.format(key=key, name=name): getattr(totals, key)
+        for key in ("loss", "samples", "tokens")
+        for name, totals in sources.items()
+    }
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _planner_values(m: PlannerMetrics | None, name: str) -> dict[str, float]:

@@ -17,6 +17,7 @@ from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError, MMTrainError
 from mmtrain.launch.folder_owner import owned
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.observe.by_source import SourceTotals
 from mmtrain.observe.environment import write_environment
 from mmtrain.observe.job_counts import JobCounts, StepCounts
 from mmtrain.observe.job_summary import start_lines
@@ -47,6 +48,8 @@ class StepResult:
     clips: int
     stop: bool
     """Whether some rank was asked to stop."""
+    sources: Mapping[str, SourceTotals]
+    """Of several sources; empty of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +170,7 @@ class RunRecord:
             program_s=max(timing.spans_s),
             peak_s=sum(f.total for f in flops.values()) / (self._peak_flops * shape.cp * shape.tp * shape.pp),
             modules=timing.modules(flops, self._peak_flops * shape.cp * shape.tp),
+            sources=result.sources,
             planner=self._counts.planner(step.planned) if step.planned else None,
         )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.observe.by_source import source_totals
 from mmtrain.observe.metrics import Validation
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.planner.iteration import IterationPlan
@@ -63,16 +64,30 @@ def whole_predictions(
     return whole
 
 
-def validation_of_all(loss_sum: float, num_targets: int, counts: Mapping[str, tuple[int, int]]) -> Validation:
+def validation_of_all(
+    loss_sum: float,
+    num_targets: int,
+    counts: Mapping[str, tuple[int, int]],
+    sources: Sequence[str],
+    by_source: Tensor,
+) -> Validation:
     """The validation over all replicas. Collective over the job.
 
-    Args: sums of this rank. num_targets, counts (grade -> (answers right, answers)): on one rank of each submesh.
+    Args:
+        loss_sum: of this rank.
+        num_targets, counts: labelled positions, and grade -> (answers right, answers); on one rank of each submesh.
+        sources: names of several sources.
+        by_source: [S, 4] of `source_sums`.
     """
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (loss_sum, num_targets, counts))
+    dist.all_gather_object(parts, (loss_sum, num_targets, counts, by_source))
     accuracy: dict[str, tuple[int, int]] = {}
-    for _, _, counts in parts:
+    for _, _, counts, _ in parts:
         for grade, (right, count) in counts.items():
             before = accuracy.get(grade, (0, 0))
             accuracy[grade] = (before[0] + right, before[1] + count)
-    return Validation(loss=sum(p[0] for p in parts) / max(1, sum(p[1] for p in parts)), accuracy=accuracy)
+    return Validation(
+        loss=sum(p[0] for p in parts) / max(1, sum(p[1] for p in parts)),
+        accuracy=accuracy,
+        sources=source_totals(sources, torch.stack([p[3] for p in parts]).sum(0)),
+    )

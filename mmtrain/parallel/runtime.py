@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.errors import PlanError
+from mmtrain.parallel.position_losses import PositionLosses
 from mmtrain.parallel.stage import ModalityStage, ShapeOf
 from mmtrain.parallel.torch_private import TorchScheduleRuntime, profiling, reduce_grads, wait_unsharded
 from mmtrain.schedule.action import BACKWARD, COMPUTE, KINDS, STAGE_WIDE, WAITS, Action, Kind
@@ -60,6 +61,8 @@ class StepOutcome:
     """work -> sum of the loss over its targets, detached; on the rank of the last stage."""
     predictions: dict[int, Tensor] = field(default_factory=dict)
     """work -> predicted token of each labelled position, if the feed asked for them."""
+    position_losses: dict[int, Tensor] = field(default_factory=dict)
+    """work -> [L] loss of each labelled position of this rank, detached; of a job that reports losses by source."""
     rows: tuple[tuple[Action, float, float], ...] = ()
     """(action, start, end) of every compute action, seconds on this host's monotonic clock (unless `use_clock`)."""
     span: tuple[float, float] = (0.0, 0.0)
@@ -69,7 +72,8 @@ class StepOutcome:
 class PipelineScheduleRuntime(TorchScheduleRuntime):
     """torch's runtime of action lists, over a work graph that is new in every step."""
 
-    def __init__(self, stages: Sequence[ModalityStage]) -> None:
+    def __init__(self, stages: Sequence[ModalityStage], position_losses: PositionLosses | None = None) -> None:
+        """Args: position_losses: the loss of the head, if its positions are reported and the head is on this rank."""
         super().__init__(list(stages), n_microbatches=1, loss_fn=None, scale_grads=False)
         self._by_index = {stage.stage_index: stage for stage in stages}
         self._feed: Feed | None = None
@@ -80,6 +84,8 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._clock = _Clock(stages[0].device)
         self._losses: dict[int, Tensor] = {}
         self._predictions: dict[int, Tensor] = {}
+        self._head_losses = position_losses
+        self._position_losses: dict[int, Tensor] = {}
         self._running: Action | None = None
         self._awaited: Transfer | None = None
         self._handlers: dict[Kind, Handler] = {
@@ -183,7 +189,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         """
         self._feed = feed
         self._loss_grad = torch.tensor(loss_grad, device=self._stages[0].device)
-        self._losses, self._predictions, self._awaited = {}, {}, None
+        self._losses, self._predictions, self._position_losses, self._awaited = {}, {}, {}, None
         self._clock.start()
         try:
             self._step_microbatches()
@@ -202,7 +208,13 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         leftovers += [f"stage {index}: parameters gathered" for index in self.unshard_ops]
         if leftovers:
             raise PlanError(f"rank {self.rank}: a step ended with unused tensors: {'; '.join(leftovers)}")
-        return StepOutcome(losses=self._losses, predictions=self._predictions, rows=rows, span=span)
+        return StepOutcome(
+            losses=self._losses,
+            predictions=self._predictions,
+            position_losses=self._position_losses,
+            rows=rows,
+            span=span,
+        )
 
     @property
     def doing(self) -> str:
@@ -252,6 +264,8 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             self._losses[work] = output.loss_sum.detach()
             if output.predictions is not None:
                 self._predictions[work] = output.predictions
+            if self._head_losses is not None:
+                self._position_losses[work] = self._head_losses.take()
         for edge, consumer in bound.moves:
             consumer.inbox[edge] = stage.outbox.pop(edge)
 

@@ -52,11 +52,16 @@ class VocabularyLoss:
 
         Of equally likely tokens the first is taken. Equal on all ranks; the backward needs no collective.
         """
+        losses_L, predictions = self.positions(logits_Lv, targets_L, want_predictions)
+        return losses_L.sum(), predictions
+
+    def positions(self, logits_Lv: Tensor, targets_L: Tensor, want_predictions: bool) -> tuple[Tensor, Tensor | None]:
+        """The same with the cross-entropy of each position, [L] float32."""
         first = self._tp_rank * logits_Lv.shape[-1]
-        loss, largest_L = _CrossEntropy.apply(logits_Lv, targets_L, first, self._group)
+        losses_L, largest_L = _CrossEntropy.apply(logits_Lv, targets_L, first, self._group)
         if not want_predictions:
-            return loss, None
-        return loss, _first_of(logits_Lv.detach().float(), largest_L, first, self._group)
+            return losses_L, None
+        return losses_L, _first_of(logits_Lv.detach().float(), largest_L, first, self._group)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -76,14 +81,14 @@ class _CrossEntropy(torch.autograd.Function):
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         ctx.save_for_backward(logits_Lv, largest_L, sums[0], local_L, mine_L)
         ctx.mark_non_differentiable(largest_L)
-        return (sums[0].log() - sums[1]).sum(), largest_L
+        return sums[0].log() - sums[1], largest_L
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_L: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         logits_Lv, largest_L, sum_L, local_L, mine_L = ctx.saved_tensors
         grad_Lv = (logits_Lv.float() - largest_L[:, None]).exp_().div_(sum_L[:, None])
         grad_Lv.scatter_add_(1, local_L[:, None], -mine_L[:, None].to(grad_Lv.dtype))
-        return grad_Lv.mul_(grad).to(logits_Lv.dtype), None, None, None
+        return grad_Lv.mul_(grad_L[:, None]).to(logits_Lv.dtype), None, None, None
 
 
 def _first_of(scores_Lv: Tensor, largest_L: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:

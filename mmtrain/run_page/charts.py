@@ -97,6 +97,23 @@ def _training_charts(runs: Sequence[Run]) -> list[Chart]:
             log=True, zero=False,
         ),
         _chart(
+            runs, "Loss by source", "", "Mean over labelled tokens of each source; dashed: of its held-out split.",
+            [
+                curve
+                for i, name in enumerate(_sources(runs))
+                for curve in (
+                    _Curve(label=name, of=f"loss/{name}", colour=_hue(i)),
+                    _Curve(label=f"{name}, validation", of=_validated(name), colour=_hue(i), dash=1, validation=True),
+                )
+            ],
+            log=True, zero=False,
+        ),
+        _chart(
+            runs, "Samples by source", "", "In one step, all replicas.",
+            [_Curve(label=name, of=f"samples/{name}", colour=_hue(i)) for i, name in enumerate(_sources(runs))],
+            stacked=True,
+        ),
+        _chart(
             runs, "Answers right", "%", "Of held-out questions, by grade.",
             [
                 _Curve(label=grade, of=_accuracy(grade), colour=HUES[i % len(HUES)], scale=100, validation=True)
@@ -296,6 +313,15 @@ def _grades(runs: Iterable[Run]) -> list[str]:
 
 def _accuracy(grade: str) -> Callable[[Run], list[float | None]]:
     return lambda run: [(line.get("accuracy") or {}).get(grade) for line in run.validations]
+
+
+def _sources(runs: Iterable[Run]) -> list[str]:
+    keys = (key for run in runs for key in run.keys if key.startswith("samples/"))
+    return list(dict.fromkeys(key.removeprefix("samples/") for key in keys))
+
+
+def _validated(source: str) -> Callable[[Run], list[float | None]]:
+    return lambda run: [(line.get("loss_by_source") or {}).get(source) for line in run.validations]
 
 
 def _some(key: str) -> Callable[[Run], list[float | None]]:

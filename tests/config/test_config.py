@@ -359,3 +359,54 @@ def test_modules_by_name_are_the_short_forms(load):
 def test_modules_that_the_model_does_not_have(load, override, message):
     with pytest.raises(ConfigError, match=message):
         load(BASE.replace("[model.language]", MODULES), override)
+
+
+SEVERAL = """
+[[data.sources]]
+source = "data/charts"
+weight = 3
+[[data.sources]]
+source = "owner/text"
+weight = 0.5
+name = "words"
+split = "all"
+"""
+
+
+def test_several_sources_are_tables_and_read_back(load, tmp_path):
+    c = load(BASE.replace('source = "somewhere"', "") + SEVERAL)
+    assert [(s.label, s.weight, s.split) for s in c.data.sources] == [("charts", 3.0, ""), ("words", 0.5, "all")]
+    assert c.data.description == "charts (85.7%) + words (14.3%)"
+    (tmp_path / "resolved.toml").write_text(config.dump(c))
+    assert config.load(tmp_path / "resolved.toml") == c
+    (tmp_path / "base.toml").write_text(BASE)
+    (tmp_path / "over.toml").write_text('extends = "base.toml"\n[data]\nsource = ""' + SEVERAL)
+    assert config.load(tmp_path / "over.toml").data == c.data
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ("[]", r"data\.source: is empty; name a dataset id, .*, or several as tables \[\[data\.sources\]\]"),
+        ('[{source="a"}]', r"the key data\.sources\[0\]\.weight is missing"),
+        ('[{source="a", wieght=1}]', r"unknown key data\.sources\[0\]\.wieght; did you mean .*\.weight\?"),
+        ('[{source="a", weight="x"}]', r'data\.sources\[0\]\.weight = "x" is a string; it must be a float'),
+        ('[{source="a", weight=0}]', r'data\.sources: "a" has weight = 0\.0; it must be above 0 .* remove the source'),
+        ('[{source="a", weight=-1}]', "has weight = -1.0; it must be above 0"),
+        ('[{source="a", weight=0}, {source="b", weight=0}]', "has weight = 0.0; it must be above 0"),
+        ('[{source="", weight=1}]', r"data\.sources\.source is empty"),
+        ('[{source="x/a", weight=1}, {source="y/a", weight=1}]', r'data\.sources: two are named "a"; give each a name'),
+        ('[{source="a b", weight=1}]', r'data\.sources: "a b" is named "a b" in metrics; set its name to letters'),
+        ('[{source="a", weight=1, name="x/y"}]', r'is named "x/y" in metrics'),
+        ('{source="a", weight=1}', r"data\.sources = .*; it is a list of sections, each written \[\[data\.sources\]\]"),
+        ("[1]", r"data\.sources = \[1\]; it is a list of sections"),
+    ],
+)  # fmt: skip
+def test_bad_sources_are_refused(load, sources, message):
+    with pytest.raises(ConfigError, match=message):
+        load(BASE, "data.source=", f"data.sources={sources}")
+
+
+def test_one_source_and_several_exclude_each_other(load):
+    with pytest.raises(ConfigError, match=r'data\.source = "somewhere" and data\.sources are both set; keep one'):
+        load(BASE + SEVERAL)

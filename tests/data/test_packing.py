@@ -4,11 +4,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmtrain.data.packing import Dropped, EpochOrder, Limit, LoaderState, StepPlan, bins_of_replica, plan_step
+from mmtrain.data.packing import (
+    Dropped,
+    EpochOrder,
+    Limit,
+    LoaderState,
+    MixedOrder,
+    Order,
+    SourcePosition,
+    StepPlan,
+    bins_of_replica,
+    plan_step,
+)
 from mmtrain.errors import DataError
 
 
-def one_step(state: LoaderState, order: EpochOrder, length: Callable, bins: int, tokens: int) -> StepPlan:
+def one_step(state: LoaderState, order: Order, length: Callable, bins: int, tokens: int) -> StepPlan:
     """A step of bins that hold so many tokens. Args: length: tokens of a sample, or what `plan_step` takes instead."""
 
     def size(sample: int) -> tuple[int, ...] | Dropped | None:
@@ -19,7 +30,7 @@ def one_step(state: LoaderState, order: EpochOrder, length: Callable, bins: int,
     return plan_step(state, order, size, num_bins=bins, limits=(limit,))
 
 
-def steps(num: int, order: EpochOrder, length: Callable, state: LoaderState, bins: int, tokens: int) -> list[StepPlan]:
+def steps(num: int, order: Order, length: Callable, state: LoaderState, bins: int, tokens: int) -> list[StepPlan]:
     plans = []
     for _ in range(num):
         plans.append(one_step(state, order, length, bins, tokens))
@@ -156,3 +167,137 @@ def test_state_round_trip_and_refusals() -> None:
     ):
         with pytest.raises(DataError, match=r"loader state"):
             LoaderState.from_dict(values)
+
+
+# --------------------------------------------------------------------------------------- several sources
+
+
+def mixed(counts: list[int | None], weights: list[float] | None = None, *, shuffle: bool = True) -> MixedOrder:
+    names = [f"source-{i}" for i in range(len(counts))]
+    return MixedOrder(names, weights or [1.0] * len(counts), counts, shuffle=shuffle)
+
+
+def walk(order: MixedOrder, state: LoaderState, num: int) -> tuple[list[int], LoaderState]:
+    """The next samples in the order of the mixture, and the position behind them."""
+    numbers = []
+    while len(numbers) < num:
+        if order.ends(state):
+            state = order.next_epoch(state)
+            continue
+        numbers.append(order.sample(state))
+        state = order.after(state)
+    return numbers, state
+
+
+@given(
+    counts=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    seed=st.integers(0, 5),
+    data=st.data(),
+    num=st.integers(1, 200),
+)
+def test_each_source_of_a_mixture_has_epochs_of_its_own_without_a_loss(
+    counts: list[int], seed: int, data: st.DataObject, num: int
+) -> None:
+    weights = data.draw(st.lists(st.floats(0.1, 10), min_size=len(counts), max_size=len(counts)))
+    order = mixed([*counts], weights)
+    numbers, state = walk(order, LoaderState(seed=seed), num)
+    assert state.cursor == num
+    for which, (count, at) in enumerate(zip(counts, state.sources, strict=True)):
+        used = [number // len(counts) for number in numbers if number % len(counts) == which]
+        assert len(used) == at.epoch * count + at.cursor
+        for start in range(0, len(used), count):
+            epoch = used[start : start + count]
+            assert len(set(epoch)) == len(epoch)
+            assert set(epoch) <= set(range(count))
+    middle = data.draw(st.integers(0, num))
+    first, between = walk(mixed([*counts], weights), LoaderState(seed=seed), middle)
+    again, end = walk(mixed([*counts], weights), LoaderState.from_dict(between.to_dict()), num - middle)
+    assert (first + again, end) == (numbers, state)
+
+
+@given(lengths=st.lists(st.integers(1, 20), min_size=20, max_size=30), bins=st.integers(1, 3), seed=st.integers(0, 3))
+def test_steps_of_a_mixture_follow_its_sequence_and_resume(lengths: list[int], bins: int, seed: int) -> None:
+    counts, weights = [len(lengths), 7], [3.0, 1.0]
+
+    def size(number: int) -> int:
+        return lengths[number // 2] if number % 2 == 0 else 3
+
+    plans = steps(8, mixed([*counts], weights), size, LoaderState(seed=seed), bins, 20)
+    used = [sorted(number for samples in plan.bins for number in samples) for plan in plans]
+    expected, _ = walk(mixed([*counts], weights), LoaderState(seed=seed), sum(map(len, used)))
+    for step in used:
+        assert step == sorted(expected[: len(step)])
+        expected = expected[len(step) :]
+    state = LoaderState.from_dict(plans[3].state.to_dict())
+    assert steps(4, mixed([*counts], weights), size, state, bins, 20) == plans[4:]
+
+
+def test_the_source_of_a_position_depends_on_seed_position_and_weights_alone() -> None:
+    def sources(order: MixedOrder, seed: int = 0) -> list[int]:
+        return [order.source(LoaderState(seed=seed, cursor=k)) for k in range(4000)]
+
+    first = sources(mixed([10, 1000, 5], [1, 2, 7]))
+    assert first == sources(mixed([3, 4, None], [0.5, 1, 3.5], shuffle=False))
+    assert first[3000] == mixed([1, 1, 1], [1, 2, 7]).source(LoaderState(seed=0, cursor=3000))
+    assert [first.count(i) / 4000 for i in range(3)] == pytest.approx([0.1, 0.2, 0.7], abs=0.02)
+    assert first != sources(mixed([10, 1000, 5], [1, 2, 7]), seed=1)
+    assert set(sources(mixed([4], [3.0]))) == {0}
+
+
+def test_the_order_in_a_source_does_not_depend_on_the_other_sources() -> None:
+    def order_of_one(weights: list[float], extra: list[int | None]) -> list[int]:
+        order = mixed([40, *extra], weights)
+        numbers, _ = walk(order, LoaderState(seed=2), 300)
+        return [number // (1 + len(extra)) for number in numbers if number % (1 + len(extra)) == 0][:40]
+
+    assert order_of_one([1.0, 1.0], [9]) == order_of_one([1.0, 2.0, 0.5], [9, 20]) != list(range(40))
+
+
+def test_a_small_source_is_repeated_within_a_step() -> None:
+    order = mixed([2, 50], [5.0, 1.0])
+    (plan,) = steps(1, order, lambda number: 1, LoaderState(seed=0), bins=2, tokens=15)
+    numbers = [number for samples in plan.bins for number in samples]
+    assert len(numbers) == 30
+    assert sum(number % 2 == 0 for number in numbers) > 15
+    # As many samples as all sources have together, and no more.
+    (plan,) = steps(1, order, lambda number: 1, LoaderState(seed=0), bins=2, tokens=50)
+    assert sum(map(len, plan.bins)) == plan.state.cursor == 52
+
+
+def test_a_source_without_a_usable_sample_ends_nothing_but_its_share() -> None:
+    def size(number: int) -> int | Dropped:
+        return Dropped(sample=number, reason="broken") if number % 2 else 1
+
+    (plan,) = steps(1, mixed([40, 5]), size, LoaderState(seed=0), bins=1, tokens=10)
+    assert len(plan.bins[0]) == 10
+    assert 0 < len(plan.dropped) <= 5
+    with pytest.raises(DataError, match="source 'source-1' has no sample; remove it"):
+        mixed([40, 0])
+
+
+def test_streams_of_a_mixture_end_where_their_lengths_say_so() -> None:
+    order = mixed([None, None], shuffle=False)
+    lengths = [5, 40]
+    size = [lambda i: 4 if i < lengths[0] else None, lambda i: 4 if i < lengths[1] else None]
+    plans = steps(8, order, lambda number: size[number % 2](number // 2), LoaderState(seed=0), 2, 8)
+    for which, length in enumerate(lengths):
+        used = [n // 2 for plan in plans for samples in plan.bins for n in sorted(samples) if n % 2 == which]
+        assert sorted(used) == sorted(i % length for i in range(len(used)))
+
+
+def test_states_of_one_and_of_several_sources() -> None:
+    state = LoaderState(
+        seed=3, cursor=9, sources=(SourcePosition(name="a", epoch=1, cursor=2), SourcePosition(name="b"))
+    )
+    assert state.to_dict()["sources"] == {"a": {"epoch": 1, "cursor": 2}, "b": {"epoch": 0, "cursor": 0}}
+    assert LoaderState.from_dict(state.to_dict()) == state
+    assert LoaderState(seed=3).to_dict() == {"seed": 3, "epoch": 0, "cursor": 0}, "as before there were several"
+    one = EpochOrder(20, shuffle=True)
+    with pytest.raises(DataError, match="a position in the sources a, b, but the job has one source; set"):
+        one_step(state, one, lambda s: 2, bins=1, tokens=9)
+    gone = LoaderState(seed=3, cursor=9, sources=(SourcePosition(name="source-0", cursor=9),))
+    with pytest.raises(DataError, match="cursor 9 is behind the source's 3 samples"):
+        one_step(gone, mixed([3, 4]), lambda s: 2, bins=1, tokens=9)  # type: ignore[arg-type]
+    for bad in ({"a": 5}, {"a": {"epoch": 0}}, {"a": {"epoch": 0, "cursor": -1}}, [1]):
+        with pytest.raises(DataError, match=r"loader state"):
+            LoaderState.from_dict({"seed": 0, "epoch": 0, "cursor": 0, "sources": bad})

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from mmtrain.config.data import DataConfig, TokenizerConfig
+from mmtrain.data.conversation_records import Record
 from mmtrain.data.media import RawImage
 from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.processor import Document, Processor
-from mmtrain.data.sources import Record
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import DataError
 from mmtrain.modality.geometry import image_geometry

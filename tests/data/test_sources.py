@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from mmtrain.config.data import DataConfig
-from mmtrain.data.sources import CONVERSATIONS, Record, Source
+from mmtrain.data.conversation_records import CONVERSATIONS, Record
+from mmtrain.data.media import raw_image
+from mmtrain.data.sources import Source, _folder_of
 from mmtrain.data.sources import open_source as open_any
 from mmtrain.data.toy.charts import make_charts
 from mmtrain.errors import ConfigError, DataError
@@ -97,7 +99,7 @@ def test_missing_sources_name_what_exists(tmp_path: Path, charts: Path) -> None:
         with pytest.raises(ConfigError, match=r"split 'test' cannot be opened: .*train.*validation"):
             open_source(data(charts, streaming=streaming), "test")
     (tmp_path / "x.csv").write_text("a,b\n")
-    with pytest.raises(ConfigError, match=r"must end in \.parquet or \.jsonl"):
+    with pytest.raises(ConfigError, match=r"must end in \.parquet, \.jsonl or \.json"):
         open_source(data(tmp_path / "x.csv"), "train")
 
 
@@ -209,21 +211,16 @@ def test_a_source_that_is_gone_is_no_bad_sample(tmp_path: Path, streaming: bool)
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"message": [], "images": []}) + "\n")
-    with pytest.raises(ConfigError, match="no column `messages`; it has message, images; did you mean 'message'"):
-        open_source(data(tmp_path / "a.jsonl"), "train")
-    (tmp_path / "a.jsonl").write_text(json.dumps({"id": 1, "image": "a.png", "conversations": []}) + "\n")
-    with pytest.raises(
-        ConfigError, match=r"has `conversations` \(from, value\), which are not read yet; .*`messages`: \["
-    ):
+    with pytest.raises(ConfigError, match=r"has the columns message, images, .*; did you mean 'message'\?"):
         open_source(data(tmp_path / "a.jsonl"), "train")
     (tmp_path / "a.jsonl").write_text(json.dumps({"id": 1, "image": "a.png"}) + "\n")
-    with pytest.raises(ConfigError, match=r"no column `messages`; it has id, image$"):
+    with pytest.raises(ConfigError, match="has the columns id, image, but a conversation needs `messages` or"):
         open_source(data(tmp_path / "a.jsonl"), "train")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match="no column `messages`; it has text"):
+    with pytest.raises(ConfigError, match="has the columns text, but a conversation needs `messages` or"):
         open_source(data(tmp_path / "a.parquet"), "train")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
@@ -269,3 +266,72 @@ def test_folders_of_one_name_and_a_folder_written_anew_keep_their_own_samples(tm
     shutil.rmtree(tmp_path / "a" / "set")
     make_charts(tmp_path / "a" / "set", num_samples=30, seed=3)
     assert read(open_source(data(tmp_path / "a" / "set"), "train"), 0) != before
+
+
+TURNS = [{"from": "human", "value": "<image>What colour?"}, {"from": "gpt", "value": "red"}]
+
+
+def llava(*images: str) -> str:
+    return json.dumps([{"id": i, "image": image, "conversations": TURNS} for i, image in enumerate(images)])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    "name", ["train.jsonl", "train.json", "data.jsonl", "data.json", "llava_mix.json", "set.jsonl"]
+)
+def test_a_folder_with_one_file_and_its_images(tmp_path: Path, name: str, streaming: bool) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "0.png").write_bytes(png(9, 9))
+    (tmp_path / "dataset_info.json").write_text("{}")
+    row = {"image": "images/0.png", "conversations": TURNS}
+    (tmp_path / name).write_text(json.dumps(row) + "\n" if name.endswith("l") else llava("images/0.png"))
+    record = read(open_source(data(tmp_path, streaming=streaming), "train"), 0)
+    assert record.images[0].read(10**6) == png(9, 9)
+    assert record.messages[1] == {"role": "assistant", "content": "red"}
+
+
+def test_which_file_of_a_folder_is_the_training_split(tmp_path: Path) -> None:
+    for name in ("validation", "notes"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"conversations": TURNS, "images": [f"{name}.png"]}) + "\n")
+    assert read(open_source(data(tmp_path), "train"), 0).images[0].path.endswith("notes.png")
+    (tmp_path / "other.json").write_text(llava("other.png"))
+    with pytest.raises(ConfigError, match=r"split 'train' of .* does not exist; it has notes, validation, other"):
+        open_source(data(tmp_path), "train")
+    (tmp_path / "data.json").write_text(llava("data.png"))
+    assert read(open_source(data(tmp_path), "train"), 0).images[0].path.endswith("data.png")
+    (tmp_path / "train.json").write_text(llava("train.png"))
+    assert read(open_source(data(tmp_path), "train"), 0).images[0].path.endswith("train.png")
+    assert read(open_source(data(tmp_path), "validation"), 0).images[0].path.endswith("validation.png")
+    assert read(open_source(data(tmp_path / "other.json"), "train"), 0).images[0].path.endswith("other.png")
+
+
+def test_where_paths_of_images_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, folder = tmp_path / "home", tmp_path / "set"
+    for place in (home, folder):
+        place.mkdir()
+        (place / "0.png").write_bytes(png(9, 9))
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    paths = ["0.png", "./0.png", "~/0.png", str(folder / "0.png"), "../set/0.png"]
+    (folder / "train.json").write_text(llava(*paths, "1.png"))
+    source = open_source(data("set"), "train")
+    assert [read(source, i).images[0].read(10**6) for i in range(5)] == [png(9, 9)] * 5
+    said = (
+        f"its file '{folder}/1.png' cannot be read: No such file or directory; correct the path, which starts at the f"
+    )
+    with pytest.raises(DataError, match=re.escape(said)):
+        read(source, 5).images[0].read(10**6)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["hf://datasets/a/b@1/data/train-0.jsonl", "hf://datasets/a/b@1/data/train-1.jsonl"], "hf://datasets/a/b@1/data"),
+        (["hf://datasets/a/b@1/x/0.jsonl", "hf://datasets/a/b@1/y/1.jsonl"], "hf://datasets/a/b"),
+        ([], "hf://datasets/a/b"),
+    ],
+)  # fmt: skip
+def test_relative_paths_of_the_hub_start_in_its_repository(files: list[str], expected: str) -> None:
+    folder = _folder_of(files, "hf://datasets/a/b")
+    assert folder == expected
+    assert raw_image("images/0.png", "", folder).path == f"{expected}/images/0.png"

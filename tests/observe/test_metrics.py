@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mmtrain.config.sections import MetricsConfig
+from mmtrain.observe.by_source import SourceTotals
 from mmtrain.observe.metrics import (
     ModuleMetrics,
     PlannerMetrics,
@@ -175,3 +176,24 @@ def test_a_plan_at_the_bound_has_no_gap_with_a_sign():
         evaluations=36, search_s=0.01, makespan_s=1.0 - 1e-15, first_s=1.0, bound_s=1.0, late=0, failed=0, invalid=0
     )
     assert str(tied) == "plan: +0.0% vs first, gap 0.0%, 36 tried in 0.01s"
+
+
+def test_several_sources_are_seen_by_their_names(tmp_path, capsys, monkeypatch):
+    setup_logging(0)
+    sources = {"charts": SourceTotals(3, 600, 50, 100.0), "clips": SourceTotals(1, 400, 0, 0.0)}
+    report = reporter(tmp_path)
+    scalars = []
+    monkeypatch.setattr(report, "_scalars", lambda values, step: scalars.append(values))
+    report.step(StepMetrics(**STEP, sources=sources))
+    report.validation(1, Validation(loss=1.0, accuracy={}, sources=sources))
+    report.close()
+    step, validation = capsys.readouterr().out.splitlines()
+    assert step.endswith("bubble: 25%  charts: 2.0000 (3 samples)  clips: (1 samples)")
+    assert validation.endswith("loss:  1.0000  charts: 2.0000 (3 samples)  clips: (1 samples)")
+    first, second = lines(tmp_path)
+    assert {key: value for key, value in first.items() if "/" in key} == {
+        "loss/charts": 2.0, "samples/charts": 3, "samples/clips": 1, "tokens/charts": 600, "tokens/clips": 400,
+    }  # fmt: skip
+    assert second["loss_by_source"] == {"charts": 2.0}
+    assert (scalars[0]["sources/charts/loss"], scalars[0]["sources/clips/tokens"]) == (2.0, 400)
+    assert scalars[1]["validation_metrics/loss/charts"] == 2.0

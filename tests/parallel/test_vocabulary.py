@@ -44,6 +44,8 @@ def losses(rank):
         (2.5 * value).backward()
         wanted = whole.grad.chunk(mesh.size(), dim=1)[rank]
         assert loss(mine, targets, False)[1] is None
+        each = nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+        assert torch.allclose(loss.positions(mine, targets, False)[0], each, atol=2e-5), name
         assert value.dtype == torch.float32
         assert mine.grad.dtype == logits.dtype
         error = (mine.grad - wanted).abs().max().item() if len(logits) else 0.0

@@ -1,0 +1,267 @@
+"""Records of conversations with images, made of the rows of a source in one of the forms in `FORMS`.
+
+The columns of a source say which form its rows have. All forms give the same record: messages of role and content, and
+the images that `<image>` in their text, or a part without an image of its own, stands for. Images stay encoded.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from mmtrain.data.media import RawImage, check_text, raw_image
+from mmtrain.data.sources import Make, RecordKind
+from mmtrain.errors import ConfigError, DataError, shown
+
+PLACEHOLDER = "<image>"
+"""The placeholder of an image in a record's text."""
+
+PARTS = ("text", "image", "image_url")
+"""Types of the parts of a content: a text, and images."""
+
+Message = Mapping[str, Any]
+"""`role` and `content`: a text, or a list of parts."""
+
+SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
+"""`from` of a turn in ShareGPT's form -> role."""
+
+IMAGE_COLUMNS = ("images", "image", "jpg", "jpeg", "png", "webp")
+"""Columns with images: a list, or of the names in the singular also one image. A row has them in one column at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One sample of the source, not decoded."""
+
+    sample: int
+    """Its index in the source."""
+    messages: tuple[Message, ...]
+    images: tuple[RawImage, ...]
+    grade: str = ""
+    source: str = ""
+    """Name of the source; empty if the job has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """One way to write conversations into the columns of a source."""
+
+    columns: tuple[str, ...]
+    """A source of this form has all of them."""
+    messages: Callable[[Any, str], Sequence[Message]]
+    """(row, where it is) -> its messages; raises DataError."""
+    one_turn: bool = False
+    """Whether it is one question and its answer."""
+    about_image: bool = False
+    """Whether it is a text about an image, which the source must have."""
+    marks_images: bool = False
+    """Whether texts say where images are; else images without `<image>` come before the first question."""
+
+    @property
+    def name(self) -> str:
+        """Its columns, for messages."""
+        return " with ".join(f"`{column}`" for column in self.columns) + (" with an image" if self.about_image else "")
+
+    def fits(self, columns: Sequence[str]) -> bool:
+        """Whether a source with these columns can be of this form."""
+        has_image = not set(IMAGE_COLUMNS).isdisjoint(columns)
+        return set(self.columns) <= set(columns) and (has_image or not self.about_image)
+
+
+def conversation_form(name: str, columns: Sequence[str]) -> Form:
+    """The form of the rows of a source. Args: name: of the source, for errors.
+
+    Raises: ConfigError: its columns are those of no form, or of several that say different things.
+    """
+    fitting = [form for form in FORMS if form.fits(columns)]
+    if not fitting:
+        raise ConfigError(
+            f"data.source {name} has the columns {', '.join(columns)}, but a conversation needs "
+            f"{' or '.join(form.name for form in FORMS)}{_hint(columns)}"
+        )
+    if fitting[0].one_turn and len(fitting) > 1:
+        raise ConfigError(
+            f"data.source {name} has {' and '.join(form.name for form in fitting)}, each of which may be its "
+            "conversation; rename or remove one, or write `messages`"
+        )
+    return fitting[0]
+
+
+def _hint(columns: Sequence[str]) -> str:
+    """What may be meant by columns that are those of no form."""
+    if not {"frames", "latents", "video"}.isdisjoint(columns):
+        return "; these are clips, which a job with [model.dit] reads"
+    for form in FORMS:
+        for wanted in form.columns:
+            if wanted not in columns and (near := difflib.get_close_matches(wanted, columns, 1, cutoff=0.75)):
+                return f"; did you mean {near[0]!r}? rename it to {wanted!r}"
+    return "; rename yours, or write them as `messages` (docs/data.md has an example of each form)"
+
+
+def make_record(form: Form, row: Any, index: int, name: str, folder: str = "") -> Record:
+    """The record of a row.
+
+    Raises: DataError: a column is missing or of another form.
+    """
+    where = f"sample {index} of {name}"
+    missing = [column for column in form.columns if not isinstance(row, Mapping) or row.get(column) is None]
+    if missing:
+        has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+        raise DataError(f"{where}: no `{missing[0]}`; it has {has}")
+    messages, images = form.messages(row, where), _column_images(row, where, folder)
+    if form.about_image and not images:
+        raise DataError(f"{where}: no image; it has only `{form.columns[0]}`, which is a text about one")
+    if not form.marks_images and not any(PLACEHOLDER in message["content"] for message in messages):
+        first = {**messages[0], "content": PLACEHOLDER * len(images) + messages[0]["content"]}
+        messages = [first, *messages[1:]]
+    images = _with_own_images(messages, images, where, folder)
+    grade = row.get("grade") or ""
+    if not isinstance(grade, str):
+        raise DataError(f"{where}: `grade` = {shown(grade)}; it must be text")
+    grade = check_text(grade, f"{where}: `grade`")
+    return Record(sample=index, messages=tuple(messages), images=tuple(images), grade=grade)
+
+
+# ---------------------------------------------------------------------------------------------- messages
+
+
+def _turns(column: str) -> Callable[[Any, str], Sequence[Message]]:
+    """The reader of a column with a list of turns: role and content, or ShareGPT's from and value."""
+
+    def messages(row: Any, where: str) -> Sequence[Message]:
+        return [
+            _message(turn, where)
+            for turn in _list_of_structs(row, column, "role and content, or from and value", where)
+        ]
+
+    return messages
+
+
+def _message(turn: Message, where: str) -> Message:
+    speaker = turn.get("from")
+    if speaker is None:
+        return turn
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
+        raise DataError(f"{where}: a turn is from {shown(speaker)}; it must be from {', '.join(SPEAKERS)}")
+    return {"role": SPEAKERS[speaker], "content": turn.get("value")}
+
+
+def _list_of_structs(row: Any, column: str, of: str, where: str) -> list[Message]:
+    turns = row[column]
+    if isinstance(turns, Mapping):  # the form of a list of structs in older `datasets`
+        columns = [list(values) for values in turns.values()]
+        turns = [dict(zip(turns, values, strict=True)) for values in zip(*columns, strict=True)]
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise DataError(f"{where}: `{column}` is not a list of {of}")
+    return turns
+
+
+def _pairs(row: Any, where: str) -> Sequence[Message]:
+    """The messages of `texts`, the form of The Cauldron."""
+    pairs = _list_of_structs(row, "texts", "user and assistant", where)
+    if not pairs:
+        raise DataError(f"{where}: `texts` is empty; it needs a question with its answer")
+    return [_said(role, pair.get(role), f"{where}: `{role}` of `texts`") for pair in pairs for role in _PAIR]
+
+
+_PAIR = ("user", "assistant")
+
+
+def _question(row: Any, where: str) -> Sequence[Message]:
+    columns = zip(_PAIR, ("question", "answer"), strict=True)
+    return [_said(role, row[column], f"{where}: `{column}`") for role, column in columns]
+
+
+def _about_image(column: str) -> Callable[[Any, str], Sequence[Message]]:
+    """The reader of a column with a text about an image, which is the answer to the image alone."""
+    return lambda row, where: [_said("user", "", where), _said("assistant", row[column], f"{where}: `{column}`")]
+
+
+def _said(role: str, text: Any, what: str) -> Message:
+    if not isinstance(text, str):
+        raise DataError(f"{what} is a {type(text).__name__}; it must be text")
+    return {"role": role, "content": text}
+
+
+# ------------------------------------------------------------------------------------------------ images
+
+
+def _column_images(row: Any, where: str, folder: str) -> Sequence[RawImage]:
+    """The images in the columns of a row."""
+    held = [column for column in IMAGE_COLUMNS if row.get(column) is not None and row[column] != []]
+    if len(held) > 1:
+        raise DataError(f"{where}: it has `{held[0]}` and `{held[1]}`; keep its images in one of these columns")
+    if not held:
+        return ()
+    images = row[held[0]]
+    if held[0] == "images" and not isinstance(images, list):
+        raise DataError(f"{where}: `images` is a {type(images).__name__}; it must be a list")
+    images = images if isinstance(images, list) else [images]
+    return tuple(raw_image(image, f"image {i} of {where}", folder) for i, image in enumerate(images))
+
+
+def _with_own_images(
+    messages: Sequence[Message], images: Sequence[RawImage], where: str, folder: str
+) -> Sequence[RawImage]:
+    """The images of a record in the order of their placeholders: those of its columns, and those that parts have."""
+    parts = list(_parts(messages))
+    if all(_own_image(part) is None for part in parts):
+        return images
+    of_columns, ordered = iter(images), list[RawImage]()
+    for part in parts:
+        image = _own_image(part)
+        if image is not None:
+            ordered.append(raw_image(image, f"image {len(ordered)} of {where}", folder))
+        else:
+            ordered += islice(of_columns, _num_placeholders(part))
+    return [*ordered, *of_columns]
+
+
+def _parts(messages: Sequence[Message]) -> Iterator[Any]:
+    """The parts of all contents; a text is one."""
+    for message in messages:
+        content = message.get("content")
+        yield from content if isinstance(content, list) else [content]
+
+
+def _own_image(part: Any) -> Any:
+    """What a part says itself about its image, a path, URL, bytes or struct; None if it says nothing."""
+    if not isinstance(part, Mapping) or part.get("type") not in PARTS[1:]:
+        return None
+    values = (part.get(key) for key in ("image_url", "image", "url", "path"))
+    value = next((value for value in values if value is not None), None)
+    return value["url"] if isinstance(value, Mapping) and "url" in value else value
+
+
+def _num_placeholders(part: Any) -> int:
+    if isinstance(part, Mapping):
+        if part.get("type") == "image":
+            return 1
+        part = part.get("text")
+    return part.count(PLACEHOLDER) if isinstance(part, str) else 0
+
+
+# ------------------------------------------------------------------------------------------------- forms
+
+FORMS = (
+    Form(columns=("messages",), messages=_turns("messages"), marks_images=True),
+    Form(columns=("conversations",), messages=_turns("conversations"), marks_images=True),
+    Form(columns=("texts",), messages=_pairs),
+    Form(columns=("question", "answer"), messages=_question, one_turn=True),
+    Form(columns=("caption",), messages=_about_image("caption"), one_turn=True, about_image=True),
+    Form(columns=("text",), messages=_about_image("text"), one_turn=True, about_image=True),
+)
+"""All forms. A source is of the first one that fits, but may not be of several with one turn."""
+
+
+def _recognise(name: str, columns: list[str]) -> Make[Record]:
+    form = conversation_form(name, columns)
+    return lambda row, index, name, folder: make_record(form, row, index, name, folder)
+
+
+CONVERSATIONS = RecordKind(
+    columns=(*dict.fromkeys(column for form in FORMS for column in form.columns), *IMAGE_COLUMNS, "grade"),
+    recognise=_recognise,
+)
+"""Records of conversations."""

@@ -1,0 +1,136 @@
+"""Rows of local files by index: of JSON only the positions of objects are in memory, of parquet one row group."""
+
+import bisect
+import json
+import mmap
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmtrain.errors import ConfigError, DataError, shown
+
+JSON_ENDINGS = (".jsonl", ".json")
+"""One object a line; or, in .json, also one list of objects."""
+
+_BOM = b"\xef\xbb\xbf"
+_TOKEN = re.compile(rb'(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"?[^"\[\]{}]*+)++|[\[\]{}]', re.DOTALL)
+"""A bracket of JSON outside of its strings; or strings, the last of which may be cut off by the end of the file."""
+
+
+class JsonRows:
+    """The objects of a .jsonl file, or of the list in a .json file, by index.
+
+    The file is scanned once; 16 bytes an object stay in memory, whatever their size.
+    Raises: ConfigError: it has no object, or its list is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.columns: list[str] = []
+        """Keys of the first object that can be read."""
+        self._starts, self._ends = array("q"), array("q")
+        for start, end in _list_spans(path) if _is_list(path) else _line_spans(path):
+            self._starts.append(start)
+            self._ends.append(end)
+        if not self._starts:
+            raise ConfigError(f"{path} is empty; it needs one JSON object a line{_OR_LIST[path.suffix]}")
+        for index in range(len(self)):  # the first ones may be damaged
+            try:
+                self.columns = list(self[index].keys())
+                break
+            except (AttributeError, DataError):
+                if index + 1 == len(self):
+                    raise ConfigError(
+                        f"{path}: no line of it is a JSON object; it needs one a line{_OR_LIST[path.suffix]}"
+                    ) from None
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Any:
+        with self.path.open("rb") as file:
+            file.seek(self._starts[index])
+            text = file.read(self._ends[index] - self._starts[index])
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"sample {index} of {self.path}: not valid JSON: {error}") from None
+
+
+_OR_LIST = {".jsonl": "", ".json": ", or one list of objects"}
+
+
+def _is_list(path: Path) -> bool:
+    """Whether a .json file begins as a list; its objects are otherwise one a line, as in .jsonl."""
+    with path.open("rb") as file:
+        return path.suffix == ".json" and file.read(4096).removeprefix(_BOM).lstrip().startswith(b"[")
+
+
+def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
+    """Start and end of each line that is not blank."""
+    with path.open("rb") as file:
+        for line in iter(file.readline, b""):
+            if line.strip():
+                yield file.tell() - len(line), file.tell()
+
+
+def _list_spans(path: Path) -> Iterator[tuple[int, int]]:
+    """Start and end of each object of the list that a file holds; none of them is decoded.
+
+    Raises: ConfigError: something else stands between two objects, or the list does not end.
+    """
+    depth = start = end = count = 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for token in _TOKEN.finditer(data):
+            character = data[token.start()]
+            opens, closes = character in b"[{", character in b"]}"
+            depth += opens - closes
+            if opens and depth == 2:
+                start = token.start()
+                _check_between(path, count, data[end:start])
+            elif closes and depth == 1:
+                end, count = token.end(), count + 1
+                yield start, end
+        if data[end:].removeprefix(_BOM).strip() not in (b"]", b"[]"):
+            raise ConfigError(f"{path}: its list is not closed at the end of the file, which is cut off or damaged")
+
+
+def _check_between(path: Path, index: int, text: bytes) -> None:
+    """Checks what stands in front of the object of an index: the list's bracket, or a comma."""
+    if text.removeprefix(_BOM).strip() != (b"," if index else b"["):
+        raise ConfigError(
+            f"{path}: {shown(text[:99].decode(errors='replace'))} stands in front of object {index} of its list; write "
+            "a list of objects, with one comma between two"
+        )
+
+
+class ParquetRows:
+    """Rows of parquet files by index, read by pyarrow a row group at a time; used without `datasets`."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        import pyarrow.parquet as pq
+
+        self._files = [pq.ParquetFile(path) for path in paths]
+        self._groups = [(f, g) for f in self._files for g in range(f.metadata.num_row_groups)]
+        self._ends: list[int] = []
+        for file, group in self._groups:
+            self._ends.append((self._ends or [0])[-1] + file.metadata.row_group(group).num_rows)
+        self.columns = list(self._files[0].schema_arrow.names)
+        self._cached: tuple[int, Any] = (-1, None)
+
+    def __len__(self) -> int:
+        return (self._ends or [0])[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        at = bisect.bisect_right(self._ends, index)
+        if self._cached[0] != at:
+            file, group = self._groups[at]
+            self._cached = (at, file.read_row_group(group))
+        row = index - (self._ends[at - 1] if at else 0)
+        try:
+            found: dict[str, Any] = self._cached[1].slice(row, 1).to_pylist()[0]
+        except ValueError as error:  # text that is not UTF-8
+            raise DataError(f"sample {index}: its row cannot be read: {error}") from None
+        return found

@@ -1,0 +1,71 @@
+"""What a job with several sources reports of each: samples, tokens and mean loss, of a step or a validation."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmtrain.modality.metadata import IterationMeta
+from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.parallel.mesh import Mesh
+from mmtrain.planner.iteration import IterationPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTotals:
+    """Sums over the samples of one source, over all replicas."""
+
+    samples: int
+    tokens: int
+    """Tokens of documents, captions and latents."""
+    targets: int
+    """Labelled positions of documents."""
+    loss_sum: float
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over its labelled positions; None: it has none, as clips, whose losses are not told apart."""
+        return self.loss_sum / self.targets if self.targets else None
+
+
+def source_sums(
+    names: Sequence[str],
+    plan: IterationPlan,
+    meta: IterationMeta,
+    labels: Sequence[Tensor],
+    losses: Mapping[int, Tensor],
+    mesh: Mesh,
+) -> Tensor:
+    """[S, 4] float64: this rank's part of the fields of `SourceTotals`, whose sum over all ranks is that of the job.
+
+    Args:
+        names: of the S sources; of a job with one source empty.
+        labels: [T] of each microbatch.
+        losses: work -> [L] loss of each labelled position among this rank's tokens.
+    """
+    sums = torch.zeros(len(names), 4, dtype=torch.float64)
+    if not names:
+        return sums
+    index = {name: i for i, name in enumerate(names)}
+    if mesh.is_leader:
+        for microbatch in meta.microbatches:
+            for document in microbatch.documents:
+                sums[index[document.source], :3] += torch.tensor((1, document.num_tokens, document.num_targets))
+            for clip in microbatch.clips:
+                sums[index[clip.source], :3] += torch.tensor((1, clip.num_tokens + clip.num_text_tokens, 0))
+    for work, losses_L in losses.items() if not mesh.place.tp else ():  # tp ranks have equal losses
+        number = plan.batching.works[work].microbatch
+        documents = meta.microbatches[number].documents
+        lengths = torch.tensor([document.num_tokens for document in documents])
+        source_T = torch.tensor([index[document.source] for document in documents]).repeat_interleave(lengths)
+        rows = torch.from_numpy(plan.layout.documents.tokens(number)[mesh.place.cp])
+        source_L = source_T[rows][labels[number][rows] != IGNORE_INDEX]
+        sums[:, 3].index_add_(0, source_L, losses_L.to("cpu", torch.float64))
+    return sums
+
+
+def source_totals(names: Sequence[str], sums: Tensor) -> dict[str, SourceTotals]:
+    """Name -> its totals. Args: sums: [S, 4] of `source_sums`, summed over all ranks; may be flat."""
+    rows = zip(names, sums.reshape(len(names), 4).tolist(), strict=True)
+    return {name: SourceTotals(int(s), int(tokens), int(t), loss_sum) for name, (s, tokens, t, loss_sum) in rows}
