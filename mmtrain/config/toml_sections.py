@@ -25,6 +25,8 @@ def to_dict(config: Any) -> dict[str, Any]:
         value = getattr(config, f.name)
         if dataclasses.is_dataclass(value):
             out[f.name] = to_dict(value)
+        elif isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
+            out[f.name] = [to_dict(item) for item in value]
         elif value is not None:
             out[f.name] = value
     return out
@@ -156,8 +158,12 @@ def build(cls: type, table: Any, path: str, where: str) -> Any:
 def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value, path, where)
-    _check_representable(value, path, where)
     origin = typing.get_origin(hint)
+    if origin is list and dataclasses.is_dataclass(section := typing.get_args(hint)[0]):
+        if not isinstance(value, list):
+            raise ConfigError(f"{where}: {path} = {shown(value)}; it is a list of sections, each written [[{path}]]")
+        return [build(typing.cast(type, section), item, f"{path}[{i}]", where) for i, item in enumerate(value)]
+    _check_representable(value, path, where)
     if origin in (typing.Union, types.UnionType):
         (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         return _convert(inner, value, path, where)

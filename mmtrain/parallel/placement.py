@@ -14,7 +14,7 @@ from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
 from mmtrain.parallel.build import LocalModel, build_local_model
 from mmtrain.parallel.mesh import Mesh, build_mesh
-from mmtrain.parallel.optim import LocalOptimizers, build_optimizers
+from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, check_groups
 from mmtrain.parallel.planning import PlanAhead
 from mmtrain.parallel.replica_data import ReplicaData
 from mmtrain.parallel.runtime import PipelineScheduleRuntime
@@ -72,7 +72,8 @@ class Placement:
                 regathered=config.regathered,
                 recompute=config.activation_checkpoint,
             )
-            optimizers = build_optimizers(config.optimizer, model.chunks, model.tied)
+            check_groups(config.optimizer, model.chunks, model.aliases)
+            optimizers = build_optimizers(config.optimizer, model.chunks, model.tied, model.aliases)
             runtime = PipelineScheduleRuntime(model.stages)
             undo.pop_all()
         groups = tuple(group for group in process_groups() if group not in groups_before)
