@@ -15,15 +15,16 @@ from pathlib import Path
 from mmtrain.config import config as config_module
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.forecast.machine import Machine
+from mmtrain.planner.forecast.typical_iterations import usual_workload
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.rank_state import Sharding
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import Option, PlanningProblem
 
-CLUSTERS = {"vlm_s": "h800x16", "vlm_m": "h800x32", "vlm_l": "h800x64"}
-SEGMENTS = {"vlm_s": (2, 1), "vlm_m": (2, 2), "vlm_l": (2, 2)}
-"""Of vision and language, where nothing else is asked for."""
+CLUSTERS = {"vlm_s": "h800x16", "vlm_m": "h800x32", "vlm_l": "h800x64", "t2v_l": "h800x64"}
+SEGMENTS = {"vlm_s": (2, 1), "vlm_m": (2, 2), "vlm_l": (2, 2), "t2v_l": (1, 3)}
+"""Of vision and language, or of the text encoder and the DiT, where nothing else is asked for."""
 STEPS = 8
 """Between the fastest and the smallest option."""
 
@@ -36,27 +37,29 @@ def problem(
     seed: int = 0,
     iteration: int = 0,
     options: bool = True,
-    workload: str = "mix",
+    workload: str = "",
     partition: str = "dip",
 ) -> PlanningProblem:
     """The planning problem of one iteration.
 
     Args:
-        segments: of vision and language; of a mixed partition the second is its passes.
+        segments: as in `SEGMENTS`; of a mixed partition the second is its passes.
+        workload: empty: the usual one.
         options: with memory options and limits; else activations are recomputed as the config says, without a limit.
     """
-    vision, language = segments or SEGMENTS[name]
+    first, second = segments or SEGMENTS[name]
+    modules = ("language", "dit") if name.startswith("t2v") else ("encoder", "language")
     words = [
         f"training.global_batch_size={num_microbatches}",
-        f"model.encoder.num_segments={0 if partition.startswith('mixed') else vision}",
+        f"model.{modules[0]}.num_segments={0 if partition.startswith('mixed') else first}",
         f'planner.partition="{partition}"',
-        f"model.language.num_segments={language}",
+        f"model.{modules[1]}.num_segments={second}",
         f'planner.hardware="{CLUSTERS[name]}"',
         *(['activation_checkpoint.mode="none"'] if options else []),
     ]
     job = config_module.load(f"{name}.toml", words)
     planner = replace(IterationPlanner.of(job), schedule=CATALOGUE["ZB-AutoSchedule"])  # for the costs of I and W
-    found = planner.problem(draw(workload, Bins.of(job), seed=seed, iteration=iteration))[1]
+    found = planner.problem(draw(workload or usual_workload(job), Bins.of(job), seed=seed, iteration=iteration))[1]
     if not options:
         return found
     memory = Machine.of(job).memory_bytes

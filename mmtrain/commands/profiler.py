@@ -6,7 +6,7 @@ an action; the pauses between actions are the runtime's. With several pipeline r
 for run in parallel, since ranks share caches and memory; two real ranks measure messages and step ends.
 
 All of this is repeated in rounds. On a CPU, the compute of one thread is timed on that thread's own clock, which other
-processes do not advance. Only actions count during which a fixed piece of work ran at about its best speed.
+processes do not advance. Only actions count during which a fixed piece of work ran at about its median speed.
 """
 
 import itertools

@@ -37,14 +37,11 @@ NUM_BLOCKS = 2
 """Blocks of each kind that are measured."""
 
 _SPEED_TOLERANCE = 0.15
-"""Times count if the machine was slower than its best speed by at most this fraction. A process on the other hyper-
-thread of a core slows it by 40 to 60 %."""
-
-_BEST = 0.1
-"""The quantile of the machine's speeds that is its best speed."""
+"""Times count if the machine's speed was at most this fraction from its typical one. A process on the other hyper-
+thread of a core slows it by 20 to 60 %."""
 
 _LEAST = 2
-"""Number of times of one action that always count: those with the fastest machine."""
+"""Number of times of one action that always count: those nearest to the typical speed."""
 
 _TIMED: dict[str, tuple[bool, tuple[Kind, ...]]] = {
     "forward": (False, (Kind.F,)),
@@ -136,26 +133,33 @@ def _largest(tables: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
 
 
 class SpeedFilter:
-    """Selects the times that were measured while the machine had about its best speed.
+    """Selects the times that were measured while the machine had about its typical speed.
 
-    The speed of a shared machine changes by tens of per cent, for milliseconds to minutes. A profile describes its best
-    speed, so that numbers of different trainers are comparable. Processes that run at the same time share one limit.
+    The speed of a shared machine changes by tens of per cent, for milliseconds to minutes. A profile describes one
+    speed, so that numbers of different trainers are comparable: the median, at which ranks run that compute side by
+    side. Its best speed would be that of a rank whose neighbours wait.
     """
 
     def __init__(self, steps: Sequence[StepSample]) -> None:
         speeds = [speed for step in steps for speed in step.speeds_s.values()] or [0.0]
-        self.limit_s = (1 + _SPEED_TOLERANCE) * float(np.quantile(speeds, _BEST))
-        """Largest seconds of the fixed piece of work next to times that count."""
-        self.speed_s = float(np.mean([speed for speed in speeds if speed <= self.limit_s]))
+        self._typical_s = float(np.median(speeds))
+        self.speed_s = float(np.mean([speed for speed in speeds if self.counts(speed)]))
         """Mean seconds of the fixed piece of work next to times that count."""
 
+    def counts(self, speed_s: float) -> bool:
+        """Whether a time counts. Args: speed_s: seconds of the fixed piece of work next to it."""
+        return self._distance_s(speed_s) <= _SPEED_TOLERANCE * self._typical_s
+
     def median(self, times: Iterable[tuple[float, float]]) -> float:
-        """The median seconds of the times that count, or of the two measured at the best speed if fewer count.
+        """The median seconds of the times that count, or of the two nearest to the typical speed if fewer count.
 
         Args: times: (seconds of the fixed piece of work, measured seconds).
         """
-        ordered = sorted(times)
-        return float(np.median([s for i, (speed, s) in enumerate(ordered) if i < _LEAST or speed <= self.limit_s]))
+        ordered = sorted(times, key=lambda time: self._distance_s(time[0]))
+        return float(np.median([s for i, (speed, s) in enumerate(ordered) if i < _LEAST or self.counts(speed)]))
+
+    def _distance_s(self, speed_s: float) -> float:
+        return abs(speed_s - self._typical_s)
 
 
 def typical(values: Sequence[float]) -> float:
@@ -225,7 +229,7 @@ class _Probe:
         }
         self.batching = make_batching(meta, self.spec, 0, Submesh.of(config).attention_mask)
         self._seconds = _medians(speeds, ((step.job, step.rows, step.speeds_s) for step in steps))
-        self._steps, self._limit_s = steps, speeds.limit_s
+        self._steps, self._speeds = steps, speeds
         self._pauses = _medians(speeds, ((step.job, step.pauses, step.speeds_s) for step in steps))
 
     def layers(self) -> Iterator[LayerProfile]:
@@ -247,7 +251,7 @@ class _Probe:
         return float(np.mean(fixed)) + (float(np.mean(pauses)) if pauses else 0.0)
 
     def noise(self, layers: Sequence[LayerProfile]) -> Noise:
-        """How far the seconds of actions lay from the fits of their layers, while the machine had its best speed."""
+        """How far the seconds of actions lay from the fits of their layers, at the machine's typical speed."""
         fits = {(layer.module, layer.role): layer for layer in layers}
         name_of = {(splits, kinds[0]): name for name, (splits, kinds) in _TIMED.items()}
         residuals: list[tuple[int, str, float]] = []
@@ -256,7 +260,7 @@ class _Probe:
                 continue
             for (stage, work, kind), seconds in step.rows.items():
                 name = name_of.get((step.job.splits, kind))
-                if name is None or step.speeds_s[stage, work, kind] > self._limit_s:
+                if name is None or not self._speeds.counts(step.speeds_s[stage, work, kind]):
                     continue
                 module = self.batching.modules[self.batching.works[work].module]
                 size = self.batching.sizes[work]

@@ -155,6 +155,7 @@ class Searched:
             admitted=np.zeros(p.members_start.size, np.uint8),
             reserved=np.zeros(ranks),
             time=np.zeros(ranks),
+            load=np.zeros((2, ranks)),
             next_start=np.zeros(ranks),
             backward_next=np.zeros(ranks, np.uint8),
             pending_at=np.zeros((ranks, most)),

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -135,6 +136,23 @@ def test_a_chain_goes_where_it_would_if_each_move_were_decoded() -> None:
         assert (left_out == 0) if forget else (left_out > 100)
         ways.append(way)
     assert ways[0] == ways[1]
+
+
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
+@given(problem=problems(), how=DECODERS, seed=st.integers(0, 99), hot=st.sampled_from([1e-9, 1e-3, 1e-1]))
+def test_decoding_that_ends_early_is_of_plans_that_are_not_accepted(
+    problem: PlanningProblem, how: Decoder, seed: int, hot: float
+) -> None:
+    searched = Searched.of(problem)
+    order, drawn = random_order(searched, seed), replace(searched, factors=np.ones((1, len(searched.nodes), 3)))
+    ways = []
+    for one in (searched, drawn):  # with draws, if only of factors of 1, it never ends early
+        w = one.workspace()
+        chain = start_chain(one, order, how, evaluate(one, w, order, how, 0), seed)
+        for _ in range(20):
+            anneal(one, w, chain, 5, (hot, hot), 0, can_split=True, reorder=True)
+            ways.append((chain.at.tolist(), chain.decoder.tolist(), chain.cost.tolist()))
+    assert ways[:20] == ways[20:]
 
 
 def standing(chain: Chain) -> tuple[Order, Decoder]:

@@ -178,12 +178,17 @@ def _copy_best(chain: Chain, cost: float) -> None:
 
 
 @part
-def _evaluate(p: Instance, w: Workspace, chain: Chain, mode: int, iterations: int, factors: Any) -> tuple[float, bool]:
-    """(cost of a chain's priorities as `run` returns it, whether the last row of `queued` is conclusive)."""
+def _evaluate(
+    p: Instance, w: Workspace, chain: Chain, mode: int, iterations: int, factors: Any, most: float
+) -> tuple[float, bool]:
+    """(cost of a chain's priorities as `run` returns it, or inf where it is known to be above `most`; whether the last
+    row of `queued` is conclusive)."""
     cost, conclusive, how = 0.0, False, chain.decoder
     if mode != CHOOSE:
         decoder = Decoder(how[0], how[1], how[2], how[3] > 0.5, how[4] > 0.5)
-        cost, conclusive = decode(p, w, chain.at, chain.group_at, decoder, chain.queued[1 - chain.current[0]])
+        # With the fastest options orders take as long as with any others, or less.
+        limit = most if how[1] == 0.0 and factors.shape[0] == 0 else np.inf
+        cost, conclusive = decode(p, w, chain.at, chain.group_at, decoder, chain.queued[1 - chain.current[0]], limit)
     if cost < np.inf:
         cost = choose_all(p, w, iterations)
         if cost < np.inf and mode != CHOOSE:
@@ -227,7 +232,7 @@ def run(
         return float(join(p, w, factors))
     w.last_rows[:] = 0  # the result depends on the other evaluations of this call alone
     decoder, old_decoder = chain.decoder, w.old_decoder
-    changed, cost = True, np.inf
+    changed, cost, most = True, np.inf, np.inf
     begin, end, low, high, component = 0, 2, 0, 0, -1
     for number in range(evaluations):
         same = False
@@ -235,17 +240,17 @@ def run(
             begin, end, low, high, component, decodes = _propose(w, chain, component_of, can_split, reorder)
             changed = changed or decodes
             same = _decodes_alike(w, chain, component_of, begin, end, low, high, component)
+            temperature = hot * (cold / hot) ** (number / evaluations) * chain.cost[1]
+            most = chain.cost[0] - temperature * np.log(1.0 - _uniform(chain.random))
         if same:
-            _uniform(chain.random)  # as if it had been decoded; only the prices for the choice of options stay behind
             continue
         if changed:
-            assume(p.node, p.first, p.option, w.state, w.footprint, decoder[0], decoder[1])
+            assume(p.node, p.first, p.option, w.state, w.footprint, w.load, decoder[0], decoder[1])
             changed = False
-        cost, conclusive = _evaluate(p, w, chain, mode, iterations, factors)
+        cost, conclusive = _evaluate(p, w, chain, mode, iterations, factors, most)
         if mode != ANNEAL:
             break
-        temperature = hot * (cold / hot) ** (number / evaluations) * chain.cost[1]
-        if cost <= chain.cost[0] - temperature * np.log(1.0 - _uniform(chain.random)):
+        if cost <= most:
             chain.cost[0] = cost
             chain.current[0], chain.current[1] = 1 - chain.current[0], conclusive
             if cost < chain.cost[1]:

@@ -95,6 +95,8 @@ class Workspace(NamedTuple):
     """[R] f8: bytes."""
     time: Any
     """[R] f8: when the rank has ended the actions that it was given."""
+    load: Any
+    """[2, R] f8: assumed seconds of all its actions, backwards whole; of those that it has not been given."""
     next_start: Any
     """[R] f8: when it could start its next action."""
     backward_next: Any

@@ -36,16 +36,21 @@ from mmtrain.planner.search.kernels.compiler import inner, part, small, trailing
 
 
 @inner
-def assume(node: Any, first: Any, option: Any, state: Any, footprint: Any, memory: float, speed: float) -> None:
+def assume(
+    node: Any, first: Any, option: Any, state: Any, footprint: Any, load: Any, memory: float, speed: float
+) -> None:
     """Sets the seconds and bytes that the decoder assumes."""
     footprint[:] = 0.0
+    load[:] = 0.0
     for i in range(node.shape[0]):
         fast, smallest = first[node[i, KIND]], first[node[i, KIND] + 1] - 1
         for column in range(4):
             state[i, column] = (1 - speed) * option[fast, column] + speed * option[smallest, column]
         state[i, HELD] = (1 - memory) * option[fast, HELD] + memory * option[smallest, HELD]
         state[i, HELD_W] = (1 - memory) * option[fast, HELD_W] + memory * option[smallest, HELD_W]
+        load[0, node[i, RANK]] += state[i, 0]
         if node[i, NEEDS_B]:
+            load[0, node[i, RANK]] += state[i, 1] + state[i, 2]
             footprint[node[i, RESERVATION]] += state[i, HELD]
 
 
@@ -123,6 +128,8 @@ def _reset(p: Instance, w: Workspace, at: Any, backward_first: bool, queued: Any
     w.length[:] = 0
     w.inputs_s[:] = 0.0
     w.joined[:] = 0
+    for rank in range(w.time.size):
+        w.load[1, rank] = w.load[0, rank]
     for i in range(node.shape[0]):
         w.missing[i, FORWARD], w.missing[i, BACKWARD] = node[i, NEEDS_F], node[i, NEEDS_B]
     for k in range(p.entries.size):
@@ -181,6 +188,7 @@ def _run_forward(
     end = max(time[rank], inputs_s[i, FORWARD]) + w.state[i, 0]
     w.backward_next[rank] = 1
     time[rank] = end
+    w.load[1, rank] -= w.state[i, 0]
     for e in range(p.outs_start[i], p.outs_start[i + 1]):
         target = outs[e, 0]
         arrival = max(end + p.outs_lag[e], inputs_s[target, FORWARD])
@@ -218,6 +226,7 @@ def _run_backward(
     _remove(ready, busy, first, queue + 2, position)
     queued[BACKWARD, group_at[BACKWARD, position], rank, 1] = done
     end = max(time[rank], inputs_s[i, BACKWARD]) + w.state[i, 1]
+    w.load[1, rank] -= w.state[i, 1]
     reserved[rank] -= w.state[i, HELD]
     # Split only where what W needs has room: with recomputation it is more than was held until then.
     if decoder.split and node[i, SPLITS] and reserved[rank] + w.state[i, HELD_W] <= p.room[rank]:
@@ -228,6 +237,7 @@ def _run_backward(
     else:
         action = 4 * i + B
         end += w.state[i, 2]
+        w.load[1, rank] -= w.state[i, 2]
     w.backward_next[rank] = decoder.backward_first
     time[rank] = end
     for e in range(p.ins_start[i], p.ins_start[i + 1]):
@@ -255,6 +265,7 @@ def _run_weight(w: Workspace, rank: Any) -> Any:
     i = w.weights[rank, w.weights_span[rank, 0]]
     w.weights_span[rank, 0] += 1
     w.time[rank] += w.state[i, ALONE]
+    w.load[1, rank] -= w.state[i, 2]  # at least: as a part of a whole backward it would not take longer
     w.reserved[rank] -= w.state[i, HELD_W]
     return 4 * i + W
 
@@ -277,7 +288,9 @@ def _next_start(p: Instance, w: Workspace, group_at: Any, gap: float, rank: Any,
 
 
 @inner
-def decode(p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Decoder, queued: Any) -> tuple[float, bool]:
+def decode(
+    p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Decoder, queued: Any, limit: float
+) -> tuple[float, bool]:
     """The orders of all ranks from priorities.
 
     The rank that can start first is served: by the first backward or forward in the order of priority, in turns if both
@@ -287,11 +300,13 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Decoder, 
         group_at: [2, G] u4 its inverse.
         queued: [2, G, R, 2] u4, set: when each group came into a rank's queue of forwards or of backwards, and when it
             was removed, by the number of actions before. Unchanged where there is nothing to queue.
-    Returns: (the makespan with the assumed seconds, or inf; whether `queued` is conclusive: the order of two groups
-        matters only if they were in a queue at the same time).
+        limit: of the makespan in seconds; decoding ends where a rank cannot keep it.
+    Returns: (the makespan with the assumed seconds, or inf if it is above the limit or there is none; whether `queued`
+        is conclusive: the order of two groups matters only if they were in a queue at the same time).
     """
     first, next_start, weights_span = w.first, w.next_start, w.weights_span
     num_ranks, none = p.room.size, 64 * (w.ready.shape[1] - 1)
+    limit *= 1 + 1e-9  # of rounding
     _reset(p, w, at, decoder.backward_first, queued, none)
     remaining, done, conclusive = p.num_actions, 0, True
     while True:
@@ -330,6 +345,8 @@ def decode(p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Decoder, 
         w.order[rank, w.length[rank]] = action
         w.length[rank] += 1
         done += 1
+        if w.time[rank] + w.load[1, rank] > limit:
+            return np.inf, False
         next_start[rank] = _next_start(p, w, group_at, decoder.gap, rank, none)
     return _latest(w.time), conclusive
 
