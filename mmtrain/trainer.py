@@ -153,6 +153,8 @@ class Trainer:
                 self._train(layouts or {})
         except MMTrainError as error:
             lost = is_communication(error.__cause__)
+            if self._record is not None:
+                self._record.failed(error)
             raise
         finally:
             self._tear_down(lost=lost)
@@ -339,9 +341,8 @@ class Trainer:
         result, outcome = self.backward(step, item, plan)
         if np.isfinite(result.loss) and np.isfinite(result.grad_norm):
             clip(self.model.parameters, result.grad_norm, self.config.training.max_norm)
-            section = self.config.optimizer
             factor = lr_factor(self.config.lr_scheduler, step, self.config.training.steps)
-            set_lr(self.placement.optimizers, section.lr * factor)
+            set_lr(self.placement.optimizers, factor)
             self.placement.optimizers.step()
         else:
             self._handle_nonfinite(step, result.loss, result.grad_norm, self._loss_sum(outcome))

@@ -128,6 +128,12 @@ def check(config: Config) -> None:
         raise ConfigError("model: every module has trainable = false, so there is nothing to train; change one")
     if config.model.lora != LoRAConfig() and not any(module.trainable == "lora" for module in modules):
         raise ConfigError('[model.lora] is set, but no module has trainable = "lora"; set one, or remove the section')
+    parts = [*config.model.modules, *(["projector"] if config.model.encoder is not None else [])]
+    for group in config.optimizer.groups:
+        if group.module and group.module not in parts:
+            raise ConfigError(
+                f"optimizer.groups: {group.described}, but this model has {', '.join(parts)}; change or remove it"
+            )
     if parallelism.fsdp_reshard_after_forward == "always" and parallelism.data_parallel_shard_degree > 1:
         raise ConfigError(
             'parallelism.fsdp_reshard_after_forward = "always" with data_parallel_shard_degree = '

@@ -1,6 +1,8 @@
 """The sections of a job besides its model and data."""
 
 import dataclasses
+import importlib.util
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -62,6 +64,46 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerGroup:
+    """[[optimizer.groups]]: parameters with a learning rate or a weight decay of their own. A parameter belongs to the
+    first group that has it, or to none."""
+
+    module: Literal["", "vision", "projector", "language", "dit"] = ""
+    """Part of the model; projector: also the encoder's own merger. Empty: all of them."""
+    pattern: str = ""
+    """Regular expression that is searched for in the names of parameters (language.model.layers.0.mlp.up_proj.weight);
+    empty: all of the module."""
+    lr: float | None = None
+    """Peak learning rate, with the schedule of [lr_scheduler]; left out: optimizer.lr."""
+    weight_decay: float | None = None
+    """Of its matrices; left out: optimizer.weight_decay."""
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"optimizer.groups: pattern = {shown(self.pattern)} is no regular expression: {error}; mend it"
+            ) from None
+        if not self.module and not self.pattern:
+            raise ConfigError(
+                "optimizer.groups: a group has neither module nor pattern, so it would be all parameters; name some, "
+                "or set optimizer.lr and weight_decay instead"
+            )
+        if self.lr is None and self.weight_decay is None:
+            raise ConfigError(f"optimizer.groups: {self.described} sets neither lr nor weight_decay; set one of them")
+        limits = {name: 1e6 for name in ("lr", "weight_decay") if getattr(self, name) is not None}
+        at_most("optimizer.groups", self, **limits)
+        at_least("optimizer.groups", self, **dict.fromkeys(limits, 0.0))
+
+    @property
+    def described(self) -> str:
+        """What it says of its parameters."""
+        words = [f"{key} = {shown(value)}" for key in ("module", "pattern") if (value := getattr(self, key))]
+        return "the group with " + " and ".join(words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
     """[optimizer]: decoupled weight decay on matrices; norms, biases and embeddings are not decayed."""
 
@@ -79,6 +121,8 @@ class OptimizerConfig:
     """Decay of matrices, times the learning rate."""
     implementation: Literal["for-loop", "foreach", "fused"] = "foreach"
     """Kernel of torch's optimizer."""
+    groups: list[OptimizerGroup] = field(default_factory=list)
+    """Parameters with values of their own, each a table [[optimizer.groups]]."""
 
     def __post_init__(self) -> None:
         at_most("optimizer", self, lr=1e6, eps=1e6, weight_decay=1e6)
@@ -353,6 +397,9 @@ class MetricsConfig:
     """Write tensorboard files."""
     save_tb_folder: str = "tb"
     """Folder inside of job.dump_folder."""
+    enable_wandb: bool = False
+    """Send the same numbers and images to Weights & Biases; needs the package wandb. Its own variables name the project
+    and the run (WANDB_PROJECT, WANDB_RUN_NAME, WANDB_RUN_ID to go on with one) or keep it here (WANDB_MODE=offline)."""
     trace_freq: int = 0
     """Steps between timelines written as Chrome / Perfetto traces; 0: never."""
     timeline_freq: int = 100
@@ -366,6 +413,10 @@ class MetricsConfig:
 
     def __post_init__(self) -> None:
         not_empty("metrics", self, "save_tb_folder")
+        if self.enable_wandb and not importlib.util.find_spec("wandb"):
+            raise ConfigError(
+                "metrics.enable_wandb = true, but the package wandb is not installed; pip install wandb, or set false"
+            )
         at_least("metrics", self, log_freq=1, trace_freq=0, timeline_freq=0, peak_flops=0.0)
 
 

@@ -40,6 +40,7 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
         f"schedule {config.parallelism.pipeline_parallel_schedule}; {training.steps} steps of "
         f"{training.global_batch_size} microbatches x {training.seq_len} tokens"
     )
+    lines.append(f"seed {config.debug.seed} (debug.seed): initial weights, order of the samples, searches")
     lines.append(show_switches(config.planner, threads))
     section = config.planner
     if device != "cpu" and section.enable and not (section.memory_limit or section.activation_memory_gib):

@@ -10,6 +10,7 @@ import resource
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,9 +20,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from mmtrain.config.sections import MetricsConfig
+from mmtrain.errors import ConfigError, one_line
 from mmtrain.launch.whole_files import write_whole
 from mmtrain.observe.by_source import SourceTotals
-from mmtrain.parallel.titan import TensorBoardLogger
+from mmtrain.parallel.titan import TensorBoardLogger, WandBLogger
 
 logger = logging.getLogger("mmtrain")
 
@@ -37,14 +39,45 @@ _PEAK_FLOPS = {  # dense bf16, from the vendors' data sheets
 }
 
 
+_MOST_WAITING = 10_000
+"""Log records that wait for their file."""
+
+
 def setup_logging(rank: int) -> None:
-    """Rank 0 logs information, the others warnings, to standard output."""
+    """Rank 0 logs information, the others warnings, to standard output; a file takes the same once there is one."""
     handler = logging.StreamHandler(sys.stdout)
     prefix = "" if rank == 0 else f"[rank {rank}] "
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
-    logger.handlers = [handler]
+    logger.handlers = [handler, MemoryHandler(_MOST_WAITING, flushLevel=logging.CRITICAL + 1)]
     logger.propagate = False
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+class LogFile:
+    """The file of a rank in the run folder that takes what it has logged and logs: `log.txt`, or `log-rank-R.txt`.
+
+    A resumed run adds to it. Nothing is written for a rank that logs nothing.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        name = "log.txt" if rank == 0 else f"log-rank-{rank}.txt"
+        self._file = logging.FileHandler(folder / name, encoding="utf-8", delay=True)
+        self._file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        for handler in list(logger.handlers):
+            if isinstance(handler, MemoryHandler):
+                handler.setTarget(self._file)
+                handler.close()  # hands over what it has
+                logger.removeHandler(handler)
+        logger.addHandler(self._file)
+
+    def write(self, message: str) -> None:
+        """Adds a line that is not shown on the screen, which has it from elsewhere."""
+        self._file.handle(logger.makeRecord(logger.name, logging.ERROR, "", 0, message, (), None))
+
+    def close(self) -> None:
+        """Closes the file."""
+        logger.removeHandler(self._file)
+        self._file.close()
 
 
 def peak_flops(section: MetricsConfig, device: torch.device) -> float:
@@ -258,14 +291,27 @@ _LINE_KEYS = (
 class Reporter:
     """Writes a run's metrics; does nothing where it is not enabled."""
 
-    def __init__(self, section: MetricsConfig, folder: Path, *, enabled: bool, steps: int, start: int) -> None:
+    def __init__(
+        self,
+        section: MetricsConfig,
+        folder: Path,
+        *,
+        enabled: bool,
+        steps: int,
+        start: int,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        """Args: config: of the job, for wandb. Raises: ConfigError: wandb cannot start."""
         self._enabled = enabled
         self._board: TensorBoardLogger | None = None
+        self._wandb: WandBLogger | None = None
         self._file: TextIO | None = None
         self._bar: Any = None
         if not enabled:
             return
         folder.mkdir(parents=True, exist_ok=True)
+        if section.enable_wandb:
+            self._wandb = _start_wandb(folder, config)
         self._file = _continue_jsonl(folder / "metrics.jsonl", start)
         if section.enable_tensorboard:
             try:
@@ -336,15 +382,18 @@ class Reporter:
         self._line(line | ({"loss_by_source": losses} if losses else {}))
 
     def image(self, step: int, name: str, make: Callable[[], bytes]) -> None:
-        """Shows an image in tensorboard. Args: make: its PNG file; called only if there is a tensorboard."""
-        if self._board is None:
+        """Shows an image in tensorboard and wandb. Args: make: its PNG file; called only if there is one of them."""
+        if self._board is None and self._wandb is None:
             return
         with Image.open(io.BytesIO(make())) as image:
-            self._board.writer.add_image(name, np.asarray(image), step, dataformats="HWC")
+            if self._board is not None:
+                self._board.writer.add_image(name, np.asarray(image), step, dataformats="HWC")
+            if self._wandb is not None:
+                self._wandb.log({name: self._wandb.wandb.Image(image)}, step)
 
     def close(self) -> None:
         """Flushes and closes all files."""
-        for output in (self._board, self._file, self._bar):
+        for output in (self._board, self._wandb, self._file, self._bar):
             if output is not None:
                 output.close()
 
@@ -354,14 +403,28 @@ class Reporter:
         logger.info(text)
 
     def _scalars(self, values: Mapping[str, float], step: int) -> None:
-        if self._board is not None:
-            self._board.log(dict(values), step)
+        for board in (self._board, self._wandb):
+            if board is not None:
+                board.log(dict(values), step)
 
     def _line(self, values: Mapping[str, Any]) -> None:
         assert self._file is not None
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
         self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
         self._file.flush()
+
+
+def _start_wandb(folder: Path, config: dict[str, Any] | None) -> WandBLogger:
+    os.environ.setdefault("WANDB_PROJECT", "mmtrain")
+    os.environ.setdefault("WANDB_RUN_NAME", folder.name)
+    os.environ.setdefault("WANDB_SILENT", "true")  # its lines would come between those of the log
+    try:
+        return WandBLogger(str(folder), config)
+    except Exception as error:  # of its transport, its settings, or a missing account
+        raise ConfigError(
+            f"metrics.enable_wandb: no run could be started: {one_line(error, 300)}; log in with `wandb login`, or set "
+            "WANDB_MODE=offline, which keeps the run in this folder"
+        ) from error
 
 
 def _memory_text(m: StepMetrics) -> str:

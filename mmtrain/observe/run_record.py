@@ -14,6 +14,7 @@ import torch
 
 from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
+from mmtrain.config.toml_sections import to_dict
 from mmtrain.errors import ConfigError, MMTrainError
 from mmtrain.launch.folder_owner import owned
 from mmtrain.modality.metadata import IterationMeta
@@ -21,7 +22,7 @@ from mmtrain.observe.by_source import SourceTotals
 from mmtrain.observe.environment import write_environment
 from mmtrain.observe.job_counts import JobCounts, StepCounts
 from mmtrain.observe.job_summary import start_lines
-from mmtrain.observe.metrics import Reporter, StepMetrics, Validation, peak_flops
+from mmtrain.observe.metrics import LogFile, Reporter, StepMetrics, Validation, peak_flops
 from mmtrain.observe.step_files import StepFiles
 from mmtrain.observe.step_memory import MemoryUse
 from mmtrain.observe.step_timing import StepTiming
@@ -81,8 +82,14 @@ class RunRecord:
         self._counts = JobCounts()
         self.describe(config, planner, mesh, start)
         self._peak_flops = peak_flops(config.metrics, mesh.device)
+        self._is_first, self._log = mesh.rank == 0, LogFile(self._folder, mesh.rank)
         self._reporter = Reporter(
-            config.metrics, self._folder, enabled=mesh.rank == 0, steps=config.training.steps, start=start
+            config.metrics,
+            self._folder,
+            enabled=mesh.rank == 0,
+            steps=config.training.steps,
+            start=start,
+            config=to_dict(config),
         )
 
     def describe(self, config: Config, planner: IterationPlanner, mesh: Mesh, step: int) -> None:
@@ -178,9 +185,15 @@ class RunRecord:
         """Reports one validation. Args: step: the last one before it."""
         self._reporter.validation(step, result)
 
+    def failed(self, error: MMTrainError) -> None:
+        """Notes in rank 0's log file why the run ends; the screen has it last."""
+        if self._is_first:
+            self._log.write(f"error: {error}")
+
     def close(self) -> None:
         """Flushes and closes the files."""
         self._reporter.close()
+        self._log.close()
 
 
 def log_start(config: Config, planner: IterationPlanner, device: torch.device, cut_s: float) -> None:

@@ -2,15 +2,17 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from mmtrain.config.sections import LRSchedulerConfig, OptimizerConfig
+from mmtrain.config.sections import LRSchedulerConfig, OptimizerConfig, OptimizerGroup
+from mmtrain.errors import ConfigError
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.titan import FrozenAwareOptimizers, ParamGroupConfig, init_optim_state
 
@@ -21,6 +23,11 @@ class LocalOptimizers(FrozenAwareOptimizers):
     Updates are elementwise, so that plain tensors give the values of DTensors, bit for bit, without the sharding rules
     of operations on whole lists of DTensors (0.8 s of the first step on a CPU). Parameters and moments stay DTensors.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self]
+        """Peak learning rate of each group of each optimizer."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Updates every parameter that has a gradient."""
@@ -67,8 +74,20 @@ def lr_factor(section: LRSchedulerConfig, step: int, steps: int) -> float:
     return section.min_lr_factor + (1 - section.min_lr_factor) * shape
 
 
+_MODULES: Mapping[str, tuple[str, ...]] = {
+    "projector": ("projector.", "vision.merger."),
+    "vision": ("vision.",),
+    "language": ("language.",),
+    "dit": ("dit.",),
+}
+"""Part of a model -> how the names of its parameters begin; the first that fits counts."""
+
+
 def build_optimizers(
-    section: OptimizerConfig, chunks: Sequence[nn.Module], tied: Sequence[nn.Parameter]
+    section: OptimizerConfig,
+    chunks: Sequence[nn.Module],
+    tied: Sequence[nn.Parameter],
+    aliases: Mapping[str, str] | None = None,
 ) -> LocalOptimizers:
     """torchtitan's container over the trainable parameters of this rank's chunks (there may be none).
 
@@ -76,32 +95,68 @@ def build_optimizers(
 
     Plain and distributed tensors are in different groups, since one kernel call cannot take both.
 
-    Args: tied: copies of the tied embedding among the parameters.
+    Args:
+        tied: copies of the tied embedding among the parameters.
+        aliases: name of such a copy -> that of the parameter, by which its group is chosen.
     """
-    kinds: dict[tuple[bool, bool], set[str]] = {}
+    kinds: dict[tuple[int, bool, bool], set[str]] = {}
     for chunk in chunks:
         embeddings = {id(m.weight) for m in chunk.modules() if isinstance(m, nn.Embedding)}
         for name, parameter in chunk.named_parameters():
             undecayed = parameter.ndim < 2 or id(parameter) in embeddings or any(parameter is t for t in tied)
-            kinds.setdefault((not undecayed, isinstance(parameter, DTensor)), set()).add(name)
-    shared = {"lr": section.lr, "betas": (section.beta1, section.beta2), "eps": section.eps}
-    groups = [
-        ParamGroupConfig(
-            pattern="^(?:" + "|".join(re.escape(name) for name in sorted(names)) + ")$",
-            optimizer_name=section.name,
-            optimizer_kwargs={**shared, "weight_decay": section.weight_decay if decayed else 0.0},
+            group = _group_of(section.groups, (aliases or {}).get(name, name))
+            kinds.setdefault((group, not undecayed, isinstance(parameter, DTensor)), set()).add(name)
+    default = OptimizerGroup(pattern=".", lr=section.lr, weight_decay=section.weight_decay)
+    configs = []
+    for (number, decayed, _), names in sorted(kinds.items(), key=lambda item: item[0]):
+        group = [*section.groups, default][number]
+        lr, decay = (
+            own if own is not None else usual
+            for own, usual in ((group.lr, section.lr), (group.weight_decay, section.weight_decay))
         )
-        for (decayed, _), names in sorted(kinds.items(), key=lambda item: item[0])
-    ]
-    config = LocalOptimizers.Config(param_groups=groups, implementation=section.implementation)
+        values = {"lr": lr, "betas": (section.beta1, section.beta2), "eps": section.eps}
+        configs.append(
+            ParamGroupConfig(
+                pattern="^(?:" + "|".join(re.escape(name) for name in sorted(names)) + ")$",
+                optimizer_name=section.name,
+                optimizer_kwargs={**values, "weight_decay": decay if decayed else 0.0},
+            )
+        )
+    config = LocalOptimizers.Config(param_groups=configs, implementation=section.implementation)
     return LocalOptimizers(config, model_parts=list(chunks))
 
 
-def set_lr(optimizers: FrozenAwareOptimizers, lr: float) -> None:
-    """Gives every parameter group a learning rate."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+def check_groups(section: OptimizerConfig, chunks: Sequence[nn.Module], aliases: Mapping[str, str]) -> None:
+    """Checks that each group of the config has a parameter that trains. Collective over the job.
+
+    Raises: ConfigError: one has none.
+    """
+    if not section.groups:
+        return
+    names = [name for chunk in chunks for name, parameter in chunk.named_parameters() if parameter.requires_grad]
+    groups = [_group_of(section.groups, aliases.get(name, name)) for name in names]
+    members = torch.bincount(torch.tensor(groups, dtype=torch.int64), minlength=1 + len(section.groups))
+    dist.all_reduce(members)
+    for group, count in zip(section.groups, members.tolist(), strict=False):
+        if not count:
+            raise ConfigError(
+                f"optimizer.groups: {group.described} has no parameter that trains and is in no group before it; names "
+                "are like language.model.layers.0.mlp.up_proj.weight. Change the group, or remove it"
+            )
+
+
+def _group_of(groups: Sequence[OptimizerGroup], name: str) -> int:
+    """The index of a parameter's group; the number of groups if it is in none."""
+    module = next((part for part, begins in _MODULES.items() if name.startswith(begins)), "")
+    fits = (group.module in ("", module) and re.search(group.pattern, name) for group in groups)
+    return next((i for i, fit in enumerate(fits) if fit), len(groups))
+
+
+def set_lr(optimizers: LocalOptimizers, factor: float) -> None:
+    """Gives every parameter group its learning rate. Args: factor: part of its peak."""
+    for optimizer, peaks in zip(optimizers, optimizers.peaks, strict=True):
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = factor * peak
 
 
 @contextmanager

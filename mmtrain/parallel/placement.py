@@ -14,7 +14,7 @@ from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
 from mmtrain.parallel.build import LocalModel, build_local_model
 from mmtrain.parallel.mesh import Mesh, build_mesh
-from mmtrain.parallel.optim import LocalOptimizers, build_optimizers
+from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, check_groups
 from mmtrain.parallel.planning import PlanAhead
 from mmtrain.parallel.position_losses import PositionLosses
 from mmtrain.parallel.replica_data import ReplicaData
@@ -73,7 +73,8 @@ class Placement:
                 regathered=config.regathered,
                 recompute=config.activation_checkpoint,
             )
-            optimizers = build_optimizers(config.optimizer, model.chunks, model.tied)
+            check_groups(config.optimizer, model.chunks, model.aliases)
+            optimizers = build_optimizers(config.optimizer, model.chunks, model.tied, model.aliases)
             position_losses = PositionLosses.of(model.chunks) if config.data.sources else None
             runtime = PipelineScheduleRuntime(model.stages, position_losses)
             undo.pop_all()

@@ -1,4 +1,4 @@
-"""The only file that imports torchtitan: its mesh algebra, optimizer container and tensorboard writer.
+"""The only file that imports torchtitan: its mesh algebra, optimizer container and writers of metrics.
 
 What of torchtitan 0.3 serves is taken as it is. Not taken, because it does not fit: its checkpoint
 manager writes in place (ours renames a finished folder), its learning-rate container refuses a rank
@@ -23,7 +23,7 @@ try:
         # torchtitan falls back to "cuda" on a machine without one; the names below are read at import.
         _titan_utils.device_type, _titan_utils.device_module = "cpu", torch.cpu
 
-    from torchtitan.components.metrics import TensorBoardLogger
+    from torchtitan.components.metrics import TensorBoardLogger, WandBLogger
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
     from torchtitan.components.optimizer.utils import init_optim_state
     from torchtitan.distributed.parallel_dims import ParallelDims
@@ -33,6 +33,7 @@ except ModuleNotFoundError:
         ParallelDims,
         ParamGroupConfig,
         TensorBoardLogger,
+        WandBLogger,
         init_optim_state,
     )
 
@@ -43,6 +44,7 @@ __all__ = [
     "ParallelDims",
     "ParamGroupConfig",
     "TensorBoardLogger",
+    "WandBLogger",
     "init_optim_state",
     "parallel_dims",
 ]

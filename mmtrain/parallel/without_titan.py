@@ -1,9 +1,10 @@
-"""Replaces torchtitan in `parallel/titan.py` if it is not installed: meshes, optimizers, tensorboard by torch alone.
+"""Replaces torchtitan in `parallel/titan.py` if it is not installed: meshes, optimizers, metrics by torch alone.
 
 For machines that a package cannot be brought to. Process groups, groups of parameters and the names in checkpoints are
 those of torchtitan (`tests/parallel/test_without_titan.py` compares them).
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -151,3 +152,22 @@ class TensorBoardLogger:
     def close(self) -> None:
         """Writes the remaining metrics."""
         self.writer.close()
+
+
+class WandBLogger:
+    """wandb's own run, with its variables for names."""
+
+    def __init__(self, log_dir: str, config_dict: dict[str, Any] | None = None) -> None:
+        import wandb
+
+        names = {"project": "WANDB_PROJECT", "name": "WANDB_RUN_NAME", "id": "WANDB_RUN_ID"}
+        self.wandb = wandb
+        wandb.init(dir=log_dir, config=config_dict, **{key: os.getenv(name) for key, name in names.items()})
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Adds numbers."""
+        self.wandb.log(metrics, step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self.wandb.finish()

@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 import torch
@@ -6,8 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from mmtrain.config.sections import LRSchedulerConfig, OptimizerConfig
-from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, lr_factor, set_lr
+from mmtrain.config.sections import LRSchedulerConfig, OptimizerConfig, OptimizerGroup
+from mmtrain.errors import ConfigError
+from mmtrain.parallel.optim import LocalOptimizers, build_optimizers, check_groups, lr_factor, set_lr
 from mmtrain.parallel.titan import FrozenAwareOptimizers
 from tests.ranks import run_ranks
 
@@ -61,9 +63,9 @@ def test_frozen_parts_and_ranks_without_trainable_parameters():
     model, frozen = Model(), Model()
     frozen.requires_grad_(False)
     model.embed.requires_grad_(False)
-    optimizers = build_optimizers(OptimizerConfig(), [frozen, model], [])
+    optimizers = build_optimizers(OptimizerConfig(lr=0.5), [frozen, model], [])
     assert "embed.weight" not in decays(optimizers)
-    set_lr(optimizers, 0.25)
+    set_lr(optimizers, 0.5)
     assert {g["lr"] for o in optimizers for g in o.param_groups} == {0.25}
     empty = build_optimizers(OptimizerConfig(), [frozen], [])
     assert list(empty) == []
@@ -120,3 +122,97 @@ def steps_of_both(rank, implementation):
 @pytest.mark.parametrize("implementation", ["foreach", "fused"])
 def test_steps_on_local_parts_are_those_on_dtensors_to_the_bit(implementation):
     assert run_ranks(steps_of_both, 2, implementation) == [True, True]
+
+
+# ------------------------------------------------------------------------------------------------ groups
+
+
+class Whole(nn.Module):
+    """Parameters named as those of a job."""
+
+    def __init__(self):
+        super().__init__()
+        self.vision = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4)]), "merger": nn.Linear(4, 4)})
+        self.projector = nn.Linear(4, 4)
+        self.language = Model()
+
+
+GROUPS = [
+    OptimizerGroup(module="language", pattern=r"embed|head", lr=0.01),
+    OptimizerGroup(module="projector", lr=1.0, weight_decay=0.7),
+    OptimizerGroup(module="vision", weight_decay=0.0),
+]
+
+
+def test_groups_have_rates_and_decays_of_their_own():
+    model = Whole()
+    section = OptimizerConfig(lr=0.1, weight_decay=0.5, groups=GROUPS)
+    tied = {"language.head.weight": "language.embed.weight"}
+    optimizers = build_optimizers(section, [model], [model.language.head.weight], tied)
+    set_lr(optimizers, 0.5)
+    values = {
+        name: (group["lr"], group["weight_decay"])
+        for optimizer in optimizers for group in optimizer.param_groups for name in group["param_names"]
+    }  # fmt: skip
+    assert len(values) == len(list(model.parameters()))
+    assert values["language.embed.weight"] == values["language.head.weight"] == (0.005, 0.0)
+    assert values["language.linear.weight"] == (0.05, 0.5)
+    assert values["language.linear.bias"] == values["language.norm.weight"] == (0.05, 0.0)
+    assert values["projector.weight"] == values["vision.merger.weight"] == (0.5, 0.7), "its own merger is a projector"
+    assert values["projector.bias"] == (0.5, 0.0), "vectors do not decay in any group"
+    assert values["vision.blocks.0.weight"] == (0.05, 0.0)
+
+
+def test_a_group_learns_as_a_job_with_its_values():
+    torch.manual_seed(0)
+    together, alone = Whole(), Whole()
+    alone.load_state_dict(together.state_dict())
+    groups = [OptimizerGroup(module="projector", lr=0.3, weight_decay=0.7)]
+    jobs = [
+        (together, build_optimizers(OptimizerConfig(lr=0.1, weight_decay=0.5, groups=groups), [together], [])),
+        (alone, build_optimizers(OptimizerConfig(lr=0.3, weight_decay=0.7), [alone], [])),
+    ]
+    for model, optimizers in jobs:
+        for _ in range(3):
+            x = torch.ones(2, 4)
+            (model.projector(x).pow(2).sum() + model.vision["blocks"][0](x).pow(2).sum()).backward()
+            set_lr(optimizers, 0.9)
+            optimizers.step()
+            optimizers.zero_grad()
+    assert torch.equal(together.projector.weight, alone.projector.weight)
+    assert not torch.equal(together.vision["blocks"][0].weight, alone.vision["blocks"][0].weight)
+
+
+def _check(device, groups):
+    chunks = [Whole()] if torch.distributed.get_rank() == 0 else []
+    try:
+        check_groups(OptimizerConfig(groups=groups), chunks, {})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_without_parameters_on_any_rank_is_refused_on_all():
+    wrong = OptimizerGroup(module="projector", pattern="fc1", lr=0.1)
+    results = run_ranks(_check_both, 2, GROUPS, [*GROUPS, wrong])
+    for right, refused in results:
+        assert right == ""
+        assert refused.startswith('optimizer.groups: the group with module = "projector" and pattern = "fc1" has no')
+
+
+def _check_both(device, right, wrong):
+    return _check(device, right), _check(device, wrong)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"lr": 0.1}, "neither module nor pattern"),
+        ({"module": "vision"}, "sets neither lr nor weight_decay"),
+        ({"pattern": "(", "lr": 0.1}, "is no regular expression"),
+        ({"module": "vision", "lr": -0.1}, "lr = -0.1"),
+    ],
+)
+def test_groups_that_say_nothing_are_refused(values, reason):
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        OptimizerGroup(**values)

@@ -1,0 +1,83 @@
+"""What the run folder keeps of the log, and Weights & Biases."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from mmtrain.config.sections import MetricsConfig
+from mmtrain.errors import ConfigError
+from mmtrain.observe.metrics import LogFile, Reporter, Validation, setup_logging
+
+logger = logging.getLogger("mmtrain")
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers, logger.propagate = handlers, propagate
+    logger.setLevel(level)
+
+
+def lines(path: Path) -> list[str]:
+    return [line.split(" ", 2)[2] for line in path.read_text().splitlines()]
+
+
+def test_it_has_all_lines_from_the_first_on_and_a_resumed_run_adds_to_them(tmp_path, capsys):
+    for run in ("first", "second"):
+        setup_logging(0)
+        logger.info("%s run begins", run)
+        file = LogFile(tmp_path, 0)
+        logger.info("a step")
+        file.write("error: it fails")
+        file.close()
+        logger.info("not in the folder any more")
+    expected = [f"{run} run begins, a step, error: it fails" for run in ("first", "second")]
+    assert ", ".join(lines(tmp_path / "log.txt")) == ", ".join(expected)
+    assert "it fails" not in capsys.readouterr().out, "the screen has errors from elsewhere, once"
+
+
+def test_other_ranks_have_a_file_if_they_have_something_to_say(tmp_path):
+    for rank in (1, 2):
+        setup_logging(rank)
+        logger.info("nothing that matters")
+        file = LogFile(tmp_path, rank)
+        if rank == 2:
+            logger.warning("slow")
+        file.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["log-rank-2.txt"]
+    assert lines(tmp_path / "log-rank-2.txt") == ["slow"]
+
+
+@pytest.fixture
+def _new_wandb():
+    """Its settings are those of its first run in a process."""
+    import wandb
+
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("_new_wandb")
+def test_wandb_keeps_a_run_in_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    section = MetricsConfig(enable_tensorboard=False, progress_bar=False, enable_wandb=True)
+    reporter = Reporter(section, tmp_path, enabled=True, steps=1, start=0, config={"training": {"steps": 1}})
+    reporter.validation(1, Validation(loss=2.5, accuracy={"easy": (1, 2)}))
+    reporter.close()
+    (run,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    stored = run.read_bytes()
+    assert b"validation_metrics/accuracy/easy" in stored and b"training" in stored
+
+
+@pytest.mark.usefixtures("_new_wandb")
+def test_wandb_without_an_account_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    section = MetricsConfig(enable_tensorboard=False, progress_bar=False, enable_wandb=True)
+    with pytest.raises(ConfigError, match=r"metrics.enable_wandb: no run could be started: .*WANDB_MODE=offline"):
+        Reporter(section, tmp_path, enabled=True, steps=1, start=0)
