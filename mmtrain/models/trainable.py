@@ -75,3 +75,8 @@ def adapter_names(name: str) -> tuple[str, str]:
 def stored_adapter_name(name: str) -> str:
     """The name of an adapter's parameter in a `peft` folder."""
     return "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
+
+
+def part_of(name: str) -> str:
+    """The part of a model that a parameter belongs to: its module, or `projector`, also for an encoder's own merger."""
+    return "projector" if name.startswith("vision.merger.") else name.partition(".")[0]

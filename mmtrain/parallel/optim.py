@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from mmtrain.config.sections import LRSchedulerConfig, OptimizerConfig, OptimizerGroup
 from mmtrain.errors import ConfigError
+from mmtrain.models.trainable import part_of
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.titan import FrozenAwareOptimizers, ParamGroupConfig, init_optim_state
 
@@ -72,15 +73,6 @@ def lr_factor(section: LRSchedulerConfig, step: int, steps: int) -> float:
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
     }[section.decay_type]
     return section.min_lr_factor + (1 - section.min_lr_factor) * shape
-
-
-_MODULES: Mapping[str, tuple[str, ...]] = {
-    "projector": ("projector.", "vision.merger."),
-    "vision": ("vision.",),
-    "language": ("language.",),
-    "dit": ("dit.",),
-}
-"""Part of a model -> how the names of its parameters begin; the first that fits counts."""
 
 
 def build_optimizers(
@@ -147,8 +139,7 @@ def check_groups(section: OptimizerConfig, chunks: Sequence[nn.Module], aliases:
 
 def _group_of(groups: Sequence[OptimizerGroup], name: str) -> int:
     """The index of a parameter's group; the number of groups if it is in none."""
-    module = next((part for part, begins in _MODULES.items() if name.startswith(begins)), "")
-    fits = (group.module in ("", module) and re.search(group.pattern, name) for group in groups)
+    fits = (group.module in ("", part_of(name)) and re.search(group.pattern, name) for group in groups)
     return next((i for i, fit in enumerate(fits) if fit), len(groups))
 
 
