@@ -4,6 +4,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import sys
 import time
 import zlib
@@ -19,6 +20,9 @@ from mmtrain.config import config
 from mmtrain.errors import MMTrainError
 from mmtrain.launch.folder_owner import owned
 from mmtrain.launch.processes import check_temporary_folder, end_with_parent, environment, leave
+
+_OVERRIDE = re.compile(r"--[\w-]+\.[^\s=]+=")
+"""The beginning of `--section.key=value`."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     profile.add(commands)
     simulate.add(commands)
     report.add(commands)
-    args, rest = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    overrides = [word for word in words if _OVERRIDE.match(word)]  # argparse takes one with a space for a position
+    args, rest = parser.parse_known_args([word for word in words if not _OVERRIDE.match(word)])
+    rest += overrides
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2

@@ -204,10 +204,14 @@ def _json_file(path: Path, split: str) -> Path | None:
     train = named.get("train") or named.get("data") or (others[0] if len(others) == 1 else None)
     if train and split == "train":
         return train
-    if train or any(file.suffix == ".jsonl" for file in files):  # else `datasets` may know them
-        splits = ", ".join(file.stem for file in files)
-        raise ConfigError(f"data: split {split!r} of {str(path)!r} does not exist; it has {splits}")
-    return None
+    parts = any(file.stem.startswith(split) for file in files)  # as train-00000-of-00002.json
+    if (parts or (path / "README.md").is_file()) and all(file.suffix == ".json" for file in files):
+        return None  # `datasets` may know them
+    splits = ", ".join(file.stem for file in files)
+    raise ConfigError(
+        f"data: split {split!r} of {str(path)!r} does not exist; it has {splits}; call its file "
+        f"{split}.jsonl or {split}.json"
+    )
 
 
 def _parquet_files(path: Path, split: str) -> list[Path]:

@@ -64,6 +64,13 @@ def test_bad_input_ends_with_one_line(job, capsys, monkeypatch, overrides, messa
     assert message in lines[0]
 
 
+def test_an_override_with_a_space_is_no_name_of_a_schedule(job, capsys):
+    sources = '--data.sources=[{source="a", weight=0}]'
+    assert cli.main(["schedule", "show", "--config", str(job), "--data.source=", sources]) == 2
+    assert one_line(capsys).endswith('data.sources: "a" has weight = 0.0; it must be above 0 and at most 1e+21, so '
+                                     "remove the source if none of its samples is wanted")  # fmt: skip
+
+
 def nothing_starts(monkeypatch):
     def started(*_):
         raise AssertionError("processes were started")

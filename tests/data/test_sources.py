@@ -295,7 +295,7 @@ def test_which_file_of_a_folder_is_the_training_split(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"conversations": TURNS, "images": [f"{name}.png"]}) + "\n")
     assert read(open_source(data(tmp_path), "train"), 0).images[0].path.endswith("notes.png")
     (tmp_path / "other.json").write_text(llava("other.png"))
-    with pytest.raises(ConfigError, match=r"split 'train' of .* does not exist; it has notes, validation, other"):
+    with pytest.raises(ConfigError, match=r"split 'train' of .* does not exist; it has notes, validation, other; call"):
         open_source(data(tmp_path), "train")
     (tmp_path / "data.json").write_text(llava("data.png"))
     assert read(open_source(data(tmp_path), "train"), 0).images[0].path.endswith("data.png")
