@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError, DataError
-from mmtrain.spec.shapes import single_size
+from mmtrain.spec.families import encoder_config
+from mmtrain.spec.shapes import single_size, vision_shape
 
 MAX_ASPECT_RATIO = 200
 """Largest ratio of the longer to the shorter side of an image for a native-resolution encoder, as in Qwen2-VL."""
@@ -20,7 +22,9 @@ QWEN2_VL_MAX_PIXELS = 28 * 28 * 1280
 """Area limits of the Qwen2-VL image processor, used if neither the config nor a processor has any."""
 
 _NATIVE = ("qwen2_vl", "qwen2_vl_vision", "qwen2_5_vl", "qwen2_5_vl_vision")
-_FIXED = ("siglip_vision_model", "siglip", "vit")
+_FIXED = ("siglip_vision_model", "siglip", "clip_vision_model", "clip", "vit")
+_CROPPED = ("clip_vision_model", "clip")
+"""Those of the fixed ones whose processor cuts a square out of an image instead of distorting it."""
 _AUDIO = ("whisper", "whisper_encoder")
 
 
@@ -29,10 +33,10 @@ class ImageGeometry:
     """The rule that turns an image's size into a grid of patches and a number of tokens.
 
     `packed`: native resolution; sides become multiples of patch x merge, patches lie in merge blocks.
-    `fixed`: every image becomes image_size x image_size.
+    `fixed`: every image becomes image_size x image_size; `cropped`: its middle does.
     """
 
-    layout: Literal["packed", "fixed"]
+    layout: Literal["packed", "fixed", "cropped"]
     patch_size: int
     """Pixels along one side of a patch."""
     merge: int
@@ -41,11 +45,13 @@ class ImageGeometry:
     temporal_patch_size: int = 1
     """Frames in one patch; a still image is repeated to fill it (packed)."""
     image_size: int = 0
-    """Side in pixels (fixed)."""
+    """Side in pixels (fixed, cropped)."""
     min_pixels: int = 0
     """Smallest area after resizing, pixels (packed)."""
     max_pixels: int = 0
     """Largest area after resizing, pixels (packed)."""
+    extra_tokens: int = 0
+    """Tokens of an image in addition to those of its patches: 1 for a class token."""
 
     @property
     def patch_dim(self) -> int:
@@ -53,11 +59,13 @@ class ImageGeometry:
         return self.num_channels * self.temporal_patch_size * self.patch_size**2
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels after resizing. Args: in pixels.
+        """(height, width) in pixels after resizing and cutting. Args: in pixels.
 
         Raises: DataError: a side is 0, or one side is more than 200 times the other.
         """
-        if self.layout == "fixed":
+        if self.layout == "cropped":
+            check_aspect_ratio(height, width)
+        if self.layout != "packed":
             return self.image_size, self.image_size
         return smart_resize(
             height,
@@ -73,9 +81,12 @@ class ImageGeometry:
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
-        """Number of tokens of an image: one for each merge x merge block. Args: grid: patches (time, height, width)."""
+        """Number of tokens of an image: one for each merge x merge block, and the extra ones.
+
+        Args: grid: patches (time, height, width).
+        """
         frames, height, width = grid
-        return frames * (height // self.merge) * (width // self.merge)
+        return frames * (height // self.merge) * (width // self.merge) + self.extra_tokens
 
 
 def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -89,13 +100,7 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
     Raises: DataError: a side is 0, or the aspect ratio is above `MAX_ASPECT_RATIO`.
     Source: the Qwen2-VL image processor (arXiv:2409.12191, sec. 2.1).
     """
-    if min(height, width) < 1:
-        raise DataError(f"image of {width} x {height} pixels: a side is empty")
-    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        raise DataError(
-            f"image of {width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the "
-            "other; crop it or leave it out"
-        )
+    check_aspect_ratio(height, width)
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
     if new_height * new_width > max_pixels:
@@ -109,14 +114,46 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
     return new_height, new_width
 
 
+def model_geometry(model: ModelConfig, *, min_pixels: int = 0, max_pixels: int = 0) -> ImageGeometry:
+    """The geometry of the images of a model with an encoder. Arguments and errors: see `image_geometry`."""
+    assert model.encoder is not None
+    return image_geometry(
+        encoder_config(model.encoder),
+        spatial_merge=model.projector.merge,
+        extra_tokens=int(vision_shape(model).keeps_class_token),
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+    )
+
+
+def check_aspect_ratio(height: int, width: int) -> None:
+    """Refuses an image that is so thin that resizing would make its longer side huge. Args: pixels.
+
+    Raises: DataError: a side is 0, or the aspect ratio is above `MAX_ASPECT_RATIO`.
+    """
+    if min(height, width) < 1:
+        raise DataError(f"image of {width} x {height} pixels: a side is empty")
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise DataError(
+            f"image of {width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the "
+            "other; crop it or leave it out"
+        )
+
+
 def image_geometry(
-    encoder: Mapping[str, Any], *, spatial_merge: int, min_pixels: int = 0, max_pixels: int = 0
+    encoder: Mapping[str, Any],
+    *,
+    spatial_merge: int,
+    extra_tokens: int = 0,
+    min_pixels: int = 0,
+    max_pixels: int = 0,
 ) -> ImageGeometry:
     """The geometry of an encoder's images.
 
     Args:
         encoder: Hugging Face config of the vision encoder, with its `model_type`.
-        spatial_merge: `model.projector.spatial_merge`.
+        spatial_merge: neighbours along each side that become one token.
+        extra_tokens: of an image, in addition to those of its patches.
         min_pixels, max_pixels: area limits for native-resolution encoders; 0: those of Qwen2-VL.
     Raises: ConfigError: the model_type is unknown or reads no images, or sizes do not divide each other.
     """
@@ -161,9 +198,10 @@ def image_geometry(
                 f"{patch} * {spatial_merge}; change model.projector.spatial_merge or the encoder's sizes"
             )
         return ImageGeometry(
-            layout="fixed",
+            layout="cropped" if kind in _CROPPED else "fixed",
             patch_size=patch,
             merge=spatial_merge,
+            extra_tokens=extra_tokens,
             image_size=size,
         )
     known_types = ", ".join((*_NATIVE, *_FIXED))

@@ -24,8 +24,7 @@ def most_image_tokens(model: ModelConfig) -> int:
     shape = vision_shape(model)
     if shape.fixed_grid is None:
         return _IMAGE_TOKENS
-    t, h, w = shape.fixed_grid
-    return t * h * w // shape.patches_per_token
+    return shape.fixed_tokens
 
 
 def small_data(section: DataConfig, model: ModelConfig) -> DataConfig:

@@ -105,10 +105,6 @@ class VisionAdapter(Adapter):
     def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
         """One block, [R, D]. Args: index: of the block in the whole module."""
 
-    def features(self, x_RD: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        """The rows of x_RD that are patches, [patches, D]."""
-        return x_RD
-
     def init_weights(self, tower: PreTrainedModel, module: nn.Module) -> None:
         """Initialises the tower or a module of it, whose children are done, by its class's own rule."""
         tower._init_weights(module)
@@ -168,7 +164,7 @@ class Qwen25VLVision(Qwen2VLVision):
 
 
 class FixedSizeVision(VisionAdapter):
-    """Encoders whose images all have one size: SigLIP, ViT and Whisper."""
+    """Encoders whose images all have one size: SigLIP, CLIP, ViT and Whisper."""
 
     extra_rows = 0
 
@@ -176,8 +172,10 @@ class FixedSizeVision(VisionAdapter):
         return grid[1] * grid[2] + self.extra_rows
 
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        (embed,) = (tower.get_submodule(name) for name in self.embed)
-        return embed(pixels.to(next(embed.parameters()).dtype)).flatten(0, 1)
+        x = pixels.to(next(tower.get_submodule(self.embed[0]).parameters()).dtype)
+        for name in self.embed:
+            x = tower.get_submodule(name)(x)
+        return x.flatten(0, 1)
 
     def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
         return rows.attend(segment_bits(self.rows(grid) for grid in rows.grids))
@@ -201,8 +199,20 @@ class Siglip(FixedSizeVision):
         return SiglipVisionConfig, make
 
 
+class CLIP(FixedSizeVision):
+    """The CLIP vision transformer, up to its last block: the norm after it is for the pooled class token alone."""
+
+    blocks, embed, norm = "encoder.layers", ("embeddings", "pre_layrnorm"), "post_layernorm"
+    extra_rows = 1
+
+    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
+        from transformers import CLIPVisionConfig, CLIPVisionModel
+
+        return CLIPVisionConfig, CLIPVisionModel
+
+
 class ViT(FixedSizeVision):
-    """The ViT without its pooler; its class token takes part in attention and is dropped by the projector."""
+    """The ViT without its pooler."""
 
     blocks, embed, norm = "layers", ("embeddings",), "layernorm"
     extra_rows = 1
@@ -211,9 +221,6 @@ class ViT(FixedSizeVision):
         from transformers import ViTConfig, ViTModel
 
         return ViTConfig, lambda config: ViTModel(config, add_pooling_layer=False)
-
-    def features(self, x_RD: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        return x_RD.unflatten(0, (len(grids), -1))[:, 1:].flatten(0, 1)
 
 
 class WhisperEncoder(FixedSizeVision):
@@ -266,6 +273,7 @@ VISION_ADAPTERS: dict[str, VisionAdapter] = {
     "qwen2_vl_vision": Qwen2VLVision(),
     "qwen2_5_vl_vision": Qwen25VLVision(),
     "siglip_vision_model": Siglip(),
+    "clip_vision_model": CLIP(),
     "vit": ViT(),
     "whisper_encoder": WhisperEncoder(),
 }

@@ -15,6 +15,7 @@ from typing import Any
 from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
+from mmtrain.spec.composites import part_config
 from mmtrain.spec.config_values import check_dropout, check_rope, check_type
 from mmtrain.spec.hub_files import find_file, read_json
 
@@ -100,6 +101,26 @@ ENCODERS: dict[str, Family] = {
         },
         optional={"vision_use_head": True},
         parents=("siglip",),
+        dropout=("attention_dropout",),
+        sizes=_SIZES,
+    ),
+    "clip_vision_model": Family(
+        defaults={
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_channels": 3,
+            "image_size": 224,
+            "patch_size": 32,
+            "hidden_act": "quick_gelu",
+            "layer_norm_eps": 1e-5,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "initializer_factor": 1.0,
+        },
+        optional={"projection_dim": 512},
+        parents=("clip",),
         dropout=("attention_dropout",),
         sizes=_SIZES,
     ),
@@ -294,6 +315,10 @@ _ROLES: dict[str, tuple[str, dict[str, Family]]] = {
 """Section of the config -> the kind of model that it names, and the supported families."""
 
 
+_NAFLEX = ("siglip2", "siglip2_vision_model")
+"""SigLIP 2 for images of any size; those of one image size have the model_type of the first SigLIP."""
+
+
 def vae_config(section: VaeConfig) -> dict[str, Any]:
     """The complete diffusers config of a VAE; its `model_type` is a key of `VAES`.
 
@@ -337,8 +362,8 @@ def dit_config(section: DitConfig) -> dict[str, Any]:
 def encoder_config(section: EncoderConfig) -> dict[str, Any]:
     """The complete Hugging Face config of a vision encoder; its `model_type` is a key of `ENCODERS`.
 
-    Missing keys have the defaults of the Hugging Face class. Of a whole Qwen-VL or SigLIP model it is the
-    `vision_config`; a whole Whisper model's config is also that of its encoder.
+    Missing keys have the defaults of the Hugging Face class. Of a whole Qwen-VL, CLIP or SigLIP model, or a
+    whole model of `composites`, it is the `vision_config`; a whole Whisper model's config is also that of its encoder.
     Raises: ConfigError: there is no such config, or it has an unknown family or key, a wrong type, or dropout.
     """
     values, inline = _read("model.encoder", section)
@@ -381,7 +406,8 @@ def _read(where: str, section: EncoderConfig | LanguageConfig | DitConfig | VaeC
     key = f"{where}.pretrained"
     path = find_file(key, section.pretrained, "config.json")
     assert path is not None
-    return read_json(key, path), False
+    values = read_json(key, path)
+    return part_config(where, values) or values, False
 
 
 def _complete(where: str, values: dict[str, Any], model_type: Any, *, strict: bool) -> dict[str, Any]:
@@ -423,6 +449,11 @@ def _unknown_family(where: str, model_type: Any) -> ConfigError:
     kind, families = _ROLES[where]
     names, wrong_type, hint = list(_names(families)), str(model_type), ""
     near = difflib.get_close_matches(wrong_type, names, 1, 0.75)
+    if wrong_type in _NAFLEX:
+        return ConfigError(
+            f"{where}: model_type = {shown(model_type)} is SigLIP 2 for images of any size (NaFlex), which is not "
+            'supported; choose a SigLIP 2 of one image size, whose model_type is "siglip"'
+        )
     if near and re.findall(r"\d+", wrong_type) == re.findall(r"\d+", near[0]) and wrong_type not in _library_families():
         hint = f"; did you mean {shown(near[0])}?"
     for section, (_, other_families) in _ROLES.items():

@@ -37,13 +37,26 @@ def test_known_sizes() -> None:
     assert [geometry.num_tokens(grid) for grid in table.values()] == [4, 8, 36, 64]
 
 
-@pytest.mark.parametrize("model_type", ["siglip_vision_model", "vit"])
+@pytest.mark.parametrize("model_type", ["siglip_vision_model", "clip_vision_model", "vit"])
 def test_a_fixed_size_ignores_the_image(model_type: str) -> None:
     encoder = {"model_type": model_type, "image_size": 56, "patch_size": 14}
     geometry = image_geometry(encoder, spatial_merge=2)
-    assert geometry.grid(999, 1) == (1, 4, 4)
-    assert geometry.resized(999, 1) == (56, 56)
+    assert geometry.grid(99, 1) == (1, 4, 4)
+    assert geometry.resized(99, 1) == (56, 56)
     assert geometry.num_tokens((1, 4, 4)) == 4
+
+
+def test_an_image_whose_middle_is_cut_out_has_a_largest_aspect_ratio() -> None:
+    """Resizing its shorter side would otherwise make a huge image."""
+    geometry = image_geometry({"model_type": "clip", "image_size": 56, "patch_size": 14}, spatial_merge=1)
+    assert geometry.grid(200, 1) == (1, 4, 4)
+    with pytest.raises(DataError, match="image of 1 x 201 pixels: one side is more than 200 times the other"):
+        geometry.grid(201, 1)
+
+
+def test_a_class_token_is_one_token_more() -> None:
+    encoder = {"model_type": "clip", "image_size": 56, "patch_size": 14}
+    assert image_geometry(encoder, spatial_merge=1, extra_tokens=1).num_tokens((1, 4, 4)) == 17
 
 
 @pytest.mark.parametrize(

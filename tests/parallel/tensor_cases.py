@@ -42,6 +42,7 @@ ENCODERS = {
         "out_hidden_size": WIDTH, "window_size": 16, "fullatt_block_indexes": [1],
     },
     "siglip": {"model_type": "siglip_vision_model", **_FIXED},
+    "clip": {"model_type": "clip_vision_model", **_FIXED},
     "vit": {"model_type": "vit", **_FIXED},
     "whisper": {
         "model_type": "whisper_encoder", "d_model": 32, "encoder_ffn_dim": 48, "encoder_layers": 2,
