@@ -73,16 +73,16 @@ def save_llava(name: str, folder: Path, spelling: str = "fresh") -> Any:
     return theirs.train()
 
 
-def job_model(folder: Path, *, segments: int = 1, **trainable: Any) -> ModelConfig:
+def job_model(folder: Path, **trainable: Any) -> ModelConfig:
     """The model of a job that starts from the folder. Args: trainable: section -> whether it trains."""
     source: dict[str, Any] = {"pretrained": str(folder)}
     encoder, projector, language = (
         source | {"trainable": trainable.get(name, True)} for name in ("encoder", "projector", "language")
     )
     return ModelConfig(
-        encoder=EncoderConfig(**encoder, num_segments=segments),
+        encoder=EncoderConfig(**encoder),
         projector=ProjectorConfig(kind="llava", **projector),
-        language=LanguageConfig(**language, num_segments=segments),
+        language=LanguageConfig(**language),
     )
 
 

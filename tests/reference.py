@@ -37,6 +37,10 @@ ENCODERS = {
         "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
         "num_attention_heads": 4, "image_size": 16, "patch_size": 4,
     },
+    "siglip2_vision_model": {
+        "model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_patches": 25, "patch_size": 4,
+    },
     "clip_vision_model": {
         "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
         "num_attention_heads": 4, "image_size": 16, "patch_size": 4,

@@ -77,6 +77,8 @@ def pixel_rules(model_type: str, processor: str = "") -> PixelRules:
         rules = PixelRules(mean=_CLIP_MEAN, std=_CLIP_STD, resample=Image.Resampling.BICUBIC)
     elif model_type.startswith("clip"):
         rules = PixelRules(mean=_CLIP_MEAN, std=_CLIP_STD, resample=Image.Resampling.BICUBIC, crops=True)
+    elif model_type.startswith("siglip2"):
+        rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BILINEAR)
     elif model_type.startswith("siglip"):
         rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BICUBIC)
     else:
@@ -115,7 +117,9 @@ def _read_rules(name: str, config: Mapping[str, Any], default: PixelRules) -> Pi
         resample=Image.Resampling(config.get("resample", default.resample)),
         rescale=config.get("rescale_factor", default.rescale),
         min_pixels=config.get("min_pixels") or size.get("shortest_edge") or 0,
-        max_pixels=config.get("max_pixels") or size.get("longest_edge") or 0,
+        max_pixels=config.get("max_pixels")
+        or size.get("longest_edge")
+        or config.get("max_num_patches", 0) * config.get("patch_size", 0) ** 2,
         image_size=square.get("height") or 0,
         crops=crops,
         shortest_edge=size.get("shortest_edge", 0) if crops else 0,
@@ -223,8 +227,10 @@ def blank(image: Image.Image) -> Image.Image:
 def pixel_values(image: Image.Image, geometry: ImageGeometry, rules: PixelRules) -> Tensor:
     """An RGB image as float32 encoder input.
 
-    Shapes: packed: [patches, channels * frames * patch * patch], patches in merge blocks (block row, block column, row
-    inside, column inside). fixed: [1, channels, image_size, image_size].
+    Shapes:
+        packed: [patches, channels * frames * patch * patch], or with `pixel_major` [patches, patch * patch * channels];
+            patches in merge blocks (block row, block column, row inside, column inside).
+        fixed, cropped: [1, channels, image_size, image_size].
     Source: layout of Qwen2-VL's image processor (arXiv:2409.12191).
     """
     height, width = geometry.resized(image.height, image.width)
@@ -239,7 +245,10 @@ def pixel_values(image: Image.Image, geometry: ImageGeometry, rules: PixelRules)
         return torch.from_numpy(np.ascontiguousarray(values_HWC.transpose(2, 0, 1))[None])
     p, m, frames = geometry.patch_size, geometry.merge, geometry.temporal_patch_size
     rows, columns = height // (p * m), width // (p * m)
-    blocks = values_HWC.reshape(rows, m, p, columns, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    blocks = values_HWC.reshape(rows, m, p, columns, m, p, 3).transpose(0, 3, 1, 4, 2, 5, 6)
+    if geometry.pixel_major:
+        return torch.from_numpy(blocks.reshape(-1, geometry.patch_dim))
+    blocks = np.moveaxis(blocks, -1, -3)
     repeated = np.broadcast_to(blocks[:, :, :, :, :, None], (*blocks.shape[:5], frames, p, p))
     return torch.from_numpy(repeated.reshape(rows * columns * m * m, geometry.patch_dim))
 

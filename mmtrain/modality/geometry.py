@@ -21,6 +21,8 @@ QWEN2_VL_MIN_PIXELS = 56 * 56
 QWEN2_VL_MAX_PIXELS = 28 * 28 * 1280
 """Area limits of the Qwen2-VL image processor, used if neither the config nor a processor has any."""
 
+_NAFLEX = ("siglip2_vision_model", "siglip2")
+"""Native resolution with a number of patches that each image fills."""
 _NATIVE = ("qwen2_vl", "qwen2_vl_vision", "qwen2_5_vl", "qwen2_5_vl_vision")
 _FIXED = ("siglip_vision_model", "siglip", "clip_vision_model", "clip", "vit")
 _CROPPED = ("clip_vision_model", "clip")
@@ -32,7 +34,8 @@ _AUDIO = ("whisper", "whisper_encoder")
 class ImageGeometry:
     """The rule that turns an image's size into a grid of patches and a number of tokens.
 
-    `packed`: native resolution; sides become multiples of patch x merge, patches lie in merge blocks.
+    `packed`: native resolution; sides become multiples of patch x merge, patches lie in merge blocks. With
+    `max_patches` an image is made as large as they allow.
     `fixed`: every image becomes image_size x image_size; `cropped`: its middle does.
     """
 
@@ -50,6 +53,10 @@ class ImageGeometry:
     """Smallest area after resizing, pixels (packed)."""
     max_pixels: int = 0
     """Largest area after resizing, pixels (packed)."""
+    max_patches: int = 0
+    """Number of patches that each image fills; 0: images keep their size within the limits above (packed)."""
+    pixel_major: bool = False
+    """Whether a packed patch is its pixels one by one, and not its channels."""
     extra_tokens: int = 0
     """Tokens of an image in addition to those of its patches: 1 for a class token."""
 
@@ -67,6 +74,9 @@ class ImageGeometry:
             check_aspect_ratio(height, width)
         if self.layout != "packed":
             return self.image_size, self.image_size
+        if self.max_patches:
+            factor, blocks = self.patch_size * self.merge, self.max_patches // self.merge**2
+            return filled_size(height, width, factor=factor, max_blocks=blocks)
         return smart_resize(
             height,
             width,
@@ -112,6 +122,29 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
         new_height = math.ceil(height * grow / factor) * factor
         new_width = math.ceil(width * grow / factor) * factor
     return new_height, new_width
+
+
+def filled_size(height: int, width: int, *, factor: int, max_blocks: int) -> tuple[int, int]:
+    """(height, width) in pixels: the multiples of `factor` that fill a number of blocks, with nearly the same ratio.
+
+    The scale is the largest one up to 100 at which both sides, rounded up, have at most `max_blocks` blocks, found by
+    bisection to 1e-5 as in the reference, so that sizes are equal to the pixel.
+
+    Args: height, width, factor: pixels. max_blocks: factor x factor pixels each.
+    Raises: DataError: a side is 0, or the aspect ratio is above `MAX_ASPECT_RATIO`.
+    Source: the image processor of SigLIP 2, arXiv:2502.14786, sec. 2.4.2.
+    """
+    check_aspect_ratio(height, width)
+
+    def blocks(scale: float, side: int) -> int:
+        return max(1, math.ceil(side * scale / factor))
+
+    low, high = 1e-6, 100.0
+    while high - low >= 1e-5:
+        scale = (low + high) / 2
+        fits = blocks(scale, height) * blocks(scale, width) <= max_blocks
+        low, high = (scale, high) if fits else (low, scale)
+    return blocks(low, height) * factor, blocks(low, width) * factor
 
 
 def model_geometry(model: ModelConfig, *, min_pixels: int = 0, max_pixels: int = 0) -> ImageGeometry:
@@ -184,6 +217,21 @@ def image_geometry(
                 f"{geometry.min_pixels}, and one token covers {(patch * spatial_merge) ** 2} pixels; raise it"
             )
         return geometry
+    if kind in _NAFLEX:
+        if min_pixels:
+            raise ConfigError(
+                f"data.min_pixels = {min_pixels}: images of a {kind} encoder always have as many patches as "
+                "data.max_pixels allows; remove it"
+            )
+        patch = single_size("model.encoder", "patch_size", encoder.get("patch_size", 16))
+        max_patches = max_pixels // patch**2 or encoder.get("num_patches", 256)
+        if max_patches < spatial_merge**2:
+            raise ConfigError(
+                f"data.max_pixels = {max_pixels}: one token covers {(patch * spatial_merge) ** 2} pixels; raise it"
+            )
+        return ImageGeometry(
+            layout="packed", patch_size=patch, merge=spatial_merge, max_patches=max_patches, pixel_major=True
+        )
     if kind in _FIXED:
         if min_pixels or max_pixels:
             raise ConfigError(
@@ -204,5 +252,5 @@ def image_geometry(
             extra_tokens=extra_tokens,
             image_size=size,
         )
-    known_types = ", ".join((*_NATIVE, *_FIXED))
+    known_types = ", ".join((*_NATIVE, *_NAFLEX, *_FIXED))
     raise ConfigError(f"model.encoder: model_type = {kind!r} has no known image layout; known are {known_types}")

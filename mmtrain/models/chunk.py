@@ -156,19 +156,19 @@ class VisionChunk(Chunk):
         empty = lo == hi
         rows = unit if empty else hi - lo  # an empty part still takes part in collectives, with rows of padding
         num_padded = padded(rows, sharding.degree)
+        indices = np.full(num_padded, -1, dtype=np.int64)
+        indices[: hi - lo] = np.arange(lo, hi)
+        attend = partial(attention_context, rows=indices, gather=gather, backend=backend)
+        on_rank = RankRows(shape=self.shape, grids=grids, indices=indices, attend=attend)
         if self.has_embed:
             if empty:
                 x = x.new_zeros(rows, self.shape.patch_dim)
             elif part is None and self.shape.window:
                 x = x.index_select(0, torch.from_numpy(self.shape.row_order(grids)).to(x.device, non_blocking=True))
-            x = sharding.shard(self.adapter.call_embed(self.vision, x, grids))
+            x = sharding.shard(self.adapter.call_embed(self.vision, x, on_rank))
         elif empty:
             x = nn.functional.pad(x, (0, 0, 0, num_padded // sharding.degree))
         if self.block_indices:
-            indices = np.full(num_padded, -1, dtype=np.int64)
-            indices[: hi - lo] = np.arange(lo, hi)
-            attend = partial(attention_context, rows=indices, gather=gather, backend=backend)
-            on_rank = RankRows(shape=self.shape, grids=grids, indices=indices, attend=attend)
             context = self.adapter.context(self.vision, x, on_rank)
             for index, block in zip(self.block_indices, self.blocks(), strict=True):
                 x = self.adapter.call_block(index, block, x, context)

@@ -24,6 +24,7 @@ _PREFIXES = {
     "qwen2_vl_vision": ("model.visual.", "visual."),
     "qwen2_5_vl_vision": ("model.visual.", "visual."),
     "siglip_vision_model": ("vision_model.",),
+    "siglip2_vision_model": ("vision_model.",),
     "clip_vision_model": ("vision_model.",),
     "vit": ("vit.",),
     "whisper_encoder": ("model.encoder.", "encoder."),

@@ -99,6 +99,14 @@ _DECODER = FamilyPlan(
 _SIGLIP_BLOCK = _block("layer_norm1 layer_norm2", _SEPARATE_QKV, "self_attn.out_proj", "mlp.fc1", "mlp.fc2")
 
 
+_SIGLIP = FamilyPlan(
+    blocks="vision.encoder.layers",
+    block=_SIGLIP_BLOCK,
+    embed={"vision.embeddings": "whole"},
+    norm={"vision.post_layernorm": "norm"},
+)
+
+
 def _qwen_vision(mlp_inputs: str, mlp_output: str) -> FamilyPlan:
     """Qwen2-VL or Qwen2.5-VL, whose queries, keys and values are rows of one layer head by head: a part is heads."""
     return FamilyPlan(
@@ -130,12 +138,8 @@ PLANS: Mapping[str, FamilyPlan] = {
     "llama": _DECODER,
     "qwen2_vl_vision": _qwen_vision("mlp.fc1", "mlp.fc2"),
     "qwen2_5_vl_vision": _qwen_vision(*_GATED_MLP),
-    "siglip_vision_model": FamilyPlan(
-        blocks="vision.encoder.layers",
-        block=_SIGLIP_BLOCK,
-        embed={"vision.embeddings": "whole"},
-        norm={"vision.post_layernorm": "norm"},
-    ),
+    "siglip_vision_model": _SIGLIP,
+    "siglip2_vision_model": _SIGLIP,
     "clip_vision_model": FamilyPlan(
         blocks="vision.encoder.layers",
         block=_SIGLIP_BLOCK,

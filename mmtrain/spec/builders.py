@@ -111,9 +111,11 @@ def _patch_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
     """The first layer of an encoder of images."""
     D, P = shape.width, shape.patch_dim
     num_params = (P + shape.embed_bias + 2 * shape.embed_norm) * D
-    if shape.fixed_grid is not None:  # positions of Qwen-VL are rotary
+    num_params += shape.num_positions * D
+    if shape.fixed_grid is not None:
         num_params += (shape.fixed_grid[1] * shape.fixed_grid[2] + 2 * shape.class_token) * D
     activation = Rates(output=shape.patches_per_output * P * e, row=shape.embed_norm * (D + 2) * e)
+    activation += Rates(row=_INT64 * (shape.num_positions > 0))  # the position of each row
     return LayerSpec(
         name="embed",
         num_params=num_params,
@@ -180,9 +182,9 @@ def _projector(model: ModelConfig, shape: VisionShape, *, e: int) -> LayerSpec:
 def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: int) -> LayerSpec:
     """One encoder block."""
     D, H, I = shape.width, shape.num_heads, shape.mlp_width
-    # Query, key, value and the input of the output projection. In the packed encoder, value is a view of the joint
-    # query-key-value tensor, which is kept whole, and the output is a copy joined from single images.
-    attention = (6 if shape.packed else 4) * D * e
+    # Query, key, value and the input of the output projection. Where they come from one layer, value is a view of the
+    # joint tensor, which is kept whole.
+    attention = (5 if shape.joint_qkv else 3) * D * e + D * e
     attention += H * _FLOAT32  # log-sum-exp
     # Outputs of single images; the outputs of Whisper's contiguous heads are copied to rows.
     attention += D * e if shape.packed or shape.one_row else 0
@@ -208,7 +210,9 @@ def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: in
         whole_bytes=_whole_of_block(block_linears(shape), D, e),
         # Divided ranks keep neither the joint query-key-value tensor nor the joined outputs of single images. Images of
         # one fixed size are not divided.
-        gathered_keys=Replaced(old=Rates(row=5 * D * e), new=Rates(row=2 * D * e)) if shape.packed else Replaced(),
+        gathered_keys=Replaced(old=Rates(row=(5 if shape.joint_qkv else 3) * D * e), new=Rates(row=2 * D * e))
+        if shape.packed
+        else Replaced(),
         unread_bytes=Rates(row=D * e),
     )
 

@@ -104,6 +104,24 @@ ENCODERS: dict[str, Family] = {
         dropout=("attention_dropout",),
         sizes=_SIZES,
     ),
+    "siglip2_vision_model": Family(
+        defaults={
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_channels": 3,
+            "num_patches": 256,
+            "patch_size": 16,
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_eps": 1e-6,
+            "attention_dropout": 0.0,
+        },
+        optional={"vision_use_head": True},
+        parents=("siglip2",),
+        dropout=("attention_dropout",),
+        sizes=_SIZES,
+    ),
     "clip_vision_model": Family(
         defaults={
             "hidden_size": 768,
@@ -315,10 +333,6 @@ _ROLES: dict[str, tuple[str, dict[str, Family]]] = {
 """Section of the config -> the kind of model that it names, and the supported families."""
 
 
-_NAFLEX = ("siglip2", "siglip2_vision_model")
-"""SigLIP 2 for images of any size; those of one image size have the model_type of the first SigLIP."""
-
-
 def vae_config(section: VaeConfig) -> dict[str, Any]:
     """The complete diffusers config of a VAE; its `model_type` is a key of `VAES`.
 
@@ -449,11 +463,6 @@ def _unknown_family(where: str, model_type: Any) -> ConfigError:
     kind, families = _ROLES[where]
     names, wrong_type, hint = list(_names(families)), str(model_type), ""
     near = difflib.get_close_matches(wrong_type, names, 1, 0.75)
-    if wrong_type in _NAFLEX:
-        return ConfigError(
-            f"{where}: model_type = {shown(model_type)} is SigLIP 2 for images of any size (NaFlex), which is not "
-            'supported; choose a SigLIP 2 of one image size, whose model_type is "siglip"'
-        )
     if near and re.findall(r"\d+", wrong_type) == re.findall(r"\d+", near[0]) and wrong_type not in _library_families():
         hint = f"; did you mean {shown(near[0])}?"
     for section, (_, other_families) in _ROLES.items():

@@ -33,6 +33,12 @@ class VisionShape:
     """Whether the key has a bias if query and value have one."""
     gated_mlp: bool = False
     """Whether a third linear layer gates the inner columns."""
+    joint_qkv: bool = False
+    """Whether one linear layer makes query, key and value."""
+    rotary: bool = False
+    """Whether positions are rotary."""
+    num_positions: int = 0
+    """Learned positions in a square, which are resized to the grid of each image; 0: positions are of another kind."""
     rms_norm: bool = False
     """Whether norms are RMSNorms."""
     patch_size: int
@@ -184,6 +190,8 @@ def vision_shape(model: ModelConfig) -> VisionShape:
     merge = model.projector.merge
     if values["model_type"] in ("qwen2_vl_vision", "qwen2_5_vl_vision"):
         shape = _native_resolution(values, where, merge)
+    elif values["model_type"] == "siglip2_vision_model":
+        shape = _resized_positions(values, where, merge)
     elif values["model_type"] == "whisper_encoder":
         shape = _audio(values, where, merge)
     else:
@@ -225,6 +233,8 @@ def _native_resolution(values: dict[str, Any], where: str, merge: int) -> Vision
         hidden_act=values["hidden_act"],
         patch_size=patch,
         packed=True,
+        joint_qkv=True,
+        rotary=True,
         embed_bias=False,
         gated_mlp=windowed,
         rms_norm=windowed,
@@ -232,6 +242,27 @@ def _native_resolution(values: dict[str, Any], where: str, merge: int) -> Vision
         full_blocks=tuple(values["fullatt_block_indexes"]) if windowed else (),
         native_merge=values["spatial_merge_size"],
         native_width=values["out_hidden_size" if windowed else "hidden_size"],
+        merge=merge,
+    )
+
+
+def _resized_positions(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+    """Encoders of packed images with learned positions, which are resized to each image: SigLIP 2 (NaFlex)."""
+    patch, positions = single_size(where, "patch_size", values["patch_size"]), values["num_patches"]
+    if math.isqrt(positions) ** 2 != positions:
+        raise ConfigError(f"{where}: num_patches = {positions}; positions form a square, so it must be a square number")
+    return VisionShape(
+        model_type=values["model_type"],
+        width=values["hidden_size"],
+        depth=values["num_hidden_layers"],
+        num_heads=values["num_attention_heads"],
+        mlp_width=values["intermediate_size"],
+        patch_dim=values["num_channels"] * patch * patch,
+        hidden_act=values["hidden_act"],
+        patch_size=patch,
+        packed=True,
+        num_positions=positions,
+        final_norm=True,
         merge=merge,
     )
 

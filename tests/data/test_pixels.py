@@ -115,6 +115,27 @@ def test_what_a_processor_of_clip_may_say(config: dict[str, Any], message: str |
     assert (rules.image_size, rules.crops, rules.shortest_edge) == (336, crops, 336 if crops else 0)
 
 
+@pytest.mark.parametrize("num_patches", [256, 100])
+def test_pixels_that_fill_a_number_of_patches_equal_the_reference(num_patches: int, tmp_path: Path) -> None:
+    theirs = their_processor("Siglip2ImageProcessor", patch_size=8, max_num_patches=num_patches)
+    theirs.save_pretrained(tmp_path)
+    rules = pixel_rules("siglip2_vision_model", str(tmp_path))
+    assert rules.max_pixels == num_patches * 64
+    encoder = {"model_type": "siglip2_vision_model", "patch_size": 8}
+    geometry, merged = (image_geometry(encoder, spatial_merge=merge, max_pixels=rules.max_pixels) for merge in (1, 2))
+    for width, height in ODD_SIZES:
+        image = noisy_image(width, height)
+        expected = theirs(image, return_tensors="np")
+        _, rows, columns = geometry.grid(height, width)
+        assert (rows, columns) == tuple(expected["spatial_shapes"][0].tolist())
+        ours = pixel_values(image, geometry, rules).numpy()
+        np.testing.assert_array_equal(ours, expected["pixel_values"][0, : rows * columns])
+        if rows % 2 == columns % 2 == 0 and merged.resized(height, width) == geometry.resized(height, width):
+            squares = ours.reshape(rows // 2, 2, columns // 2, 2, -1).swapaxes(1, 2).reshape(rows * columns, -1)
+            np.testing.assert_array_equal(pixel_values(image, merged, rules).numpy(), squares)
+    assert merged.resized(64, 64) == geometry.resized(64, 64), "some image is compared"
+
+
 def test_patches_lie_in_merge_blocks() -> None:
     geometry = image_geometry(
         {"model_type": "qwen2_vl", "patch_size": 2}, spatial_merge=2, min_pixels=1, max_pixels=999

@@ -46,6 +46,8 @@ def inputs(model, spec, module, layer, dtype):
         if model.encoder.config["model_type"] in ("qwen2_vl", "qwen2_5_vl"):
             grids = ((1, 4, 4), (1, 4, 6))
             shape = (sum(t * h * w for t, h, w in grids), 96)
+        elif model.encoder.config["model_type"] == "siglip2_vision_model":
+            shape, grids = (40, 48), ((1, 4, 4), (1, 4, 6))
         elif model.encoder.config["model_type"] == "whisper":
             shape, grids = (2, 10, 24), ((1, 1, 12),) * 2
         kwargs = {"grids": grids}

@@ -41,6 +41,7 @@ def test_other_names_of_a_key_are_understood():
         ("qwen2_vl", {"depth": 7, "in_chans": 3}, "qwen2_vl_vision"),
         ("qwen2_5_vl", {"depth": 7, "model_type": "qwen2_5_vl", "in_chans": 3}, "qwen2_5_vl_vision"),
         ("siglip", {"num_hidden_layers": 7, "model_type": "siglip_vision_model"}, "siglip_vision_model"),
+        ("siglip2", {"num_hidden_layers": 7, "model_type": "siglip2_vision_model"}, "siglip2_vision_model"),
         ("clip", {"num_hidden_layers": 7, "model_type": "clip_vision_model"}, "clip_vision_model"),
         ("llava", {"num_hidden_layers": 7}, "clip_vision_model"),
     ],
@@ -119,16 +120,6 @@ def test_only_a_misspelt_family_gets_a_hint(tmp_path, model_type, hint):
     with pytest.raises(ConfigError, match="supported are qwen2, llama") as found:
         language_config(LanguageConfig(pretrained=path))
     assert str(found.value).endswith(f'did you mean "{hint}"?' if hint else "supported are qwen2, llama")
-
-
-@pytest.mark.parametrize("model_type", ["siglip2", "siglip2_vision_model"])
-def test_what_is_refused_for_a_reason_that_its_name_does_not_tell(tmp_path, model_type):
-    path = folder(tmp_path, {"model_type": model_type, "vision_config": {"model_type": model_type}})
-    with pytest.raises(
-        ConfigError,
-        match=rf'model_type = "{model_type}" is SigLIP 2 for images of any size .* choose a SigLIP 2 of one',
-    ):
-        encoder_config(EncoderConfig(pretrained=path))
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ QWEN2_VL = {"model_type": "qwen2_vl", "embed_dim": 64, "num_heads": 4, "hidden_s
         ),
         (model({"model_type": "vit"}, spatial_merge=3), "makes 14 x 14 patches; choose a divisor of 14"),
         (model({"model_type": "vit"}, kind="native"), r"\(vit\) has no merger of its own; use \"mlp\""),
+        (model({"model_type": "siglip2", "num_patches": 250}), "num_patches = 250; .* it must be a square number"),
         (model(QWEN2_VL, kind="native", spatial_merge=4), "the merger of model.encoder.config merges 2 x 2"),
         (model({**QWEN2_VL, "hidden_size": 40}, kind="native"), "makes 40 columns .* language model has 48"),
         (model({**QWEN2_5_VL, "num_heads": 32}), "hidden_size / num_heads = 2; .*multiple of 4"),

@@ -224,7 +224,7 @@ class _Layer(_Builder):
             )
         if isinstance(shape, LanguageShape):  # in the model's dtype
             query, key = (Elementwise(f"rotary.{i}", 9.0, 11.0, 5, 7)(v) for i, v in enumerate((query, key)))
-        elif shape.packed:  # through float32
+        elif shape.rotary:  # through float32
             query, key = (Elementwise(f"rotary.{i}", 24.0, 26.0, 7, 9)(v) for i, v in enumerate((query, key)))
         per_pair = 1 / self.of.division.groups
         windowed = bool(self.layer.attention_flops.window_pair)
@@ -254,6 +254,8 @@ class _Layer(_Builder):
             pixels
         )
         x = reshape(x, rows=self.rows, columns=shape.width)  # with a class token, which has no pixels
+        if shape.num_positions:
+            x = AddRow("positions", shape.num_positions * shape.width, trainable=self.trainable)(x)
         if shape.fixed_grid is not None:
             count = (shape.fixed_grid[1] * shape.fixed_grid[2] + 2 * shape.class_token) * shape.width
             x = AddRow("positions", count, trainable=self.trainable)(x)
