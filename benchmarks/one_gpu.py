@@ -144,7 +144,7 @@ def iteration(config: Config, size: Size, seed: int) -> IterationMeta:
     """Documents of 0 to 3 images and some text, as many as fit into each microbatch."""
     rng = random.Random(seed)
     side = config.model.encoder.config["image_size"] // config.model.encoder.config["patch_size"]
-    tokens = (side // config.model.projector.spatial_merge) ** 2
+    tokens = (side // config.model.projector.merge) ** 2
     microbatches = []
     for index in range(size.microbatches):
         documents: list[DocumentMeta] = []
@@ -193,7 +193,7 @@ class VisionLanguage(nn.Module):
         self.language = Qwen2ForCausalLM._from_config(
             Qwen2Config(**language, use_cache=False), attn_implementation=attention
         )
-        merge = model.projector.spatial_merge
+        merge = model.projector.merge
         self.projector = Projector(
             encoder["hidden_size"], language["hidden_size"], merge=merge, hidden_size=0, row_major=True
         )

@@ -15,7 +15,7 @@ from mmtrain.modality.metadata import ClipMeta, DocumentMeta, ImageMeta, Iterati
 from mmtrain.models.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.spec.shapes import dit_shape
+from mmtrain.spec.shapes import dit_shape, vision_shape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
 from tests.store import stored
@@ -35,6 +35,14 @@ ENCODERS = {
     },
     "siglip_vision_model": {
         "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "image_size": 16, "patch_size": 4,
+    },
+    "siglip2_vision_model": {
+        "model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_patches": 25, "patch_size": 4,
+    },
+    "clip_vision_model": {
+        "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
         "num_attention_heads": 4, "image_size": 16, "patch_size": 4,
     },
     "vit": {
@@ -171,17 +179,19 @@ def _image(
     model: ModelConfig, sample: int, index: int, start: int, rng: random.Random, generator: torch.Generator
 ) -> tuple[ImageMeta, Tensor]:
     assert model.encoder is not None
-    merge = model.projector.spatial_merge
-    if model.encoder.config["model_type"] == "whisper_encoder":
+    shape = vision_shape(model)
+    merge = shape.merge
+    if shape.one_row:
         values = torch.randn(1, 10, 24, generator=generator)
         return ImageMeta(sample=sample, index=index, grid=(1, 1, 12), num_tokens=12 // merge, start=start), values
-    if model.encoder.config["model_type"] in ("qwen2_vl_vision", "qwen2_5_vl_vision"):
+    if shape.packed:
         h, w = merge * rng.randint(1, 3), merge * rng.randint(1, 3)
         values = torch.randn(h * w, 3 * 4 * 4, generator=generator)
     else:
         h = w = 4
         values = torch.randn(1, 3, 16, 16, generator=generator)
-    image = ImageMeta(sample=sample, index=index, grid=(1, h, w), num_tokens=h * w // merge**2, start=start)
+    num_tokens = h * w // merge**2 + shape.keeps_class_token
+    image = ImageMeta(sample=sample, index=index, grid=(1, h, w), num_tokens=num_tokens, start=start)
     return image, values
 
 

@@ -4,7 +4,7 @@ OUT/language, OUT/vision     what `from_pretrained` of the real classes reads, a
 OUT/dit                      the same of a diffusion transformer, by its class in diffusers
 OUT/scheduler                the scheduler of diffusers that samples from it
 OUT/*_adapter                low-rank adapters, for `peft`; absent where they were merged into the weights
-OUT/projector                the projector of kind `mlp`, for [model.projector] pretrained = ...
+OUT/projector                the projector of kind `mlp` or `llava`, for [model.projector] pretrained = ...
 OUT/README.md                what is what
 """
 
@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module, open_run
-from mmtrain.config.model import EncoderConfig, LanguageConfig, LoRAConfig
+from mmtrain.config.config import Config
+from mmtrain.config.model import EncoderConfig, LanguageConfig, LoRAConfig, ModelConfig
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
 from mmtrain.launch.whole_files import new_folder
@@ -28,11 +29,13 @@ from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.diffusion import make_scheduler, null_token
 from mmtrain.models.dit import DitChunk, build_dit
 from mmtrain.models.fused_qkv import from_head_major, is_fused
-from mmtrain.models.pretrained import projector_sizes
 from mmtrain.models.trainable import adapter_names, is_adapter, plain_name, stored_adapter_name, target_pattern
+from mmtrain.models.unused import unused_weights
+from mmtrain.spec.composites import selected_features
 from mmtrain.spec.families import dit_config, encoder_config, language_config
 from mmtrain.spec.hub_files import find_file
 from mmtrain.spec.linears import adapted_linears
+from mmtrain.spec.modules import projector_sizes
 from mmtrain.spec.shapes import vision_shape
 
 MAX_SHARD_SIZE = "5GB"
@@ -94,12 +97,14 @@ def _export_vision(run: StoredRun, out: Path, merge_adapters: bool) -> None:
     chunk = load_module(run, "vision")
     assert isinstance(chunk, VisionChunk)
     if chunk.projector is not None:
-        _save_projector(chunk, out / "projector")
+        _save_projector(chunk, run.job.model, out / "projector")
     weights = {name: _in_their_order(chunk, name, tensor) for name, tensor in chunk.vision.state_dict().items()}
     theirs = chunk.adapter.build(encoder_config(section), "sdpa")
-    pattern = target_pattern(adapted_linears(run.job.model, "vision"), chunk.adapter.blocks)
+    unused = unused_weights(run.job.model, run.job.debug.seed)
+    num_blocks = chunk.shape.depth if unused else 0
+    pattern = target_pattern(adapted_linears(run.job.model, "vision"), chunk.adapter.blocks, num_blocks)
     adapters = _Adapters(run.job.model.lora, pattern, _base(section), None, out / "vision_adapter")
-    _fill(theirs, _plain(weights, adapters, merge_adapters))
+    _fill(theirs, unused | _plain(weights, adapters, merge_adapters))
     theirs.save_pretrained(out / "vision", max_shard_size=MAX_SHARD_SIZE)
 
 
@@ -215,11 +220,11 @@ def _fill(module: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     module.load_state_dict(weights, assign=True, strict=True)
 
 
-def _save_projector(chunk: VisionChunk, folder: Path) -> None:
+def _save_projector(chunk: VisionChunk, model: ModelConfig, folder: Path) -> None:
     assert chunk.projector is not None
     folder.mkdir()
     save_file(chunk.projector.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(projector_sizes(chunk.projector), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(projector_sizes(model), indent=2) + "\n")
 
 
 # ----------------------------------------------------------------------------------------- read me
@@ -236,27 +241,44 @@ def _readme(run: StoredRun, out: Path, final: Path) -> str:
     again = ["[model.language]", f'pretrained = "{final / "language"}"']
     if job.model.encoder is not None:
         projector = job.model.projector
-        made = (
-            "its own merger makes the tokens of the language model."
-            if projector.kind == "native"
-            else "use its `last_hidden_state`, without a class token. A pooler or merger of its own was not trained "
-            "and is left out: where the class makes one all the same, `from_pretrained` rightly reports its weights as "
-            "missing."
-        )
-        lines.append(f"- `vision/`: the encoder, `{_class_name(out / 'vision')}`; {made}")
-        if projector.kind == "mlp" and vision_shape(job.model).window:
+        lines.append(f"- `vision/`: the encoder, `{_class_name(out / 'vision')}`; {_features(job)}")
+        if projector.kind != "native" and vision_shape(job.model).window:
             lines.append(
                 "  These features come window by window, and so do the tokens that the projector makes of them."
             )
-        again += ["[model.encoder]", f'pretrained = "{final / "vision"}"', "[model.projector]"]
-        again += [f'kind = "{projector.kind}"', f"spatial_merge = {projector.spatial_merge}"]
-        if projector.kind == "mlp":
+        layer, select = selected_features(job.model.encoder)
+        again += ["[model.encoder]", f'pretrained = "{final / "vision"}"']
+        again += [f"feature_layer = {layer}"] if layer else []
+        again += [f'feature_select = "{select}"'] if select != "auto" else []
+        again += ["[model.projector]", f'kind = "{projector.kind}"', f"spatial_merge = {projector.merge}"]
+        again += [f"hidden_size = {projector.hidden_size}"] if projector.kind == "mlp" else []
+        if projector.kind != "native":
+            made_by = {
+                "mlp": "`mmtrain.models.projector.Projector`",
+                "llava": "`multi_modal_projector` of transformers' LLaVA",
+            }
             lines.append(
                 "- `projector/`: from these features to tokens of the language model, "
-                "`mmtrain.models.projector.Projector`, its sizes in `config.json`."
+                f"{made_by[projector.kind]}, its sizes in `config.json`."
             )
-            again += [f"hidden_size = {projector.hidden_size}", f'pretrained = "{final / "projector"}"']
+            again.append(f'pretrained = "{final / "projector"}"')
     return _ended(lines, again, out)
+
+
+def _features(job: Config) -> str:
+    """Which output of the exported encoder is read, and which of its parts were not trained."""
+    if job.model.projector.kind == "native":
+        return "its own merger makes the tokens of the language model."
+    section, shape = job.model.encoder, vision_shape(job.model)
+    assert section is not None
+    layer, _ = selected_features(section)
+    rows = "with" if shape.keeps_class_token else "without"
+    origin = f"those of `{section.pretrained}`" if _base(section) else "random, as they would start a job"
+    return (
+        f"use its `{f'hidden_states[{layer}]' if layer else 'last_hidden_state'}`, {rows} a class token. What is "
+        f"behind it in the class was not trained: blocks and norms are {origin}; a pooler or merger is left out: where "
+        "the class makes one all the same, `from_pretrained` rightly reports its weights as missing."
+    )
 
 
 def _video_readme(run: StoredRun, out: Path, final: Path, null: int) -> str:

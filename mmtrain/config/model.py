@@ -9,6 +9,7 @@ from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 
 Trainable = Literal[True, False, "lora"]
+FeatureSelect = Literal["auto", "default", "full"]
 
 MOST_SEGMENTS = 1024
 """Of one module."""
@@ -27,6 +28,14 @@ class EncoderConfig:
     trainable: Trainable = True
     """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]. The projector
     has its own switch."""
+    feature_layer: int = 0
+    """The block whose output the projector reads, counted from the first (1, 2, ...) or from the last (-1, -2, ...), as
+    LLaVA's vision_feature_layer. Later blocks, and the norm after the last one, are neither built nor run. 0: that of
+    the LLaVA model that `pretrained` names; of another encoder its output, after the last block and the final norm."""
+    feature_select: FeatureSelect = "auto"
+    """Features of an image, as LLaVA's vision_feature_select_strategy. default: without the class token. full: all, so
+    that a class token becomes a token of the language model, too. auto: that of the LLaVA model that `pretrained`
+    names; of another encoder all patches without a class token."""
     num_segments: int = 0
     """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says."""
     pipeline_layout: str = ""
@@ -47,25 +56,46 @@ class EncoderConfig:
 class ProjectorConfig:
     """[model.projector]: from encoder features to the language model's width."""
 
-    kind: Literal["mlp", "native"] = "mlp"
-    """mlp: merge spatial_merge x spatial_merge neighbours, two linear layers. native: the encoder's own merger."""
-    spatial_merge: int = 2
-    """Neighbouring features along each side that become one token; native requires the encoder's value."""
+    kind: Literal["mlp", "native", "llava"] = "mlp"
+    """mlp: norm, merge of spatial_merge x spatial_merge neighbours, two linear layers. native: the encoder's own
+    merger. llava: LLaVA's two linear layers, without norm or merge."""
+    spatial_merge: int = 0
+    """Neighbouring features along each side that become one token; native requires the encoder's value. 0: 2, and 1
+    with llava, which merges none."""
     hidden_size: int = 0
-    """Width between the two linear layers of `mlp`; 0: the merged width."""
+    """Width between the two linear layers of `mlp`; 0: the merged width. That of `llava` is the language model's."""
+    hidden_act: str = ""
+    """Activation function between the two linear layers of `llava`; empty: that of `pretrained`, otherwise gelu."""
     pretrained: str = ""
-    """Hugging Face id or local folder of an exported projector of kind `mlp`; empty: random weights."""
+    """Hugging Face id or local folder of an exported projector of this kind; for `llava` also of a whole LLaVA model.
+    Empty: random weights."""
     trainable: Literal[True, False] = True
     """Whether the projector's parameters train."""
 
     def __post_init__(self) -> None:
         at_most("model.projector", self, spatial_merge=1024)
-        at_least("model.projector", self, spatial_merge=1, hidden_size=0)
+        at_least("model.projector", self, spatial_merge=0, hidden_size=0)
+        if self.kind == "llava" and self.spatial_merge > 1:
+            raise ConfigError(
+                f'model.projector.spatial_merge = {self.spatial_merge}, but kind = "llava" merges no features; remove '
+                'it, or use kind = "mlp"'
+            )
+        for key, kind in (("hidden_size", "mlp"), ("hidden_act", "llava")):
+            if getattr(self, key) and self.kind != kind:
+                raise ConfigError(
+                    f'model.projector.{key} = {shown(getattr(self, key))} has no effect with kind = "{self.kind}"; '
+                    "remove it"
+                )
         if self.pretrained and self.kind == "native":
             raise ConfigError(
                 f'model.projector.pretrained = {self.pretrained!r} has no effect with kind = "native", whose weights '
                 "come with the encoder; remove it"
             )
+
+    @property
+    def merge(self) -> int:
+        """Neighbouring features along each side that become one token."""
+        return self.spatial_merge or (1 if self.kind == "llava" else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from mmtrain.data.processor import Document, Processor
 from mmtrain.data.sources import Sources
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError
-from mmtrain.modality.geometry import ImageGeometry, image_geometry
+from mmtrain.modality.geometry import ImageGeometry, model_geometry
 from mmtrain.modality.metadata import MicrobatchMeta
 from mmtrain.models.batch import Batch, Microbatch
 from mmtrain.spec.families import encoder_config
@@ -90,9 +90,8 @@ def image_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None
     encoder = encoder_config(config.model.encoder)
     rules = pixel_rules(encoder["model_type"], config.data.image_processor)
     fixed = bool(encoder.get("image_size"))
-    geometry = image_geometry(
-        encoder,
-        spatial_merge=config.model.projector.spatial_merge,
+    geometry = model_geometry(
+        config.model,
         min_pixels=config.data.min_pixels or (0 if fixed else rules.min_pixels),
         max_pixels=config.data.max_pixels or (0 if fixed else rules.max_pixels),
     )

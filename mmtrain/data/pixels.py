@@ -53,6 +53,10 @@ class PixelRules:
     """Largest area after resizing, from the processor; 0: none."""
     image_size: int = 0
     """Fixed side, from the processor; 0: none."""
+    crops: bool = False
+    """Whether the shorter side is resized, and a square cut out of the middle, instead of both sides."""
+    shortest_edge: int = 0
+    """Length of the shorter side before that, from the processor; 0: the side of the square."""
 
     def table(self) -> np.ndarray:
         """[256, 3] float32: the input value of each 8-bit value of each channel."""
@@ -71,6 +75,10 @@ def pixel_rules(model_type: str, processor: str = "") -> PixelRules:
     """
     if model_type.startswith(("qwen2_vl", "qwen2_5_vl")):
         rules = PixelRules(mean=_CLIP_MEAN, std=_CLIP_STD, resample=Image.Resampling.BICUBIC)
+    elif model_type.startswith("clip"):
+        rules = PixelRules(mean=_CLIP_MEAN, std=_CLIP_STD, resample=Image.Resampling.BICUBIC, crops=True)
+    elif model_type.startswith("siglip2"):
+        rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BILINEAR)
     elif model_type.startswith("siglip"):
         rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BICUBIC)
     else:
@@ -90,22 +98,37 @@ def _read_rules(name: str, config: Mapping[str, Any], default: PixelRules) -> Pi
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if config.get(key, True) is False:
             raise ConfigError(f"{where}: {key} = false is not supported; remove it")
-    for key in ("do_center_crop", "do_pad"):
-        if config.get(key):
+    crops = bool(config.get("do_center_crop", default.crops))
+    for key, asked in (("do_center_crop", crops and not default.crops), ("do_pad", config.get("do_pad"))):
+        if asked:
             raise ConfigError(f"{where}: {key} = true is not supported; set it to false")
-    size = config.get("size") or {}
-    size = {"height": size, "width": size} if isinstance(size, int) else size
-    if size.get("height") != size.get("width"):
-        raise ConfigError(f"{where}: size = {size}; a fixed size must be square")
+    size = _sides(config.get("size"), ("shortest_edge",) if crops else ("height", "width"))
+    square = _sides(config.get("crop_size"), ("height", "width")) if crops else size
+    if square.get("height") != square.get("width"):
+        raise ConfigError(f"{where}: {'crop_size' if crops else 'size'} = {square}; a fixed size must be square")
+    if crops and size.get("height"):
+        raise ConfigError(
+            f"{where}: size = {size} with do_center_crop = true; only the shorter side can be resized before a square "
+            "is cut out, give size.shortest_edge"
+        )
     return PixelRules(
         mean=tuple(config.get("image_mean") or default.mean),
         std=tuple(config.get("image_std") or default.std),
         resample=Image.Resampling(config.get("resample", default.resample)),
         rescale=config.get("rescale_factor", default.rescale),
         min_pixels=config.get("min_pixels") or size.get("shortest_edge") or 0,
-        max_pixels=config.get("max_pixels") or size.get("longest_edge") or 0,
-        image_size=size.get("height") or 0,
+        max_pixels=config.get("max_pixels")
+        or size.get("longest_edge")
+        or config.get("max_num_patches", 0) * config.get("patch_size", 0) ** 2,
+        image_size=square.get("height") or 0,
+        crops=crops,
+        shortest_edge=size.get("shortest_edge", 0) if crops else 0,
     )
+
+
+def _sides(size: Any, names: tuple[str, ...]) -> Mapping[str, Any]:
+    """A size of a processor by the names of its sides. Args: names: of the sides that a single number stands for."""
+    return dict.fromkeys(names, size) if isinstance(size, int) else size or {}
 
 
 def header_size(data: bytes, max_pixels: int) -> tuple[int, int]:
@@ -204,20 +227,37 @@ def blank(image: Image.Image) -> Image.Image:
 def pixel_values(image: Image.Image, geometry: ImageGeometry, rules: PixelRules) -> Tensor:
     """An RGB image as float32 encoder input.
 
-    Shapes: packed: [patches, channels * frames * patch * patch], patches in merge blocks (block row, block column, row
-    inside, column inside). fixed: [1, channels, image_size, image_size].
+    Shapes:
+        packed: [patches, channels * frames * patch * patch], or with `pixel_major` [patches, patch * patch * channels];
+            patches in merge blocks (block row, block column, row inside, column inside).
+        fixed, cropped: [1, channels, image_size, image_size].
     Source: layout of Qwen2-VL's image processor (arXiv:2409.12191).
     """
     height, width = geometry.resized(image.height, image.width)
-    if (image.height, image.width) != (height, width):
+    if rules.crops:
+        image = _middle(image, rules.shortest_edge or height, height, rules.resample)
+    elif (image.height, image.width) != (height, width):
         image = image.resize((width, height), resample=rules.resample)
     colours_HWC = np.asarray(image)
     table = rules.table()
     values_HWC = np.stack([table[:, c][colours_HWC[..., c]] for c in range(3)], axis=-1)
-    if geometry.layout == "fixed":
+    if geometry.layout != "packed":
         return torch.from_numpy(np.ascontiguousarray(values_HWC.transpose(2, 0, 1))[None])
     p, m, frames = geometry.patch_size, geometry.merge, geometry.temporal_patch_size
     rows, columns = height // (p * m), width // (p * m)
-    blocks = values_HWC.reshape(rows, m, p, columns, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    blocks = values_HWC.reshape(rows, m, p, columns, m, p, 3).transpose(0, 3, 1, 4, 2, 5, 6)
+    if geometry.pixel_major:
+        return torch.from_numpy(blocks.reshape(-1, geometry.patch_dim))
+    blocks = np.moveaxis(blocks, -1, -3)
     repeated = np.broadcast_to(blocks[:, :, :, :, :, None], (*blocks.shape[:5], frames, p, p))
     return torch.from_numpy(repeated.reshape(rows * columns * m * m, geometry.patch_dim))
+
+
+def _middle(image: Image.Image, shortest_edge: int, side: int, resample: Image.Resampling) -> Image.Image:
+    """The square in the middle of an image whose shorter side is resized; black where the image is smaller."""
+    shorter = min(image.size)
+    width, height = (shortest_edge * length // shorter for length in image.size)
+    if image.size != (width, height):
+        image = image.resize((width, height), resample=resample)
+    left, top = (width - side) // 2, (height - side) // 2
+    return image.crop((left, top, left + side, top + side))

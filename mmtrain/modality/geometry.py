@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError, DataError
-from mmtrain.spec.shapes import single_size
+from mmtrain.spec.families import encoder_config
+from mmtrain.spec.shapes import single_size, vision_shape
 
 MAX_ASPECT_RATIO = 200
 """Largest ratio of the longer to the shorter side of an image for a native-resolution encoder, as in Qwen2-VL."""
@@ -19,8 +21,12 @@ QWEN2_VL_MIN_PIXELS = 56 * 56
 QWEN2_VL_MAX_PIXELS = 28 * 28 * 1280
 """Area limits of the Qwen2-VL image processor, used if neither the config nor a processor has any."""
 
+_NAFLEX = ("siglip2_vision_model", "siglip2")
+"""Native resolution with a number of patches that each image fills."""
 _NATIVE = ("qwen2_vl", "qwen2_vl_vision", "qwen2_5_vl", "qwen2_5_vl_vision")
-_FIXED = ("siglip_vision_model", "siglip", "vit")
+_FIXED = ("siglip_vision_model", "siglip", "clip_vision_model", "clip", "vit")
+_CROPPED = ("clip_vision_model", "clip")
+"""Those of the fixed ones whose processor cuts a square out of an image instead of distorting it."""
 _AUDIO = ("whisper", "whisper_encoder")
 
 
@@ -28,11 +34,12 @@ _AUDIO = ("whisper", "whisper_encoder")
 class ImageGeometry:
     """The rule that turns an image's size into a grid of patches and a number of tokens.
 
-    `packed`: native resolution; sides become multiples of patch x merge, patches lie in merge blocks.
-    `fixed`: every image becomes image_size x image_size.
+    `packed`: native resolution; sides become multiples of patch x merge, patches lie in merge blocks. With
+    `max_patches` an image is made as large as they allow.
+    `fixed`: every image becomes image_size x image_size; `cropped`: its middle does.
     """
 
-    layout: Literal["packed", "fixed"]
+    layout: Literal["packed", "fixed", "cropped"]
     patch_size: int
     """Pixels along one side of a patch."""
     merge: int
@@ -41,11 +48,17 @@ class ImageGeometry:
     temporal_patch_size: int = 1
     """Frames in one patch; a still image is repeated to fill it (packed)."""
     image_size: int = 0
-    """Side in pixels (fixed)."""
+    """Side in pixels (fixed, cropped)."""
     min_pixels: int = 0
     """Smallest area after resizing, pixels (packed)."""
     max_pixels: int = 0
     """Largest area after resizing, pixels (packed)."""
+    max_patches: int = 0
+    """Number of patches that each image fills; 0: images keep their size within the limits above (packed)."""
+    pixel_major: bool = False
+    """Whether a packed patch is its pixels one by one, and not its channels."""
+    extra_tokens: int = 0
+    """Tokens of an image in addition to those of its patches: 1 for a class token."""
 
     @property
     def patch_dim(self) -> int:
@@ -53,12 +66,17 @@ class ImageGeometry:
         return self.num_channels * self.temporal_patch_size * self.patch_size**2
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels after resizing. Args: in pixels.
+        """(height, width) in pixels after resizing and cutting. Args: in pixels.
 
         Raises: DataError: a side is 0, or one side is more than 200 times the other.
         """
-        if self.layout == "fixed":
+        if self.layout == "cropped":
+            check_aspect_ratio(height, width)
+        if self.layout != "packed":
             return self.image_size, self.image_size
+        if self.max_patches:
+            factor, blocks = self.patch_size * self.merge, self.max_patches // self.merge**2
+            return filled_size(height, width, factor=factor, max_blocks=blocks)
         return smart_resize(
             height,
             width,
@@ -73,9 +91,12 @@ class ImageGeometry:
         return 1, new_height // self.patch_size, new_width // self.patch_size
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
-        """Number of tokens of an image: one for each merge x merge block. Args: grid: patches (time, height, width)."""
+        """Number of tokens of an image: one for each merge x merge block, and the extra ones.
+
+        Args: grid: patches (time, height, width).
+        """
         frames, height, width = grid
-        return frames * (height // self.merge) * (width // self.merge)
+        return frames * (height // self.merge) * (width // self.merge) + self.extra_tokens
 
 
 def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -89,13 +110,7 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
     Raises: DataError: a side is 0, or the aspect ratio is above `MAX_ASPECT_RATIO`.
     Source: the Qwen2-VL image processor (arXiv:2409.12191, sec. 2.1).
     """
-    if min(height, width) < 1:
-        raise DataError(f"image of {width} x {height} pixels: a side is empty")
-    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        raise DataError(
-            f"image of {width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the "
-            "other; crop it or leave it out"
-        )
+    check_aspect_ratio(height, width)
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
     if new_height * new_width > max_pixels:
@@ -109,14 +124,69 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
     return new_height, new_width
 
 
+def filled_size(height: int, width: int, *, factor: int, max_blocks: int) -> tuple[int, int]:
+    """(height, width) in pixels: the multiples of `factor` that fill a number of blocks, with nearly the same ratio.
+
+    The scale is the largest one up to 100 at which both sides, rounded up, have at most `max_blocks` blocks, found by
+    bisection to 1e-5 as in the reference, so that sizes are equal to the pixel.
+
+    Args: height, width, factor: pixels. max_blocks: factor x factor pixels each.
+    Raises: DataError: a side is 0, or the aspect ratio is above `MAX_ASPECT_RATIO`.
+    Source: the image processor of SigLIP 2, arXiv:2502.14786, sec. 2.4.2.
+    """
+    check_aspect_ratio(height, width)
+
+    def blocks(scale: float, side: int) -> int:
+        return max(1, math.ceil(side * scale / factor))
+
+    low, high = 1e-6, 100.0
+    while high - low >= 1e-5:
+        scale = (low + high) / 2
+        fits = blocks(scale, height) * blocks(scale, width) <= max_blocks
+        low, high = (scale, high) if fits else (low, scale)
+    return blocks(low, height) * factor, blocks(low, width) * factor
+
+
+def model_geometry(model: ModelConfig, *, min_pixels: int = 0, max_pixels: int = 0) -> ImageGeometry:
+    """The geometry of the images of a model with an encoder. Arguments and errors: see `image_geometry`."""
+    assert model.encoder is not None
+    return image_geometry(
+        encoder_config(model.encoder),
+        spatial_merge=model.projector.merge,
+        extra_tokens=int(vision_shape(model).keeps_class_token),
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+    )
+
+
+def check_aspect_ratio(height: int, width: int) -> None:
+    """Refuses an image that is so thin that resizing would make its longer side huge. Args: pixels.
+
+    Raises: DataError: a side is 0, or the aspect ratio is above `MAX_ASPECT_RATIO`.
+    """
+    if min(height, width) < 1:
+        raise DataError(f"image of {width} x {height} pixels: a side is empty")
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise DataError(
+            f"image of {width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the "
+            "other; crop it or leave it out"
+        )
+
+
 def image_geometry(
-    encoder: Mapping[str, Any], *, spatial_merge: int, min_pixels: int = 0, max_pixels: int = 0
+    encoder: Mapping[str, Any],
+    *,
+    spatial_merge: int,
+    extra_tokens: int = 0,
+    min_pixels: int = 0,
+    max_pixels: int = 0,
 ) -> ImageGeometry:
     """The geometry of an encoder's images.
 
     Args:
         encoder: Hugging Face config of the vision encoder, with its `model_type`.
-        spatial_merge: `model.projector.spatial_merge`.
+        spatial_merge: neighbours along each side that become one token.
+        extra_tokens: of an image, in addition to those of its patches.
         min_pixels, max_pixels: area limits for native-resolution encoders; 0: those of Qwen2-VL.
     Raises: ConfigError: the model_type is unknown or reads no images, or sizes do not divide each other.
     """
@@ -147,6 +217,21 @@ def image_geometry(
                 f"{geometry.min_pixels}, and one token covers {(patch * spatial_merge) ** 2} pixels; raise it"
             )
         return geometry
+    if kind in _NAFLEX:
+        if min_pixels:
+            raise ConfigError(
+                f"data.min_pixels = {min_pixels}: images of a {kind} encoder always have as many patches as "
+                "data.max_pixels allows; remove it"
+            )
+        patch = single_size("model.encoder", "patch_size", encoder.get("patch_size", 16))
+        max_patches = max_pixels // patch**2 or encoder.get("num_patches", 256)
+        if max_patches < spatial_merge**2:
+            raise ConfigError(
+                f"data.max_pixels = {max_pixels}: one token covers {(patch * spatial_merge) ** 2} pixels; raise it"
+            )
+        return ImageGeometry(
+            layout="packed", patch_size=patch, merge=spatial_merge, max_patches=max_patches, pixel_major=True
+        )
     if kind in _FIXED:
         if min_pixels or max_pixels:
             raise ConfigError(
@@ -161,10 +246,11 @@ def image_geometry(
                 f"{patch} * {spatial_merge}; change model.projector.spatial_merge or the encoder's sizes"
             )
         return ImageGeometry(
-            layout="fixed",
+            layout="cropped" if kind in _CROPPED else "fixed",
             patch_size=patch,
             merge=spatial_merge,
+            extra_tokens=extra_tokens,
             image_size=size,
         )
-    known_types = ", ".join((*_NATIVE, *_FIXED))
+    known_types = ", ".join((*_NATIVE, *_NAFLEX, *_FIXED))
     raise ConfigError(f"model.encoder: model_type = {kind!r} has no known image layout; known are {known_types}")

@@ -76,8 +76,7 @@ def _images(config: Config) -> list[tuple[tuple[int, int, int], int]]:
         return []
     shape = vision_shape(config.model)
     if shape.fixed_grid is not None:
-        t, h, w = shape.fixed_grid
-        return [(shape.fixed_grid, t * h * w // shape.patches_per_token)]
+        return [(shape.fixed_grid, shape.fixed_tokens)]
     max_tokens = config.training.seq_len // 4
     if config.data.max_pixels:
         max_tokens = min(max_tokens, config.data.max_pixels // (shape.patch_size * shape.merge) ** 2)

@@ -24,8 +24,7 @@ def most_image_tokens(model: ModelConfig) -> int:
     shape = vision_shape(model)
     if shape.fixed_grid is None:
         return _IMAGE_TOKENS
-    t, h, w = shape.fixed_grid
-    return t * h * w // shape.patches_per_token
+    return shape.fixed_tokens
 
 
 def small_data(section: DataConfig, model: ModelConfig) -> DataConfig:
@@ -38,7 +37,8 @@ def small_data(section: DataConfig, model: ModelConfig) -> DataConfig:
     shape = vision_shape(model)
     token = (shape.patch_size * shape.merge) ** 2
     max_pixels = min(section.max_pixels or _IMAGE_TOKENS * token, _IMAGE_TOKENS * token)
-    return replace(section, max_pixels=max_pixels, min_pixels=min(token, max_pixels))
+    min_pixels = 0 if shape.num_positions else min(token, max_pixels)  # images with resized positions fill the largest
+    return replace(section, max_pixels=max_pixels, min_pixels=min_pixels)
 
 
 def _clips(section: DataConfig, shape: DitShape, vae: LatentScale | None) -> DataConfig:

@@ -4,12 +4,10 @@ import math
 from dataclasses import dataclass, replace
 
 from mmtrain.config.config import Config
-from mmtrain.config.model import EncoderConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.captioned_clips import FRAMES_PER_S, MOST_S, CaptionedClip
-from mmtrain.modality.geometry import ImageGeometry, image_geometry
+from mmtrain.modality.geometry import ImageGeometry, model_geometry
 from mmtrain.modality.metadata import ClipMeta
-from mmtrain.spec.families import encoder_config
 from mmtrain.spec.shapes import DitShape, dit_shape
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize, clips_work, documents_work, frames_work, images_work
 
@@ -100,7 +98,7 @@ class Bins:
         if config.model.encoder is None:
             return bins
         image_side = image_side or IMAGE_SIDE
-        geometry = _geometry(config, config.model.encoder)
+        geometry = _geometry(config)
         grid = geometry.grid(image_side, image_side)
         tokens = geometry.num_tokens(grid)
         if tokens >= seq_len:
@@ -122,7 +120,7 @@ class Bins:
         """
         if config.model.dit is not None or config.model.encoder is None:
             return cls.of(config)
-        geometry, side, seq_len = _geometry(config, config.model.encoder), IMAGE_SIDE, config.training.seq_len
+        geometry, side, seq_len = _geometry(config), IMAGE_SIDE, config.training.seq_len
         while geometry.num_tokens(geometry.grid(side, side)) * 4 > seq_len and side > 1:
             side //= 2
         fits = geometry.num_tokens(geometry.grid(side, side)) < seq_len
@@ -146,13 +144,8 @@ class Bins:
         return images_work(module, [self.grid] * number)
 
 
-def _geometry(config: Config, encoder: EncoderConfig) -> ImageGeometry:
-    return image_geometry(
-        encoder_config(encoder),
-        spatial_merge=config.model.projector.spatial_merge,
-        min_pixels=config.data.min_pixels,
-        max_pixels=config.data.max_pixels,
-    )
+def _geometry(config: Config) -> ImageGeometry:
+    return model_geometry(config.model, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels)
 
 
 def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:

@@ -91,8 +91,8 @@ class VisionAdapter(Adapter):
         """Rows of one image between the layers."""
 
     @abstractmethod
-    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        """The first activation, [R, D]."""
+    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
+        """The first activation, [R, D], of this rank's rows without padding."""
 
     @abstractmethod
     def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
@@ -104,10 +104,6 @@ class VisionAdapter(Adapter):
     @abstractmethod
     def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
         """One block, [R, D]. Args: index: of the block in the whole module."""
-
-    def features(self, x_RD: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        """The rows of x_RD that are patches, [patches, D]."""
-        return x_RD
 
     def init_weights(self, tower: PreTrainedModel, module: nn.Module) -> None:
         """Initialises the tower or a module of it, whose children are done, by its class's own rule."""
@@ -129,7 +125,7 @@ class Qwen2VLVision(VisionAdapter):
     def rows(self, grid: Grid) -> int:
         return grid[0] * grid[1] * grid[2]
 
-    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
         return tower.patch_embed(pixels)
 
     def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
@@ -168,16 +164,18 @@ class Qwen25VLVision(Qwen2VLVision):
 
 
 class FixedSizeVision(VisionAdapter):
-    """Encoders whose images all have one size: SigLIP, ViT and Whisper."""
+    """Encoders whose images all have one size: SigLIP, CLIP, ViT and Whisper."""
 
     extra_rows = 0
 
     def rows(self, grid: Grid) -> int:
         return grid[1] * grid[2] + self.extra_rows
 
-    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        (embed,) = (tower.get_submodule(name) for name in self.embed)
-        return embed(pixels.to(next(embed.parameters()).dtype)).flatten(0, 1)
+    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
+        x = pixels.to(next(tower.get_submodule(self.embed[0]).parameters()).dtype)
+        for name in self.embed:
+            x = tower.get_submodule(name)(x)
+        return x.flatten(0, 1)
 
     def context(self, tower: PreTrainedModel, x_rD: Tensor, rows: RankRows) -> Any:
         return rows.attend(segment_bits(self.rows(grid) for grid in rows.grids))
@@ -201,8 +199,51 @@ class Siglip(FixedSizeVision):
         return SiglipVisionConfig, make
 
 
+class Siglip2(FixedSizeVision):
+    """The SigLIP 2 vision transformer for images of any size (NaFlex), packed, without its pooling head."""
+
+    blocks, embed, norm = "encoder.layers", ("embeddings",), "post_layernorm"
+
+    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
+        from transformers import Siglip2VisionConfig, Siglip2VisionModel
+
+        def make(config: Siglip2VisionConfig) -> Siglip2VisionModel:
+            config.vision_use_head = False
+            return Siglip2VisionModel(config)
+
+        return Siglip2VisionConfig, make
+
+    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
+        embeddings = tower.embeddings
+        side, merge = embeddings.position_embedding_size, rows.shape.merge
+        table = embeddings.position_embedding.weight.unflatten(0, (side, side))
+        resized, patches, start = [], [], 0
+        for grid in rows.grids:
+            _, h, w = grid
+            shapes = torch.tensor([[h, w]])
+            resized.append(embeddings.resize_positional_embeddings(table, shapes, max_length=h * w)[0])
+            down, across = block_positions((grid,), merge).unbind(1)
+            patches.append(start + down * w + across)
+            start += h * w
+        order = torch.cat(patches)[np.maximum(rows.indices, 0)[: len(pixels)]]
+        positions = torch.cat(resized).index_select(0, order.to(pixels.device, non_blocking=True))
+        return embeddings.patch_embedding(pixels.to(embeddings.patch_embedding.weight.dtype)) + positions
+
+
+class CLIP(FixedSizeVision):
+    """The CLIP vision transformer, up to its last block: the norm after it is for the pooled class token alone."""
+
+    blocks, embed, norm = "encoder.layers", ("embeddings", "pre_layrnorm"), "post_layernorm"
+    extra_rows = 1
+
+    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
+        from transformers import CLIPVisionConfig, CLIPVisionModel
+
+        return CLIPVisionConfig, CLIPVisionModel
+
+
 class ViT(FixedSizeVision):
-    """The ViT without its pooler; its class token takes part in attention and is dropped by the projector."""
+    """The ViT without its pooler."""
 
     blocks, embed, norm = "layers", ("embeddings",), "layernorm"
     extra_rows = 1
@@ -211,9 +252,6 @@ class ViT(FixedSizeVision):
         from transformers import ViTConfig, ViTModel
 
         return ViTConfig, lambda config: ViTModel(config, add_pooling_layer=False)
-
-    def features(self, x_RD: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        return x_RD.unflatten(0, (len(grids), -1))[:, 1:].flatten(0, 1)
 
 
 class WhisperEncoder(FixedSizeVision):
@@ -227,7 +265,7 @@ class WhisperEncoder(FixedSizeVision):
 
         return WhisperConfig, WhisperEncoder
 
-    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
         x_NDF = nn.functional.gelu(tower.conv1(pixels.to(tower.conv1.weight.dtype)))
         x_NDF = nn.functional.gelu(tower.conv2(x_NDF))
         frames = torch.arange(x_NDF.shape[-1], device=x_NDF.device)
@@ -266,6 +304,8 @@ VISION_ADAPTERS: dict[str, VisionAdapter] = {
     "qwen2_vl_vision": Qwen2VLVision(),
     "qwen2_5_vl_vision": Qwen25VLVision(),
     "siglip_vision_model": Siglip(),
+    "siglip2_vision_model": Siglip2(),
+    "clip_vision_model": CLIP(),
     "vit": ViT(),
     "whisper_encoder": WhisperEncoder(),
 }

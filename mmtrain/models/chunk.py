@@ -27,13 +27,13 @@ from mmtrain.models.attention.context import AttentionContext, Backend, Gather, 
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.fused_qkv import reorder_output
 from mmtrain.models.loss import LossFunction, cross_entropy_sum
-from mmtrain.models.projector import Grid, Projector
+from mmtrain.models.projector import Grid, Projector, make_projector
 from mmtrain.models.scatter import scatter_tokens
 from mmtrain.models.trainable import set_trainable
 from mmtrain.spec.families import encoder_config, language_config
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.rows import RowSharding, WholeRows, padded, share_of
-from mmtrain.spec.shapes import LanguageShape, VisionShape, language_shape
+from mmtrain.spec.shapes import LanguageShape, VisionShape
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
 
 
@@ -93,23 +93,17 @@ class VisionChunk(Chunk):
         assert model.encoder is not None
         super().__init__(spec.module("vision"), layers)
         self.shape, self.adapter = shape, adapter
-        native = model.projector.kind == "native"
+        self.projector_kind = model.projector.kind
+        native = self.projector_kind == "native"
         self.vision = adapter.build(encoder_config(model.encoder))
         adapter.keep(self.vision, embed=self.has_embed, blocks=self.block_indices, norm=self.has_norm)
         merger = getattr(self.vision, "merger", None)
         if merger is not None and not (native and self.has_projector):
             self.vision.merger = merger = None
-        self.projector = None
+        self.projector: nn.Module | None = None
         if self.has_projector and not native:
             with torch.device("meta"):
-                self.projector = Projector(
-                    shape.width,
-                    language_shape(model).width,
-                    merge=shape.merge,
-                    hidden_size=model.projector.hidden_size,
-                    row_major=not shape.packed,
-                    one_row=shape.one_row,
-                )
+                self.projector = make_projector(model, shape)
         set_trainable(
             self.vision,
             model.encoder.trainable,
@@ -162,19 +156,19 @@ class VisionChunk(Chunk):
         empty = lo == hi
         rows = unit if empty else hi - lo  # an empty part still takes part in collectives, with rows of padding
         num_padded = padded(rows, sharding.degree)
+        indices = np.full(num_padded, -1, dtype=np.int64)
+        indices[: hi - lo] = np.arange(lo, hi)
+        attend = partial(attention_context, rows=indices, gather=gather, backend=backend)
+        on_rank = RankRows(shape=self.shape, grids=grids, indices=indices, attend=attend)
         if self.has_embed:
             if empty:
                 x = x.new_zeros(rows, self.shape.patch_dim)
             elif part is None and self.shape.window:
                 x = x.index_select(0, torch.from_numpy(self.shape.row_order(grids)).to(x.device, non_blocking=True))
-            x = sharding.shard(self.adapter.call_embed(self.vision, x, grids))
+            x = sharding.shard(self.adapter.call_embed(self.vision, x, on_rank))
         elif empty:
             x = nn.functional.pad(x, (0, 0, 0, num_padded // sharding.degree))
         if self.block_indices:
-            indices = np.full(num_padded, -1, dtype=np.int64)
-            indices[: hi - lo] = np.arange(lo, hi)
-            attend = partial(attention_context, rows=indices, gather=gather, backend=backend)
-            on_rank = RankRows(shape=self.shape, grids=grids, indices=indices, attend=attend)
             context = self.adapter.context(self.vision, x, on_rank)
             for index, block in zip(self.block_indices, self.blocks(), strict=True):
                 x = self.adapter.call_block(index, block, x, context)
@@ -186,8 +180,12 @@ class VisionChunk(Chunk):
         return _owned(x[:0] if empty else x)
 
     def _project(self, x_RD: Tensor, grids: tuple[Grid, ...], *, in_travel_order: bool) -> Tensor:
-        x_RD = self.adapter.features(x_RD, grids)
-        x_VL = self.vision.merger(x_RD) if self.projector is None else self.projector(x_RD, grids)
+        if self.shape.class_token and not self.shape.keeps_class_token:
+            x_RD = x_RD.unflatten(0, (len(grids), -1))[:, 1:].flatten(0, 1)
+        if isinstance(self.projector, Projector):
+            x_VL = self.projector(x_RD, grids)
+        else:
+            x_VL = (self.projector or self.vision.merger)(x_RD)
         if in_travel_order or not self.shape.window:
             return x_VL
         back = torch.from_numpy(np.argsort(self.shape.feature_order(grids)))

@@ -7,12 +7,14 @@ A layer with an adapter starts as it does without; adapters start as in LoRA, ar
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from mmtrain.models.adapters import VisionAdapter
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk, init_tables
 from mmtrain.models.trainable import is_adapter, plain_name
@@ -20,6 +22,9 @@ from mmtrain.models.vae import VaeChunk, VaeDecoder
 
 _EMBEDDING = "language.model.embed_tokens"
 _HEAD = "language.lm_head"
+
+Step = tuple[str, nn.Module, Callable[[nn.Module], object]]
+"""The name that seeds a module, the module, and its rule."""
 
 
 @torch.no_grad()
@@ -29,21 +34,31 @@ def init_weights(chunk: Chunk | VaeDecoder, seed: int) -> None:
     On one kind of device, any two chunks that hold a parameter get equal values. The global random state is
     left as it was. The projector has `nn.Linear`'s default distribution, as in LLaVA.
     """
-    for param in chunk.parameters():
+    _run(chunk, _plan(chunk), seed)
+
+
+@torch.no_grad()
+def init_encoder(module: PreTrainedModel, adapter: VisionAdapter, seed: int) -> None:
+    """Sets every parameter of a part of an encoder, in place, as a chunk that holds it has them."""
+    _run(module, _hugging_face(module, "vision", partial(adapter.init_weights, module)), seed)
+
+
+def _run(whole: nn.Module, plan: Iterable[Step], seed: int) -> None:
+    for param in whole.parameters():
         param.fill_(torch.nan)  # shows below if a class forgets one of its parameters
-    device = next(chunk.parameters()).device
+    device = next(whole.parameters()).device
     on_cuda = device.type == "cuda"
     stream = torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
     with torch.random.fork_rng(devices=[device.index] if on_cuda else []):
-        for name, module, init in _plan(chunk):
+        for name, module, init in plan:
             stream.manual_seed(_seed(seed, name))
             init(module)
-    for name, param in chunk.named_parameters():
-        assert not param.isnan().any(), f"{name} was not initialised by {type(chunk).__name__}"
+    for name, param in whole.named_parameters():
+        assert not param.isnan().any(), f"{name} was not initialised by {type(whole).__name__}"
 
 
-def _plan(chunk: Chunk | VaeDecoder) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], object]]]:
-    """(name that seeds it, module, its rule) in the order to run."""
+def _plan(chunk: Chunk | VaeDecoder) -> Iterator[Step]:
+    """The initialisation of a chunk, in the order to run."""
     if isinstance(chunk, VisionChunk):
         yield from _hugging_face(chunk.vision, "vision", partial(chunk.adapter.init_weights, chunk.vision))
         if chunk.projector is not None:
@@ -67,9 +82,7 @@ def _plan(chunk: Chunk | VaeDecoder) -> Iterator[tuple[str, nn.Module, Callable[
             yield name, module, chunk.adapter.init_own
 
 
-def _hugging_face(
-    module: nn.Module, name: str, rule: Callable[[nn.Module], object]
-) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], object]]]:
+def _hugging_face(module: nn.Module, name: str, rule: Callable[[nn.Module], object]) -> Iterator[Step]:
     """The plan of a Hugging Face module, whose own rule does not know of adapters."""
     for child_name, child in _children_first(module, name):
         if not is_adapter(child_name):

@@ -1,29 +1,31 @@
 """Loads a chunk's own weights, and no others, from the safetensors files of a folder or hub id."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig, VaeConfig
+from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, ModelConfig, VaeConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
 from mmtrain.models.fused_qkv import is_fused, to_head_major
-from mmtrain.models.projector import Projector
 from mmtrain.models.trainable import is_adapter, plain_name
 from mmtrain.models.vae import VaeChunk, VaeDecoder
+from mmtrain.spec.composites import Spelling, part_spellings
 from mmtrain.spec.hub_files import find_file, read_json
+from mmtrain.spec.modules import projector_sizes
 
 _PREFIXES = {
     "qwen2_vl_vision": ("model.visual.", "visual."),
     "qwen2_5_vl_vision": ("model.visual.", "visual."),
     "siglip_vision_model": ("vision_model.",),
+    "siglip2_vision_model": ("vision_model.",),
+    "clip_vision_model": ("vision_model.",),
     "vit": ("vit.",),
     "whisper_encoder": ("model.encoder.", "encoder."),
     "qwen2": (),
@@ -32,7 +34,8 @@ _PREFIXES = {
     "autoencoder_kl": (),
     "autoencoder_kl_wan": (),
 }
-"""What may stand before the names of a family's parameters where it is a part of a larger model."""
+"""What may stand before the names of a family's parameters where it is a part of a larger model. Where each module of a
+whole model takes its own part, see `spec.composites`."""
 
 _STEM = {"model.dit": "diffusion_pytorch_model", "model.vae": "diffusion_pytorch_model"}
 """What files of weights are called, where that is not `model`."""
@@ -54,15 +57,9 @@ def load_pretrained(chunk: Chunk | VaeDecoder, model: ModelConfig) -> int:
     """
     if isinstance(chunk, VisionChunk):
         assert model.encoder is not None
-        loaded = _load(
-            chunk.vision,
-            "model.encoder",
-            model.encoder,
-            chunk.shape.model_type,
-            {},
-            fused_heads=dict.fromkeys(chunk.adapter.fused_qkv, chunk.shape.num_heads),
-        )
-        return loaded + (_load_projector(chunk.projector, model.projector) if chunk.projector is not None else 0)
+        fused_heads = dict.fromkeys(chunk.adapter.fused_qkv, chunk.shape.num_heads)
+        loaded = load_encoder(chunk.vision, model.encoder, chunk.shape.model_type, fused_heads)
+        return loaded + (_load_projector(chunk.projector, model) if chunk.projector is not None else 0)
     if isinstance(chunk, DitChunk):
         assert model.dit is not None
         return _load(chunk.dit, "model.dit", model.dit, chunk.shape.model_type, {})
@@ -72,6 +69,16 @@ def load_pretrained(chunk: Chunk | VaeDecoder, model: ModelConfig) -> int:
     assert isinstance(chunk, LanguageChunk)
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if chunk.shape.tied else {}
     return _load(chunk.language, "model.language", model.language, chunk.shape.model_type, tied)
+
+
+def load_encoder(
+    module: nn.Module, section: EncoderConfig, model_type: str, fused_heads: Mapping[str, int] | None = None
+) -> int:
+    """The number of parameters of a part of an encoder that were set from files, as `load_pretrained` does.
+
+    Args: fused_heads: layer of a block that holds its rows in head-major order -> number of heads.
+    """
+    return _load(module, "model.encoder", section, model_type, {}, fused_heads)
 
 
 def _load(
@@ -92,64 +99,75 @@ def _load(
         return 0
     source = f"{where}.pretrained = {section.pretrained!r}"
     files = _index(where, section.pretrained, _STEM.get(where, "model"))
-    names = _module_names(module, files, _PREFIXES[model_type])
+    prefixes = *_PREFIXES[model_type], ""
+    spellings = part_spellings(where, section.pretrained) or tuple({prefix: ""} for prefix in prefixes)
+    names = _module_names(module, _part_names(files, spellings))
     # A tied head counts under both of its names.
     parameters = module.named_parameters(remove_duplicate=False)
     to_fill = {plain_name(name): parameter for name, parameter in parameters if not is_adapter(name)}
     missing = sorted(name for name in to_fill if same_as.get(name, name) not in names)
     unexpected = sorted(name for name in names if _belongs(module, name) and name not in to_fill)
-    _refuse(source, missing, unexpected)
-    by_file: dict[str, list[str]] = defaultdict(list)
-    for name in to_fill:
-        by_file[files[names[same_as.get(name, name)]]].append(name)
-    for file, names_in_file in by_file.items():
-        path = find_file(f"{where}.pretrained", section.pretrained, file)
-        with safe_open(str(path), "pt") as tensors:
-            for name in names_in_file:
-                tensor = tensors.get_tensor(names[same_as.get(name, name)])
-                heads = next((n for layer, n in (fused_heads or {}).items() if is_fused(name, (layer,))), 0)
-                _fill(source, name, to_fill[name], tensor, heads)
+    _refuse(source, missing, unexpected, spellings if len(missing) == len(to_fill) else ())
+    stored = {name: names[same_as.get(name, name)] for name in to_fill}
+    for name, tensor in _read_tensors(where, section.pretrained, files, stored):
+        heads = next((n for layer, n in (fused_heads or {}).items() if is_fused(name, (layer,))), 0)
+        _fill(source, name, to_fill[name], tensor, heads)
     return len(to_fill)
 
 
-def _load_projector(projector: nn.Module, section: ProjectorConfig) -> int:
-    """Fills a projector of our own from the folder that an export made."""
+def _read_tensors(
+    where: str, folder: str, files: Mapping[str, str], names: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) for each name, file by file. Args: files: name on disk -> file. names: name -> name on disk."""
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for name, key in names.items():
+        by_file[files[key]].append(name)
+    for file, names_in_file in by_file.items():
+        path = find_file(f"{where}.pretrained", folder, file)
+        with safe_open(str(path), "pt") as tensors:
+            for name in names_in_file:
+                yield name, tensors.get_tensor(names[name])
+
+
+def _load_projector(projector: nn.Module, model: ModelConfig) -> int:
+    """Fills a projector of our own from an exported folder, or that of a whole model."""
+    where, section = "model.projector", model.projector
     if not section.pretrained:
         return 0
-    where = "model.projector"
     source = f"{where}.pretrained = {section.pretrained!r}"
-    sizes_file = find_file(f"{where}.pretrained", section.pretrained, "config.json")
-    assert sizes_file is not None
-    sizes, own_sizes = read_json(f"{where}.pretrained", sizes_file), projector_sizes(projector)
-    for key, value in own_sizes.items():
-        if sizes.get(key) != value:
-            raise ConfigError(
-                f"{source}: {sizes_file.name} says {key} = {sizes.get(key)!r}, but the config makes {value!r}; "
-                "change the config, or leave the projector's weights random"
-            )
-    path = find_file(f"{where}.pretrained", section.pretrained, "model.safetensors")
-    parameters = dict(projector.named_parameters())
-    with safe_open(str(path), "pt") as tensors:
-        _refuse(
-            source, sorted(parameters.keys() - set(tensors.keys())), sorted(set(tensors.keys()) - parameters.keys())
-        )
-        for name, parameter in parameters.items():
-            _fill(source, name, parameter, tensors.get_tensor(name))
+    files = _index(where, section.pretrained, "model", instead="leave it out for random ones")
+    spellings = part_spellings(where, section.pretrained)
+    if not spellings:
+        _check_sizes(source, model)
+    names, parameters = _part_names(files, spellings or ({"": ""},)), dict(projector.named_parameters())
+    missing, unexpected = sorted(parameters.keys() - names.keys()), sorted(names.keys() - parameters.keys())
+    _refuse(source, missing, unexpected, () if names else spellings)
+    for name, tensor in _read_tensors(where, section.pretrained, files, names):
+        _fill(source, name, parameters[name], tensor)
     return len(parameters)
 
 
-def projector_sizes(projector: nn.Module) -> dict[str, Any]:
-    """The sizes of a projector of our own, as an export writes them next to its weights."""
-    assert isinstance(projector, Projector)
-    return {
-        "kind": "mlp",
-        "spatial_merge": projector.merge,
-        "hidden_size": projector.fc1.out_features,
-        "language_width": projector.fc2.out_features,
-    }
+def _check_sizes(source: str, model: ModelConfig) -> None:
+    """Refuses an exported projector of another kind or size."""
+    path = find_file("model.projector.pretrained", model.projector.pretrained, "config.json")
+    assert path is not None
+    sizes = read_json("model.projector.pretrained", path)
+    for key, value in projector_sizes(model).items():
+        if sizes.get(key) != value:
+            raise ConfigError(
+                f"{source}: {path.name} says {key} = {sizes.get(key)!r}, but the config makes {value!r}; "
+                "change the config, or leave the projector's weights random"
+            )
 
 
-def _refuse(source: str, missing: list[str], unexpected: list[str]) -> None:
+def _refuse(source: str, missing: list[str], unexpected: list[str], looked_for: Sequence[Spelling]) -> None:
+    """Refuses names that do not agree. Args: looked_for: spellings of which there is not one name; else empty."""
+    if missing and looked_for:
+        beginnings = ", ".join(repr(next(iter(spelling))) for spelling in looked_for)
+        raise ConfigError(
+            f"{source}: it has none of the weights {missing[0]}, ..., which were looked for behind {beginnings}; "
+            "choose a folder that has them"
+        )
     for problem, names in (("misses", missing), ("has unexpected", unexpected)):
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -167,8 +185,11 @@ def _fill(source: str, name: str, parameter: nn.Parameter, tensor: Tensor, fused
     parameter.copy_(to_head_major(tensor, fused_heads) if fused_heads else tensor)
 
 
-def _index(where: str, source: str, stem: str) -> dict[str, str]:
-    """Name on disk -> file, without reading a weight. Args: stem: of the names of the files."""
+def _index(where: str, source: str, stem: str, instead: str = 'set weights = "random"') -> dict[str, str]:
+    """Name on disk -> file, without reading a weight.
+
+    Args: stem: of the names of the files. instead: what to do if there are none.
+    """
     index = find_file(f"{where}.pretrained", source, f"{stem}.safetensors.index.json", optional=True)
     if index is not None:
         return dict(read_json(f"{where}.pretrained", index)["weight_map"])
@@ -176,30 +197,41 @@ def _index(where: str, source: str, stem: str) -> dict[str, str]:
     if single is None:
         raise ConfigError(
             f"{where}.pretrained = {source!r}: there is no {stem}.safetensors (or its index); save the "
-            'weights as safetensors, or set weights = "random"'
+            f"weights as safetensors, or {instead}"
         )
     with safe_open(str(single), "pt") as tensors:
         return dict.fromkeys(tensors.keys(), Path(single).name)
 
 
-def _module_names(module: nn.Module, on_disk: Iterable[str], prefixes: tuple[str, ...]) -> dict[str, str]:
-    """Name in the module -> name on disk, by transformers' own table of renamed parameters."""
+def _part_names(on_disk: Collection[str], spellings: Sequence[Spelling]) -> dict[str, str]:
+    """Name in the class of one module -> name on disk, in the first spelling that occurs; empty: none does."""
+    for spelling in spellings:
+        if any(name.startswith(next(iter(spelling))) for name in on_disk):
+            return {
+                new + name.removeprefix(old): name
+                for name in on_disk
+                for old, new in spelling.items()
+                if name.startswith(old)
+            }
+    return {}
+
+
+def _module_names(module: nn.Module, on_disk: Mapping[str, str]) -> dict[str, str]:
+    """Name in the module -> name on disk, by transformers' own table of renamed parameters.
+
+    Args: on_disk: name without the prefix of a larger model -> name on disk.
+    """
     if not isinstance(module, PreTrainedModel):  # diffusers' names on disk are those of its modules
-        return {_present_name(name): name for name in on_disk}
+        return {_present_name(name): key for name, key in on_disk.items()}
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
-    keys = list(on_disk)
-    # Inside of a larger model, only names with the prefix belong to this module.
-    prefix = next((p for p in prefixes if any(key.startswith(p) for key in keys)), "")
     renamings = [r for r in get_model_conversion_mapping(module) if isinstance(r, WeightRenaming)]
     names = {}
-    for key in keys:
-        if key.startswith(prefix):
-            name = key.removeprefix(prefix)
-            for renaming in renamings:
-                name, _ = renaming.rename_source_key(name)
-            names[name] = key
+    for name, key in on_disk.items():
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        names[name] = key
     base = f"{module.base_model_prefix}."
     if module.base_model is not module and not any(name.startswith(base) for name in names):
         return {base + name: key for name, key in names.items()}  # stored by the class without a head

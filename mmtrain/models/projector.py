@@ -1,4 +1,4 @@
-"""From encoder features to the language model's width: merge neighbours, then two linear layers.
+"""From encoder features to the language model's width: two linear layers, of kind `mlp` after a merge of neighbours.
 
 Shape legend: R patches of all images; V merged tokens; D encoder width; m spatial merge; M merged columns;
 I inner width; L width of the language model.
@@ -6,6 +6,10 @@ I inner width; L width of the language model.
 
 import torch
 from torch import Tensor, nn
+
+from mmtrain.config.model import ModelConfig
+from mmtrain.spec.modules import projection_of
+from mmtrain.spec.shapes import VisionShape
 
 Grid = tuple[int, int, int]
 """Patches (time, height, width) of one image."""
@@ -62,3 +66,31 @@ class Projector(nn.Module):
         """The tokens of all images, [V, L]. Args: grids: unread where patches come square by square."""
         x_VM = merge_neighbours(self.norm(x_RD), grids, self.merge, row_major=self.row_major)
         return self.fc2(self.act(self.fc1(x_VM)))
+
+
+def make_projector(model: ModelConfig, shape: VisionShape) -> nn.Module:
+    """A new projector of kind `mlp` or `llava`, for the default device.
+
+    That of `llava` is transformers' own class, which takes [.., D] and returns [.., L].
+    """
+    projection = projection_of(model)
+    assert projection is not None
+    if projection.kind == "mlp":
+        return Projector(
+            shape.width,
+            projection.outputs,
+            merge=shape.merge,
+            hidden_size=projection.width,
+            row_major=not shape.packed,
+            one_row=shape.one_row,
+        )
+    from transformers import LlavaConfig
+    from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
+
+    one_head = {"num_attention_heads": 1, "num_key_value_heads": 1}  # of modules that are not made
+    config = LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", "hidden_size": shape.width, **one_head},
+        text_config={"model_type": "llama", "hidden_size": projection.outputs, **one_head},
+        projector_hidden_act=projection.hidden_act,
+    )
+    return LlavaMultiModalProjector(config)

@@ -64,7 +64,11 @@ class FamilyPlan:
     """The family's own projector."""
 
 
-PROJECTOR: Styles = {"projector.norm": "whole", "projector.fc1": "columns_whole", "projector.fc2": "rows_whole"}
+PROJECTORS: Mapping[str, Styles] = {
+    "mlp": {"projector.norm": "whole", "projector.fc1": "columns_whole", "projector.fc2": "rows_whole"},
+    "llava": {"projector.linear_1": "columns_whole", "projector.linear_2": "rows_whole"},
+}
+"""Our own projectors, by their kind."""
 
 
 def _block(norms: str, inputs: str, output: str, mlp_inputs: str, mlp_output: str) -> Styles:
@@ -89,6 +93,17 @@ _DECODER = FamilyPlan(
     embed={"language.model.embed_tokens": "vocabulary"},
     norm={"language.model.norm": "whole", "language.lm_head": "columns_whole"},
     states={"language.model.norm": "norm"},
+)
+
+
+_SIGLIP_BLOCK = _block("layer_norm1 layer_norm2", _SEPARATE_QKV, "self_attn.out_proj", "mlp.fc1", "mlp.fc2")
+
+
+_SIGLIP = FamilyPlan(
+    blocks="vision.encoder.layers",
+    block=_SIGLIP_BLOCK,
+    embed={"vision.embeddings": "whole"},
+    norm={"vision.post_layernorm": "norm"},
 )
 
 
@@ -123,11 +138,12 @@ PLANS: Mapping[str, FamilyPlan] = {
     "llama": _DECODER,
     "qwen2_vl_vision": _qwen_vision("mlp.fc1", "mlp.fc2"),
     "qwen2_5_vl_vision": _qwen_vision(*_GATED_MLP),
-    "siglip_vision_model": FamilyPlan(
+    "siglip_vision_model": _SIGLIP,
+    "siglip2_vision_model": _SIGLIP,
+    "clip_vision_model": FamilyPlan(
         blocks="vision.encoder.layers",
-        block=_block("layer_norm1 layer_norm2", _SEPARATE_QKV, "self_attn.out_proj", "mlp.fc1", "mlp.fc2"),
-        embed={"vision.embeddings": "whole"},
-        norm={"vision.post_layernorm": "norm"},
+        block=_SIGLIP_BLOCK,
+        embed={"vision.embeddings": "whole", "vision.pre_layrnorm": "whole"},
     ),
     "vit": FamilyPlan(
         blocks="vision.layers",

@@ -45,13 +45,16 @@ def set_trainable(
     inject_adapter_in_model(section, container, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
 
 
-def target_pattern(adapted: Sequence[Linear], blocks: str = "") -> str:
+def target_pattern(adapted: Sequence[Linear], blocks: str = "", num_blocks: int = 0) -> str:
     """The regular expression that names of adapted layers match, as `peft` takes it.
 
-    Args: blocks: name of the container of the blocks in the module that is asked; empty: the container itself.
+    Args:
+        blocks: name of the container of the blocks in the module that is asked; empty: the container itself.
+        num_blocks: blocks with adapters; 0: all that it has.
     """
     names = "|".join(re.escape(linear.name) for linear in adapted)
-    return (rf"{re.escape(blocks)}\." if blocks else "") + rf"\d+\.({names})"
+    index = f"({'|'.join(map(str, range(num_blocks)))})" if num_blocks else r"\d+"
+    return (rf"{re.escape(blocks)}\." if blocks else "") + rf"{index}\.({names})"
 
 
 def is_adapter(name: str) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from mmtrain.errors import ConfigError
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
-from mmtrain.models.tensor_plans import PLANS, PROJECTOR, FamilyPlan, Style
+from mmtrain.models.tensor_plans import PLANS, PROJECTORS, FamilyPlan, Style
 from mmtrain.parallel.row_shards import RowShards
 from mmtrain.parallel.tensor_styles import Divided, MovedTable, make_styles
 from mmtrain.parallel.vocabulary import VocabularyLoss
@@ -78,8 +78,8 @@ def _entries(chunk: _Divisible, plan: FamilyPlan) -> Iterator[tuple[str, Style]]
     tables = [plan.embed] if chunk.has_embed else []
     if chunk.has_norm:
         tables.append(plan.states if isinstance(chunk, LanguageChunk) and not chunk.has_head else plan.norm)
-    if chunk.has_projector:
-        tables.append(plan.merger if isinstance(chunk, VisionChunk) and chunk.projector is None else PROJECTOR)
+    if isinstance(chunk, VisionChunk) and chunk.has_projector:
+        tables.append(PROJECTORS.get(chunk.projector_kind, plan.merger))
     for table in tables:
         yield from table.items()
     for index in chunk.block_indices:

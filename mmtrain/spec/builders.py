@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.spec.linears import Linear, adapted_linears, block_linears, linear_width, whole_width, with_adapters
+from mmtrain.spec.modules import projection_of
 from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
 from mmtrain.spec.spec import TIME_ROWS, LayerSpec, ModelSpec, ModuleSpec, Rates, Replaced, WholeBytes
 from mmtrain.spec.vae_shapes import VaeShape, vae_shape
@@ -48,7 +49,7 @@ def model_spec(model: ModelConfig, *, dtype_bytes: int = 4) -> ModelSpec:
     if model.vae is not None:
         modules.append(_vae_module(vae_shape(model), dtype_bytes))
     if model.encoder is not None:
-        modules.append(_vision_module(model, vision_shape(model), language.width, dtype_bytes))
+        modules.append(_vision_module(model, vision_shape(model), dtype_bytes))
     modules.append(_language_module(model, language, dtype_bytes))
     if model.dit is not None:
         modules.append(_dit_module(model, dit_shape(model), dtype_bytes))
@@ -78,12 +79,10 @@ def _vae_module(shape: VaeShape, e: int) -> ModuleSpec:
     )
 
 
-def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, e: int) -> ModuleSpec:
+def _vision_module(model: ModelConfig, shape: VisionShape, e: int) -> ModuleSpec:
     assert model.encoder is not None
     D = shape.width
-    patches = shape.patches_per_token
     trainable = model.encoder.trainable is True  # with LoRA only the blocks' adapters train
-    native = model.projector.kind == "native"
 
     def block(index: int) -> LayerSpec:
         windowed = bool(shape.window) and index not in shape.full_blocks
@@ -94,29 +93,7 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
     layers = [embed(shape, trainable=trainable, e=e), *(block(index) for index in range(shape.depth))]
     if shape.final_norm:
         layers.append(_norm_layer(D, 2 * D, _norm_bytes(shape, e) - D * e, trainable=trainable, e=e))
-    inner = patches * D if native else model.projector.hidden_size or patches * D
-    rms = native and shape.rms_norm
-    norm = _norm_bytes(shape, e) if native else 2 * D * e + 2 * e
-    # With windows also the original order of the features.
-    normed = patches * norm + (_INT64 if shape.window else 0)
-    layers.append(
-        LayerSpec(
-            name="projector",
-            num_params=(1 if rms else 2) * D + (patches * D + 1) * inner + (inner + 1) * language_width,
-            trainable=bool(model.projector.trainable),
-            weight_before_products=True,
-            matmul_flops=Rates(output=2 * patches * D * inner + 2 * inner * language_width),
-            activation_bytes=Rates(output=normed + 2 * inner * e),
-            linear_bytes=Rates(output=(patches * D + 2 * inner + language_width) * e),
-            output_bytes=Rates(output=language_width * e),
-            output_width=language_width,
-            output_rows="outputs",
-            # Ranks divide the inner columns; the norm and the features have all rows.
-            whole_bytes=WholeBytes(
-                activation=Rates(output=normed), linear=Rates(output=(patches * D + language_width) * e)
-            ),
-        )
-    )
+    layers.append(_projector(model, shape, e=e))
     return ModuleSpec(
         name="vision",
         consumes="images",
@@ -124,7 +101,8 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
         layers=tuple(layers),
         merge=shape.merge,
         one_row=shape.one_row,
-        extra_rows=1 if shape.class_token else 0,
+        extra_rows=int(shape.class_token),
+        extra_outputs=int(shape.keeps_class_token),
         window=shape.window,
     )
 
@@ -132,21 +110,21 @@ def _vision_module(model: ModelConfig, shape: VisionShape, language_width: int, 
 def _patch_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
     """The first layer of an encoder of images."""
     D, P = shape.width, shape.patch_dim
-    patches = shape.patches_per_token  # without a class token
-    num_params = P * D  # Qwen-VL: no bias, positions are rotary
-    if not shape.packed:
-        assert shape.fixed_grid is not None
-        num_positions = shape.fixed_grid[1] * shape.fixed_grid[2] + shape.class_token
-        num_params += D + num_positions * D + (D if shape.class_token else 0)
+    num_params = (P + shape.embed_bias + 2 * shape.embed_norm) * D
+    num_params += shape.num_positions * D
+    if shape.fixed_grid is not None:
+        num_params += (shape.fixed_grid[1] * shape.fixed_grid[2] + 2 * shape.class_token) * D
+    activation = Rates(output=shape.patches_per_output * P * e, row=shape.embed_norm * (D + 2) * e)
+    activation += Rates(row=_INT64 * (shape.num_positions > 0))  # the position of each row
     return LayerSpec(
         name="embed",
         num_params=num_params,
         trainable=trainable,
-        matmul_flops=Rates(output=patches * 2 * P * D),
-        activation_bytes=Rates(output=patches * P * e),
+        matmul_flops=Rates(output=shape.patches_per_output * 2 * P * D),
+        activation_bytes=activation,
         output_bytes=Rates(row=D * e),
         output_width=D,
-        whole_bytes=WholeBytes(activation=Rates(output=patches * P * e)),
+        whole_bytes=WholeBytes(activation=activation),
     )
 
 
@@ -169,12 +147,44 @@ def _audio_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
     )
 
 
+def _projector(model: ModelConfig, shape: VisionShape, *, e: int) -> LayerSpec:
+    """The last layer of the vision module: a norm (not of kind llava), merged neighbours, two linear layers."""
+    projection = projection_of(model)
+    assert projection is not None
+    patches, inner, width = shape.patches_per_token, projection.width, projection.outputs
+    merged = patches * shape.width
+    # Kind -> parameters of its norm, and bytes of a row that are kept before the first product.
+    norms = {
+        "mlp": (2 * shape.width, 2 * shape.width * e + 2 * e),
+        "native": ((1 if shape.rms_norm else 2) * shape.width, _norm_bytes(shape, e)),
+        "llava": (0, shape.width * e),
+    }
+    norm_params, row_bytes = norms[projection.kind]
+    # With windows also the original order of the features.
+    normed = patches * row_bytes + (_INT64 if shape.window else 0)
+    return LayerSpec(
+        name="projector",
+        num_params=norm_params + (merged + 1) * inner + (inner + 1) * width,
+        trainable=bool(model.projector.trainable),
+        weight_before_products=norm_params > 0,
+        matmul_flops=Rates(output=2 * merged * inner + 2 * inner * width),
+        inner_flops=Rates(output=2 * inner * width),
+        activation_bytes=Rates(output=normed + _kept_by_activation(projection.hidden_act) * inner * e),
+        linear_bytes=Rates(output=(merged + 2 * inner + width) * e),
+        output_bytes=Rates(output=width * e),
+        output_width=width,
+        output_rows="outputs",
+        # Ranks divide the inner columns; the norm and the features have all rows.
+        whole_bytes=WholeBytes(activation=Rates(output=normed), linear=Rates(output=(merged + width) * e)),
+    )
+
+
 def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: int) -> LayerSpec:
     """One encoder block."""
     D, H, I = shape.width, shape.num_heads, shape.mlp_width
-    # Query, key, value and the input of the output projection. In the packed encoder, value is a view of the joint
-    # query-key-value tensor, which is kept whole, and the output is a copy joined from single images.
-    attention = (6 if shape.packed else 4) * D * e
+    # Query, key, value and the input of the output projection. Where they come from one layer, value is a view of the
+    # joint tensor, which is kept whole.
+    attention = (5 if shape.joint_qkv else 3) * D * e + D * e
     attention += H * _FLOAT32  # log-sum-exp
     # Outputs of single images; the outputs of Whisper's contiguous heads are copied to rows.
     attention += D * e if shape.packed or shape.one_row else 0
@@ -200,7 +210,9 @@ def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: in
         whole_bytes=_whole_of_block(block_linears(shape), D, e),
         # Divided ranks keep neither the joint query-key-value tensor nor the joined outputs of single images. Images of
         # one fixed size are not divided.
-        gathered_keys=Replaced(old=Rates(row=5 * D * e), new=Rates(row=2 * D * e)) if shape.packed else Replaced(),
+        gathered_keys=Replaced(old=Rates(row=(5 if shape.joint_qkv else 3) * D * e), new=Rates(row=2 * D * e))
+        if shape.packed
+        else Replaced(),
         unread_bytes=Rates(row=D * e),
     )
 

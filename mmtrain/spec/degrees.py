@@ -4,6 +4,7 @@ import math
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError
+from mmtrain.spec.modules import projection_of
 from mmtrain.spec.shapes import VisionShape, dit_shape, language_shape, vision_shape
 
 
@@ -36,9 +37,10 @@ def check_tensor_degree(model: ModelConfig, tp: int, *, whole_encoder: bool = Fa
 
 
 def _encoder_numbers(model: ModelConfig, shape: VisionShape) -> dict[str, int]:
-    merged = shape.width * shape.patches_per_token
+    projection = projection_of(model)
+    assert projection is not None
     return {
         "model.encoder: number of attention heads": shape.num_heads,
         "model.encoder: inner columns of the MLP": shape.mlp_width,
-        "model.projector: inner columns": model.projector.hidden_size or merged,
+        "model.projector: inner columns": projection.width,
     }

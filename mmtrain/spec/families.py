@@ -15,6 +15,7 @@ from typing import Any
 from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
+from mmtrain.spec.composites import part_config
 from mmtrain.spec.config_values import check_dropout, check_rope, check_type
 from mmtrain.spec.hub_files import find_file, read_json
 
@@ -100,6 +101,44 @@ ENCODERS: dict[str, Family] = {
         },
         optional={"vision_use_head": True},
         parents=("siglip",),
+        dropout=("attention_dropout",),
+        sizes=_SIZES,
+    ),
+    "siglip2_vision_model": Family(
+        defaults={
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_channels": 3,
+            "num_patches": 256,
+            "patch_size": 16,
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_eps": 1e-6,
+            "attention_dropout": 0.0,
+        },
+        optional={"vision_use_head": True},
+        parents=("siglip2",),
+        dropout=("attention_dropout",),
+        sizes=_SIZES,
+    ),
+    "clip_vision_model": Family(
+        defaults={
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_channels": 3,
+            "image_size": 224,
+            "patch_size": 32,
+            "hidden_act": "quick_gelu",
+            "layer_norm_eps": 1e-5,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "initializer_factor": 1.0,
+        },
+        optional={"projection_dim": 512},
+        parents=("clip",),
         dropout=("attention_dropout",),
         sizes=_SIZES,
     ),
@@ -337,8 +376,8 @@ def dit_config(section: DitConfig) -> dict[str, Any]:
 def encoder_config(section: EncoderConfig) -> dict[str, Any]:
     """The complete Hugging Face config of a vision encoder; its `model_type` is a key of `ENCODERS`.
 
-    Missing keys have the defaults of the Hugging Face class. Of a whole Qwen-VL or SigLIP model it is the
-    `vision_config`; a whole Whisper model's config is also that of its encoder.
+    Missing keys have the defaults of the Hugging Face class. Of a whole Qwen-VL, CLIP or SigLIP model, or a
+    whole model of `composites`, it is the `vision_config`; a whole Whisper model's config is also that of its encoder.
     Raises: ConfigError: there is no such config, or it has an unknown family or key, a wrong type, or dropout.
     """
     values, inline = _read("model.encoder", section)
@@ -381,7 +420,8 @@ def _read(where: str, section: EncoderConfig | LanguageConfig | DitConfig | VaeC
     key = f"{where}.pretrained"
     path = find_file(key, section.pretrained, "config.json")
     assert path is not None
-    return read_json(key, path), False
+    values = read_json(key, path)
+    return part_config(where, values) or values, False
 
 
 def _complete(where: str, values: dict[str, Any], model_type: Any, *, strict: bool) -> dict[str, Any]:

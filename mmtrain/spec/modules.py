@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mmtrain.config.model import ModelConfig
+from mmtrain.spec.composites import projector_act
 from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
 from mmtrain.spec.vae_shapes import VaeShape, vae_shape
 
@@ -31,22 +32,34 @@ def families(model: ModelConfig) -> dict[str, str]:
 class Projection:
     """The projector of an encoder's features into the language model."""
 
+    kind: str
+    """`mlp`, `native` or `llava`."""
     width: int
     """Columns between its two linear layers."""
-    native: bool
-    """It is the encoder's own merger."""
+    hidden_act: str
+    """Activation function between them."""
     outputs: int
     """Output columns."""
 
 
 def projection_of(model: ModelConfig) -> Projection | None:
-    """The projector of a model; None: it has no encoder."""
+    """The projector of a model; None: it has no encoder.
+
+    Raises: ConfigError: its activation function is unknown, or its source has a projector of another kind.
+    """
     if model.encoder is None:
         return None
     shape, section = vision_shape(model), model.projector
-    merged, native = shape.width * shape.patches_per_token, section.kind == "native"
-    return Projection(
-        width=merged if native else section.hidden_size or merged,
-        native=native,
-        outputs=language_shape(model).width,
-    )
+    outputs, merged = language_shape(model).width, shape.width * shape.patches_per_token
+    widths = {"mlp": section.hidden_size or merged, "native": merged, "llava": outputs}
+    return Projection(kind=section.kind, width=widths[section.kind], hidden_act=projector_act(section), outputs=outputs)
+
+
+def projector_sizes(model: ModelConfig) -> dict[str, int | str]:
+    """The kind and sizes of a projector of our own, as an export writes them next to its weights."""
+    projection, shape = projection_of(model), vision_shape(model)
+    assert projection is not None
+    sizes: dict[str, int | str] = {"kind": projection.kind, "language_width": projection.outputs}
+    if projection.kind == "mlp":
+        return sizes | {"spatial_merge": shape.merge, "hidden_size": projection.width}
+    return sizes | {"vision_width": shape.width, "projector_hidden_act": projection.hidden_act}

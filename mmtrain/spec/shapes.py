@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
+from mmtrain.spec.composites import selected_features
 from mmtrain.spec.config_values import MOST
 from mmtrain.spec.families import dit_config, encoder_config, language_config
 from mmtrain.spec.windows import Grid, Indices, feature_order, row_order
@@ -21,7 +22,7 @@ class VisionShape:
     width: int
     """Columns of the activations between its blocks."""
     depth: int
-    """Number of blocks."""
+    """Number of blocks that run: up to the one whose output the projector reads."""
     num_heads: int
     mlp_width: int
     patch_dim: int
@@ -32,6 +33,12 @@ class VisionShape:
     """Whether the key has a bias if query and value have one."""
     gated_mlp: bool = False
     """Whether a third linear layer gates the inner columns."""
+    joint_qkv: bool = False
+    """Whether one linear layer makes query, key and value."""
+    rotary: bool = False
+    """Whether positions are rotary."""
+    num_positions: int = 0
+    """Learned positions in a square, which are resized to the grid of each image; 0: positions are of another kind."""
     rms_norm: bool = False
     """Whether norms are RMSNorms."""
     patch_size: int
@@ -41,8 +48,14 @@ class VisionShape:
     have one size and their patches are in row-major order."""
     class_token: bool = False
     """Whether the encoder adds a row to each image."""
+    keeps_class_token: bool = False
+    """Whether that row is a feature, too, and so becomes a token of the language model."""
+    embed_norm: bool = False
+    """Whether a norm follows the embedding of patches and class token."""
+    embed_bias: bool = True
+    """Whether the embedding of patches has a bias."""
     final_norm: bool = False
-    """Whether a norm follows the last block."""
+    """Whether a norm follows the last block that runs."""
     fixed_grid: tuple[int, int, int] | None = None
     """Patches (1, height, width) of every image; None for packed encoders."""
     one_row: bool = False
@@ -62,6 +75,19 @@ class VisionShape:
     def patches_per_token(self) -> int:
         """Patches that the projector joins to one token."""
         return self.merge if self.one_row else self.merge**2
+
+    @property
+    def fixed_tokens(self) -> int:
+        """Tokens of each image of an encoder of one image size."""
+        assert self.fixed_grid is not None
+        return math.prod(self.fixed_grid) // self.patches_per_token + self.keeps_class_token
+
+    @property
+    def patches_per_output(self) -> float:
+        """Patches of an image for each of its tokens, one of which may be the class token."""
+        if not self.keeps_class_token:
+            return self.patches_per_token
+        return 1 - 1 / self.fixed_tokens
 
     def row_order(self, grids: Sequence[Grid]) -> Indices:
         """[R] int64: the packed patch of each row, see `windows.row_order`. Args: grids: patches of each image."""
@@ -161,12 +187,16 @@ def vision_shape(model: ModelConfig) -> VisionShape:
     assert model.encoder is not None
     values = encoder_config(model.encoder)
     where = _name("model.encoder", model.encoder)
+    merge = model.projector.merge
     if values["model_type"] in ("qwen2_vl_vision", "qwen2_5_vl_vision"):
-        shape = _native_resolution(values, where, model.projector.spatial_merge)
+        shape = _native_resolution(values, where, merge)
+    elif values["model_type"] == "siglip2_vision_model":
+        shape = _resized_positions(values, where, merge)
     elif values["model_type"] == "whisper_encoder":
-        shape = _audio(values, where, model.projector.spatial_merge)
+        shape = _audio(values, where, merge)
     else:
-        shape = _fixed_size(values, where, model.projector.spatial_merge)
+        shape = _fixed_size(values, where, merge)
+    shape = _with_selected_features(model, shape, where)
     _divides(where, "number of heads", shape.num_heads, "width", shape.width)
     _check_native(model, shape, where)
     return shape
@@ -203,6 +233,9 @@ def _native_resolution(values: dict[str, Any], where: str, merge: int) -> Vision
         hidden_act=values["hidden_act"],
         patch_size=patch,
         packed=True,
+        joint_qkv=True,
+        rotary=True,
+        embed_bias=False,
         gated_mlp=windowed,
         rms_norm=windowed,
         window=window,
@@ -213,12 +246,34 @@ def _native_resolution(values: dict[str, Any], where: str, merge: int) -> Vision
     )
 
 
+def _resized_positions(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+    """Encoders of packed images with learned positions, which are resized to each image: SigLIP 2 (NaFlex)."""
+    patch, positions = single_size(where, "patch_size", values["patch_size"]), values["num_patches"]
+    if math.isqrt(positions) ** 2 != positions:
+        raise ConfigError(f"{where}: num_patches = {positions}; positions form a square, so it must be a square number")
+    return VisionShape(
+        model_type=values["model_type"],
+        width=values["hidden_size"],
+        depth=values["num_hidden_layers"],
+        num_heads=values["num_attention_heads"],
+        mlp_width=values["intermediate_size"],
+        patch_dim=values["num_channels"] * patch * patch,
+        hidden_act=values["hidden_act"],
+        patch_size=patch,
+        packed=True,
+        num_positions=positions,
+        final_norm=True,
+        merge=merge,
+    )
+
+
 def _fixed_size(values: dict[str, Any], where: str, merge: int) -> VisionShape:
-    """Encoders whose images all have one size: SigLIP and ViT."""
+    """Encoders whose images all have one size: SigLIP, CLIP and ViT."""
     patch = single_size(where, "patch_size", values["patch_size"])
     image = single_size(where, "image_size", values["image_size"])
     _divides(where, "patch_size", patch, "image_size", image)
     patches_per_side = image // patch
+    clip = values["model_type"] == "clip_vision_model"
     if patches_per_side % merge:
         raise ConfigError(
             f"model.projector.spatial_merge = {merge}, but {where} makes {patches_per_side} x {patches_per_side} "
@@ -235,8 +290,10 @@ def _fixed_size(values: dict[str, Any], where: str, merge: int) -> VisionShape:
         qkv_bias=values.get("qkv_bias", True),
         patch_size=patch,
         packed=False,
-        class_token=values["model_type"] == "vit",
-        final_norm=True,
+        class_token=values["model_type"] in ("clip_vision_model", "vit"),
+        embed_norm=clip,
+        embed_bias=not clip,
+        final_norm=not clip,  # its norm is for the pooled class token alone
         fixed_grid=(1, patches_per_side, patches_per_side),
         merge=merge,
     )
@@ -267,6 +324,42 @@ def _audio(values: dict[str, Any], where: str, merge: int) -> VisionShape:
         fixed_grid=(1, 1, frames),
         one_row=True,
         merge=merge,
+    )
+
+
+def _with_selected_features(model: ModelConfig, shape: VisionShape, where: str) -> VisionShape:
+    """The shape of the part of an encoder that makes the features which the projector reads.
+
+    Raises: ConfigError: there is no such block or class token, or they do not fit the projector.
+    """
+    assert model.encoder is not None
+    layer, select = selected_features(model.encoder)
+    if abs(layer) > shape.depth:
+        raise ConfigError(
+            f"model.encoder.feature_layer = {layer}, but {where} has {shape.depth} blocks; choose 1 to {shape.depth}, "
+            f"or -1 to -{shape.depth} from the last one"
+        )
+    if layer and model.projector.kind == "native":
+        raise ConfigError(
+            f'model.encoder.feature_layer = {layer}, but model.projector.kind = "native" reads the output of the last '
+            'block; remove it, or use kind = "mlp"'
+        )
+    if select == "default" and not shape.class_token:
+        raise ConfigError(
+            f'model.encoder.feature_select = "default" leaves out the class token, but {where} ({shape.model_type}) '
+            'has none; set feature_select = "full"'
+        )
+    keeps_class_token = select == "full" and shape.class_token
+    if keeps_class_token and shape.merge > 1:
+        raise ConfigError(
+            f'model.encoder.feature_select = "full" keeps the class token, which has no neighbours to merge with, but '
+            f"model.projector merges {shape.merge} x {shape.merge} features; set model.projector.spatial_merge = 1"
+        )
+    return replace(
+        shape,
+        depth=(layer if layer > 0 else shape.depth + 1 + layer) if layer else shape.depth,
+        final_norm=shape.final_norm and not layer,
+        keeps_class_token=keeps_class_token,
     )
 
 
@@ -382,10 +475,6 @@ def _check_native(model: ModelConfig, shape: VisionShape, where: str) -> None:
             f"model.projector.spatial_merge = {shape.merge}, but the merger of {where} merges "
             f"{shape.native_merge} x {shape.native_merge}; set spatial_merge = {shape.native_merge} or "
             'kind = "mlp"'
-        )
-    if model.projector.hidden_size:
-        raise ConfigError(
-            f'model.projector.hidden_size = {model.projector.hidden_size} has no effect with kind = "native"; remove it'
         )
     language_width = language_shape(model).width
     if shape.native_width != language_width:

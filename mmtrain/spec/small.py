@@ -13,6 +13,7 @@ from mmtrain.config.model import (
     ProjectorConfig,
     VaeConfig,
 )
+from mmtrain.spec.composites import projector_act, selected_features
 from mmtrain.spec.families import (
     DITS,
     ENCODERS,
@@ -73,7 +74,7 @@ def narrow_model(
         model.with_modules(
             {name: _inline(section, configs[name], segments, name) for name, section in model.modules.items()}
         ),
-        projector=replace(projector, pretrained=""),
+        projector=_without_source(projector),
         lora=_lora(model.lora) if adapted else model.lora,
     )
 
@@ -81,12 +82,24 @@ def narrow_model(
 def _inline(section: ModuleConfig, values: dict[str, Any], segments: Mapping[str, int], name: str) -> ModuleConfig:
     if isinstance(section, VaeConfig):
         return replace(section, pretrained="", config=values)
-    section = replace(section, pretrained="", config=values, num_segments=segments[name], pipeline_layout="")
     if isinstance(section, EncoderConfig):  # so that the few images of a small microbatch are still divided
-        return replace(section, sub_microbatch_size=min(section.sub_microbatch_size, 2) or 2)
+        section = replace(_with_features(section), sub_microbatch_size=min(section.sub_microbatch_size, 2) or 2)
+    section = replace(section, pretrained="", config=values, num_segments=segments[name], pipeline_layout="")
     if isinstance(section, DitConfig):
         return replace(section, sub_microbatch_size=min(section.sub_microbatch_size, 2))
     return section
+
+
+def _with_features(section: EncoderConfig) -> EncoderConfig:
+    """The section for a config of just the blocks that run: it no longer needs the LLaVA model that it may name."""
+    layer, select = selected_features(section)
+    return replace(section, feature_layer=-1 if layer else 0, feature_select=select)
+
+
+def _without_source(section: ProjectorConfig) -> ProjectorConfig:
+    """The section of a projector of the same kind with random weights."""
+    act = projector_act(section) if section.kind == "llava" else ""
+    return replace(section, pretrained="", hidden_act=act)
 
 
 def _narrow_language(model: ModelConfig, tp: int, num_stages: int) -> dict[str, Any]:
@@ -179,14 +192,13 @@ def fewer_blocks(model: ModelConfig, num_blocks: int) -> ModelConfig:
     values.pop("layer_types", None)  # one entry for each layer; all supported layers have one type
     config = inline_config(values, LANGUAGES[family])
     language = replace(model.language, pretrained="", config=config, pipeline_layout="")
-    projector = replace(model.projector, pretrained="")
     return replace(
         model,
         encoder=model.encoder and _fewer_encoder_blocks(model, num_blocks),
         dit=model.dit and _fewer_dit_blocks(model.dit, num_blocks),
         vae=model.vae and replace(model.vae, weights="random"),
         language=language,
-        projector=projector,
+        projector=_without_source(model.projector),
     )
 
 
@@ -217,7 +229,7 @@ def _fewer_encoder_blocks(model: ModelConfig, num_blocks: int) -> EncoderConfig:
         values["fullatt_block_indexes"] = list(range(windowed, depth))
     values[ENCODERS[shape.model_type].sizes["depth"]] = depth
     config = inline_config(values, ENCODERS[shape.model_type])
-    return replace(model.encoder, pretrained="", config=config, pipeline_layout="")
+    return replace(_with_features(model.encoder), pretrained="", config=config, pipeline_layout="")
 
 
 def _fewer_dit_blocks(section: DitConfig, num_blocks: int) -> DitConfig:

@@ -306,6 +306,8 @@ class ModuleSpec:
     """Its images have one row of patches (audio over time), which are merged only along it."""
     extra_rows: int = 0
     """Rows that the first layer adds to each frame of an image: 1 for a class token."""
+    extra_outputs: int = 0
+    """Those of them that become tokens."""
     window: int = 0
     """Side of the attention windows of some blocks, in merged tokens; 0: there are none."""
     patch: tuple[int, int, int] = (1, 1, 1)
@@ -432,7 +434,7 @@ def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> Wo
         total += WorkSize(
             rows=count * t * rows,
             pairs=count * t * rows * rows,
-            outputs=count * (t * h * w // module.patches_per_token),
+            outputs=count * t * (h * w // module.patches_per_token + module.extra_outputs),
             window_pairs=count * window_pairs((t, h, w), module.merge, module.window) if module.window else 0,
         )
     return total

@@ -109,6 +109,8 @@ ENCODERS = [
     ("qwen2_vl_vision", "native"),
     ("qwen2_5_vl_vision", "native"),
     ("siglip_vision_model", "mlp"),
+    ("clip_vision_model", "mlp"),
+    ("clip_vision_model", "llava"),
     ("vit", "mlp"),
     ("whisper_encoder", "mlp"),
 ]
@@ -171,6 +173,10 @@ def vision(encoder: str, folder: Path, adapter: Path | None):
         from transformers import ViTModel
 
         theirs = ViTModel.from_pretrained(folder, add_pooling_layer=False)
+    elif encoder == "clip_vision_model":
+        from transformers import CLIPVisionModel
+
+        theirs = CLIPVisionModel.from_pretrained(folder)
     elif encoder == "siglip_vision_model":
         from transformers import SiglipVisionModel
 
@@ -195,7 +201,7 @@ def their_features(encoder: str, projector: str, theirs, pixels: torch.Tensor, g
     if encoder.startswith("qwen"):
         out = theirs(pixels, torch.tensor(grids))
         return out.pooler_output if projector == "native" else out.last_hidden_state
-    skip = 1 if encoder == "vit" else 0
+    skip = 1 if encoder in ("clip_vision_model", "vit") else 0
     return theirs(pixels).last_hidden_state[:, skip:].flatten(0, 1)
 
 
@@ -207,7 +213,7 @@ def test_an_encoder_has_the_same_features(tmp_path, encoder, projector, way):
         model = with_lora(model, ["encoder"])
     chunk = save_run(tmp_path / "run", model)["vision"]
     made = export(tmp_path / "run", tmp_path / "out", merge_adapters=way == "merged")
-    folders = {"language", "vision"} | ({"projector"} if projector == "mlp" else set())
+    folders = {"language", "vision"} | ({"projector"} if projector != "native" else set())
     assert set(made.folders) == folders | ({"vision_adapter"} if way == "adapter" else set())
     pixels, grids = images(encoder)
     adapter = tmp_path / "out/vision_adapter" if way == "adapter" else None
@@ -238,7 +244,7 @@ def test_a_job_starts_from_an_exported_folder(tmp_path, encoder, projector):
         encoder=dataclasses.replace(model.encoder, config={}, pretrained=str(out / "vision")),
         language=dataclasses.replace(model.language, config={}, pretrained=str(out / "language")),
     )
-    if projector == "mlp":
+    if projector != "native":
         section = dataclasses.replace(model.projector, pretrained=str(out / "projector"))
         again = dataclasses.replace(again, projector=section)
     assert model_spec(again) == model_spec(model)

@@ -6,6 +6,7 @@ import typing
 import pytest
 
 from mmtrain.config import config
+from mmtrain.config.model import ProjectorConfig
 from mmtrain.config.toml_sections import build
 from mmtrain.errors import ConfigError
 
@@ -410,3 +411,33 @@ def test_bad_sources_are_refused(load, sources, message):
 def test_one_source_and_several_exclude_each_other(load):
     with pytest.raises(ConfigError, match=r'data\.source = "somewhere" and data\.sources are both set; keep one'):
         load(BASE + SEVERAL)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "llava", "spatial_merge": 2}, r'spatial_merge = 2, but kind = "llava" merges no features; remove it'),
+        ({"kind": "llava", "hidden_size": 9}, 'hidden_size = 9 has no effect with kind = "llava"; remove it'),
+        ({"kind": "native", "hidden_size": 9}, 'hidden_size = 9 has no effect with kind = "native"; remove it'),
+        ({"kind": "mlp", "hidden_act": "relu"}, 'hidden_act = "relu" has no effect with kind = "mlp"; remove it'),
+        ({"kind": "native", "pretrained": "x"}, "whose weights come with the encoder"),
+    ],
+)
+def test_keys_of_another_kind_of_projector_are_refused(options, message):
+    with pytest.raises(ConfigError, match=f"^model.projector.{message}" if "weights" not in message else message):
+        ProjectorConfig(**options)
+
+
+@pytest.mark.parametrize(("kind", "merge"), [("mlp", 2), ("native", 2), ("llava", 1)])
+def test_the_merge_of_a_projector(kind, merge):
+    assert ProjectorConfig(kind=kind).merge == merge
+    assert ProjectorConfig(kind="mlp", spatial_merge=3).merge == 3
+
+
+def test_a_list_of_feature_layers_is_refused(load):
+    encoder = "--model.encoder.config={model_type='clip'}"
+    assert load(BASE, encoder, "--model.encoder.feature_layer=-2").model.encoder.feature_layer == -2
+    with pytest.raises(
+        ConfigError, match=r"model.encoder.feature_layer = \[-2, -3\] is an array; it must be an integer"
+    ):
+        load(BASE, encoder, "--model.encoder.feature_layer=[-2, -3]")

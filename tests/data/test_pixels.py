@@ -74,6 +74,68 @@ def test_fixed_pixels_equal_the_reference(model_type: str, name: str) -> None:
         np.testing.assert_array_equal(pixel_values(image, geometry, pixel_rules(model_type)).numpy(), expected)
 
 
+ODD_SIZES = [*SIZES, (65, 64), (64, 65), (63, 129), (1000, 7)]
+
+
+@pytest.mark.parametrize("edge", [64, 81, 45])
+def test_cropped_pixels_equal_the_reference(edge: int, tmp_path: Path) -> None:
+    """Bit for bit, also where the shorter side is longer or shorter than the square that is cut out."""
+    geometry = image_geometry({"model_type": "clip_vision_model", "image_size": 64, "patch_size": 16}, spatial_merge=2)
+    theirs = their_processor("CLIPImageProcessor", size={"shortest_edge": edge}, crop_size={"height": 64, "width": 64})
+    theirs.save_pretrained(tmp_path)
+    rules = pixel_rules("clip_vision_model", str(tmp_path))
+    assert rules == pixel_rules("clip", str(tmp_path))
+    assert (rules.crops, rules.shortest_edge, rules.image_size) == (True, edge, 64)
+    for width, height in ODD_SIZES:
+        image = noisy_image(width, height)
+        expected = theirs(image, return_tensors="np")["pixel_values"]
+        np.testing.assert_array_equal(pixel_values(image, geometry, rules).numpy(), expected)
+        assert geometry.grid(height, width) == (1, 4, 4)
+        if edge == 64:
+            np.testing.assert_array_equal(pixel_values(image, geometry, pixel_rules("clip")).numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"size": 336, "crop_size": 336}, None),  # as old folders say it
+        ({"size": {"height": 336, "width": 336}, "do_center_crop": False}, None),
+        ({"size": {"height": 336, "width": 336}}, "only the shorter side can be resized before a square is cut out"),
+        ({"crop_size": {"height": 336, "width": 224}}, "crop_size = .*; a fixed size must be square"),
+    ],
+)
+def test_what_a_processor_of_clip_may_say(config: dict[str, Any], message: str | None, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            pixel_rules("clip", str(tmp_path))
+        return
+    rules = pixel_rules("clip", str(tmp_path))
+    crops = config.get("do_center_crop", True)
+    assert (rules.image_size, rules.crops, rules.shortest_edge) == (336, crops, 336 if crops else 0)
+
+
+@pytest.mark.parametrize("num_patches", [256, 100])
+def test_pixels_that_fill_a_number_of_patches_equal_the_reference(num_patches: int, tmp_path: Path) -> None:
+    theirs = their_processor("Siglip2ImageProcessor", patch_size=8, max_num_patches=num_patches)
+    theirs.save_pretrained(tmp_path)
+    rules = pixel_rules("siglip2_vision_model", str(tmp_path))
+    assert rules.max_pixels == num_patches * 64
+    encoder = {"model_type": "siglip2_vision_model", "patch_size": 8}
+    geometry, merged = (image_geometry(encoder, spatial_merge=merge, max_pixels=rules.max_pixels) for merge in (1, 2))
+    for width, height in ODD_SIZES:
+        image = noisy_image(width, height)
+        expected = theirs(image, return_tensors="np")
+        _, rows, columns = geometry.grid(height, width)
+        assert (rows, columns) == tuple(expected["spatial_shapes"][0].tolist())
+        ours = pixel_values(image, geometry, rules).numpy()
+        np.testing.assert_array_equal(ours, expected["pixel_values"][0, : rows * columns])
+        if rows % 2 == columns % 2 == 0 and merged.resized(height, width) == geometry.resized(height, width):
+            squares = ours.reshape(rows // 2, 2, columns // 2, 2, -1).swapaxes(1, 2).reshape(rows * columns, -1)
+            np.testing.assert_array_equal(pixel_values(image, merged, rules).numpy(), squares)
+    assert merged.resized(64, 64) == geometry.resized(64, 64), "some image is compared"
+
+
 def test_patches_lie_in_merge_blocks() -> None:
     geometry = image_geometry(
         {"model_type": "qwen2_vl", "patch_size": 2}, spatial_merge=2, min_pixels=1, max_pixels=999

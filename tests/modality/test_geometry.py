@@ -37,13 +37,39 @@ def test_known_sizes() -> None:
     assert [geometry.num_tokens(grid) for grid in table.values()] == [4, 8, 36, 64]
 
 
-@pytest.mark.parametrize("model_type", ["siglip_vision_model", "vit"])
+@pytest.mark.parametrize("model_type", ["siglip_vision_model", "clip_vision_model", "vit"])
 def test_a_fixed_size_ignores_the_image(model_type: str) -> None:
     encoder = {"model_type": model_type, "image_size": 56, "patch_size": 14}
     geometry = image_geometry(encoder, spatial_merge=2)
-    assert geometry.grid(999, 1) == (1, 4, 4)
-    assert geometry.resized(999, 1) == (56, 56)
+    assert geometry.grid(99, 1) == (1, 4, 4)
+    assert geometry.resized(99, 1) == (56, 56)
     assert geometry.num_tokens((1, 4, 4)) == 4
+
+
+@given(height=st.integers(1, 3000), width=st.integers(1, 3000), merge=st.sampled_from([1, 2]))
+def test_a_number_of_patches_is_filled(height: int, width: int, merge: int) -> None:
+    geometry = image_geometry({"model_type": "siglip2", "patch_size": 16, "num_patches": 256}, spatial_merge=merge)
+    if max(height, width) > 200 * min(height, width):
+        with pytest.raises(DataError, match="200 times"):
+            geometry.grid(height, width)
+        return
+    _, rows, columns = geometry.grid(height, width)
+    assert rows % merge == columns % merge == 0
+    assert rows * columns <= 256
+    assert 2 * rows * columns > 256 or min(rows, columns) == merge or max(height, width) < 3
+
+
+def test_an_image_whose_middle_is_cut_out_has_a_largest_aspect_ratio() -> None:
+    """Resizing its shorter side would otherwise make a huge image."""
+    geometry = image_geometry({"model_type": "clip", "image_size": 56, "patch_size": 14}, spatial_merge=1)
+    assert geometry.grid(200, 1) == (1, 4, 4)
+    with pytest.raises(DataError, match="image of 1 x 201 pixels: one side is more than 200 times the other"):
+        geometry.grid(201, 1)
+
+
+def test_a_class_token_is_one_token_more() -> None:
+    encoder = {"model_type": "clip", "image_size": 56, "patch_size": 14}
+    assert image_geometry(encoder, spatial_merge=1, extra_tokens=1).num_tokens((1, 4, 4)) == 17
 
 
 @pytest.mark.parametrize(
@@ -61,6 +87,12 @@ def test_a_fixed_size_ignores_the_image(model_type: str) -> None:
         ({"model_type": "vit"}, {"max_pixels": 5000}, "one fixed image size"),
         (QWEN, {"max_pixels": 700}, "data.max_pixels = 700 is below the smallest image"),
         ({**QWEN, "in_channels": 1}, {}, "1 colour channels"),
+        ({"model_type": "siglip2"}, {"min_pixels": 9}, "data.min_pixels = 9: images of a siglip2 encoder always have"),
+        (
+            {"model_type": "siglip2"},
+            {"max_pixels": 800},
+            "max_pixels = 800: one token covers 1024 pixels; raise it",
+        ),
     ],
 )
 def test_refusals(encoder: dict, options: dict, message: str) -> None:

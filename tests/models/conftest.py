@@ -36,6 +36,24 @@ ENCODERS = {
         "image_size": 32,
         "patch_size": 8,
     },
+    "siglip2": {
+        "model_type": "siglip2_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_patches": 25,
+        "patch_size": 4,
+    },
+    "clip": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    },
     "vit": {
         "model_type": "vit",
         "hidden_size": 32,
@@ -77,6 +95,15 @@ VISION_MODELS = [
     ("vision", {"encoder": "qwen2_5_vl"}),
     ("vision", {"encoder": "qwen2_5_vl", "projector": {"kind": "native"}}),
     ("vision", {"encoder": "siglip"}),
+    ("vision", {"encoder": "siglip2"}),
+    ("vision", {"encoder": "siglip2", "features": {"feature_layer": -2}, "projector": {"kind": "llava"}}),
+    ("vision", {"encoder": "clip"}),
+    ("vision", {"encoder": "clip", "features": {"feature_layer": -2}, "projector": {"kind": "llava"}}),
+    ("vision", {"encoder": "clip", "features": {"feature_select": "full"}, "projector": {"kind": "llava"}}),
+    (
+        "vision",
+        {"encoder": "siglip", "features": {"feature_layer": -1}, "projector": {"kind": "llava", "hidden_act": "relu"}},
+    ),
     ("vision", {"encoder": "vit"}),
     ("vision", {"encoder": "vit", "encoder_config": {"qkv_bias": False}}),
     ("vision", {"encoder": "whisper", "projector": {"spatial_merge": 3}}),
@@ -91,13 +118,17 @@ def tiny_model(
     frozen: tuple[str, ...] = (),
     projector: dict | None = None,
     encoder_config: dict | None = None,
+    features: dict | None = None,
     language_config: dict | None = None,
 ) -> ModelConfig:
-    """A tiny model; `frozen` names the sections to freeze and the dicts add to or change configs."""
+    """A tiny model; `frozen` names the sections to freeze and the dicts add to or change configs.
+
+    Args: features: which of the encoder's features the projector reads, keys of its section.
+    """
     encoder_section = None
     if encoder:
         values = {**ENCODERS[encoder], **(encoder_config or {})}
-        encoder_section = EncoderConfig(config=values, trainable="encoder" not in frozen)
+        encoder_section = EncoderConfig(config=values, trainable="encoder" not in frozen, **(features or {}))
     return ModelConfig(
         encoder=encoder_section,
         projector=ProjectorConfig(trainable="projector" not in frozen, **(projector or {})),

@@ -107,7 +107,7 @@ def test_more_ranks_than_tokens_leave_empty_parts(tiny, encoder, cuts):
     assert_equal_gradients(found, grads(*chunks))
 
 
-@pytest.mark.parametrize("encoder", ["qwen2_vl", "qwen2_5_vl", "siglip", "vit", "whisper"])
+@pytest.mark.parametrize("encoder", ["qwen2_vl", "qwen2_5_vl", "siglip", "clip", "vit", "whisper"])
 def test_without_images_no_layer_runs_and_the_graph_stays_whole(tiny, encoder):
     chunks = build(tiny.model(encoder), "vision", (1, 3))
 

@@ -10,6 +10,8 @@ from mmtrain.spec.builders import model_spec
 CHOICES = [
     ("vision", {"encoder": "qwen2_vl", "projector": {"kind": "native"}}),
     ("vision", {"encoder": "siglip"}),
+    ("vision", {"encoder": "siglip2"}),
+    ("vision", {"encoder": "clip"}),
     ("vision", {"encoder": "vit"}),
     ("language", {"language": "qwen2"}),
     ("language", {"language": "qwen2", "language_config": {"tie_word_embeddings": True, "pad_token_id": 5}}),

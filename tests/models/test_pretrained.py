@@ -27,10 +27,10 @@ def hugging_face(adapter, values):
         from transformers import ViTModel
 
         return ViTModel(config)
-    if config_class.__name__ == "SiglipVisionConfig":
-        from transformers import SiglipVisionModel
+    if config_class.__name__ in ("SiglipVisionConfig", "Siglip2VisionConfig"):
+        import transformers
 
-        return SiglipVisionModel(config)
+        return getattr(transformers, config_class.__name__.replace("Config", "Model"))(config)
     return make(config)
 
 
@@ -55,7 +55,9 @@ def model_of(tiny, path, module, **more) -> ModelConfig:
 
 
 @pytest.mark.parametrize("shard", ["20KB", "5GB"], ids=["many files", "one file"])
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "siglip", "vit", "whisper", "qwen2", "llama"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_vl", "qwen2_5_vl", "siglip", "siglip2", "clip", "vit", "whisper", "qwen2", "llama"]
+)
 def test_two_chunks_hold_what_hugging_face_saved(tiny, tmp_path, name, shard):
     module = "language" if name in tiny.languages else "vision"
     values = {**tiny.encoders, **tiny.languages}[name]

@@ -38,7 +38,7 @@ def batch(packed: bool) -> tuple[Batch, IterationMeta]:
     return Batch(microbatches=microbatches), IterationMeta(microbatches=tuple(metas))
 
 
-@pytest.mark.parametrize("encoder", ["qwen2_vl", "siglip", "vit"])
+@pytest.mark.parametrize("encoder", ["qwen2_vl", "siglip", "clip", "vit"])
 def test_images_reach_the_loss_and_every_weight_gets_a_gradient(tiny, encoder):
     model = tiny.model(encoder)
     reference = ReferenceModel(model, model_spec(model), seed=0)

@@ -27,6 +27,8 @@ FAMILIES = [
     ("vision", {"encoder": "qwen2_5_vl"}),
     ("vision", {"encoder": "whisper"}),
     ("vision", {"encoder": "siglip"}),
+    ("vision", {"encoder": "siglip2"}),
+    ("vision", {"encoder": "clip"}),
     ("vision", {"encoder": "vit"}),
     ("language", {"language": "qwen2"}),
     ("language", {"language": "llama"}),
@@ -36,6 +38,8 @@ TARGETS = {
     "qwen2_5_vl": ["gate_proj", "down_proj"],
     "whisper": ["q_proj", "k_proj", "v_proj", "fc1"],
     "siglip": ["out_proj", "fc1"],
+    "siglip2": ["out_proj", "fc2"],
+    "clip": ["out_proj", "fc2"],
     "vit": ["fc2"],
     "qwen2": ["up_proj"],
     "llama": ["o_proj", "down_proj"],
@@ -152,7 +156,7 @@ def call_block(chunk, module, x):
 
 def input_of_block(model, module, leaving):
     width = 24 if module == "language" else 32
-    rows = 2 * {"vit": 17, "whisper": 12}.get(model.encoder.config["model_type"], 16)
+    rows = 2 * {"clip_vision_model": 17, "vit": 17, "whisper": 12}.get(model.encoder.config["model_type"], 16)
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(0), requires_grad=leaving)
 
 

@@ -42,6 +42,11 @@ ENCODERS = {
         "out_hidden_size": WIDTH, "window_size": 16, "fullatt_block_indexes": [1],
     },
     "siglip": {"model_type": "siglip_vision_model", **_FIXED},
+    "siglip2": {
+        "model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_patches": 25, "patch_size": 4,
+    },
+    "clip": {"model_type": "clip_vision_model", **_FIXED},
     "vit": {"model_type": "vit", **_FIXED},
     "whisper": {
         "model_type": "whisper_encoder", "d_model": 32, "encoder_ffn_dim": 48, "encoder_layers": 2,
@@ -83,6 +88,9 @@ def vision_inputs(encoder):
     if encoder.startswith("qwen2"):
         grids = ((1, 4, 4), (2, 2, 6), (1, 6, 2))  # 13 merged units: no multiple of 2
         return torch.randn(sum(t * h * w for t, h, w in grids), 96, generator=generator), grids
+    if encoder == "siglip2":
+        grids = ((1, 4, 4), (1, 2, 6), (1, 6, 4))
+        return torch.randn(sum(h * w for _, h, w in grids), 48, generator=generator), grids
     if encoder == "whisper":
         return torch.randn(3, 10, 24, generator=generator), ((1, 1, 12),) * 3
     return torch.randn(3, 3, 32, 32, generator=generator), ((1, 4, 4),) * 3

@@ -25,12 +25,16 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.shrink import MOST_RANKS, shrink
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.shapes import dit_shape, language_shape, vision_shape
+from mmtrain.spec.small import fewer_blocks
 from mmtrain.spec.vae_shapes import vae_shape
+from tests.llava import job_model, save_llava
 
 ENCODERS: dict[str, dict[str, Any]] = {
     "qwen2_vl_vision": {"hidden_size": 3584},
     "qwen2_5_vl_vision": {"out_hidden_size": 3584, "hidden_size": 1280},
     "siglip_vision_model": {"image_size": 384, "patch_size": 16},
+    "siglip2_vision_model": {},
+    "clip_vision_model": {"image_size": 336, "patch_size": 14},
     "vit": {},
     "whisper_encoder": {"max_source_positions": 1500},
 }
@@ -303,3 +307,20 @@ def test_a_vae_keeps_its_latents(name: str) -> None:
     assert small.model.dit and small.model.vae
     geometry = video_geometry(small.model.dit, small.data, small.model.vae)
     assert all(max(geometry.latents(frames, *size)) <= 64 for frames in geometry.frames for size in geometry.sizes)
+
+
+def test_a_small_model_reads_the_same_features_without_its_source(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Of a LLaVA folder: the settings, and the activation function of its projector; the blocks behind are gone."""
+    save_llava("clip, llama, full", tmp_path)
+    model = job_model(tmp_path)
+    big = job(model=model)
+    small = shrink(big).config.model
+    assert small.encoder is not None
+    assert (small.encoder.pretrained, small.projector.pretrained, small.language.pretrained) == ("", "", "")
+    assert (small.encoder.feature_layer, small.encoder.feature_select) == (-1, "full")
+    assert small.projector.hidden_act == "relu"
+    shapes = vision_shape(small), vision_shape(model)
+    assert [(s.depth, s.final_norm, s.keeps_class_token) for s in shapes] == [(2, False, True)] * 2
+    for few in (fewer_blocks(model, 1), fewer_blocks(small, 1)):
+        assert vision_shape(few).depth == 1
+        assert model_spec(few).module("vision").extra_outputs == 1

@@ -41,6 +41,9 @@ def test_other_names_of_a_key_are_understood():
         ("qwen2_vl", {"depth": 7, "in_chans": 3}, "qwen2_vl_vision"),
         ("qwen2_5_vl", {"depth": 7, "model_type": "qwen2_5_vl", "in_chans": 3}, "qwen2_5_vl_vision"),
         ("siglip", {"num_hidden_layers": 7, "model_type": "siglip_vision_model"}, "siglip_vision_model"),
+        ("siglip2", {"num_hidden_layers": 7, "model_type": "siglip2_vision_model"}, "siglip2_vision_model"),
+        ("clip", {"num_hidden_layers": 7, "model_type": "clip_vision_model"}, "clip_vision_model"),
+        ("llava", {"num_hidden_layers": 7}, "clip_vision_model"),
     ],
 )
 def test_a_whole_model_gives_its_vision_config(tmp_path, whole, inner, found):
@@ -106,7 +109,7 @@ def test_an_encoder_is_no_language_model_and_the_other_way_round():
         ("lama", "llama"),
         ("qwen3", None),  # another version is no misspelling
         ("qwen25", None),
-        ("llava", None),  # nor is another family that Hugging Face knows
+        ("vipllava", None),  # nor is another family that Hugging Face knows
         ("mllama", None),
         ("phi", None),
         (["qwen2"], None),

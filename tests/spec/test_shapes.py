@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.errors import ConfigError
+from mmtrain.spec.builders import model_spec
 from mmtrain.spec.shapes import check_patches_split, language_shape, vision_shape
 
 
@@ -30,8 +33,8 @@ QWEN2_VL = {"model_type": "qwen2_vl", "embed_dim": 64, "num_heads": 4, "hidden_s
         ),
         (model({"model_type": "vit"}, spatial_merge=3), "makes 14 x 14 patches; choose a divisor of 14"),
         (model({"model_type": "vit"}, kind="native"), r"\(vit\) has no merger of its own; use \"mlp\""),
+        (model({"model_type": "siglip2", "num_patches": 250}), "num_patches = 250; .* it must be a square number"),
         (model(QWEN2_VL, kind="native", spatial_merge=4), "the merger of model.encoder.config merges 2 x 2"),
-        (model(QWEN2_VL, kind="native", hidden_size=9), 'hidden_size = 9 has no effect with kind = "native"'),
         (model({**QWEN2_VL, "hidden_size": 40}, kind="native"), "makes 40 columns .* language model has 48"),
         (model({**QWEN2_5_VL, "num_heads": 32}), "hidden_size / num_heads = 2; .*multiple of 4"),
         (
@@ -63,6 +66,55 @@ def test_encoders_and_projectors_that_do_not_fit(config, message):
 def test_language_models_that_do_not_fit(language, message):
     with pytest.raises(ConfigError, match=message):
         language_shape(model(language=language))
+
+
+CLIP = {"model_type": "clip", "num_hidden_layers": 4, "image_size": 64}
+
+
+def with_features(encoder, projector="llava", **features) -> ModelConfig:
+    base = model(encoder, kind=projector)
+    return replace(base, encoder=EncoderConfig(config=encoder, **features))
+
+
+@pytest.mark.parametrize(
+    ("encoder", "features", "depth", "final_norm", "tokens"),
+    [
+        (CLIP, {}, 4, False, 4),  # its norm is for the pooled class token
+        (CLIP, {"feature_layer": -1}, 4, False, 4),
+        (CLIP, {"feature_layer": -2}, 3, False, 4),
+        (CLIP, {"feature_layer": 1, "feature_select": "full"}, 1, False, 5),
+        ({"model_type": "vit"}, {}, 12, True, 196),
+        ({"model_type": "vit"}, {"feature_layer": -12, "feature_select": "default"}, 1, False, 196),
+        ({"model_type": "siglip"}, {"feature_select": "full"}, 12, True, 196),
+        ({"model_type": "siglip"}, {"feature_layer": -1}, 12, False, 196),
+    ],
+)
+def test_features_that_the_projector_reads(encoder, features, depth, final_norm, tokens):
+    shape = vision_shape(with_features(encoder, **features))
+    assert (shape.depth, shape.final_norm, shape.fixed_tokens) == (depth, final_norm, tokens)
+    layers = model_spec(with_features(encoder, **features)).module("vision").layers
+    assert sum(layer.is_block for layer in layers) == depth
+    assert [layer.name for layer in layers].count("norm") == final_norm
+
+
+@pytest.mark.parametrize(
+    ("encoder", "features", "projector", "message"),
+    [
+        (
+            CLIP,
+            {"feature_layer": 5},
+            "llava",
+            "= 5, but model.encoder.config has 4 blocks; choose 1 to 4,",
+        ),
+        (CLIP, {"feature_layer": -5}, "llava", "feature_layer = -5, but .* or -1 to -4 from the last one"),
+        (QWEN2_VL, {"feature_layer": -2}, "native", '"native" reads the output of the last block; remove it'),
+        (CLIP, {"feature_select": "full"}, "mlp", "merges 2 x 2 features; set model.projector.spatial_merge = 1"),
+        ({"model_type": "siglip"}, {"feature_select": "default"}, "llava", r"siglip_vision_model\) has none; set"),
+    ],
+)
+def test_features_that_there_are_not(encoder, features, projector, message):
+    with pytest.raises(ConfigError, match=message):
+        vision_shape(with_features(encoder, projector, **features))
 
 
 def test_shapes_of_the_tiny_models(tiny):
@@ -102,7 +154,7 @@ def test_orders_follow_the_windows():
     assert vision_shape(model(QWEN2_VL)).row_order(((1, 4, 8),)).tolist() == list(range(32))
 
 
-@pytest.mark.parametrize("encoder", ["siglip", "vit", "whisper"])
+@pytest.mark.parametrize("encoder", ["siglip", "clip", "vit", "whisper"])
 def test_patches_of_a_fixed_size_cannot_be_divided(tiny, encoder):
     with pytest.raises(ConfigError, match=r'encoder_context_parallel = "patches", but .*; use "images"'):
         check_patches_split(tiny.model(encoder))

@@ -224,7 +224,7 @@ class _Layer(_Builder):
             )
         if isinstance(shape, LanguageShape):  # in the model's dtype
             query, key = (Elementwise(f"rotary.{i}", 9.0, 11.0, 5, 7)(v) for i, v in enumerate((query, key)))
-        elif shape.packed:  # through float32
+        elif shape.rotary:  # through float32
             query, key = (Elementwise(f"rotary.{i}", 24.0, 26.0, 7, 9)(v) for i, v in enumerate((query, key)))
         per_pair = 1 / self.of.division.groups
         windowed = bool(self.layer.attention_flops.window_pair)
@@ -248,14 +248,19 @@ class _Layer(_Builder):
     # -------------------------------------------------------------------------------- first and last
 
     def _embed_patches(self, shape: VisionShape) -> Var:
-        patches = self.outputs * shape.patches_per_token
+        patches = self.outputs * shape.patches_per_output
         pixels = self.tape.input("pixels", rows=patches, columns=shape.patch_dim)
-        bias = not shape.packed
-        x = Convolution("patches", shape.patch_dim, shape.width, bias=bias, trainable=self.trainable)(pixels)
+        x = Convolution("patches", shape.patch_dim, shape.width, bias=shape.embed_bias, trainable=self.trainable)(
+            pixels
+        )
         x = reshape(x, rows=self.rows, columns=shape.width)  # with a class token, which has no pixels
+        if shape.num_positions:
+            x = AddRow("positions", shape.num_positions * shape.width, trainable=self.trainable)(x)
         if shape.fixed_grid is not None:
             count = (shape.fixed_grid[1] * shape.fixed_grid[2] + 2 * shape.class_token) * shape.width
             x = AddRow("positions", count, trainable=self.trainable)(x)
+        if shape.embed_norm:
+            x = self._norm("embed.norm", shape.width)(x)
         return shard("rows", self.tp, self.link)(x)
 
     def _embed_audio(self, shape: VisionShape) -> Var:
@@ -274,11 +279,13 @@ class _Layer(_Builder):
         assert projection is not None
         D, merged = shape.width, shape.width * shape.patches_per_token
         x = gather("projector.rows", self.tp, self.link)(self._between())
-        x = reshape(x, rows=self.outputs * shape.patches_per_token, columns=D)  # without class tokens
-        rms = projection.native and shape.rms_norm
-        x = Norm("projector.norm", D, rms=rms, trainable=self.trainable)(x)
+        x = reshape(x, rows=self.outputs * shape.patches_per_token, columns=D)  # without dropped class tokens
+        if projection.kind != "llava":
+            rms = projection.kind == "native" and shape.rms_norm
+            x = Norm("projector.norm", D, rms=rms, trainable=self.trainable)(x)
         x = reshape(x, rows=self.outputs, columns=merged)
-        x = self._two_linears("projector", ("fc1", "fc2"), x, merged, projection.width, projection.outputs, "gelu")
+        inner, act = projection.width, projection.hidden_act
+        x = self._two_linears("projector", ("fc1", "fc2"), x, merged, inner, projection.outputs, act)
         return shard("projector.shard", self.tp, self.link)(x)
 
     def _embed_tokens(self, shape: LanguageShape) -> Var:

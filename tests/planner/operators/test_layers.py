@@ -74,7 +74,7 @@ def test_adapters_of_a_language_model(targets: list[str]) -> None:
     check(dataclasses.replace(base, language=language, lora=lora), "language")
 
 
-@pytest.mark.parametrize("encoder", ["qwen2_vl", "qwen2_5_vl", "siglip", "vit", "whisper"])
+@pytest.mark.parametrize("encoder", ["qwen2_vl", "qwen2_5_vl", "siglip", "siglip2", "clip", "vit", "whisper"])
 def test_adapters_of_every_encoder(encoder: str) -> None:
     base = tiny_model(encoder, projector={"spatial_merge": 3} if encoder == "whisper" else None)
     assert base.encoder is not None

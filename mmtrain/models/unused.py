@@ -1,0 +1,38 @@
+"""The parts of an encoder behind the features that the projector reads. A job has no memory or time for them; an export
+completes the Hugging Face class with the values that they started with."""
+
+import torch
+from torch import Tensor
+
+from mmtrain.config.model import ModelConfig
+from mmtrain.models.adapters import VISION_ADAPTERS
+from mmtrain.models.build import materialise
+from mmtrain.models.initialise import init_encoder
+from mmtrain.models.pretrained import load_encoder
+from mmtrain.spec.families import ENCODERS, encoder_config
+from mmtrain.spec.shapes import vision_shape
+
+
+@torch.no_grad()
+def unused_weights(model: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Name in the Hugging Face class -> value, of blocks and the norm that no job of this model builds.
+
+    They are those of `model.encoder.pretrained`, otherwise initial ones as of the other blocks.
+
+    Args: seed: of the job, `debug.seed`.
+    Raises: ConfigError: they cannot be read.
+    """
+    assert model.encoder is not None
+    shape, values = vision_shape(model), encoder_config(model.encoder)
+    adapter = VISION_ADAPTERS[shape.model_type]
+    blocks = list(range(shape.depth, values[ENCODERS[shape.model_type].sizes["depth"]]))
+    module = adapter.build(values)
+    adapter.keep(module, embed=False, blocks=blocks, norm=not shape.final_norm)
+    if hasattr(module, "merger"):
+        module.merger = None
+    if not any(True for _ in module.parameters()):
+        return {}
+    materialise(module, "cpu", torch.float32)
+    init_encoder(module, adapter, seed)
+    load_encoder(module, model.encoder, shape.model_type)
+    return dict(module.state_dict())

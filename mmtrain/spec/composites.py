@@ -1,0 +1,183 @@
+"""Whole models whose folder holds several modules: where each one's config and weights are. Pure; no weights.
+
+A section names such a folder with `pretrained` and takes its own part out of it. A whole model with one encoder alone,
+whose config has just a `vision_config`, needs no entry here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mmtrain.config.model import EncoderConfig, FeatureSelect, ProjectorConfig
+from mmtrain.config.toml_sections import shown
+from mmtrain.errors import ConfigError
+from mmtrain.spec.config_values import check_type
+from mmtrain.spec.hub_files import find_file, read_json
+
+Spelling = Mapping[str, str]
+"""How names of stored weights begin -> how they begin in the class of the part alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One module inside of a whole model."""
+
+    config: str = ""
+    """Key of its config; empty: its settings are keys of the whole model's config."""
+    model_type: str = ""
+    """Of a config that names none."""
+    shared: tuple[str, ...] = ()
+    """Switches that are on for the part if they are on for the whole model."""
+    spellings: tuple[Spelling, ...]
+    """Its names in stored weights; the first one that occurs counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composite:
+    """A whole model of several modules."""
+
+    parts: Mapping[str, Part]
+    """Section -> its part."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the whole model's config that concern how parts are joined, with the defaults of its class."""
+
+
+def _removed(*beginnings: str) -> tuple[Spelling, ...]:
+    return tuple({beginning: ""} for beginning in beginnings)
+
+
+COMPOSITES: Mapping[str, Composite] = {
+    "llava": Composite(
+        parts={
+            "model.encoder": Part(
+                config="vision_config",
+                model_type="clip_vision_model",
+                spellings=_removed(
+                    "vision_tower.vision_model.",
+                    "model.vision_tower.vision_model.",
+                    "vision_tower.",
+                    "model.vision_tower.",
+                ),
+            ),
+            "model.projector": Part(spellings=_removed("multi_modal_projector.", "model.multi_modal_projector.")),
+            "model.language": Part(
+                config="text_config",
+                model_type="llama",
+                shared=("tie_word_embeddings",),
+                spellings=(
+                    {"language_model.": ""},
+                    {"model.language_model.": "model.", "lm_head.": "lm_head."},
+                ),
+            ),
+        },
+        defaults={
+            "vision_feature_layer": -2,
+            "vision_feature_select_strategy": "default",
+            "projector_hidden_act": "gelu",
+            "multimodal_projector_bias": True,
+        },
+    ),
+}
+"""By the `model_type` of the whole model."""
+
+
+def part_config(where: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config of a section's module inside of a whole model's config; None: the config is not of a whole model.
+
+    Raises: ConfigError: the whole model's config lacks it.
+    """
+    part = _part(where, values)
+    if part is None:
+        return None
+    config = values.get(part.config)
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"{where}.pretrained: the config.json of this {values['model_type']} model has no {part.config}; "
+            "choose a folder that transformers saved"
+        )
+    switches = {key: True for key in part.shared if values.get(key) is True}
+    return {"model_type": part.model_type, **config, **switches}
+
+
+def part_spellings(where: str, source: str) -> tuple[Spelling, ...]:
+    """How the weights of a section's module are called in a whole model's folder; empty: it is no whole model's.
+
+    Args: source: folder or hub id.
+    """
+    part = _part(where, _read(where, source))
+    return part.spellings if part else ()
+
+
+class Features(NamedTuple):
+    """Which features of an encoder the projector reads, in the words of `EncoderConfig`."""
+
+    layer: int
+    """0: the output of the encoder."""
+    select: FeatureSelect
+    """auto: all patches without a class token."""
+
+
+def selected_features(section: EncoderConfig) -> Features:
+    """The features that the projector reads, from the section, or from the LLaVA model that it names.
+
+    Raises: ConfigError: the LLaVA model joins the outputs of several layers.
+    """
+    source = f"model.encoder.pretrained = {shown(section.pretrained)}"
+    values = _settings("model.encoder", section.pretrained) if section.pretrained else {}
+    layer = section.feature_layer or values.get("vision_feature_layer", 0)
+    if not isinstance(layer, int):
+        raise ConfigError(
+            f"{source}: vision_feature_layer = {shown(layer)} joins the outputs of several blocks, which is not "
+            "supported; choose one with model.encoder.feature_layer"
+        )
+    if section.feature_select != "auto":
+        return Features(layer, section.feature_select)
+    select = values.get("vision_feature_select_strategy", "auto")
+    if select not in ("auto", "default", "full"):
+        raise ConfigError(
+            f"{source}: vision_feature_select_strategy = {shown(select)}; choose one with model.encoder.feature_select"
+        )
+    return Features(layer, select)
+
+
+def projector_act(section: ProjectorConfig) -> str:
+    """The activation function between the two linear layers of a projector.
+
+    Raises: ConfigError: it is unknown, or `pretrained` names a whole model with another kind of projector.
+    """
+    source = f"model.projector.pretrained = {shown(section.pretrained)}"
+    values = _settings("model.projector", section.pretrained) if section.pretrained else {}
+    if values and section.kind != "llava":
+        raise ConfigError(
+            f'{source} is a LLaVA model, whose projector is not of kind "{section.kind}"; set kind = "llava"'
+        )
+    if values.get("multimodal_projector_bias") is False:
+        raise ConfigError(
+            f"{source}: multimodal_projector_bias = false; only projectors with biases are supported, choose another "
+            "model"
+        )
+    if section.kind != "llava":
+        return "gelu"
+    stored = _read("model.projector", section.pretrained) if section.pretrained else {}
+    act = section.hidden_act or stored.get("projector_hidden_act", "gelu")
+    check_type("model.projector", "hidden_act", act, "gelu")
+    return str(act)
+
+
+def _settings(where: str, source: str) -> dict[str, Any]:
+    """The settings of a whole model that join its parts; empty: the folder is not of a whole model."""
+    values = _read(where, source)
+    composite = COMPOSITES.get(str(values.get("model_type")))
+    return {key: values.get(key, default) for key, default in composite.defaults.items()} if composite else {}
+
+
+def _part(where: str, values: Mapping[str, Any]) -> Part | None:
+    composite = COMPOSITES.get(str(values.get("model_type")))
+    return composite.parts.get(where) if composite else None
+
+
+def _read(where: str, source: str) -> dict[str, Any]:
+    key = f"{where}.pretrained"
+    path = find_file(key, source, "config.json")
+    assert path is not None
+    return read_json(key, path)
