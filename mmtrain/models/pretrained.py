@@ -28,17 +28,25 @@ _PREFIXES = {
     "whisper_encoder": ("model.encoder.", "encoder."),
     "qwen2": (),
     "llama": (),
+    "qwen3": (),
+    "mistral": (),
+    "qwen2_vl_text": ("model.language_model.",),
+    "qwen2_5_vl_text": ("model.language_model.",),
     "wan": (),
     "autoencoder_kl": (),
     "autoencoder_kl_wan": (),
 }
-"""What may stand before the names of a family's parameters where it is a part of a larger model."""
+"""What may stand before the names of a family's parameters where it is a part of a larger model; not before those of a
+language model's head."""
 
 _STEM = {"model.dit": "diffusion_pytorch_model", "model.vae": "diffusion_pytorch_model"}
 """What files of weights are called, where that is not `model`."""
 
 _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 """Names of layers of a VAE's attention as files of old versions of diffusers have them -> as its class has them."""
+
+_HEAD = "lm_head."
+"""How the names of a head begin."""
 
 _DERIVED = ("rotary_emb.inv_freq", "position_ids")
 """Ends of names that old checkpoints hold although the values follow from the config."""
@@ -92,13 +100,15 @@ def _load(
         return 0
     source = f"{where}.pretrained = {section.pretrained!r}"
     files = _index(where, section.pretrained, _STEM.get(where, "model"))
-    names = _module_names(module, files, _PREFIXES[model_type])
+    prefixes = _PREFIXES[model_type]
+    prefix = next((p for p in prefixes if any(name.startswith(p) for name in files)), "")
+    names = _module_names(module, files, prefix)
     # A tied head counts under both of its names.
     parameters = module.named_parameters(remove_duplicate=False)
     to_fill = {plain_name(name): parameter for name, parameter in parameters if not is_adapter(name)}
     missing = sorted(name for name in to_fill if same_as.get(name, name) not in names)
     unexpected = sorted(name for name in names if _belongs(module, name) and name not in to_fill)
-    _refuse(source, missing, unexpected)
+    _refuse(source, missing, unexpected, _searched(prefix, prefixes))
     by_file: dict[str, list[str]] = defaultdict(list)
     for name in to_fill:
         by_file[files[names[same_as.get(name, name)]]].append(name)
@@ -149,12 +159,19 @@ def projector_sizes(projector: nn.Module) -> dict[str, Any]:
     }
 
 
-def _refuse(source: str, missing: list[str], unexpected: list[str]) -> None:
+def _searched(prefix: str, prefixes: tuple[str, ...]) -> str:
+    """Where the names of a part of a larger model were looked for. Args: prefix: the one in the files."""
+    if prefix:
+        return f" (among the names that begin with {prefix!r})"
+    return f" (no name begins with {' or '.join(map(repr, prefixes))})" if prefixes else ""
+
+
+def _refuse(source: str, missing: list[str], unexpected: list[str], searched: str = "") -> None:
     for problem, names in (("misses", missing), ("has unexpected", unexpected)):
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise ConfigError(
-                f"{source}: the checkpoint {problem} {shown}; take config.json and weights from one folder"
+                f"{source}: the checkpoint {problem} {shown}{searched}; take config.json and weights from one folder"
             )
 
 
@@ -182,27 +199,28 @@ def _index(where: str, source: str, stem: str) -> dict[str, str]:
         return dict.fromkeys(tensors.keys(), Path(single).name)
 
 
-def _module_names(module: nn.Module, on_disk: Iterable[str], prefixes: tuple[str, ...]) -> dict[str, str]:
-    """Name in the module -> name on disk, by transformers' own table of renamed parameters."""
+def _module_names(module: nn.Module, on_disk: Iterable[str], prefix: str) -> dict[str, str]:
+    """Name in the module -> name on disk, by transformers' own table of renamed parameters.
+
+    Args: prefix: of the names that belong to the module.
+    """
     if not isinstance(module, PreTrainedModel):  # diffusers' names on disk are those of its modules
         return {_present_name(name): name for name in on_disk}
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
-    keys = list(on_disk)
-    # Inside of a larger model, only names with the prefix belong to this module.
-    prefix = next((p for p in prefixes if any(key.startswith(p) for key in keys)), "")
     renamings = [r for r in get_model_conversion_mapping(module) if isinstance(r, WeightRenaming)]
     names = {}
-    for key in keys:
-        if key.startswith(prefix):
+    for key in on_disk:
+        if key.startswith((prefix, _HEAD)):
             name = key.removeprefix(prefix)
             for renaming in renamings:
                 name, _ = renaming.rename_source_key(name)
             names[name] = key
     base = f"{module.base_model_prefix}."
     if module.base_model is not module and not any(name.startswith(base) for name in names):
-        return {base + name: key for name, key in names.items()}  # stored by the class without a head
+        # Stored by the class without a head, or inside of a larger model.
+        return {name if name.startswith(_HEAD) else base + name: key for name, key in names.items()}
     return names
 
 
