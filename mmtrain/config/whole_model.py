@@ -26,7 +26,7 @@ def with_parts(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not taken:
         raise ConfigError(
             f"{where}: model.pretrained = {shown(whole)} has no effect: [model.encoder] and [model.language] name "
-            "other models; remove it, or what these name"
+            'other models; set it to "", or remove what these name'
         )
     projector, tokenizer = model.get("projector", {}), table.get("tokenizer", {})
     if "encoder" in taken and isinstance(projector, Mapping):

@@ -400,8 +400,8 @@ def language_config(section: LanguageConfig) -> dict[str, Any]:
     if (text is not None or "vision_config" in values) and model_type not in WHOLE_MODELS:
         raise ConfigError(
             f"model.language: {shown(section.pretrained or 'config')} is a whole model with model_type = "
-            f"{shown(model_type)}; supported whole models are {', '.join(WHOLE_MODELS)}. Name one of them, or a language "
-            "model by itself"
+            f"{shown(model_type)}; supported whole models are {', '.join(WHOLE_MODELS)}. Name one of them, or a "
+            "language model by itself"
         )
     if isinstance(text, dict):  # tied as the whole model says, or as its text part does in older files
         tied = values.get("tie_word_embeddings") or text.get("tie_word_embeddings", False)
