@@ -60,8 +60,9 @@ LANGUAGES = {
         "model_type": name, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 6,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 256,
     }
-    for name in ("qwen2", "llama")
+    for name in ("qwen2", "llama", "qwen3", "mistral")
 }  # fmt: skip
+LANGUAGES["qwen3"] |= {"head_dim": 16}
 
 
 def model_config(

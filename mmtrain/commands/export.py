@@ -25,6 +25,7 @@ from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
 from mmtrain.launch.whole_files import new_folder
 from mmtrain.modality.buckets import latent_channels
+from mmtrain.models.adapters import DECODERS
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.diffusion import make_scheduler, null_token
 from mmtrain.models.dit import DitChunk, build_dit
@@ -36,7 +37,7 @@ from mmtrain.spec.families import dit_config, encoder_config, language_config
 from mmtrain.spec.hub_files import find_file
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import projector_sizes
-from mmtrain.spec.shapes import vision_shape
+from mmtrain.spec.shapes import language_shape, vision_shape
 
 MAX_SHARD_SIZE = "5GB"
 """Bytes of one safetensors file."""
@@ -232,11 +233,11 @@ def _save_projector(chunk: VisionChunk, model: ModelConfig, folder: Path) -> Non
 
 def _readme(run: StoredRun, out: Path, final: Path) -> str:
     """The README of the exported folder. Args: out: its present path. final: its final path."""
-    job = run.job
+    job, reader = run.job, DECODERS[language_shape(run.job.model).model_type].reader
     lines = [
         *_title(run),
         f"- `language/`: `{_class_name(out / 'language')}` with its tokenizer; "
-        "`transformers.AutoModelForCausalLM.from_pretrained` reads it.",
+        f"`transformers.{reader}.from_pretrained` reads it{'' if 'Causal' in reader else ', without its head'}.",
     ]
     again = ["[model.language]", f'pretrained = "{final / "language"}"']
     if job.model.encoder is not None:

@@ -39,6 +39,7 @@ from mmtrain.config.sections import (
 )
 from mmtrain.config.toml_sections import apply_override, build, dump_table, read_with_bases, shown, to_dict
 from mmtrain.config.topology import MeshShape
+from mmtrain.config.whole_model import with_parts
 from mmtrain.errors import ConfigError
 from mmtrain.schedule.library.names import MEMORY_BOUNDED_SCHEDULES, file_of
 
@@ -333,7 +334,7 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
             apply_override(table, override)
         if isinstance(table.get("model"), dict):
             table["model"] = short_form(table["model"], str(found))
-        config: Config = build(Config, table, "", str(found))
+        config: Config = build(Config, with_parts(table, str(found)), "", str(found))
     except RecursionError:
         raise ConfigError(f"{found}: tables are nested hundreds deep; write them flatter") from None
     check(config)

@@ -3,6 +3,7 @@
 Every pp_rank of a model replica holds an equal value, so each builds the same works and the same plan from it.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,6 +35,15 @@ class ImageMeta:
         """Number of its rows in the encoder."""
         t, h, w = self.grid
         return t * h * w
+
+    @property
+    def token_grid(self) -> tuple[int, int, int]:
+        """Tokens (time, height, width) after the spatial merge; audio, one row of patches, is merged only along it."""
+        t, h, w = self.grid
+        if h == 1:
+            return t, 1, self.num_tokens // t
+        merge = math.isqrt(t * h * w // self.num_tokens)
+        return t, h // merge, w // merge
 
     @property
     def name(self) -> str:

@@ -7,11 +7,12 @@ list) and sets the others to None.
 Shape legend: N images; R rows of all images; F frames of a spectrogram; D encoder width.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -63,7 +64,9 @@ class Adapter(ABC):
         Raises: ConfigError: the Hugging Face class refuses the config.
         """
         config_class, make = self.classes()
-        fields = {k: v for k, v in values.items() if v is not None and k != "model_type"}
+        # Copied, since the classes change nested tables. Null is no window; of other keys it is the default.
+        given = {k: v for k, v in values.items() if k != "model_type" and (v is not None or k == "sliding_window")}
+        fields = copy.deepcopy(given)
         try:
             config = config_class(**fields)
             config._attn_implementation = attention
@@ -277,9 +280,11 @@ class WhisperEncoder(FixedSizeVision):
 
 
 class Decoder(Adapter):
-    """A decoder-only language model with its head: Qwen2 and Llama."""
+    """A decoder-only language model with its head: Qwen2, Qwen3, Llama, Mistral."""
 
     blocks, embed, norm = "model.layers", ("model.embed_tokens",), "model.norm"
+    reader = "AutoModelForCausalLM"
+    """The class of transformers that reads what its `save_pretrained` writes."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -300,6 +305,18 @@ class Decoder(Adapter):
             module.lm_head.weight = module.model.embed_tokens.weight
 
 
+class TextPart(Decoder):
+    """The language model of a whole model, with the head that the whole one gives it: Qwen2-VL and Qwen2.5-VL."""
+
+    reader = "AutoModel"
+
+    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
+        import transformers
+
+        text_model = getattr(transformers, f"{self.name}TextModel")
+        return text_model.config_class, lambda config: _with_head(text_model, config)
+
+
 VISION_ADAPTERS: dict[str, VisionAdapter] = {
     "qwen2_vl_vision": Qwen2VLVision(),
     "qwen2_5_vl_vision": Qwen25VLVision(),
@@ -309,7 +326,32 @@ VISION_ADAPTERS: dict[str, VisionAdapter] = {
     "vit": ViT(),
     "whisper_encoder": WhisperEncoder(),
 }
-DECODERS: dict[str, Decoder] = {"qwen2": Decoder("Qwen2"), "llama": Decoder("Llama")}
+DECODERS: dict[str, Decoder] = {
+    "qwen2": Decoder("Qwen2"),
+    "llama": Decoder("Llama"),
+    "qwen3": Decoder("Qwen3"),
+    "mistral": Decoder("Mistral"),
+    "qwen2_vl_text": TextPart("Qwen2VL"),
+    "qwen2_5_vl_text": TextPart("Qwen2_5_VL"),
+}
+
+
+def _with_head(text_model: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """A text model as `model`, with `lm_head`: the names and initial values are those of its whole model."""
+
+    class TextModelWithHead(text_model.__base__):  # type: ignore[misc]
+        config_class = text_model.config_class
+        _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = text_model(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+    TextModelWithHead.__name__ = text_model.__name__.replace("TextModel", "TextForCausalLM")
+    made: PreTrainedModel = TextModelWithHead(config)
+    return made
 
 
 def block_positions(grids: tuple[Grid, ...], merge: int) -> Tensor:

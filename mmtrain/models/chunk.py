@@ -275,7 +275,8 @@ class LanguageChunk(Chunk):
         Args:
             x: the activation [t, D] of the chunk before; for the first chunk token ids [T].
             attention: which tokens each of the T tokens sees.
-            position_ids: [T] int64, the position of each token in its document.
+            position_ids: [T] int64, the position of each token in its document; [3, T] (time, height, width) of a
+                model with positions on three axes.
             features: image features of this rank for the first chunk, [v, D]; None without images.
             exchange: this rank's features -> those that its rows need; None: it has just these.
             slots: int64 rows of the first activation [t, D] that these features fill, in their order.
@@ -283,7 +284,7 @@ class LanguageChunk(Chunk):
             want_predictions: also return the most likely token of each labelled position.
         Raises: DataError: rows, positions, features or labels that disagree.
         """
-        count, degree = len(position_ids), self.row_sharding.degree
+        count, degree = position_ids.shape[-1], self.row_sharding.degree
         rows = count if self.has_embed else count // degree
         if count % degree or len(x) != rows or len(attention.rows) != count:
             raise DataError(
@@ -299,7 +300,7 @@ class LanguageChunk(Chunk):
                     features = exchange(features)
                 x = scatter_tokens(x, features, slots)
         if self.block_indices:
-            rotary = self.language.model.rotary_emb(x[None], position_ids[None])
+            rotary = self.language.model.rotary_emb(x[None], position_ids.unsqueeze(-2))
             hidden = x[None]
             for block in self.blocks():
                 hidden = block(hidden, attention_mask=attention, position_embeddings=rotary)

@@ -21,8 +21,8 @@ from mmtrain.spec.hub_files import find_file, read_json
 from mmtrain.spec.modules import projector_sizes
 
 _PREFIXES = {
-    "qwen2_vl_vision": ("model.visual.", "visual."),
-    "qwen2_5_vl_vision": ("model.visual.", "visual."),
+    "qwen2_vl_vision": (),
+    "qwen2_5_vl_vision": (),
     "siglip_vision_model": ("vision_model.",),
     "siglip2_vision_model": ("vision_model.",),
     "clip_vision_model": ("vision_model.",),
@@ -30,6 +30,10 @@ _PREFIXES = {
     "whisper_encoder": ("model.encoder.", "encoder."),
     "qwen2": (),
     "llama": (),
+    "qwen3": (),
+    "mistral": (),
+    "qwen2_vl_text": (),
+    "qwen2_5_vl_text": (),
     "wan": (),
     "autoencoder_kl": (),
     "autoencoder_kl_wan": (),
@@ -42,6 +46,9 @@ _STEM = {"model.dit": "diffusion_pytorch_model", "model.vae": "diffusion_pytorch
 
 _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 """Names of layers of a VAE's attention as files of old versions of diffusers have them -> as its class has them."""
+
+_HEAD = "lm_head."
+"""How the names of a head begin."""
 
 _DERIVED = ("rotary_emb.inv_freq", "position_ids")
 """Ends of names that old checkpoints hold although the values follow from the config."""
@@ -172,7 +179,7 @@ def _refuse(source: str, missing: list[str], unexpected: list[str], looked_for: 
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise ConfigError(
-                f"{source}: the checkpoint {problem} {shown}; take config.json and weights from one folder"
+                f"{source}: the checkpoint {problem} {shown}{searched}; take config.json and weights from one folder"
             )
 
 
@@ -234,7 +241,8 @@ def _module_names(module: nn.Module, on_disk: Mapping[str, str]) -> dict[str, st
         names[name] = key
     base = f"{module.base_model_prefix}."
     if module.base_model is not module and not any(name.startswith(base) for name in names):
-        return {base + name: key for name, key in names.items()}  # stored by the class without a head
+        # Stored by the class without a head, or inside of a larger model.
+        return {name if name.startswith(_HEAD) else base + name: key for name, key in names.items()}
     return names
 
 

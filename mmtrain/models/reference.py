@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from mmtrain.config.model import ModelConfig
 from mmtrain.modality.bitfield import language_bits, prompt_bits
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.modality.positions import token_positions
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch, document_positions
 from mmtrain.models.build import build_chunk
@@ -36,6 +37,7 @@ class ReferenceModel(nn.Module):
     ) -> None:
         super().__init__()
         self.mask = model.language.attention_mask
+        self.position_axes = spec.text.position_axes
         dit = dit_shape(model) if model.dit is not None else None
         self.patch = dit.patch if dit else (1, 1, 1)
         self.values_per_target = dit.output_dim if dit else 1
@@ -85,7 +87,7 @@ class ReferenceModel(nn.Module):
         output: LanguageOutput = self.chunks["language"](
             tensors.input_ids,
             attention=attention_context(language_bits(counts, self.mask)),
-            position_ids=document_positions(counts.lengths),
+            position_ids=torch.from_numpy(token_positions(counts.documents, self.position_axes)),
             features=features,
             slots=tensors.image_slots,
             labels=tensors.labels,

@@ -5,7 +5,7 @@ every name in it must exist, and every parameter must be named by it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Style = Literal[
@@ -35,7 +35,7 @@ Style = Literal[
   the others were computed by all ranks alike. The gradients of all are summed here, once for all of these layers.
 - moved: a table of shifts and scales that a block of a DiT holds itself, whole on every rank, which adds values to it
   that all ranks computed alike, and uses it for its own rows: the gradients of both are summed here.
-- norm: a norm, not divided. This rank's rows -> this rank's rows.
+- norm: a norm, not divided. This rank's rows, or its heads of all rows -> the same.
 - norm_columns: a root-mean-square norm's columns are divided. This rank's columns of all rows -> the same, where the
   mean square of a row is that of all columns.
 - vocabulary: an embedding's tokens are divided. All ids -> this rank's rows.
@@ -136,6 +136,12 @@ def _two_linears(name: str) -> Styles:
 PLANS: Mapping[str, FamilyPlan] = {
     "qwen2": _DECODER,
     "llama": _DECODER,
+    "mistral": _DECODER,
+    "qwen2_vl_text": _DECODER,
+    "qwen2_5_vl_text": _DECODER,
+    "qwen3": replace(
+        _DECODER, block={**_DECODER.block, **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "norm")}
+    ),
     "qwen2_vl_vision": _qwen_vision("mlp.fc1", "mlp.fc2"),
     "qwen2_5_vl_vision": _qwen_vision(*_GATED_MLP),
     "siglip_vision_model": _SIGLIP,

@@ -20,7 +20,7 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
     Args: device: its type. threads: of one rank's search. cut_s: seconds that the partition took.
     """
     known = families(config.model)
-    names = [section.pretrained or known[module] for module, section in config.model.modules.items()]
+    names = dict.fromkeys(section.pretrained or known[module] for module, section in config.model.modules.items())
     lines = [f"{' + '.join(names)} on {config.data.description}, into {config.job.dump_folder}"]
     for module in planner.spec.modules:
         stages = planner.partition.of_module(module.name)

@@ -32,7 +32,7 @@ from mmtrain.schedule.timeline import Timeline
 from mmtrain.schedule.transport import check_transport
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.degrees import check_tensor_degree
-from mmtrain.spec.shapes import check_patches_split
+from mmtrain.spec.shapes import check_patches_split, check_window
 from mmtrain.spec.spec import Flops, ModelSpec, WorkSize
 
 
@@ -97,6 +97,7 @@ class IterationPlanner:
         Raises: ConfigError: a model that cannot be built or cut, or a limit that leaves nothing for activations.
         """
         check_degrees(config)
+        check_window(config.model, config.training.seq_len)
         schedule = job_schedule(config)
         check_memory_limit(config, keeps_limits=schedule.keeps_memory_limits)
         dtype_bytes = DTYPE_BYTES[config.training.mixed_precision_param]

@@ -258,6 +258,7 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
     return ModuleSpec(
         name="language",
         consumes="documents" if model.dit is None else "captions",
+        position_axes=shape.position_axes,
         after=("vision",) if model.encoder is not None else (),
         layers=(
             LayerSpec(
@@ -295,9 +296,12 @@ def _decoder_layer(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpe
     C, K = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     params = 2 * D * C + 2 * D * K + 3 * D * I + 2 * D
     params += (C + 2 * K) * shape.qkv_bias + D * shape.output_bias + (2 * I + D) * shape.mlp_bias
+    params += 2 * shape.head_dim * shape.head_norms
     norms = 2 * (_FLOAT32 * (D + 1) + 2 * D * e)  # float32 input and scale, normed, times weight
     # Query, key, value; outputs of single documents and their join; log-sum-exp.
     attention = (C + 2 * K + 2 * C) * e + shape.num_heads * _FLOAT32
+    if shape.head_norms:  # float32 input and scale of each head, normed
+        attention += _FLOAT32 * (C + K + shape.num_heads + shape.num_kv_heads) + (C + K) * e
     mlp = (_kept_by_activation(shape.hidden_act) + 2) * I * e  # gate, its activation, up, their product
     return LayerSpec(
         name="layers",

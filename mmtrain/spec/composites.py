@@ -24,6 +24,8 @@ class Part:
 
     config: str = ""
     """Key of its config; empty: its settings are keys of the whole model's config."""
+    flat: bool = False
+    """Whether older files have its settings as keys of the whole model's config."""
     model_type: str = ""
     """Of a config that names none."""
     shared: tuple[str, ...] = ()
@@ -46,7 +48,29 @@ def _removed(*beginnings: str) -> tuple[Spelling, ...]:
     return tuple({beginning: ""} for beginning in beginnings)
 
 
+def _qwen_vl(name: str) -> Composite:
+    return Composite(
+        parts={
+            "model.encoder": Part(
+                config="vision_config", model_type=f"{name}_vision", spellings=_removed("model.visual.", "visual.")
+            ),
+            "model.language": Part(
+                config="text_config",
+                flat=True,
+                model_type=f"{name}_text",
+                shared=("tie_word_embeddings",),
+                spellings=(
+                    {"model.language_model.": "model.", "lm_head.": "lm_head."},
+                    {"model.": "model.", "lm_head.": "lm_head."},
+                ),
+            ),
+        }
+    )
+
+
 COMPOSITES: Mapping[str, Composite] = {
+    "qwen2_vl": _qwen_vl("qwen2_vl"),
+    "qwen2_5_vl": _qwen_vl("qwen2_5_vl"),
     "llava": Composite(
         parts={
             "model.encoder": Part(
@@ -90,6 +114,8 @@ def part_config(where: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
     if part is None:
         return None
     config = values.get(part.config)
+    if config is None and part.flat:
+        config = {key: value for key, value in values.items() if key not in ("model_type", "vision_config")}
     if not isinstance(config, Mapping):
         raise ConfigError(
             f"{where}.pretrained: the config.json of this {values['model_type']} model has no {part.config}; "

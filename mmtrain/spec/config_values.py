@@ -72,14 +72,17 @@ def check_dropout(where: str, key: str, value: float | None) -> None:
         )
 
 
-def check_rope(name: str, rope: Mapping[str, Any]) -> None:
-    """Checks that the type of rotary positions is supported. Raises: ConfigError: it is not."""
+def check_rope(name: str, rope: Mapping[str, Any], axes: int) -> None:
+    """Checks that a model can have such rotary positions. Args: axes: those that its family's class computes.
+
+    Raises: ConfigError: it cannot.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "mrope" or "mrope_section" in rope:
+    if axes == 1 and (kind == "mrope" or "mrope_section" in rope):
         raise ConfigError(
-            f"{name} = {shown(rope)}: this language model gives image tokens positions on three axes (mrope), which is "
-            "not supported yet; it would be trained with positions along the text alone. Choose a language model "
-            'without mrope, as "Qwen/Qwen2-7B-Instruct", or remove the key from its config to train it so on purpose'
+            f"{name} = {shown(rope)}: positions on three axes (mrope) are those of the model types qwen2_vl_text and "
+            "qwen2_5_vl_text; the class of this one has positions along the text alone. Take the model_type that the "
+            "weights were trained with, or remove the key to train it with positions along the text"
         )
-    if kind not in ROPE_TYPES:
+    if kind not in (*ROPE_TYPES, "mrope"):
         raise ConfigError(f"{name} has the type {shown(kind)}; choose one of {', '.join(ROPE_TYPES)}")

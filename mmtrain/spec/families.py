@@ -9,13 +9,13 @@ import importlib.util
 import pkgutil
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
-from mmtrain.spec.composites import part_config
+from mmtrain.spec.composites import COMPOSITES, part_config
 from mmtrain.spec.config_values import check_dropout, check_rope, check_type
 from mmtrain.spec.hub_files import find_file, read_json
 
@@ -35,6 +35,10 @@ class Family:
     """Keys that must be 0: see `config_values`."""
     sizes: Mapping[str, str] = field(default_factory=dict)
     """What an encoder calls its width, depth, heads, mlp (if a key), and out: the width that its own merger makes."""
+    position_axes: int = 1
+    """Axes of a language model's positions: 3 of one whose image tokens have time, height and width."""
+    sliding_window: int = 0
+    """Default of the key `sliding_window` where a number alone turns windows on, in tokens."""
 
 
 def _sizes(width: str, depth: str, heads: str, mlp: str) -> dict[str, str]:
@@ -200,48 +204,79 @@ _LANGUAGE_OPTIONAL: dict[str, Any] = {
     "eos_token_id": None,
 }
 
+_DECODER = Family(
+    defaults={
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.0,
+    },
+    optional=_LANGUAGE_OPTIONAL,
+    dropout=("attention_dropout",),
+)
+
+
+def _decoder(changes: Mapping[str, Any], optional: Mapping[str, Any], **fields: Any) -> Family:
+    """Args: changes: of the defaults of Qwen2. optional: further keys without a default."""
+    return replace(
+        _DECODER,
+        defaults={**_DECODER.defaults, **changes},
+        optional={**_DECODER.optional, **optional},
+        **fields,
+    )
+
+
+_WINDOWS: dict[str, Any] = {"sliding_window": 4096, "max_window_layers": None}
+_QWEN_VL_TEXT = _decoder(
+    {
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "use_sliding_window": False,
+    },
+    _WINDOWS,
+    position_axes=3,
+)
+
 LANGUAGES: dict[str, Family] = {
-    "qwen2": Family(
-        defaults={
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 22016,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "hidden_act": "silu",
-            "max_position_embeddings": 32768,
-            "initializer_range": 0.02,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
-            "use_sliding_window": False,
-            "attention_dropout": 0.0,
-        },
-        optional={**_LANGUAGE_OPTIONAL, "sliding_window": 4096, "max_window_layers": None},
-        dropout=("attention_dropout",),
-    ),
-    "llama": Family(
-        defaults={
+    "qwen2": _decoder({"use_sliding_window": False}, _WINDOWS),
+    "llama": _decoder(
+        {
             "vocab_size": 32000,
-            "hidden_size": 4096,
             "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
             "num_key_value_heads": None,
-            "hidden_act": "silu",
             "max_position_embeddings": 2048,
-            "initializer_range": 0.02,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
             "attention_bias": False,
-            "attention_dropout": 0.0,
             "mlp_bias": False,
         },
-        optional={**_LANGUAGE_OPTIONAL, "pretraining_tp": 1},
-        dropout=("attention_dropout",),
+        {"pretraining_tp": 1},
     ),
+    "qwen3": _decoder({"head_dim": 128, "attention_bias": False, "use_sliding_window": False}, _WINDOWS),
+    "mistral": _decoder(
+        {
+            "vocab_size": 32000,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+        {"sliding_window": 4096},
+        sliding_window=4096,
+    ),
+    "qwen2_vl_text": replace(_QWEN_VL_TEXT, parents=("qwen2_vl",)),
+    "qwen2_5_vl_text": replace(_QWEN_VL_TEXT, parents=("qwen2_5_vl",)),
 }
-
 
 _IMAGE_KEYS = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
 """Keys of the branch that reads an image in addition to the text."""
@@ -391,22 +426,33 @@ def encoder_config(section: EncoderConfig) -> dict[str, Any]:
 def language_config(section: LanguageConfig) -> dict[str, Any]:
     """The complete Hugging Face config of a language model; its `model_type` is a key of `LANGUAGES`.
 
-    Raises: ConfigError: there is no such config, or it has an unknown family or key, a wrong type, dropout, a sliding
-        window, or positions of several axes.
+    Of a whole model of `composites` it is the `text_config`, or the part outside of `vision_config` in older files.
+    Raises: ConfigError: there is no such config, or it has an unknown family or key, a wrong type, dropout, layers with
+        partial attention, or positions on axes that the family does not have.
     """
     values, inline = _read("model.language", section)
-    config = _complete("model.language", values, values.get("model_type", ""), strict=inline)
+    model_type = values.get("model_type", "")
+    if {"text_config", "vision_config"} & set(values):
+        raise ConfigError(
+            f"model.language: {shown(section.pretrained or 'config')} is a whole model with model_type = "
+            f"{shown(model_type)}; supported whole models are {', '.join(COMPOSITES)}. Name one of them, or a "
+            "language model by itself"
+        )
+    config = _complete("model.language", values, model_type, strict=inline)
+    family = LANGUAGES[config["model_type"]]
     if config.get("use_sliding_window"):
         raise ConfigError(
             "model.language: use_sliding_window = true; packed documents attend in full here. Set it to false"
         )
+    if family.sliding_window:
+        config.setdefault("sliding_window", family.sliding_window)
     if set(config.get("layer_types") or ()) - {"full_attention"}:
         raise ConfigError(
             f"model.language: layer_types = {shown(config['layer_types'])}; packed documents attend in full here, in "
             'every layer. Write "full_attention" for each, or leave the key out'
         )
     for key in ("rope_parameters", "rope_scaling"):
-        check_rope(f"model.language: {key}", config.get(key) or {})
+        check_rope(f"model.language: {key}", config.get(key) or {}, family.position_axes)
     return config
 
 

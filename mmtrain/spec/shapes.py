@@ -10,7 +10,7 @@ from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 from mmtrain.spec.composites import selected_features
 from mmtrain.spec.config_values import MOST
-from mmtrain.spec.families import dit_config, encoder_config, language_config
+from mmtrain.spec.families import LANGUAGES, dit_config, encoder_config, language_config
 from mmtrain.spec.windows import Grid, Indices, feature_order, row_order
 
 
@@ -118,6 +118,17 @@ class LanguageShape:
     mlp_bias: bool
     tied: bool
     """Whether the head and the token embedding are one matrix; a text encoder has no head."""
+    head_norms: bool = False
+    """Whether norms follow on the queries and keys of each head."""
+    axis_columns: tuple[int, ...] = ()
+    """Rotated pairs of a head's columns for time, height and width; empty: positions are along the text alone."""
+    sliding_window: int = 0
+    """Tokens that a token sees, itself included; 0: all of its document."""
+
+    @property
+    def position_axes(self) -> int:
+        """Axes of its positions."""
+        return len(self.axis_columns) or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,7 +402,8 @@ def language_shape(model: ModelConfig) -> LanguageShape:
     head_dim = values.get("head_dim") or values["hidden_size"] // heads
     if head_dim % 2:
         raise ConfigError(f"{where}: the width of a head is {head_dim}; rotary positions need an even one")
-    llama = values["model_type"] == "llama"
+    family = LANGUAGES[values["model_type"]]
+    attention_bias = values["attention_bias"] if "attention_bias" in family.defaults else False
     return LanguageShape(
         model_type=values["model_type"],
         width=values["hidden_size"],
@@ -403,11 +415,46 @@ def language_shape(model: ModelConfig) -> LanguageShape:
         vocab_size=values["vocab_size"],
         max_positions=values["max_position_embeddings"],
         hidden_act=values["hidden_act"],
-        qkv_bias=values["attention_bias"] if llama else True,
-        output_bias=values["attention_bias"] if llama else False,
-        mlp_bias=values["mlp_bias"] if llama else False,
+        qkv_bias=attention_bias or values["model_type"].startswith("qwen2"),
+        output_bias=attention_bias,
+        mlp_bias=values["mlp_bias"] if "mlp_bias" in family.defaults else False,
         tied=values["tie_word_embeddings"] and model.dit is None,
+        head_norms=values["model_type"] == "qwen3",
+        axis_columns=_axis_columns(values, where, head_dim) if family.position_axes > 1 else (),
+        sliding_window=(values["sliding_window"] or 0) if family.sliding_window else 0,
     )
+
+
+def _axis_columns(values: dict[str, Any], where: str, head_dim: int) -> tuple[int, ...]:
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    columns = rope.get("mrope_section", (16, 24, 24))  # the default of the class
+    numbers = isinstance(columns, list | tuple) and all(type(x) is int and x >= 0 for x in columns)
+    if not numbers or len(columns) != 3 or sum(columns) != head_dim // 2:
+        raise ConfigError(
+            f"{where}: mrope_section = {shown(columns)}; it has three numbers, for time, height and width, whose sum "
+            f"is half of the width of a head, {head_dim // 2}; set it in rope_parameters"
+        )
+    if values["hidden_size"] != head_dim * values["num_attention_heads"]:
+        raise ConfigError(
+            f"{where}: head_dim = {head_dim}, but heads of this family have hidden_size / num_attention_heads = "
+            f"{values['hidden_size'] / values['num_attention_heads']:g} columns; leave head_dim out"
+        )
+    return tuple(columns)
+
+
+def check_window(model: ModelConfig, seq_len: int) -> None:
+    """Checks that attention in packed documents, which has no windows, is that of the language model.
+
+    Args: seq_len: largest number of tokens of a document.
+    Raises: ConfigError: the model has a sliding window that is shorter.
+    """
+    window = language_shape(model).sliding_window
+    if 0 < window < seq_len:
+        raise ConfigError(
+            f"{_name('model.language', model.language)}: sliding_window = {window} tokens is below training.seq_len = "
+            f"{seq_len}; packed documents attend in full here. Set training.seq_len to at most {window}, or take a "
+            "model without a window: null in a config.json, at least training.seq_len in an inline config"
+        )
 
 
 def dit_shape(model: ModelConfig) -> DitShape:

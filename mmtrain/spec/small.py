@@ -75,6 +75,7 @@ def narrow_model(
             {name: _inline(section, configs[name], segments, name) for name, section in model.modules.items()}
         ),
         projector=_without_source(projector),
+        pretrained="",
         lora=_lora(model.lora) if adapted else model.lora,
     )
 
@@ -119,6 +120,10 @@ def _narrow_language(model: ModelConfig, tp: int, num_stages: int) -> dict[str, 
         "num_hidden_layers": min(shape.depth, max(2, num_stages)),
         "vocab_size": _scaled(shape.vocab_size, 1, 1, tp),  # the tokenizer is the user's
     }
+    if shape.axis_columns:
+        time, height, _ = (n * (head_dim // 2) // (shape.head_dim // 2) for n in shape.axis_columns)
+        rope = values.pop("rope_scaling", None) or values.get("rope_parameters") or {}
+        values["rope_parameters"] = {**rope, "mrope_section": [time, height, head_dim // 2 - time - height]}
     given = {key: value for key, value in values.items() if key not in _DEPTH_LISTS}
     return inline_config(given, LANGUAGES[shape.model_type])
 
@@ -199,6 +204,7 @@ def fewer_blocks(model: ModelConfig, num_blocks: int) -> ModelConfig:
         vae=model.vae and replace(model.vae, weights="random"),
         language=language,
         projector=_without_source(model.projector),
+        pretrained="",
     )
 
 
@@ -241,4 +247,6 @@ def _fewer_dit_blocks(section: DitConfig, num_blocks: int) -> DitConfig:
 def inline_config(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The keys of a config that a TOML file may have: known keys with a value."""
     keys = {"model_type", *family.defaults, *family.optional}
+    if family.sliding_window and not values.get("sliding_window"):  # TOML has no null: a window over all positions
+        values = {**values, "sliding_window": values["max_position_embeddings"]}
     return {key: value for key, value in values.items() if key in keys and value is not None}

@@ -312,6 +312,8 @@ class ModuleSpec:
     """Side of the attention windows of some blocks, in merged tokens; 0: there are none."""
     patch: tuple[int, int, int] = (1, 1, 1)
     """Latent frames, rows and columns of one token of a DiT."""
+    position_axes: int = 1
+    """Axes of a language model's positions: 1, or 3 for time, height and width of image tokens."""
     latents_arrive: bool = False
     """The latents of a DiT come from another module, and not with the batch."""
     frames_per_latent: int = 1

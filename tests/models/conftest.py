@@ -85,6 +85,15 @@ _LANGUAGE = {
 LANGUAGES = {
     "qwen2": {"model_type": "qwen2", **_LANGUAGE},
     "llama": {"model_type": "llama", **_LANGUAGE, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    "qwen3": {"model_type": "qwen3", **_LANGUAGE, "head_dim": 8},
+    "mistral": {"model_type": "mistral", **_LANGUAGE},
+    "qwen2_vl_text": {
+        "model_type": "qwen2_vl_text",
+        **_LANGUAGE,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 1]},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
 }
 
 

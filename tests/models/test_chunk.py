@@ -182,7 +182,7 @@ def run(chunks, given, features, **more):
 
 @pytest.mark.parametrize("num_features", [4, 0, None], ids=["images", "no feature", "text"])
 @pytest.mark.parametrize("cuts", [(), (2,), (1, 3, 4)], ids=str)
-@pytest.mark.parametrize("language", ["qwen2", "llama"])
+@pytest.mark.parametrize("language", ["qwen2", "llama", "qwen3", "mistral"])
 def test_language_equals_hugging_face_on_each_document(tiny, language, cuts, num_features):
     model = tiny.model(language=language)
     given = language_inputs(num_features or 0)

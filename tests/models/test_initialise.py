@@ -16,6 +16,9 @@ CHOICES = [
     ("language", {"language": "qwen2"}),
     ("language", {"language": "qwen2", "language_config": {"tie_word_embeddings": True, "pad_token_id": 5}}),
     ("language", {"language": "llama"}),
+    ("language", {"language": "qwen3"}),
+    ("language", {"language": "mistral"}),
+    ("language", {"language": "qwen2_vl_text"}),
 ]
 
 

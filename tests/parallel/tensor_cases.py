@@ -29,6 +29,7 @@ _DECODER = {
 LANGUAGES = {
     "qwen2": {"model_type": "qwen2", **_DECODER, "pad_token_id": 3},
     "llama": {"model_type": "llama", **_DECODER, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    "qwen3": {"model_type": "qwen3", **_DECODER, "head_dim": 8, "attention_bias": True},
 }
 _FIXED = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,

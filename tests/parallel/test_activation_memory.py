@@ -269,8 +269,8 @@ def test_each_block_does_what_is_said_for_a_work(module, family, adapters):
         away = sum(r.offloaded_bytes(layer, call.size) for r, layer in zip(plan, call.layers, strict=True))
         # The input of the first block is a leaf, which was not counted; it stays on the device also when offloaded.
         planned -= 0 if plan[0].offload else call.layers[0].output_bytes(call.size)
-        # Planning lets frozen norms keep what those that train keep.
-        least = 0.82 if adapters else 0.95
+        # Planning lets frozen norms, of which Qwen3 has four a block, keep what those that train keep.
+        least = 0.8 if adapters else 0.95
         assert least * planned <= found_kept - shared <= 1.05 * planned, memory
         assert least * away <= offloaded <= 1.05 * away, memory
 

@@ -42,6 +42,7 @@ OUTPUT_TOLERANCE = 2e-6
 LANGUAGE = {
     "qwen2": ("qwen2", (), {}),
     "llama in three chunks": ("llama", (1, 3), {}),
+    "norms of heads": ("qwen3", (1,), {}),
     "tied in one chunk": ("qwen2", (), {"tie_word_embeddings": True}),
     "tied in two chunks": ("qwen2", (2,), {"tie_word_embeddings": True}),
     "frozen": ("qwen2", (1,), {"trainable": False}),

@@ -21,6 +21,9 @@ FAMILIES = [
     ("language", {"language": "qwen2"}),
     ("language", {"language": "qwen2", "language_config": {"tie_word_embeddings": True}}),
     ("language", {"language": "llama"}),
+    ("language", {"language": "qwen3"}),
+    ("language", {"language": "mistral"}),
+    ("language", {"language": "qwen2_vl_text"}),
     ("language", {"language": "llama", "language_config": {"attention_bias": False, "mlp_bias": False}}),
 ]
 LENGTHS = (5, 11)

@@ -16,6 +16,9 @@ from mmtrain.spec.families import (
     vae_config,
 )
 
+NAMES = ("qwen2", "llama", "qwen3", "mistral", "qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl")
+"""What names a language model."""
+
 
 def folder(tmp_path, values) -> str:
     (tmp_path / "config.json").write_text(values if isinstance(values, str) else json.dumps(values))
@@ -63,8 +66,8 @@ def test_a_folder_may_hold_keys_that_mmtrain_does_not_know(tmp_path):
     ("config", "message"),
     [
         (
-            {"model_type": "qwen3"},
-            r'model_type = "qwen3" is no supported language model; supported are qwen2, llama$',
+            {"model_type": "qwen4"},
+            rf'model_type = "qwen4" is no supported language model; supported are {", ".join(NAMES)}$',
         ),
         ({"model_type": "qwen2", "hiden_size": 8}, r"unknown key \"hiden_size\"; did you mean \"hidden_size\""),
         ({"model_type": "qwen2", "zzz": 8}, r"unknown key \"zzz\"; qwen2 has vocab_size"),
@@ -107,7 +110,7 @@ def test_an_encoder_is_no_language_model_and_the_other_way_round():
     [
         ("quen2", "qwen2"),
         ("lama", "llama"),
-        ("qwen3", None),  # another version is no misspelling
+        ("qwen4", None),  # another version is no misspelling
         ("qwen25", None),
         ("vipllava", None),  # nor is another family that Hugging Face knows
         ("mllama", None),
@@ -117,9 +120,9 @@ def test_an_encoder_is_no_language_model_and_the_other_way_round():
 )
 def test_only_a_misspelt_family_gets_a_hint(tmp_path, model_type, hint):
     path = folder(tmp_path, {"model_type": model_type})
-    with pytest.raises(ConfigError, match="supported are qwen2, llama") as found:
+    with pytest.raises(ConfigError, match="supported are qwen2, llama, ") as found:
         language_config(LanguageConfig(pretrained=path))
-    assert str(found.value).endswith(f'did you mean "{hint}"?' if hint else "supported are qwen2, llama")
+    assert str(found.value).endswith(f'did you mean "{hint}"?' if hint else ", ".join(NAMES))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ def test_only_a_misspelt_family_gets_a_hint(tmp_path, model_type, hint):
     ],
 )
 def test_positions_of_three_axes_are_refused_by_name(tmp_path, rope):
-    wanted = r"model.language: rope_\w+ = \{.*mrope.*\}: .* \(mrope\), .* not supported yet; .* Choose a language model"
+    wanted = r"model.language: rope_\w+ = \{.*mrope.*\}: .* \(mrope\) are those of the model types qwen2_vl_text and "
     with pytest.raises(ConfigError, match=wanted):
         language_config(LanguageConfig(config={"model_type": "qwen2", **rope}))
     with pytest.raises(ConfigError, match=wanted):
@@ -221,3 +224,24 @@ def test_sources_that_do_not_exist(tmp_path, monkeypatch):
             language_config(LanguageConfig(pretrained=folder(tmp_path, text)))
     with pytest.raises(ConfigError, match="no JSON object"):
         language_config(LanguageConfig(pretrained=folder(tmp_path, "[]")))
+
+
+def test_a_whole_model_gives_its_language_model(tmp_path):
+    rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    flat = {"model_type": "qwen2_vl", "hidden_size": 99, "rope_scaling": rope, "vision_config": {"hidden_size": 3}}
+    for values in (flat, {"model_type": "qwen2_vl", "hidden_size": 3, "text_config": {"hidden_size": 99}}):
+        found = language_config(LanguageConfig(pretrained=folder(tmp_path, values)))
+        assert (found["model_type"], found["hidden_size"], found["rms_norm_eps"]) == ("qwen2_vl_text", 99, 1e-5)
+        assert "vision_config" not in found
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_vl", "llava", None])
+def test_an_unknown_whole_model_is_refused_with_the_known_ones(tmp_path, model_type):
+    path = folder(tmp_path, {"model_type": model_type, "text_config": {"model_type": "qwen2"}, "vision_config": {}})
+    with pytest.raises(ConfigError) as found:
+        language_config(LanguageConfig(pretrained=path))
+    shown = f'"{model_type}"' if model_type else "None"
+    assert str(found.value).endswith(
+        f"is a whole model with model_type = {shown}; supported whole models are qwen2_vl, qwen2_5_vl. "
+        "Name one of them, or a language model by itself"
+    )

@@ -5,7 +5,7 @@ import pytest
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.shapes import check_patches_split, language_shape, vision_shape
+from mmtrain.spec.shapes import check_patches_split, check_window, language_shape, vision_shape
 
 
 def model(encoder=None, language=None, **projector) -> ModelConfig:
@@ -160,3 +160,46 @@ def test_patches_of_a_fixed_size_cannot_be_divided(tiny, encoder):
         check_patches_split(tiny.model(encoder))
     check_patches_split(tiny.model("qwen2_5_vl"))
     check_patches_split(tiny.model(None))
+
+
+AXES = {"model_type": "qwen2_vl_text", "num_attention_heads": 4, "hidden_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {},
+            r"mrope_section = \[16, 24, 24\]; .* whose sum is half of the width of a head, 6; set it",
+        ),
+        ({"rope_parameters": {"mrope_section": [2, 2, 3]}}, r"mrope_section = \[2, 2, 3\]; it has three numbers"),
+        ({"rope_parameters": {"mrope_section": [3, 3]}}, r"mrope_section = \[3, 3\]; it has three numbers"),
+        ({"rope_parameters": {"mrope_section": [7, -1, 0]}}, r"mrope_section = \[7, -1, 0\]; it has three numbers"),
+        ({"rope_parameters": {"mrope_section": "2"}}, r'mrope_section = "2"; it has three numbers'),
+        (
+            {"rope_parameters": {"mrope_section": [2, 1, 1]}, "head_dim": 8},
+            "head_dim = 8, but heads of this family have hidden_size / num_attention_heads = 12 columns; leave",
+        ),
+    ],
+)
+def test_columns_of_three_axes_that_do_not_fit(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        language_shape(model(language={**AXES, **changes}))
+
+
+def test_columns_of_three_axes(tiny):
+    for key in ("rope_parameters", "rope_scaling"):
+        shape = language_shape(model(language={**AXES, key: {"type": "mrope", "mrope_section": [1, 2, 3]}}))
+        assert (shape.axis_columns, shape.position_axes) == ((1, 2, 3), 3)
+    assert language_shape(tiny.model(None)).position_axes == 1
+
+
+def test_a_window_must_cover_the_sequence(tmp_path):
+    mistral = {"model_type": "mistral", "hidden_size": 48}
+    check_window(model(language=mistral), 4096)
+    with pytest.raises(ConfigError, match=r"sliding_window = 4096 tokens is below training.seq_len = 4097; .* at most"):
+        check_window(model(language=mistral), 4097)
+    check_window(model(language={**mistral, "sliding_window": 8192}), 8192)
+    check_window(model(language={"model_type": "qwen2", "sliding_window": 4096}), 8192)  # its windows are off
+    (tmp_path / "config.json").write_text('{"model_type": "mistral", "sliding_window": null}')
+    check_window(ModelConfig(language=LanguageConfig(pretrained=str(tmp_path))), 10**6)

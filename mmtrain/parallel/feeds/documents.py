@@ -8,9 +8,10 @@ from torch import Tensor
 
 from mmtrain.modality.documents import DocumentsLayout
 from mmtrain.modality.images import ImagesLayout
+from mmtrain.modality.positions import token_positions
 from mmtrain.modality.submesh import Indices
 from mmtrain.models.attention.context import AttentionContext, attention_context
-from mmtrain.models.batch import IGNORE_INDEX, document_positions
+from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.parallel.context import RowExchange
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
 from mmtrain.spec.spec import ModuleSpec
@@ -23,6 +24,7 @@ class DocumentsFeed:
         layout = inputs.layout.of_module[module.name]
         assert isinstance(layout, DocumentsLayout)
         self._inputs, self._layout = inputs, layout
+        self._axes = module.position_axes
         self._cache: dict[int, tuple[AttentionContext, Tensor]] = {}
 
     def __call__(self, first: bool, last: bool, work: int) -> Arguments:
@@ -55,9 +57,9 @@ class DocumentsFeed:
         return attention_context(self._layout.bits(microbatch), rows=rows, gather=gather, backend=self._inputs.backend)
 
     def _position_ids(self, microbatch: int, rows: Indices) -> Tensor:
-        """Positions restart with each document; padding has 0."""
-        lengths = self._inputs.meta.microbatches[microbatch].lengths
-        return self._inputs.take(document_positions(lengths), rows, 0)
+        """The positions of this rank's tokens; padding has 0."""
+        documents = self._inputs.meta.microbatches[microbatch].documents
+        return self._inputs.take(torch.from_numpy(token_positions(documents, self._axes)), rows, 0)
 
     def _slots(self, work: int, rows: Indices, image_slots: Indices) -> dict[str, Any]:
         """Which of this rank's rows are image tokens, and the exchange that brings their features."""

@@ -39,9 +39,9 @@ class StepInputs:
     """Of a language model's tokens."""
 
     def take(self, values: Tensor, indices: Indices, padding: int) -> Tensor:
-        """[n, ...]: values at the n indices, with `padding` for the indices -1, on the device."""
+        """[..., n]: values [..., T] at the n indices, with `padding` for the indices -1, on the device."""
         index = torch.from_numpy(indices)
-        return self.to_device(values[index.clamp(min=0)].masked_fill(index < 0, padding))
+        return self.to_device(values[..., index.clamp(min=0)].masked_fill(index < 0, padding))
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """The tensor on this rank's device."""

@@ -222,6 +222,8 @@ class _Layer(_Builder):
                 self._columns(name, x, D, width, bias=bias)
                 for name, width, bias in zip(names, widths, biases, strict=True)
             )
+        if isinstance(shape, LanguageShape) and shape.head_norms:
+            query, key = (self._head_norm(f"{n}_norm", v, head) for n, v in (("q", query), ("k", key)))
         if isinstance(shape, LanguageShape):  # in the model's dtype
             query, key = (Elementwise(f"rotary.{i}", 9.0, 11.0, 5, 7)(v) for i, v in enumerate((query, key)))
         elif shape.rotary:  # through float32
@@ -232,6 +234,11 @@ class _Layer(_Builder):
         attended = Attention("attention", pairs, head)(query, *self._attended_keys(key, value))
         attended = Elementwise("attention.join", 2.0, 2.0)(attended)  # results of single images or documents
         return self._rows(self._names(1)[0], attended, C, D, bias=out_bias)
+
+    def _head_norm(self, name: str, x: Var, head: float) -> Var:
+        """The norm of each head of queries or keys. Args: head: columns of one."""
+        heads = reshape(x, rows=x.rows * (x.columns / head), columns=head)
+        return reshape(self._norm(name, head)(heads), rows=x.rows, columns=x.columns)
 
     def _mlp(self, shape: VisionShape | LanguageShape, x: Var) -> Var:
         D, I = shape.width, shape.mlp_width

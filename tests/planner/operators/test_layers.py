@@ -21,6 +21,9 @@ FAMILIES = [
     *VISION_MODELS,
     ("language", {"language": "qwen2"}),
     ("language", {"language": "llama"}),
+    ("language", {"language": "qwen3"}),
+    ("language", {"language": "mistral"}),
+    ("language", {"language": "qwen2_vl_text"}),
     ("language", {"language": "llama", "language_config": {"attention_bias": False, "mlp_bias": False}}),
 ]
 SIZE = WorkSize(rows=48, pairs=700, outputs=12, window_pairs=300, cross_pairs=250, texts=14, clips=3)

@@ -1,0 +1,67 @@
+import pytest
+
+from mmtrain.config import config
+from mmtrain.errors import ConfigError
+
+REST = '[data]\nsource = "x"\n[training]\nsteps = 1\nseq_len = 8\nglobal_batch_size = 1\n'
+
+
+def load(tmp_path, text, *overrides):
+    path = tmp_path / "job.toml"
+    path.write_text(text + REST)
+    return config.load(path, overrides)
+
+
+def test_one_source_names_all_parts_and_the_tokenizer(tmp_path):
+    job = load(tmp_path, '[model]\npretrained = "a/b"\n')
+    assert job.model.pretrained == job.model.encoder.pretrained == job.model.language.pretrained == "a/b"
+    assert (job.model.projector.kind, job.tokenizer.path) == ("native", "a/b")
+    written = tmp_path / "written.toml"
+    written.write_text(config.dump(job))
+    assert config.load(written) == job
+
+
+def test_it_equals_the_same_sections_written_out(tmp_path):
+    short = load(tmp_path, "", "model.pretrained=a/b", "model.language.trainable=false", "model.encoder.num_segments=2")
+    long = load(
+        tmp_path,
+        '[model.encoder]\npretrained = "a/b"\nnum_segments = 2\n[model.language]\npretrained = "a/b"\n'
+        'trainable = false\n[model.projector]\nkind = "native"\n[tokenizer]\npath = "a/b"\n',
+        "model.pretrained=a/b",
+    )
+    assert short == long
+
+
+def test_other_sections_replace_their_part(tmp_path):
+    own = '[model]\npretrained = "a/b"\n[model.modules.vision]\nkind = "images"\npretrained = "c"\n'
+    job = load(tmp_path, own + '[tokenizer]\npath = "d"\n')
+    assert (job.model.encoder.pretrained, job.model.language.pretrained, job.tokenizer.path) == ("c", "a/b", "d")
+    assert job.model.projector.kind == "mlp"
+    job = load(tmp_path, '[model]\npretrained = "a/b"\n[model.language]\nconfig = {model_type = "qwen2"}\n')
+    assert (job.model.encoder.pretrained, job.model.language.pretrained) == ("a/b", "")
+    assert job.model.projector.kind == "native"
+    job = load(
+        tmp_path, '[model]\npretrained = "a/b"\n[model.projector]\nkind = "mlp"\n[model.language]\nconfig = {}\n'
+    )
+    assert (job.model.projector.kind, job.model.language.pretrained) == ("mlp", "a/b")
+
+
+def test_a_source_that_no_part_takes_is_refused(tmp_path):
+    parts = '[model.encoder]\npretrained = "c"\n[model.language]\npretrained = "d"\n'
+    with pytest.raises(ConfigError, match=r'job.toml: model.pretrained = "a/b" has no effect: .* name other models;'):
+        load(tmp_path, parts, "model.pretrained=a/b")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\npretrained = 5\n", "model.pretrained = 5 is an integer; it must be a string"),
+        ('[model]\npretrained = "a"\nencoder = 5\n', "model.encoder = 5; it is a section"),
+        ('[model]\npretrained = "a"\nprojector = 5\n', "model.projector = 5; it is a section"),
+        ('tokenizer = 5\n[model]\npretrained = "a"\n', "tokenizer = 5; it is a section"),
+        ('model = "a"\n', 'model = "a"; it is a section'),
+    ],
+)
+def test_values_of_another_type_are_refused_as_elsewhere(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)

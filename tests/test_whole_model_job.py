@@ -1,0 +1,51 @@
+"""A job of a whole vision-language model by one folder: layouts, resuming, export, and training on from the export."""
+
+import pytest
+import torch
+
+from mmtrain.commands.export import export
+from mmtrain.config import config
+from mmtrain.config.data import TokenizerConfig
+from mmtrain.data.tokenizer import load_tokenizer
+from mmtrain.models.reference import ReferenceModel
+from mmtrain.spec.builders import model_spec
+from tests.jobs import layout, metrics, train, write_config
+from tests.ranks import run_ranks
+from tests.whole_models import FAMILIES, TEXT, VISION, whole_model
+
+SAVED = ["checkpoint.enable=true", "checkpoint.interval=2"]
+
+
+@pytest.mark.ranks
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_job_of_a_whole_model(tmp_path, charts, family):
+    text = TEXT | {"vocab_size": 512, "max_position_embeddings": 512}
+    vision = VISION[family] | {"patch_size": 14} | ({"window_size": 56} if family == "qwen2_5_vl" else {})
+    whole_model(family, text, vision, tied=True).save_pretrained(tmp_path / "whole")
+    load_tokenizer(TokenizerConfig()).save_pretrained(tmp_path / "whole")
+    whole = [f"model.pretrained={tmp_path}/whole", "model.encoder.config={}", "model.language.config={}"]
+    curves = {}
+    for name, world, degrees in (("one", 1, layout()), ("four", 4, layout(pp=2, cp=2))):
+        path = write_config(tmp_path / name, charts)
+        run_ranks(train, world, path, [*degrees, *whole, *SAVED, "training.steps=2"])
+        run_ranks(train, world, path, [*degrees, *whole, *SAVED, "training.steps=4"])
+        curves[name] = metrics(path.parent)
+        assert sorted(curves[name]) == [1, 2, 3, 4]
+    for step, loss in curves["one"].items():
+        assert curves["four"][step] == pytest.approx(loss, rel=1e-5)
+
+    run, out = tmp_path / "four" / "run", tmp_path / "out"
+    job = config.load(run / "config.toml")
+    assert (job.tokenizer.path, job.model.projector.kind) == (f"{tmp_path}/whole", "native")
+    assert export(run, out).folders == ("language", "vision")
+    again = [f"model.encoder.pretrained={out}/vision", f"model.language.pretrained={out}/language"]
+    parts = [*again, "model.encoder.config={}", "model.language.config={}", "model.projector.kind=native"]
+    exported = config.load(write_config(tmp_path / "again", charts), parts).model
+    spec = model_spec(exported)
+    trained = ReferenceModel(exported, spec, seed=0).weights()
+    first = ReferenceModel(job.model, spec, seed=0).weights()
+    assert trained.keys() == first.keys()
+    assert not any(torch.equal(trained[name], first[name]) for name in first)
+    run_ranks(train, 2, write_config(tmp_path / "again", charts), [*layout(pp=2), *parts, "training.steps=2"])
+    assert metrics(tmp_path / "again")[1] < curves["one"][1]
