@@ -108,13 +108,14 @@ def _load(
     files = _index(where, section.pretrained, _STEM.get(where, "model"))
     prefixes = *_PREFIXES[model_type], ""
     spellings = part_spellings(where, section.pretrained) or tuple({prefix: ""} for prefix in prefixes)
-    names = _module_names(module, _part_names(files, spellings))
+    found, beginning = _part_names(files, spellings)
+    names = _module_names(module, found)
     # A tied head counts under both of its names.
     parameters = module.named_parameters(remove_duplicate=False)
     to_fill = {plain_name(name): parameter for name, parameter in parameters if not is_adapter(name)}
     missing = sorted(name for name in to_fill if same_as.get(name, name) not in names)
     unexpected = sorted(name for name in names if _belongs(module, name) and name not in to_fill)
-    _refuse(source, missing, unexpected, spellings if len(missing) == len(to_fill) else ())
+    _refuse(source, missing, unexpected, spellings if len(missing) == len(to_fill) else (), beginning)
     stored = {name: names[same_as.get(name, name)] for name in to_fill}
     for name, tensor in _read_tensors(where, section.pretrained, files, stored):
         heads = next((n for layer, n in (fused_heads or {}).items() if is_fused(name, (layer,))), 0)
@@ -146,9 +147,10 @@ def _load_projector(projector: nn.Module, model: ModelConfig) -> int:
     spellings = part_spellings(where, section.pretrained)
     if not spellings:
         _check_sizes(source, model)
-    names, parameters = _part_names(files, spellings or ({"": ""},)), dict(projector.named_parameters())
+    names, beginning = _part_names(files, spellings or ({"": ""},))
+    parameters = dict(projector.named_parameters())
     missing, unexpected = sorted(parameters.keys() - names.keys()), sorted(names.keys() - parameters.keys())
-    _refuse(source, missing, unexpected, () if names else spellings)
+    _refuse(source, missing, unexpected, () if names else spellings, beginning)
     for name, tensor in _read_tensors(where, section.pretrained, files, names):
         _fill(source, name, parameters[name], tensor)
     return len(parameters)
@@ -167,8 +169,13 @@ def _check_sizes(source: str, model: ModelConfig) -> None:
             )
 
 
-def _refuse(source: str, missing: list[str], unexpected: list[str], looked_for: Sequence[Spelling]) -> None:
-    """Refuses names that do not agree. Args: looked_for: spellings of which there is not one name; else empty."""
+def _refuse(
+    source: str, missing: list[str], unexpected: list[str], looked_for: Sequence[Spelling], beginning: str
+) -> None:
+    """Refuses names that do not agree.
+
+    Args: looked_for: spellings of which there is not one name; else empty. beginning: of the names that were taken.
+    """
     if missing and looked_for:
         beginnings = ", ".join(repr(next(iter(spelling))) for spelling in looked_for)
         raise ConfigError(
@@ -178,8 +185,9 @@ def _refuse(source: str, missing: list[str], unexpected: list[str], looked_for: 
     for problem, names in (("misses", missing), ("has unexpected", unexpected)):
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            among = f" (among the names that begin with {beginning!r})" if beginning else ""
             raise ConfigError(
-                f"{source}: the checkpoint {problem} {shown}{searched}; take config.json and weights from one folder"
+                f"{source}: the checkpoint {problem} {shown}{among}; take config.json and weights from one folder"
             )
 
 
@@ -210,17 +218,20 @@ def _index(where: str, source: str, stem: str, instead: str = 'set weights = "ra
         return dict.fromkeys(tensors.keys(), Path(single).name)
 
 
-def _part_names(on_disk: Collection[str], spellings: Sequence[Spelling]) -> dict[str, str]:
-    """Name in the class of one module -> name on disk, in the first spelling that occurs; empty: none does."""
+def _part_names(on_disk: Collection[str], spellings: Sequence[Spelling]) -> tuple[dict[str, str], str]:
+    """Name in the class of one module -> name on disk, in the first spelling that occurs, and how that begins; empty:
+    none does."""
     for spelling in spellings:
-        if any(name.startswith(next(iter(spelling))) for name in on_disk):
-            return {
+        beginning = next(iter(spelling))
+        if any(name.startswith(beginning) for name in on_disk):
+            names = {
                 new + name.removeprefix(old): name
                 for name in on_disk
                 for old, new in spelling.items()
                 if name.startswith(old)
             }
-    return {}
+            return names, beginning
+    return {}, ""
 
 
 def _module_names(module: nn.Module, on_disk: Mapping[str, str]) -> dict[str, str]:
