@@ -235,13 +235,13 @@ def test_a_whole_model_gives_its_language_model(tmp_path):
         assert "vision_config" not in found
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_vl", "llava", None])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_vl", "internvl", None])
 def test_an_unknown_whole_model_is_refused_with_the_known_ones(tmp_path, model_type):
     path = folder(tmp_path, {"model_type": model_type, "text_config": {"model_type": "qwen2"}, "vision_config": {}})
     with pytest.raises(ConfigError) as found:
         language_config(LanguageConfig(pretrained=path))
     shown = f'"{model_type}"' if model_type else "None"
     assert str(found.value).endswith(
-        f"is a whole model with model_type = {shown}; supported whole models are qwen2_vl, qwen2_5_vl. "
+        f"is a whole model with model_type = {shown}; supported whole models are qwen2_vl, qwen2_5_vl, llava. "
         "Name one of them, or a language model by itself"
     )
