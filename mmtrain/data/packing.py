@@ -168,7 +168,7 @@ class EpochOrder:
             names = ", ".join(source.name for source in state.sources)
             raise DataError(
                 f"loader state: it is a position in the sources {names}, but the job has one source; set data.sources "
-                "as it was, or start without the state"
+                "as it was, or start a new run in another job.dump_folder"
             )
         if self.num_samples is not None and state.cursor > self.num_samples:
             raise DataError(

@@ -119,7 +119,7 @@ def _read_rules(name: str, config: Mapping[str, Any], default: PixelRules) -> Pi
         min_pixels=config.get("min_pixels") or size.get("shortest_edge") or 0,
         max_pixels=config.get("max_pixels")
         or size.get("longest_edge")
-        or config.get("max_num_patches", 0) * config.get("patch_size", 0) ** 2,
+        or (config.get("max_num_patches") or 0) * (config.get("patch_size") or 0) ** 2,
         image_size=square.get("height") or 0,
         crops=crops,
         shortest_edge=size.get("shortest_edge", 0) if crops else 0,

@@ -15,8 +15,11 @@ JSON_ENDINGS = (".jsonl", ".json")
 """One object a line; or, in .json, also one list of objects."""
 
 _BOM = b"\xef\xbb\xbf"
-_TOKEN = re.compile(rb'(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"?[^"\[\]{}]*+)++|[\[\]{}]', re.DOTALL)
-"""A bracket of JSON outside of its strings; or strings, the last of which may be cut off by the end of the file."""
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_FLAT = rb'(?:[^\[\]{}"]++|' + _STRING + rb")*+"
+_INSIDE = re.compile(rb'(?:[^\[\]{}"]++|' + _STRING + rb"|[\[{]" + _FLAT + rb"[\]}])*+", re.DOTALL)
+"""What JSON has up to the next bracket of an object or list that has others inside."""
+_BRACKET = re.compile(rb"[\[\]{}]")
 
 
 class JsonRows:
@@ -81,20 +84,28 @@ def _list_spans(path: Path) -> Iterator[tuple[int, int]]:
 
     Raises: ConfigError: something else stands between two objects, or the list does not end.
     """
-    depth = start = end = count = 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for token in _TOKEN.finditer(data):
-            character = data[token.start()]
-            opens, closes = character in b"[{", character in b"]}"
-            depth += opens - closes
-            if opens and depth == 2:
-                start = token.start()
-                _check_between(path, count, data[end:start])
-            elif closes and depth == 1:
-                end, count = token.end(), count + 1
-                yield start, end
+        position, end, count = data.find(b"[") + 1, 0, 0
+        while (bracket := _BRACKET.search(data, position)) and bracket[0] in b"[{":
+            start, position, depth = bracket.start(), bracket.end(), 1
+            _check_between(path, count, data[end:start])
+            while depth:
+                inside = _INSIDE.match(data, position)
+                assert inside is not None, "it matches nothing, too"
+                position = inside.end()
+                character = data[position : position + 1]
+                if character not in (b"[", b"{", b"]", b"}"):  # the end, also of a string that is cut off
+                    raise _not_closed(path)
+                depth += 1 if character in b"[{" else -1
+                position += 1
+            end, count = position, count + 1
+            yield start, end
         if data[end:].removeprefix(_BOM).strip() not in (b"]", b"[]"):
-            raise ConfigError(f"{path}: its list is not closed at the end of the file, which is cut off or damaged")
+            raise _not_closed(path)
+
+
+def _not_closed(path: Path) -> ConfigError:
+    return ConfigError(f"{path}: its list is not closed at the end of the file, which is cut off or damaged")
 
 
 def _check_between(path: Path, index: int, text: bytes) -> None:

@@ -224,10 +224,11 @@ def image_geometry(
                 "data.max_pixels allows; remove it"
             )
         patch = single_size("model.encoder", "patch_size", encoder.get("patch_size", 16))
-        max_patches = max_pixels // patch**2 or encoder.get("num_patches", 256)
+        max_patches = max_pixels // patch**2 if max_pixels else encoder.get("num_patches", 256)
         if max_patches < spatial_merge**2:
             raise ConfigError(
-                f"data.max_pixels = {max_pixels}: one token covers {(patch * spatial_merge) ** 2} pixels; raise it"
+                f"data.max_pixels = {max_pixels}: an image has at most {max_patches} patches, but one token covers "
+                f"{spatial_merge**2}; raise it"
             )
         return ImageGeometry(
             layout="packed", patch_size=patch, merge=spatial_merge, max_patches=max_patches, pixel_major=True

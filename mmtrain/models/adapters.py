@@ -167,7 +167,7 @@ class Qwen25VLVision(Qwen2VLVision):
 
 
 class FixedSizeVision(VisionAdapter):
-    """Encoders whose images all have one size: SigLIP, CLIP, ViT and Whisper."""
+    """Encoders whose blocks take rows and a mask: SigLIP, CLIP, ViT, Whisper (images of one size) and SigLIP 2."""
 
     extra_rows = 0
 
@@ -191,30 +191,24 @@ class Siglip(FixedSizeVision):
     """The SigLIP vision transformer without its pooling head."""
 
     blocks, embed, norm = "encoder.layers", ("embeddings",), "post_layernorm"
+    name = "Siglip"
 
     def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers import SiglipVisionConfig, SiglipVisionModel
+        import transformers
 
-        def make(config: SiglipVisionConfig) -> SiglipVisionModel:
+        model = getattr(transformers, f"{self.name}VisionModel")
+
+        def make(config: PreTrainedConfig) -> PreTrainedModel:
             config.vision_use_head = False
-            return SiglipVisionModel(config)
+            return model(config)
 
-        return SiglipVisionConfig, make
+        return getattr(transformers, f"{self.name}VisionConfig"), make
 
 
-class Siglip2(FixedSizeVision):
+class Siglip2(Siglip):
     """The SigLIP 2 vision transformer for images of any size (NaFlex), packed, without its pooling head."""
 
-    blocks, embed, norm = "encoder.layers", ("embeddings",), "post_layernorm"
-
-    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
-        from transformers import Siglip2VisionConfig, Siglip2VisionModel
-
-        def make(config: Siglip2VisionConfig) -> Siglip2VisionModel:
-            config.vision_use_head = False
-            return Siglip2VisionModel(config)
-
-        return Siglip2VisionConfig, make
+    name = "Siglip2"
 
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
         embeddings = tower.embeddings
@@ -223,8 +217,8 @@ class Siglip2(FixedSizeVision):
         resized, patches, start = [], [], 0
         for grid in rows.grids:
             _, h, w = grid
-            shapes = torch.tensor([[h, w]])
-            resized.append(embeddings.resize_positional_embeddings(table, shapes, max_length=h * w)[0])
+            sides = torch.tensor([[h, w]])
+            resized.append(embeddings.resize_positional_embeddings(table, sides, max_length=h * w)[0])
             down, across = block_positions((grid,), merge).unbind(1)
             patches.append(start + down * w + across)
             start += h * w

@@ -479,8 +479,10 @@ def _scalars(m: StepMetrics, tps: float, item_tag: str, items_s: float) -> dict[
 
 def _sources_text(sources: Mapping[str, SourceTotals]) -> str:
     """What the log says of several sources; empty of one."""
-    losses = {name: "" if t.loss is None else f" {t.loss:.4f}" for name, t in sources.items()}
-    return "".join(f"  {name}:{losses[name]} ({totals.samples} samples)" for name, totals in sources.items())
+    counts = {name: f"{totals.samples} samples" for name, totals in sources.items()}
+    losses = {name: totals.loss for name, totals in sources.items()}
+    parts = (f"{loss:.4f} ({counts[name]})" if loss is not None else counts[name] for name, loss in losses.items())
+    return "".join(f"  {name}: {part}" for name, part in zip(sources, parts, strict=True))
 
 
 def _source_values(sources: Mapping[str, SourceTotals], pattern: str) -> dict[str, float]:

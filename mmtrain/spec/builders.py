@@ -110,8 +110,7 @@ def _vision_module(model: ModelConfig, shape: VisionShape, e: int) -> ModuleSpec
 def _patch_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
     """The first layer of an encoder of images."""
     D, P = shape.width, shape.patch_dim
-    num_params = (P + shape.embed_bias + 2 * shape.embed_norm) * D
-    num_params += shape.num_positions * D
+    num_params = (P + shape.embed_bias + 2 * shape.embed_norm + shape.num_positions) * D
     if shape.fixed_grid is not None:
         num_params += (shape.fixed_grid[1] * shape.fixed_grid[2] + 2 * shape.class_token) * D
     activation = Rates(output=shape.patches_per_output * P * e, row=shape.embed_norm * (D + 2) * e)

@@ -109,7 +109,6 @@ ENCODERS = [
     ("qwen2_vl_vision", "native"),
     ("qwen2_5_vl_vision", "native"),
     ("siglip_vision_model", "mlp"),
-    ("clip_vision_model", "mlp"),
     ("clip_vision_model", "llava"),
     ("vit", "mlp"),
     ("whisper_encoder", "mlp"),

@@ -87,11 +87,12 @@ def test_a_class_token_is_one_token_more() -> None:
         ({"model_type": "vit"}, {"max_pixels": 5000}, "one fixed image size"),
         (QWEN, {"max_pixels": 700}, "data.max_pixels = 700 is below the smallest image"),
         ({**QWEN, "in_channels": 1}, {}, "1 colour channels"),
+        ({"model_type": "siglip2"}, {"max_pixels": 80}, "= 80: an image has at most 0 patches, but one token covers 4"),
         ({"model_type": "siglip2"}, {"min_pixels": 9}, "data.min_pixels = 9: images of a siglip2 encoder always have"),
         (
             {"model_type": "siglip2"},
             {"max_pixels": 800},
-            "max_pixels = 800: one token covers 1024 pixels; raise it",
+            "= 800: an image has at most 3 patches, but one token covers 4; raise",
         ),
     ],
 )

@@ -105,8 +105,6 @@ VISION_MODELS = [
     ("vision", {"encoder": "qwen2_5_vl", "projector": {"kind": "native"}}),
     ("vision", {"encoder": "siglip"}),
     ("vision", {"encoder": "siglip2"}),
-    ("vision", {"encoder": "siglip2", "features": {"feature_layer": -2}, "projector": {"kind": "llava"}}),
-    ("vision", {"encoder": "clip"}),
     ("vision", {"encoder": "clip", "features": {"feature_layer": -2}, "projector": {"kind": "llava"}}),
     ("vision", {"encoder": "clip", "features": {"feature_select": "full"}, "projector": {"kind": "llava"}}),
     (

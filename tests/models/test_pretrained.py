@@ -114,12 +114,15 @@ def test_the_encoder_of_a_whole_whisper(tiny, tmp_path):
             assert torch.equal(value, theirs.model.encoder.get_parameter(key.removeprefix("vision."))), key
 
 
-def test_a_whole_siglip_gives_its_vision_part(tiny, tmp_path):
-    from transformers import SiglipConfig, SiglipModel
+@pytest.mark.parametrize(("name", "prefix"), [("siglip", "Siglip"), ("siglip2", "Siglip2"), ("clip", "CLIP")])
+def test_a_whole_model_of_images_and_texts_gives_its_vision_part(tiny, tmp_path, name, prefix):
+    import transformers
 
     text = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(5)
-    theirs = SiglipModel(SiglipConfig(vision_config=tiny.encoders["siglip"], text_config={**text, "vocab_size": 50}))
+    config = getattr(transformers, f"{prefix}Config")
+    config = config(vision_config=tiny.encoders[name], text_config={**text, "vocab_size": 50})
+    theirs = getattr(transformers, f"{prefix}Model")(config)
     theirs.save_pretrained(tmp_path)
     found, count = load_in_two(model_of(tiny, tmp_path, "vision"), "vision")
     assert count == sum(key.startswith("vision.") for key in found)

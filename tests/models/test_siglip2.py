@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
+from mmtrain.commands.export import export
 from mmtrain.models.adapters import block_positions
 from mmtrain.spec.spec import images_work
 from tests.models.test_chunk import TOLERANCE, assert_equal_gradients, build, grads
+from tests.stored_runs import save_run
 
 GRIDS = ((1, 4, 4), (1, 2, 6), (1, 6, 10), (1, 4, 2))
 
@@ -71,3 +73,13 @@ def test_parts_of_the_patches_have_their_own_positions(tiny):
     parts = [chunk(x[lo:hi], grids=GRIDS, part=(lo, hi)) for lo, hi in itertools.pairwise(borders)]
     assert [len(part) for part in parts] == np.diff(borders).tolist()
     assert torch.equal(torch.cat(parts), whole)
+
+
+def test_an_export_is_read_by_the_class(tiny, tmp_path):
+    chunk = save_run(tmp_path / "run", tiny.model("siglip2"))["vision"]
+    export(tmp_path / "run", tmp_path / "out")
+    theirs = Siglip2VisionModel.from_pretrained(tmp_path / "out/vision")
+    own = {f"vision.{name}": parameter for name, parameter in theirs.named_parameters()}
+    parameters = {n: p for n, p in chunk.named_parameters() if n.startswith("vision.")}
+    assert own.keys() == parameters.keys()
+    assert all(torch.equal(own[name], parameter) for name, parameter in parameters.items())

@@ -188,8 +188,8 @@ def test_several_sources_are_seen_by_their_names(tmp_path, capsys, monkeypatch):
     report.validation(1, Validation(loss=1.0, accuracy={}, sources=sources))
     report.close()
     step, validation = capsys.readouterr().out.splitlines()
-    assert step.endswith("bubble: 25%  charts: 2.0000 (3 samples)  clips: (1 samples)")
-    assert validation.endswith("loss:  1.0000  charts: 2.0000 (3 samples)  clips: (1 samples)")
+    assert step.endswith("bubble: 25%  charts: 2.0000 (3 samples)  clips: 1 samples")
+    assert validation.endswith("loss:  1.0000  charts: 2.0000 (3 samples)  clips: 1 samples")
     first, second = lines(tmp_path)
     assert {key: value for key, value in first.items() if "/" in key} == {
         "loss/charts": 2.0, "samples/charts": 3, "samples/clips": 1, "tokens/charts": 600, "tokens/clips": 400,
