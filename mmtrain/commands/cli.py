@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain import __version__
-from mmtrain.commands import check, plan, profile, report, sample, schedule, simulate
+from mmtrain.commands import check, generate, plan, profile, report, sample, schedule, simulate
 from mmtrain.commands.local_ranks import RankDiedError, Stopped, train_on_ranks
 from mmtrain.config import config
 from mmtrain.errors import MMTrainError
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_train(commands)
     _add_export(commands)
+    generate.add(commands)
     sample.add(commands)
     _add_check_parity(commands)
     _add_config(commands)
@@ -183,9 +184,10 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "export",
         help="write a checkpoint as Hugging Face folders",
-        description="Writes a checkpoint as folders that Hugging Face classes and this trainer read: language, "
-        "vision, projector, dit with its scheduler, and adapters, with a README.md. Needs one process, and memory for "
-        "one module at a time.",
+        description="Writes a checkpoint as Hugging Face classes and this trainer read it: one folder of a whole "
+        "vision-language model where transformers has a class for its parts; else, or with --parts, folders language, "
+        "vision, projector, dit with its scheduler, and adapters. With a README.md. Needs one process, and memory for "
+        "the model, of parts for one at a time.",
     )
     parser.add_argument("source", type=Path, metavar="RUN", help="job.dump_folder of the job that trained")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
@@ -193,14 +195,18 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--merge-adapters", action="store_true", help="add low-rank adapters to the weights that they adapt"
     )
+    parser.add_argument(
+        "--parts", action="store_true", help="a folder for each module, also where they make a whole model"
+    )
     parser.set_defaults(run=_export)
 
 
 def _export(args: argparse.Namespace) -> int:
     from mmtrain.commands.export import export
 
-    made = export(args.source, args.out, step=args.step, merge_adapters=args.merge_adapters)
-    print(f"{args.out}: step {made.step} as {', '.join(made.folders)}, {made.num_bytes / 1e6:.1f} MB")
+    made = export(args.source, args.out, step=args.step, merge_adapters=args.merge_adapters, parts=args.parts)
+    what = ", ".join([made.model, *made.folders] if made.model else made.folders)
+    print(f"{args.out}: step {made.step} as {what}, {made.num_bytes / 1e6:.1f} MB")
     return 0
 
 

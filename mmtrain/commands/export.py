@@ -19,8 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module, open_run
+from mmtrain.commands.adapters import AdapterFolder, plain
+from mmtrain.commands.export_whole import class_name, export_whole
 from mmtrain.config.config import Config
-from mmtrain.config.model import EncoderConfig, LanguageConfig, LoRAConfig, ModelConfig
+from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
 from mmtrain.launch.whole_files import new_folder
@@ -30,13 +32,13 @@ from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.diffusion import make_scheduler, null_token
 from mmtrain.models.dit import DitChunk, build_dit
 from mmtrain.models.fused_qkv import from_head_major, is_fused
-from mmtrain.models.trainable import adapter_names, is_adapter, plain_name, stored_adapter_name, target_pattern
+from mmtrain.models.trainable import target_pattern
 from mmtrain.models.unused import unused_weights
 from mmtrain.spec.composites import selected_features
 from mmtrain.spec.families import dit_config, encoder_config, language_config
 from mmtrain.spec.hub_files import find_file
 from mmtrain.spec.linears import adapted_linears
-from mmtrain.spec.modules import projector_sizes
+from mmtrain.spec.modules import projector_sizes, whole_kind
 from mmtrain.spec.shapes import language_shape, vision_shape
 
 MAX_SHARD_SIZE = "5GB"
@@ -51,16 +53,22 @@ class Exported:
     """Step of the checkpoint."""
     folders: tuple[str, ...]
     """Within the exported folder."""
+    model: str
+    """The class that reads it; empty: it has a folder for each module."""
     num_bytes: int
 
 
-def export(folder: Path, out: Path, *, step: int | None = None, merge_adapters: bool = False) -> Exported:
-    """The summary of an export to `out`, which appears only when it is complete.
+def export(
+    folder: Path, out: Path, *, step: int | None = None, merge_adapters: bool = False, parts: bool = False
+) -> Exported:
+    """The summary of an export to `out`, which appears only when it is complete: one folder if the modules make a whole
+    model of transformers (see `export_whole`), else a folder for each.
 
     Args:
         folder: a job's dump folder, with config.toml and checkpoints.
         step: of the checkpoint; None: the newest complete one.
         merge_adapters: add W + (alpha / rank) B A to the weights instead of writing adapters.
+        parts: a folder for each module in any case.
     Raises: ConfigError: `out` exists, `folder` is no dump folder, no such checkpoint, or one of another model.
     """
     run = open_run(folder, step)
@@ -71,22 +79,34 @@ def export(folder: Path, out: Path, *, step: int | None = None, merge_adapters: 
             f'{folder}: no module was trained with trainable = "lora", so there is nothing to merge; leave '
             "--merge-adapters out"
         )
+    kind = "" if parts else whole_kind(model)
     with new_folder(out) as aside:
-        _export_language(run, aside, merge_adapters)
-        if model.encoder is not None:
-            _export_vision(run, aside, merge_adapters)
-        if model.dit is not None:
-            _export_dit(run, aside)
-        tokenizer = load_tokenizer(run.job.tokenizer, captions=model.dit is not None)
-        tokenizer.save_pretrained(aside / "language")
-        readme = _video_readme(run, aside, out, null_token(tokenizer)) if model.dit else _readme(run, aside, out)
-        (aside / "README.md").write_text(readme, encoding="utf-8")
+        if kind:
+            export_whole(run, aside, merge_adapters=merge_adapters, max_shard_size=MAX_SHARD_SIZE)
+            (aside / "README.md").write_text(_whole_readme(run, aside, out, kind), encoding="utf-8")
+        else:
+            _export_parts(run, aside, out, merge_adapters)
     files = [path for path in out.rglob("*") if path.is_file()]
     return Exported(
         step=run.step,
         folders=tuple(sorted(path.name for path in out.iterdir() if path.is_dir())),
+        model=class_name(kind) if kind else "",
         num_bytes=sum(path.stat().st_size for path in files),
     )
+
+
+def _export_parts(run: StoredRun, aside: Path, out: Path, merge_adapters: bool) -> None:
+    """A folder for each module, in `aside`. Args: out: where they will be."""
+    model = run.job.model
+    _export_language(run, aside, merge_adapters)
+    if model.encoder is not None:
+        _export_vision(run, aside, merge_adapters)
+    if model.dit is not None:
+        _export_dit(run, aside)
+    tokenizer = load_tokenizer(run.job.tokenizer, captions=model.dit is not None)
+    tokenizer.save_pretrained(aside / "language")
+    readme = _video_readme(run, aside, out, null_token(tokenizer)) if model.dit else _readme(run, aside, out)
+    (aside / "README.md").write_text(readme, encoding="utf-8")
 
 
 # --------------------------------------------------------------------------------------- the modules
@@ -104,8 +124,9 @@ def _export_vision(run: StoredRun, out: Path, merge_adapters: bool) -> None:
     unused = unused_weights(run.job.model, run.job.debug.seed)
     num_blocks = chunk.shape.depth if unused else 0
     pattern = target_pattern(adapted_linears(run.job.model, "vision"), chunk.adapter.blocks, num_blocks)
-    adapters = _Adapters(run.job.model.lora, pattern, _base(section), None, out / "vision_adapter")
-    _fill(theirs, unused | _plain(weights, adapters, merge_adapters))
+    lora, folder = run.job.model.lora, out / "vision_adapter"
+    adapters = None if merge_adapters else AdapterFolder(lora, pattern, _base(section), None, folder)
+    _fill(theirs, unused | plain(weights, lora, adapters))
     theirs.save_pretrained(out / "vision", max_shard_size=MAX_SHARD_SIZE)
 
 
@@ -123,8 +144,9 @@ def _export_language(run: StoredRun, out: Path, merge_adapters: bool) -> None:
         weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
     pattern = target_pattern(adapted_linears(run.job.model, "language"), blocks)
     task = "CAUSAL_LM" if chunk.has_head else None
-    adapters = _Adapters(run.job.model.lora, pattern, _base(section), task, out / "language_adapter")
-    _fill(theirs, _plain(weights, adapters, merge_adapters))
+    lora, folder = run.job.model.lora, out / "language_adapter"
+    adapters = None if merge_adapters else AdapterFolder(lora, pattern, _base(section), task, folder)
+    _fill(theirs, plain(weights, lora, adapters))
     theirs.save_pretrained(out / "language", max_shard_size=MAX_SHARD_SIZE)
     if chunk.has_head and section.pretrained:
         settings = find_file("model.language.pretrained", section.pretrained, "generation_config.json", optional=True)
@@ -151,62 +173,8 @@ def _in_their_order(chunk: Chunk, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-# ------------------------------------------------------------------------------------------- adapters
-
-
-@dataclass(frozen=True, slots=True)
-class _Adapters:
-    """The metadata of a folder of adapters."""
-
-    lora: LoRAConfig
-    pattern: str
-    """Names of the adapted layers."""
-    base: str | None
-    """The source of the adapted weights."""
-    task: str | None
-    folder: Path
-
-
 def _base(section: EncoderConfig | LanguageConfig) -> str | None:
     return (section.pretrained if section.weights == "pretrained" else "") or None
-
-
-def _plain(weights: dict[str, Tensor], adapters: _Adapters, merge: bool) -> dict[str, Tensor]:
-    """The weights of a module without adapters, under their original names; adapters are merged into them, or
-    written to their folder."""
-    low_rank = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
-    if low_rank and merge:
-        _merge(weights, low_rank, adapters.lora)
-    elif low_rank:
-        _save_adapters(low_rank, adapters)
-    return {plain_name(name): tensor for name, tensor in weights.items() if name not in low_rank}
-
-
-def _merge(weights: dict[str, Tensor], adapters: dict[str, Tensor], lora: LoRAConfig) -> None:
-    """Adds each adapter to the weight that it adapts, in place."""
-    for name in [n for n in weights if n not in adapters and plain_name(n) != n and n.endswith(".weight")]:
-        down, up = (adapters[adapter] for adapter in adapter_names(name))
-        weights[name].add_(up @ down, alpha=lora.alpha / lora.rank)
-
-
-def _save_adapters(tensors: dict[str, Tensor], adapters: _Adapters) -> None:
-    """A folder for `PeftModel.from_pretrained`."""
-    from peft import LoraConfig
-
-    settings = LoraConfig(
-        r=adapters.lora.rank,
-        lora_alpha=adapters.lora.alpha,
-        target_modules=adapters.pattern,
-        lora_dropout=0.0,
-        bias="none",
-        task_type=adapters.task,
-        base_model_name_or_path=adapters.base,
-        inference_mode=True,
-    )
-    adapters.folder.mkdir()
-    settings.save_pretrained(adapters.folder)
-    stored = {stored_adapter_name(name): tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(stored, adapters.folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 # ------------------------------------------------------------------------------------ into their modules
@@ -280,6 +248,24 @@ def _features(job: Config) -> str:
         f"behind it in the class was not trained: blocks and norms are {origin}; a pooler or merger is left out: where "
         "the class makes one all the same, `from_pretrained` rightly reports its weights as missing."
     )
+
+
+def _whole_readme(run: StoredRun, out: Path, final: Path, kind: str) -> str:
+    """The same for one folder of a whole model."""
+    lines = [
+        *_title(run),
+        f"`transformers.{class_name(kind)}.from_pretrained` reads this folder; vLLM, too, which has this class. "
+        "`mmtrain generate` answers questions about images with it.",
+    ]
+    if (out / "adapter").is_dir():
+        lines.append(
+            "- `adapter/`: low-rank adapters, which the weights do not contain; "
+            "`peft.PeftModel.from_pretrained(model, 'adapter')`."
+        )
+    again = ["[model]", f'pretrained = "{final}"']
+    if run.job.model.projector.kind != "native":
+        again += ["[model.projector]", f'kind = "{run.job.model.projector.kind}"']
+    return _ended(lines, again, out)
 
 
 def _video_readme(run: StoredRun, out: Path, final: Path, null: int) -> str:

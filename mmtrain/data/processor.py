@@ -73,8 +73,21 @@ class Processor:
             corrupt, no answer, or a conversation that the chat template refuses.
         """
         where = sample_name(record.sample, record.source)
-        images = self._image_metas(where, record)
         text, spans = self._render(where, record)
+        return self._tokenized(where, record, text, spans)
+
+    def prompt(self, record: Record) -> Document:
+        """The tokens of a conversation up to the place where its next answer begins, without targets.
+
+        Raises: DataError: as `document`, but it needs no answer.
+        """
+        where = sample_name(record.sample, record.source)
+        messages = [self._message(where, m) for m in record.messages]
+        return self._tokenized(where, record, self._template(where, messages, add_generation_prompt=True), [])
+
+    def _tokenized(self, where: str, record: Record, text: str, spans: list[tuple[int, int]]) -> Document:
+        """Args: spans: characters of each answer."""
+        images = self._image_metas(where, record)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = np.array(encoded["input_ids"], np.int64)
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
@@ -240,3 +253,11 @@ def _make_document(
         prefix=int(answer[0]) if len(answer) else 0,
     )
     return Document(meta=meta, input_ids=ids, labels=labels, raw_images=raw)
+
+
+def stop_token(tokenizer: Any) -> int:
+    """The token that ends an answer in the tokenizer's chat template; its end of text, if the template adds none."""
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    behind = tokenizer(text.rpartition("!")[2].strip(), add_special_tokens=False)["input_ids"]
+    return int(behind[0] if behind else tokenizer.eos_token_id)

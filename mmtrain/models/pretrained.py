@@ -218,6 +218,16 @@ def _index(where: str, source: str, stem: str, instead: str = 'set weights = "ra
         return dict.fromkeys(tensors.keys(), Path(single).name)
 
 
+def stored_spelling(where: str, source: str) -> Spelling | None:
+    """The names of a section's module in the files of a whole model; None: they are not of a whole model.
+
+    Args: where: the section. source: folder or hub id.
+    """
+    files = _index(where, source, "model")
+    spellings = part_spellings(where, source)
+    return next((s for s in spellings if any(name.startswith(next(iter(s))) for name in files)), None)
+
+
 def _part_names(on_disk: Collection[str], spellings: Sequence[Spelling]) -> tuple[dict[str, str], str]:
     """Name in the class of one module -> name on disk, in the first spelling that occurs, and how that begins; empty:
     none does."""

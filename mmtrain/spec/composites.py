@@ -32,6 +32,10 @@ class Part:
     """Switches that are on for the part if they are on for the whole model."""
     spellings: tuple[Spelling, ...]
     """Its names in stored weights; the first one that occurs counts."""
+    written: int = 0
+    """Which of them an export of a part from elsewhere has."""
+    in_class: int
+    """Which of them the class of the whole model has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,14 @@ class Composite:
 
     parts: Mapping[str, Part]
     """Section -> its part."""
+    class_name: str
+    """How the names of its classes begin."""
+    encoders: tuple[str, ...]
+    """Families of encoders that it can have."""
+    languages: tuple[str, ...]
+    """Families of language models that it can have."""
+    projector: str
+    """Its kind of projector."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the whole model's config that concern how parts are joined, with the defaults of its class."""
 
@@ -48,11 +60,19 @@ def _removed(*beginnings: str) -> tuple[Spelling, ...]:
     return tuple({beginning: ""} for beginning in beginnings)
 
 
-def _qwen_vl(name: str) -> Composite:
+def _qwen_vl(name: str, class_name: str) -> Composite:
     return Composite(
+        class_name=class_name,
+        encoders=(f"{name}_vision",),
+        languages=(f"{name}_text",),
+        projector="native",
         parts={
             "model.encoder": Part(
-                config="vision_config", model_type=f"{name}_vision", spellings=_removed("model.visual.", "visual.")
+                config="vision_config",
+                model_type=f"{name}_vision",
+                spellings=_removed("model.visual.", "visual."),
+                written=1,
+                in_class=0,
             ),
             "model.language": Part(
                 config="text_config",
@@ -63,15 +83,21 @@ def _qwen_vl(name: str) -> Composite:
                     {"model.language_model.": "model.", "lm_head.": "lm_head."},
                     {"model.": "model.", "lm_head.": "lm_head."},
                 ),
+                written=1,
+                in_class=0,
             ),
-        }
+        },
     )
 
 
 COMPOSITES: Mapping[str, Composite] = {
-    "qwen2_vl": _qwen_vl("qwen2_vl"),
-    "qwen2_5_vl": _qwen_vl("qwen2_5_vl"),
+    "qwen2_vl": _qwen_vl("qwen2_vl", "Qwen2VL"),
+    "qwen2_5_vl": _qwen_vl("qwen2_5_vl", "Qwen2_5_VL"),
     "llava": Composite(
+        class_name="Llava",
+        encoders=("clip_vision_model", "siglip_vision_model"),
+        languages=("llama", "qwen2", "qwen3", "mistral"),
+        projector="llava",
         parts={
             "model.encoder": Part(
                 config="vision_config",
@@ -82,8 +108,11 @@ COMPOSITES: Mapping[str, Composite] = {
                     "vision_tower.",
                     "model.vision_tower.",
                 ),
+                in_class=3,
             ),
-            "model.projector": Part(spellings=_removed("multi_modal_projector.", "model.multi_modal_projector.")),
+            "model.projector": Part(
+                spellings=_removed("multi_modal_projector.", "model.multi_modal_projector."), in_class=1
+            ),
             "model.language": Part(
                 config="text_config",
                 model_type="llama",
@@ -92,6 +121,7 @@ COMPOSITES: Mapping[str, Composite] = {
                     {"language_model.": ""},
                     {"model.language_model.": "model.", "lm_head.": "lm_head."},
                 ),
+                in_class=1,
             ),
         },
         defaults={

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mmtrain.config.model import ModelConfig
-from mmtrain.spec.composites import projector_act
+from mmtrain.spec.composites import COMPOSITES, projector_act
 from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
 from mmtrain.spec.vae_shapes import VaeShape, vae_shape
 
@@ -26,6 +26,22 @@ def shape_of(model: ModelConfig, module: str) -> Shape:
 def families(model: ModelConfig) -> dict[str, str]:
     """Name of a module -> its `model_type`, each module after those that feed it."""
     return {module: shape_of(model, module).model_type for module in model.modules}
+
+
+def whole_kind(model: ModelConfig) -> str:
+    """The `model_type` of the whole model of transformers that the modules make together; empty: there is none.
+
+    A class of transformers reads the features of a block, and attends causally.
+    """
+    if model.encoder is None or model.dit is not None or model.language.attention_mask != "causal":
+        return ""
+    vision, language = vision_shape(model), language_shape(model).model_type
+    fits = (
+        kind
+        for kind, whole in COMPOSITES.items()
+        if vision.model_type in whole.encoders and language in whole.languages and not vision.final_norm
+    )
+    return next((kind for kind in fits if COMPOSITES[kind].projector == model.projector.kind), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,169 @@
+"""Answers of a vision-language model: a run's checkpoint or an exported folder, by transformers' own `generate`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmtrain.checkpoint.run_folder import open_run
+from mmtrain.commands.export_whole import assembled
+from mmtrain.config.config import Config
+from mmtrain.config.data import DataConfig
+from mmtrain.config.toml_sections import build
+from mmtrain.config.whole_model import with_parts
+from mmtrain.data.conversation_records import CONVERSATIONS, PLACEHOLDER, Record
+from mmtrain.data.conversations import make_processor
+from mmtrain.data.media import raw_image
+from mmtrain.data.processor import Processor, stop_token
+from mmtrain.data.sources import open_source
+from mmtrain.errors import ConfigError, DataError
+from mmtrain.models.whole import why_not_whole
+from mmtrain.spec.composites import COMPOSITES
+from mmtrain.spec.hub_files import read_json
+from mmtrain.spec.modules import whole_kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    """0: the most likely token each time."""
+    top_p: float = 1.0
+    """Part of the probability that the tokens hold among which one is drawn."""
+    seed: int = 0
+
+
+class Question(NamedTuple):
+    """A question of a source, and what its record says."""
+
+    record: Record
+    """The conversation up to the question."""
+    reference: str
+    """The record's answer."""
+
+
+class Answerer:
+    """A whole model with its processor, in this process."""
+
+    def __init__(self, model: Any, processor: Processor) -> None:
+        self.model, self._processor, self.tokenizer = model, processor, processor.tokenizer
+        self._stop = stop_token(self.tokenizer)
+
+    @classmethod
+    def of(cls, source: Path, step: int | None = None) -> "Answerer":
+        """The model of a run, or of an exported folder.
+
+        Args: step: of the run's checkpoint; None: the newest.
+        Raises: ConfigError: it is neither, or its modules make no whole model of transformers.
+        """
+        if (source / "config.toml").is_file():
+            run = open_run(source, step)
+            if run.job.model.dit is not None:
+                raise ConfigError(f"{source} is a text-to-video run; make clips with `mmtrain sample {source}`")
+            if not whole_kind(run.job.model):
+                raise ConfigError(f"{source} cannot answer: {why_not_whole(run.job.model)}")
+            return cls(assembled(run), make_processor(run.job))
+        if not (source / "config.json").is_file():
+            raise ConfigError(f"{source} has neither config.toml nor config.json; name a run or an exported folder")
+        if step is not None:
+            raise ConfigError(f"--step {step}: {source} is an exported folder, which has one step; leave --step out")
+        return cls(*_exported(source))
+
+    def answer(self, record: Record, sampling: Sampling, *, streamer: Any = None) -> str:
+        """The answer to a conversation that ends with a question.
+
+        Args: streamer: of transformers, which takes tokens as they come.
+        Raises: DataError: the conversation or its images cannot be read.
+        """
+        document = self._processor.prompt(record)
+        pixels = self._processor.pixels(document)
+        inputs = self._inputs(torch.from_numpy(document.input_ids)[None], document.meta.images, pixels)
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p} if sampling.temperature else {}
+        torch.manual_seed(sampling.seed)
+        with torch.no_grad():
+            tokens = self.model.generate(
+                **inputs,
+                max_new_tokens=sampling.max_new_tokens,
+                do_sample=bool(sampling.temperature),
+                eos_token_id=self._stop,
+                pad_token_id=self._stop,
+                streamer=streamer,
+                **drawn,
+            )
+        new = tokens[0, document.meta.num_tokens :]
+        return str(self.tokenizer.decode(new, skip_special_tokens=True)).strip()
+
+    def _inputs(self, ids: Tensor, images: Sequence[Any], pixels: list[Tensor]) -> dict[str, Tensor]:
+        """The arguments of the whole class, [1, T] token ids and the images."""
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if pixels:
+            inputs["pixel_values"] = torch.cat(pixels)
+        if pixels and pixels[0].dim() == 2:  # packed patches, whose grids and positions the class must know
+            types = torch.zeros_like(ids)
+            for image in images:
+                types[0, image.start : image.start + image.num_tokens] = 1
+            inputs["image_grid_thw"] = torch.tensor([image.grid for image in images])
+            inputs["mm_token_type_ids"] = types
+        return inputs
+
+
+def _exported(folder: Path) -> tuple[Any, Processor]:
+    """The model and processor of an exported folder."""
+    import transformers
+
+    values = read_json(str(folder), folder / "config.json")
+    kind = str(values.get("model_type"))
+    if kind not in COMPOSITES:
+        raise ConfigError(
+            f"{folder}: model_type = {kind!r} is no whole vision-language model that is known here; these are "
+            f"{', '.join(COMPOSITES)}"
+        )
+    whole = COMPOSITES[kind]
+    model = getattr(transformers, f"{whole.class_name}ForConditionalGeneration").from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    image_token = tokenizer.convert_ids_to_tokens(model.config.image_token_id)
+    processor = str(folder) if (folder / "preprocessor_config.json").is_file() else ""
+    table: Mapping[str, Any] = {
+        "model": {"pretrained": str(folder), "projector": {"kind": whole.projector}},
+        "tokenizer": {"image_token": image_token},
+        "data": {"source": "none", "image_processor": processor},
+        "training": {"steps": 1, "seq_len": 2, "global_batch_size": 1},
+    }
+    config: Config = build(Config, with_parts(table, str(folder)), "", str(folder))
+    return model, make_processor(config)
+
+
+def asked(prompt: str, images: Sequence[Path]) -> Record:
+    """The conversation of one question about images, which stand before it unless it says where."""
+    marks = prompt.count(PLACEHOLDER)
+    if marks not in (0, len(images)):
+        raise DataError(
+            f"--prompt has {marks} `{PLACEHOLDER}`, but there are {len(images)} images; write it once for each, or not "
+            "at all"
+        )
+    content = prompt if marks else PLACEHOLDER * len(images) + prompt
+    raw = tuple(raw_image(str(path), f"--image {path}", "") for path in images)
+    return Record(sample=0, messages=({"role": "user", "content": content},), images=raw)
+
+
+def questions(source: str, split: str, limit: int | None) -> Iterator[Question]:
+    """The first question of each record of a source, and its answer. Raises: ConfigError, DataError."""
+    records = open_source(DataConfig(source=source), split, CONVERSATIONS)
+    count = records.num_samples
+    for index in range(min(count if count is not None else 10**9, 10**9 if limit is None else limit)):
+        record = records[index]
+        if record is None:
+            return
+        roles = [message.get("role") for message in record.messages]
+        if "assistant" not in roles[1:]:
+            raise DataError(f"sample {index} of {source}: its roles are {roles}; it needs a question and an answer")
+        first = roles.index("assistant")
+        before = record.messages[:first]
+        marks = sum(str(message.get("content")).count(PLACEHOLDER) for message in before)
+        cut = Record(sample=index, messages=before, images=record.images[:marks] if marks else record.images)
+        yield Question(cut, str(record.messages[first].get("content")).strip())

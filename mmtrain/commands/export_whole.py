@@ -1,0 +1,177 @@
+"""A job's checkpoint as one folder: the whole model of transformers that its modules make together.
+
+OUT/config.json, model*.safetensors     what the whole class's `from_pretrained` reads, and `[model] pretrained` here;
+                                        names of weights are those that they were loaded with
+OUT/tokenizer*, chat_template.jinja     the tokenizer with its template
+OUT/preprocessor_config.json, ...       the image processor; with generation settings, as they came with the model
+OUT/adapter                             low-rank adapters, for `peft`; absent where they were merged into the weights
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from mmtrain.checkpoint.run_folder import StoredRun, load_module
+from mmtrain.commands.adapters import AdapterFolder, plain
+from mmtrain.config.config import Config
+from mmtrain.data.conversations import image_rules
+from mmtrain.data.pixels import PixelRules
+from mmtrain.data.processor import stop_token
+from mmtrain.data.tokenizer import load_tokenizer
+from mmtrain.modality.geometry import ImageGeometry
+from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
+from mmtrain.models.chunk import VisionChunk
+from mmtrain.models.fused_qkv import from_head_major, is_fused
+from mmtrain.models.pretrained import stored_spelling
+from mmtrain.models.trainable import target_pattern
+from mmtrain.models.unused import unused_weights
+from mmtrain.models.whole import in_class, on_disk, whole_config, whole_model
+from mmtrain.spec.composites import COMPOSITES
+from mmtrain.spec.hub_files import find_file
+from mmtrain.spec.linears import adapted_linears
+from mmtrain.spec.modules import whole_kind
+from mmtrain.spec.shapes import language_shape, vision_shape
+
+_COPIED = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+)
+"""Files that belong to a whole model, which training does not change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """The modules of a run as one model."""
+
+    kind: str
+    """`model_type` of the whole model."""
+    weights: dict[str, Tensor]
+    """Our names, with the module -> values as Hugging Face orders them; adapters are merged, or written."""
+
+
+def gather(run: StoredRun, *, adapters: Path | None = None) -> Whole:
+    """The weights of a run's modules under names of one model, which its modules make (`whole_kind`).
+
+    Args: adapters: folder for low-rank adapters; None: they are merged into the weights.
+    """
+    model = run.job.model
+    kind, weights = whole_kind(model), dict[str, Tensor]()
+    for module in ("vision", "language"):
+        chunk = load_module(run, module)
+        heads = chunk.shape.num_heads if isinstance(chunk, VisionChunk) else 0
+        fused = chunk.adapter.fused_qkv if isinstance(chunk, VisionChunk) else ()
+        for name, tensor in chunk.state_dict().items():
+            weights[name] = from_head_major(tensor, heads) if is_fused(name, fused) else tensor
+    weights = {f"vision.{name}": tensor for name, tensor in unused_weights(model, run.job.debug.seed).items()} | weights
+    folder = None
+    if adapters is not None:
+        base = model.pretrained if model.encoder and model.encoder.weights == "pretrained" else ""
+        folder = AdapterFolder(model.lora, _pattern(kind, run.job), base or None, "CAUSAL_LM", adapters)
+    return Whole(kind=kind, weights=plain(weights, model.lora, folder, lambda name: in_class(kind, name)))
+
+
+def assembled(run: StoredRun) -> PreTrainedModel:
+    """The whole model of transformers with the weights of a run, adapters merged."""
+    whole = gather(run)
+    config = whole_config(run.job.model, _tokens(run.job, load_tokenizer(run.job.tokenizer)))
+    return whole_model(config, {in_class(whole.kind, name): tensor for name, tensor in whole.weights.items()})
+
+
+def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_size: str) -> None:
+    """Writes the folder of the whole model into `out`, which exists."""
+    job, model = run.job, run.job.model
+    assert model.encoder is not None
+    whole = gather(run, adapters=None if merge_adapters else out / "adapter")
+    tokenizer = load_tokenizer(job.tokenizer)
+    sources = {"model.encoder": model.encoder.pretrained, "model.language": model.language.pretrained}
+    sources["model.projector"] = model.projector.pretrained
+    spellings = {where: found for where, name in sources.items() if name and (found := stored_spelling(where, name))}
+    tied = language_shape(model).tied
+    tensors = {
+        on_disk(whole.kind, name, spellings): tensor.contiguous()
+        for name, tensor in whole.weights.items()
+        if not (tied and name == "language.lm_head.weight")
+    }
+    save_torch_state_dict(tensors, out, max_shard_size=max_shard_size, metadata={"format": "pt"})
+    whole_config(model, _tokens(job, tokenizer)).save_pretrained(out)
+    source = next((sources[where] for where in ("model.encoder", "model.language") if where in spellings), "")
+    _write_processor(out, job, source, stop_token(tokenizer))
+    tokenizer.save_pretrained(out)
+
+
+def _pattern(kind: str, job: Config) -> str:
+    """The regular expression of the names of all adapted layers in the class of the whole model."""
+    model, patterns = job.model, []
+    shape, language = vision_shape(model), language_shape(model)
+    containers = {
+        "vision": VISION_ADAPTERS[shape.model_type].blocks,
+        "language": DECODERS[language.model_type].blocks,
+    }
+    for module, blocks in containers.items():
+        if model.modules[module].trainable == "lora":  # type: ignore[union-attr]
+            unused = module == "vision" and bool(unused_weights(model, job.debug.seed))
+            container = in_class(kind, f"{module}.{blocks}")
+            patterns.append(target_pattern(adapted_linears(model, module), container, shape.depth if unused else 0))
+    return "|".join(f"({pattern})" for pattern in patterns)
+
+
+def _tokens(job: Config, tokenizer: Any) -> dict[str, int]:
+    """Keys of a whole model's config -> ids, of the tokens that the vocabulary has."""
+    image, vocabulary = job.tokenizer.image_token, tokenizer.get_vocab()
+    names = {
+        "image_token_id": image,
+        "image_token_index": image,
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    return {key: vocabulary[token] for key, token in names.items() if token in vocabulary}
+
+
+def _write_processor(out: Path, job: Config, source: str, stop: int) -> None:
+    """Copies the files of the image processor and of generation from the source, and writes those that it lacks."""
+    for name in _COPIED if source else ():
+        path = find_file("model.pretrained", source, name, optional=True)
+        if path is not None:
+            shutil.copyfile(path, out / name)
+    if not (out / "generation_config.json").exists():
+        GenerationConfig(eos_token_id=stop, pad_token_id=stop).save_pretrained(out)
+    if not (out / "preprocessor_config.json").exists():
+        geometry, rules = image_rules(job)
+        assert geometry is not None and rules is not None
+        (out / "preprocessor_config.json").write_text(json.dumps(_preprocessor(geometry, rules), indent=2) + "\n")
+
+
+def _preprocessor(geometry: ImageGeometry, rules: PixelRules) -> dict[str, Any]:
+    """The config of the Hugging Face image processor that does what this package does."""
+    colours = {"image_mean": list(rules.mean), "image_std": list(rules.std), "resample": int(rules.resample)}
+    side = geometry.image_size
+    if geometry.layout == "packed":
+        return {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": geometry.patch_size,
+            "merge_size": geometry.merge,
+            "temporal_patch_size": geometry.temporal_patch_size,
+            "min_pixels": geometry.min_pixels,
+            "max_pixels": geometry.max_pixels,
+            **colours,
+        }
+    if geometry.layout == "cropped":
+        edge = rules.shortest_edge or side
+        sizes = {"size": {"shortest_edge": edge}, "crop_size": {"height": side, "width": side}}
+        return {"image_processor_type": "CLIPImageProcessor", **sizes, **colours}
+    return {"image_processor_type": "SiglipImageProcessor", "size": {"height": side, "width": side}, **colours}
+
+
+def class_name(kind: str) -> str:
+    """The class that reads the folder."""
+    return f"{COMPOSITES[kind].class_name}ForConditionalGeneration"

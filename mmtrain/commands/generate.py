@@ -1,0 +1,84 @@
+"""`mmtrain generate`: answers of a vision-language run or exported folder."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "generate",
+        help="answer questions about images with a run or an exported model",
+        usage="mmtrain generate [-h] SOURCE (--prompt TEXT [--image FILE ...] | --questions DATA | --interactive) "
+        "[options]",
+        description="Answers with a vision-language model, in one process and by transformers' own `generate`: of a "
+        "run whose modules make a whole model of transformers, or of a folder that `mmtrain export` or transformers "
+        "wrote. Tokens are shown as they come. With --questions each record's first question is answered; a line of "
+        "JSON for each, and how many answers equal the record's in the end.",
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="job.dump_folder of a run, or a model's folder")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", metavar="TEXT", help="the question; `<image>` in it says where an image stands")
+    what.add_argument("--questions", metavar="DATA", help="conversations as in data.source: a file, folder or id")
+    what.add_argument("--interactive", action="store_true", help="ask for questions, until the end of input")
+    parser.add_argument(
+        "--image", action="append", default=[], type=Path, metavar="FILE", help="give it again for more images"
+    )
+    parser.add_argument("--split", default="train", help="of --questions (default train)")
+    parser.add_argument("--limit", type=int, metavar="N", help="answer the first N questions only")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default 128)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 (default): the most likely token each time"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw among tokens that hold this probability"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of drawing (default 0)")
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint of a run (default: the newest)")
+    parser.set_defaults(run=_generate)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from mmtrain.errors import ConfigError
+
+    for name, fits, rule in (
+        ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
+        ("temperature", args.temperature >= 0, "at least 0"),
+        ("top_p", 0 < args.top_p <= 1, "above 0 and at most 1"),
+        ("limit", args.limit is None or args.limit >= 1, "at least 1"),
+    ):
+        if not fits:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}; it must be {rule}")
+    if args.image and args.questions:
+        raise ConfigError("--image goes with --prompt or --interactive; --questions have images of their own")
+    from transformers import TextStreamer
+    from transformers.utils import logging
+
+    from mmtrain.commands.answering import Answerer, Sampling, asked, questions
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    answerer = Answerer.of(args.source, args.step)
+    sampling = Sampling(
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
+    )
+    if args.questions:
+        right = count = 0
+        for record, reference in questions(args.questions, args.split, args.limit):
+            answer = answerer.answer(record, sampling)
+            count, right = count + 1, right + (answer == reference)
+            question = str(record.messages[-1].get("content"))
+            line = {"sample": record.sample, "question": question, "answer": answer, "reference": reference}
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+        print(f"{right} of {count} answers equal the record's", file=sys.stderr)
+        return 0
+    streamer = TextStreamer(answerer.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    prompts = iter(lambda: input("> "), None) if args.interactive else [args.prompt]
+    try:
+        for prompt in prompts:
+            answerer.answer(asked(prompt, args.image), sampling, streamer=streamer)
+    except EOFError:
+        print()
+    return 0

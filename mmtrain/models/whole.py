@@ -1,0 +1,134 @@
+"""The whole model of transformers that a job's modules make together: its class, config, and names of weights."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from mmtrain.config.model import ModelConfig
+from mmtrain.errors import ConfigError
+from mmtrain.models.adapters import parameters_on_meta
+from mmtrain.spec.composites import COMPOSITES, Spelling, selected_features
+from mmtrain.spec.families import encoder_config, language_config
+from mmtrain.spec.modules import projection_of, whole_kind
+from mmtrain.spec.shapes import vision_shape
+
+_SECTIONS = {"vision": "model.encoder", "projector": "model.projector", "language": "model.language"}
+"""How the names of parameters here begin -> section of the part of the whole model."""
+
+
+def _feature_select(model: ModelConfig) -> str:
+    assert model.encoder is not None
+    select = selected_features(model.encoder).select
+    return select if select != "auto" else "default" if vision_shape(model).class_token else "full"
+
+
+def _feature_layer(model: ModelConfig) -> int:
+    assert model.encoder is not None
+    return selected_features(model.encoder).layer or -1
+
+
+def _projector_act(model: ModelConfig) -> str:
+    projection = projection_of(model)
+    assert projection is not None
+    return projection.hidden_act
+
+
+_JOINS: Mapping[str, Callable[[ModelConfig], Any]] = {
+    "vision_feature_layer": _feature_layer,
+    "vision_feature_select_strategy": _feature_select,
+    "projector_hidden_act": _projector_act,
+    "multimodal_projector_bias": lambda model: True,
+}
+"""Keys of a whole model's config that say how its parts are joined -> their values."""
+
+
+def whole_config(model: ModelConfig, tokens: Mapping[str, int]) -> PreTrainedConfig:
+    """The config of the whole model that a job's modules make together.
+
+    Args: tokens: keys of ids of tokens -> ids, as far as the class of the config has them.
+    Raises: ConfigError: they make none.
+    """
+    import transformers
+
+    kind = whole_kind(model)
+    if not kind:
+        raise ConfigError(why_not_whole(model))
+    assert model.encoder is not None
+    whole = COMPOSITES[kind]
+    config_class = getattr(transformers, f"{whole.class_name}Config")
+    text, vision = (
+        {key: value for key, value in values.items() if value is not None}
+        for values in (language_config(model.language), encoder_config(model.encoder))
+    )
+    known = {key: value for key, value in tokens.items() if hasattr(config_class(), key)}
+    config: PreTrainedConfig = config_class(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=text["tie_word_embeddings"],
+        **{key: _JOINS[key](model) for key in whole.defaults},
+        **known,
+    )
+    config.architectures = [f"{whole.class_name}ForConditionalGeneration"]
+    return config
+
+
+def why_not_whole(model: ModelConfig) -> str:
+    """Why the modules of a job make no whole model of transformers."""
+    if model.encoder is None or model.dit is not None:
+        return "a model without an encoder, or with a DiT, is no vision-language model"
+    if model.language.attention_mask != "causal":
+        return f'model.language.attention_mask = "{model.language.attention_mask}": whole models attend causally'
+    vision, language = vision_shape(model).model_type, language_config(model.language)["model_type"]
+    return (
+        f"no class of transformers has {vision}, a projector of kind {model.projector.kind!r} and {language}; known are "
+        f"{', '.join(COMPOSITES)}, and LLaVA reads the output of a block (model.encoder.feature_layer), not of the norm"
+    )
+
+
+def whole_model(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """The whole model with weights, without a copy of them.
+
+    Args: weights: under the names of its class; a tied head may be absent.
+    """
+    import transformers
+
+    config._attn_implementation = "sdpa"
+    with parameters_on_meta(), no_init_weights():
+        model: PreTrainedModel = getattr(transformers, config.architectures[0])(config)
+    model.load_state_dict(weights, assign=True, strict=False)
+    model.tie_weights()
+    absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert not absent, f"no values for {absent}"
+    return model.eval()
+
+
+def in_class(kind: str, name: str) -> str:
+    """The name of one of our parameters in the class of a whole model.
+
+    Args: kind: `model_type` of the whole model. name: as a chunk has it, with the module.
+    """
+    part = COMPOSITES[kind].parts[_section(kind, name)]
+    return _spelled(name, part.spellings[part.in_class])
+
+
+def on_disk(kind: str, name: str, spellings: Mapping[str, Spelling]) -> str:
+    """The name of one of our parameters in the files of a whole model.
+
+    Args: spellings: section -> that of the files which its weights came from; else those of new files are taken.
+    """
+    section = _section(kind, name)
+    part = COMPOSITES[kind].parts[section]
+    return _spelled(name, spellings.get(section, part.spellings[part.written]))
+
+
+def _section(kind: str, name: str) -> str:
+    return _SECTIONS[name.partition(".")[0]]
+
+
+def _spelled(name: str, spelling: Spelling) -> str:
+    own = name.partition(".")[2]
+    stored, here = next((stored, here) for stored, here in spelling.items() if own.startswith(here))
+    return stored + own.removeprefix(here)
