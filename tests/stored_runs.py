@@ -20,6 +20,7 @@ from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import Chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.spec.builders import model_spec
+from mmtrain.spec.shapes import language_shape
 from tests.lora import fill_adapters
 
 
@@ -64,7 +65,7 @@ def save_checkpoint(
     folder: Path, model: ModelConfig, chunks: dict[str, Chunk], state: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
     """Writes the modules as a complete checkpoint."""
-    tied = model.language.config.get("tie_word_embeddings", False)
+    tied = language_shape(model).tied
     tensors = {
         f"model.{name}": tensor
         for chunk in chunks.values()

@@ -80,9 +80,7 @@ class Answerer:
         Args: streamer: of transformers, which takes tokens as they come.
         Raises: DataError: the conversation or its images cannot be read.
         """
-        document = self._processor.prompt(record)
-        pixels = self._processor.pixels(document)
-        inputs = self._inputs(torch.from_numpy(document.input_ids)[None], document.meta.images, pixels)
+        inputs = self.inputs(record)
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p} if sampling.temperature else {}
         torch.manual_seed(sampling.seed)
         with torch.no_grad():
@@ -95,11 +93,17 @@ class Answerer:
                 streamer=streamer,
                 **drawn,
             )
-        new = tokens[0, document.meta.num_tokens :]
+        new = tokens[0, inputs["input_ids"].shape[1] :]
         return str(self.tokenizer.decode(new, skip_special_tokens=True)).strip()
 
-    def _inputs(self, ids: Tensor, images: Sequence[Any], pixels: list[Tensor]) -> dict[str, Tensor]:
-        """The arguments of the whole class, [1, T] token ids and the images."""
+    def inputs(self, record: Record) -> dict[str, Tensor]:
+        """The arguments of the whole class for a conversation that ends with a question: [1, T] token ids, images.
+
+        Raises: DataError: the conversation or its images cannot be read.
+        """
+        document = self._processor.prompt(record)
+        pixels, images = self._processor.pixels(document), document.meta.images
+        ids = torch.from_numpy(document.input_ids)[None]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if pixels:
             inputs["pixel_values"] = torch.cat(pixels)

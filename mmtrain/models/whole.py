@@ -83,8 +83,8 @@ def why_not_whole(model: ModelConfig) -> str:
         return f'model.language.attention_mask = "{model.language.attention_mask}": whole models attend causally'
     vision, language = vision_shape(model).model_type, language_config(model.language)["model_type"]
     return (
-        f"no class of transformers has {vision}, a projector of kind {model.projector.kind!r} and {language}; known are "
-        f"{', '.join(COMPOSITES)}, and LLaVA reads the output of a block (model.encoder.feature_layer), not of the norm"
+        f"no class of transformers has {vision}, a projector of kind {model.projector.kind!r} and {language}; known "
+        f"are {', '.join(COMPOSITES)}, and LLaVA reads the output of a block (model.encoder.feature_layer), not of the norm"
     )
 
 

@@ -1,0 +1,180 @@
+"""One folder of a whole model: what transformers reads from it, and the answers that it and the run give."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file
+
+from mmtrain.commands.answering import Answerer, Sampling, asked, questions
+from mmtrain.commands.cli import main
+from mmtrain.commands.export import export
+from mmtrain.config.config import TokenizerConfig
+from mmtrain.config.model import ModelConfig
+from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
+from mmtrain.errors import ConfigError
+from mmtrain.models.fused_qkv import is_fused, to_head_major
+from mmtrain.models.whole import in_class
+from tests import llava, whole_models
+from tests.commands.test_export import adapted, close
+from tests.lora import with_lora
+from tests.reference import model_config
+from tests.stored_runs import save_run
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "clip, llama", "siglip, qwen2")
+VOCAB = 448
+"""Of the tokenizer that ships with mmtrain."""
+
+
+def whole_folder(name: str, folder: Path) -> ModelConfig:
+    """The model of a job that starts from a whole model, which is saved in the folder with random weights."""
+    if name in whole_models.FAMILIES:
+        text = {**whole_models.TEXT, "vocab_size": VOCAB}
+        whole_models.whole_model(name, text, whole_models.VISION[name]).save_pretrained(folder)
+        return whole_models.named(folder)
+    values = llava.LLAVAS[name]
+    torch.manual_seed(3)
+    config = {**values, "text_config": {**values["text_config"], "vocab_size": VOCAB}}
+    transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**config)).save_pretrained(folder)
+    return llava.job_model(folder)
+
+
+def reader(folder: Path):
+    """The model that transformers reads from a folder by the class that its config names."""
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+@pytest.fixture
+def images(tmp_path):
+    rng = np.random.default_rng(0)
+    paths = [tmp_path / f"{index}.png" for index in range(2)]
+    for path, size in zip(paths, ((20, 33), (16, 16)), strict=True):
+        Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).save(path)
+    return paths
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_reads_every_weight_from_it(tmp_path, name):
+    model = whole_folder(name, tmp_path / "whole")
+    chunks = save_run(tmp_path / "run", model)
+    made = export(tmp_path / "run", tmp_path / "out")
+    theirs = reader(tmp_path / "out")
+    assert made.model == type(theirs).__name__ and made.folders == ()
+    stored = dict(theirs.named_parameters(remove_duplicate=False))
+    kind = theirs.config.model_type
+    for chunk in chunks.values():
+        for own, tensor in chunk.named_parameters(remove_duplicate=False):
+            found = stored[in_class(kind, own)]
+            if own.startswith("vision.") and is_fused(own, chunk.adapter.fused_qkv):
+                found = to_head_major(found, chunk.shape.num_heads)
+            assert torch.equal(found, tensor), own
+    source = load_file(tmp_path / "whole/model.safetensors")
+    assert load_file(tmp_path / "out/model.safetensors").keys() == source.keys(), "names are those that it came with"
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert {"text_config", "vision_config", "architectures"} <= config.keys()
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "clip, llama"])
+def test_a_run_and_its_folder_answer_as_transformers_does(tmp_path, images, name):
+    model = whole_folder(name, tmp_path / "whole")
+    save_run(tmp_path / "run", model)
+    export(tmp_path / "run", tmp_path / "out")
+    record, sampling = asked("what is <image> and <image>?", images), Sampling(max_new_tokens=8)
+    answers = {Answerer.of(tmp_path / source).answer(record, sampling) for source in ("run", "out")}
+    theirs, tokenizer = reader(tmp_path / "out"), transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")
+    seen = processor(images=[Image.open(path) for path in images], return_tensors="pt")
+    token = "<|image_pad|>"
+    if "image_grid_thw" in seen:
+        counts = [int(grid.prod()) // 4 for grid in seen["image_grid_thw"]]
+    else:
+        counts = [16, 16]
+    marks = [f"<|vision_start|>{token * count}<|vision_end|>" for count in counts]
+    messages = [{"role": "user", "content": f"what is {marks[0]} and {marks[1]}?"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    types = {"mm_token_type_ids": (ids == theirs.config.image_token_id).long()} if "image_grid_thw" in seen else {}
+    tokens = theirs.generate(input_ids=ids, max_new_tokens=8, do_sample=False, **seen, **types)
+    assert answers == {tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip()}
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "siglip, qwen2"])
+def test_adapters_are_one_folder_for_peft_or_in_the_weights(tmp_path, images, name):
+    model = with_lora(whole_folder(name, tmp_path / "whole"), ["encoder", "language"])
+    save_run(tmp_path / "run", model)
+    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", tmp_path / "merged", merge_adapters=True)
+    base, merged = reader(tmp_path / "out"), reader(tmp_path / "merged")
+    record, ours = asked("what?", images[:1]), Answerer.of(tmp_path / "merged")
+    inputs = ours.inputs(record)
+    with torch.no_grad():
+        plain = base(**inputs).logits
+        theirs = adapted(base, tmp_path / "out/adapter")(**inputs).logits
+        expected = merged(**inputs).logits
+    close(theirs, expected)
+    assert float((plain - expected).abs().max()) > 0.1, "adapters that change nothing would pass"
+    assert Answerer.of(tmp_path / "run").answer(record, Sampling()) == ours.answer(record, Sampling())
+
+
+def test_an_exported_folder_starts_the_next_job(tmp_path):
+    model = whole_folder("qwen2_vl", tmp_path / "whole")
+    chunks = save_run(tmp_path / "run", model)
+    export(tmp_path / "run", tmp_path / "out")
+    from mmtrain.models.reference import ReferenceModel
+    from mmtrain.spec.builders import model_spec
+
+    again = whole_models.named(tmp_path / "out")
+    weights = ReferenceModel(again, model_spec(again), seed=9).weights()
+    for chunk in chunks.values():
+        for name, parameter in chunk.named_parameters():
+            assert torch.equal(weights[name], parameter), name
+
+
+def test_what_is_no_whole_model_has_a_folder_for_each_part_and_no_answers(tmp_path):
+    model = model_config("qwen2_vl_vision")
+    save_run(tmp_path / "run", model)
+    assert export(tmp_path / "run", tmp_path / "out").folders == ("language", "projector", "vision")
+    with pytest.raises(ConfigError, match=r"run cannot answer: no class of transformers has qwen2_vl_vision, a proj"):
+        Answerer.of(tmp_path / "run")
+    whole = whole_folder("qwen2_vl", tmp_path / "whole")
+    save_run(tmp_path / "other", whole)
+    assert export(tmp_path / "other", tmp_path / "parts", parts=True).folders == ("language", "vision")
+    language = dataclasses.replace(whole.language, attention_mask="prefix")
+    save_run(tmp_path / "prefix", dataclasses.replace(whole, language=language))
+    with pytest.raises(ConfigError, match='attention_mask = "prefix": whole models attend causally'):
+        Answerer.of(tmp_path / "prefix")
+
+
+def test_the_command_answers_questions_of_a_file(tmp_path, images, capsys):
+    save_run(tmp_path / "run", whole_folder("qwen2_vl", tmp_path / "whole"))
+    rows = [
+        {"question": "what is it?", "answer": "x", "image": images[0].name},
+        {"question": "and this?", "answer": "y", "image": images[1].name},
+    ]
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    listed = list(questions(str(path), "train", None))
+    assert [question.reference for question in listed] == ["x", "y"]
+    words = ["generate", str(tmp_path / "run"), "--max-new-tokens", "4"]
+    assert main([*words, "--questions", str(path)]) == 0
+    out, err = capsys.readouterr()
+    answered = [json.loads(line) for line in out.splitlines()]
+    assert [line["reference"] for line in answered] == ["x", "y"] and "of 2 answers equal" in err
+    assert main([*words, "--prompt", "what is it?", "--image", str(images[0])]) == 0
+    assert capsys.readouterr().out.strip() == answered[0]["answer"]
+    assert main([*words, "--prompt", "<image>?"]) == 2
+    assert "--prompt has 1 `<image>`, but there are 0 images" in capsys.readouterr().err
+
+
+def test_the_stop_token_ends_an_answer_in_the_template():
+    from mmtrain.data.processor import stop_token
+
+    tokenizer = load_tokenizer(TokenizerConfig(path=str(SHIPPED)))
+    assert tokenizer.convert_ids_to_tokens(stop_token(tokenizer)) == "<|im_end|>"
