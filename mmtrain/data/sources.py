@@ -176,7 +176,8 @@ def _folder_of(files: Sequence[str], source: str) -> str:
 # ------------------------------------------------------------------------------------------------- files
 
 _BOOKKEEPING = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
-"""Files in the folder of a data set that are not its data."""
+_NO_RECORDS = (*_BOOKKEEPING, "metadata.jsonl")
+"""Files that are not records of ours; `datasets` makes records of metadata.jsonl and the images that it names."""
 _HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
 """Names of files that are not for training."""
 
@@ -194,7 +195,7 @@ def _json_file(path: Path, split: str) -> Path | None:
     if not path.is_dir():
         return None
     files = [file for ending in JSON_ENDINGS for file in sorted(path.glob(f"*{ending}"))]
-    files = [file for file in files if file.name not in _BOOKKEEPING]
+    files = [file for file in files if file.name not in _NO_RECORDS]
     named = {file.stem: file for file in reversed(files)}
     if split in named:
         return named[split]
