@@ -116,9 +116,7 @@ def open_source(data: DataConfig, split: str, kind: RecordKind[R_co]) -> Source[
     if not _has_datasets():
         files = [str(file) for file in _parquet_files(path, split)]
         return _local(ParquetRows(files), data, kind, name, _folder_of(files, str(path)))
-    rows, folder = _load_dataset(data, path, split)
-    # A stream may not know its columns before its first row.
-    columns = list(rows.column_names or next(iter(rows), {}))
+    rows, columns, folder = _load_dataset(data, path, split)
     make = kind.recognise(name, columns)
     rows = rows.select_columns([column for column in columns if column in kind.columns])
     if data.streaming:
@@ -176,7 +174,8 @@ def _folder_of(files: Sequence[str], source: str) -> str:
 # ------------------------------------------------------------------------------------------------- files
 
 _BOOKKEEPING = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
-"""Files in the folder of a data set that are not its data."""
+_NO_RECORDS = (*_BOOKKEEPING, "metadata.jsonl")
+"""Files that are not records of ours; `datasets` makes records of metadata.jsonl and the images that it names."""
 _HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
 """Names of files that are not for training."""
 
@@ -194,7 +193,7 @@ def _json_file(path: Path, split: str) -> Path | None:
     if not path.is_dir():
         return None
     files = [file for ending in JSON_ENDINGS for file in sorted(path.glob(f"*{ending}"))]
-    files = [file for file in files if file.name not in _BOOKKEEPING]
+    files = [file for file in files if file.name not in _NO_RECORDS]
     named = {file.stem: file for file in reversed(files)}
     if split in named:
         return named[split]
@@ -262,8 +261,8 @@ def _check_reachable(source: str, path: Path) -> None:
             ) from None
 
 
-def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, str]:
-    """The rows of a split as `datasets` opens them, and the folder of relative paths."""
+def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, list[str], str]:
+    """The rows of a split as `datasets` opens them, their columns, and the folder of relative paths."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -284,6 +283,7 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, str]:
             what, source = {"path": data.source}, f"hf://datasets/{data.source}"
         files = datasets.load_dataset_builder(**what).config.data_files or {}
         rows = datasets.load_dataset(**what, split=split, streaming=data.streaming)
+        columns = list(rows.column_names or next(iter(rows), {}))  # a stream may not know them before its first row
         # Images and videos are decoded by us, and only those in use.
         for column, feature in (rows.features or {}).items():
             inner = getattr(feature, "feature", feature)
@@ -295,7 +295,7 @@ def _load_dataset(data: DataConfig, path: Path, split: str) -> tuple[Any, str]:
     except Exception as error:  # builders, hub clients and file systems raise any kind of error
         reason = one_line(error, 300)
         raise ConfigError(f"data.source = {data.source!r}, split {split!r} cannot be opened: {reason}") from None
-    return rows, _folder_of(files.get(split, ()), source)
+    return rows, columns, _folder_of(files.get(split, ()), source)
 
 
 def _cache_of(path: Path) -> str:

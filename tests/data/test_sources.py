@@ -290,6 +290,17 @@ def test_a_folder_with_one_file_and_its_images(tmp_path: Path, name: str, stream
     assert record.messages[1] == {"role": "assistant", "content": "red"}
 
 
+def test_a_folder_of_images_with_texts_as_datasets_reads_it(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    for index in range(2):
+        (tmp_path / f"{index}.png").write_bytes(png(9 + index, 9))
+    rows = [{"file_name": f"{index}.png", "text": f"a red square, {index}"} for index in range(2)]
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source(data(tmp_path), "train")
+    found = [(read(source, i).messages[1]["content"], read(source, i).images[0].read(10**6)) for i in range(2)]
+    assert found == [(f"a red square, {index}", png(9 + index, 9)) for index in range(2)]
+
+
 def test_which_file_of_a_folder_is_the_training_split(tmp_path: Path) -> None:
     for name in ("validation", "notes"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"conversations": TURNS, "images": [f"{name}.png"]}) + "\n")
