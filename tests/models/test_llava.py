@@ -80,6 +80,14 @@ def change(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def test_the_whole_model_decides_whether_embeddings_are_tied(tmp_path):
+    save_llava("siglip, qwen2", tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    change(tmp_path, text_config=text | {"tie_word_embeddings": False})
+    found = parts(job_model(tmp_path))
+    assert found["language.lm_head.weight"] is found["language.model.embed_tokens.weight"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
