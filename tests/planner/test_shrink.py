@@ -308,3 +308,8 @@ def test_a_vae_keeps_its_latents(name: str) -> None:
     assert small.model.dit and small.model.vae
     geometry = video_geometry(small.model.dit, small.data, small.model.vae)
     assert all(max(geometry.latents(frames, *size)) <= 64 for frames in geometry.frames for size in geometry.sizes)
+
+
+def test_a_job_whose_documents_may_be_longer_than_the_window_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sliding_window = 4096 tokens is below training.seq_len = 8192"):
+        IterationPlanner.of(job(model=ModelConfig(language=LanguageConfig(config={"model_type": "mistral"}))))
