@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
 from mmtrain.config import config
 from mmtrain.config.data import TokenizerConfig
@@ -19,12 +20,17 @@ SAVED = ["checkpoint.enable=true", "checkpoint.interval=2"]
 @pytest.mark.ranks
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_job_of_a_whole_model(tmp_path, charts, family):
+def test_a_job_of_a_whole_model(tmp_path, charts, capsys, family):
     text = TEXT | {"vocab_size": 512, "max_position_embeddings": 512}
     vision = VISION[family] | {"patch_size": 14} | ({"window_size": 56} if family == "qwen2_5_vl" else {})
     whole_model(family, text, vision, tied=True).save_pretrained(tmp_path / "whole")
     load_tokenizer(TokenizerConfig()).save_pretrained(tmp_path / "whole")
     whole = [f"model.pretrained={tmp_path}/whole", "model.encoder.config={}", "model.language.config={}"]
+    path, degrees = write_config(tmp_path / "parity", charts), layout(pp=2, tp=2)
+    assert main(["check-parity", "--config", str(path), *(f"--{change}" for change in (*degrees, *whole))]) == 0
+    printed = capsys.readouterr().out
+    assert f"truth   the class of transformers for the whole {family}, one call a document" in printed
+    assert "\nPASS: " in printed
     curves = {}
     for name, world, degrees in (("one", 1, layout()), ("four", 4, layout(pp=2, cp=2))):
         path = write_config(tmp_path / name, charts)

@@ -1,7 +1,8 @@
 """Whether a layout computes the same as one process: loss, gradient norm and every gradient, on the user's data.
 
 A small job of the layout runs a step on the Trainer's code path, loader to gradients, on processes of this machine
-(gloo, CPU). The one-process model then gets the same batch, in this process.
+(gloo, CPU). The one-process model then gets the same batch, in this process; for the parts of a whole vision-language
+model it is transformers' class of the whole one.
 """
 
 import logging
@@ -28,6 +29,7 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.reference import ReferenceModel
+from mmtrain.models.whole_model import WholeModel, whole_family
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.modules import families
 from mmtrain.trainer import Trainer
@@ -236,7 +238,8 @@ def _save_gradients(device: torch.device, config: Config, num_steps: int, folder
 def _compare(
     config: Config, folder: Path, low_precision: bool, tolerance: float, num_steps: int, say: Callable[[str], None]
 ) -> Parity:
-    model = ReferenceModel(config.model, model_spec(config.model), seed=config.debug.seed)
+    truth = WholeModel if whole_family(config.model) else ReferenceModel
+    model = truth(config.model, model_spec(config.model), seed=config.debug.seed)
     worst: dict[str, ParameterError] = {}
     seen: set[str] = set()
     steps, total_error = [], 0.0
@@ -318,7 +321,7 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 
 
 def describe(config: Config) -> str:
-    """The layout and size of a job, in two lines."""
+    """The layout and size of a job, and what is compared with it if that is no model of ours: a line each."""
     section, spec = config.parallelism, model_spec(config.model)
     shape = section.mesh_shape
     degrees = {"pp": shape.pp, "dp_replicate": shape.dp_replicate, "dp_shard": shape.dp_shard, "cp": shape.cp}
@@ -331,10 +334,12 @@ def describe(config: Config) -> str:
     size = f"{training.seq_len} tokens"
     if config.model.dit is not None:
         size = f"up to {config.data.max_clips} clips, captions of up to {size}"
+    whole = whole_family(config.model)
     return (
         f"layout  {layout or 'one rank'}: {shape.world_size} processes (gloo, CPU), "
         f"schedule {section.pipeline_parallel_schedule}, {training.mixed_precision_param}\n"
         f"job     made small: {modules}; {training.global_batch_size} microbatches of {size}"
+        + (f"\ntruth   the class of transformers for the whole {whole}, one call a document" if whole else "")
     )
 
 

@@ -211,7 +211,7 @@ def test_an_encoder_has_the_same_features(tmp_path, encoder, projector, way):
     if way != "all":
         model = with_lora(model, ["encoder"])
     chunk = save_run(tmp_path / "run", model)["vision"]
-    made = export(tmp_path / "run", tmp_path / "out", merge_adapters=way == "merged")
+    made = export(tmp_path / "run", tmp_path / "out", merge_adapters=way == "merged", parts=True)
     folders = {"language", "vision"} | ({"projector"} if projector != "native" else set())
     assert set(made.folders) == folders | ({"vision_adapter"} if way == "adapter" else set())
     pixels, grids = images(encoder)
@@ -237,7 +237,7 @@ def test_a_job_starts_from_an_exported_folder(tmp_path, encoder, projector):
     model = encoder_model(encoder, projector, tied=encoder == "vit")
     saved = save_run(tmp_path / "run", model)
     out = tmp_path / "out"
-    export(tmp_path / "run", out)
+    export(tmp_path / "run", out, parts=True)
     again = dataclasses.replace(
         model,
         encoder=dataclasses.replace(model.encoder, config={}, pretrained=str(out / "vision")),

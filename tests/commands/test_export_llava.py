@@ -32,7 +32,7 @@ def test_blocks_behind_the_features_are_those_of_the_source(tmp_path, way):
     source = save_llava("clip, llama", tmp_path / "llava").model.vision_tower
     model = job_model(tmp_path / "llava")
     chunk = save_run(tmp_path / "run", model if way == "all" else with_lora(model, ["encoder"]))["vision"]
-    export(tmp_path / "run", tmp_path / "out", merge_adapters=way == "merged")
+    export(tmp_path / "run", tmp_path / "out", parts=True, merge_adapters=way == "merged")
     stored = load_file(tmp_path / "out/vision/model.safetensors")
     assert stored.keys() == {name for name, _ in source.named_parameters()}
     for name, parameter in source.named_parameters():
@@ -53,7 +53,7 @@ def test_without_a_source_they_are_as_they_would_start_a_job(tmp_path):
     model = model_config("siglip_vision_model", projector="llava")
     encoder = dataclasses.replace(model.encoder, feature_layer=-3)
     save_run(tmp_path / "run", dataclasses.replace(model, encoder=encoder))
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", tmp_path / "out", parts=True)
     theirs = dict(SiglipVisionModel.from_pretrained(tmp_path / "out/vision").named_parameters())
     (whole,) = (chunk for name, chunk in chunks_of(model).items() if name == "vision")
     init_weights(whole, seed=0)  # debug.seed
@@ -69,7 +69,7 @@ def test_a_job_goes_on_from_the_exported_folders(tmp_path):
     model = job_model(tmp_path / "llava")
     saved = save_run(tmp_path / "run", model)
     out = tmp_path / "out"
-    export(tmp_path / "run", out)
+    export(tmp_path / "run", out, parts=True)
     assert type(LlamaForCausalLM.from_pretrained(out / "language")).__name__ == "LlamaForCausalLM"
     again = dataclasses.replace(
         model,

@@ -93,14 +93,12 @@ def test_a_run_and_its_folder_answer_as_transformers_does(tmp_path, images, name
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")
     seen = processor(images=[Image.open(path) for path in images], return_tensors="pt")
     token = "<|image_pad|>"
-    if "image_grid_thw" in seen:
-        counts = [int(grid.prod()) // 4 for grid in seen["image_grid_thw"]]
-    else:
-        counts = [16, 16]
+    grids = seen.get("image_grid_thw")
+    counts = [16, 16] if grids is None else [int(grid.prod()) // 4 for grid in grids]
     marks = [f"<|vision_start|>{token * count}<|vision_end|>" for count in counts]
     messages = [{"role": "user", "content": f"what is {marks[0]} and {marks[1]}?"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-    types = {"mm_token_type_ids": (ids == theirs.config.image_token_id).long()} if "image_grid_thw" in seen else {}
+    types = {"mm_token_type_ids": (ids == theirs.config.image_token_id).long()} if grids is not None else {}
     tokens = theirs.generate(input_ids=ids, max_new_tokens=8, do_sample=False, **seen, **types)
     assert answers == {tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip()}
 

@@ -76,14 +76,14 @@ def grads(*modules) -> dict[str, torch.Tensor]:
     return {n: p.grad for m in modules for n, p in m.named_parameters() if p.grad is not None}
 
 
-def assert_equal_gradients(ours: dict, theirs: dict) -> None:
+def assert_equal_gradients(ours: dict, theirs: dict, tolerance: float = TOLERANCE) -> None:
     assert ours
     assert set(ours) == set(theirs)
     floor = 1e-3 * max(g.abs().max() for g in theirs.values())
     assert floor > 0
     for name, expected in theirs.items():
         error = (ours[name] - expected).abs().max() / (expected.abs().max() + floor)
-        assert error < TOLERANCE, f"{name}: {error:.1e}"
+        assert error < tolerance, f"{name}: {error:.1e}"
 
 
 VISION = [

@@ -11,11 +11,22 @@ from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.reference import ReferenceModel
+from mmtrain.models.whole_model import WholeModel, whole_family
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.shapes import language_shape
 from tests.lora import ALPHA, RANK, fill_adapters, with_lora
 from tests.models.test_chunk import assert_equal_gradients
-from tests.whole_models import FAMILIES, TEXT, in_our_names, make_batch, named, their_gradients, tiny_whole, truth
+from tests.whole_models import (
+    DOCUMENTS,
+    FAMILIES,
+    TEXT,
+    in_our_names,
+    make_batch,
+    named,
+    their_gradients,
+    tiny_whole,
+    truth,
+)
 
 
 def reference_of(model) -> ReferenceModel:
@@ -174,3 +185,33 @@ def test_a_part_may_be_replaced(tmp_path):
     assert (model.language.pretrained, model.encoder.pretrained) == ("", str(tmp_path))
     assert (model.projector.kind, model.projector.trainable) == ("native", False)
     assert reference_of(model).loss_sum(*make_batch()) > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("adapters", [False, True], ids=["all", "adapters"])
+def test_the_truth_of_check_parity_is_the_whole_class(tmp_path, family, adapters):
+    """On our weights, adapters included; also for images without text between them."""
+    tiny_whole(family, tied=not adapters).save_pretrained(tmp_path)
+    model = named(tmp_path)
+    model = with_lora(model) if adapters else model
+    spec, batch = model_spec(model), make_batch((*DOCUMENTS, ((1, (2, 4), (6, 4), 3),)))
+    assert whole_family(model) == family
+    ours, theirs = ReferenceModel(model, spec, seed=0), WholeModel(model, spec, seed=0)
+    for one in (ours, theirs):
+        for chunk in one.chunks.values():
+            fill_adapters(chunk)
+        loss = one.loss_sum(*batch)
+        loss.backward()
+    assert_equal_gradients(
+        gradients(ours), gradients(theirs), tolerance=5e-6
+    )  # measured: 2.1e-6, as W + B A is rounded
+    found, wanted = (torch.cat([o.predictions for o in m(*batch, want_predictions=True)]) for m in (ours, theirs))
+    assert torch.equal(found, wanted)
+
+
+def test_only_parts_of_one_whole_model_have_a_class_of_their_own(tmp_path):
+    tiny_whole("qwen2_vl").save_pretrained(tmp_path)
+    text = {"config": {**TEXT, "model_type": "qwen2_5_vl_text"}}
+    for sections in ({"projector": {"kind": "mlp"}}, {"language": text}, {"language": {"attention_mask": "prefix"}}):
+        assert whole_family(named(tmp_path, **sections)) == ""
+    assert whole_family(named(tmp_path)) == "qwen2_vl"

@@ -329,3 +329,8 @@ def test_a_small_model_reads_the_same_features_without_its_source(tmp_path) -> N
     for few in (fewer_blocks(model, 1), fewer_blocks(small, 1)):
         assert vision_shape(few).depth == 1
         assert model_spec(few).module("vision").extra_outputs == 1
+
+
+def test_a_job_whose_documents_may_be_longer_than_the_window_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sliding_window = 4096 tokens is below training.seq_len = 8192"):
+        IterationPlanner.of(job(model=ModelConfig(language=LanguageConfig(config={"model_type": "mistral"}))))
