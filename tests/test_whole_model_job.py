@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mmtrain.commands.cli import main
+from mmtrain.commands.answering import Answerer, Sampling, asked
 from mmtrain.commands.export import export
 from mmtrain.config import config
 from mmtrain.config.data import TokenizerConfig
@@ -44,7 +45,10 @@ def test_a_job_of_a_whole_model(tmp_path, charts, capsys, family):
     run, out = tmp_path / "four" / "run", tmp_path / "out"
     job = config.load(run / "config.toml")
     assert (job.tokenizer.path, job.model.projector.kind) == (f"{tmp_path}/whole", "native")
-    assert export(run, out).folders == ("language", "vision")
+    assert export(run, tmp_path / "exported").model.endswith("ForConditionalGeneration")
+    record, sampling = asked("what?", []), Sampling(max_new_tokens=4)
+    assert len({Answerer.of(source).answer(record, sampling) for source in (run, tmp_path / "exported")}) == 1
+    assert export(run, out, parts=True).folders == ("language", "vision")
     again = [f"model.encoder.pretrained={out}/vision", f"model.language.pretrained={out}/language"]
     parts = [*again, "model.encoder.config={}", "model.language.config={}", "model.projector.kind=native"]
     exported = config.load(write_config(tmp_path / "again", charts), parts).model

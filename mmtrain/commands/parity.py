@@ -29,9 +29,9 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.models.whole_model import WholeModel, whole_family
+from mmtrain.models.whole_model import WholeModel
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.modules import families
+from mmtrain.spec.modules import families, whole_kind
 from mmtrain.trainer import Trainer
 
 FLOAT32_TOLERANCE = 1e-4
@@ -238,7 +238,7 @@ def _save_gradients(device: torch.device, config: Config, num_steps: int, folder
 def _compare(
     config: Config, folder: Path, low_precision: bool, tolerance: float, num_steps: int, say: Callable[[str], None]
 ) -> Parity:
-    truth = WholeModel if whole_family(config.model) else ReferenceModel
+    truth = WholeModel if whole_kind(config.model) else ReferenceModel
     model = truth(config.model, model_spec(config.model), seed=config.debug.seed)
     worst: dict[str, ParameterError] = {}
     seen: set[str] = set()
@@ -334,7 +334,7 @@ def describe(config: Config) -> str:
     size = f"{training.seq_len} tokens"
     if config.model.dit is not None:
         size = f"up to {config.data.max_clips} clips, captions of up to {size}"
-    whole = whole_family(config.model)
+    whole = whole_kind(config.model)
     return (
         f"layout  {layout or 'one rank'}: {shape.world_size} processes (gloo, CPU), "
         f"schedule {section.pipeline_parallel_schedule}, {training.mixed_precision_param}\n"

@@ -84,8 +84,18 @@ def why_not_whole(model: ModelConfig) -> str:
     vision, language = vision_shape(model).model_type, language_config(model.language)["model_type"]
     return (
         f"no class of transformers has {vision}, a projector of kind {model.projector.kind!r} and {language}; known "
-        f"are {', '.join(COMPOSITES)}, and LLaVA reads the output of a block (model.encoder.feature_layer), not of the norm"
+        f"are {', '.join(COMPOSITES)}; LLaVA reads the output of a block (model.encoder.feature_layer), not of the norm"
     )
+
+
+def empty_whole(config: PreTrainedConfig) -> PreTrainedModel:
+    """The whole model with parameters on the meta device."""
+    import transformers
+
+    config._attn_implementation = "sdpa"
+    with parameters_on_meta(), no_init_weights():
+        model: PreTrainedModel = getattr(transformers, config.architectures[0])(config)
+    return model
 
 
 def whole_model(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:
@@ -93,11 +103,7 @@ def whole_model(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreT
 
     Args: weights: under the names of its class; a tied head may be absent.
     """
-    import transformers
-
-    config._attn_implementation = "sdpa"
-    with parameters_on_meta(), no_init_weights():
-        model: PreTrainedModel = getattr(transformers, config.architectures[0])(config)
+    model = empty_whole(config)
     model.load_state_dict(weights, assign=True, strict=False)
     model.tie_weights()
     absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]

@@ -1,38 +1,27 @@
 """A whole vision-language model as transformers' own class computes it: the truth of a layout, outside of our code."""
 
-import copy
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from transformers.initialization import no_init_weights
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.modality.positions import token_positions
-from mmtrain.models.adapters import VISION_ADAPTERS, parameters_on_meta
+from mmtrain.models.adapters import VISION_ADAPTERS
 from mmtrain.models.batch import IGNORE_INDEX, Microbatch
 from mmtrain.models.chunk import LanguageOutput
 from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.loss import cross_entropy_sum
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.trainable import adapter_names, is_adapter, plain_name
-from mmtrain.spec.families import ENCODERS, LANGUAGES, encoder_config, language_config
+from mmtrain.models.unused import unused_weights
+from mmtrain.models.whole import empty_whole, in_class, whole_config
+from mmtrain.spec.modules import whole_kind
+from mmtrain.spec.shapes import vision_shape
 from mmtrain.spec.spec import ModelSpec
-
-_NAMES = {"vision.": "model.visual.", "language.model.": "model.language_model.", "language.lm_head.": "lm_head."}
-"""How names begin here -> in the class of the whole model."""
-
-
-def whole_family(model: ModelConfig) -> str:
-    """The `model_type` of the whole model that the parts make together; empty: transformers has no such class."""
-    if model.encoder is None or model.projector.kind != "native" or model.language.attention_mask != "causal":
-        return ""
-    encoder, language = encoder_config(model.encoder), language_config(model.language)
-    shared = set(ENCODERS[encoder["model_type"]].parents) & set(LANGUAGES[language["model_type"]].parents)
-    return shared.pop() if shared else ""
 
 
 class WholeModel(ReferenceModel):
@@ -43,18 +32,12 @@ class WholeModel(ReferenceModel):
 
     def __init__(self, model: ModelConfig, spec: ModelSpec, *, seed: int) -> None:
         super().__init__(model, spec, seed=seed)
-        from transformers import AutoConfig, AutoModelForImageTextToText
-
-        assert model.encoder is not None
-        parts = (encoder_config(model.encoder), language_config(model.language))
-        vision, text = (copy.deepcopy({k: v for k, v in part.items() if v is not None}) for part in parts)
-        config = AutoConfig.for_model(
-            whole_family(model), vision_config=vision, text_config=text, tie_word_embeddings=text["tie_word_embeddings"]
-        )
-        with parameters_on_meta(), no_init_weights():
-            self.theirs = AutoModelForImageTextToText.from_config(config)
-        self._fused = VISION_ADAPTERS[vision["model_type"]].fused_qkv, config.vision_config.num_heads
+        self.theirs, self._kind = empty_whole(whole_config(model, {})), whole_kind(model)
+        shape = vision_shape(model)
+        self._fused = VISION_ADAPTERS[shape.model_type].fused_qkv, shape.num_heads
         self._scale = model.lora.alpha / model.lora.rank
+        unused = unused_weights(model, seed)
+        self._unused = {in_class(self._kind, f"vision.{name}"): tensor for name, tensor in unused.items()}
 
     def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LanguageOutput:
         """The output of one microbatch, document by document."""
@@ -80,9 +63,9 @@ class WholeModel(ReferenceModel):
                 weight = weight + self._scale * ours[up] @ ours[down]
             if is_fused(plain, self._fused[0]):
                 weight = from_head_major(weight, self._fused[1])
-            begin = next(begin for begin in _NAMES if plain.startswith(begin))
-            found[_NAMES[begin] + plain.removeprefix(begin)] = weight
-        return {"lm_head.weight": found["model.language_model.embed_tokens.weight"]} | found  # the first if tied
+            found[in_class(self._kind, plain)] = weight
+        tied = {"lm_head.weight": found["model.language_model.embed_tokens.weight"]}  # unless it has its own
+        return tied | found | self._unused
 
     def _logits(self, weights: dict[str, Tensor], document: DocumentMeta, ids: Tensor, pixels: list[Tensor]) -> Tensor:
         """[T, vocabulary] of one document."""
@@ -94,9 +77,12 @@ class WholeModel(ReferenceModel):
         self.theirs.config.image_token_id = next(token for token in range(len(text) + 1) if token not in text)
         inputs: dict[str, Any] = {"use_cache": False}
         if pixels:
+            inputs["pixel_values"] = torch.cat(pixels)
+        if pixels and pixels[0].dim() == 2:  # packed patches
             grids = torch.tensor([image.grid for image in document.images])
-            inputs |= {"pixel_values": torch.cat(pixels), "image_grid_thw": grids, "mm_token_type_ids": types[None]}
-        if any(one.start + one.num_tokens == other.start for one, other in pairwise(document.images)):
+            inputs |= {"image_grid_thw": grids, "mm_token_type_ids": types[None]}
+        adjacent = any(one.start + one.num_tokens == other.start for one, other in pairwise(document.images))
+        if adjacent and "image_grid_thw" in inputs:
             # It takes them for one image and fails, unless it is given the positions.
             inputs["position_ids"] = torch.from_numpy(token_positions([document], 3))[:, None]
         inputs["input_ids"] = ids.masked_fill(types == 1, self.theirs.config.image_token_id)[None]

@@ -101,11 +101,9 @@ def build_optimizers(
     default = OptimizerGroup(pattern=".", lr=section.lr, weight_decay=section.weight_decay)
     configs = []
     for (number, decayed, _), names in sorted(kinds.items(), key=lambda item: item[0]):
-        group = [*section.groups, default][number]
-        lr, decay = (
-            own if own is not None else usual
-            for own, usual in ((group.lr, section.lr), (group.weight_decay, section.weight_decay))
-        )
+        own = [*section.groups, default][number]
+        lr = section.lr if own.lr is None else own.lr
+        decay = section.weight_decay if own.weight_decay is None else own.weight_decay
         values = {"lr": lr, "betas": (section.beta1, section.beta2), "eps": section.eps}
         configs.append(
             ParamGroupConfig(

@@ -160,9 +160,9 @@ class WandBLogger:
     def __init__(self, log_dir: str, config_dict: dict[str, Any] | None = None) -> None:
         import wandb
 
-        names = {"project": "WANDB_PROJECT", "name": "WANDB_RUN_NAME", "id": "WANDB_RUN_ID"}
         self.wandb = wandb
-        wandb.init(dir=log_dir, config=config_dict, **{key: os.getenv(name) for key, name in names.items()})
+        project, name, number = map(os.getenv, ("WANDB_PROJECT", "WANDB_RUN_NAME", "WANDB_RUN_ID"))
+        wandb.init(dir=log_dir, config=config_dict, project=project, name=name, id=number)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Adds numbers."""

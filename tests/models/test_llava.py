@@ -11,6 +11,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.models.build import build_chunk
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.reference import ReferenceModel
+from mmtrain.models.whole_model import WholeModel
 from mmtrain.spec.builders import model_spec
 from tests.llava import LLAVAS, SPELLINGS, job_model, our_name, save_llava, their_loss
 from tests.models.test_chunk import assert_equal_gradients, grads
@@ -37,6 +38,17 @@ def test_loss_and_every_gradient_are_those_of_the_whole_class(tmp_path, name):
     if LLAVAS[name]["text_config"].get("tie_word_embeddings"):
         assert reference.chunks["language"].shape.tied
     assert_equal_gradients(ours, {our_name(n): grad for n, grad in grads(theirs).items()})
+
+
+@pytest.mark.parametrize("name", ["clip, llama", "siglip, qwen2"])
+def test_the_truth_of_check_parity_is_the_whole_class(tmp_path, name):
+    save_llava(name, tmp_path)
+    model = job_model(tmp_path)
+    spec, batch = model_spec(model), make_batch(model, IMAGES, seed=1)
+    ours, theirs = ReferenceModel(model, spec, seed=0), WholeModel(model, spec, seed=0)
+    for one in (ours, theirs):
+        one.loss_sum(*batch).backward()
+    assert_equal_gradients(*({n: w.grad for n, w in one.weights().items()} for one in (ours, theirs)))
 
 
 def parts(model):

@@ -11,8 +11,9 @@ from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.models.whole_model import WholeModel, whole_family
+from mmtrain.models.whole_model import WholeModel
 from mmtrain.spec.builders import model_spec
+from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.shapes import language_shape
 from tests.lora import ALPHA, RANK, fill_adapters, with_lora
 from tests.models.test_chunk import assert_equal_gradients
@@ -195,7 +196,7 @@ def test_the_truth_of_check_parity_is_the_whole_class(tmp_path, family, adapters
     model = named(tmp_path)
     model = with_lora(model) if adapters else model
     spec, batch = model_spec(model), make_batch((*DOCUMENTS, ((1, (2, 4), (6, 4), 3),)))
-    assert whole_family(model) == family
+    assert whole_kind(model) == family
     ours, theirs = ReferenceModel(model, spec, seed=0), WholeModel(model, spec, seed=0)
     for one in (ours, theirs):
         for chunk in one.chunks.values():
@@ -213,5 +214,5 @@ def test_only_parts_of_one_whole_model_have_a_class_of_their_own(tmp_path):
     tiny_whole("qwen2_vl").save_pretrained(tmp_path)
     text = {"config": {**TEXT, "model_type": "qwen2_5_vl_text"}}
     for sections in ({"projector": {"kind": "mlp"}}, {"language": text}, {"language": {"attention_mask": "prefix"}}):
-        assert whole_family(named(tmp_path, **sections)) == ""
-    assert whole_family(named(tmp_path)) == "qwen2_vl"
+        assert whole_kind(named(tmp_path, **sections)) == ""
+    assert whole_kind(named(tmp_path)) == "qwen2_vl"
