@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mmtrain.commands.cli import main
 from mmtrain.commands.answering import Answerer, Sampling, asked
+from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
 from mmtrain.config import config
 from mmtrain.config.data import TokenizerConfig

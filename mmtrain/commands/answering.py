@@ -20,10 +20,9 @@ from mmtrain.data.media import raw_image
 from mmtrain.data.processor import Processor, stop_token
 from mmtrain.data.sources import open_source
 from mmtrain.errors import ConfigError, DataError
-from mmtrain.models.whole import why_not_whole
-from mmtrain.spec.composites import COMPOSITES
+from mmtrain.spec.composites import COMPOSITES, class_name
 from mmtrain.spec.hub_files import read_json
-from mmtrain.spec.modules import whole_kind
+from mmtrain.spec.modules import whole_kind, why_not_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,10 @@ class Answerer:
             if run.job.model.dit is not None:
                 raise ConfigError(f"{source} is a text-to-video run; make clips with `mmtrain sample {source}`")
             if not whole_kind(run.job.model):
-                raise ConfigError(f"{source} cannot answer: {why_not_whole(run.job.model)}")
+                why = "it has no encoder" if run.job.model.encoder is None else why_not_whole(run.job.model)
+                raise ConfigError(
+                    f"{source} cannot answer: {why}; take a run of such a class, or `mmtrain export` this one's parts"
+                )
             return cls(assembled(run), make_processor(run.job))
         if not (source / "config.json").is_file():
             raise ConfigError(f"{source} has neither config.toml nor config.json; name a run or an exported folder")
@@ -128,7 +130,7 @@ def _exported(folder: Path) -> tuple[Any, Processor]:
             f"{', '.join(COMPOSITES)}"
         )
     whole = COMPOSITES[kind]
-    model = getattr(transformers, f"{whole.class_name}ForConditionalGeneration").from_pretrained(folder).eval()
+    model = getattr(transformers, class_name(kind)).from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     image_token = tokenizer.convert_ids_to_tokens(model.config.image_token_id)
     processor = str(folder) if (folder / "preprocessor_config.json").is_file() else ""

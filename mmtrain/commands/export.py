@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module, open_run
 from mmtrain.commands.adapters import AdapterFolder, plain
-from mmtrain.commands.export_whole import class_name, export_whole
+from mmtrain.commands.export_whole import export_whole
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig
 from mmtrain.data.tokenizer import load_tokenizer
@@ -34,7 +34,7 @@ from mmtrain.models.dit import DitChunk, build_dit
 from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.trainable import target_pattern
 from mmtrain.models.unused import unused_weights
-from mmtrain.spec.composites import selected_features
+from mmtrain.spec.composites import class_name, selected_features
 from mmtrain.spec.families import dit_config, encoder_config, language_config
 from mmtrain.spec.hub_files import find_file
 from mmtrain.spec.linears import adapted_linears

@@ -32,7 +32,6 @@ from mmtrain.models.pretrained import stored_spelling
 from mmtrain.models.trainable import target_pattern
 from mmtrain.models.unused import unused_weights
 from mmtrain.models.whole import in_class, on_disk, whole_config, whole_model
-from mmtrain.spec.composites import COMPOSITES
 from mmtrain.spec.hub_files import find_file
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import whole_kind
@@ -170,8 +169,3 @@ def _preprocessor(geometry: ImageGeometry, rules: PixelRules) -> dict[str, Any]:
         sizes = {"size": {"shortest_edge": edge}, "crop_size": {"height": side, "width": side}}
         return {"image_processor_type": "CLIPImageProcessor", **sizes, **colours}
     return {"image_processor_type": "SiglipImageProcessor", "size": {"height": side, "width": side}, **colours}
-
-
-def class_name(kind: str) -> str:
-    """The class that reads the folder."""
-    return f"{COMPOSITES[kind].class_name}ForConditionalGeneration"

@@ -10,9 +10,9 @@ from transformers.initialization import no_init_weights
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models.adapters import parameters_on_meta
-from mmtrain.spec.composites import COMPOSITES, Spelling, selected_features
+from mmtrain.spec.composites import COMPOSITES, Spelling, class_name, selected_features
 from mmtrain.spec.families import encoder_config, language_config
-from mmtrain.spec.modules import projection_of, whole_kind
+from mmtrain.spec.modules import projection_of, whole_kind, why_not_whole
 from mmtrain.spec.shapes import vision_shape
 
 _SECTIONS = {"vision": "model.encoder", "projector": "model.projector", "language": "model.language"}
@@ -71,21 +71,8 @@ def whole_config(model: ModelConfig, tokens: Mapping[str, int]) -> PreTrainedCon
         **{key: _JOINS[key](model) for key in whole.defaults},
         **known,
     )
-    config.architectures = [f"{whole.class_name}ForConditionalGeneration"]
+    config.architectures = [class_name(kind)]
     return config
-
-
-def why_not_whole(model: ModelConfig) -> str:
-    """Why the modules of a job make no whole model of transformers."""
-    if model.encoder is None or model.dit is not None:
-        return "a model without an encoder, or with a DiT, is no vision-language model"
-    if model.language.attention_mask != "causal":
-        return f'model.language.attention_mask = "{model.language.attention_mask}": whole models attend causally'
-    vision, language = vision_shape(model).model_type, language_config(model.language)["model_type"]
-    return (
-        f"no class of transformers has {vision}, a projector of kind {model.projector.kind!r} and {language}; known "
-        f"are {', '.join(COMPOSITES)}; LLaVA reads the output of a block (model.encoder.feature_layer), not of the norm"
-    )
 
 
 def empty_whole(config: PreTrainedConfig) -> PreTrainedModel:

@@ -6,7 +6,8 @@ from mmtrain.config.topology import AXES
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.pipeline_layout import show_layout
 from mmtrain.planner.plan_choice import show_switches
-from mmtrain.spec.modules import families, shape_of
+from mmtrain.spec.composites import class_name
+from mmtrain.spec.modules import families, shape_of, whole_kind, why_not_whole
 from mmtrain.spec.vae_shapes import VaeShape
 
 FEW_CLIPS = 32_000
@@ -31,6 +32,9 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
             f"{len(module.layers)} layers in {len(stages)} chunk{'' if len(stages) == 1 else 's'}: "
             f"{show_layout(module, [stage.layers for stage in stages])}"
         )
+    if config.model.encoder is not None:
+        kind = whole_kind(config.model)
+        lines.append(f"exports as {class_name(kind)}" if kind else f"exports as parts: {why_not_whole(config.model)}")
     if planner.partition_summary:
         lines.append(f"{planner.partition_summary} ({cut_s:.2f} s)")
     degrees = zip(AXES, config.parallelism.mesh_shape.degrees, strict=True)

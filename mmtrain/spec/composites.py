@@ -135,6 +135,11 @@ COMPOSITES: Mapping[str, Composite] = {
 """By the `model_type` of the whole model."""
 
 
+def class_name(kind: str) -> str:
+    """The class of transformers of a whole model. Args: kind: key of `COMPOSITES`."""
+    return f"{COMPOSITES[kind].class_name}ForConditionalGeneration"
+
+
 def part_config(where: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config of a section's module inside of a whole model's config; None: the config is not of a whole model.
 

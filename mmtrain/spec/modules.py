@@ -44,6 +44,14 @@ def whole_kind(model: ModelConfig) -> str:
     return next((kind for kind in fits if COMPOSITES[kind].projector == model.projector.kind), "")
 
 
+def why_not_whole(model: ModelConfig) -> str:
+    """Why the modules of a model with an encoder make no whole model of transformers."""
+    if model.language.attention_mask != "causal":
+        return f'model.language.attention_mask = "{model.language.attention_mask}", but whole models attend causally'
+    parts = f"{vision_shape(model).model_type}, projector {model.projector.kind}, {language_shape(model).model_type}"
+    return f"transformers has no class for {parts} (docs/models.md)"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
     """The projector of an encoder's features into the language model."""

@@ -139,14 +139,16 @@ def test_what_is_no_whole_model_has_a_folder_for_each_part_and_no_answers(tmp_pa
     model = model_config("qwen2_vl_vision")
     save_run(tmp_path / "run", model)
     assert export(tmp_path / "run", tmp_path / "out").folders == ("language", "projector", "vision")
-    with pytest.raises(ConfigError, match=r"run cannot answer: no class of transformers has qwen2_vl_vision, a proj"):
+    with pytest.raises(
+        ConfigError, match=r"run cannot answer: transformers has no class for qwen2_vl_vision, projector mlp, qwen2"
+    ):
         Answerer.of(tmp_path / "run")
     whole = whole_folder("qwen2_vl", tmp_path / "whole")
     save_run(tmp_path / "other", whole)
     assert export(tmp_path / "other", tmp_path / "parts", parts=True).folders == ("language", "vision")
     language = dataclasses.replace(whole.language, attention_mask="prefix")
     save_run(tmp_path / "prefix", dataclasses.replace(whole, language=language))
-    with pytest.raises(ConfigError, match='attention_mask = "prefix": whole models attend causally'):
+    with pytest.raises(ConfigError, match='attention_mask = "prefix", but whole models attend causally'):
         Answerer.of(tmp_path / "prefix")
 
 
