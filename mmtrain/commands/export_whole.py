@@ -73,8 +73,8 @@ def gather(run: StoredRun, *, adapters: Path | None = None) -> Whole:
     weights = {f"vision.{name}": tensor for name, tensor in unused_weights(model, run.job.debug.seed).items()} | weights
     folder = None
     if adapters is not None:
-        base = model.pretrained if model.encoder and model.encoder.weights == "pretrained" else ""
-        folder = AdapterFolder(model.lora, _pattern(kind, run.job), base or None, "CAUSAL_LM", adapters)
+        base = model.pretrained or None
+        folder = AdapterFolder(model.lora, _pattern(kind, run.job), base, "CAUSAL_LM", adapters)
     return Whole(kind=kind, weights=plain(weights, model.lora, folder, lambda name: in_class(kind, name)))
 
 
@@ -91,7 +91,8 @@ def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_s
     assert model.encoder is not None
     whole = gather(run, adapters=None if merge_adapters else out / "adapter")
     tokenizer = load_tokenizer(job.tokenizer)
-    sources = {"model.encoder": model.encoder.pretrained, "model.language": model.language.pretrained}
+    sections = {"model.encoder": model.encoder, "model.language": model.language}
+    sources = {where: section.pretrained for where, section in sections.items() if section.weights == "pretrained"}
     sources["model.projector"] = model.projector.pretrained
     spellings = {where: found for where, name in sources.items() if name and (found := stored_spelling(where, name))}
     tied = language_shape(model).tied
@@ -102,7 +103,7 @@ def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_s
     }
     save_torch_state_dict(tensors, out, max_shard_size=max_shard_size, metadata={"format": "pt"})
     whole_config(model, _tokens(job, tokenizer)).save_pretrained(out)
-    source = next((sources[where] for where in ("model.encoder", "model.language") if where in spellings), "")
+    source = next((sources[where] for where in sections if where in spellings), "")
     _write_processor(out, job, source, stop_token(tokenizer))
     tokenizer.save_pretrained(out)
 

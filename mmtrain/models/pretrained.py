@@ -106,16 +106,15 @@ def _load(
         return 0
     source = f"{where}.pretrained = {section.pretrained!r}"
     files = _index(where, section.pretrained, _STEM.get(where, "model"))
-    prefixes = *_PREFIXES[model_type], ""
-    spellings = part_spellings(where, section.pretrained) or tuple({prefix: ""} for prefix in prefixes)
-    found, beginning = _part_names(files, spellings)
-    names = _module_names(module, found)
+    spellings = part_spellings(where, section.pretrained) or tuple({prefix: ""} for prefix in _PREFIXES[model_type])
+    spelling = _occurring(files, spellings)
+    names = _module_names(module, _part_names(files, spelling))
     # A tied head counts under both of its names.
     parameters = module.named_parameters(remove_duplicate=False)
     to_fill = {plain_name(name): parameter for name, parameter in parameters if not is_adapter(name)}
     missing = sorted(name for name in to_fill if same_as.get(name, name) not in names)
     unexpected = sorted(name for name in names if _belongs(module, name) and name not in to_fill)
-    _refuse(source, missing, unexpected, spellings if len(missing) == len(to_fill) else (), beginning)
+    _refuse(source, missing, unexpected, _searched(spelling, spellings))
     stored = {name: names[same_as.get(name, name)] for name in to_fill}
     for name, tensor in _read_tensors(where, section.pretrained, files, stored):
         heads = next((n for layer, n in (fused_heads or {}).items() if is_fused(name, (layer,))), 0)
@@ -147,10 +146,10 @@ def _load_projector(projector: nn.Module, model: ModelConfig) -> int:
     spellings = part_spellings(where, section.pretrained)
     if not spellings:
         _check_sizes(source, model)
-    names, beginning = _part_names(files, spellings or ({"": ""},))
-    parameters = dict(projector.named_parameters())
+    spelling = _occurring(files, spellings)
+    names, parameters = _part_names(files, spelling), dict(projector.named_parameters())
     missing, unexpected = sorted(parameters.keys() - names.keys()), sorted(names.keys() - parameters.keys())
-    _refuse(source, missing, unexpected, () if names else spellings, beginning)
+    _refuse(source, missing, unexpected, _searched(spelling, spellings))
     for name, tensor in _read_tensors(where, section.pretrained, files, names):
         _fill(source, name, parameters[name], tensor)
     return len(parameters)
@@ -169,25 +168,20 @@ def _check_sizes(source: str, model: ModelConfig) -> None:
             )
 
 
-def _refuse(
-    source: str, missing: list[str], unexpected: list[str], looked_for: Sequence[Spelling], beginning: str
-) -> None:
-    """Refuses names that do not agree.
+def _searched(spelling: Spelling, spellings: Sequence[Spelling]) -> str:
+    """Where the names of a part of a larger model were looked for. Args: spelling: the one that occurs."""
+    beginning, beginnings = next(iter(spelling)), [repr(next(iter(known))) for known in spellings]
+    if beginning:
+        return f" (among the names that begin with {beginning!r})"
+    return f" (no name begins with {' or '.join(beginnings)})" if beginnings else ""
 
-    Args: looked_for: spellings of which there is not one name; else empty. beginning: of the names that were taken.
-    """
-    if missing and looked_for:
-        beginnings = ", ".join(repr(next(iter(spelling))) for spelling in looked_for)
-        raise ConfigError(
-            f"{source}: it has none of the weights {missing[0]}, ..., which were looked for behind {beginnings}; "
-            "choose a folder that has them"
-        )
+
+def _refuse(source: str, missing: list[str], unexpected: list[str], searched: str) -> None:
     for problem, names in (("misses", missing), ("has unexpected", unexpected)):
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            among = f" (among the names that begin with {beginning!r})" if beginning else ""
             raise ConfigError(
-                f"{source}: the checkpoint {problem} {shown}{among}; take config.json and weights from one folder"
+                f"{source}: the checkpoint {problem} {shown}{searched}; take config.json and weights from one folder"
             )
 
 
@@ -223,25 +217,20 @@ def stored_spelling(where: str, source: str) -> Spelling | None:
 
     Args: where: the section. source: folder or hub id.
     """
-    files = _index(where, source, "model")
     spellings = part_spellings(where, source)
-    return next((s for s in spellings if any(name.startswith(next(iter(s))) for name in files)), None)
+    return _occurring(_index(where, source, "model"), spellings) if spellings else None
 
 
-def _part_names(on_disk: Collection[str], spellings: Sequence[Spelling]) -> tuple[dict[str, str], str]:
-    """Name in the class of one module -> name on disk, in the first spelling that occurs, and how that begins; empty:
-    none does."""
-    for spelling in spellings:
-        beginning = next(iter(spelling))
-        if any(name.startswith(beginning) for name in on_disk):
-            names = {
-                new + name.removeprefix(old): name
-                for name in on_disk
-                for old, new in spelling.items()
-                if name.startswith(old)
-            }
-            return names, beginning
-    return {}, ""
+def _occurring(on_disk: Collection[str], spellings: Sequence[Spelling]) -> Spelling:
+    """The first spelling that occurs on disk; if none does, that of a module by itself."""
+    found = (s for s in spellings if any(name.startswith(next(iter(s))) for name in on_disk))
+    return next(found, {"": ""})
+
+
+def _part_names(on_disk: Collection[str], spelling: Spelling) -> dict[str, str]:
+    """Name in the class of one module -> name on disk, of its part of a larger model."""
+    pairs = ((name, old, new) for name in on_disk for old, new in spelling.items())
+    return {new + name.removeprefix(old): name for name, old, new in pairs if name.startswith(old)}
 
 
 def _module_names(module: nn.Module, on_disk: Mapping[str, str]) -> dict[str, str]:
