@@ -203,10 +203,10 @@ class ModelConfig:
     it `feeds`: vision (images) for [model.encoder], language (text), dit (latents), vae (frames)."""
 
     pretrained: str = ""
-    """Hugging Face id or local folder of a whole vision-language model (Qwen2-VL, Qwen2.5-VL). It is the `pretrained`
-    of [model.encoder] and [model.language] unless these have a source of their own. The projector is then the encoder's
-    own merger (kind = "native") unless [model.projector] names a kind, and the tokenizer is that of the model unless
-    [tokenizer] names a path."""
+    """Hugging Face id or local folder of a whole vision-language model (Qwen2-VL, Qwen2.5-VL, LLaVA). It is the
+    `pretrained` of [model.encoder] and [model.language] unless these have a source of their own. The projector is then
+    the encoder's own merger (kind = "native") unless [model.projector] names a kind, as it has to for LLaVA ("llava":
+    that of the model); the tokenizer is that of the model unless [tokenizer] names a path."""
     language: LanguageConfig
     encoder: EncoderConfig | None = None
     dit: DitConfig | None = None

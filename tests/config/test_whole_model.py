@@ -65,3 +65,10 @@ def test_a_source_that_no_part_takes_is_refused(tmp_path):
 def test_values_of_another_type_are_refused_as_elsewhere(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, text)
+
+
+def test_the_projector_of_a_llava_comes_with_it(tmp_path):
+    job = load(tmp_path, '[model]\npretrained = "a/b"\n[model.projector]\nkind = "llava"\n')
+    assert (job.model.projector.kind, job.model.projector.pretrained) == ("llava", "a/b")
+    job = load(tmp_path, '[model]\npretrained = "a/b"\n[model.projector]\nkind = "llava"\npretrained = ""\n')
+    assert job.model.projector.pretrained == "", "a new one"
