@@ -255,14 +255,13 @@ class Trainer:
             self._placement.stop(lost=lost)
 
     def _on_stop(self, number: int, frame: Any) -> None:
-        again = number == self._stop_signal == signal.SIGINT
-        if not self._stop_signal and dist.get_rank() == 0 and number == signal.SIGINT:
+        earlier, self._stop_signal = self._stop_signal, number  # at once: the launcher's signal may interrupt this
+        if not earlier and dist.get_rank() == 0 and number == signal.SIGINT:
             saves = "saves and " if self.checkpointer else ""
             # Not through the log, which this signal may have interrupted.
             os.write(2, f"Ctrl-C: the job {saves}ends after this step; once more ends it at once\n".encode())
-        self._stop_signal = number
         before = self._old_handlers.get(number)
-        if again and callable(before):  # else a launcher ends this process
+        if number == earlier == signal.SIGINT and callable(before):  # else a launcher ends this process
             before(number, frame)
 
     # ----------------------------------------------------------------------------------------- loop
