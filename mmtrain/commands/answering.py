@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from mmtrain.checkpoint.run_folder import open_run
 from mmtrain.commands.export_whole import assembled
@@ -14,7 +15,7 @@ from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.toml_sections import build
 from mmtrain.config.whole_model import with_parts
-from mmtrain.data.conversation_records import CONVERSATIONS, PLACEHOLDER, Record
+from mmtrain.data.conversation_records import CONVERSATIONS, PLACEHOLDER, Message, Record, num_placeholders
 from mmtrain.data.conversations import make_processor
 from mmtrain.data.media import raw_image
 from mmtrain.data.processor import Processor, stop_token
@@ -52,6 +53,7 @@ class Answerer:
     def __init__(self, model: Any, processor: Processor) -> None:
         self.model, self._processor, self.tokenizer = model, processor, processor.tokenizer
         self._stop = stop_token(self.tokenizer)
+        self.model.generation_config = GenerationConfig()  # a folder's own would change what `Sampling` says
 
     @classmethod
     def of(cls, source: Path, step: int | None = None) -> "Answerer":
@@ -83,7 +85,9 @@ class Answerer:
         Raises: DataError: the conversation or its images cannot be read.
         """
         inputs = self.inputs(record)
-        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p} if sampling.temperature else {}
+        drawn: dict[str, float] = {}
+        if sampling.temperature:  # top_k 0: no limit; transformers' default is 50
+            drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         torch.manual_seed(sampling.seed)
         with torch.no_grad():
             tokens = self.model.generate(
@@ -152,6 +156,9 @@ def asked(prompt: str, images: Sequence[Path]) -> Record:
             f"--prompt has {marks} `{PLACEHOLDER}`, but there are {len(images)} images; write it once for each, or not "
             "at all"
         )
+    for path in images:
+        if not path.is_file():
+            raise DataError(f"--image {path} is no file; correct the path")
     content = prompt if marks else PLACEHOLDER * len(images) + prompt
     raw = tuple(raw_image(str(path), f"--image {path}", "") for path in images)
     return Record(sample=0, messages=({"role": "user", "content": content},), images=raw)
@@ -169,7 +176,15 @@ def questions(source: str, split: str, limit: int | None) -> Iterator[Question]:
         if "assistant" not in roles[1:]:
             raise DataError(f"sample {index} of {source}: its roles are {roles}; it needs a question and an answer")
         first = roles.index("assistant")
-        before = record.messages[:first]
-        marks = sum(str(message.get("content")).count(PLACEHOLDER) for message in before)
-        cut = Record(sample=index, messages=before, images=record.images[:marks] if marks else record.images)
-        yield Question(cut, str(record.messages[first].get("content")).strip())
+        before, num_images = record.messages[:first], len(record.images)
+        if num_placeholders(record.messages) == num_images:  # else the processor says what is wrong
+            num_images = num_placeholders(before)
+        cut = Record(sample=index, messages=before, images=record.images[:num_images])
+        yield Question(cut, text_of(record.messages[first]).strip())
+
+
+def text_of(message: Message) -> str:
+    """The text of a message; each image is `<image>`."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    return "".join(str(part.get("text", PLACEHOLDER)) if isinstance(part, Mapping) else str(part) for part in parts)

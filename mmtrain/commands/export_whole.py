@@ -3,10 +3,12 @@
 OUT/config.json, model*.safetensors     what the whole class's `from_pretrained` reads, and `[model] pretrained` here;
                                         names of weights are those that they were loaded with
 OUT/tokenizer*, chat_template.jinja     the tokenizer with its template
-OUT/preprocessor_config.json, ...       the image processor; with generation settings, as they came with the model
+OUT/preprocessor_config.json, ...       the image processor, with the sizes and colours that the job used; generation
+                                        settings as they came with the model
 OUT/adapter                             low-rank adapters, for `peft`; absent where they were merged into the weights
 """
 
+import dataclasses
 import json
 import shutil
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from mmtrain.data.conversations import image_rules
 from mmtrain.data.pixels import PixelRules
 from mmtrain.data.processor import stop_token
 from mmtrain.data.tokenizer import load_tokenizer
+from mmtrain.errors import ConfigError
 from mmtrain.modality.geometry import ImageGeometry
 from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
 from mmtrain.models.chunk import VisionChunk
@@ -145,10 +148,24 @@ def _write_processor(out: Path, job: Config, source: str, stop: int) -> None:
             shutil.copyfile(path, out / name)
     if not (out / "generation_config.json").exists():
         GenerationConfig(eos_token_id=stop, pad_token_id=stop).save_pretrained(out)
-    if not (out / "preprocessor_config.json").exists():
+    if not _prepares_as_trained(out, job):
         geometry, rules = image_rules(job)
         assert geometry is not None and rules is not None
         (out / "preprocessor_config.json").write_text(json.dumps(_preprocessor(geometry, rules), indent=2) + "\n")
+
+
+def _prepares_as_trained(out: Path, job: Config) -> bool:
+    """Whether the folder has an image processor, whose sizes and colours are those of the job: it may set others."""
+    if not (out / "preprocessor_config.json").exists():
+        return False
+    data = dataclasses.replace(job.data, image_processor=str(out), min_pixels=0, max_pixels=0)
+    try:
+        (geometry, rules), trained = image_rules(dataclasses.replace(job, data=data)), image_rules(job)
+    except ConfigError:  # a processor that no job could use, so this one took another
+        return False
+    assert rules is not None and trained[1] is not None
+    limits = {"min_pixels": 0, "max_pixels": 0}  # the geometry has those that count
+    return (geometry, dataclasses.replace(rules, **limits)) == (trained[0], dataclasses.replace(trained[1], **limits))
 
 
 def _preprocessor(geometry: ImageGeometry, rules: PixelRules) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "--image", action="append", default=[], type=Path, metavar="FILE", help="give it again for more images"
     )
-    parser.add_argument("--split", default="train", help="of --questions (default train)")
+    parser.add_argument("--split", help="of --questions (default train)")
     parser.add_argument("--limit", type=int, metavar="N", help="answer the first N questions only")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default 128)")
     parser.add_argument(
@@ -48,15 +48,24 @@ def _generate(args: argparse.Namespace) -> int:
         ("temperature", args.temperature >= 0, "at least 0"),
         ("top_p", 0 < args.top_p <= 1, "above 0 and at most 1"),
         ("limit", args.limit is None or args.limit >= 1, "at least 1"),
+        ("seed", 0 <= args.seed < 2**63, "at least 0 and below 2**63"),
     ):
         if not fits:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}; it must be {rule}")
-    if args.image and args.questions:
+    asks = args.questions is None
+    if args.image and not asks:
         raise ConfigError("--image goes with --prompt or --interactive; --questions have images of their own")
+    for name in ("split", "limit"):
+        if asks and getattr(args, name) is not None:
+            raise ConfigError(f"--{name} goes with --questions; leave it out")
+    if args.top_p < 1 and not args.temperature:
+        raise ConfigError(
+            f"--top-p {args.top_p} has no effect without --temperature above 0; set that, or leave it out"
+        )
     from transformers import TextStreamer
     from transformers.utils import logging
 
-    from mmtrain.commands.answering import Answerer, Sampling, asked, questions
+    from mmtrain.commands.answering import Answerer, Sampling, asked, questions, text_of
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -64,12 +73,12 @@ def _generate(args: argparse.Namespace) -> int:
     sampling = Sampling(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
     )
-    if args.questions:
+    if not asks:
         right = count = 0
-        for record, reference in questions(args.questions, args.split, args.limit):
+        for record, reference in questions(args.questions, args.split or "train", args.limit):
             answer = answerer.answer(record, sampling)
             count, right = count + 1, right + (answer == reference)
-            question = str(record.messages[-1].get("content"))
+            question = text_of(record.messages[-1])
             line = {"sample": record.sample, "question": question, "answer": answer, "reference": reference}
             print(json.dumps(line, ensure_ascii=False), flush=True)
         print(f"{right} of {count} answers equal the record's", file=sys.stderr)

@@ -201,6 +201,11 @@ def _column_images(row: Any, where: str, folder: str) -> Sequence[RawImage]:
     return tuple(raw_image(image, f"image {i} of {where}", folder) for i, image in enumerate(images))
 
 
+def num_placeholders(messages: Sequence[Message]) -> int:
+    """The number of images that messages show."""
+    return sum(_num_placeholders(part) for part in _parts(messages))
+
+
 def _with_own_images(
     messages: Sequence[Message], images: Sequence[RawImage], where: str, folder: str
 ) -> Sequence[RawImage]:
@@ -236,7 +241,7 @@ def _own_image(part: Any) -> Any:
 
 def _num_placeholders(part: Any) -> int:
     if isinstance(part, Mapping):
-        if part.get("type") == "image":
+        if part.get("type") in PARTS[1:]:
             return 1
         part = part.get("text")
     return part.count(PLACEHOLDER) if isinstance(part, str) else 0

@@ -11,13 +11,14 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file
 
-from mmtrain.commands.answering import Answerer, Sampling, asked, questions
+from mmtrain.commands.answering import Answerer, Sampling, asked, questions, text_of
 from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
 from mmtrain.config.config import TokenizerConfig
+from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
 from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
-from mmtrain.errors import ConfigError
+from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.fused_qkv import is_fused, to_head_major
 from mmtrain.models.whole import in_class
 from tests import llava, whole_models
@@ -171,6 +172,77 @@ def test_the_command_answers_questions_of_a_file(tmp_path, images, capsys):
     assert capsys.readouterr().out.strip() == answered[0]["answer"]
     assert main([*words, "--prompt", "<image>?"]) == 2
     assert "--prompt has 1 `<image>`, but there are 0 images" in capsys.readouterr().err
+
+
+def test_options_alone_say_how_tokens_are_drawn(tmp_path, images):
+    save_run(tmp_path / "run", whole_folder("qwen2_vl", tmp_path / "whole"))
+    theirs = {"do_sample": True, "top_k": 1, "repetition_penalty": 9.0, "eos_token_id": 2}  # Qwen2-VL ships such a file
+    (tmp_path / "whole/generation_config.json").write_text(json.dumps(theirs))
+    export(tmp_path / "run", tmp_path / "out")
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == theirs
+    record, run, folder = asked("what?", images), Answerer.of(tmp_path / "run"), Answerer.of(tmp_path / "out")
+    settings = [Sampling(max_new_tokens=8, temperature=t, seed=seed) for t in (0.0, 2.0) for seed in (0, 1)]
+    greedy, _, first, second = answers = [folder.answer(record, sampling) for sampling in settings]
+    assert answers == [run.answer(record, sampling) for sampling in settings]
+    assert len({greedy, first, second}) == 3, "top_k = 1 of the folder draws the most likely token each time"
+    sure = Sampling(max_new_tokens=8, temperature=2.0, top_p=1e-6, seed=1)
+    assert folder.answer(record, sure) == greedy
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_pixels": 256}], ids=["its own limits", "those of the job"])
+def test_the_folder_prepares_images_as_the_run_did(tmp_path, images, limits):
+    data = DataConfig(source="unused", image_processor=str(tmp_path / "whole"), **limits)
+    model = whole_folder("qwen2_vl", tmp_path / "whole")
+    values = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 1024}
+    values |= {"image_processor_type": "Qwen2VLImageProcessor", "image_mean": [0.25] * 3}
+    (tmp_path / "whole/preprocessor_config.json").write_text(json.dumps(values))
+    save_run(tmp_path / "run", model, data=data)
+    export(tmp_path / "run", tmp_path / "out")
+    run, folder = (Answerer.of(tmp_path / name).inputs(asked("what?", images)) for name in ("run", "out"))
+    assert run.keys() == folder.keys() and all(torch.equal(run[key], folder[key]) for key in run)
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")
+    seen = processor(images=[Image.open(path) for path in images], return_tensors="pt")
+    assert torch.equal(seen["image_grid_thw"], run["image_grid_thw"])
+    torch.testing.assert_close(seen["pixel_values"], run["pixel_values"], rtol=0, atol=0.05)
+    kept = json.loads((tmp_path / "out/preprocessor_config.json").read_text()) == values
+    assert kept != bool(limits), "the file stays as it came where the job follows it"
+
+
+def test_questions_have_the_images_that_stand_before_their_answer(tmp_path, images):
+    first, second = (str(path) for path in images)
+    image, text = {"type": "image", "image": first}, {"type": "text", "text": "what?"}
+    reply = {"role": "assistant", "content": [{"type": "text", "text": "a bar"}]}
+    later = [{"role": "user", "content": "<image>and?"}, {"role": "assistant", "content": "b"}]
+    records = [
+        {"messages": [{"role": "user", "content": [image, text]}, reply, *later], "images": [second]},
+        {"messages": [{"role": "user", "content": "hi"}, reply, *later], "images": [second]},
+    ]
+    path = tmp_path / "q.jsonl"
+    for record, shown, question in zip(records, ([first], []), ("<image>what?", "hi"), strict=True):
+        path.write_text(json.dumps(record))
+        (asks,) = questions(str(path), "train", None)
+        assert [image.path for image in asks.record.images] == shown
+        assert (text_of(asks.record.messages[-1]), asks.reference) == (question, "a bar")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--prompt", "x", "--limit", "3"], "--limit goes with --questions; leave it out"),
+        (["--prompt", "x", "--split", "test"], "--split goes with --questions; leave it out"),
+        (["--prompt", "x", "--top-p", "0.5"], "--top-p 0.5 has no effect without --temperature above 0"),
+        (["--prompt", "x", "--seed", str(2**64)], "it must be at least 0 and below 2"),
+        (["--questions", "", "--image", "a.png"], "--image goes with --prompt or --interactive"),
+    ],
+)
+def test_options_without_effect_are_refused(words, message, capsys):
+    assert main(["generate", "absent", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_image_that_is_no_file_is_named_by_its_option(tmp_path):
+    with pytest.raises(DataError, match=r"--image .*absent.png is no file; correct the path"):
+        asked("what?", [tmp_path / "absent.png"])
 
 
 def test_the_stop_token_ends_an_answer_in_the_template():
