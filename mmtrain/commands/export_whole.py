@@ -164,8 +164,8 @@ def _prepares_as_trained(out: Path, job: Config) -> bool:
     except ConfigError:  # a processor that no job could use, so this one took another
         return False
     assert rules is not None and trained[1] is not None
-    limits = {"min_pixels": 0, "max_pixels": 0}  # the geometry has those that count
-    return (geometry, dataclasses.replace(rules, **limits)) == (trained[0], dataclasses.replace(trained[1], **limits))
+    rules, of_job = (dataclasses.replace(r, min_pixels=0, max_pixels=0) for r in (rules, trained[1]))  # in the geometry
+    return (geometry, rules) == (trained[0], of_job)
 
 
 def _preprocessor(geometry: ImageGeometry, rules: PixelRules) -> dict[str, Any]:
