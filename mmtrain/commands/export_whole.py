@@ -22,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from mmtrain.checkpoint.run_folder import StoredRun, load_module
 from mmtrain.commands.adapters import AdapterFolder, plain
 from mmtrain.config.config import Config
+from mmtrain.config.model import EncoderConfig, LanguageConfig
 from mmtrain.data.conversations import image_rules
 from mmtrain.data.pixels import PixelRules
 from mmtrain.data.processor import stop_token
@@ -94,6 +95,7 @@ def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_s
     assert model.encoder is not None
     whole = gather(run, adapters=None if merge_adapters else out / "adapter")
     tokenizer = load_tokenizer(job.tokenizer)
+    sections: dict[str, EncoderConfig | LanguageConfig]
     sections = {"model.encoder": model.encoder, "model.language": model.language}
     sources = {where: section.pretrained for where, section in sections.items() if section.weights == "pretrained"}
     sources["model.projector"] = model.projector.pretrained
@@ -164,8 +166,8 @@ def _prepares_as_trained(out: Path, job: Config) -> bool:
     except ConfigError:  # a processor that no job could use, so this one took another
         return False
     assert rules is not None and trained[1] is not None
-    limits = {"min_pixels": 0, "max_pixels": 0}  # the geometry has those that count
-    return (geometry, dataclasses.replace(rules, **limits)) == (trained[0], dataclasses.replace(trained[1], **limits))
+    rules, of_job = (dataclasses.replace(r, min_pixels=0, max_pixels=0) for r in (rules, trained[1]))  # in the geometry
+    return (geometry, rules) == (trained[0], of_job)
 
 
 def _preprocessor(geometry: ImageGeometry, rules: PixelRules) -> dict[str, Any]:

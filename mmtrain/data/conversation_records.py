@@ -150,8 +150,9 @@ def _message(turn: Message, where: str) -> Message:
 def _list_of_structs(row: Any, column: str, of: str, where: str) -> list[Message]:
     turns = row[column]
     if isinstance(turns, Mapping):  # the form of a list of structs in older `datasets`
-        columns = [list(values) for values in turns.values()]
-        turns = [dict(zip(turns, values, strict=True)) for values in zip(*columns, strict=True)]
+        columns = list(turns.values())
+        if all(isinstance(values, list) and len(values) == len(columns[0]) for values in columns):
+            turns = [dict(zip(turns, values, strict=True)) for values in zip(*columns, strict=True)]
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise DataError(f"{where}: `{column}` is not a list of {of}")
     return turns

@@ -161,6 +161,8 @@ def test_images_of_parts_and_of_columns_keep_their_order(folder: Path) -> None:
         ({"conversations": "hello"}, "`conversations` is not a list of role and content, or from and value"),
         ({"texts": [{"user": "a"}]}, "`assistant` of `texts` is a NoneType; it must be text"),
         ({"texts": []}, "`texts` is empty"),
+        ({"texts": {"user": ["a", "b"], "assistant": ["c"]}}, "`texts` is not a list of user and assistant"),
+        ({"messages": {"role": 5}}, "`messages` is not a list of role and content"),
         ({"question": "a", "answer": ["b", "c"]}, "`answer` is a list; it must be text"),
         ({"image": "a.png", "jpg": "b.png", "question": "a", "answer": "b"}, "it has `image` and `jpg`; keep"),
         ({"images": "a.png", "question": "a", "answer": "b"}, "`images` is a str; it must be a list"),
