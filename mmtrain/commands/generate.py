@@ -41,7 +41,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from mmtrain.errors import ConfigError
+    from mmtrain.errors import ConfigError, DataError
 
     for name, fits, rule in (
         ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
@@ -87,7 +87,12 @@ def _generate(args: argparse.Namespace) -> int:
     prompts = iter(lambda: input("> "), None) if args.interactive else [args.prompt]
     try:
         for prompt in prompts:
-            answerer.answer(asked(prompt, args.image), sampling, streamer=streamer)
+            try:
+                answerer.answer(asked(prompt, args.image), sampling, streamer=streamer)
+            except DataError as error:
+                if not args.interactive:
+                    raise
+                print(f"error: {error}", file=sys.stderr)
     except EOFError:
         print()
     return 0

@@ -1,6 +1,7 @@
 """One folder of a whole model: what transformers reads from it, and the answers that it and the run give."""
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -153,7 +154,7 @@ def test_what_is_no_whole_model_has_a_folder_for_each_part_and_no_answers(tmp_pa
         Answerer.of(tmp_path / "prefix")
 
 
-def test_the_command_answers_questions_of_a_file(tmp_path, images, capsys):
+def test_the_command_answers_questions_of_a_file(tmp_path, images, capsys, monkeypatch):
     save_run(tmp_path / "run", whole_folder("qwen2_vl", tmp_path / "whole"))
     rows = [
         {"question": "what is it?", "answer": "x", "image": images[0].name},
@@ -172,6 +173,10 @@ def test_the_command_answers_questions_of_a_file(tmp_path, images, capsys):
     assert capsys.readouterr().out.strip() == answered[0]["answer"]
     assert main([*words, "--prompt", "<image>?"]) == 2
     assert "--prompt has 1 `<image>`, but there are 0 images" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("<image>?\nwhat is it?\n"))
+    assert main([*words, "--interactive"]) == 0, "a wrong question is not the last one"
+    out, err = capsys.readouterr()
+    assert "but there are 0 images" in err and len(out) > len("> > ")
 
 
 def test_options_alone_say_how_tokens_are_drawn(tmp_path, images):
