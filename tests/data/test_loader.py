@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from mmtrain.config.config import Config
 from mmtrain.config.data import TokenizerConfig
@@ -198,10 +199,20 @@ def test_a_corrupt_image_is_skipped_and_counted_once(tmp_path: Path, header: boo
         assert [state for _, _, state in whole] == [state for _, _, state in found]
 
 
-def test_whatever_a_library_raises_of_a_sample_is_named_and_follows_the_policy(tmp_path: Path) -> None:
-    row = {"role": ["user"], "content": ["columns", "of unequal length"]}
-    source = write_jsonl(tmp_path, 12, {3: {"messages": row}})
-    with pytest.raises(DataError, match=r"^sample 3 cannot be used: ValueError: zip\(\) argument 2 is longer"):
+def test_whatever_a_library_raises_of_a_sample_is_named_and_follows_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize = PreTrainedTokenizerFast.__call__
+
+    def fails(self: PreTrainedTokenizerFast, text: str, **options: object) -> object:
+        if "a text that it cannot take" in text:
+            raise ValueError("no such text")
+        return tokenize(self, text, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", fails)
+    turns = [{"role": "user", "content": "a text that it cannot take"}, {"role": "assistant", "content": "b"}]
+    source = write_jsonl(tmp_path, 12, {3: {"messages": turns, "images": []}})
+    with pytest.raises(DataError, match=r"^sample 3 cannot be used: ValueError: no such text"):
         steps(make_config(source, seq_len=128, shuffle=False), 1)
     found = steps(make_config(source, seq_len=128, shuffle=False, on_error="skip"), 1)
     assert found[0][1].num_skipped == 1
