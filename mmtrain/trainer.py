@@ -42,7 +42,8 @@ from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
 from mmtrain.observe.by_source import source_sums, source_totals
 from mmtrain.observe.host_memory import keep_freed_memory
 from mmtrain.observe.job_summary import few_clips
-from mmtrain.observe.metrics import Validation, setup_logging
+from mmtrain.observe.log_file import setup_logging
+from mmtrain.observe.metrics import Validation
 from mmtrain.observe.out_of_memory import OutOfMemoryContext, explain, is_out_of_memory
 from mmtrain.observe.run_record import FinishedStep, RunRecord, StepResult, log_start, owned_by_rank_zero
 from mmtrain.observe.step_memory import DeviceMemory, JobMemory

@@ -15,9 +15,10 @@ from mmtrain.modality.metadata import ClipMeta, DocumentMeta, ImageMeta, Iterati
 from mmtrain.models.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.spec.shapes import dit_shape, vision_shape
+from mmtrain.spec.shapes import dit_shape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
+from mmtrain.spec.vision_shapes import vision_shape
 from tests.store import stored
 
 Prepare = Callable[[nn.Module], None]

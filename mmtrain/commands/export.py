@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module, open_run
-from mmtrain.commands.adapters import AdapterFolder, plain
+from mmtrain.commands.adapter_folders import AdapterFolder, plain
 from mmtrain.commands.export_whole import export_whole
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig
@@ -35,11 +35,12 @@ from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.trainable import target_pattern
 from mmtrain.models.unused import unused_weights
 from mmtrain.spec.composites import class_name, selected_features
-from mmtrain.spec.families import dit_config, encoder_config, language_config
 from mmtrain.spec.hub_files import find_file
 from mmtrain.spec.linears import adapted_linears
+from mmtrain.spec.model_configs import dit_config, encoder_config, language_config
 from mmtrain.spec.modules import projector_sizes, whole_kind
-from mmtrain.spec.shapes import language_shape, vision_shape
+from mmtrain.spec.shapes import language_shape
+from mmtrain.spec.vision_shapes import vision_shape
 
 MAX_SHARD_SIZE = "5GB"
 """Bytes of one safetensors file."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module
-from mmtrain.commands.adapters import AdapterFolder, plain
+from mmtrain.commands.adapter_folders import AdapterFolder, plain
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig
 from mmtrain.data.conversations import image_rules
@@ -39,7 +39,8 @@ from mmtrain.models.whole import in_class, on_disk, whole_config, whole_model
 from mmtrain.spec.hub_files import find_file
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import whole_kind
-from mmtrain.spec.shapes import language_shape, vision_shape
+from mmtrain.spec.shapes import language_shape
+from mmtrain.spec.vision_shapes import vision_shape
 
 _COPIED = (
     "generation_config.json",

@@ -29,7 +29,7 @@ from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch
 from mmtrain.models.diffusion import ClipNoise, null_token
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.models.whole_model import WholeModel
+from mmtrain.models.whole_reference import WholeModel
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.modules import families, whole_kind
 from mmtrain.trainer import Trainer

@@ -18,7 +18,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.modality.geometry import ImageGeometry, model_geometry
 from mmtrain.modality.metadata import MicrobatchMeta
 from mmtrain.models.batch import Batch, Microbatch
-from mmtrain.spec.families import encoder_config
+from mmtrain.spec.model_configs import encoder_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

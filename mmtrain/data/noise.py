@@ -7,8 +7,9 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.modality.buckets import latent_channels
 from mmtrain.modality.metadata import ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.models.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
-from mmtrain.spec.shapes import VisionShape, language_shape, vision_shape
+from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
+from mmtrain.spec.vision_shapes import VisionShape, vision_shape
 
 
 def noise_batch(model: ModelConfig, meta: IterationMeta, seed: int) -> Batch:

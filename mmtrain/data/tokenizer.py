@@ -13,8 +13,8 @@ from typing import Any
 from mmtrain.config.config import Config
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.errors import ConfigError, one_line
-from mmtrain.spec.families import language_config
 from mmtrain.spec.hub_files import local_path, no_folder, unreachable
+from mmtrain.spec.model_configs import language_config
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tokenizer"
 """Folder of the default tokenizer, of `tokenizer.path = ""`."""

@@ -18,7 +18,7 @@ from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import DitConfig, VaeConfig
 from mmtrain.errors import ConfigError, DataError
-from mmtrain.spec.families import dit_config
+from mmtrain.spec.model_configs import dit_config
 from mmtrain.spec.shapes import check_prediction
 from mmtrain.spec.vae_shapes import LatentScale, latent_scale
 

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError, DataError
-from mmtrain.spec.families import encoder_config
-from mmtrain.spec.shapes import single_size, vision_shape
+from mmtrain.spec.model_configs import encoder_config
+from mmtrain.spec.shapes import single_size
+from mmtrain.spec.vision_shapes import vision_shape
 
 MAX_ASPECT_RATIO = 200
 """Largest ratio of the longer to the shorter side of an image for a native-resolution encoder, as in Qwen2-VL."""

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
-from mmtrain.spec.shapes import DitShape, dit_shape, vision_shape
+from mmtrain.spec.shapes import DitShape, dit_shape
 from mmtrain.spec.vae_shapes import LatentScale, latent_scale
+from mmtrain.spec.vision_shapes import vision_shape
 
 _IMAGE_TOKENS = 16
 _CLIP_SECONDS = 4.0

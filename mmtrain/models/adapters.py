@@ -24,7 +24,7 @@ from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import Bits, segment_bits
 from mmtrain.models.attention.context import PACKED, AttentionContext
 from mmtrain.models.projector import Grid
-from mmtrain.spec.shapes import VisionShape
+from mmtrain.spec.vision_shapes import VisionShape
 from mmtrain.spec.windows import window_rows
 
 
@@ -166,7 +166,7 @@ class Qwen25VLVision(Qwen2VLVision):
         return block(x_RD, **context["full" if index in context["full_blocks"] else "window"])
 
 
-class FixedSizeVision(VisionAdapter):
+class MaskedVision(VisionAdapter):
     """Encoders whose blocks take rows and a mask: SigLIP, CLIP, ViT, Whisper (images of one size) and SigLIP 2."""
 
     extra_rows = 0
@@ -187,7 +187,7 @@ class FixedSizeVision(VisionAdapter):
         return block(x_RD[None], context)[0]
 
 
-class Siglip(FixedSizeVision):
+class Siglip(MaskedVision):
     """The SigLIP vision transformer without its pooling head."""
 
     blocks, embed, norm = "encoder.layers", ("embeddings",), "post_layernorm"
@@ -227,7 +227,7 @@ class Siglip2(Siglip):
         return embeddings.patch_embedding(pixels.to(embeddings.patch_embedding.weight.dtype)) + positions
 
 
-class CLIP(FixedSizeVision):
+class CLIP(MaskedVision):
     """The CLIP vision transformer, up to its last block: the norm after it is for the pooled class token alone."""
 
     blocks, embed, norm = "encoder.layers", ("embeddings", "pre_layrnorm"), "post_layernorm"
@@ -239,7 +239,7 @@ class CLIP(FixedSizeVision):
         return CLIPVisionConfig, CLIPVisionModel
 
 
-class ViT(FixedSizeVision):
+class ViT(MaskedVision):
     """The ViT without its pooler."""
 
     blocks, embed, norm = "layers", ("embeddings",), "layernorm"
@@ -251,7 +251,7 @@ class ViT(FixedSizeVision):
         return ViTConfig, lambda config: ViTModel(config, add_pooling_layer=False)
 
 
-class WhisperEncoder(FixedSizeVision):
+class WhisperEncoder(MaskedVision):
     """The Whisper encoder: a log-mel spectrogram [mel bins, 2 x frames] is an image of one row of frames."""
 
     blocks, embed, norm = "layers", ("conv1", "conv2", "embed_positions"), "layer_norm"

@@ -9,9 +9,10 @@ from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
 from mmtrain.models.vae import VaeChunk
-from mmtrain.spec.shapes import dit_shape, language_shape, vision_shape
+from mmtrain.spec.shapes import dit_shape, language_shape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import vae_shape
+from mmtrain.spec.vision_shapes import vision_shape
 
 
 def build_chunk(

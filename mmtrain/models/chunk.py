@@ -30,11 +30,12 @@ from mmtrain.models.loss import LossFunction, cross_entropy_sum
 from mmtrain.models.projector import Grid, Projector, make_projector
 from mmtrain.models.scatter import scatter_tokens
 from mmtrain.models.trainable import set_trainable
-from mmtrain.spec.families import encoder_config, language_config
 from mmtrain.spec.linears import adapted_linears
+from mmtrain.spec.model_configs import encoder_config, language_config
 from mmtrain.spec.rows import RowSharding, WholeRows, padded, share_of
-from mmtrain.spec.shapes import LanguageShape, VisionShape
+from mmtrain.spec.shapes import LanguageShape
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
+from mmtrain.spec.vision_shapes import VisionShape
 
 
 class LanguageOutput(NamedTuple):

@@ -25,7 +25,7 @@ from mmtrain.errors import DataError
 from mmtrain.models.adapters import build_diffusers, keep_blocks
 from mmtrain.models.chunk import Chunk
 from mmtrain.models.projector import Grid
-from mmtrain.spec.families import dit_config
+from mmtrain.spec.model_configs import dit_config
 from mmtrain.spec.rows import share_of
 from mmtrain.spec.shapes import DitShape
 from mmtrain.spec.spec import TIME_ROWS, ModelSpec

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.spec.modules import projection_of
-from mmtrain.spec.shapes import VisionShape
+from mmtrain.spec.vision_shapes import VisionShape
 
 Grid = tuple[int, int, int]
 """Patches (time, height, width) of one image."""

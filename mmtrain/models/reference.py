@@ -18,7 +18,7 @@ from mmtrain.models.dit import DitOutput
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.vae import ADAPTERS, VaeChunk
-from mmtrain.spec.families import vae_config
+from mmtrain.spec.model_configs import vae_config
 from mmtrain.spec.shapes import dit_shape
 from mmtrain.spec.spec import ModelSpec
 

@@ -9,8 +9,9 @@ from mmtrain.models.adapters import VISION_ADAPTERS
 from mmtrain.models.build import materialise
 from mmtrain.models.initialise import init_encoder
 from mmtrain.models.pretrained import load_encoder
-from mmtrain.spec.families import ENCODERS, encoder_config
-from mmtrain.spec.shapes import vision_shape
+from mmtrain.spec.families import ENCODERS
+from mmtrain.spec.model_configs import encoder_config
+from mmtrain.spec.vision_shapes import vision_shape
 
 
 @torch.no_grad()

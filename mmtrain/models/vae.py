@@ -17,7 +17,7 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.errors import DataError
 from mmtrain.models.adapters import build_diffusers
 from mmtrain.models.chunk import Chunk
-from mmtrain.spec.families import vae_config
+from mmtrain.spec.model_configs import vae_config
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, Size, VaeShape, vae_shape
 

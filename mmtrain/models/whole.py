@@ -11,9 +11,9 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError
 from mmtrain.models.adapters import parameters_on_meta
 from mmtrain.spec.composites import COMPOSITES, Spelling, class_name, selected_features
-from mmtrain.spec.families import encoder_config, language_config
+from mmtrain.spec.model_configs import encoder_config, language_config
 from mmtrain.spec.modules import projection_of, whole_kind, why_not_whole
-from mmtrain.spec.shapes import vision_shape
+from mmtrain.spec.vision_shapes import vision_shape
 
 _SECTIONS = {"vision": "model.encoder", "projector": "model.projector", "language": "model.language"}
 """How the names of parameters here begin -> section of the part of the whole model."""

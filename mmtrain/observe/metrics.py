@@ -10,7 +10,6 @@ import resource
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,47 +36,6 @@ _PEAK_FLOPS = {  # dense bf16, from the vendors' data sheets
     "A40": 149.7e12,
     "B200": 2250e12,
 }
-
-
-_MOST_WAITING = 10_000
-"""Log records that wait for their file."""
-
-
-def setup_logging(rank: int) -> None:
-    """Rank 0 logs information, the others warnings, to standard output; a file takes the same once there is one."""
-    handler = logging.StreamHandler(sys.stdout)
-    prefix = "" if rank == 0 else f"[rank {rank}] "
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
-    logger.handlers = [handler, MemoryHandler(_MOST_WAITING, flushLevel=logging.CRITICAL + 1)]
-    logger.propagate = False
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-
-
-class LogFile:
-    """The file of a rank in the run folder that takes what it has logged and logs: `log.txt`, or `log-rank-R.txt`.
-
-    A resumed run adds to it. Nothing is written for a rank that logs nothing.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        name = "log.txt" if rank == 0 else f"log-rank-{rank}.txt"
-        self._file = logging.FileHandler(folder / name, encoding="utf-8", delay=True)
-        self._file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        for handler in list(logger.handlers):
-            if isinstance(handler, MemoryHandler):
-                handler.setTarget(self._file)
-                handler.close()  # hands over what it has
-                logger.removeHandler(handler)
-        logger.addHandler(self._file)
-
-    def write(self, message: str) -> None:
-        """Adds a line that is not shown on the screen, which has it from elsewhere."""
-        self._file.handle(logger.makeRecord(logger.name, logging.ERROR, "", 0, message, (), None))
-
-    def close(self) -> None:
-        """Closes the file."""
-        logger.removeHandler(self._file)
-        self._file.close()
 
 
 def peak_flops(section: MetricsConfig, device: torch.device) -> float:

@@ -22,7 +22,8 @@ from mmtrain.observe.by_source import SourceTotals
 from mmtrain.observe.environment import write_environment
 from mmtrain.observe.job_counts import JobCounts, StepCounts
 from mmtrain.observe.job_summary import start_lines
-from mmtrain.observe.metrics import LogFile, Reporter, StepMetrics, Validation, peak_flops
+from mmtrain.observe.log_file import LogFile
+from mmtrain.observe.metrics import Reporter, StepMetrics, Validation, peak_flops
 from mmtrain.observe.step_files import StepFiles
 from mmtrain.observe.step_memory import MemoryUse
 from mmtrain.observe.step_timing import StepTiming

@@ -32,8 +32,9 @@ from mmtrain.schedule.timeline import Timeline
 from mmtrain.schedule.transport import check_transport
 from mmtrain.spec.builders import DTYPE_BYTES, model_spec
 from mmtrain.spec.degrees import check_tensor_degree
-from mmtrain.spec.shapes import check_patches_split, check_window
+from mmtrain.spec.shapes import check_window
 from mmtrain.spec.spec import Flops, ModelSpec, WorkSize
+from mmtrain.spec.vision_shapes import check_patches_split
 
 
 @dataclass(frozen=True, kw_only=True)

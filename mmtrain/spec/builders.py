@@ -16,9 +16,10 @@ from dataclasses import replace
 from mmtrain.config.model import ModelConfig
 from mmtrain.spec.linears import Linear, adapted_linears, block_linears, linear_width, whole_width, with_adapters
 from mmtrain.spec.modules import projection_of
-from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
+from mmtrain.spec.shapes import DitShape, LanguageShape, dit_shape, language_shape
 from mmtrain.spec.spec import TIME_ROWS, LayerSpec, ModelSpec, ModuleSpec, Rates, Replaced, WholeBytes
 from mmtrain.spec.vae_shapes import VaeShape, vae_shape
+from mmtrain.spec.vision_shapes import VisionShape, vision_shape
 
 _FLOAT32 = 4
 _INT64 = 8

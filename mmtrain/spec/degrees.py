@@ -5,7 +5,8 @@ import math
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.modules import projection_of
-from mmtrain.spec.shapes import VisionShape, dit_shape, language_shape, vision_shape
+from mmtrain.spec.shapes import dit_shape, language_shape
+from mmtrain.spec.vision_shapes import VisionShape, vision_shape
 
 
 def check_tensor_degree(model: ModelConfig, tp: int, *, whole_encoder: bool = False) -> None:

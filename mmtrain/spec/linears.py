@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from mmtrain.config.model import LoRAConfig, ModelConfig, section_of
 from mmtrain.errors import ConfigError
-from mmtrain.spec.shapes import LanguageShape, VisionShape, language_shape, vision_shape
+from mmtrain.spec.shapes import LanguageShape, language_shape
 from mmtrain.spec.spec import AdapterSpec, LayerSpec, Rates
+from mmtrain.spec.vision_shapes import VisionShape, vision_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

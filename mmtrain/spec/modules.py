@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.spec.composites import COMPOSITES, projector_act
-from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape, dit_shape, language_shape, vision_shape
+from mmtrain.spec.shapes import DitShape, LanguageShape, dit_shape, language_shape
 from mmtrain.spec.vae_shapes import VaeShape, vae_shape
+from mmtrain.spec.vision_shapes import VisionShape, vision_shape
 
 Shape = VisionShape | LanguageShape | DitShape | VaeShape
 

@@ -14,18 +14,10 @@ from mmtrain.config.model import (
     VaeConfig,
 )
 from mmtrain.spec.composites import projector_act, selected_features
-from mmtrain.spec.families import (
-    DITS,
-    ENCODERS,
-    LANGUAGES,
-    VAES,
-    Family,
-    dit_config,
-    encoder_config,
-    language_config,
-    vae_config,
-)
-from mmtrain.spec.shapes import dit_shape, language_shape, vision_shape
+from mmtrain.spec.families import DITS, ENCODERS, LANGUAGES, VAES, Family
+from mmtrain.spec.model_configs import dit_config, encoder_config, language_config, vae_config
+from mmtrain.spec.shapes import dit_shape, language_shape
+from mmtrain.spec.vision_shapes import vision_shape
 
 _HEAD_DIM = 16
 _TIME_WIDTH = 32

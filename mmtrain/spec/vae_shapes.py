@@ -13,7 +13,7 @@ from typing import Any
 
 from mmtrain.config.model import ModelConfig, VaeConfig
 from mmtrain.errors import ConfigError
-from mmtrain.spec.families import dit_config, vae_config
+from mmtrain.spec.model_configs import dit_config, vae_config
 from mmtrain.spec.spec import Rates
 
 Size = tuple[int, int, int]

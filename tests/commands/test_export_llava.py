@@ -13,7 +13,7 @@ from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.projector import make_projector
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.shapes import vision_shape
+from mmtrain.spec.vision_shapes import vision_shape
 from tests.commands.test_export import adapted, close, features_of, images
 from tests.llava import job_model, save_llava
 from tests.lora import with_lora

@@ -11,7 +11,7 @@ from mmtrain.errors import ConfigError
 from mmtrain.models.build import build_chunk
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.reference import ReferenceModel
-from mmtrain.models.whole_model import WholeModel
+from mmtrain.models.whole_reference import WholeModel
 from mmtrain.spec.builders import model_spec
 from tests.llava import LLAVAS, SPELLINGS, job_model, our_name, save_llava, their_loss
 from tests.models.test_chunk import assert_equal_gradients, grads

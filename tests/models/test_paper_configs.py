@@ -7,7 +7,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 
 from mmtrain.config import config
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.families import dit_config, encoder_config, language_config
+from mmtrain.spec.model_configs import dit_config, encoder_config, language_config
 
 NAMES = ("vlm_s", "vlm_m", "vlm_l", "vlm_xl_8k", "vlm_xl_16k")
 TABLE = {  # layers, width, MLP width, heads, groups (table 2); GPT 175B as in arXiv:2005.14165
@@ -62,7 +62,8 @@ def test_parameters_are_those_of_the_hugging_face_classes(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes_are_those_of_the_papers_tables(name):
-    from mmtrain.spec.shapes import language_shape, vision_shape
+    from mmtrain.spec.shapes import language_shape
+    from mmtrain.spec.vision_shapes import vision_shape
 
     model = config.load(f"{name}.toml").model
     vision, language = vision_shape(model), language_shape(model)

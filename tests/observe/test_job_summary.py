@@ -9,7 +9,8 @@ import pytest
 from mmtrain.config import config
 from mmtrain.config.sections import MetricsConfig
 from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, start_lines
-from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation, setup_logging
+from mmtrain.observe.log_file import setup_logging
+from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation
 from mmtrain.planner.iteration import IterationPlanner
 from tests.observe.test_metrics import STEP
 

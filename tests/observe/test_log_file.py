@@ -8,7 +8,8 @@ import pytest
 
 from mmtrain.config.sections import MetricsConfig
 from mmtrain.errors import ConfigError
-from mmtrain.observe.metrics import LogFile, Reporter, Validation, setup_logging
+from mmtrain.observe.log_file import LogFile, setup_logging
+from mmtrain.observe.metrics import Reporter, Validation
 
 logger = logging.getLogger("mmtrain")
 

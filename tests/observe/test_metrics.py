@@ -8,6 +8,7 @@ import torch
 
 from mmtrain.config.sections import MetricsConfig
 from mmtrain.observe.by_source import SourceTotals
+from mmtrain.observe.log_file import setup_logging
 from mmtrain.observe.metrics import (
     ModuleMetrics,
     PlannerMetrics,
@@ -16,7 +17,6 @@ from mmtrain.observe.metrics import (
     Validation,
     memory_gib,
     peak_flops,
-    setup_logging,
 )
 
 STEP = {

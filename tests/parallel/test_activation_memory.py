@@ -32,8 +32,9 @@ from mmtrain.spec.builders import model_spec
 from mmtrain.spec.linears import block_linears
 from mmtrain.spec.memory_strategies import StageMemory
 from mmtrain.spec.recomputation import Recomputation
-from mmtrain.spec.shapes import language_shape, vision_shape
+from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.spec import Division, documents_work, images_work
+from mmtrain.spec.vision_shapes import vision_shape
 from tests.lora import with_lora
 from tests.reference import ENCODERS, LANGUAGES, make_batch, model_config
 

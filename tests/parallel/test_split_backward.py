@@ -36,8 +36,8 @@ from mmtrain.planner.partition.partition import partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.lower import Program
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.shapes import vision_shape
 from mmtrain.spec.spec import documents_work, images_work
+from mmtrain.spec.vision_shapes import vision_shape
 from tests.lora import with_lora
 from tests.pairwise import covering
 from tests.parallel.parity import (

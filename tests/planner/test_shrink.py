@@ -24,9 +24,10 @@ from mmtrain.modality.buckets import most_frames, video_geometry
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.shrink import MOST_RANKS, shrink
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.shapes import dit_shape, language_shape, vision_shape
+from mmtrain.spec.shapes import dit_shape, language_shape
 from mmtrain.spec.small import fewer_blocks
 from mmtrain.spec.vae_shapes import vae_shape
+from mmtrain.spec.vision_shapes import vision_shape
 from tests.llava import job_model, save_llava
 
 ENCODERS: dict[str, dict[str, Any]] = {

@@ -5,16 +5,8 @@ import pytest
 
 from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, VaeConfig
 from mmtrain.errors import ConfigError
-from mmtrain.spec.families import (
-    DITS,
-    ENCODERS,
-    LANGUAGES,
-    VAES,
-    dit_config,
-    encoder_config,
-    language_config,
-    vae_config,
-)
+from mmtrain.spec.families import DITS, ENCODERS, LANGUAGES, VAES
+from mmtrain.spec.model_configs import dit_config, encoder_config, language_config, vae_config
 
 NAMES = ("qwen2", "llama", "qwen3", "mistral", "qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl")
 """What names a language model."""

@@ -12,8 +12,8 @@ from mmtrain.config.model import LanguageConfig
 from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
-from mmtrain.spec.families import language_config
 from mmtrain.spec.hub_files import find_file
+from mmtrain.spec.model_configs import language_config
 
 KEYS: dict[str, Callable[[str], Any]] = {
     "model.language.pretrained": lambda value: language_config(LanguageConfig(pretrained=value)),

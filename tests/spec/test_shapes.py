@@ -5,7 +5,8 @@ import pytest
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.shapes import check_patches_split, check_window, language_shape, vision_shape
+from mmtrain.spec.shapes import check_window, language_shape
+from mmtrain.spec.vision_shapes import check_patches_split, vision_shape
 
 
 def model(encoder=None, language=None, **projector) -> ModelConfig:

@@ -49,9 +49,10 @@ from mmtrain.planner.operators.vae_layer import encode
 from mmtrain.spec.linears import Linear as NamedLinear
 from mmtrain.spec.linears import block_linears
 from mmtrain.spec.modules import Projection, Shape
-from mmtrain.spec.shapes import DitShape, LanguageShape, VisionShape
+from mmtrain.spec.shapes import DitShape, LanguageShape
 from mmtrain.spec.spec import TIME_ROWS, Division, LayerSpec, Rates
 from mmtrain.spec.vae_shapes import VaeShape
+from mmtrain.spec.vision_shapes import VisionShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

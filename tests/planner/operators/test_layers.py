@@ -11,8 +11,9 @@ from mmtrain.planner.operators.layers import LayerDescriber, LinkedDivision
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import projection_of
-from mmtrain.spec.shapes import dit_shape, language_shape, vision_shape
+from mmtrain.spec.shapes import dit_shape, language_shape
 from mmtrain.spec.spec import LayerSpec, WorkSize
+from mmtrain.spec.vision_shapes import vision_shape
 from tests.models.conftest import VISION_MODELS, tiny_model
 from tests.models.dits import t2v
 from tests.planner.operators.graphs import LATENCIES

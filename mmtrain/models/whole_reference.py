@@ -20,8 +20,8 @@ from mmtrain.models.trainable import adapter_names, is_adapter, plain_name
 from mmtrain.models.unused import unused_weights
 from mmtrain.models.whole import empty_whole, in_class, whole_config
 from mmtrain.spec.modules import whole_kind
-from mmtrain.spec.shapes import vision_shape
 from mmtrain.spec.spec import ModelSpec
+from mmtrain.spec.vision_shapes import vision_shape
 
 
 class WholeModel(ReferenceModel):

@@ -1,0 +1,317 @@
+"""The sizes and flags of a configured vision encoder for costs, geometry and adapters. Pure; no weights."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mmtrain.config.model import ModelConfig
+from mmtrain.errors import ConfigError
+from mmtrain.spec.composites import selected_features
+from mmtrain.spec.model_configs import encoder_config
+from mmtrain.spec.shapes import check_divides, language_shape, section_name, single_size
+from mmtrain.spec.windows import Grid, Indices, feature_order, row_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionShape:
+    """The sizes of a vision encoder with its projector."""
+
+    model_type: str
+    width: int
+    """Columns of the activations between its blocks."""
+    depth: int
+    """Number of blocks that run: up to the one whose output the projector reads."""
+    num_heads: int
+    mlp_width: int
+    patch_dim: int
+    """Elements of one patch: channels x (time x) height x width."""
+    hidden_act: str
+    qkv_bias: bool = True
+    key_bias: bool = True
+    """Whether the key has a bias if query and value have one."""
+    gated_mlp: bool = False
+    """Whether a third linear layer gates the inner columns."""
+    joint_qkv: bool = False
+    """Whether one linear layer makes query, key and value."""
+    rotary: bool = False
+    """Whether positions are rotary."""
+    num_positions: int = 0
+    """Learned positions in a square, which are resized to the grid of each image; 0: positions are of another kind."""
+    rms_norm: bool = False
+    """Whether norms are RMSNorms."""
+    patch_size: int
+    """Pixels along one side of a patch."""
+    packed: bool
+    """Whether the patches of images of any size are packed into one list, in merge-block order; otherwise all images
+    have one size and their patches are in row-major order."""
+    class_token: bool = False
+    """Whether the encoder adds a row to each image."""
+    keeps_class_token: bool = False
+    """Whether that row is a feature, too, and so becomes a token of the language model."""
+    embed_norm: bool = False
+    """Whether a norm follows the embedding of patches and class token."""
+    embed_bias: bool = True
+    """Whether the embedding of patches has a bias."""
+    final_norm: bool = False
+    """Whether a norm follows the last block that runs."""
+    fixed_grid: tuple[int, int, int] | None = None
+    """Patches (1, height, width) of every image; None for packed encoders."""
+    one_row: bool = False
+    """Whether an image is one row of patches, which are merged only along it: audio over time."""
+    window: int = 0
+    """Side of the attention windows in merged tokens; 0: the encoder has none."""
+    full_blocks: tuple[int, ...] = ()
+    """With windows: blocks whose attention covers the whole frame."""
+    native_merge: int = 0
+    """Spatial merge of the encoder's own merger; 0 if it has none."""
+    native_width: int = 0
+    """Output width of the encoder's own merger; 0 if it has none."""
+    merge: int
+    """Spatial merge of the projector that is used."""
+
+    @property
+    def patches_per_token(self) -> int:
+        """Patches that the projector joins to one token."""
+        return self.merge if self.one_row else self.merge**2
+
+    @property
+    def fixed_tokens(self) -> int:
+        """Tokens of each image of an encoder of one image size."""
+        assert self.fixed_grid is not None
+        return math.prod(self.fixed_grid) // self.patches_per_token + self.keeps_class_token
+
+    @property
+    def patches_per_output(self) -> float:
+        """Patches of an image for each of its tokens, one of which may be the class token."""
+        if not self.keeps_class_token:
+            return self.patches_per_token
+        return 1 - 1 / self.fixed_tokens
+
+    def row_order(self, grids: Sequence[Grid]) -> Indices:
+        """[R] int64: the packed patch of each row, see `windows.row_order`. Args: grids: patches of each image."""
+        return row_order(grids, self.merge, self.window)
+
+    def feature_order(self, grids: Sequence[Grid]) -> Indices:
+        """[V] int64: the feature of each merged row, see `windows.feature_order`. Args: grids: as in `row_order`."""
+        return feature_order(grids, self.merge, self.window)
+
+
+def vision_shape(model: ModelConfig) -> VisionShape:
+    """The sizes of the vision encoder of a model that has one.
+
+    Raises: ConfigError: its sizes do not fit together, or the projector does not fit.
+    """
+    assert model.encoder is not None
+    values = encoder_config(model.encoder)
+    where = section_name("model.encoder", model.encoder)
+    shape = _SHAPES[values["model_type"]](values, where, model.projector.merge)
+    shape = _with_selected_features(model, shape, where)
+    check_divides(where, "number of heads", shape.num_heads, "width", shape.width)
+    _check_native(model, shape, where)
+    return shape
+
+
+def _native_resolution(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+    """Encoders of packed images: Qwen2-VL and Qwen2.5-VL."""
+    windowed = values["model_type"] == "qwen2_5_vl_vision"
+    width_key = "hidden_size" if windowed else "embed_dim"
+    width, heads = values[width_key], values["num_heads"]
+    patch = single_size(where, "patch_size", values["patch_size"])
+    frames = single_size(where, "temporal_patch_size", values["temporal_patch_size"])
+    check_divides(where, "number of heads", heads, "width", width)
+    if width // heads % 4:
+        raise ConfigError(
+            f"{where}: {width_key} / num_heads = {width // heads}; rotary positions of two axes need a multiple of 4"
+        )
+    window = 0
+    if windowed:
+        pixels = single_size(where, "window_size", values["window_size"])
+        window = pixels // merge // patch  # rounded down, as Hugging Face does
+        if not window:
+            raise ConfigError(
+                f"{where}: window_size = {pixels} pixels is less than one merged token of spatial_merge * patch_size "
+                f"= {merge} * {patch} pixels; raise it or lower model.projector.spatial_merge"
+            )
+    return VisionShape(
+        model_type=values["model_type"],
+        width=width,
+        depth=values["depth"],
+        num_heads=heads,
+        mlp_width=values["intermediate_size"] if windowed else int(width * values["mlp_ratio"]),
+        patch_dim=values["in_channels"] * frames * patch * patch,
+        hidden_act=values["hidden_act"],
+        patch_size=patch,
+        packed=True,
+        joint_qkv=True,
+        rotary=True,
+        embed_bias=False,
+        gated_mlp=windowed,
+        rms_norm=windowed,
+        window=window,
+        full_blocks=tuple(values["fullatt_block_indexes"]) if windowed else (),
+        native_merge=values["spatial_merge_size"],
+        native_width=values["out_hidden_size" if windowed else "hidden_size"],
+        merge=merge,
+    )
+
+
+def _resized_positions(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+    """Encoders of packed images with learned positions, which are resized to each image: SigLIP 2 (NaFlex)."""
+    positions = values["num_patches"]
+    if math.isqrt(positions) ** 2 != positions:
+        raise ConfigError(f"{where}: num_patches = {positions}; positions form a square, so it must be a square number")
+    return _tower(values, where, packed=True, num_positions=positions, final_norm=True, merge=merge)
+
+
+def _fixed_size(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+    """Encoders whose images all have one size: SigLIP, CLIP and ViT."""
+    patch = single_size(where, "patch_size", values["patch_size"])
+    image = single_size(where, "image_size", values["image_size"])
+    check_divides(where, "patch_size", patch, "image_size", image)
+    patches_per_side = image // patch
+    clip = values["model_type"] == "clip_vision_model"
+    if patches_per_side % merge:
+        raise ConfigError(
+            f"model.projector.spatial_merge = {merge}, but {where} makes {patches_per_side} x {patches_per_side} "
+            f"patches; choose a divisor of {patches_per_side}"
+        )
+    return _tower(
+        values,
+        where,
+        qkv_bias=values.get("qkv_bias", True),
+        packed=False,
+        class_token=values["model_type"] in ("clip_vision_model", "vit"),
+        embed_norm=clip,
+        embed_bias=not clip,
+        final_norm=not clip,  # its norm is for the pooled class token alone
+        fixed_grid=(1, patches_per_side, patches_per_side),
+        merge=merge,
+    )
+
+
+def _tower(values: dict[str, Any], where: str, **flags: Any) -> VisionShape:
+    """An encoder by the keys that most configs have. Args: flags: fields of the shape that these do not say."""
+    patch = single_size(where, "patch_size", values["patch_size"])
+    return VisionShape(
+        model_type=values["model_type"],
+        width=values["hidden_size"],
+        depth=values["num_hidden_layers"],
+        num_heads=values["num_attention_heads"],
+        mlp_width=values["intermediate_size"],
+        patch_dim=values["num_channels"] * patch * patch,
+        hidden_act=values["hidden_act"],
+        patch_size=patch,
+        **flags,
+    )
+
+
+def _audio(values: dict[str, Any], where: str, merge: int) -> VisionShape:
+    """The Whisper encoder: an "image" is a spectrogram, its patches are one row of `max_source_positions`."""
+    frames = values["max_source_positions"]
+    if frames % merge:
+        raise ConfigError(
+            f"model.projector.spatial_merge = {merge}, but {where} makes {frames} frames (max_source_positions); "
+            f"choose a divisor of {frames}"
+        )
+    if values["d_model"] % 2:
+        raise ConfigError(f"{where}: d_model = {values['d_model']}; sines and cosines of positions need an even one")
+    return VisionShape(
+        model_type=values["model_type"],
+        width=values["d_model"],
+        depth=values["encoder_layers"],
+        num_heads=values["encoder_attention_heads"],
+        mlp_width=values["encoder_ffn_dim"],
+        patch_dim=2 * values["num_mel_bins"],  # the second convolution halves the frames
+        hidden_act=values["activation_function"],
+        key_bias=False,
+        patch_size=1,
+        packed=False,
+        final_norm=True,
+        fixed_grid=(1, 1, frames),
+        one_row=True,
+        merge=merge,
+    )
+
+
+_SHAPES: Mapping[str, Callable[[dict[str, Any], str, int], VisionShape]] = {
+    "qwen2_vl_vision": _native_resolution,
+    "qwen2_5_vl_vision": _native_resolution,
+    "siglip_vision_model": _fixed_size,
+    "siglip2_vision_model": _resized_positions,
+    "clip_vision_model": _fixed_size,
+    "vit": _fixed_size,
+    "whisper_encoder": _audio,
+}
+"""Family -> (complete config, name of the section in errors, spatial merge) -> shape."""
+
+
+def _with_selected_features(model: ModelConfig, shape: VisionShape, where: str) -> VisionShape:
+    """The shape of the part of an encoder that makes the features which the projector reads.
+
+    Raises: ConfigError: there is no such block or class token, or they do not fit the projector.
+    """
+    assert model.encoder is not None
+    layer, select = selected_features(model.encoder)
+    if abs(layer) > shape.depth:
+        raise ConfigError(
+            f"model.encoder.feature_layer = {layer}, but {where} has {shape.depth} blocks; choose 1 to {shape.depth}, "
+            f"or -1 to -{shape.depth} from the last one"
+        )
+    if layer and model.projector.kind == "native":
+        raise ConfigError(
+            f'model.encoder.feature_layer = {layer}, but model.projector.kind = "native" reads the output of the last '
+            'block; remove it, or use kind = "mlp"'
+        )
+    if select == "default" and not shape.class_token:
+        raise ConfigError(
+            f'model.encoder.feature_select = "default" leaves out the class token, but {where} ({shape.model_type}) '
+            'has none; set feature_select = "full"'
+        )
+    keeps_class_token = select == "full" and shape.class_token
+    if keeps_class_token and shape.merge > 1:
+        raise ConfigError(
+            f'model.encoder.feature_select = "full" keeps the class token, which has no neighbours to merge with, but '
+            f"model.projector merges {shape.merge} x {shape.merge} features; set model.projector.spatial_merge = 1"
+        )
+    return replace(
+        shape,
+        depth=(layer if layer > 0 else shape.depth + 1 + layer) if layer else shape.depth,
+        final_norm=shape.final_norm and not layer,
+        keeps_class_token=keeps_class_token,
+    )
+
+
+def check_patches_split(model: ModelConfig) -> None:
+    """Checks that the patches of an encoder's images can be divided over ranks.
+
+    Raises: ConfigError: they cannot, as its images have one fixed size.
+    """
+    if model.encoder is not None and not vision_shape(model).packed:
+        model_type = vision_shape(model).model_type
+        raise ConfigError(
+            f'parallelism.encoder_context_parallel = "patches", but the patches of a {model_type} are those of one '
+            'fixed size and stay together; use "images"'
+        )
+
+
+def _check_native(model: ModelConfig, shape: VisionShape, where: str) -> None:
+    """Checks that a configured native merger exists and fits."""
+    if model.projector.kind != "native":
+        return
+    if not shape.native_merge:
+        raise ConfigError(
+            f'model.projector.kind = "native", but {where} ({shape.model_type}) has no merger of its own; use "mlp"'
+        )
+    if shape.merge != shape.native_merge:
+        raise ConfigError(
+            f"model.projector.spatial_merge = {shape.merge}, but the merger of {where} merges "
+            f"{shape.native_merge} x {shape.native_merge}; set spatial_merge = {shape.native_merge} or "
+            'kind = "mlp"'
+        )
+    language_width = language_shape(model).width
+    if shape.native_width != language_width:
+        raise ConfigError(
+            f'model.projector.kind = "native": the merger of {where} makes {shape.native_width} columns '
+            f'(hidden_size), but the language model has {language_width}; change one or use kind = "mlp"'
+        )
