@@ -103,6 +103,10 @@ class OptimizerGroup:
         return "the group with " + " and ".join(words)
 
 
+_BFLOAT16_BETA = 0.99
+"""Largest decay whose changes, 1 % of a value, are clearly above the 0.4 % that 8 bits of mantissa resolve."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
     """[optimizer]: decoupled weight decay on matrices; norms, biases and embeddings are not decayed."""
@@ -121,6 +125,9 @@ class OptimizerConfig:
     """Decay of matrices, times the learning rate."""
     implementation: Literal["for-loop", "foreach", "fused"] = "foreach"
     """Kernel of torch's optimizer."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Both moments between steps. bfloat16 halves their memory (4 instead of 8 bytes a parameter) and rounds them,
+    so beta2 is at most 0.99: changes below 0.4 % are lost."""
     groups: list[OptimizerGroup] = field(default_factory=list)
     """Parameters with values of their own, each a table [[optimizer.groups]]."""
 
@@ -130,6 +137,11 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise ConfigError(f"optimizer.{name} = {getattr(self, name)}; it must be below 1")
+        if self.moments_dtype == "bfloat16" and self.beta2 > _BFLOAT16_BETA:
+            raise ConfigError(
+                f'optimizer.beta2 = {self.beta2}, but moments_dtype = "bfloat16" rounds changes of '
+                f'{1 - self.beta2:.2g} away; set beta2 to at most {_BFLOAT16_BETA}, or moments_dtype = "float32"'
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,24 +17,30 @@ from mmtrain.models.trainable import part_of
 from mmtrain.parallel.grads import local_part
 from mmtrain.parallel.titan import FrozenAwareOptimizers, ParamGroupConfig, init_optim_state
 
+_BUCKET = 1 << 24
+"""Elements whose moments are widened to float32 at the same time: 128 MiB of both."""
+
 
 class LocalOptimizers(FrozenAwareOptimizers):
     """torchtitan's container, whose optimizers compute on this rank's parts of DTensors.
 
     Updates are elementwise, so that plain tensors give the values of DTensors, bit for bit, without the sharding rules
     of operations on whole lists of DTensors (0.8 s of the first step on a CPU). Parameters and moments stay DTensors.
+    Moments that are stored in another dtype are float32 during their update, a bucket of parameters at a time.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, moments: torch.dtype = torch.float32, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._moments = moments
         self.peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self]
         """Peak learning rate of each group of each optimizer."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Updates every parameter that has a gradient."""
         for optimizer in self.optimizers:
-            with _on_local_parts(optimizer):
-                optimizer.step(*args, **kwargs)
+            for bucket in _buckets(optimizer, self._moments):
+                with _on_local_parts(optimizer, bucket, self._moments):
+                    optimizer.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Name -> value of every moment and setting."""
@@ -45,11 +51,16 @@ class LocalOptimizers(FrozenAwareOptimizers):
         """Loads the values of `state_dict`."""
         self._init_state()
         super().load_state_dict(state_dict)
+        for optimizer in self.optimizers:  # torch's loads moments in the dtype of parameters
+            for values in optimizer.state.values():
+                values.update({key: value.to(self._moments) for key, value in values.items() if key != "step"})
 
     def _init_state(self) -> None:
         for optimizer in self.optimizers:
-            with _on_local_parts(optimizer):
-                init_optim_state(optimizer)
+            if not optimizer.state:
+                for bucket in _buckets(optimizer, self._moments):
+                    with _on_local_parts(optimizer, bucket, self._moments):
+                        init_optim_state(optimizer)
 
 
 def lr_factor(section: LRSchedulerConfig, step: int, steps: int) -> float:
@@ -113,7 +124,8 @@ def build_optimizers(
             )
         )
     config = LocalOptimizers.Config(param_groups=configs, implementation=section.implementation)
-    return LocalOptimizers(config, model_parts=list(chunks))
+    moments = getattr(torch, section.moments_dtype)
+    return LocalOptimizers(config, model_parts=list(chunks), moments=moments)
 
 
 def check_groups(section: OptimizerConfig, chunks: Sequence[nn.Module], aliases: Mapping[str, str]) -> None:
@@ -148,17 +160,37 @@ def set_lr(optimizers: LocalOptimizers, factor: float) -> None:
             group["lr"] = factor * peak
 
 
+_Bucket = list[list[torch.Tensor]]
+"""Some parameters of each group of an optimizer."""
+
+
+def _buckets(optimizer: torch.optim.Optimizer, moments: torch.dtype) -> Iterator[_Bucket]:
+    """All parameters at once, or the few whose moments are float32 at the same time."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    if moments == torch.float32:
+        yield groups
+        return
+    for number, parameters in enumerate(groups):
+        start = elements = 0
+        for end, parameter in enumerate(parameters, start=1):
+            elements += local_part(parameter).numel()
+            if elements >= _BUCKET or end == len(parameters):
+                yield [parameters[start:end] if i == number else [] for i in range(len(groups))]
+                start, elements = end, 0
+
+
 @contextmanager
-def _on_local_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within it, an optimizer's parameters, gradients and moments are this rank's parts of them."""
+def _on_local_parts(optimizer: torch.optim.Optimizer, bucket: _Bucket, moments: torch.dtype) -> Iterator[None]:
+    """Within it, an optimizer has the parameters of a bucket: this rank's parts of them, with moments in float32."""
     whole = [group["params"] for group in optimizer.param_groups]
-    local = [[_local_parameter(parameter) for parameter in parameters] for parameters in whole]
-    pairs = [(w, x) for ws, xs in zip(whole, local, strict=True) for w, x in zip(ws, xs, strict=True) if w is not x]
-    state = optimizer.state
+    local = [[_local_parameter(parameter) for parameter in parameters] for parameters in bucket]
+    pairs = [(w, x) for ws, xs in zip(bucket, local, strict=True) for w, x in zip(ws, xs, strict=True)]
+    others = dict(optimizer.state)
+    optimizer.state.clear()
     for parameter, part in pairs:
         part.grad = None if parameter.grad is None else local_part(parameter.grad)
-        if parameter in state:
-            state[part] = {key: local_part(value) for key, value in state[parameter].items()}
+        if parameter in others:
+            optimizer.state[part] = {key: local_part(value).float() for key, value in others[parameter].items()}
     for group, parts in zip(optimizer.param_groups, local, strict=True):
         group["params"] = parts
     try:
@@ -166,19 +198,26 @@ def _on_local_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
             group["params"] = parameters
+        updated = dict(optimizer.state)
+        optimizer.state.clear()
+        optimizer.state.update(others)
         for parameter, part in pairs:
-            moments = state.pop(part, None)
-            if moments and parameter not in state:  # the first step
-                state[parameter] = {
-                    key: value if key == "step" else _as_dtensor(value, parameter) for key, value in moments.items()
-                }
+            if part in updated:
+                stored = optimizer.state.setdefault(parameter, {})
+                for key, value in updated[part].items():
+                    if key not in stored:  # the first step
+                        stored[key] = value if key == "step" else _as_stored(value.to(moments), parameter)
+                    elif (kept := local_part(stored[key])) is not value:
+                        kept.copy_(value)
 
 
 def _local_parameter(parameter: torch.Tensor) -> torch.Tensor:
     return local_part(parameter).detach().requires_grad_() if isinstance(parameter, DTensor) else parameter
 
 
-def _as_dtensor(part: torch.Tensor, like: DTensor) -> DTensor:
+def _as_stored(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return part
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -216,3 +216,58 @@ def _check_both(device, right, wrong):
 def test_groups_that_say_nothing_are_refused(values, reason):
     with pytest.raises(ConfigError, match=re.escape(reason)):
         OptimizerGroup(**values)
+
+
+# ------------------------------------------------------------------------------------------------ bfloat16 moments
+
+
+def steps_with(moments_dtype, bucket, divided=None):
+    """Parameters after three steps, the last one of a container that loaded the state of the first two."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmtrain.parallel.optim._BUCKET", bucket)
+        torch.manual_seed(0)
+        model = Model()
+        if divided is not None:
+            for module in model.children():
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    shards = distribute_tensor(parameter.detach(), divided, [Shard(0)])
+                    module.register_parameter(name, nn.Parameter(shards))
+        section = OptimizerConfig(lr=0.01, moments_dtype=moments_dtype)
+        optimizers = build_optimizers(section, [model], [])
+        for step in range(3):
+            if step == 2:
+                stored = {k: v.clone() if torch.is_tensor(v) else v for k, v in optimizers.state_dict().items()}
+                optimizers = build_optimizers(section, [model], [])
+                optimizers.load_state_dict(stored)
+            for parameter in model.parameters():
+                grad = torch.randn(parameter.shape)
+                parameter.grad = grad if divided is None else distribute_tensor(grad, divided, [Shard(0)])
+            optimizers.step()
+            optimizers.zero_grad()
+        state = optimizers.state_dict()
+        assert {str(v.dtype) for k, v in state.items() if "exp_avg" in k} == {f"torch.{moments_dtype}"}
+        return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def divided_steps(rank, moments_dtype, bucket):
+    return steps_with(moments_dtype, bucket, init_device_mesh("cpu", (2,)))
+
+
+@pytest.mark.ranks
+def test_bfloat16_moments_of_shards_are_those_of_one_process_to_the_bit():
+    whole = steps_with("bfloat16", 1 << 24)
+    for ours in (steps_with("bfloat16", 8), *run_ranks(divided_steps, 2, "bfloat16", 8)):
+        assert all(torch.equal(a, b) for a, b in zip(ours, whole, strict=True)), "no bucket or shard changes a value"
+
+
+def test_bfloat16_moments_only_round():
+    exact, rounded = steps_with("float32", 1 << 24), steps_with("bfloat16", 1 << 24)
+    start = [p.detach() for p in (torch.manual_seed(0), Model())[1].parameters()]
+    moved = torch.cat([(a - s).flatten() for a, s in zip(exact, start, strict=True)])
+    off = torch.cat([(b - a).flatten() for a, b in zip(exact, rounded, strict=True)])
+    assert 0 < off.norm() < 0.002 * moved.norm()  # measured 0.0006
+
+
+def test_bfloat16_moments_refuse_decays_that_they_cannot_resolve():
+    with pytest.raises(ConfigError, match=r"optimizer.beta2 = 0.999, but .* set beta2 to at most 0.99, or"):
+        OptimizerConfig(beta2=0.999, moments_dtype="bfloat16")

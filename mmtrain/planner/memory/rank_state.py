@@ -15,7 +15,7 @@ from mmtrain.spec.builders import DTYPE_BYTES
 from mmtrain.spec.spec import ModelSpec
 
 _MASTER = 4
-"""Bytes of an element of parameter shards, of reduced gradients and of each of Adam's two moments."""
+"""Bytes of an element of parameter shards and of reduced gradients."""
 _GATHERED_LAYERS = 2
 """Layers that are gathered at the same time if FSDP2 gathers before each use: the one in use and the next."""
 
@@ -77,6 +77,8 @@ class Sharding:
     """Bytes of an element of gathered parameters."""
     reduce_dtype_bytes: int
     """Bytes of an element of gradients before and in their reduction."""
+    moments_dtype_bytes: int
+    """Bytes of an element of each of Adam's two moments."""
     offload: bool
     """Shards, reduced gradients and optimizer state are in host memory."""
 
@@ -91,6 +93,7 @@ class Sharding:
             regathered=config.regathered,
             param_dtype_bytes=DTYPE_BYTES[training.mixed_precision_param],
             reduce_dtype_bytes=DTYPE_BYTES[training.mixed_precision_reduce],
+            moments_dtype_bytes=DTYPE_BYTES[config.optimizer.moments_dtype],
             offload=training.enable_cpu_offload,
         )
 
@@ -122,7 +125,7 @@ class Sharding:
                 param_bytes=_MASTER * params,
                 grad_bytes=_MASTER * trainable,
                 reduced_bytes=0.0,
-                optimizer_bytes=2 * _MASTER * trainable,
+                optimizer_bytes=2 * self.moments_dtype_bytes * trainable,
                 updated_params=trainable,
             )
         updated = sum(s.num_trainable / s.shards for s in stages)
@@ -134,7 +137,7 @@ class Sharding:
             param_bytes=_MASTER * shards * on_device + self.param_dtype_bytes * gathered,
             grad_bytes=self.reduce_dtype_bytes * sum(s.num_trainable for s in stages),
             reduced_bytes=_MASTER * updated * on_device,
-            optimizer_bytes=2 * _MASTER * updated * on_device,
+            optimizer_bytes=2 * self.moments_dtype_bytes * updated * on_device,
             updated_params=updated,
         )
 
