@@ -232,7 +232,7 @@ def _readme(run: StoredRun, out: Path, final: Path) -> str:
                 f"{made_by[projector.kind]}, its sizes in `config.json`."
             )
             again.append(f'pretrained = "{final / "projector"}"')
-    return _ended(lines, again, out)
+    return _ended(lines, again, out, final)
 
 
 def _features(job: Config) -> str:
@@ -266,7 +266,7 @@ def _whole_readme(run: StoredRun, out: Path, final: Path, kind: str) -> str:
     again = ["[model]", f'pretrained = "{final}"']
     if run.job.model.projector.kind != "native":
         again += ["[model.projector]", f'kind = "{run.job.model.projector.kind}"']
-    return _ended(lines, again, out)
+    return _ended(lines, again, out, final)
 
 
 def _video_readme(run: StoredRun, out: Path, final: Path, null: int) -> str:
@@ -293,7 +293,7 @@ def _video_readme(run: StoredRun, out: Path, final: Path, null: int) -> str:
     again.append(f'pretrained = "{final / "dit"}"')
     if vae is not None and vae.pretrained:
         again += ["[model.vae]", f'pretrained = "{vae.pretrained}"']
-    return _ended(lines, again, out)
+    return _ended(lines, again, out, final)
 
 
 def _title(run: StoredRun) -> list[str]:
@@ -301,16 +301,26 @@ def _title(run: StoredRun) -> list[str]:
     return [f"# {title}", "", f"Weights after step {run.step}, float32.", ""]
 
 
-def _ended(lines: list[str], again: list[str], out: Path) -> str:
-    """The README, with its adapters and the config for further training. Args: again: lines of that config."""
+def _ended(lines: list[str], again: list[str], out: Path, final: Path) -> str:
+    """The README, with its adapters and the config for further training.
+
+    Args: again: lines of that config. out: the folder's present path. final: its final path.
+    """
     adapters = [module for module in ("language", "vision") if (out / f"{module}_adapter").is_dir()]
     for module in adapters:
         lines.append(
             f"- `{module}_adapter/`: low-rank adapters, which the weights of `{module}/` do not contain; "
             f"`peft.PeftModel.from_pretrained(model, '{module}_adapter')`."
         )
-    note = "To train on from here" + (" (without the adapters; --merge-adapters keeps them):" if adapters else ":")
-    return "\n".join([*lines, "", note, "", "```toml", *again, "```", ""])
+    note = ["", "To train on from here:", "", "```toml", *again, "```", ""]
+    if any(out.glob("*adapter")):
+        folder = final / "adapter" if (out / "adapter").is_dir() else final
+        note += [
+            'That is without the adapters; they go on with `trainable = "lora"` in the sections of their modules, and '
+            f'`[model.lora]` of the run with `pretrained = "{folder}"`.',
+            "",
+        ]
+    return "\n".join([*lines, *note])
 
 
 def _class_name(folder: Path) -> str:

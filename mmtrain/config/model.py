@@ -129,6 +129,9 @@ class LanguageConfig:
 class LoRAConfig:
     """[model.lora]: low-rank adapters (arXiv:2106.09685, by `peft`) of the modules with trainable = "lora"."""
 
+    pretrained: str = ""
+    """Folder or hub id of adapters in the form of `peft` to start from, such as `mmtrain export` writes; they adapt the
+    modules with trainable = "lora". Empty: new ones, which change nothing at first."""
     rank: int = 16
     """Rows of the first and columns of the second matrix of an adapter."""
     alpha: float = 32.0

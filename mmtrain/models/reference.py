@@ -9,6 +9,7 @@ from mmtrain.config.model import ModelConfig
 from mmtrain.modality.bitfield import language_bits, prompt_bits
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.positions import token_positions
+from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch, document_positions
 from mmtrain.models.build import build_chunk
@@ -51,6 +52,7 @@ class ReferenceModel(nn.Module):
             chunk = build_chunk(chunk_model, spec, module.name, whole, device=device, dtype=dtype)
             init_weights(chunk, seed)
             load_pretrained(chunk, model)
+            load_adapters(chunk, model)
             self.chunks[module.name] = _WholeVae(model, chunk) if isinstance(chunk, VaeChunk) else chunk
 
     def weights(self) -> dict[str, nn.Parameter]:

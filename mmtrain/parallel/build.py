@@ -11,6 +11,7 @@ from mmtrain.config.config import uses_fsdp
 from mmtrain.config.model import ModelConfig
 from mmtrain.config.sections import ActivationCheckpointConfig, TrainingConfig
 from mmtrain.errors import ConfigError, PlanError
+from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.build import build_chunk
 from mmtrain.models.chunk import TIED_NAMES, Chunk, fsdp_units
 from mmtrain.models.initialise import init_weights
@@ -72,6 +73,7 @@ def build_local_model(
         chunk = build_chunk(model, spec, assigned.module, assigned.layers, device=mesh.device)
         init_weights(chunk, seed)
         load_pretrained(chunk, model)
+        load_adapters(chunk, model)
         module = spec.module(assigned.module)
         shares_units = module.shares_units and mesh.data_encoder
         if mesh.shape.tp > 1 and not (module.is_whole or shares_units):

@@ -170,7 +170,7 @@ def _narrow_vae(section: VaeConfig) -> dict[str, Any]:
 
 def _lora(section: LoRAConfig) -> LoRAConfig:
     rank = min(section.rank, 4)
-    return replace(section, rank=rank, alpha=section.alpha * rank / section.rank)
+    return replace(section, rank=rank, alpha=section.alpha * rank / section.rank, pretrained="")
 
 
 def _scaled(size: int, numerator: int, denominator: int, multiple: int) -> int:

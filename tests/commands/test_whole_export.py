@@ -22,6 +22,7 @@ from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.fused_qkv import is_fused, to_head_major
 from mmtrain.models.whole import in_class
+from mmtrain.spec.builders import model_spec
 from tests import llava, whole_models
 from tests.commands.test_export import adapted, close
 from tests.lora import with_lora
@@ -121,6 +122,45 @@ def test_adapters_are_one_folder_for_peft_or_in_the_weights(tmp_path, images, na
     close(theirs, expected)
     assert float((plain - expected).abs().max()) > 0.1, "adapters that change nothing would pass"
     assert Answerer.of(tmp_path / "run").answer(record, Sampling()) == ours.answer(record, Sampling())
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "siglip, qwen2"])
+def test_exported_adapters_start_the_next_job(tmp_path, name, parts):
+    from mmtrain.models.reference import ReferenceModel
+
+    model = with_lora(whole_folder(name, tmp_path / "whole"), ["encoder", "language"])
+    chunks = save_run(tmp_path / "run", model)
+    export(tmp_path / "run", tmp_path / "out", parts=parts)
+    folder = tmp_path / ("out" if parts else "out/adapter")
+    again = dataclasses.replace(model, lora=dataclasses.replace(model.lora, pretrained=str(folder)))
+    new = ReferenceModel(again, model_spec(again), seed=7).weights()
+    stored = {key: value for chunk in chunks.values() for key, value in chunk.named_parameters() if ".lora_" in key}
+    assert {name.partition(".")[0] for name in stored} == {"vision", "language"}
+    for key, value in stored.items():
+        assert torch.equal(new[key], value), key
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path):
+    from mmtrain.models.reference import ReferenceModel
+
+    model = with_lora(whole_folder("qwen2_5_vl", tmp_path / "whole"), ["language"])
+    save_run(tmp_path / "run", model)
+    export(tmp_path / "run", tmp_path / "out")
+
+    def started(**changes):
+        lora = dataclasses.replace(model.lora, pretrained=str(tmp_path / "out/adapter"))
+        job = dataclasses.replace(model, lora=dataclasses.replace(lora, **changes))
+        return ReferenceModel(job, model_spec(job), seed=0)
+
+    with pytest.raises(ConfigError, match=r"has r = \d+, but model.lora.rank = 5; set model.lora.rank = 3"):
+        started(rank=5)
+    with pytest.raises(ConfigError, match=r"model.lora.pretrained"):
+        started(pretrained=str(tmp_path / "nothing"))
+    both = with_lora(model, ["encoder", "language"])
+    lora = dataclasses.replace(both.lora, pretrained=str(tmp_path / "out/adapter"))
+    with pytest.raises(ConfigError, match=r"base_model.model.model.visual.* is not there in adapter_model.safetensors"):
+        ReferenceModel(dataclasses.replace(both, lora=lora), model_spec(both), seed=0)
 
 
 def test_an_exported_folder_starts_the_next_job(tmp_path):
