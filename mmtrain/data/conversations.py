@@ -39,35 +39,35 @@ class Conversations:
 
     def __init__(self, config: Config, split: str) -> None:
         self.sources = Sources(config.data, split, CONVERSATIONS)
-        self._processor = make_processor(config)
+        self.processor = make_processor(config)
         most = config.training.seq_len
         self.limits: tuple[Limit, ...] = (Limit(most=most, unit="tokens", key=f"training.seq_len = {most} tokens"),)
 
     def measured(self, sample: int) -> Document | None:
         record = self.sources[sample]
-        return None if record is None else self._processor.document(record)
+        return None if record is None else self.processor.document(record)
 
     def num_text_tokens(self, measured: Document) -> int:
         """All tokens of the document, with those of images."""
         return measured.meta.num_tokens
 
     def truncated(self, measured: Document, num_tokens: int) -> Document:
-        return self._processor.truncated(measured, num_tokens)
+        return self.processor.truncated(measured, num_tokens)
 
     def size(self, measured: Document) -> tuple[int, ...]:
         """Its tokens."""
         return (measured.meta.num_tokens,)
 
     def read(self, measured: Document, occurrence: int) -> ReadDocument:
-        return ReadDocument(document=measured, pixels=self._processor.pixels(measured))
+        return ReadDocument(document=measured, pixels=self.processor.pixels(measured))
 
     def emptied(self, measured: Document, occurrence: int) -> ReadDocument:
         """The text of the document, without images and targets."""
-        return ReadDocument(document=self._processor.without_images(measured), pixels=())
+        return ReadDocument(document=self.processor.without_images(measured), pixels=())
 
     def batch(self, microbatches: Sequence[Sequence[ReadDocument]]) -> tuple[Batch, tuple[MicrobatchMeta, ...]]:
         metas = tuple(MicrobatchMeta(documents=tuple(read.document.meta for read in m)) for m in microbatches)
-        return Batch(microbatches=[_microbatch(m, self._processor.image_token_id) for m in microbatches]), metas
+        return Batch(microbatches=[_microbatch(m, self.processor.image_token_id) for m in microbatches]), metas
 
 
 def make_processor(config: Config) -> Processor:

@@ -12,12 +12,13 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file
 
-from mmtrain.commands.answering import Answerer, Sampling, asked, questions, text_of
+from mmtrain.commands.answering import Answerer, Sampling, asked, questions
 from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
 from mmtrain.config.config import TokenizerConfig
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
+from mmtrain.data.questions import text_of
 from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.fused_qkv import is_fused, to_head_major
@@ -169,6 +170,16 @@ def test_the_command_answers_questions_of_a_file(tmp_path, images, capsys, monke
     out, err = capsys.readouterr()
     answered = [json.loads(line) for line in out.splitlines()]
     assert [line["reference"] for line in answered] == ["x", "y"] and "of 2 answers equal" in err
+    assert main([*words, "--questions", str(path), "--blank-images"]) == 0
+    out, err = capsys.readouterr()
+    both = [json.loads(line) for line in out.splitlines()]
+    assert [line["answer"] for line in both] == [line["answer"] for line in answered]
+    grey = tmp_path / "grey.png"
+    with Image.open(images[0]) as image:
+        Image.new("RGB", image.size, (128, 128, 128)).save(grey)
+    assert main([*words, "--prompt", "what is it?", "--image", str(grey)]) == 0
+    assert capsys.readouterr().out.strip() == both[0]["blanked"] != both[0]["answer"]
+    assert "of 2 answers equal the record's; with blanked images 0 of 2" in err
     assert main([*words, "--prompt", "what is it?", "--image", str(images[0])]) == 0
     assert capsys.readouterr().out.strip() == answered[0]["answer"]
     assert main([*words, "--prompt", "<image>?"]) == 2
@@ -237,6 +248,7 @@ def test_questions_have_the_images_that_stand_before_their_answer(tmp_path, imag
         (["--prompt", "x", "--split", "test"], "--split goes with --questions; leave it out"),
         (["--prompt", "x", "--top-p", "0.5"], "--top-p 0.5 has no effect without --temperature above 0"),
         (["--prompt", "x", "--seed", str(2**64)], "it must be at least 0 and below 2"),
+        (["--prompt", "x", "--blank-images"], "--blank-images goes with --questions, whose answers it compares"),
         (["--questions", "", "--image", "a.png"], "--image goes with --prompt or --interactive"),
     ],
 )
