@@ -21,6 +21,7 @@ CHANGES = [
     "training.steps=2", "validation.enable=true", "validation.steps=1", "model.encoder.config={}",
     "model.language.config={}", "metrics.enable_tensorboard=true",
 ]  # fmt: skip
+ZBV = ["parallelism.pipeline_parallel_schedule=ZBV", "model.encoder.num_segments=2", "model.language.num_segments=2"]
 ASKS = ["validation.generate=5", f"validation.generate_tokens={NUM_TOKENS}"]
 
 
@@ -85,7 +86,7 @@ def test_four_ranks_answer_as_transformers_does(tmp_path, charts):
         ("qwen2_vl", layout(cp=2, tp=2)),
         ("qwen2_vl", layout(shard=2, tp=2)),
         ("qwen2_vl", [*layout(replicate=2, pp=2), "planner.enable=true"]),
-        ("qwen2_vl", [*layout(pp=2), "parallelism.pipeline_parallel_schedule=ZBV"]),
+        ("qwen2_vl", [*layout(pp=2), *ZBV]),
         ("qwen2_vl", [*layout(pp=2), "model.encoder.trainable=false", 'model.language.trainable="lora"']),
         ("qwen2_vl", [*layout(tp=2), 'parallelism.encoder_tensor_parallel="data"']),
         ("qwen2_5_vl", layout(pp=2, tp=2)),

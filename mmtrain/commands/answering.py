@@ -133,11 +133,10 @@ def _exported(folder: Path) -> tuple[Any, Processor]:
     model = getattr(transformers, class_name(kind)).from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     image_token = tokenizer.convert_ids_to_tokens(model.config.image_token_id)
-    processor = str(folder) if (folder / "preprocessor_config.json").is_file() else ""
     table: Mapping[str, Any] = {
         "model": {"pretrained": str(folder), "projector": {"kind": whole.projector}},
         "tokenizer": {"image_token": image_token},
-        "data": {"source": "none", "image_processor": processor},
+        "data": {"source": "none"},
         "training": {"steps": 1, "seq_len": 2, "global_batch_size": 1},
     }
     config: Config = build(Config, with_parts(table, str(folder)), "", str(folder))

@@ -49,6 +49,28 @@ def test_a_pretrained_model_is_named_by_its_source(tmp_path):
     assert language.startswith(f"language: {tmp_path} (qwen2), 4 blocks of width 64; ")
 
 
+def test_the_sizes_of_images_are_those_of_the_models_own_processor_unless_data_says_otherwise(tmp_path):
+    job = config.load("debug_qwen2_vl.toml").model
+    values = {"model_type": "qwen2_vl", "vision_config": job.encoder.config, "text_config": job.language.config}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    whole = [f"--model.pretrained={tmp_path}", "--model.encoder.config={}", "--model.language.config={}"]
+    sizes = {"size": {"shortest_edge": 1568, "longest_edge": 50176}}
+
+    def images(*more: str) -> str:
+        return next(line for line in lines("debug_qwen2_vl.toml", *more) if line.startswith("images: "))
+
+    default = "images: 3,136 to 1,003,520 pixels each, 28 x 28 a token, default processor"
+    assert images() == images(*whole) == default
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": sizes}))
+    assert images(*whole) == f"images: 1,568 to 50,176 pixels each, 28 x 28 a token, processor of {tmp_path}"
+    assert images(*whole, "--data.max_pixels=20000").startswith("images: 1,568 to 20,000 pixels each")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/preprocessor_config.json").write_text("{}")
+    named = images(*whole, f"--data.image_processor={tmp_path}/other")
+    assert named == default.replace("default processor", f"processor of {tmp_path}/other")
+    assert images() == default, "an encoder from elsewhere keeps its own"
+
+
 @pytest.mark.parametrize(
     ("device", "overrides", "said"),
     [
