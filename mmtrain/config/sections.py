@@ -365,11 +365,6 @@ class ValidationConfig:
                 f"validation.generate = {self.generate}, but validation.enable = false, so no question is asked; set "
                 "it to true, or generate to 0"
             )
-        if self.generate_tokens != 64 and not self.generate:
-            raise ConfigError(
-                f"validation.generate_tokens = {self.generate_tokens} has no effect with validation.generate = 0; "
-                "remove it, or set how many questions are asked"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,7 +123,7 @@ def test_questions_that_do_not_fit_are_left_out_or_named(tmp_path):
     ("changes", "message"),
     [
         (CHANGES[1:2], "validation.generate = 5, but validation.enable = false, so no question is asked"),
-        ([CHANGES[0], CHANGES[2]], "validation.generate_tokens = 3 has no effect with validation.generate = 0"),
+        ([*CHANGES, "--validation.generate_tokens=0"], "validation.generate_tokens = 0; it must be at least 1"),
         ([*CHANGES, "--validation.generate=-1"], "validation.generate = -1; it must be at least 0"),
     ],
 )

@@ -135,7 +135,7 @@ def printed(tmp_path, capsys) -> list[str]:
 def test_the_log_of_a_page_is_that_of_the_command(page, printed):
     """Its first lines to the letter; of the others the form."""
     shown = LOGGED.findall((ROOT / page).read_text())
-    start = lines("debug_vlm.toml")
+    start = lines("debug_qwen2_vl.toml")
     assert len(shown) >= len(start) + 2
     for theirs, ours in zip(shown, start, strict=False):
         known, dots, _ = theirs.partition(" ...")

@@ -94,7 +94,7 @@ function answerCard({ question, reference, answer, right, images }) {
     "div",
     { class: right ? "card answer" : "card answer wrong" },
     make("div", { class: "images" }, ...pictures),
-    make("p", { class: "soft", text: question }),
+    make("p", { class: "soft", text: question.replace(/^(<image>\s*)+/, "") }), // the images are above
     make("p", {}, make("b", { text: right ? "\u2713 right: " : "\u2717 wrong: " }), answer || "(nothing)"),
     ...(answer === reference ? [] : [make("p", { class: "soft", text: `the record's answer: ${reference}` })]),
   );
