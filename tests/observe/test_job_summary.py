@@ -8,6 +8,7 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.config.sections import MetricsConfig
+from mmtrain.data.questions import Answer
 from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, start_lines
 from mmtrain.observe.log_file import setup_logging
 from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation
@@ -125,7 +126,11 @@ def printed(tmp_path, capsys) -> list[str]:
         evaluations=36, search_s=0.25, makespan_s=0.9, first_s=1.0, bound_s=0.75, late=0, failed=0, invalid=0
     )
     grades = dict.fromkeys(("easy", "hard", "medium", "text"), (1, 2))
-    reporter.validation(0, Validation(loss=2.0, accuracy=grades))
+    answers = [
+        Answer(question=f"<image>\n{question}?", reference="no", answer=answer, right=answer == "no", images=(b"",))
+        for question, answer in (("A question", "yes"), ("Another", "no"))
+    ]
+    reporter.validation(0, Validation(loss=2.0, accuracy=grades, answers=tuple(answers)))
     reporter.step(StepMetrics(**STEP | {"peak_flops": float("nan")}, planner=planner))
     reporter.close()
     return LOGGED.findall(capsys.readouterr().out)
@@ -142,6 +147,10 @@ def test_the_log_of_a_page_is_that_of_the_command(page, printed):
         assert ours.startswith(known) and (dots or ours == known)
     for theirs in shown[len(start) :]:
         ours = next(line for line in printed if line.split()[0] == theirs.split()[0])
+        if "<image>" in theirs:
+            assert re.fullmatch(r"  <image> .+ -> .+ \((right|wrong: .+)\)", theirs)
+            assert re.fullmatch(r"  <image> .+ -> .+ \((right|wrong: .+)\)", ours)
+            continue
         for part in theirs.split("  ...  "):
             assert form(part.removesuffix(", ...")) in form(ours)
 
