@@ -16,7 +16,7 @@ from tests.jobs import layout, metrics, train, world_size, write_config
 from tests.ranks import run_ranks
 from tests.whole_models import TEXT, VISION, whole_model
 
-NUM_TOKENS = 10
+NUM_TOKENS = 6
 CHANGES = [
     "training.steps=2", "validation.enable=true", "validation.steps=1", "model.encoder.config={}",
     "model.language.config={}", "metrics.enable_tensorboard=true",
