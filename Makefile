@@ -23,7 +23,7 @@ data/shapes/README.md: | venv
 	$(BIN)/mmtrain data shapes data/shapes --num-samples 6000 --seed 0
 
 train: venv data
-	$(BIN)/mmtrain train --config debug_vlm.toml
+	$(BIN)/mmtrain train --config debug_qwen2_vl.toml
 
 train-video: venv shapes
 	$(BIN)/mmtrain train --config debug_t2v.toml

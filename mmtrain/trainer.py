@@ -18,12 +18,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mmtrain.checkpoint.checkpoint import Checkpointer
 from mmtrain.checkpoint.held import HeldTensors
@@ -32,6 +34,7 @@ from mmtrain.config import config as config_module
 from mmtrain.config.config import Config
 from mmtrain.config.sections import ParallelismConfig
 from mmtrain.data.packing import LoaderState
+from mmtrain.data.questions import Key
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import MMTrainError, TrainingError
 from mmtrain.launch.processes import STOPS, check_temporary_folder
@@ -47,7 +50,7 @@ from mmtrain.observe.metrics import Validation
 from mmtrain.observe.out_of_memory import OutOfMemoryContext, explain, is_out_of_memory
 from mmtrain.observe.run_record import FinishedStep, RunRecord, StepResult, log_start, owned_by_rank_zero
 from mmtrain.observe.step_memory import DeviceMemory, JobMemory
-from mmtrain.observe.validation import count_answers, validation_of_all, whole_predictions
+from mmtrain.observe.validation import count_answers, next_tokens, validation_of_all, whole_predictions
 from mmtrain.parallel.activation_memory import saved_ops
 from mmtrain.parallel.build import LocalModel, check_same_program, check_same_schedule
 from mmtrain.parallel.collectives import errors_on_all, sum_over
@@ -563,9 +566,27 @@ class Trainer:
         if self.config.validation.shuffled_captions:
             items = self.placement.data.validation(self.config.validation.steps, with_other_captions)
             result = dataclasses.replace(result, shuffled_loss=self._validated(step, items).loss)
+        if self.config.validation.generate:
+            answers = self.placement.data.answers(partial(self._next_tokens, step))
+            result = dataclasses.replace(result, answers=answers)
         assert self._record is not None
         self._record.validation(step, result)
         return result
+
+    def _next_tokens(self, step: int, item: Item) -> dict[Key, int]:
+        """The most likely next token of each question, over all replicas. Collective over the job."""
+        plan, _, predictions = self._predicted(step, item, noise=None)
+        return next_tokens(plan, item.meta, predictions)
+
+    def _predicted(
+        self, step: int, item: Item, *, noise: ClipNoise | None
+    ) -> tuple[IterationPlan, StepOutcome, dict[int, Tensor]]:
+        """A forward pass, and work -> predicted token of each labelled position; the latter on one rank of a submesh,
+        elsewhere empty. Collective over the job."""
+        plan = self._plan(item.meta, step=step + 1, forward_only=True)
+        outcome = self._run(plan, item, noise=noise, want_predictions=True)
+        predictions = whole_predictions(plan, item.labels, outcome.predictions, self.mesh)
+        return plan, outcome, predictions if self.mesh.place.cp == self.mesh.place.tp == 0 else {}
 
     def _validated(self, step: int, items: Iterator[Item]) -> Validation:
         mesh = self.mesh
@@ -573,12 +594,9 @@ class Trainer:
         accuracy: dict[str, tuple[int, int]] = {}
         by_source = torch.zeros(len(self._sources), 4, dtype=torch.float64)
         for number, item in enumerate(items):
-            plan = self._plan(item.meta, step=step + 1, forward_only=True)
-            noise = self._noise(-1 - number, hides=False)
-            outcome = self._run(plan, item, noise=noise, want_predictions=True)
+            plan, outcome, predictions = self._predicted(step, item, noise=self._noise(-1 - number, hides=False))
             loss_sum += self._loss_sum(outcome)
             by_source += source_sums(self._sources, plan, item.meta, item.labels, outcome.position_losses, mesh)
-            predictions = whole_predictions(plan, item.labels, outcome.predictions, mesh)
             if outcome.losses and mesh.place.cp == mesh.place.tp == 0:
                 num_targets += self._num_targets(item.meta)
                 count_answers(plan, item.meta, item.labels, predictions, accuracy)

@@ -17,7 +17,7 @@ from tests.store import stored_folder
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 
-SHORT = ("--training.steps=2", "--lr_scheduler.warmup_steps=1", "--validation.enable=false")
+SHORT = ("--training.steps=2", "--lr_scheduler.warmup_steps=1", "--validation.enable=false", "--validation.generate=0")
 """What every training of a guide gets in addition."""
 NO_WORKERS = ("--data.num_workers=0",)
 """And what those get that run here: each worker's process would import torch again."""
@@ -97,7 +97,7 @@ def _short(command: Command, more: tuple[str, ...] = ()) -> tuple[str, ...]:
     return command.words + ((*SHORT, *more) if {"train", "train.py"} & set(command.words) else ())
 
 
-MADE_BEFORE = ("debug_vlm", "debug_t2v")
+MADE_BEFORE = ("debug_qwen2_vl", "debug_t2v")
 """Jobs whose runs pages export and sample from; each is trained once for all of them."""
 
 

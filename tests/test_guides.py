@@ -84,6 +84,8 @@ def walk(page: str, folder: Path, *, everything: bool) -> None:
         if words[1] == "data":
             words[3] += "-anew"
             words[words.index("--num-samples") + 1] = "60"
+        if "--limit" in words:
+            words[words.index("--limit") + 1] = "2"
         later = [word for other in all_steps[place:] if isinstance(other, Command) for word in other.words]
         if words[1] in ("train", "check-parity") and not everything and not _is_read(words, later):
             words = ["mmtrain", "config", *(word for word in words[2:] if word != "--synthetic")]

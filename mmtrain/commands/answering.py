@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.toml_sections import build
 from mmtrain.config.whole_model import with_parts
-from mmtrain.data.conversation_records import CONVERSATIONS, PLACEHOLDER, Message, Record, num_placeholders
+from mmtrain.data.conversation_records import CONVERSATIONS, PLACEHOLDER, Record
 from mmtrain.data.conversations import make_processor
 from mmtrain.data.media import raw_image
 from mmtrain.data.processor import Processor, stop_token
+from mmtrain.data.questions import Question, question_before
 from mmtrain.data.sources import open_source
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.spec.composites import COMPOSITES, class_name
@@ -36,15 +37,6 @@ class Sampling:
     top_p: float = 1.0
     """Part of the probability that the tokens hold among which one is drawn."""
     seed: int = 0
-
-
-class Question(NamedTuple):
-    """A question of a source, and what its record says."""
-
-    record: Record
-    """The conversation up to the question."""
-    reference: str
-    """The record's answer."""
 
 
 class Answerer:
@@ -77,6 +69,10 @@ class Answerer:
         if step is not None:
             raise ConfigError(f"--step {step}: {source} is an exported folder, which has one step; leave --step out")
         return cls(*_exported(source))
+
+    def blanked(self) -> "Answerer":
+        """The same model, which sees grey instead of each image."""
+        return Answerer(self.model, self._processor.blanked())
 
     def answer(self, record: Record, sampling: Sampling, *, streamer: Any = None) -> str:
         """The answer to a conversation that ends with a question.
@@ -137,11 +133,10 @@ def _exported(folder: Path) -> tuple[Any, Processor]:
     model = getattr(transformers, class_name(kind)).from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     image_token = tokenizer.convert_ids_to_tokens(model.config.image_token_id)
-    processor = str(folder) if (folder / "preprocessor_config.json").is_file() else ""
     table: Mapping[str, Any] = {
         "model": {"pretrained": str(folder), "projector": {"kind": whole.projector}},
         "tokenizer": {"image_token": image_token},
-        "data": {"source": "none", "image_processor": processor},
+        "data": {"source": "none"},
         "training": {"steps": 1, "seq_len": 2, "global_batch_size": 1},
     }
     config: Config = build(Config, with_parts(table, str(folder)), "", str(folder))
@@ -176,15 +171,4 @@ def questions(source: str, split: str, limit: int | None) -> Iterator[Question]:
         if "assistant" not in roles[1:]:
             raise DataError(f"sample {index} of {source}: its roles are {roles}; it needs a question and an answer")
         first = roles.index("assistant")
-        before, num_images = record.messages[:first], len(record.images)
-        if num_placeholders(record.messages) == num_images:  # else the processor says what is wrong
-            num_images = num_placeholders(before)
-        cut = Record(sample=index, messages=before, images=record.images[:num_images])
-        yield Question(cut, text_of(record.messages[first]).strip())
-
-
-def text_of(message: Message) -> str:
-    """The text of a message; each image is `<image>`."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
-    return "".join(str(part.get("text", PLACEHOLDER)) if isinstance(part, Mapping) else str(part) for part in parts)
+        yield question_before(record, first)

@@ -24,7 +24,7 @@ from mmtrain.commands.adapter_folders import AdapterFolder, plain
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig
 from mmtrain.data.conversations import image_rules
-from mmtrain.data.pixels import PixelRules
+from mmtrain.data.pixels import PixelRules, processor_config
 from mmtrain.data.processor import stop_token
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
@@ -36,7 +36,7 @@ from mmtrain.models.pretrained import stored_spelling
 from mmtrain.models.trainable import target_pattern
 from mmtrain.models.unused import unused_weights
 from mmtrain.models.whole import in_class, on_disk, whole_config, whole_model
-from mmtrain.spec.hub_files import find_file
+from mmtrain.spec.hub_files import find_file, read_json
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.shapes import language_shape
@@ -154,12 +154,16 @@ def _write_processor(out: Path, job: Config, source: str, stop: int) -> None:
     if not _prepares_as_trained(out, job):
         geometry, rules = image_rules(job)
         assert geometry is not None and rules is not None
-        (out / "preprocessor_config.json").write_text(json.dumps(_preprocessor(geometry, rules), indent=2) + "\n")
+        values = _preprocessor(geometry, rules)
+        (out / "preprocessor_config.json").write_text(json.dumps(values, indent=2) + "\n")
+        path = out / "processor_config.json"
+        if path.exists() and "image_processor" in (whole := read_json(str(out), path)):  # which comes first
+            path.write_text(json.dumps(whole | {"image_processor": values}, indent=2) + "\n")
 
 
 def _prepares_as_trained(out: Path, job: Config) -> bool:
     """Whether the folder has an image processor, whose sizes and colours are those of the job: it may set others."""
-    if not (out / "preprocessor_config.json").exists():
+    if processor_config(str(out), str(out)) is None:
         return False
     data = dataclasses.replace(job.data, image_processor=str(out), min_pixels=0, max_pixels=0)
     try:

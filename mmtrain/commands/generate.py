@@ -28,6 +28,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("--split", help="of --questions (default train)")
     parser.add_argument("--limit", type=int, metavar="N", help="answer the first N questions only")
+    parser.add_argument(
+        "--blank-images",
+        action="store_true",
+        help="with --questions: answer each again with its images replaced by grey, to show what they are worth",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default 128)")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 (default): the most likely token each time"
@@ -58,6 +63,8 @@ def _generate(args: argparse.Namespace) -> int:
     for name in ("split", "limit"):
         if asks and getattr(args, name) is not None:
             raise ConfigError(f"--{name} goes with --questions; leave it out")
+    if asks and args.blank_images:
+        raise ConfigError("--blank-images goes with --questions, whose answers it compares; leave it out")
     if args.top_p < 1 and not args.temperature:
         raise ConfigError(
             f"--top-p {args.top_p} has no effect without --temperature above 0; set that, or leave it out"
@@ -65,7 +72,8 @@ def _generate(args: argparse.Namespace) -> int:
     from transformers import TextStreamer
     from transformers.utils import logging
 
-    from mmtrain.commands.answering import Answerer, Sampling, asked, questions, text_of
+    from mmtrain.commands.answering import Answerer, Sampling, asked, questions
+    from mmtrain.data.questions import is_right, text_of
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -74,14 +82,17 @@ def _generate(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
     )
     if not asks:
-        right = count = 0
+        answerers = {"answer": answerer} | ({"blanked": answerer.blanked()} if args.blank_images else {})
+        count, right = 0, dict.fromkeys(answerers, 0)
         for record, reference in questions(args.questions, args.split or "train", args.limit):
-            answer = answerer.answer(record, sampling)
-            count, right = count + 1, right + (answer == reference)
-            question = text_of(record.messages[-1])
-            line = {"sample": record.sample, "question": question, "answer": answer, "reference": reference}
-            print(json.dumps(line, ensure_ascii=False), flush=True)
-        print(f"{right} of {count} answers equal the record's", file=sys.stderr)
+            count += 1
+            answers = {key: one.answer(record, sampling) for key, one in answerers.items()}
+            for key, answer in answers.items():
+                right[key] += is_right(answer, reference, record.tolerance)
+            line = {"sample": record.sample, "question": text_of(record.messages[-1])}
+            print(json.dumps(line | answers | {"reference": reference}, ensure_ascii=False), flush=True)
+        blanked = f"; with blanked images {right['blanked']} of {count}" if args.blank_images else ""
+        print(f"{right['answer']} of {count} answers equal the record's{blanked}", file=sys.stderr)
         return 0
     streamer = TextStreamer(answerer.tokenizer, skip_prompt=True, skip_special_tokens=True)
     prompts = iter(lambda: input("> "), None) if args.interactive else [args.prompt]

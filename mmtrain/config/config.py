@@ -252,6 +252,11 @@ def _check_dit(config: Config) -> None:
         if config.diffusion != DiffusionConfig():
             raise ConfigError("[diffusion] is set, but there is no [model.dit], which it is about; remove the section")
         return
+    if config.validation.generate:
+        raise ConfigError(
+            f"validation.generate = {config.validation.generate}, but a job with [model.dit] makes clips, not answers; "
+            "set it to 0 (`mmtrain sample` makes clips of a run)"
+        )
     if model.encoder is not None:
         raise ConfigError(
             "[model.dit] and [model.encoder] are both set, but a text-to-video model reads prompts and latents alone; "

@@ -131,7 +131,8 @@ class DataConfig:
     prefetch: int = 2
     """Batches kept ready by each worker."""
     image_processor: str = ""
-    """Hugging Face id or folder of an image processor; empty: the encoder's default processor class."""
+    """Hugging Face id or folder of an image processor (preprocessor_config.json, or inside of processor_config.json);
+    empty: that of model.pretrained, if the encoder is its and it has one, else the encoder's default class."""
     min_pixels: int = 0
     """Smallest image area after resizing (native-resolution encoders); 0: the processor's value."""
     max_pixels: int = 0

@@ -364,9 +364,19 @@ class ValidationConfig:
     """Batches of training.global_batch_size microbatches in one validation."""
     shuffled_captions: bool = False
     """With [model.dit]: also the loss with each clip under the caption of another; it should be higher."""
+    generate: int = 0
+    """Held-out questions that each validation answers: the last one of each of the first records. The log, tensorboard
+    and the page of the run show the answers, and how many are right. 0: none."""
+    generate_tokens: int = 64
+    """Most tokens of such an answer; each takes a forward pass over all questions that are not answered yet."""
 
     def __post_init__(self) -> None:
-        at_least("validation", self, freq=1, steps=1)
+        at_least("validation", self, freq=1, steps=1, generate=0, generate_tokens=1)
+        if self.generate and not self.enable:
+            raise ConfigError(
+                f"validation.generate = {self.generate}, but validation.enable = false, so no question is asked; set "
+                "it to true, or generate to 0"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ the images that `<image>` in their text, or a part without an image of its own, 
 """
 
 import difflib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -41,6 +42,8 @@ class Record:
     grade: str = ""
     source: str = ""
     """Name of the source; empty if the job has one."""
+    tolerance: float | None = None
+    """How far a number may be from that of the answer, and be right; None: an answer is right if it is equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +123,10 @@ def make_record(form: Form, row: Any, index: int, name: str, folder: str = "") -
     if not isinstance(grade, str):
         raise DataError(f"{where}: `grade` = {shown(grade)}; it must be text")
     grade = check_text(grade, f"{where}: `grade`")
-    return Record(sample=index, messages=tuple(messages), images=tuple(images), grade=grade)
+    tolerance = row.get("tolerance")
+    if tolerance is not None and not (type(tolerance) in (int, float) and 0 <= tolerance < math.inf):
+        raise DataError(f"{where}: `tolerance` = {shown(tolerance)}; it must be a number of at least 0")
+    return Record(sample=index, messages=tuple(messages), images=tuple(images), grade=grade, tolerance=tolerance)
 
 
 # ---------------------------------------------------------------------------------------------- messages
@@ -267,7 +273,7 @@ def _recognise(name: str, columns: list[str]) -> Make[Record]:
 
 
 CONVERSATIONS = RecordKind(
-    columns=(*dict.fromkeys(column for form in FORMS for column in form.columns), *IMAGE_COLUMNS, "grade"),
+    columns=(*dict.fromkeys(column for form in FORMS for column in form.columns), *IMAGE_COLUMNS, "grade", "tolerance"),
     recognise=_recognise,
 )
 """Records of conversations."""

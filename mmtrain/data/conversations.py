@@ -10,7 +10,7 @@ from torch import Tensor
 from mmtrain.config.config import Config
 from mmtrain.data.conversation_records import CONVERSATIONS
 from mmtrain.data.packing import Limit
-from mmtrain.data.pixels import PixelRules, pixel_rules
+from mmtrain.data.pixels import PixelRules, pixel_rules, processor_config
 from mmtrain.data.processor import Document, Processor
 from mmtrain.data.sources import Sources
 from mmtrain.data.tokenizer import job_tokenizer
@@ -39,35 +39,35 @@ class Conversations:
 
     def __init__(self, config: Config, split: str) -> None:
         self.sources = Sources(config.data, split, CONVERSATIONS)
-        self._processor = make_processor(config)
+        self.processor = make_processor(config)
         most = config.training.seq_len
         self.limits: tuple[Limit, ...] = (Limit(most=most, unit="tokens", key=f"training.seq_len = {most} tokens"),)
 
     def measured(self, sample: int) -> Document | None:
         record = self.sources[sample]
-        return None if record is None else self._processor.document(record)
+        return None if record is None else self.processor.document(record)
 
     def num_text_tokens(self, measured: Document) -> int:
         """All tokens of the document, with those of images."""
         return measured.meta.num_tokens
 
     def truncated(self, measured: Document, num_tokens: int) -> Document:
-        return self._processor.truncated(measured, num_tokens)
+        return self.processor.truncated(measured, num_tokens)
 
     def size(self, measured: Document) -> tuple[int, ...]:
         """Its tokens."""
         return (measured.meta.num_tokens,)
 
     def read(self, measured: Document, occurrence: int) -> ReadDocument:
-        return ReadDocument(document=measured, pixels=self._processor.pixels(measured))
+        return ReadDocument(document=measured, pixels=self.processor.pixels(measured))
 
     def emptied(self, measured: Document, occurrence: int) -> ReadDocument:
         """The text of the document, without images and targets."""
-        return ReadDocument(document=self._processor.without_images(measured), pixels=())
+        return ReadDocument(document=self.processor.without_images(measured), pixels=())
 
     def batch(self, microbatches: Sequence[Sequence[ReadDocument]]) -> tuple[Batch, tuple[MicrobatchMeta, ...]]:
         metas = tuple(MicrobatchMeta(documents=tuple(read.document.meta for read in m)) for m in microbatches)
-        return Batch(microbatches=[_microbatch(m, self._processor.image_token_id) for m in microbatches]), metas
+        return Batch(microbatches=[_microbatch(m, self.processor.image_token_id) for m in microbatches]), metas
 
 
 def make_processor(config: Config) -> Processor:
@@ -83,12 +83,13 @@ def make_processor(config: Config) -> Processor:
 def image_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None]:
     """The geometry and pixel rules of the encoder's images; None, None for a model without an encoder.
 
-    Raises: ConfigError: encoder, projector, data.image_processor and area limits do not fit together.
+    Raises: ConfigError: encoder, projector, image processor and area limits do not fit together.
     """
     if config.model.encoder is None:
         return None, None
     encoder = encoder_config(config.model.encoder)
-    rules = pixel_rules(encoder["model_type"], config.data.image_processor)
+    key, processor = image_processor(config)
+    rules = pixel_rules(encoder["model_type"], processor, key)
     fixed = bool(encoder.get("image_size"))
     geometry = model_geometry(
         config.model,
@@ -97,10 +98,20 @@ def image_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None
     )
     if fixed and rules.image_size not in (0, geometry.image_size):
         raise ConfigError(
-            f"data.image_processor = {config.data.image_processor!r} makes images of side "
+            f"{key} = {processor!r} makes images of side "
             f"{rules.image_size}, but the encoder's image_size is {geometry.image_size}; use its own one"
         )
     return geometry, rules
+
+
+def image_processor(config: Config) -> tuple[str, str]:
+    """(key of the config that names it, id or folder) of the image processor of a job: that of the whole model which
+    the encoder is a part of, if it has one and data.image_processor names no other; empty: the encoder's default."""
+    encoder, whole = config.model.encoder, config.model.pretrained
+    if not config.data.image_processor and whole and encoder is not None and encoder.pretrained == whole:
+        key = "model.pretrained"
+        return key, whole if processor_config(key, whole) is not None else ""
+    return "data.image_processor", config.data.image_processor
 
 
 def _microbatch(read: Sequence[ReadDocument], image_token_id: int) -> Microbatch:

@@ -65,12 +65,13 @@ class PixelRules:
         return (scaled[:, None] - mean) / std
 
 
-def pixel_rules(model_type: str, processor: str = "") -> PixelRules:
+def pixel_rules(model_type: str, processor: str = "", key: str = "data.image_processor") -> PixelRules:
     """The rules of an encoder's default Hugging Face processor, or of a named one.
 
     Args:
         model_type: of the vision encoder.
-        processor: id or folder with a preprocessor_config.json; empty: the encoder's default.
+        processor: id or folder with an image processor; empty: the encoder's default.
+        key: of the config that names it, for errors.
     Raises: ConfigError: the processor does not exist, or asks for a step that is not supported.
     """
     if model_type.startswith(("qwen2_vl", "qwen2_5_vl")):
@@ -83,18 +84,31 @@ def pixel_rules(model_type: str, processor: str = "") -> PixelRules:
         rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BICUBIC)
     else:
         rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BILINEAR)
-    return _read_rules(processor, _processor_config(processor), rules) if processor else rules
+    if not processor:
+        return rules
+    config = processor_config(key, processor)
+    if config is None:
+        find_file(key, processor, "preprocessor_config.json")  # which says what is there
+    return _read_rules(f"{key} = {processor!r}", config or {}, rules)
 
 
-def _processor_config(processor: str) -> dict[str, Any]:
-    key = "data.image_processor"
-    path = find_file(key, processor, "preprocessor_config.json")
-    assert path is not None
-    return read_json(key, path)
+def processor_config(key: str, source: str) -> Mapping[str, Any] | None:
+    """The image processor of a folder or hub id; None if it has none. As in transformers, that inside of a
+    processor_config.json comes before a preprocessor_config.json.
+
+    Args: key: of the config that names the source, for errors.
+    Raises: ConfigError: the source does not exist, or a file is not valid JSON.
+    """
+    whole, alone = (
+        find_file(key, source, f"{name}_config.json", optional=True) for name in ("processor", "preprocessor")
+    )
+    nested = read_json(key, whole).get("image_processor") if whole else None
+    if isinstance(nested, Mapping):
+        return nested
+    return read_json(key, alone) if alone else None
 
 
-def _read_rules(name: str, config: Mapping[str, Any], default: PixelRules) -> PixelRules:
-    where = f"data.image_processor = {name!r}"
+def _read_rules(where: str, config: Mapping[str, Any], default: PixelRules) -> PixelRules:
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if config.get(key, True) is False:
             raise ConfigError(f"{where}: {key} = false is not supported; remove it")

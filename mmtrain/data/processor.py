@@ -5,12 +5,14 @@ conversation with the tokenizer's own chat template and comparing characters, so
 turn does not depend on later turns.
 """
 
+import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from torch import Tensor
 
 from mmtrain.config.data import DataConfig
@@ -65,6 +67,12 @@ class Processor:
         frame = [token for token in ("<|vision_start|>", "<|vision_end|>") if token in vocabulary]
         self._image_text = image_token.join(frame) if len(frame) == 2 else image_token
         self._roles = (*ROLES, "tool") if re.search("""["']tool["']""", str(tokenizer.chat_template)) else ROLES
+
+    def blanked(self) -> "Processor":
+        """The same processor with every image replaced by grey of its size."""
+        other = copy.copy(self)
+        other._data = replace(self._data, blank_images=True)
+        return other
 
     def document(self, record: Record) -> Document:
         """The tokens, labels and image sizes of a record; images are read only up to their header.
@@ -140,16 +148,20 @@ class Processor:
 
     def pixels(self, document: Document) -> list[Tensor]:
         """Encoder input of each image of a document. Raises: DataError: naming the image whose content is corrupt."""
-        out = []
+        if not document.raw_images:
+            return []
+        assert self.geometry is not None
+        assert self._rules is not None
+        return [pixel_values(image, self.geometry, self._rules) for image in self.images(document)]
+
+    def images(self, document: Document) -> Iterator[Image.Image]:
+        """The images of a document in RGB, as a model sees them but for their size. Raises: as `pixels`."""
         for image, raw in zip(document.meta.images, document.raw_images, strict=True):
-            assert self.geometry is not None
-            assert self._rules is not None
             try:
-                image = decode(raw.read(self._data.max_media_bytes), self._data.max_decoded_pixels)
+                decoded = decode(raw.read(self._data.max_media_bytes), self._data.max_decoded_pixels)
             except DataError as error:
                 raise DataError(f"{image.name}: {error}") from None
-            out.append(pixel_values(blank(image) if self._data.blank_images else image, self.geometry, self._rules))
-        return out
+            yield blank(decoded) if self._data.blank_images else decoded
 
     def _image_metas(self, where: str, record: Record) -> tuple[ImageMeta, ...]:
         if record.images and self.geometry is None:

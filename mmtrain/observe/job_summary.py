@@ -1,8 +1,12 @@
-"""A summary of a job's resolved config for the first lines of the log, and what the last line says. Pure."""
+"""A summary of a job's resolved config for the first lines of the log, and what the last line says."""
+
+from contextlib import suppress
 
 from mmtrain.config.config import Config
 from mmtrain.config.model import ModelConfig
 from mmtrain.config.topology import AXES
+from mmtrain.data.conversations import image_processor, image_rules
+from mmtrain.errors import ConfigError
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.partition.pipeline_layout import show_layout
 from mmtrain.planner.plan_choice import show_switches
@@ -33,6 +37,8 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
             f"{show_layout(module, [stage.layers for stage in stages])}"
         )
     if config.model.encoder is not None:
+        with suppress(ConfigError):  # of an encoder that reads no images, or one that the data loader will raise
+            lines.append(_images(config))
         kind = whole_kind(config.model)
         lines.append(f"exports as {class_name(kind)}" if kind else f"exports as parts: {why_not_whole(config.model)}")
     if planner.partition_summary:
@@ -69,6 +75,22 @@ def few_clips(config: Config, clips: int | None) -> str:
         f"model as small as that of debug_t2v.toml none was right after {FEW_CLIPS:,} clips (docs/sampling.md); raise "
         "training.steps, or start from published weights (model.dit.pretrained)"
     )
+
+
+def _images(config: Config) -> str:
+    """The sizes of the encoder's images, and whose rule they follow."""
+    geometry, _ = image_rules(config)
+    assert geometry is not None
+    _, processor = image_processor(config)
+    if geometry.max_patches:
+        sizes = f"{geometry.max_patches:,} patches"
+    elif geometry.layout == "packed":
+        sizes = f"{geometry.min_pixels:,} to {geometry.max_pixels:,} pixels"
+    else:
+        sizes = f"{geometry.image_size} x {geometry.image_size} pixels"
+    side = geometry.patch_size * geometry.merge
+    whose = f"processor of {processor}" if processor else "default processor"
+    return f"images: {sizes} each, {side} x {side} a token, {whose}"
 
 
 def _model(model: ModelConfig, module: str) -> str:

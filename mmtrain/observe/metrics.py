@@ -8,7 +8,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,8 +19,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from mmtrain.config.sections import MetricsConfig
+from mmtrain.data.questions import Answer
 from mmtrain.errors import ConfigError, one_line
 from mmtrain.launch.whole_files import write_whole
+from mmtrain.observe.answers import log_lines, markdown, num_right
 from mmtrain.observe.by_source import SourceTotals
 from mmtrain.parallel.titan import TensorBoardLogger, WandBLogger
 
@@ -236,6 +238,8 @@ class Validation:
     """Loss with each clip under the caption of another one; None: not measured."""
     sources: Mapping[str, SourceTotals] = field(default_factory=dict)
     """Of several sources: name -> its part of the validation."""
+    answers: tuple[Answer, ...] = ()
+    """To held-out questions (`validation.generate`), on rank 0."""
 
 
 _LINE_KEYS = (
@@ -337,7 +341,18 @@ class Reporter:
         )
         line = {"step": step, "validation_loss": result.loss, "accuracy": shares}
         line |= {} if shuffled is None else {"shuffled_captions_loss": shuffled}
-        self._line(line | ({"loss_by_source": losses} if losses else {}))
+        line |= {"loss_by_source": losses} if losses else {}
+        self._line(line | (self._answers(step, result.answers) if result.answers else {}))
+
+    def _answers(self, step: int, answers: Sequence[Answer]) -> dict[str, int]:
+        """Reports answers to held-out questions; what metrics.jsonl says of them."""
+        for line in log_lines(answers):
+            self._say(line)
+        right = num_right(answers)
+        self._scalars({"validation/exact_match": right / len(answers)}, step)
+        if self._board is not None:
+            self._board.writer.add_text("validation/answers", markdown(answers), step)
+        return {"answers": len(answers), "answers_right": right}
 
     def image(self, step: int, name: str, make: Callable[[], bytes]) -> None:
         """Shows an image in tensorboard and wandb. Args: make: its PNG file; called only if there is one of them."""

@@ -18,6 +18,7 @@ from mmtrain.config.toml_sections import to_dict
 from mmtrain.errors import ConfigError, MMTrainError
 from mmtrain.launch.folder_owner import owned
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.observe.answers import write_answers
 from mmtrain.observe.by_source import SourceTotals
 from mmtrain.observe.environment import write_environment
 from mmtrain.observe.job_counts import JobCounts, StepCounts
@@ -185,6 +186,8 @@ class RunRecord:
     def validation(self, step: int, result: Validation) -> None:
         """Reports one validation. Args: step: the last one before it."""
         self._reporter.validation(step, result)
+        if result.answers:
+            write_answers(self._folder / "answers" / f"step-{step}.json", step, result.answers)
 
     def failed(self, error: MMTrainError) -> None:
         """Notes in rank 0's log file why the run ends; the screen has it last."""

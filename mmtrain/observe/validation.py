@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmtrain.data.questions import Key
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.observe.by_source import source_totals
@@ -62,6 +63,21 @@ def whole_predictions(
             tokens[rows[labelled[rows]]] = part[work]
         whole[work] = tokens[labelled]
     return whole
+
+
+def next_tokens(plan: IterationPlan, meta: IterationMeta, predictions: Mapping[int, Tensor]) -> dict[Key, int]:
+    """The predicted token of each document with a label, which is one, over all replicas. Collective over the job.
+
+    Args: predictions: as of `whole_predictions`, on one rank of each submesh; elsewhere empty.
+    """
+    local: dict[Key, int] = {}
+    for work, predicted in predictions.items():
+        documents = meta.microbatches[plan.batching.works[work].microbatch].documents
+        keys = [(document.source, document.sample) for document in documents if document.num_targets]
+        local |= zip(keys, predicted.tolist(), strict=True)
+    parts: list[dict[Key, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, local)
+    return {key: token for part in parts for key, token in part.items()}
 
 
 def validation_of_all(

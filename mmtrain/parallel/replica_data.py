@@ -6,14 +6,15 @@ of a text-to-video model those where the DiT begins and ends. With a VAE only th
 no tensors of the batch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from mmtrain.config.config import Config
-from mmtrain.data.loader import Loader
+from mmtrain.data.loader import Loader, Step
 from mmtrain.data.packing import LoaderState
+from mmtrain.data.questions import Answer, Decoding, Key
 from mmtrain.errors import DataError, MMTrainError
 from mmtrain.modality.catalogue import MODALITIES
 from mmtrain.modality.metadata import IterationMeta
@@ -78,6 +79,23 @@ class ReplicaData:
         split, state = self._config.data.validation_split, LoaderState(seed=0)
         return self._share(lambda: self._open(split, state, num_steps), change)
 
+    def answers(self, next_tokens: Callable[[Item], Mapping[Key, int]]) -> tuple[Answer, ...]:
+        """The answers to the first questions of the validation split, on rank 0. Collective over the job.
+
+        Args: next_tokens: item -> the next token of each open question of all replicas, equal on all ranks.
+        """
+        opened: list[Decoding] = []
+
+        def open_questions() -> Decoding:
+            opened.append(Decoding(self._config, dp_rank=self._mesh.dp_rank, dp_degree=self._mesh.shape.dp))
+            return opened[0]
+
+        for item in self._share(open_questions):
+            tokens = next_tokens(item)
+            for decoding in opened:  # of a leader
+                decoding.append(tokens)
+        return opened[0].answers() if self._mesh.rank == 0 else ()
+
     def close(self) -> None:
         """Ends the processes that read training data."""
         if self._loader is not None:
@@ -101,9 +119,9 @@ class ReplicaData:
         """The tensors that the pipeline ranks after the first need."""
         return without_images(batch) if self._text_alone else batch
 
-    def _share(self, open_loader: Callable[[], Loader], change: Change | None = None) -> Iterator[Item]:
+    def _share(self, open_loader: Callable[[], Iterable[Step]], change: Change | None = None) -> Iterator[Item]:
         """The leader's items on every rank of its replica; an error of the loader is raised on all of them."""
-        source: Iterator[tuple[Batch, IterationMeta, LoaderState]] | None = None
+        source: Iterator[Step] | None = None
         mesh = self._mesh
         while True:
             batch: Batch | None = None

@@ -112,7 +112,11 @@ def _validation(run: Run) -> list[Number]:
     if not known:
         return []
     last = known[-1]
-    return [Number(label="validation loss", value=f"{last['validation_loss']:.4f}", note=f"step {last['step']:,}")]
+    note = f"step {last['step']:,}"
+    loss = Number(label="validation loss", value=f"{last['validation_loss']:.4f}", note=note)
+    if not last.get("answers"):
+        return [loss]
+    return [loss, Number(label="exact answers", value=f"{last.get('answers_right')} of {last['answers']}", note=note)]
 
 
 def _most_waited_for(run: Run) -> str:

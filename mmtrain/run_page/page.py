@@ -64,6 +64,7 @@ def _data(runs: Sequence[Run]) -> dict[str, Any]:
                 "config": run.config_text,
                 "starts": run.starts,
                 "timelines": run.timelines,
+                "answers": run.answers,
             }
             for index, run in enumerate(runs)
         ],

@@ -31,6 +31,8 @@ class Run:
     starts: tuple[Mapping[str, Any], ...]
     """The environment of each start of the job; empty for an older run."""
     timelines: tuple[Mapping[str, Any], ...]
+    answers: Mapping[str, Any]
+    """The answers of the last validation that asked questions, `step` and `answers`; empty if none has."""
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -95,6 +97,7 @@ def read_run(folder: Path) -> Run:
         config_text=config_path.read_text(encoding="utf-8") if config_path.is_file() else "",
         starts=_starts(folder / "environment.json"),
         timelines=_timelines(folder / "timelines", last),
+        answers=_answers(folder / "answers", last),
     )
 
 
@@ -121,15 +124,27 @@ def _starts(path: Path) -> tuple[Mapping[str, Any], ...]:
 
 
 def _timelines(folder: Path, last_step: int) -> tuple[Mapping[str, Any], ...]:
-    """The timelines up to the last step; later ones are of an earlier start and will be overwritten."""
+    numbered = _by_step(folder, last_step)
+    steps = sorted(numbered)
+    timelines = (_read_json(numbered[step]) for step in evenly(steps, MOST_TIMELINES))
+    return tuple(timeline for timeline in timelines if isinstance(timeline, dict) and "actions" in timeline)
+
+
+def _answers(folder: Path, last_step: int) -> Mapping[str, Any]:
+    """The newest answers up to the last step."""
+    numbered = _by_step(folder, last_step)
+    record = _read_json(numbered[max(numbered)]) if numbered else None
+    return record if isinstance(record, dict) and isinstance(record.get("answers"), list) else {}
+
+
+def _by_step(folder: Path, last_step: int) -> dict[int, Path]:
+    """Step -> its file in a folder, up to the last step; later ones are of an earlier start and will be overwritten."""
     numbered = {}
     for path in folder.glob("step-*.json"):
         number = path.stem.removeprefix("step-")
         if number.isdecimal() and int(number) <= last_step:
             numbered[int(number)] = path
-    steps = sorted(numbered)
-    timelines = (_read_json(numbered[step]) for step in evenly(steps, MOST_TIMELINES))
-    return tuple(timeline for timeline in timelines if isinstance(timeline, dict) and "actions" in timeline)
+    return numbered
 
 
 def evenly(items: Sequence[int], most: int) -> list[int]:

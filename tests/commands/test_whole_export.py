@@ -12,12 +12,13 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file
 
-from mmtrain.commands.answering import Answerer, Sampling, asked, questions, text_of
+from mmtrain.commands.answering import Answerer, Sampling, asked, questions
 from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
 from mmtrain.config.config import TokenizerConfig
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
+from mmtrain.data.questions import text_of
 from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.fused_qkv import is_fused, to_head_major
@@ -209,6 +210,16 @@ def test_the_command_answers_questions_of_a_file(tmp_path, images, capsys, monke
     out, err = capsys.readouterr()
     answered = [json.loads(line) for line in out.splitlines()]
     assert [line["reference"] for line in answered] == ["x", "y"] and "of 2 answers equal" in err
+    assert main([*words, "--questions", str(path), "--blank-images"]) == 0
+    out, err = capsys.readouterr()
+    both = [json.loads(line) for line in out.splitlines()]
+    assert [line["answer"] for line in both] == [line["answer"] for line in answered]
+    grey = tmp_path / "grey.png"
+    with Image.open(images[0]) as image:
+        Image.new("RGB", image.size, (128, 128, 128)).save(grey)
+    assert main([*words, "--prompt", "what is it?", "--image", str(grey)]) == 0
+    assert capsys.readouterr().out.strip() == both[0]["blanked"] != both[0]["answer"]
+    assert "of 2 answers equal the record's; with blanked images 0 of 2" in err
     assert main([*words, "--prompt", "what is it?", "--image", str(images[0])]) == 0
     assert capsys.readouterr().out.strip() == answered[0]["answer"]
     assert main([*words, "--prompt", "<image>?"]) == 2
@@ -234,9 +245,10 @@ def test_options_alone_say_how_tokens_are_drawn(tmp_path, images):
     assert folder.answer(record, sure) == greedy
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["named", "of the model"])
 @pytest.mark.parametrize("limits", [{}, {"max_pixels": 256}], ids=["its own limits", "those of the job"])
-def test_the_folder_prepares_images_as_the_run_did(tmp_path, images, limits):
-    data = DataConfig(source="unused", image_processor=str(tmp_path / "whole"), **limits)
+def test_the_folder_prepares_images_as_the_run_did(tmp_path, images, limits, named):
+    data = DataConfig(source="unused", image_processor=str(tmp_path / "whole") if named else "", **limits)
     model = whole_folder("qwen2_vl", tmp_path / "whole")
     values = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 1024}
     values |= {"image_processor_type": "Qwen2VLImageProcessor", "image_mean": [0.25] * 3}
@@ -251,6 +263,21 @@ def test_the_folder_prepares_images_as_the_run_did(tmp_path, images, limits):
     torch.testing.assert_close(seen["pixel_values"], run["pixel_values"], rtol=0, atol=0.05)
     kept = json.loads((tmp_path / "out/preprocessor_config.json").read_text()) == values
     assert kept != bool(limits), "the file stays as it came where the job follows it"
+
+
+def test_a_processor_inside_of_another_file_prepares_images_as_the_run_did(tmp_path, images):
+    model = whole_folder("qwen2_vl", tmp_path / "whole")
+    theirs = transformers.Qwen2VLImageProcessor(patch_size=4, min_pixels=64, max_pixels=1024, image_mean=[0.25] * 3)
+    nested = {"image_processor": json.loads(theirs.to_json_string()), "processor_class": "Qwen2VLProcessor"}
+    (tmp_path / "whole/processor_config.json").write_text(json.dumps(nested))
+    for name, limits in (("as_it_is", {}), ("smaller", {"max_pixels": 256})):
+        save_run(tmp_path / name, model, data=DataConfig(source="unused", **limits))
+        export(tmp_path / name, tmp_path / f"{name}_out")
+        read = transformers.Qwen2VLImageProcessor.from_pretrained(tmp_path / f"{name}_out")
+        assert read.size["longest_edge"] == limits.get("max_pixels", 1024) and list(read.image_mean) == [0.25] * 3
+        sources = (tmp_path / name, tmp_path / f"{name}_out")
+        run, folder = (Answerer.of(source).inputs(asked("what?", images)) for source in sources)
+        assert all(torch.equal(run[key], folder[key]) for key in run)
 
 
 def test_questions_have_the_images_that_stand_before_their_answer(tmp_path, images):
@@ -277,6 +304,7 @@ def test_questions_have_the_images_that_stand_before_their_answer(tmp_path, imag
         (["--prompt", "x", "--split", "test"], "--split goes with --questions; leave it out"),
         (["--prompt", "x", "--top-p", "0.5"], "--top-p 0.5 has no effect without --temperature above 0"),
         (["--prompt", "x", "--seed", str(2**64)], "it must be at least 0 and below 2"),
+        (["--prompt", "x", "--blank-images"], "--blank-images goes with --questions, whose answers it compares"),
         (["--questions", "", "--image", "a.png"], "--image goes with --prompt or --interactive"),
     ],
 )

@@ -294,3 +294,16 @@ def test_a_processor_folder_sets_the_rules(tmp_path: Path) -> None:
         pixel_rules("siglip", str(tmp_path))
     with pytest.raises(ConfigError, match=r"absent' does not exist; .* has preprocessor_config.json"):
         pixel_rules("siglip", str(tmp_path / "absent"))
+
+
+def test_a_processor_may_be_inside_of_another_file_which_comes_first(tmp_path: Path) -> None:
+    values = {"image_mean": [0.1, 0.2, 0.3], "size": {"shortest_edge": 3136, "longest_edge": 50176}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3}))
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "X"}))
+    assert pixel_rules("qwen2_vl", str(tmp_path)).mean == (0.5, 0.5, 0.5)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": values}))
+    rules = pixel_rules("qwen2_vl", str(tmp_path))
+    assert (rules.mean, rules.min_pixels, rules.max_pixels) == ((0.1, 0.2, 0.3), 3136, 50176)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"do_resize": False}}))
+    with pytest.raises(ConfigError, match=r"^model.pretrained = .*: do_resize = false is not supported"):
+        pixel_rules("qwen2_vl", str(tmp_path), "model.pretrained")

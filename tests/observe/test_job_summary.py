@@ -8,6 +8,7 @@ import pytest
 
 from mmtrain.config import config
 from mmtrain.config.sections import MetricsConfig
+from mmtrain.data.questions import Answer
 from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, start_lines
 from mmtrain.observe.log_file import setup_logging
 from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation
@@ -47,6 +48,28 @@ def test_a_pretrained_model_is_named_by_its_source(tmp_path):
     first, _, language, *_ = lines("debug_vlm.toml", *overrides)
     assert first.startswith(f"qwen2_vl_vision + {tmp_path} on data/charts")
     assert language.startswith(f"language: {tmp_path} (qwen2), 4 blocks of width 64; ")
+
+
+def test_the_sizes_of_images_are_those_of_the_models_own_processor_unless_data_says_otherwise(tmp_path):
+    job = config.load("debug_qwen2_vl.toml").model
+    values = {"model_type": "qwen2_vl", "vision_config": job.encoder.config, "text_config": job.language.config}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    whole = [f"--model.pretrained={tmp_path}", "--model.encoder.config={}", "--model.language.config={}"]
+    sizes = {"size": {"shortest_edge": 1568, "longest_edge": 50176}}
+
+    def images(*more: str) -> str:
+        return next(line for line in lines("debug_qwen2_vl.toml", *more) if line.startswith("images: "))
+
+    default = "images: 3,136 to 1,003,520 pixels each, 28 x 28 a token, default processor"
+    assert images() == images(*whole) == default
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": sizes}))
+    assert images(*whole) == f"images: 1,568 to 50,176 pixels each, 28 x 28 a token, processor of {tmp_path}"
+    assert images(*whole, "--data.max_pixels=20000").startswith("images: 1,568 to 20,000 pixels each")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/preprocessor_config.json").write_text("{}")
+    named = images(*whole, f"--data.image_processor={tmp_path}/other")
+    assert named == default.replace("default processor", f"processor of {tmp_path}/other")
+    assert images() == default, "an encoder from elsewhere keeps its own"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +126,11 @@ def printed(tmp_path, capsys) -> list[str]:
         evaluations=36, search_s=0.25, makespan_s=0.9, first_s=1.0, bound_s=0.75, late=0, failed=0, invalid=0
     )
     grades = dict.fromkeys(("easy", "hard", "medium", "text"), (1, 2))
-    reporter.validation(0, Validation(loss=2.0, accuracy=grades))
+    answers = [
+        Answer(question=f"<image>\n{question}?", reference="no", answer=answer, right=answer == "no", images=(b"",))
+        for question, answer in (("A question", "yes"), ("Another", "no"))
+    ]
+    reporter.validation(0, Validation(loss=2.0, accuracy=grades, answers=tuple(answers)))
     reporter.step(StepMetrics(**STEP | {"peak_flops": float("nan")}, planner=planner))
     reporter.close()
     return LOGGED.findall(capsys.readouterr().out)
@@ -113,13 +140,17 @@ def printed(tmp_path, capsys) -> list[str]:
 def test_the_log_of_a_page_is_that_of_the_command(page, printed):
     """Its first lines to the letter; of the others the form."""
     shown = LOGGED.findall((ROOT / page).read_text())
-    start = lines("debug_vlm.toml")
+    start = lines("debug_qwen2_vl.toml")
     assert len(shown) >= len(start) + 2
     for theirs, ours in zip(shown, start, strict=False):
         known, dots, _ = theirs.partition(" ...")
         assert ours.startswith(known) and (dots or ours == known)
     for theirs in shown[len(start) :]:
         ours = next(line for line in printed if line.split()[0] == theirs.split()[0])
+        if "<image>" in theirs:
+            assert re.fullmatch(r"  <image> .+ -> .+ \((right|wrong: .+)\)", theirs)
+            assert re.fullmatch(r"  <image> .+ -> .+ \((right|wrong: .+)\)", ours)
+            continue
         for part in theirs.split("  ...  "):
             assert form(part.removesuffix(", ...")) in form(ours)
 

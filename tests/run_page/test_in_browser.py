@@ -8,7 +8,7 @@ import pytest
 from mmtrain.run_page.page import write_page
 from mmtrain.run_page.runs import read_run
 from tests.browser import BROWSER, DRIVER, MISSING, Browser, browser
-from tests.run_page.test_runs import STEP, write_run
+from tests.run_page.test_runs import STEP, answers_file, write_run
 
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason=MISSING)
 
@@ -28,6 +28,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         data["waits"] = {"measured": [], "planned": []}
         (run / "timelines" / f"step-{step}.json").write_text(json.dumps(data))
     assert len(read_run(run).timelines) == 2
+    answers_file(run, 200, "a bar", "<i>no</i>")
     write_page([run], run / "page.html")
     with browser() as found:
         found.resize(1400, 1000)
@@ -40,6 +41,18 @@ def test_advice_stands_below_the_numbers(window: Browser) -> None:
     assert any(text.startswith("measured / planned 4.00 Costs are not calibrated") for text in advice)
     off = window.run("return [...document.querySelectorAll('.tile.off .label')].map((label) => label.textContent)")
     assert len(off) == len(advice) and "measured / planned" in off
+
+
+def test_each_answer_has_a_card_with_its_images(window: Browser) -> None:
+    cards = window.run("return [...document.querySelectorAll('.answer')].map((card) => card.innerText.split('\\n'))")
+    lines = [[line for line in card if line] for card in cards]
+    assert lines[0] == ["what is <b>it</b>?", "\u2713 right: a bar"]
+    assert lines[1] == ["what is <b>it</b>?", "\u2717 wrong: <i>no</i>", "the record's answer: a bar"]
+    images = "[...card.querySelectorAll('img')].map((image) => image.src)"
+    shown = window.run(f"return [...document.querySelectorAll('.answer')].map((card) => {images})")
+    assert shown == [["data:image/png;base64,aaaa", "data:image/png;base64,bbbb"]] * 2
+    title = window.run("return document.querySelector('#answers h2').textContent")
+    assert title == "Answers to held-out questions after step 200: 1 of 2 right"
 
 
 def test_a_few_high_values_do_not_flatten_the_loss(window: Browser) -> None:

@@ -40,6 +40,30 @@ def test_a_run_in_progress_is_read_up_to_its_last_whole_line(tmp_path):
     assert "run" in page([run])
 
 
+def answers_file(folder, step, *texts):
+    """Writes what a job writes of its answers after a step; the last one is wrong. Args: texts: the answers."""
+    (folder / "answers").mkdir(exist_ok=True)
+    card = {"question": "<image>\n<image>what is <b>it</b>?", "reference": "a bar", "images": ["aaaa", "bbbb"]}
+    cards = [card | {"answer": text, "right": text != texts[-1]} for text in texts]
+    (folder / "answers" / f"step-{step}.json").write_text(json.dumps({"step": step, "answers": cards}))
+
+
+def test_the_newest_answers_of_a_run_are_on_its_page(tmp_path):
+    lines = [{"step": 1} | STEP, {"step": 2} | STEP]
+    lines.append({"step": 2, "validation_loss": 3.0, "accuracy": {}, "answers": 2, "answers_right": 1})
+    folder = write_run(tmp_path / "run", lines)
+    assert read_run(folder).answers == {}
+    for step in (0, 2, 3):
+        answers_file(folder, step, f"after {step}", "no")
+    run = read_run(folder)
+    assert run.answers["step"] == 2, "a later one is of an earlier start"
+    assert [card["answer"] for card in run.answers["answers"]] == ["after 2", "no"]
+    assert "after 2" in page([run]) and "after 0" not in page([run])
+    assert {n.label: (n.value, n.note) for n in numbers(run)}["exact answers"] == ("1 of 2", "step 2")
+    (folder / "answers" / "step-2.json").write_text("{")
+    assert read_run(folder).answers == {} and page([read_run(folder)])
+
+
 def test_an_older_run_lacks_some_charts_and_no_more(tmp_path):
     old = read_run(write_run(tmp_path / "old", [{"step": s} | STEP for s in (1, 2)]))
     found = charts([old])

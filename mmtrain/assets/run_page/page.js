@@ -73,6 +73,33 @@ function environment(starts) {
   return make("div", { class: "card scroll" }, make("table", {}, ...rows));
 }
 
+// ---- answers to held-out questions
+
+function showAnswers() {
+  const sections = DATA.runs.filter((run) => run.answers.answers).flatMap((run) => {
+    const { step, answers } = run.answers;
+    const right = answers.filter((answer) => answer.right).length;
+    const title = `Answers to held-out questions after step ${step.toLocaleString("en")}: ${right} of ${answers.length} right`;
+    return [
+      make("h2", {}, ...(several ? [dotOf(themed(run.colour))] : []), title),
+      make("div", { class: "answers" }, ...answers.map(answerCard)),
+    ];
+  });
+  byId("answers").replaceChildren(...sections);
+}
+
+function answerCard({ question, reference, answer, right, images }) {
+  const pictures = images.map((data, index) => make("img", { src: `data:image/png;base64,${data}`, alt: `image ${index + 1} of the question` }));
+  return make(
+    "div",
+    { class: right ? "card answer" : "card answer wrong" },
+    make("div", { class: "images" }, ...pictures),
+    make("p", { class: "soft", text: question.replace(/^(<image>\s*)+/, "") }), // the images are above
+    make("p", {}, make("b", { text: right ? "\u2713 right: " : "\u2717 wrong: " }), answer || "(nothing)"),
+    ...(answer === reference ? [] : [make("p", { class: "soft", text: `the record's answer: ${reference}` })]),
+  );
+}
+
 // ---- timelines: which run and step
 
 const view = new TimelineView(byId("timeline"), DATA.colours);
@@ -144,6 +171,7 @@ byId("range-all").addEventListener("click", () => board.setRange(board.all));
 function showAll() {
   showHeader();
   showNumbers();
+  showAnswers();
   board.draw();
   view.draw();
 }
