@@ -318,6 +318,9 @@ class ModuleSpec:
     """The latents of a DiT come from another module, and not with the batch."""
     frames_per_latent: int = 1
     """Frames after the first one that a VAE encodes to one latent frame."""
+    carried: tuple[int, ...] = ()
+    """By layer: activations of the shape of its output that travel with it to the next layer, for a later one
+    (DeepStack); empty: none."""
     is_whole: bool = False
     """It is not cut, and each tensor-parallel rank holds and computes all of it."""
     shares_units: bool = False
@@ -343,15 +346,23 @@ class ModuleSpec:
         """Whether any layer has a trainable parameter."""
         return any(layer.trainable for layer in self.layers)
 
+    def num_carried(self, layer: int) -> int:
+        """Activations that travel with the output of a layer. Args: layer: -1: what enters the module, with which
+        none travels."""
+        return self.carried[layer] if self.carried and layer >= 0 else 0
+
     def output_shape(self, last_layer: int, size: WorkSize) -> tuple[int, ...]:
-        """Shape of the output of a stage that ends with `last_layer`: [rows, width], or () for the loss."""
+        """Shape of the output of a stage that ends with `last_layer`: [rows, width], or () for the loss.
+
+        The rows of carried activations follow those of the output.
+        """
         layer = self.layers[last_layer]
         if not layer.output_width:
             return ()
         rows = size.outputs if layer.output_rows == "outputs" else size.rows
         if layer.output_rows == "conditioned":
             rows += size.texts + TIME_ROWS * size.clips
-        return (rows, layer.output_width)
+        return ((1 + self.num_carried(last_layer)) * rows, layer.output_width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Whole vision-language models: what transformers saved, and what its whole class computes, one call a document."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.models.test_chunk import assert_equal_gradients
 from tests.whole_models import (
     DOCUMENTS,
     FAMILIES,
+    OLDER,
     TEXT,
     in_our_names,
     make_batch,
@@ -127,8 +129,13 @@ def flat_config(folder) -> None:
     (folder / "config.json").write_text(json.dumps(values))
 
 
-@pytest.mark.parametrize("change", [[], [new_spelling], [flat_config], [new_spelling, flat_config]])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        *((family, []) for family in FAMILIES),
+        *product(OLDER, ([new_spelling], [flat_config], [new_spelling, flat_config])),
+    ],
+)
 def test_all_parts_load_from_old_and_new_files(tmp_path, family, change):
     theirs = tiny_whole(family)
     theirs.save_pretrained(tmp_path)
