@@ -13,7 +13,7 @@ from mmtrain.models.reference import ReferenceModel
 from mmtrain.spec.builders import model_spec
 from tests.jobs import layout, metrics, train, write_config
 from tests.ranks import run_ranks
-from tests.whole_models import FAMILIES, TEXT, VISION, whole_model
+from tests.whole_models import FAMILIES, VISION, tiny_text, whole_model
 
 SAVED = ["checkpoint.enable=true", "checkpoint.interval=2"]
 
@@ -22,7 +22,7 @@ SAVED = ["checkpoint.enable=true", "checkpoint.interval=2"]
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_job_of_a_whole_model(tmp_path, charts, capsys, family):
-    text = TEXT | {"vocab_size": 512, "max_position_embeddings": 512}
+    text = tiny_text(family, vocab_size=512, max_position_embeddings=512)
     vision = VISION[family] | {"patch_size": 14} | ({"window_size": 56} if family == "qwen2_5_vl" else {})
     whole_model(family, text, vision, tied=True).save_pretrained(tmp_path / "whole")
     load_tokenizer(TokenizerConfig()).save_pretrained(tmp_path / "whole")

@@ -69,9 +69,14 @@ def whole_model(family: str, text: dict[str, Any], vision: dict[str, Any], *, ti
     return model.train()
 
 
+def tiny_text(family: str, **changes: Any) -> dict[str, Any]:
+    """The text config of the tiny whole model of a family. Args: changes: other values of its keys."""
+    return TEXTS.get(family, TEXT) | changes
+
+
 def tiny_whole(family: str, *, tied: bool = False) -> Any:
     """The tiny whole model of a family."""
-    return whole_model(family, TEXTS.get(family, TEXT), VISION[family], tied=tied)
+    return whole_model(family, tiny_text(family), VISION[family], tied=tied)
 
 
 def named(folder: Path | str, **sections: Any) -> ModelConfig:

@@ -159,9 +159,18 @@ def test_all_parts_load_from_old_and_new_files(tmp_path, family, change):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(("outer", "inner", "tied"), [(True, False, True), (False, True, True), (False, False, False)])
-def test_the_whole_model_says_whether_its_head_is_tied(tmp_path, outer, inner, tied):
-    tiny_whole("qwen2_vl").save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("family", "outer", "inner", "tied"),
+    [
+        ("qwen2_vl", True, False, True),
+        ("qwen2_vl", False, True, True),
+        ("qwen2_vl", False, False, False),
+        ("qwen3_vl", True, False, True),
+        ("qwen3_vl", False, True, False),
+    ],
+)
+def test_the_whole_model_says_whether_its_head_is_tied(tmp_path, family, outer, inner, tied):
+    tiny_whole(family).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     values["tie_word_embeddings"], values["text_config"]["tie_word_embeddings"] = outer, inner
     (tmp_path / "config.json").write_text(json.dumps(values))

@@ -8,8 +8,8 @@ from mmtrain.errors import ConfigError
 from mmtrain.spec.families import DITS, ENCODERS, LANGUAGES, VAES
 from mmtrain.spec.model_configs import dit_config, encoder_config, language_config, vae_config
 
-NAMES = ("qwen2", "llama", "qwen3", "mistral", "qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl")
-NAMES += ("qwen3_vl_text", "qwen3_vl")
+NAMES = ("qwen2", "llama", "qwen3", "mistral")
+NAMES += ("qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl", "qwen3_vl_text", "qwen3_vl")
 """What names a language model."""
 
 
@@ -228,7 +228,7 @@ def test_a_whole_model_gives_its_language_model(tmp_path):
         assert "vision_config" not in found
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_vl", "internvl", None])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_vl_moe", "internvl", None])
 def test_an_unknown_whole_model_is_refused_with_the_known_ones(tmp_path, model_type):
     path = folder(tmp_path, {"model_type": model_type, "text_config": {"model_type": "qwen2"}, "vision_config": {}})
     with pytest.raises(ConfigError) as found:
