@@ -7,12 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mmtrain.config import config
 from mmtrain.errors import ConfigError
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.whole_reference import WholeModel
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.shapes import language_shape
@@ -232,3 +234,26 @@ def test_only_parts_of_one_whole_model_have_a_class_of_their_own(tmp_path):
     for sections in ({"projector": {"kind": "mlp"}}, {"language": text}, {"language": {"attention_mask": "prefix"}}):
         assert whole_kind(named(tmp_path, **sections)) == ""
     assert whole_kind(named(tmp_path)) == "qwen2_vl"
+
+
+def test_the_job_of_the_real_sizes_is_cut(tmp_path):
+    """`configs/qwen3_vl_8b.toml` with a config.json of the sizes of Qwen3-VL-8B; no weights."""
+    rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}
+    text = {
+        "model_type": "qwen3_vl_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "rope_scaling": rope, "rope_theta": 5000000, "max_position_embeddings": 262144,
+    }  # fmt: skip
+    vision = {"model_type": "qwen3_vl", "out_hidden_size": 4096, "depth": 27}
+    values = {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    size = {"longest_edge": 16777216, "shortest_edge": 65536}
+    processor = {"size": size, "patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "merge_size": 2}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    sources = [f"model.pretrained={tmp_path}", f"data.image_processor={tmp_path}"]
+    job = config.load("qwen3_vl_8b.toml", [*sources, "planner.memory_limit=72GiB"])
+    planner = IterationPlanner.of(job)
+    assert whole_kind(job.model) == "qwen3_vl"
+    assert planner.spec.num_params == pytest.approx(8.77e9, rel=1e-3), "as its card says"
+    assert planner.spec.module("vision").carried == (*[0] * 9, *[1] * 8, *[2] * 8, *[3] * 3, 0)
+    assert [stage.module for stage in planner.partition.stages] == ["vision"] * 8 + ["language"] * 8

@@ -90,7 +90,7 @@ def build(model, module, cuts=(), mesh=None):
 
 def vision_inputs(encoder):
     generator = torch.Generator().manual_seed(0)
-    if encoder.startswith("qwen2"):
+    if encoder.startswith("qwen"):
         grids = ((1, 4, 4), (2, 2, 6), (1, 6, 2))  # 13 merged units: no multiple of 2
         return torch.randn(sum(t * h * w for t, h, w in grids), 96, generator=generator), grids
     if encoder == "siglip2":
