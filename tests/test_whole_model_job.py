@@ -27,6 +27,7 @@ def test_a_job_of_a_whole_model(tmp_path, charts, capsys, family):
     whole_model(family, text, vision, tied=True).save_pretrained(tmp_path / "whole")
     load_tokenizer(TokenizerConfig()).save_pretrained(tmp_path / "whole")
     whole = [f"model.pretrained={tmp_path}/whole", "model.encoder.config={}", "model.language.config={}"]
+    whole.append("data.min_pixels=3136")  # charts stay small, whatever the family takes at least
     path, degrees = write_config(tmp_path / "parity", charts), layout(pp=2, tp=2)
     assert main(["check-parity", "--config", str(path), *(f"--{change}" for change in (*degrees, *whole))]) == 0
     printed = capsys.readouterr().out
@@ -50,7 +51,7 @@ def test_a_job_of_a_whole_model(tmp_path, charts, capsys, family):
     assert len({Answerer.of(source).answer(record, sampling) for source in (run, tmp_path / "exported")}) == 1
     assert export(run, out, parts=True).folders == ("language", "vision")
     again = [f"model.encoder.pretrained={out}/vision", f"model.language.pretrained={out}/language"]
-    parts = [*again, "model.encoder.config={}", "model.language.config={}", "model.projector.kind=native"]
+    parts = [*again, "model.encoder.config={}", "model.language.config={}", "model.projector.kind=native", whole[-1]]
     exported = config.load(write_config(tmp_path / "again", charts), parts).model
     spec = model_spec(exported)
     trained = ReferenceModel(exported, spec, seed=0).weights()

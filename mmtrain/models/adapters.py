@@ -137,8 +137,9 @@ class VisionAdapter(Adapter):
 class Qwen2VLVision(VisionAdapter):
     """The Qwen2-VL vision transformer: images of any size, packed; its own merger is optional."""
 
-    blocks, embed, mergers = "blocks", ("patch_embed",), ("merger",)
-    fused_qkv = ("attn.qkv",)
+    blocks, fused_qkv = "blocks", ("attn.qkv",)
+    embed: tuple[str, ...] = ("patch_embed",)
+    mergers: tuple[str, ...] = ("merger",)
 
     def classes(self) -> tuple[type[PreTrainedConfig], Any]:
         from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig

@@ -48,6 +48,8 @@ class VisionShape:
     packed: bool
     """Whether the patches of images of any size are packed into one list, in merge-block order; otherwise all images
     have one size and their patches are in row-major order."""
+    fills: bool = False
+    """Whether each packed image is made as large as the limit allows (NaFlex)."""
     class_token: bool = False
     """Whether the encoder adds a row to each image."""
     keeps_class_token: bool = False
@@ -172,7 +174,7 @@ def _resized_positions(values: dict[str, Any], where: str, merge: int) -> Vision
     """Encoders of packed images with learned positions, which are resized to each image: SigLIP 2 (NaFlex)."""
     positions = values["num_patches"]
     _check_square(where, "num_patches", positions)
-    return _tower(values, where, packed=True, num_positions=positions, final_norm=True, merge=merge)
+    return _tower(values, where, packed=True, fills=True, num_positions=positions, final_norm=True, merge=merge)
 
 
 def _check_square(where: str, key: str, positions: int) -> None:
