@@ -6,20 +6,30 @@ transformers' whole class.
 
 import numpy as np
 import pytest
+import torch
 
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.config.topology import MeshShape
+from mmtrain.modality.bitfield import language_bits
+from mmtrain.modality.positions import token_positions
 from mmtrain.modality.submesh import Submesh
+from mmtrain.models.attention.context import attention_context
+from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.models.build import build_chunk
+from mmtrain.models.initialise import init_weights
 from mmtrain.planner.costs.cost_model import FlopsCosts
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.partition.partition import Partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.spec.builders import model_spec
+from mmtrain.spec.spec import ModelSpec
 from tests.lora import with_lora
 from tests.parallel.parity import Case, check, cut, layouts, run_layout
 from tests.parallel.test_parity import TOLERANCE
 from tests.parallel.test_split_backward import fill_adapters_by_name
 from tests.ranks import run_ranks
 from tests.reference import PLANNER, VOCAB, make_batch
+from tests.spec.test_builders import kept_bytes
 
 IMAGES = [[[1, 0, 2], [0, 0], [1, 1], [2]], [[0], [1, 1, 0], [1], [0, 3]]]
 """Images of each document, for two replicas: one of each has text-only microbatches."""
@@ -100,15 +110,19 @@ def test_loss_and_gradients_of_every_layout(shape, cases):
     check(run_ranks(run_layout, shape.world_size, shape, cases, timeout=900), TOLERANCE)
 
 
+def planner_of(spec: ModelSpec, parts: Partition, images_of_a_work: int) -> IterationPlanner:
+    return IterationPlanner(
+        spec=spec, partition=parts, section=PLANNER, costs=FlopsCosts.of(PLANNER), schedule=CATALOGUE["interleave"],
+        sub_microbatch_size=images_of_a_work, submesh=Submesh(), sharded=False,
+    )  # fmt: skip
+
+
 def test_an_edge_costs_what_is_sent_over_it():
     """The bytes of messages in plans are those of the tensors that the runtime makes for them."""
     model, shape = deepstack(segments=(2, 2)), MeshShape(pp=2)
     spec, parts = model_spec(model), cut(case(model), shape)
     assert carried(model, shape) == {"vision": [1, 2, 3], "language": [2, 0, 0]}
-    planner = IterationPlanner(
-        spec=spec, partition=parts, section=PLANNER, costs=FlopsCosts.of(PLANNER), schedule=CATALOGUE["interleave"],
-        sub_microbatch_size=1, submesh=Submesh(), sharded=False,
-    )  # fmt: skip
+    planner = planner_of(spec, parts, images_of_a_work=1)
     _, meta = make_batch(model, IMAGES[0], seed=1)
     plan = planner.plan(meta)
     problem = plan.problem
@@ -120,3 +134,34 @@ def test_an_edge_costs_what_is_sent_over_it():
             assert num_bytes == 4 * np.prod(shape_sent) * bool(shape_sent), (stage, work)
             compared += bool(shape_sent)
     assert compared > 20
+
+
+@pytest.mark.parametrize("frozen", [(), ("encoder",)], ids=["trainable", "frozen tower"])
+def test_a_stage_holds_the_bytes_that_are_planned(frozen):
+    """Of the second chunk of each module; also the input, which waits for its gradient, with all that it carries."""
+    model, shape = deepstack(4, frozen=frozen), MeshShape(pp=2)
+    spec, parts = model_spec(model), cut(case(model), shape)
+    planner = planner_of(spec, parts, images_of_a_work=0)
+    _, meta = make_batch(model, [[2, 1]], seed=1)
+    plan = planner.plan(meta)
+    (counts,) = meta.microbatches
+    labels = torch.full((counts.num_tokens,), IGNORE_INDEX)
+    labels[: counts.num_targets] = 1
+    arguments = {
+        "vision": {"grids": tuple(image.grid for image in counts.images)},
+        "language": {
+            "attention": attention_context(language_bits(counts)), "labels": labels,
+            "position_ids": torch.from_numpy(token_positions(counts.documents, 3)),
+        },
+    }  # fmt: skip
+    for work, module in enumerate(("vision", "language")):
+        first, second = parts.of_module(module)
+        chunk = build_chunk(model, spec, module, second.layers, device="cpu")
+        init_weights(chunk, 0)
+        grad = module == "language" or not frozen
+        x = torch.randn(planner.output_shape(plan.layout, first.index, work), requires_grad=grad)
+        kept = kept_bytes(chunk, x, arguments[module])
+        (option,) = plan.problem.options(second.index, work)
+        # Rotary tables and a scalar of the loss are not counted; frozen blocks keep no tables.
+        tables = 2 * 4 * plan.layout.batching.sizes[work].rows * {"vision": 8, "language": 16}[module]
+        assert 0 <= kept - option.activation_bytes <= tables + 4, module

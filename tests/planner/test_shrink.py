@@ -116,8 +116,9 @@ def test_taps_keep_blocks_of_both_modules() -> None:
         base, projector=ProjectorConfig(kind="native"), language=LanguageConfig(config=text), encoder=base.encoder
     )
     assert vision_shape(model).taps == (8, 16, 24)
-    shrunk = shrink(job(model=model, parallelism=ParallelismConfig(pipeline_parallel_degree=4))).config.model
-    assert vision_shape(shrunk).taps == (0, 1, 2), "four blocks, one a rank"
+    shrunk = shrink(job(model=model, parallelism=ParallelismConfig(pipeline_parallel_degree=4))).config
+    assert vision_shape(shrunk.model).taps == (0, 1, 2), "four blocks, one a rank"
+    assert shrunk.data.min_pixels == 32 * 32 < shrunk.data.max_pixels == 16 * 32 * 32, "less than the family's least"
     few = fewer_blocks(model, 2)
     assert (vision_shape(few).taps, vision_shape(few).depth, language_shape(few).depth) == ((0, 1, 2), 3, 3)
     projectors = [model_spec(m).module("vision").layers[-1] for m in (model, few)]
