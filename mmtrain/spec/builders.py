@@ -282,7 +282,8 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
                 num_params=V * D,
                 trainable=trainable,
                 matmul_flops=Rates(),
-                activation_bytes=Rates(row=_INT64),
+                # Features of taps are held until their gradients leave; of image tokens alone, so this is the most.
+                activation_bytes=Rates(row=_INT64 + taps * D * e),
                 output_bytes=Rates(row=D * e),
                 output_width=D,
                 whole_bytes=WholeBytes(activation=Rates(row=_INT64)),
