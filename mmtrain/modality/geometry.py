@@ -220,7 +220,8 @@ def image_geometry(
         if geometry.max_pixels < max(geometry.min_pixels, (patch * spatial_merge) ** 2):
             raise ConfigError(
                 f"data.max_pixels = {geometry.max_pixels} is below the smallest image: data.min_pixels = "
-                f"{geometry.min_pixels}, and one token covers {(patch * spatial_merge) ** 2} pixels; raise it"
+                f"{geometry.min_pixels}, and one token covers {(patch * spatial_merge) ** 2} pixels; raise it, or "
+                "lower data.min_pixels"
             )
         return geometry
     if kind in _NAFLEX:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import Bits, segment_bits
@@ -185,6 +184,8 @@ class Qwen3VLVision(Qwen2VLVision):
         return Qwen3VLVisionConfig, Qwen3VLVisionModel
 
     def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
+        from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
         x_RD = tower.patch_embed(pixels)
         index, weight = get_vision_interpolation_indices_and_weights(
             torch.tensor(rows.grids),

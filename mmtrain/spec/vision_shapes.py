@@ -124,8 +124,9 @@ def vision_shape(model: ModelConfig) -> VisionShape:
 
 def _native_resolution(values: dict[str, Any], where: str, merge: int) -> VisionShape:
     """Encoders of packed images: Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
-    keys = ENCODERS[values["model_type"]].sizes
-    windowed, width_key = "window_size" in values, keys["width"]
+    family = ENCODERS[values["model_type"]]  # a folder's config may have keys of other families
+    keys, windowed = family.sizes, "window_size" in family.defaults
+    width_key = keys["width"]
     width, heads = values[width_key], values["num_heads"]
     patch = single_size(where, "patch_size", values["patch_size"])
     frames = single_size(where, "temporal_patch_size", values["temporal_patch_size"])
@@ -143,7 +144,7 @@ def _native_resolution(values: dict[str, Any], where: str, merge: int) -> Vision
                 f"{where}: window_size = {pixels} pixels is less than one merged token of spatial_merge * patch_size "
                 f"= {merge} * {patch} pixels; raise it or lower model.projector.spatial_merge"
             )
-    positions = values.get("num_position_embeddings", 0)
+    positions = values["num_position_embeddings"] if "num_position_embeddings" in family.defaults else 0
     _check_square(where, "num_position_embeddings", positions)
     return VisionShape(
         model_type=values["model_type"],
@@ -319,7 +320,9 @@ def _taps(values: dict[str, Any], where: str, depth: int, language_depth: int) -
 
     Raises: ConfigError: there are no such blocks, or no language layers that take them.
     """
-    taps = tuple(values.get("deepstack_visual_indexes", ()))
+    if "deepstack_visual_indexes" not in ENCODERS[values["model_type"]].defaults:
+        return ()
+    taps = tuple(values["deepstack_visual_indexes"])
     if list(taps) != sorted(set(taps)) or any(block >= depth for block in taps):
         raise ConfigError(
             f"{where}: deepstack_visual_indexes = {list(taps)}; they name blocks 0 to {depth - 1}, each once and in "

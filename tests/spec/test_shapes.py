@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import pytest
@@ -179,6 +180,19 @@ def test_patches_of_a_fixed_size_cannot_be_divided(tiny, encoder):
 def test_taps_and_positions_that_do_not_fit_are_refused(tiny, change, message):
     with pytest.raises(ConfigError, match=message):
         vision_shape(tiny.model("qwen3_vl", projector={"kind": "native"}, encoder_config=change))
+
+
+def test_keys_of_other_families_in_a_folder_change_nothing(tiny, tmp_path):
+    stray = {
+        "model_type": "qwen2_vl_vision",
+        "window_size": 112,
+        "num_position_embeddings": 7,
+        "deepstack_visual_indexes": [9],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(tiny.encoders["qwen2_vl"] | stray))
+    model = tiny.model("qwen2_vl", projector={"kind": "native"})
+    read = replace(model, encoder=replace(model.encoder, config={}, pretrained=str(tmp_path), weights="random"))
+    assert vision_shape(read) == vision_shape(model)
 
 
 def test_only_its_own_merger_reads_taps(tiny):
