@@ -174,6 +174,7 @@ def _projector(model: ModelConfig, shape: VisionShape, *, e: int) -> LayerSpec:
     # part of the chunk's input, which is held until its gradient leaves; neither if the encoder is frozen.
     frozen = model.encoder is not None and model.encoder.trainable is False
     normed += taps * ((1 + frozen) * merged + 2) * e
+    gathered = 0 if frozen else taps * merged * e  # by tensor-parallel ranks, which each keep all rows of it
     mergers = 1 + taps
     return LayerSpec(
         name="projector",
@@ -187,8 +188,11 @@ def _projector(model: ModelConfig, shape: VisionShape, *, e: int) -> LayerSpec:
         output_bytes=Rates(output=mergers * width * e),
         output_width=mergers * width,
         output_rows="outputs",
+        divided_columns=Replaced(new=Rates(output=gathered)),
         # Ranks divide the inner columns; the norm and the features have all rows.
-        whole_bytes=WholeBytes(activation=Rates(output=normed), linear=Rates(output=mergers * (merged + width) * e)),
+        whole_bytes=WholeBytes(
+            activation=Rates(output=normed + gathered), linear=Rates(output=mergers * (merged + width) * e)
+        ),
     )
 
 
@@ -265,7 +269,7 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
         matmul_flops=Rates(output=2 * D * V),
         activation_bytes=Rates(output=norm + _FLOAT32 * V + 2 * _INT64),
         linear_bytes=Rates(output=(D + V) * e),
-        divided_logits=Replaced(old=Rates(output=_FLOAT32 * V), new=Rates(output=V * e)),
+        divided_columns=Replaced(old=Rates(output=_FLOAT32 * V), new=Rates(output=V * e)),
         # Ranks divide the vocabulary, not the rows.
         whole_bytes=WholeBytes(activation=Rates(output=norm + 2 * _INT64), linear=Rates(output=D * e)),
     )

@@ -206,8 +206,8 @@ class LayerSpec:
     """The part of the bytes above that tensor-parallel ranks do not divide."""
     gathered_keys: Replaced = Replaced()
     """If ranks divide the rows of one attention; new: keys and values of all rows."""
-    divided_logits: Replaced = Replaced()
-    """If tensor-parallel ranks divide the vocabulary."""
+    divided_columns: Replaced = Replaced()
+    """If tensor-parallel ranks divide the columns: logits of a part of the vocabulary; inputs that are gathered."""
     unread_bytes: Rates = ZERO_RATES
     """Bytes of the result of the last product, which no backward reads, and of which each tensor-parallel rank has all
     rows; part of product_bytes."""
@@ -265,7 +265,7 @@ class LayerSpec:
             return self
         undivided, activation, gathered = self.whole_bytes, self.activation_bytes, Rates()
         if division.tp > 1:
-            activation = activation - self.divided_logits.old + self.divided_logits.new
+            activation = activation - self.divided_columns.old + self.divided_columns.new
         if division.key_groups > 1:
             activation -= self.gathered_keys.old
             gathered = self.gathered_keys.new * (division.key_groups / division.ranks)
