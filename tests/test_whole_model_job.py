@@ -13,7 +13,7 @@ from mmtrain.models.reference import ReferenceModel
 from mmtrain.spec.builders import model_spec
 from tests.jobs import layout, metrics, train, write_config
 from tests.ranks import run_ranks
-from tests.whole_models import FAMILIES, TEXT, VISION, whole_model
+from tests.whole_models import FAMILIES, VISION, tiny_text, whole_model
 
 SAVED = ["checkpoint.enable=true", "checkpoint.interval=2"]
 
@@ -22,11 +22,12 @@ SAVED = ["checkpoint.enable=true", "checkpoint.interval=2"]
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_job_of_a_whole_model(tmp_path, charts, capsys, family):
-    text = TEXT | {"vocab_size": 512, "max_position_embeddings": 512}
+    text = tiny_text(family, vocab_size=512, max_position_embeddings=512)
     vision = VISION[family] | {"patch_size": 14} | ({"window_size": 56} if family == "qwen2_5_vl" else {})
     whole_model(family, text, vision, tied=True).save_pretrained(tmp_path / "whole")
     load_tokenizer(TokenizerConfig()).save_pretrained(tmp_path / "whole")
     whole = [f"model.pretrained={tmp_path}/whole", "model.encoder.config={}", "model.language.config={}"]
+    whole.append("data.min_pixels=3136")  # charts stay small, whatever the family takes at least
     path, degrees = write_config(tmp_path / "parity", charts), layout(pp=2, tp=2)
     assert main(["check-parity", "--config", str(path), *(f"--{change}" for change in (*degrees, *whole))]) == 0
     printed = capsys.readouterr().out
@@ -50,7 +51,7 @@ def test_a_job_of_a_whole_model(tmp_path, charts, capsys, family):
     assert len({Answerer.of(source).answer(record, sampling) for source in (run, tmp_path / "exported")}) == 1
     assert export(run, out, parts=True).folders == ("language", "vision")
     again = [f"model.encoder.pretrained={out}/vision", f"model.language.pretrained={out}/language"]
-    parts = [*again, "model.encoder.config={}", "model.language.config={}", "model.projector.kind=native"]
+    parts = [*again, "model.encoder.config={}", "model.language.config={}", "model.projector.kind=native", whole[-1]]
     exported = config.load(write_config(tmp_path / "again", charts), parts).model
     spec = model_spec(exported)
     trained = ReferenceModel(exported, spec, seed=0).weights()

@@ -21,6 +21,8 @@ TEXT = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 3]},
 }  # fmt: skip
+TEXTS = {"qwen3_vl": TEXT | {"head_dim": 16, "rope_parameters": TEXT["rope_parameters"] | {"mrope_section": [4, 2, 2]}}}
+"""Family -> its text config, where it is not `TEXT`."""
 _VISION = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 VISION = {
     "qwen2_vl": _VISION | {"embed_dim": 32, "hidden_size": 48, "mlp_ratio": 2},
@@ -29,8 +31,15 @@ VISION = {
         "hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48, "window_size": 16,
         "fullatt_block_indexes": [1],
     },
+    "qwen3_vl": _VISION
+    | {
+        "depth": 4, "hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48, "num_position_embeddings": 9,
+        "deepstack_visual_indexes": [0, 2],
+    },
 }  # fmt: skip
 FAMILIES = tuple(VISION)
+OLDER = ("qwen2_vl", "qwen2_5_vl")
+"""Those of which there are files with older names."""
 Part = int | tuple[int, int]
 DOCUMENTS: tuple[tuple[tuple[Part, ...], ...], ...] = (
     ((3, (4, 4), 2, (2, 6), 4), (5,), ((6, 10), 3)),
@@ -44,7 +53,7 @@ def config_classes(family: str) -> tuple[Any, Any]:
     """The classes of the config and of the whole model."""
     import transformers
 
-    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}[family]
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
     return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForConditionalGeneration")
 
 
@@ -60,9 +69,14 @@ def whole_model(family: str, text: dict[str, Any], vision: dict[str, Any], *, ti
     return model.train()
 
 
+def tiny_text(family: str, **changes: Any) -> dict[str, Any]:
+    """The text config of the tiny whole model of a family. Args: changes: other values of its keys."""
+    return TEXTS.get(family, TEXT) | changes
+
+
 def tiny_whole(family: str, *, tied: bool = False) -> Any:
     """The tiny whole model of a family."""
-    return whole_model(family, TEXT, VISION[family], tied=tied)
+    return whole_model(family, tiny_text(family), VISION[family], tied=tied)
 
 
 def named(folder: Path | str, **sections: Any) -> ModelConfig:

@@ -76,6 +76,8 @@ def pixel_rules(model_type: str, processor: str = "", key: str = "data.image_pro
     """
     if model_type.startswith(("qwen2_vl", "qwen2_5_vl")):
         rules = PixelRules(mean=_CLIP_MEAN, std=_CLIP_STD, resample=Image.Resampling.BICUBIC)
+    elif model_type.startswith("qwen3_vl"):
+        rules = PixelRules(mean=_HALF, std=_HALF, resample=Image.Resampling.BICUBIC)
     elif model_type.startswith("clip"):
         rules = PixelRules(mean=_CLIP_MEAN, std=_CLIP_STD, resample=Image.Resampling.BICUBIC, crops=True)
     elif model_type.startswith("siglip2"):

@@ -22,9 +22,13 @@ QWEN2_VL_MIN_PIXELS = 56 * 56
 QWEN2_VL_MAX_PIXELS = 28 * 28 * 1280
 """Area limits of the Qwen2-VL image processor, used if neither the config nor a processor has any."""
 
+_QWEN3_VL = ("qwen3_vl", "qwen3_vl_vision")
+_QWEN3_VL_AREAS = 256 * 256, 4096 * 4096
+"""Those of the image processors in folders of Qwen3-VL."""
+
 _NAFLEX = ("siglip2_vision_model", "siglip2")
 """Native resolution with a number of patches that each image fills."""
-_NATIVE = ("qwen2_vl", "qwen2_vl_vision", "qwen2_5_vl", "qwen2_5_vl_vision")
+_NATIVE = ("qwen2_vl", "qwen2_vl_vision", "qwen2_5_vl", "qwen2_5_vl_vision", *_QWEN3_VL)
 _FIXED = ("siglip_vision_model", "siglip", "clip_vision_model", "clip", "vit")
 _CROPPED = ("clip_vision_model", "clip")
 """Those of the fixed ones whose processor cuts a square out of an image instead of distorting it."""
@@ -188,7 +192,7 @@ def image_geometry(
         encoder: Hugging Face config of the vision encoder, with its `model_type`.
         spatial_merge: neighbours along each side that become one token.
         extra_tokens: of an image, in addition to those of its patches.
-        min_pixels, max_pixels: area limits for native-resolution encoders; 0: those of Qwen2-VL.
+        min_pixels, max_pixels: area limits for native-resolution encoders; 0: those of the family's processor.
     Raises: ConfigError: the model_type is unknown or reads no images, or sizes do not divide each other.
     """
     kind = encoder.get("model_type")
@@ -201,7 +205,8 @@ def image_geometry(
     if channels != 3:
         raise ConfigError(f"model.encoder: {channels} colour channels; images are read as RGB, so set it to 3")
     if kind in _NATIVE:
-        patch = single_size("model.encoder", "patch_size", encoder.get("patch_size", 14))
+        patch = single_size("model.encoder", "patch_size", encoder.get("patch_size", 16 if kind in _QWEN3_VL else 14))
+        least, most = _QWEN3_VL_AREAS if kind in _QWEN3_VL else (QWEN2_VL_MIN_PIXELS, QWEN2_VL_MAX_PIXELS)
         geometry = ImageGeometry(
             layout="packed",
             patch_size=patch,
@@ -209,13 +214,14 @@ def image_geometry(
             temporal_patch_size=single_size(
                 "model.encoder", "temporal_patch_size", encoder.get("temporal_patch_size", 2)
             ),
-            min_pixels=min_pixels or QWEN2_VL_MIN_PIXELS,
-            max_pixels=max_pixels or QWEN2_VL_MAX_PIXELS,
+            min_pixels=min_pixels or least,
+            max_pixels=max_pixels or most,
         )
         if geometry.max_pixels < max(geometry.min_pixels, (patch * spatial_merge) ** 2):
             raise ConfigError(
                 f"data.max_pixels = {geometry.max_pixels} is below the smallest image: data.min_pixels = "
-                f"{geometry.min_pixels}, and one token covers {(patch * spatial_merge) ** 2} pixels; raise it"
+                f"{geometry.min_pixels}, and one token covers {(patch * spatial_merge) ** 2} pixels; raise it, or "
+                "lower data.min_pixels"
             )
         return geometry
     if kind in _NAFLEX:

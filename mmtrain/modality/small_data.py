@@ -38,7 +38,7 @@ def small_data(section: DataConfig, model: ModelConfig) -> DataConfig:
     shape = vision_shape(model)
     token = (shape.patch_size * shape.merge) ** 2
     max_pixels = min(section.max_pixels or _IMAGE_TOKENS * token, _IMAGE_TOKENS * token)
-    min_pixels = 0 if shape.num_positions else min(token, max_pixels)  # images with resized positions fill the largest
+    min_pixels = 0 if shape.fills else min(token, max_pixels)
     return replace(section, max_pixels=max_pixels, min_pixels=min_pixels)
 
 

@@ -89,6 +89,26 @@ class Adapter(ABC):
 class VisionAdapter(Adapter):
     """How to call one encoder family on two-dimensional activations [R, D]."""
 
+    mergers: tuple[str, ...] = ()
+    """Names of the modules of its own merger; empty: it has none."""
+
+    def keep(
+        self, module: PreTrainedModel, *, embed: bool, blocks: list[int], norm: bool, merger: bool = False
+    ) -> None:
+        """Drops every layer of the module but the wanted ones. Args: merger: its own merger is wanted."""
+        super().keep(module, embed=embed, blocks=blocks, norm=norm)
+        for name in () if merger else self.mergers:
+            _replace(module, name, None)
+
+    def own_merger(self, tower: PreTrainedModel) -> list[nn.Module]:
+        """The modules of its own merger that this part of the tower has."""
+        modules = (getattr(tower, name, None) for name in self.mergers)
+        return [module for module in modules if module is not None]
+
+    def merge(self, tower: PreTrainedModel, x_RD: Tensor, taps: list[Tensor]) -> Tensor:
+        """The features that its own merger makes of all rows, [V, columns]. Args: taps: [R, D] outputs of blocks."""
+        raise NotImplementedError
+
     @abstractmethod
     def rows(self, grid: Grid) -> int:
         """Rows of one image between the layers."""
@@ -116,8 +136,9 @@ class VisionAdapter(Adapter):
 class Qwen2VLVision(VisionAdapter):
     """The Qwen2-VL vision transformer: images of any size, packed; its own merger is optional."""
 
-    blocks, embed = "blocks", ("patch_embed",)
-    fused_qkv = ("attn.qkv",)
+    blocks, fused_qkv = "blocks", ("attn.qkv",)
+    embed: tuple[str, ...] = ("patch_embed",)
+    mergers: tuple[str, ...] = ("merger",)
 
     def classes(self) -> tuple[type[PreTrainedConfig], Any]:
         from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
@@ -146,6 +167,40 @@ class Qwen2VLVision(VisionAdapter):
 
     def call_block(self, index: int, block: nn.Module, x_RD: Tensor, context: Any) -> Tensor:
         return block(x_RD, **context)
+
+    def merge(self, tower: PreTrainedModel, x_RD: Tensor, taps: list[Tensor]) -> Tensor:
+        return tower.merger(x_RD)
+
+
+class Qwen3VLVision(Qwen2VLVision):
+    """The Qwen3-VL vision transformer: learned positions in addition, and a merger for the output of some blocks."""
+
+    embed, mergers = ("patch_embed", "pos_embed"), ("merger", "deepstack_merger_list")
+
+    def classes(self) -> tuple[type[PreTrainedConfig], Any]:
+        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+        return Qwen3VLVisionConfig, Qwen3VLVisionModel
+
+    def call_embed(self, tower: PreTrainedModel, pixels: Tensor, rows: RankRows) -> Tensor:
+        from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
+        x_RD = tower.patch_embed(pixels)
+        index, weight = get_vision_interpolation_indices_and_weights(
+            torch.tensor(rows.grids),
+            tower.num_grid_per_side,
+            tower.interpolation_mode,
+            tower.interpolation_align_corners,
+            rows.shape.merge,
+        )
+        patches = np.maximum(rows.indices, 0)[: len(pixels)]
+        index, weight = (t[patches].to(x_RD.device, non_blocking=True) for t in (index, weight))
+        return x_RD + (tower.pos_embed(index) * weight[:, :, None]).sum(1).to(x_RD.dtype)
+
+    def merge(self, tower: PreTrainedModel, x_RD: Tensor, taps: list[Tensor]) -> Tensor:
+        pairs = zip(tower.deepstack_merger_list, taps, strict=True)
+        return torch.cat([tower.merger(x_RD), *(merger(tap) for merger, tap in pairs)], dim=1)
 
 
 class Qwen25VLVision(Qwen2VLVision):
@@ -300,7 +355,7 @@ class Decoder(Adapter):
 
 
 class TextPart(Decoder):
-    """The language model of a whole model, with the head that the whole one gives it: Qwen2-VL and Qwen2.5-VL."""
+    """The language model of a whole model, with the head that the whole one gives it: Qwen2-VL and its successors."""
 
     reader = "AutoModel"
 
@@ -314,6 +369,7 @@ class TextPart(Decoder):
 VISION_ADAPTERS: dict[str, VisionAdapter] = {
     "qwen2_vl_vision": Qwen2VLVision(),
     "qwen2_5_vl_vision": Qwen25VLVision(),
+    "qwen3_vl_vision": Qwen3VLVision(),
     "siglip_vision_model": Siglip(),
     "siglip2_vision_model": Siglip2(),
     "clip_vision_model": CLIP(),
@@ -327,6 +383,7 @@ DECODERS: dict[str, Decoder] = {
     "mistral": Decoder("Mistral"),
     "qwen2_vl_text": TextPart("Qwen2VL"),
     "qwen2_5_vl_text": TextPart("Qwen2_5_VL"),
+    "qwen3_vl_text": TextPart("Qwen3VL"),
 }
 
 

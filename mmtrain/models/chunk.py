@@ -5,6 +5,9 @@ and `language.<Hugging Face name>`; for a DiT see `models/dit.py`, for a VAE `mo
 `build_chunk` (values undefined), then `init_weights`, then `load_pretrained` where weights exist, then sharding. The
 chunk itself must be called, so that hooks on it run.
 
+Activations that a later layer of the module needs travel with a chunk's output (`ModuleSpec.carried`): in one tensor,
+their rows behind its rows.
+
 Between two blocks a rank may hold a part of the rows: tensor-parallel ranks divide them (`RowSharding`), and
 context-parallel ranks hold different rows to begin with. The defaults are those of one rank.
 
@@ -71,6 +74,11 @@ class Chunk(nn.Module):
         """Shape of this chunk's output for one work; () for the loss."""
         return self.module_spec.output_shape(self.hi - 1, size)
 
+    def arriving(self, x: Tensor) -> list[Tensor]:
+        """The activation of the chunk before, and those that travel with it."""
+        carried = self.module_spec.num_carried(self.lo - 1)
+        return list(x.unflatten(0, (1 + carried, len(x) // (1 + carried))).unbind()) if carried else [x]
+
     def blocks(self) -> list[nn.Module]:
         """The blocks of this chunk, in order."""
         raise NotImplementedError
@@ -97,10 +105,13 @@ class VisionChunk(Chunk):
         self.projector_kind = model.projector.kind
         native = self.projector_kind == "native"
         self.vision = adapter.build(encoder_config(model.encoder))
-        adapter.keep(self.vision, embed=self.has_embed, blocks=self.block_indices, norm=self.has_norm)
-        merger = getattr(self.vision, "merger", None)
-        if merger is not None and not (native and self.has_projector):
-            self.vision.merger = merger = None
+        adapter.keep(
+            self.vision,
+            embed=self.has_embed,
+            blocks=self.block_indices,
+            norm=self.has_norm,
+            merger=native and self.has_projector,
+        )
         self.projector: nn.Module | None = None
         if self.has_projector and not native:
             with torch.device("meta"):
@@ -112,7 +123,7 @@ class VisionChunk(Chunk):
             adapted=adapted_linears(model, "vision"),
             blocks=adapter.blocks,
         )
-        for part in (merger, self.projector):
+        for part in (*adapter.own_merger(self.vision), self.projector):
             if part is not None:
                 part.requires_grad_(bool(model.projector.trainable))
         for block in self.blocks():
@@ -150,6 +161,7 @@ class VisionChunk(Chunk):
         check_grids(self.shape, grids)
         if not grids:
             return self._nothing(x)
+        x, *taps = self.arriving(x)
         total = sum(self.adapter.rows(grid) for grid in grids)
         lo, hi = part or (0, total)
         self._check_rows(len(x), grids, lo, hi, total)
@@ -168,25 +180,30 @@ class VisionChunk(Chunk):
                 x = x.index_select(0, torch.from_numpy(self.shape.row_order(grids)).to(x.device, non_blocking=True))
             x = sharding.shard(self.adapter.call_embed(self.vision, x, on_rank))
         elif empty:
-            x = nn.functional.pad(x, (0, 0, 0, num_padded // sharding.degree))
+            x, *taps = (nn.functional.pad(t, (0, 0, 0, num_padded // sharding.degree)) for t in (x, *taps))
         if self.block_indices:
             context = self.adapter.context(self.vision, x, on_rank)
             for index, block in zip(self.block_indices, self.blocks(), strict=True):
                 x = self.adapter.call_block(index, block, x, context)
+                if index in self.shape.taps:
+                    taps.append(x)
         if self.has_norm:
             x = self.vision.get_submodule(self.adapter.norm)(x)
         if self.has_projector:
-            x = self._project(sharding.gather(x)[:rows], grids, in_travel_order=part is not None)
-            x = sharding.shard(x)
-        return _owned(x[:0] if empty else x)
+            x, *taps = (sharding.gather(t)[:rows] for t in (x, *taps))
+            x, taps = sharding.shard(self._project(x, taps, grids, in_travel_order=part is not None)), []
+        leaving = torch.cat((x, *taps)) if taps else x
+        return _owned(leaving[:0] if empty else leaving)
 
-    def _project(self, x_RD: Tensor, grids: tuple[Grid, ...], *, in_travel_order: bool) -> Tensor:
+    def _project(self, x_RD: Tensor, taps: list[Tensor], grids: tuple[Grid, ...], *, in_travel_order: bool) -> Tensor:
         if self.shape.class_token and not self.shape.keeps_class_token:
             x_RD = x_RD.unflatten(0, (len(grids), -1))[:, 1:].flatten(0, 1)
         if isinstance(self.projector, Projector):
             x_VL = self.projector(x_RD, grids)
+        elif self.projector is not None:
+            x_VL = self.projector(x_RD)
         else:
-            x_VL = (self.projector or self.vision.merger)(x_RD)
+            x_VL = self.adapter.merge(self.vision, x_RD, taps)
         if in_travel_order or not self.shape.window:
             return x_VL
         back = torch.from_numpy(np.argsort(self.shape.feature_order(grids)))
@@ -278,13 +295,15 @@ class LanguageChunk(Chunk):
             attention: which tokens each of the T tokens sees.
             position_ids: [T] int64, the position of each token in its document; [3, T] (time, height, width) of a
                 model with positions on three axes.
-            features: image features of this rank for the first chunk, [v, D]; None without images.
+            features: image features of this rank for the first chunk, [v, D]; None without images. Of an encoder with
+                taps [v, (1 + taps) * D]: those that fill slots, then those that are added behind layers 0, 1, ...
             exchange: this rank's features -> those that its rows need; None: it has just these.
             slots: int64 rows of the first activation [t, D] that these features fill, in their order.
             labels: [T] int64 for the head, already shifted; IGNORE_INDEX where there is no target.
             want_predictions: also return the most likely token of each labelled position.
         Raises: DataError: rows, positions, features or labels that disagree.
         """
+        x, *carried = self.arriving(x)
         count, degree = position_ids.shape[-1], self.row_sharding.degree
         rows = count if self.has_embed else count // degree
         if count % degree or len(x) != rows or len(attention.rows) != count:
@@ -299,17 +318,23 @@ class LanguageChunk(Chunk):
                     raise DataError(f"{len(features)} image features arrived without the slots they fill")
                 if exchange is not None:
                     features = exchange(features)
+                features, *others = features.split(self.shape.width, dim=1)
+                carried = [scatter_tokens(torch.zeros_like(x), other, slots) for other in others]
                 x = scatter_tokens(x, features, slots)
         if self.block_indices:
             rotary = self.language.model.rotary_emb(x[None], position_ids.unsqueeze(-2))
             hidden = x[None]
             for block in self.blocks():
                 hidden = block(hidden, attention_mask=attention, position_embeddings=rotary)
+                if carried:
+                    hidden = hidden + carried.pop(0)
             x = hidden[0]
         if self.has_norm and not self.has_head:
             x = self.language.model.norm(x)
         if not self.has_head:
-            return _owned(x)
+            num_leaving = self.module_spec.num_carried(self.hi - 1)
+            carried = carried or [torch.zeros_like(x)] * num_leaving  # without images
+            return _owned(torch.cat((x, *carried)) if num_leaving else x)
         if labels is None or len(labels) != count:
             have = "no" if labels is None else len(labels)
             raise DataError(f"the language model's head got {have} labels for {count} tokens")

@@ -23,6 +23,7 @@ from mmtrain.spec.modules import projector_sizes
 _PREFIXES = {
     "qwen2_vl_vision": (),
     "qwen2_5_vl_vision": (),
+    "qwen3_vl_vision": (),
     "siglip_vision_model": ("vision_model.",),
     "siglip2_vision_model": ("vision_model.",),
     "clip_vision_model": ("vision_model.",),
@@ -34,6 +35,7 @@ _PREFIXES = {
     "mistral": (),
     "qwen2_vl_text": (),
     "qwen2_5_vl_text": (),
+    "qwen3_vl_text": (),
     "wan": (),
     "autoencoder_kl": (),
     "autoencoder_kl_wan": (),

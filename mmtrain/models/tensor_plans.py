@@ -62,6 +62,8 @@ class FamilyPlan:
     """What follows the last block of a text encoder, which has no head."""
     merger: Styles = field(default_factory=dict)
     """The family's own projector."""
+    tap_merger: Styles = field(default_factory=dict)
+    """That of one tap, whose number stands for {}."""
 
 
 PROJECTORS: Mapping[str, Styles] = {
@@ -107,19 +109,24 @@ _SIGLIP = FamilyPlan(
 )
 
 
+def _merger(name: str, layers: str) -> Styles:
+    """A norm and two linear layers. Args: layers: their names, divided by spaces."""
+    norm, inputs, output = layers.split()
+    return {f"{name}.{norm}": "whole", f"{name}.{inputs}": "columns_whole", f"{name}.{output}": "rows_whole"}
+
+
 def _qwen_vision(mlp_inputs: str, mlp_output: str) -> FamilyPlan:
-    """Qwen2-VL or Qwen2.5-VL, whose queries, keys and values are rows of one layer head by head: a part is heads."""
+    """Qwen2-VL or a successor, whose queries, keys and values are rows of one layer head by head: a part is heads."""
     return FamilyPlan(
         blocks="vision.blocks",
         block=_block("norm1 norm2", "attn.qkv", "attn.proj", mlp_inputs, mlp_output),
         heads=("attn.num_heads",),
         embed={"vision.patch_embed": "whole"},
-        merger={
-            "vision.merger.ln_q": "whole",
-            "vision.merger.mlp.0": "columns_whole",
-            "vision.merger.mlp.2": "rows_whole",
-        },
+        merger=_merger("vision.merger", "ln_q mlp.0 mlp.2"),
     )
+
+
+_QWEN3_MERGER = "norm linear_fc1 linear_fc2"
 
 
 def _attention(name: str) -> Styles:
@@ -133,17 +140,24 @@ def _two_linears(name: str) -> Styles:
     return {f"{name}.linear_1": "columns_whole", f"{name}.linear_2": "rows_whole"}
 
 
+_QWEN3 = replace(_DECODER, block={**_DECODER.block, **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "norm")})
+
 PLANS: Mapping[str, FamilyPlan] = {
     "qwen2": _DECODER,
     "llama": _DECODER,
     "mistral": _DECODER,
     "qwen2_vl_text": _DECODER,
     "qwen2_5_vl_text": _DECODER,
-    "qwen3": replace(
-        _DECODER, block={**_DECODER.block, **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "norm")}
-    ),
+    "qwen3": _QWEN3,
+    "qwen3_vl_text": _QWEN3,
     "qwen2_vl_vision": _qwen_vision("mlp.fc1", "mlp.fc2"),
     "qwen2_5_vl_vision": _qwen_vision(*_GATED_MLP),
+    "qwen3_vl_vision": replace(
+        _qwen_vision("mlp.linear_fc1", "mlp.linear_fc2"),
+        embed={"vision.patch_embed": "whole", "vision.pos_embed": "whole"},
+        merger=_merger("vision.merger", _QWEN3_MERGER),
+        tap_merger=_merger("vision.deepstack_merger_list.{}", _QWEN3_MERGER),
+    ),
     "siglip_vision_model": _SIGLIP,
     "siglip2_vision_model": _SIGLIP,
     "clip_vision_model": FamilyPlan(

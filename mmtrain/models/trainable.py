@@ -13,6 +13,7 @@ from torch import nn
 from mmtrain.config.model import LoRAConfig, Trainable
 from mmtrain.spec.linears import Linear
 
+_MERGERS = ("vision.merger.", "vision.deepstack_merger_list.")
 _ADAPTER = "default"
 _BASE = ".base_layer"
 
@@ -82,4 +83,4 @@ def stored_adapter_name(name: str) -> str:
 
 def part_of(name: str) -> str:
     """The part of a model that a parameter belongs to: its module, or `projector`, also for an encoder's own merger."""
-    return "projector" if name.startswith("vision.merger.") else name.partition(".")[0]
+    return "projector" if name.startswith(_MERGERS) else name.partition(".")[0]

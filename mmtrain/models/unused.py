@@ -29,8 +29,6 @@ def unused_weights(model: ModelConfig, seed: int) -> dict[str, Tensor]:
     blocks = list(range(shape.depth, values[ENCODERS[shape.model_type].sizes["depth"]]))
     module = adapter.build(values)
     adapter.keep(module, embed=False, blocks=blocks, norm=not shape.final_norm)
-    if hasattr(module, "merger"):
-        module.merger = None
     if not any(True for _ in module.parameters()):
         return {}
     materialise(module, "cpu", torch.float32)

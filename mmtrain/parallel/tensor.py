@@ -80,6 +80,8 @@ def _entries(chunk: _Divisible, plan: FamilyPlan) -> Iterator[tuple[str, Style]]
         tables.append(plan.states if isinstance(chunk, LanguageChunk) and not chunk.has_head else plan.norm)
     if isinstance(chunk, VisionChunk) and chunk.has_projector:
         tables.append(PROJECTORS.get(chunk.projector_kind, plan.merger))
+        for number, _ in enumerate(chunk.shape.taps):
+            tables.append({name.format(number): style for name, style in plan.tap_merger.items()})
     for table in tables:
         yield from table.items()
     for index in chunk.block_indices:

@@ -281,22 +281,32 @@ class _Prices:
         held_input = 0.0
         if shape.held_input >= 0:
             held_input = self._layer_of_rank(module, shape.held_input).output_bytes(size)
+        # The chunk's input is one tensor, which waits for its gradient.
+        carried = self._carried_bytes(module, stage.layers[0] - 1, size) if grad else 0.0
         options: list[Option] = []
         for name, price in zip(offered.names, _mixed(offered, other_layers, blocks), strict=True):
-            option = self._option(name, price, shape.grad, held_input, unevenness)
+            option = self._option(name, price, shape.grad, held_input, carried, unevenness)
             if not options or option.activation_bytes < options[-1].activation_bytes:
                 options.append(option)
         feeds = not stage.last or any(module.name in consumer.after for consumer in self._spec.modules)
-        output_bytes = self._layer_of_rank(module, stage.layers[1] - 1).output_bytes(size)
+        last = stage.layers[1] - 1
+        output_bytes = self._layer_of_rank(module, last).output_bytes(size) + self._carried_bytes(module, last, size)
         return _StagePrice(
             options=self.table.setdefault(tuple(options), len(self.table)),
             grad=shape.grad,
             output_bytes=unevenness * output_bytes if feeds else 0.0,
         )
 
-    def _option(self, name: str, price: _LayerPrice, grad: bool, held_input: float, unevenness: float) -> Option:
+    def _carried_bytes(self, module: ModuleSpec, index: int, size: WorkSize) -> float:
+        """Bytes of the activations that travel with the output of a layer. Args: index: -1: of the module's input."""
+        count = module.num_carried(index)
+        return count * self._layer_of_rank(module, index).output_bytes(size) if count else 0.0
+
+    def _option(
+        self, name: str, price: _LayerPrice, grad: bool, held_input: float, carried: float, unevenness: float
+    ) -> Option:
         forward, backward, weight = price.forward_s, price.backward_input_s, price.backward_weight_s
-        held_bytes = max(price.kept_bytes, price.passing_bytes)
+        held_bytes = max(price.kept_bytes, price.passing_bytes) + carried
         if price.host_bytes:
             host_copy = self.costs.host_copy
             forward, backward = (host_copy.with_compute_s(s, price.host_bytes) for s in (forward, backward))

@@ -82,7 +82,7 @@ def _vae_module(shape: VaeShape, e: int) -> ModuleSpec:
 
 def _vision_module(model: ModelConfig, shape: VisionShape, e: int) -> ModuleSpec:
     assert model.encoder is not None
-    D = shape.width
+    D, taps = shape.width, shape.taps
     trainable = model.encoder.trainable is True  # with LoRA only the blocks' adapters train
 
     def block(index: int) -> LayerSpec:
@@ -105,6 +105,8 @@ def _vision_module(model: ModelConfig, shape: VisionShape, e: int) -> ModuleSpec
         extra_rows=int(shape.class_token),
         extra_outputs=int(shape.keeps_class_token),
         window=shape.window,
+        # A tap leaves with the output of its block, which is layer tap + 1, and travels on to the projector.
+        carried=(*(sum(tap < index for tap in taps) for index in range(len(layers) - 1)), 0) if taps else (),
     )
 
 
@@ -115,7 +117,9 @@ def _patch_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
     if shape.fixed_grid is not None:
         num_params += (shape.fixed_grid[1] * shape.fixed_grid[2] + 2 * shape.class_token) * D
     activation = Rates(output=shape.patches_per_output * P * e, row=shape.embed_norm * (D + 2) * e)
-    activation += Rates(row=_INT64 * (shape.num_positions > 0))  # the position of each row
+    if shape.num_positions:  # the positions of each row, and their weights
+        count = shape.positions_per_row
+        activation += Rates(row=count * (_INT64 + _FLOAT32 * (count > 1)))
     return LayerSpec(
         name="embed",
         num_params=num_params,
@@ -148,7 +152,10 @@ def _audio_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
 
 
 def _projector(model: ModelConfig, shape: VisionShape, *, e: int) -> LayerSpec:
-    """The last layer of the vision module: a norm (not of kind llava), merged neighbours, two linear layers."""
+    """The last layer of the vision module: a norm (not of kind llava), merged neighbours, two linear layers.
+
+    Each tap has a merger of its own, whose norm comes after the merge; its features stand next to the others.
+    """
     projection = projection_of(model)
     assert projection is not None
     patches, inner, width = shape.patches_per_token, projection.width, projection.outputs
@@ -162,20 +169,30 @@ def _projector(model: ModelConfig, shape: VisionShape, *, e: int) -> LayerSpec:
     norm_params, row_bytes = norms[projection.kind]
     # With windows also the original order of the features.
     normed = patches * row_bytes + (_INT64 if shape.window else 0)
+    taps = len(shape.taps)
+    # Of a tap two statistics and the norm's output. The norm's input is also the next block's, which keeps it, or a
+    # part of the chunk's input, which is held until its gradient leaves; neither if the encoder is frozen.
+    frozen = model.encoder is not None and model.encoder.trainable is False
+    normed += taps * ((1 + frozen) * merged + 2) * e
+    gathered = 0 if frozen else taps * merged * e  # by tensor-parallel ranks, which each keep all rows of it
+    mergers = 1 + taps
     return LayerSpec(
         name="projector",
-        num_params=norm_params + (merged + 1) * inner + (inner + 1) * width,
+        num_params=norm_params + taps * 2 * merged + mergers * ((merged + 1) * inner + (inner + 1) * width),
         trainable=bool(model.projector.trainable),
         weight_before_products=norm_params > 0,
-        matmul_flops=Rates(output=2 * merged * inner + 2 * inner * width),
-        inner_flops=Rates(output=2 * inner * width),
-        activation_bytes=Rates(output=normed + _kept_by_activation(projection.hidden_act) * inner * e),
-        linear_bytes=Rates(output=(merged + 2 * inner + width) * e),
-        output_bytes=Rates(output=width * e),
-        output_width=width,
+        matmul_flops=Rates(output=mergers * (2 * merged * inner + 2 * inner * width)),
+        inner_flops=Rates(output=mergers * 2 * inner * width),
+        activation_bytes=Rates(output=normed + mergers * _kept_by_activation(projection.hidden_act) * inner * e),
+        linear_bytes=Rates(output=mergers * (merged + 2 * inner + width) * e),
+        output_bytes=Rates(output=mergers * width * e),
+        output_width=mergers * width,
         output_rows="outputs",
+        divided_columns=Replaced(new=Rates(output=gathered)),
         # Ranks divide the inner columns; the norm and the features have all rows.
-        whole_bytes=WholeBytes(activation=Rates(output=normed), linear=Rates(output=(merged + width) * e)),
+        whole_bytes=WholeBytes(
+            activation=Rates(output=normed + gathered), linear=Rates(output=mergers * (merged + width) * e)
+        ),
     )
 
 
@@ -237,6 +254,7 @@ def _norm_bytes(shape: VisionShape, e: int) -> int:
 def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> ModuleSpec:
     D, V = shape.width, shape.vocab_size
     trainable = model.language.trainable is True
+    taps = len(vision_shape(model).taps) if model.encoder is not None else 0
     block = _decoder_layer(shape, trainable=trainable, e=e)
     block = with_adapters(block, shape, adapted_linears(model, "language"), rank=model.lora.rank, dtype_bytes=e)
     norm = _FLOAT32 * (D + 1) + 2 * D * e
@@ -251,7 +269,7 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
         matmul_flops=Rates(output=2 * D * V),
         activation_bytes=Rates(output=norm + _FLOAT32 * V + 2 * _INT64),
         linear_bytes=Rates(output=(D + V) * e),
-        divided_logits=Replaced(old=Rates(output=_FLOAT32 * V), new=Rates(output=V * e)),
+        divided_columns=Replaced(old=Rates(output=_FLOAT32 * V), new=Rates(output=V * e)),
         # Ranks divide the vocabulary, not the rows.
         whole_bytes=WholeBytes(activation=Rates(output=norm + 2 * _INT64), linear=Rates(output=D * e)),
     )
@@ -260,13 +278,16 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
         consumes="documents" if model.dit is None else "captions",
         position_axes=shape.position_axes,
         after=("vision",) if model.encoder is not None else (),
+        # Features of the j-th tap are added to the output of decoder layer j, which is layer j + 1.
+        carried=tuple(max(0, taps - index) for index in range(shape.depth + 2)) if taps else (),
         layers=(
             LayerSpec(
                 name="embed",
                 num_params=V * D,
                 trainable=trainable,
                 matmul_flops=Rates(),
-                activation_bytes=Rates(row=_INT64),
+                # Features of taps are held until their gradients leave; of image tokens alone, so this is the most.
+                activation_bytes=Rates(row=_INT64 + taps * D * e),
                 output_bytes=Rates(row=D * e),
                 output_width=D,
                 whole_bytes=WholeBytes(activation=Rates(row=_INT64)),

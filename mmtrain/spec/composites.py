@@ -30,6 +30,8 @@ class Part:
     """Of a config that names none."""
     shared: tuple[str, ...] = ()
     """Switches that are on for the part if they are on for the whole model."""
+    decided: Mapping[str, Any] = field(default_factory=dict)
+    """Keys whose value in the whole model's config alone counts, with the defaults of its class."""
     spellings: tuple[Spelling, ...]
     """Its names in stored weights; the first one that occurs counts."""
     written: int = 0
@@ -60,7 +62,10 @@ def _removed(*beginnings: str) -> tuple[Spelling, ...]:
     return tuple({beginning: ""} for beginning in beginnings)
 
 
-def _qwen_vl(name: str, class_name: str) -> Composite:
+def _qwen_vl(name: str, class_name: str, *, older: bool = True) -> Composite:
+    """Args: older: its files may have names of weights, and a form of the config, that are older than its class; then
+    the text config, too, may say that its head is tied."""
+    tied = "tie_word_embeddings"
     return Composite(
         class_name=class_name,
         encoders=(f"{name}_vision",),
@@ -70,20 +75,21 @@ def _qwen_vl(name: str, class_name: str) -> Composite:
             "model.encoder": Part(
                 config="vision_config",
                 model_type=f"{name}_vision",
-                spellings=_removed("model.visual.", "visual."),
-                written=1,
+                spellings=_removed("model.visual.", "visual.")[: 1 + older],
+                written=int(older),
                 in_class=0,
             ),
             "model.language": Part(
                 config="text_config",
-                flat=True,
+                flat=older,
                 model_type=f"{name}_text",
-                shared=("tie_word_embeddings",),
+                shared=(tied,) if older else (),
+                decided={} if older else {tied: False},
                 spellings=(
                     {"model.language_model.": "model.", "lm_head.": "lm_head."},
                     {"model.": "model.", "lm_head.": "lm_head."},
-                ),
-                written=1,
+                )[: 1 + older],
+                written=int(older),
                 in_class=0,
             ),
         },
@@ -93,6 +99,7 @@ def _qwen_vl(name: str, class_name: str) -> Composite:
 COMPOSITES: Mapping[str, Composite] = {
     "qwen2_vl": _qwen_vl("qwen2_vl", "Qwen2VL"),
     "qwen2_5_vl": _qwen_vl("qwen2_5_vl", "Qwen2_5_VL"),
+    "qwen3_vl": _qwen_vl("qwen3_vl", "Qwen3VL", older=False),
     "llava": Composite(
         class_name="Llava",
         encoders=("clip_vision_model", "siglip_vision_model"),
@@ -157,6 +164,7 @@ def part_config(where: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
             "choose a folder that transformers saved"
         )
     switches = {key: True for key in part.shared if values.get(key) is True}
+    switches |= {key: values.get(key, default) for key, default in part.decided.items()}
     return {"model_type": part.model_type, **config, **switches}
 
 

@@ -80,9 +80,9 @@ def check_rope(name: str, rope: Mapping[str, Any], axes: int) -> None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if axes == 1 and (kind == "mrope" or "mrope_section" in rope):
         raise ConfigError(
-            f"{name} = {shown(rope)}: positions on three axes (mrope) are those of the model types qwen2_vl_text and "
-            "qwen2_5_vl_text; the class of this one has positions along the text alone. Take the model_type that the "
-            "weights were trained with, or remove the key to train it with positions along the text"
+            f"{name} = {shown(rope)}: positions on three axes (mrope) are those of the model types qwen2_vl_text, "
+            "qwen2_5_vl_text and qwen3_vl_text; the class of this one has positions along the text alone. Take the "
+            "model_type that the weights were trained with, or remove the key to train it with positions along the text"
         )
     if kind not in (*ROPE_TYPES, "mrope"):
         raise ConfigError(f"{name} has the type {shown(kind)}; choose one of {', '.join(ROPE_TYPES)}")

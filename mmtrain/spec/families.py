@@ -20,14 +20,20 @@ class Family:
     """Keys that must be 0: see `config_values`."""
     sizes: Mapping[str, str] = field(default_factory=dict)
     """What an encoder calls its width, depth, heads, mlp (if a key), and out: the width that its own merger makes."""
-    position_axes: int = 1
-    """Axes of a language model's positions: 3 of one whose image tokens have time, height and width."""
+    axis_columns: tuple[int, ...] = ()
+    """Default of `mrope_section` of a language model whose image tokens have time, height and width; empty: positions
+    are along the text alone."""
     qkv_bias: bool = False
     """Whether queries, keys and values of a language model have biases that no key turns off."""
     head_norms: bool = False
     """Whether norms follow on the queries and keys of each head of a language model."""
     sliding_window: int = 0
     """Default of the key `sliding_window` where a number alone turns windows on, in tokens."""
+
+    @property
+    def position_axes(self) -> int:
+        """Axes of a language model's positions."""
+        return len(self.axis_columns) or 1
 
 
 def _sizes(width: str, depth: str, heads: str, mlp: str) -> dict[str, str]:
@@ -98,6 +104,27 @@ ENCODERS: dict[str, Family] = {
         aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "depth"},
         optional={"rope_parameters": {}},
         parents=("qwen2_5_vl",),
+        sizes=_sizes("hidden_size", "depth", "num_heads", "intermediate_size") | {"out": "out_hidden_size"},
+    ),
+    "qwen3_vl_vision": Family(
+        defaults={
+            "depth": 27,
+            "hidden_size": 1152,
+            "hidden_act": "gelu_pytorch_tanh",
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "in_channels": 3,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 3584,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": (8, 16, 24),
+            "initializer_range": 0.02,
+        },
+        aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "depth"},
+        optional={"rope_parameters": {}},
+        parents=("qwen3_vl",),
         sizes=_sizes("hidden_size", "depth", "num_heads", "intermediate_size") | {"out": "out_hidden_size"},
     ),
     "siglip_vision_model": _like(_TOWER, {"image_size": 224}, {"vision_use_head": True}, parents=("siglip",)),
@@ -207,7 +234,7 @@ _QWEN_VL_TEXT = _like(
         "use_sliding_window": False,
     },
     _WINDOWS,
-    position_axes=3,
+    axis_columns=(16, 24, 24),
     qkv_bias=True,
 )
 
@@ -244,6 +271,14 @@ LANGUAGES: dict[str, Family] = {
     ),
     "qwen2_vl_text": replace(_QWEN_VL_TEXT, parents=("qwen2_vl",)),
     "qwen2_5_vl_text": replace(_QWEN_VL_TEXT, parents=("qwen2_5_vl",)),
+    "qwen3_vl_text": _like(
+        _DECODER,
+        {"head_dim": 128, "attention_bias": False, "max_position_embeddings": 128000},
+        {},
+        parents=("qwen3_vl",),
+        axis_columns=(24, 20, 20),
+        head_norms=True,
+    ),
 }
 
 IMAGE_KEYS = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")

@@ -42,16 +42,16 @@ def block_linears(shape: VisionShape | LanguageShape) -> tuple[Linear, ...]:
         C, K = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         query, key, value, output = (f"self_attn.{name}_proj" for name in "qkvo")
         return (*_separate(query, key, value, output, D=D, C=C, K=K), *_gated_mlp(D, I))
-    if shape.model_type in ("qwen2_vl_vision", "qwen2_5_vl_vision"):
+    mlp = _gated_mlp(D, I) if shape.gated_mlp else _mlp(_MLP.get(shape.model_type, "mlp.fc"), D, I)
+    if shape.joint_qkv:
         attention: tuple[Linear, ...] = (
             Linear(name="attn.qkv", inputs=D, outputs=3 * D, position=0),
             Linear(name="attn.proj", inputs=D, outputs=D, position=1),
         )
-        return (*attention, *(_gated_mlp(D, I) if shape.model_type == "qwen2_5_vl_vision" else _mlp("mlp.", D, I)))
+        return (*attention, *mlp)
     attn, output = ("attention", "o_proj") if shape.model_type == "vit" else ("self_attn", "out_proj")
     query, key, value, output = (f"{attn}.{name}" for name in ("q_proj", "k_proj", "v_proj", output))
-    prefix = "" if shape.model_type == "whisper_encoder" else "mlp."
-    return (*_separate(query, key, value, output, D=D, C=D, K=D), *_mlp(prefix, D, I))
+    return (*_separate(query, key, value, output, D=D, C=D, K=D), *mlp)
 
 
 def linear_width(linears: Sequence[Linear], rank: int = 0) -> int:
@@ -180,10 +180,14 @@ def _separate(query: str, key: str, value: str, output: str, *, D: int, C: int, 
     )
 
 
-def _mlp(prefix: str, D: int, I: int) -> tuple[Linear, ...]:
+_MLP = {"whisper_encoder": "fc", "qwen3_vl_vision": "mlp.linear_fc"}
+"""Family of an encoder -> how the names of the two layers of its MLP begin, if not with `mlp.fc`."""
+
+
+def _mlp(name: str, D: int, I: int) -> tuple[Linear, ...]:
     return (
-        Linear(name=f"{prefix}fc1", inputs=D, outputs=I, position=2),
-        Linear(name=f"{prefix}fc2", inputs=I, outputs=D, position=3),
+        Linear(name=f"{name}1", inputs=D, outputs=I, position=2),
+        Linear(name=f"{name}2", inputs=I, outputs=D, position=3),
     )
 
 

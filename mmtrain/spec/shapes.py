@@ -8,7 +8,7 @@ from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, Model
 from mmtrain.config.toml_sections import shown
 from mmtrain.errors import ConfigError
 from mmtrain.spec.config_values import MOST
-from mmtrain.spec.families import LANGUAGES
+from mmtrain.spec.families import LANGUAGES, Family
 from mmtrain.spec.model_configs import dit_config, language_config
 
 
@@ -137,21 +137,21 @@ def language_shape(model: ModelConfig) -> LanguageShape:
         mlp_bias=values["mlp_bias"] if "mlp_bias" in family.defaults else False,
         tied=values["tie_word_embeddings"] and model.dit is None,
         head_norms=family.head_norms,
-        axis_columns=_axis_columns(values, where, head_dim) if family.position_axes > 1 else (),
+        axis_columns=_axis_columns(values, where, head_dim, family) if family.axis_columns else (),
         sliding_window=(values["sliding_window"] or 0) if family.sliding_window else 0,
     )
 
 
-def _axis_columns(values: dict[str, Any], where: str, head_dim: int) -> tuple[int, ...]:
+def _axis_columns(values: dict[str, Any], where: str, head_dim: int, family: Family) -> tuple[int, ...]:
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    columns = rope.get("mrope_section", (16, 24, 24))  # the default of the class
+    columns = rope.get("mrope_section", family.axis_columns)
     numbers = isinstance(columns, list | tuple) and all(type(x) is int and x >= 0 for x in columns)
     if not numbers or len(columns) != 3 or sum(columns) != head_dim // 2:
         raise ConfigError(
             f"{where}: mrope_section = {shown(columns)}; it has three numbers, for time, height and width, whose sum "
             f"is half of the width of a head, {head_dim // 2}; set it in rope_parameters"
         )
-    if values["hidden_size"] != head_dim * values["num_attention_heads"]:
+    if "head_dim" not in family.defaults and values["hidden_size"] != head_dim * values["num_attention_heads"]:
         raise ConfigError(
             f"{where}: head_dim = {head_dim}, but heads of this family have hidden_size / num_attention_heads = "
             f"{values['hidden_size'] / values['num_attention_heads']:g} columns; leave head_dim out"

@@ -52,7 +52,7 @@ def narrow_model(
     width = language["hidden_size"]
     configs = {"language": language}
     if model.encoder is not None:
-        configs["vision"] = _narrow_encoder(model, tp["vision"], stages["vision"], width)
+        configs["vision"] = _narrow_encoder(model, tp["vision"], stages["vision"], language)
     if model.dit is not None:
         configs["dit"] = _narrow_dit(model, tp["dit"], stages["dit"], width)
     if model.vae is not None:
@@ -120,7 +120,7 @@ def _narrow_language(model: ModelConfig, tp: int, num_stages: int) -> dict[str, 
     return inline_config(given, LANGUAGES[shape.model_type])
 
 
-def _narrow_encoder(model: ModelConfig, tp: int, num_stages: int, text_width: int) -> dict[str, Any]:
+def _narrow_encoder(model: ModelConfig, tp: int, num_stages: int, language: Mapping[str, Any]) -> dict[str, Any]:
     assert model.encoder is not None
     shape = vision_shape(model)
     values, keys = encoder_config(model.encoder), ENCODERS[shape.model_type].sizes
@@ -131,7 +131,9 @@ def _narrow_encoder(model: ModelConfig, tp: int, num_stages: int, text_width: in
     if "mlp" in keys:
         values[keys["mlp"]] = _scaled(shape.mlp_width, width, shape.width, tp)
     if "out" in keys:
-        values[keys["out"]] = text_width
+        values[keys["out"]] = language["hidden_size"]
+    if shape.taps:
+        values["deepstack_visual_indexes"] = list(range(min(len(shape.taps), depth, language["num_hidden_layers"])))
     if shape.window:
         values["window_size"] = min(shape.window, 2) * shape.patch_size * shape.merge
         full = [block for block in shape.full_blocks if block < shape.depth]
@@ -182,10 +184,14 @@ def _scaled(size: int, numerator: int, denominator: int, multiple: int) -> int:
 
 
 def fewer_blocks(model: ModelConfig, num_blocks: int) -> ModelConfig:
-    """The model with at most `num_blocks` blocks of each kind, and inline configs."""
+    """The model with at most `num_blocks` blocks of each kind, and inline configs.
+
+    Each tap of the encoder keeps a block and a language layer of its own, so that the projector is as large as it was.
+    """
     family = language_shape(model).model_type
     values = language_config(model.language)
-    values["num_hidden_layers"] = min(values["num_hidden_layers"], num_blocks)
+    num_taps = len(vision_shape(model).taps) if model.encoder else 0
+    values["num_hidden_layers"] = min(values["num_hidden_layers"], max(num_blocks, num_taps))
     values.pop("layer_types", None)  # one entry for each layer; all supported layers have one type
     config = inline_config(values, LANGUAGES[family])
     language = replace(model.language, pretrained="", config=config, pipeline_layout="")
@@ -207,20 +213,24 @@ def one_block(model: ModelConfig, tp: int) -> ModelConfig:
 
     Args: tp: tensor-parallel ranks, which divide the narrow DiT.
     """
+    if model.dit is None:
+        model = replace(model, encoder=None, projector=ProjectorConfig())
     model = fewer_blocks(model, 1)
     if model.dit is not None:
         values = {**model.dit.config, "num_attention_heads": tp, "ffn_dim": tp}
         dit = replace(model.dit, config=values, trainable=True)
         return replace(model, dit=dit, language=replace(model.language, trainable=False), vae=None, lora=LoRAConfig())
     language = replace(model.language, trainable=model.language.trainable or True)
-    return replace(model, encoder=None, projector=ProjectorConfig(), language=language)
+    return replace(model, language=language)
 
 
 def _fewer_encoder_blocks(model: ModelConfig, num_blocks: int) -> EncoderConfig:
     assert model.encoder is not None
     shape, values = vision_shape(model), encoder_config(model.encoder)
     full = [block for block in shape.full_blocks if block < shape.depth]
-    depth = min(shape.depth, num_blocks)
+    depth = min(shape.depth, max(num_blocks, len(shape.taps)))
+    if shape.taps:
+        values["deepstack_visual_indexes"] = list(range(len(shape.taps)))
     if shape.window:
         windowed = min(shape.depth - len(full), num_blocks)
         depth = windowed + min(len(full), num_blocks)

@@ -206,8 +206,8 @@ class LayerSpec:
     """The part of the bytes above that tensor-parallel ranks do not divide."""
     gathered_keys: Replaced = Replaced()
     """If ranks divide the rows of one attention; new: keys and values of all rows."""
-    divided_logits: Replaced = Replaced()
-    """If tensor-parallel ranks divide the vocabulary."""
+    divided_columns: Replaced = Replaced()
+    """If tensor-parallel ranks divide the columns: logits of a part of the vocabulary; inputs that are gathered."""
     unread_bytes: Rates = ZERO_RATES
     """Bytes of the result of the last product, which no backward reads, and of which each tensor-parallel rank has all
     rows; part of product_bytes."""
@@ -265,7 +265,7 @@ class LayerSpec:
             return self
         undivided, activation, gathered = self.whole_bytes, self.activation_bytes, Rates()
         if division.tp > 1:
-            activation = activation - self.divided_logits.old + self.divided_logits.new
+            activation = activation - self.divided_columns.old + self.divided_columns.new
         if division.key_groups > 1:
             activation -= self.gathered_keys.old
             gathered = self.gathered_keys.new * (division.key_groups / division.ranks)
@@ -318,6 +318,9 @@ class ModuleSpec:
     """The latents of a DiT come from another module, and not with the batch."""
     frames_per_latent: int = 1
     """Frames after the first one that a VAE encodes to one latent frame."""
+    carried: tuple[int, ...] = ()
+    """By layer: activations of the shape of its output that travel with it to the next layer, for a later one
+    (DeepStack); empty: none."""
     is_whole: bool = False
     """It is not cut, and each tensor-parallel rank holds and computes all of it."""
     shares_units: bool = False
@@ -343,15 +346,23 @@ class ModuleSpec:
         """Whether any layer has a trainable parameter."""
         return any(layer.trainable for layer in self.layers)
 
+    def num_carried(self, layer: int) -> int:
+        """Activations that travel with the output of a layer. Args: layer: -1: what enters the module, with which
+        none travels."""
+        return self.carried[layer] if self.carried and layer >= 0 else 0
+
     def output_shape(self, last_layer: int, size: WorkSize) -> tuple[int, ...]:
-        """Shape of the output of a stage that ends with `last_layer`: [rows, width], or () for the loss."""
+        """Shape of the output of a stage that ends with `last_layer`: [rows, width], or () for the loss.
+
+        The rows of carried activations follow those of the output.
+        """
         layer = self.layers[last_layer]
         if not layer.output_width:
             return ()
         rows = size.outputs if layer.output_rows == "outputs" else size.rows
         if layer.output_rows == "conditioned":
             rows += size.texts + TIME_ROWS * size.clips
-        return (rows, layer.output_width)
+        return ((1 + self.num_carried(last_layer)) * rows, layer.output_width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

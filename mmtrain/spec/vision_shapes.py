@@ -8,6 +8,7 @@ from typing import Any
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError
 from mmtrain.spec.composites import selected_features
+from mmtrain.spec.families import ENCODERS
 from mmtrain.spec.model_configs import encoder_config
 from mmtrain.spec.shapes import check_divides, language_shape, section_name, single_size
 from mmtrain.spec.windows import Grid, Indices, feature_order, row_order
@@ -37,7 +38,9 @@ class VisionShape:
     rotary: bool = False
     """Whether positions are rotary."""
     num_positions: int = 0
-    """Learned positions in a square, which are resized to the grid of each image; 0: positions are of another kind."""
+    """Learned positions in a square, which are resized to the grid of each image; 0: there are none."""
+    positions_per_row: int = 1
+    """Those of them whose weighted sum is added to a row; 1: they are resized before."""
     rms_norm: bool = False
     """Whether norms are RMSNorms."""
     patch_size: int
@@ -45,6 +48,8 @@ class VisionShape:
     packed: bool
     """Whether the patches of images of any size are packed into one list, in merge-block order; otherwise all images
     have one size and their patches are in row-major order."""
+    fills: bool = False
+    """Whether each packed image is made as large as the limit allows (NaFlex)."""
     class_token: bool = False
     """Whether the encoder adds a row to each image."""
     keeps_class_token: bool = False
@@ -67,6 +72,9 @@ class VisionShape:
     """Spatial merge of the encoder's own merger; 0 if it has none."""
     native_width: int = 0
     """Output width of the encoder's own merger; 0 if it has none."""
+    taps: tuple[int, ...] = ()
+    """Blocks whose outputs the encoder's own merger reads, in addition to that of the last one; the j-th of them is
+    added to the output of language layer j. Source: DeepStack, arXiv:2406.04334."""
     merge: int
     """Spatial merge of the projector that is used."""
 
@@ -108,14 +116,17 @@ def vision_shape(model: ModelConfig) -> VisionShape:
     shape = _SHAPES[values["model_type"]](values, where, model.projector.merge)
     shape = _with_selected_features(model, shape, where)
     check_divides(where, "number of heads", shape.num_heads, "width", shape.width)
+    if model.projector.kind != "native":
+        return shape
     _check_native(model, shape, where)
-    return shape
+    return replace(shape, taps=_taps(values, where, shape.depth, language_shape(model).depth))
 
 
 def _native_resolution(values: dict[str, Any], where: str, merge: int) -> VisionShape:
-    """Encoders of packed images: Qwen2-VL and Qwen2.5-VL."""
-    windowed = values["model_type"] == "qwen2_5_vl_vision"
-    width_key = "hidden_size" if windowed else "embed_dim"
+    """Encoders of packed images: Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+    family = ENCODERS[values["model_type"]]  # a folder's config may have keys of other families
+    keys, windowed = family.sizes, "window_size" in family.defaults
+    width_key = keys["width"]
     width, heads = values[width_key], values["num_heads"]
     patch = single_size(where, "patch_size", values["patch_size"])
     frames = single_size(where, "temporal_patch_size", values["temporal_patch_size"])
@@ -133,25 +144,29 @@ def _native_resolution(values: dict[str, Any], where: str, merge: int) -> Vision
                 f"{where}: window_size = {pixels} pixels is less than one merged token of spatial_merge * patch_size "
                 f"= {merge} * {patch} pixels; raise it or lower model.projector.spatial_merge"
             )
+    positions = values["num_position_embeddings"] if "num_position_embeddings" in family.defaults else 0
+    _check_square(where, "num_position_embeddings", positions)
     return VisionShape(
         model_type=values["model_type"],
         width=width,
         depth=values["depth"],
         num_heads=heads,
-        mlp_width=values["intermediate_size"] if windowed else int(width * values["mlp_ratio"]),
+        mlp_width=values[keys["mlp"]] if "mlp" in keys else int(width * values["mlp_ratio"]),
         patch_dim=values["in_channels"] * frames * patch * patch,
         hidden_act=values["hidden_act"],
         patch_size=patch,
         packed=True,
         joint_qkv=True,
         rotary=True,
-        embed_bias=False,
+        num_positions=positions,
+        positions_per_row=4,  # the corners of its cell
+        embed_bias=positions > 0,
         gated_mlp=windowed,
         rms_norm=windowed,
         window=window,
         full_blocks=tuple(values["fullatt_block_indexes"]) if windowed else (),
         native_merge=values["spatial_merge_size"],
-        native_width=values["out_hidden_size" if windowed else "hidden_size"],
+        native_width=values[keys["out"]],
         merge=merge,
     )
 
@@ -159,9 +174,13 @@ def _native_resolution(values: dict[str, Any], where: str, merge: int) -> Vision
 def _resized_positions(values: dict[str, Any], where: str, merge: int) -> VisionShape:
     """Encoders of packed images with learned positions, which are resized to each image: SigLIP 2 (NaFlex)."""
     positions = values["num_patches"]
+    _check_square(where, "num_patches", positions)
+    return _tower(values, where, packed=True, fills=True, num_positions=positions, final_norm=True, merge=merge)
+
+
+def _check_square(where: str, key: str, positions: int) -> None:
     if math.isqrt(positions) ** 2 != positions:
-        raise ConfigError(f"{where}: num_patches = {positions}; positions form a square, so it must be a square number")
-    return _tower(values, where, packed=True, num_positions=positions, final_norm=True, merge=merge)
+        raise ConfigError(f"{where}: {key} = {positions}; positions form a square, so it must be a square number")
 
 
 def _fixed_size(values: dict[str, Any], where: str, merge: int) -> VisionShape:
@@ -237,6 +256,7 @@ def _audio(values: dict[str, Any], where: str, merge: int) -> VisionShape:
 _SHAPES: Mapping[str, Callable[[dict[str, Any], str, int], VisionShape]] = {
     "qwen2_vl_vision": _native_resolution,
     "qwen2_5_vl_vision": _native_resolution,
+    "qwen3_vl_vision": _native_resolution,
     "siglip_vision_model": _fixed_size,
     "siglip2_vision_model": _resized_positions,
     "clip_vision_model": _fixed_size,
@@ -295,10 +315,29 @@ def check_patches_split(model: ModelConfig) -> None:
         )
 
 
+def _taps(values: dict[str, Any], where: str, depth: int, language_depth: int) -> tuple[int, ...]:
+    """The blocks that a native merger reads in addition to the last one.
+
+    Raises: ConfigError: there are no such blocks, or no language layers that take them.
+    """
+    if "deepstack_visual_indexes" not in ENCODERS[values["model_type"]].defaults:
+        return ()
+    taps = tuple(values["deepstack_visual_indexes"])
+    if list(taps) != sorted(set(taps)) or any(block >= depth for block in taps):
+        raise ConfigError(
+            f"{where}: deepstack_visual_indexes = {list(taps)}; they name blocks 0 to {depth - 1}, each once and in "
+            "their order"
+        )
+    if len(taps) > language_depth:
+        raise ConfigError(
+            f"{where}: deepstack_visual_indexes = {list(taps)}: each of these features is added to the output of a "
+            f"language layer of its own, but the language model has {language_depth}; name at most as many"
+        )
+    return taps
+
+
 def _check_native(model: ModelConfig, shape: VisionShape, where: str) -> None:
     """Checks that a configured native merger exists and fits."""
-    if model.projector.kind != "native":
-        return
     if not shape.native_merge:
         raise ConfigError(
             f'model.projector.kind = "native", but {where} ({shape.model_type}) has no merger of its own; use "mlp"'

@@ -108,6 +108,8 @@ ENCODERS = [
     ("qwen2_vl_vision", "mlp"),
     ("qwen2_vl_vision", "native"),
     ("qwen2_5_vl_vision", "native"),
+    ("qwen3_vl_vision", "mlp"),
+    ("qwen3_vl_vision", "native"),
     ("siglip_vision_model", "mlp"),
     ("clip_vision_model", "llava"),
     ("vit", "mlp"),
@@ -125,6 +127,18 @@ CONFIGS = {
         "temporal_patch_size": 1,
         "window_size": 16,
         "fullatt_block_indexes": [1],
+    },
+    "qwen3_vl_vision": {
+        "model_type": "qwen3_vl_vision",
+        "depth": 3,
+        "hidden_size": 32,
+        "out_hidden_size": 48,
+        "intermediate_size": 40,
+        "num_heads": 4,
+        "patch_size": 4,
+        "temporal_patch_size": 1,
+        "num_position_embeddings": 9,
+        "deepstack_visual_indexes": [0, 1],
     },
     "whisper_encoder": {
         "model_type": "whisper",
@@ -184,6 +198,10 @@ def vision(encoder: str, folder: Path, adapter: Path | None):
         from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
         theirs = WhisperEncoder.from_pretrained(folder)
+    elif encoder == "qwen3_vl_vision":
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+        theirs = Qwen3VLVisionModel.from_pretrained(folder)
     elif encoder == "qwen2_5_vl_vision":
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
@@ -199,7 +217,8 @@ def vision(encoder: str, folder: Path, adapter: Path | None):
 def their_features(encoder: str, projector: str, theirs, pixels: torch.Tensor, grids) -> torch.Tensor:
     if encoder.startswith("qwen"):
         out = theirs(pixels, torch.tensor(grids))
-        return out.pooler_output if projector == "native" else out.last_hidden_state
+        taps = out.get("deepstack_features") or []
+        return torch.cat([out.pooler_output, *taps], dim=1) if projector == "native" else out.last_hidden_state
     skip = 1 if encoder in ("clip_vision_model", "vit") else 0
     return theirs(pixels).last_hidden_state[:, skip:].flatten(0, 1)
 

@@ -30,7 +30,7 @@ from tests.lora import with_lora
 from tests.reference import model_config
 from tests.stored_runs import save_run
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "clip, llama", "siglip, qwen2")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "clip, llama", "siglip, qwen2")
 VOCAB = 448
 """Of the tokenizer that ships with mmtrain."""
 
@@ -38,7 +38,7 @@ VOCAB = 448
 def whole_folder(name: str, folder: Path) -> ModelConfig:
     """The model of a job that starts from a whole model, which is saved in the folder with random weights."""
     if name in whole_models.FAMILIES:
-        text = {**whole_models.TEXT, "vocab_size": VOCAB}
+        text = whole_models.tiny_text(name, vocab_size=VOCAB)
         whole_models.whole_model(name, text, whole_models.VISION[name]).save_pretrained(folder)
         return whole_models.named(folder)
     values = llava.LLAVAS[name]
@@ -86,10 +86,11 @@ def test_transformers_reads_every_weight_from_it(tmp_path, name):
     assert {"text_config", "vision_config", "architectures"} <= config.keys()
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "clip, llama"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "clip, llama"])
 def test_a_run_and_its_folder_answer_as_transformers_does(tmp_path, images, name):
     model = whole_folder(name, tmp_path / "whole")
-    save_run(tmp_path / "run", model)
+    limits = {"min_pixels": 256, "max_pixels": 4096} if name == "qwen3_vl" else {}  # its own are 256 x 256 at least
+    save_run(tmp_path / "run", model, data=DataConfig(source="unused", **limits))
     export(tmp_path / "run", tmp_path / "out")
     record, sampling = asked("what is <image> and <image>?", images), Sampling(max_new_tokens=8)
     answers = {Answerer.of(tmp_path / source).answer(record, sampling) for source in ("run", "out")}
@@ -107,7 +108,7 @@ def test_a_run_and_its_folder_answer_as_transformers_does(tmp_path, images, name
     assert answers == {tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip()}
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "siglip, qwen2"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "siglip, qwen2"])
 def test_adapters_are_one_folder_for_peft_or_in_the_weights(tmp_path, images, name):
     model = with_lora(whole_folder(name, tmp_path / "whole"), ["encoder", "language"])
     save_run(tmp_path / "run", model)

@@ -37,6 +37,13 @@ def test_known_sizes() -> None:
     assert [geometry.num_tokens(grid) for grid in table.values()] == [4, 8, 36, 64]
 
 
+def test_the_limits_of_a_family() -> None:
+    geometry = image_geometry({"model_type": "qwen3_vl"}, spatial_merge=2)
+    assert (geometry.patch_size, geometry.min_pixels, geometry.max_pixels) == (16, 65536, 16777216)
+    geometry = image_geometry({"model_type": "qwen2_5_vl"}, spatial_merge=2)
+    assert (geometry.patch_size, geometry.min_pixels, geometry.max_pixels) == (14, 3136, 1003520)
+
+
 @pytest.mark.parametrize("model_type", ["siglip_vision_model", "clip_vision_model", "vit"])
 def test_a_fixed_size_ignores_the_image(model_type: str) -> None:
     encoder = {"model_type": model_type, "image_size": 56, "patch_size": 14}

@@ -36,7 +36,7 @@ def document(texts_and_images, last: int, *, first: bool = False) -> tuple[Docum
 
 @functools.cache
 def theirs(family: str):
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2VLConfig, Qwen2VLModel
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2VLConfig, Qwen2VLModel, Qwen3VLConfig, Qwen3VLModel
 
     text = {
         "vocab_size": 8,
@@ -50,16 +50,22 @@ def theirs(family: str):
     with torch.device("meta"):
         if family == "qwen2_vl":
             return Qwen2VLModel(Qwen2VLConfig(text_config=text, vision_config=vision | {"embed_dim": 16}))
-        vision |= {"intermediate_size": 8, "out_hidden_size": 16, "tokens_per_second": TOKENS_PER_SECOND}
+        vision |= {"intermediate_size": 8, "out_hidden_size": 16}
+        if family == "qwen3_vl":
+            vision |= {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
+            return Qwen3VLModel(Qwen3VLConfig(text_config=text | {"head_dim": 16}, vision_config=vision))
+        vision |= {"tokens_per_second": TOKENS_PER_SECOND}
         return Qwen2_5_VLModel(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
 
 
-def rope_index(family: str, meta: DocumentMeta, types: list[int], seconds: float | None = None) -> np.ndarray:
-    kinds = {kind: [i.grid for i in meta.images if types[i.start] == kind] for kind in (IMAGE, VIDEO)}
-    grids = {kind: torch.tensor(found) if found else None for kind, found in kinds.items()}
+def rope_index(
+    family: str, meta: DocumentMeta, types: list[int], seconds: float | None = None, grids: dict | None = None
+) -> np.ndarray:
+    kinds = grids or {kind: [i.grid for i in meta.images if types[i.start] == kind] for kind in (IMAGE, VIDEO)}
+    tensors = {kind: torch.tensor(found) if found else None for kind, found in kinds.items()}
     timing = {} if seconds is None else {"second_per_grid_ts": torch.full((len(kinds[VIDEO]),), seconds)}
     ids = torch.zeros(1, len(types), dtype=torch.int64)
-    positions, _ = theirs(family).get_rope_index(ids, torch.tensor([types]), grids[IMAGE], grids[VIDEO], **timing)
+    positions, _ = theirs(family).get_rope_index(ids, torch.tensor([types]), tensors[IMAGE], tensors[VIDEO], **timing)
     return positions[:, 0].numpy()
 
 
@@ -70,6 +76,16 @@ def test_equal_to_qwen2_vl_for_packed_documents(packed):
     found = token_positions([meta for meta, _ in documents], 3)
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, np.concatenate(expected, axis=1))
+
+
+@given(spans, sizes)
+def test_equal_to_qwen3_vl_whose_videos_are_frames_with_text_between_them(given_spans, last):
+    """Each frame is an item of its own here; the class divides the grid of a video into them."""
+    still = [(text, kind, (t if kind == VIDEO else 1, h, w)) for text, kind, (t, h, w) in given_spans]
+    frames = [(text, kind, (1, h, w)) for text, kind, (t, h, w) in still for _ in range(t)]
+    meta, types = document(frames, last)
+    grids = {kind: [(t, MERGE * h, MERGE * w) for _, k, (t, h, w) in still if k == kind] for kind in (IMAGE, VIDEO)}
+    np.testing.assert_array_equal(token_positions([meta], 3), rope_index("qwen3_vl", meta, types, grids=grids))
 
 
 @given(spans, st.sampled_from([0.25, 0.7, 1.0, 1 / 3, 2.0]))

@@ -27,6 +27,17 @@ ENCODERS = {
         "window_size": 16,
         "fullatt_block_indexes": [1],
     },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "depth": 3,
+        "hidden_size": 32,
+        "out_hidden_size": 24,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "patch_size": 4,
+        "num_position_embeddings": 9,
+        "deepstack_visual_indexes": [0, 1],
+    },
     "siglip": {
         "model_type": "siglip_vision_model",
         "hidden_size": 32,
@@ -94,6 +105,12 @@ LANGUAGES = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    "qwen3_vl_text": {
+        "model_type": "qwen3_vl_text",
+        **_LANGUAGE,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+    },
 }
 
 
@@ -103,6 +120,8 @@ VISION_MODELS = [
     ("vision", {"encoder": "qwen2_vl", "projector": {"hidden_size": 20, "spatial_merge": 1}}),
     ("vision", {"encoder": "qwen2_5_vl"}),
     ("vision", {"encoder": "qwen2_5_vl", "projector": {"kind": "native"}}),
+    ("vision", {"encoder": "qwen3_vl"}),
+    ("vision", {"encoder": "qwen3_vl", "projector": {"kind": "native"}}),
     ("vision", {"encoder": "siglip"}),
     ("vision", {"encoder": "siglip2"}),
     ("vision", {"encoder": "clip", "features": {"feature_layer": -2}, "projector": {"kind": "llava"}}),

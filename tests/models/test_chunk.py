@@ -22,7 +22,7 @@ TOLERANCE = 2e-6
 """Float32, relative to the largest number of a tensor plus a thousandth of the largest of all gradients."""
 
 LENGTHS = (7, 1, 9)
-NATIVE = ("qwen2_vl", "qwen2_5_vl")
+NATIVE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def build(model, module, cuts=(), *, seed=3, dtype=torch.float32):
@@ -50,7 +50,7 @@ def whole(chunk, prefix, adapter, values, attention="sdpa"):
     own = {k.removeprefix(prefix): v for k, v in own.items() if k.startswith(prefix)}
     result = theirs.load_state_dict(own, strict=False)
     assert not result.unexpected_keys
-    assert all(key.startswith(("merger", "post_layernorm")) for key in result.missing_keys)
+    assert all(key.startswith(("merger", "deepstack_merger_list", "post_layernorm")) for key in result.missing_keys)
     return theirs.train()
 
 
@@ -93,6 +93,8 @@ VISION = [
     ("qwen2_5_vl", {"kind": "native"}),
     ("qwen2_5_vl", {}),
     ("qwen2_5_vl", {"spatial_merge": 1, "hidden_size": 20}),
+    ("qwen3_vl", {"kind": "native"}),
+    ("qwen3_vl", {}),
     ("siglip", {}),
     ("clip", {}),
     ("clip", {"kind": "llava"}),
@@ -117,6 +119,8 @@ def test_vision_equals_hugging_face(tiny, encoder, projector, cuts):
     if encoder in NATIVE:
         out = theirs(pixels, torch.tensor(grids))
         expected = out.pooler_output if reference.projector is None else out.last_hidden_state
+        if reference.shape.taps:
+            expected = torch.cat([expected, *out.deepstack_features], dim=1)
         if reference.projector is not None and encoder == "qwen2_5_vl":  # theirs is still window by window
             order = reference.shape.row_order(grids)
             expected = expected[torch.from_numpy(order).argsort()]

@@ -58,6 +58,7 @@ def run_parts(chunks, pixels, grids, parts):
         ("qwen2_5_vl", {"kind": "native"}),
         ("qwen2_5_vl", {}),
         ("qwen2_5_vl", {"spatial_merge": 1}),
+        ("qwen3_vl", {"kind": "native"}),
     ],
 )
 def test_parts_together_are_the_whole(tiny, encoder, projector, cuts, num_parts):

@@ -58,8 +58,8 @@ def model_of(tiny, path, module, **more) -> ModelConfig:
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen2_vl", "qwen2_5_vl", "siglip", "siglip2", "clip", "vit", "whisper"),
-        *("qwen2", "llama", "qwen3", "mistral", "qwen2_vl_text"),
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "siglip", "siglip2", "clip", "vit", "whisper"),
+        *("qwen2", "llama", "qwen3", "mistral", "qwen2_vl_text", "qwen3_vl_text"),
     ],
 )
 def test_two_chunks_hold_what_hugging_face_saved(tiny, tmp_path, name, shard):

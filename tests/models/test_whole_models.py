@@ -1,17 +1,20 @@
 """Whole vision-language models: what transformers saved, and what its whole class computes, one call a document."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mmtrain.config import config
 from mmtrain.errors import ConfigError
 from mmtrain.models.build import build_chunk
 from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.whole_reference import WholeModel
+from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.shapes import language_shape
@@ -20,6 +23,7 @@ from tests.models.test_chunk import assert_equal_gradients
 from tests.whole_models import (
     DOCUMENTS,
     FAMILIES,
+    OLDER,
     TEXT,
     in_our_names,
     make_batch,
@@ -127,8 +131,13 @@ def flat_config(folder) -> None:
     (folder / "config.json").write_text(json.dumps(values))
 
 
-@pytest.mark.parametrize("change", [[], [new_spelling], [flat_config], [new_spelling, flat_config]])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        *((family, []) for family in FAMILIES),
+        *product(OLDER, ([new_spelling], [flat_config], [new_spelling, flat_config])),
+    ],
+)
 def test_all_parts_load_from_old_and_new_files(tmp_path, family, change):
     theirs = tiny_whole(family)
     theirs.save_pretrained(tmp_path)
@@ -152,9 +161,18 @@ def test_all_parts_load_from_old_and_new_files(tmp_path, family, change):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(("outer", "inner", "tied"), [(True, False, True), (False, True, True), (False, False, False)])
-def test_the_whole_model_says_whether_its_head_is_tied(tmp_path, outer, inner, tied):
-    tiny_whole("qwen2_vl").save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("family", "outer", "inner", "tied"),
+    [
+        ("qwen2_vl", True, False, True),
+        ("qwen2_vl", False, True, True),
+        ("qwen2_vl", False, False, False),
+        ("qwen3_vl", True, False, True),
+        ("qwen3_vl", False, True, False),
+    ],
+)
+def test_the_whole_model_says_whether_its_head_is_tied(tmp_path, family, outer, inner, tied):
+    tiny_whole(family).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     values["tie_word_embeddings"], values["text_config"]["tie_word_embeddings"] = outer, inner
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -216,3 +234,26 @@ def test_only_parts_of_one_whole_model_have_a_class_of_their_own(tmp_path):
     for sections in ({"projector": {"kind": "mlp"}}, {"language": text}, {"language": {"attention_mask": "prefix"}}):
         assert whole_kind(named(tmp_path, **sections)) == ""
     assert whole_kind(named(tmp_path)) == "qwen2_vl"
+
+
+def test_the_job_of_the_real_sizes_is_cut(tmp_path):
+    """`configs/qwen3_vl_8b.toml` with a config.json of the sizes of Qwen3-VL-8B; no weights."""
+    rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}
+    text = {
+        "model_type": "qwen3_vl_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "rope_scaling": rope, "rope_theta": 5000000, "max_position_embeddings": 262144,
+    }  # fmt: skip
+    vision = {"model_type": "qwen3_vl", "out_hidden_size": 4096, "depth": 27}
+    values = {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    size = {"longest_edge": 16777216, "shortest_edge": 65536}
+    processor = {"size": size, "patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "merge_size": 2}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    sources = [f"model.pretrained={tmp_path}", f"data.image_processor={tmp_path}"]
+    job = config.load("qwen3_vl_8b.toml", [*sources, "planner.memory_limit=72GiB"])
+    planner = IterationPlanner.of(job)
+    assert whole_kind(job.model) == "qwen3_vl"
+    assert planner.spec.num_params == pytest.approx(8.77e9, rel=1e-3), "as its card says"
+    assert planner.spec.module("vision").carried == (*[0] * 9, *[1] * 8, *[2] * 8, *[3] * 3, 0)
+    assert {stage.pp_rank for stage in planner.partition.stages if stage.module == "vision"} == {0, 1, 2, 3}

@@ -42,6 +42,10 @@ ENCODERS = {
         "model_type": "qwen2_5_vl_vision", **_PACKED, "hidden_size": 32, "intermediate_size": 48,
         "out_hidden_size": WIDTH, "window_size": 16, "fullatt_block_indexes": [1],
     },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl_vision", **_PACKED, "hidden_size": 32, "intermediate_size": 48,
+        "out_hidden_size": WIDTH, "num_position_embeddings": 9, "deepstack_visual_indexes": [0],
+    },
     "siglip": {"model_type": "siglip_vision_model", **_FIXED},
     "siglip2": {
         "model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -86,7 +90,7 @@ def build(model, module, cuts=(), mesh=None):
 
 def vision_inputs(encoder):
     generator = torch.Generator().manual_seed(0)
-    if encoder.startswith("qwen2"):
+    if encoder.startswith("qwen"):
         grids = ((1, 4, 4), (2, 2, 6), (1, 6, 2))  # 13 merged units: no multiple of 2
         return torch.randn(sum(t * h * w for t, h, w in grids), 96, generator=generator), grids
     if encoder == "siglip2":

@@ -199,7 +199,7 @@ def one_chunk(module, model, section=KEEP_ALL, layers=None, dtype=torch.float32,
         kwargs = {"grids": (fixed, fixed) if fixed else ((1, 4, 4), (1, 4, 6))}
         size = images_work(spec.module(module), kwargs["grids"])
     width = spec.module(module).layers[chunk.lo - 1].output_width
-    rows = size.rows // (mesh.size() if mesh else 1)
+    rows = size.rows // (mesh.size() if mesh else 1) * (1 + spec.module(module).num_carried(chunk.lo - 1))
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).to(dtype)
     return chunk, x, kwargs, size
 

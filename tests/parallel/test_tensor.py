@@ -54,6 +54,7 @@ VISION = {
     "qwen2_vl, own merger": ("qwen2_vl", (2,), {"projector": "native"}),
     "qwen2_5_vl": ("qwen2_5_vl", (1, 3), {}),
     "qwen2_5_vl, own merger": ("qwen2_5_vl", (), {"projector": "native"}),
+    "qwen3_vl, own mergers": ("qwen3_vl", (2,), {"projector": "native"}),
     "siglip, norm in a chunk of its own": ("siglip", (1, 3, 4), {}),
     "siglip2": ("siglip2", (1,), {}),
     "clip": ("clip", (1,), {}),

@@ -33,6 +33,7 @@ from tests.llava import job_model, save_llava
 ENCODERS: dict[str, dict[str, Any]] = {
     "qwen2_vl_vision": {"hidden_size": 3584},
     "qwen2_5_vl_vision": {"out_hidden_size": 3584, "hidden_size": 1280},
+    "qwen3_vl_vision": {"out_hidden_size": 4096},
     "siglip_vision_model": {"image_size": 384, "patch_size": 16},
     "siglip2_vision_model": {},
     "clip_vision_model": {"image_size": 336, "patch_size": 14},
@@ -105,6 +106,23 @@ def test_windows_and_whole_frames_both_stay() -> None:
     small = vision_shape(shrink(job("qwen2_5_vl_vision")).config.model)
     assert small.window == 2
     assert small.full_blocks == (small.depth - 1,)
+
+
+def test_taps_keep_blocks_of_both_modules() -> None:
+    base = job("qwen3_vl_vision").model
+    rope = {"rope_type": "default", "mrope_section": [24, 20, 20]}
+    text = {"model_type": "qwen3_vl_text", "num_attention_heads": 32, "num_key_value_heads": 8, "rope_parameters": rope}
+    model = dataclasses.replace(
+        base, projector=ProjectorConfig(kind="native"), language=LanguageConfig(config=text), encoder=base.encoder
+    )
+    assert vision_shape(model).taps == (8, 16, 24)
+    shrunk = shrink(job(model=model, parallelism=ParallelismConfig(pipeline_parallel_degree=4))).config
+    assert vision_shape(shrunk.model).taps == (0, 1, 2), "four blocks, one a rank"
+    assert shrunk.data.min_pixels == 32 * 32 < shrunk.data.max_pixels == 16 * 32 * 32, "less than the family's least"
+    few = fewer_blocks(model, 2)
+    assert (vision_shape(few).taps, vision_shape(few).depth, language_shape(few).depth) == ((0, 1, 2), 3, 3)
+    projectors = [model_spec(m).module("vision").layers[-1] for m in (model, few)]
+    assert projectors[0] == projectors[1], "it is as large as that of the job"
 
 
 def test_modules_are_cut_into_as_many_segments_as_before() -> None:

@@ -8,7 +8,8 @@ from mmtrain.errors import ConfigError
 from mmtrain.spec.families import DITS, ENCODERS, LANGUAGES, VAES
 from mmtrain.spec.model_configs import dit_config, encoder_config, language_config, vae_config
 
-NAMES = ("qwen2", "llama", "qwen3", "mistral", "qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl")
+NAMES = ("qwen2", "llama", "qwen3", "mistral")
+NAMES += ("qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl", "qwen3_vl_text", "qwen3_vl")
 """What names a language model."""
 
 
@@ -126,7 +127,7 @@ def test_only_a_misspelt_family_gets_a_hint(tmp_path, model_type, hint):
     ],
 )
 def test_positions_of_three_axes_are_refused_by_name(tmp_path, rope):
-    wanted = r"model.language: rope_\w+ = \{.*mrope.*\}: .* \(mrope\) are those of the model types qwen2_vl_text and "
+    wanted = r"model.language: rope_\w+ = \{.*mrope.*\}: .* \(mrope\) are those of the model types qwen2_vl_text, "
     with pytest.raises(ConfigError, match=wanted):
         language_config(LanguageConfig(config={"model_type": "qwen2", **rope}))
     with pytest.raises(ConfigError, match=wanted):
@@ -227,13 +228,13 @@ def test_a_whole_model_gives_its_language_model(tmp_path):
         assert "vision_config" not in found
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_vl", "internvl", None])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_vl_moe", "internvl", None])
 def test_an_unknown_whole_model_is_refused_with_the_known_ones(tmp_path, model_type):
     path = folder(tmp_path, {"model_type": model_type, "text_config": {"model_type": "qwen2"}, "vision_config": {}})
     with pytest.raises(ConfigError) as found:
         language_config(LanguageConfig(pretrained=path))
     shown = f'"{model_type}"' if model_type else "None"
     assert str(found.value).endswith(
-        f"is a whole model with model_type = {shown}; supported whole models are qwen2_vl, qwen2_5_vl, llava. "
-        "Name one of them, or a language model by itself"
+        f"is a whole model with model_type = {shown}; supported whole models are qwen2_vl, qwen2_5_vl, qwen3_vl, "
+        "llava. Name one of them, or a language model by itself"
     )

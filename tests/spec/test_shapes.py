@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import pytest
@@ -160,6 +161,44 @@ def test_patches_of_a_fixed_size_cannot_be_divided(tiny, encoder):
     with pytest.raises(ConfigError, match=r'encoder_context_parallel = "patches", but .*; use "images"'):
         check_patches_split(tiny.model(encoder))
     check_patches_split(tiny.model("qwen2_5_vl"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"deepstack_visual_indexes": [1, 0]}, r"indexes = \[1, 0\]; they name blocks 0 to 2, each once and in their"),
+        ({"deepstack_visual_indexes": [1, 1]}, r"indexes = \[1, 1\]; they name blocks 0 to 2, each once"),
+        ({"deepstack_visual_indexes": [3]}, r"indexes = \[3\]; they name blocks 0 to 2"),
+        (
+            {"depth": 5, "deepstack_visual_indexes": [0, 1, 2, 3]},
+            "added to the output of a language layer of its own, but the language model has 3; name at most as many",
+        ),
+        ({"num_position_embeddings": 8}, "num_position_embeddings = 8; positions form a square, so it must be"),
+        ({"out_hidden_size": 48}, "makes 48 columns"),
+    ],
+)
+def test_taps_and_positions_that_do_not_fit_are_refused(tiny, change, message):
+    with pytest.raises(ConfigError, match=message):
+        vision_shape(tiny.model("qwen3_vl", projector={"kind": "native"}, encoder_config=change))
+
+
+def test_keys_of_other_families_in_a_folder_change_nothing(tiny, tmp_path):
+    stray = {
+        "model_type": "qwen2_vl_vision",
+        "window_size": 112,
+        "num_position_embeddings": 7,
+        "deepstack_visual_indexes": [9],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(tiny.encoders["qwen2_vl"] | stray))
+    model = tiny.model("qwen2_vl", projector={"kind": "native"})
+    read = replace(model, encoder=replace(model.encoder, config={}, pretrained=str(tmp_path), weights="random"))
+    assert vision_shape(read) == vision_shape(model)
+
+
+def test_only_its_own_merger_reads_taps(tiny):
+    unread = {"deepstack_visual_indexes": [9, 2]}
+    assert vision_shape(tiny.model("qwen3_vl", encoder_config=unread)).taps == ()
+    assert vision_shape(tiny.model("qwen3_vl", projector={"kind": "native"})).taps == (0, 1)
     check_patches_split(tiny.model(None))
 
 

@@ -158,7 +158,7 @@ def test_ranks_hold_an_even_share_but_for_what_each_has_whole() -> None:
     for groups in (3, 6):  # rows of three groups are seen together
         divided = seen.of_rank(Division(tp=6 // groups, groups=groups, key_groups=3))
         assert divided.activation_bytes == Rates(row=6 / 6 + 5 / 2, text=4 / 6)
-    words = replace(block, divided_logits=Replaced(old=Rates(row=6), new=Rates(row=4)), unread_bytes=Rates(row=3))
+    words = replace(block, divided_columns=Replaced(old=Rates(row=6), new=Rates(row=4)), unread_bytes=Rates(row=3))
     assert words.of_rank(Division(groups=2)).activation_bytes == Rates(row=6, text=2)
     mine = words.of_rank(Division(tp=2, groups=2))
     assert (mine.activation_bytes, mine.unread_bytes) == (Rates(row=10 / 4, text=1), Rates(row=3 / 2))

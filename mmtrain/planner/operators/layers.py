@@ -293,7 +293,14 @@ class _Layer(_Builder):
             x = Norm("projector.norm", D, rms=rms, trainable=self.trainable)(x)
         x = reshape(x, rows=self.outputs, columns=merged)
         inner, act = projection.width, projection.hidden_act
-        x = self._two_linears("projector", ("fc1", "fc2"), x, merged, inner, projection.outputs, act)
+        features = [self._two_linears("projector", ("fc1", "fc2"), x, merged, inner, projection.outputs, act)]
+        for number, _ in enumerate(shape.taps):
+            name = f"projector.tap{number}"
+            tap = gather(f"{name}.rows", self.tp, self.link)(self._input(name, self.rows * (1 / self.tp)))
+            tap = reshape(tap, rows=self.outputs, columns=merged)
+            tap = Norm(f"{name}.norm", merged, trainable=self.trainable)(tap)
+            features.append(self._two_linears(name, ("fc1", "fc2"), tap, merged, inner, projection.outputs, act))
+        x = concat("projector.features", *features) if shape.taps else features[0]
         return shard("projector.shard", self.tp, self.link)(x)
 
     def _embed_tokens(self, shape: LanguageShape) -> Var:

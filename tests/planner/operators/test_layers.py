@@ -25,6 +25,7 @@ FAMILIES = [
     ("language", {"language": "qwen3"}),
     ("language", {"language": "mistral"}),
     ("language", {"language": "qwen2_vl_text"}),
+    ("language", {"language": "qwen3_vl_text"}),
     ("language", {"language": "llama", "language_config": {"attention_bias": False, "mlp_bias": False}}),
 ]
 SIZE = WorkSize(rows=48, pairs=700, outputs=12, window_pairs=300, cross_pairs=250, texts=14, clips=3)
@@ -78,7 +79,9 @@ def test_adapters_of_a_language_model(targets: list[str]) -> None:
     check(dataclasses.replace(base, language=language, lora=lora), "language")
 
 
-@pytest.mark.parametrize("encoder", ["qwen2_vl", "qwen2_5_vl", "siglip", "siglip2", "clip", "vit", "whisper"])
+@pytest.mark.parametrize(
+    "encoder", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "siglip", "siglip2", "clip", "vit", "whisper"]
+)
 def test_adapters_of_every_encoder(encoder: str) -> None:
     base = tiny_model(encoder, projector={"spatial_merge": 3} if encoder == "whisper" else None)
     assert base.encoder is not None
