@@ -136,7 +136,7 @@ def _tokens(job: Config, tokenizer: Any) -> dict[str, int]:
     names = {
         "image_token_id": image,
         "image_token_index": image,
-        "video_token_id": "<|video_pad|>",
+        "video_token_id": job.tokenizer.video_token,
         "vision_start_token_id": "<|vision_start|>",
         "vision_end_token_id": "<|vision_end|>",
     }

@@ -30,7 +30,7 @@ TEXT = {"type": "text", "text": "What colour?"}
 def processor() -> Processor:
     geometry = image_geometry(QWEN, spatial_merge=2, min_pixels=0, max_pixels=28 * 28 * 16)
     return Processor(
-        load_tokenizer(TokenizerConfig()), "<|image_pad|>", geometry, pixel_rules("qwen2_vl"), DataConfig(source="x")
+        load_tokenizer(TokenizerConfig()), TokenizerConfig(), geometry, pixel_rules("qwen2_vl"), DataConfig(source="x")
     )
 
 
@@ -195,13 +195,13 @@ def test_bad_conversations_are_named(folder: Path, processor: Processor, turns: 
     [
         ("message images",
          r"has the columns message, images, but a conversation needs `messages` or `conversations` or "
-         r"`texts` or `question` with `answer` or `caption` with an image or `text` with an image; "
+         r"`texts` or `question` with `answer` or `caption` with an image or video or `text` with an image or video; "
          r"did you mean 'message'\? rename it to 'messages'$"),
         ("id image", "has the columns id, image, but .*; rename yours, or write them as `messages`"),
         ("caption", "has the columns caption, but"),
         ("caption frames fps", r".*; these are clips, which a job with \[model.dit\] reads$"),
-        ("image text caption", "has `caption` with an image and `text` with an image, each of which may be its conv"),
-        ("image text question answer", "has `question` with `answer` and `text` with an image, each of"),
+        ("image text caption", "has `caption` with an image or video and `text` with an image or video, each of which"),
+        ("image text question answer", "has `question` with `answer` and `text` with an image or video, each of"),
     ],
 )  # fmt: skip
 def test_columns_of_no_form_are_refused(columns: str, message: str) -> None:
