@@ -1,6 +1,7 @@
 """Videos in conversations, from the columns of a record to tokens, pixels and positions, against transformers' own
 video processor."""
 
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -13,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig, TokenizerConfig
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.data.conversation_records import CONVERSATIONS, Record
+from mmtrain.data.loader import Loader, _Wire
 from mmtrain.data.media import RawImage, RawVideo
 from mmtrain.data.pixels import pixel_rules, video_values
 from mmtrain.data.processor import Processor
@@ -23,9 +26,10 @@ from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.geometry import model_geometry
+from mmtrain.modality.small_data import small_data
 from mmtrain.modality.videos import VideoRules, video_rules
-from mmtrain.models.batch import IGNORE_INDEX
-from tests.data.samples import png
+from mmtrain.models.batch import IGNORE_INDEX, check_batch
+from tests.data.samples import make_config, png
 from tests.video_processor import video_processor_class
 
 SIZES = {"video_min_pixels": 4 * 28 * 28, "video_max_pixels": 16 * 28 * 28}
@@ -317,3 +321,79 @@ def test_limits_of_videos_that_no_one_reads() -> None:
         video_rules(model("siglip_vision_model"), DataConfig(source="x", video_fps=1.0))
     with pytest.raises(ConfigError, match='image_token and video_token are both "<a>"; give each its own'):
         TokenizerConfig(image_token="<a>", video_token="<a>")
+
+
+# ---------------------------------------------------------------------------------------------- steps
+
+
+def job(folder: Path, rows: list[dict[str, Any]], **options: Any) -> Config:
+    """A job on these records whose encoder is that of Qwen2.5-VL."""
+    tokenizer = load_tokenizer(TokenizerConfig())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
+    tokenizer.save_pretrained(folder / "tokenizer")
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encoder = {"model_type": "qwen2_5_vl_vision", "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    options = {"vocab_size": 449, "global_batch_size": 1, "shuffle": False, **SIZES, **options}
+    config = make_config(folder, encoder=encoder, **options)
+    return dataclasses.replace(config, tokenizer=TokenizerConfig(path=str(folder / "tokenizer")))
+
+
+MIXED = {"images": ["0.png"], "videos": ["walk", "walk.npy"], "messages": said("<video><image>and <video>?"), "fps": 4}
+
+
+def test_a_step_packs_videos_and_survives_the_way_from_a_worker(folder: Path) -> None:
+    config = job(folder, [ONE, MIXED, {"messages": said("Where?")}])
+    with Loader(config, num_steps=1) as loader:
+        step = next(loader)
+    batch, meta, _ = step
+    (tensors,), (counts,) = batch.microbatches, meta.microbatches
+    assert [image.is_video for image in counts.images] == [True, True, False, True]
+    assert [image.time_step for image in counts.images] == [4.0, 2.0, 1.0, 2.0]
+    assert meta.num_images == len(tensors.pixel_values) == 4
+    assert counts.num_tokens == len(tensors.input_ids) and len(tensors.image_slots) == 3 * 8 + 4
+    video, image = (load_tokenizer(config.tokenizer).convert_tokens_to_ids(f"<|{k}_pad|>") for k in ("video", "image"))
+    assert tensors.input_ids[tensors.image_slots].tolist() == [video] * 16 + [image] * 4 + [video] * 8
+    sent, sent_meta, _ = _Wire.pack(*step).unpack()
+    assert sent_meta == meta
+    for one, other in zip(tensors.pixel_values, sent.microbatches[0].pixel_values, strict=True):
+        assert torch.equal(one, other)
+    del tensors.pixel_values[3], tensors.image_names[3]
+    with pytest.raises(DataError, match="microbatch 0: image 2 of sample 1 is lost"):
+        check_batch(batch, meta)
+
+
+def test_bad_videos_are_skipped_and_counted_as_bad_images_are(folder: Path) -> None:
+    frame = (folder / "walk" / "2.png").read_bytes()[:90]
+    (folder / "torn").mkdir()
+    for index in range(4):
+        (folder / "torn" / f"{index}.png").write_bytes(
+            frame if index == 2 else (folder / "walk" / "0.png").read_bytes()
+        )
+    bad = [ONE | {"videos": ["absent.npy"]}, ONE | {"videos": ["torn"]}, ONE | {"messages": said("Where?")}]
+    config = job(folder, [ONE, *bad, MIXED], on_error="skip")
+    with Loader(config, num_steps=1) as loader:
+        batch, meta, _ = next(loader)
+    assert [document.sample for document in meta.microbatches[0].documents] == [0, 4]
+    assert meta.num_skipped == 3
+    check_batch(batch, meta)
+    for row in bad[:2]:
+        with pytest.raises(DataError, match=r"^video 0 of sample 0"), Loader(job(folder, [row]), num_steps=1) as loader:
+            next(loader)
+
+
+def test_a_video_too_long_for_a_microbatch_follows_too_long(folder: Path) -> None:
+    for too_long, message in (
+        ("raise", r"do not fit training.seq_len = 20; set data.too_long"),
+        ("truncate", "not cut"),
+    ):
+        config = job(folder, [ONE], seq_len=20, too_long=too_long)
+        with pytest.raises(DataError, match=message), Loader(config, num_steps=1) as loader:
+            next(loader)
+
+
+def test_the_small_job_has_small_videos() -> None:
+    section = small_data(DataConfig(source="x"), model())
+    assert (section.video_max_frames, section.video_min_frames) == (4, 4)
+    found = video_rules(model(), section)
+    assert found is not None
+    assert found.frame.num_tokens(found.grid(found.num_sampled(10**4, 30.0), 1080, 1920)) <= 16
