@@ -17,6 +17,7 @@ from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.geometry import image_geometry
+from mmtrain.modality.videos import VideoRules
 from tests.data.samples import QWEN, png
 from tests.guides import DOCS, blocks
 
@@ -29,15 +30,19 @@ TEXT = {"type": "text", "text": "What colour?"}
 @pytest.fixture(scope="module")
 def processor() -> Processor:
     geometry = image_geometry(QWEN, spatial_merge=2, min_pixels=0, max_pixels=28 * 28 * 16)
-    return Processor(
-        load_tokenizer(TokenizerConfig()), TokenizerConfig(), geometry, pixel_rules("qwen2_vl"), DataConfig(source="x")
-    )
+    tokenizer = load_tokenizer(TokenizerConfig())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
+    videos = VideoRules(frame=geometry, fps=2.0, min_frames=4, max_frames=8)
+    rules = pixel_rules("qwen2_vl")
+    return Processor(tokenizer, TokenizerConfig(), geometry, rules, DataConfig(source="x"), videos)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the images that the examples name."""
-    (tmp_path / "images").mkdir()
+    """A folder with the images, and the folder of frames, that the examples name."""
+    for name in ("images", "walk"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "walk" / "0.png").write_bytes(png(56, 56))
     for index in range(2):
         (tmp_path / "images" / f"{index}.png").write_bytes(png(56 + 28 * index, 56))
     return tmp_path
@@ -221,7 +226,7 @@ def test_the_examples_of_the_page_are_read(folder: Path, processor: Processor, m
         row = json.loads(example)
         used.add(conversation_form("a", list(row)).columns)
         document = processor.document(read_row(folder, row))
-        assert len(document.meta.images) == 1
+        assert len(document.meta.images) == 1 + len(row.get("videos", []))
         assert document.meta.num_targets > 1
     assert used == {form.columns for form in FORMS}
     monkeypatch.chdir(folder)
