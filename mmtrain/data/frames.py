@@ -112,7 +112,7 @@ class ArrayFrames:
         self._raw, self._max_bytes = raw, data.max_media_bytes
         with array_file(raw, "frames", self._max_bytes) as (_, header):
             shape, is_bytes = header.shape, header.dtype == np.uint8
-        if len(shape) != 4 or not is_bytes or shape[-1] != 3 or not shape[0] or header.columns_first:
+        if len(shape) != 4 or not is_bytes or shape[-1] != 3 or min(shape) < 1 or header.columns_first:
             order = ", Fortran order" if header.columns_first else ""
             raise DataError(
                 f"its frames are {header.dtype} of shape {shape}{order}; they must be uint8 of shape [frames, height, "

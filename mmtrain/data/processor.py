@@ -175,8 +175,11 @@ class Processor:
         return video_values(list(sampled), self._videos.frame, self._rules)
 
     def _fps(self, raw: RawVideo, of_file: float | None) -> float:
-        """Frames a second of a video."""
-        return raw.fps or of_file or self._data.source_fps or self._data.video_fps
+        """Frames a second of a video. Raises: DataError: times of frames would have no meaning."""
+        fps = raw.fps or of_file or self._data.source_fps or self._data.video_fps
+        if not 0.001 <= fps <= 1000:
+            raise DataError(f"it has {fps:g} frames a second; give its `fps`, from 0.001 to 1000")
+        return fps
 
     def _check_kinds(self, where: str, record: Record) -> None:
         """Refuses images and videos that the model does not read."""

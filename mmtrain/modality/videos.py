@@ -39,9 +39,9 @@ class VideoRules:
         Source: `Qwen2VLVideoProcessor.sample_frames` of transformers 5.23.
         """
         unit = self.frame.temporal_patch_size
-        most = min(self.max_frames, num_frames) // unit * unit
         wanted = max(num_frames / fps * self.fps, self.min_frames)
-        return min(num_frames, max(unit, math.floor(min(wanted, most) / unit) * unit))
+        count = math.floor(min(wanted, self.max_frames, num_frames) / unit) * unit
+        return min(num_frames, max(unit, count))
 
     def indices(self, num_frames: int, count: int) -> list[int]:
         """Indices of `count` frames, evenly over a video of num_frames, rounded down after float32 as in the source."""

@@ -245,6 +245,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a number": ({"videos": [3]}, r"^video 0 of sample 0 .*: a int; it must be a path"),
     "two columns": ({"video": "walk"}, "it has `videos` and `video`; keep its videos in one"),
     "a rate of zero": ({"fps": 0}, r"^sample 0 of .*: `fps` = 0; it must be a number above 0"),
+    "a rate without meaning": ({"fps": 1e-300}, r"^video 0 of .*walk\): it has 1e-300 frames a second; give its `fps`"),
     "floats": ({"videos": ["floats.npy"]}, r"its frames are float32 of shape \(2, 4, 4, 3\); they must be uint8"),
     "no frames in it": ({"videos": ["none.npy"]}, r"of shape \(0, 4, 4, 3\); they must be .* at least one"),
     "the other order": ({"videos": ["fortran.npy"]}, "Fortran order; they must be"),
