@@ -373,6 +373,24 @@ def test_a_video_says_what_it_needs_where_it_cannot_be_decoded() -> None:
         processor().clip(video)
 
 
+def test_a_video_may_be_an_array_of_frames(tmp_path: Path) -> None:
+    frames = np.random.default_rng(0).integers(0, 256, (8, 24, 24, 3), np.uint8)
+    np.save(tmp_path / "a.npy", frames)
+    images = [tmp_path / f"{index}.png" for index in range(8)]
+    for path, values in zip(images, frames, strict=True):
+        Image.fromarray(values).save(path)
+    ours = processor()
+    clips = [
+        ours.clip(VideoRecord(sample=0, caption="a", **content))
+        for content in (
+            {"video": RawImage(data=None, path=str(tmp_path / "a.npy"))},
+            {"frames": tuple(RawImage(data=None, path=str(path)) for path in images)},
+        )
+    ]
+    assert clips[0].meta == clips[1].meta
+    assert torch.equal(*(ours.latents(clip) for clip in clips))
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_column_of_videos_stays_encoded(tmp_path: Path, streaming: bool) -> None:
     import datasets
