@@ -45,8 +45,8 @@ class VideoRules:
 
     def indices(self, num_frames: int, count: int) -> list[int]:
         """Indices of `count` frames, evenly over a video of num_frames, rounded down after float32 as in the source."""
-        places: list[int] = (np.arange(count) * (num_frames / count)).astype(np.float32).astype(np.int64).tolist()
-        return places
+        times = (np.arange(count) * (num_frames / count)).astype(np.float32).astype(np.int64)
+        return [min(int(time), num_frames - 1) for time in times]
 
     def grid(self, count: int, height: int, width: int) -> tuple[int, int, int]:
         """Patches (time, height, width) of `count` frames of height x width pixels; the last frame fills a patch.
