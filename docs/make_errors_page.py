@@ -266,9 +266,13 @@ NOTES: dict[str, str] = {
     "the content of its latents": "The header is fine, the rest is not: make the file again.",
     "its latents hold values": "Look for overflow in the VAE that made them (in float16?), and make the file again.",
     "the shape of its latents changed to": "Files must not change while a job runs: write new ones beside them.",
-    "its latents are a damaged": "Make the file again with `numpy.savez`.",
+    "its {what} are a damaged": "Make the file again with `numpy.savez`.",
     "its .npz file cannot": "Make the file again with `numpy.savez`.",
-    "its latents are no .npy": "Write it with `numpy.save`, as floats [channels, frames, height, width].",
+    "its {what} are no .npy": (
+        "Write it with `numpy.save`: latents as floats [channels, frames, height, width], frames as uint8 [frames, "
+        "height, width, 3]."
+    ),
+    "the array of its frames": "Cut short or damaged: make the file again.",
     "its header lacks the number of frames": "Write the video again with `ffmpeg -i old.mp4 new.mp4`.",
     "the content of its video": "Cut short or damaged: fetch it again, or leave it out.",
     "its video cannot be opened": "FFmpeg does not know the file, or it is damaged: try `ffprobe` on it.",
@@ -290,7 +294,6 @@ NOTES: dict[str, str] = {
         "template that knows it."
     ),
     "its header is corrupt": "Fetch the file again, or leave the record out.",
-    "image {index} of {where}": "See the second half of the message; it is one of those of images.",
     "{where}: the chat template refuses it": (
         "Its words follow. Many templates want user and assistant in turns, and a system message at the beginning only."
     ),

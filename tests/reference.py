@@ -15,6 +15,7 @@ from mmtrain.modality.metadata import ClipMeta, DocumentMeta, ImageMeta, Iterati
 from mmtrain.models.batch import IGNORE_INDEX, Batch, ClipMicrobatch, Microbatch
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.reference import ReferenceModel
+from mmtrain.spec.model_configs import encoder_config
 from mmtrain.spec.shapes import dit_shape
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vae_shapes import PIXEL_CHANNELS, LatentScale, latent_scale
@@ -124,8 +125,9 @@ def make_clips(model: ModelConfig, counts: list[int], seed: int) -> tuple[Batch,
     return Batch(clips=microbatches), IterationMeta(microbatches=tuple(metas))
 
 
-def make_batch(model: ModelConfig, images: list[list[int]], seed: int) -> tuple[Batch, IterationMeta]:
-    """A batch of random documents. Args: images: [microbatch] -> images in each of its documents.
+def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> tuple[Batch, IterationMeta]:
+    """A batch of random documents. Args: images: [microbatch] -> images in each of its documents: a number, or a letter
+    for each, i for an image and v for a video of up to four patches in time.
 
     For a text-to-video model, clips: as many as documents.
     """
@@ -141,8 +143,8 @@ def make_batch(model: ModelConfig, images: list[list[int]], seed: int) -> tuple[
             metas_of_images = []
             length = rng.randint(5, 12)
             where = length - 3  # images stand before the last three tokens
-            for index in range(count):
-                image, values = _image(model, sample, index, where, rng, generator)
+            for index, kind in enumerate("i" * count if isinstance(count, int) else count):
+                image, values = _image(model, sample, index, where, rng, generator, video=kind == "v")
                 metas_of_images.append(image)
                 pixels.append(values)
                 slots += range(start + where, start + where + image.num_tokens)
@@ -178,7 +180,14 @@ def make_batch(model: ModelConfig, images: list[list[int]], seed: int) -> tuple[
 
 
 def _image(
-    model: ModelConfig, sample: int, index: int, start: int, rng: random.Random, generator: torch.Generator
+    model: ModelConfig,
+    sample: int,
+    index: int,
+    start: int,
+    rng: random.Random,
+    generator: torch.Generator,
+    *,
+    video: bool = False,
 ) -> tuple[ImageMeta, Tensor]:
     assert model.encoder is not None
     shape = vision_shape(model)
@@ -193,6 +202,13 @@ def _image(
         h = w = 4
         values = torch.randn(1, 3, 16, 16, generator=generator)
     num_tokens = h * w // merge**2 + shape.keeps_class_token
+    if video:
+        t, seconds = rng.randint(1, 4), 0.25 * rng.randint(1, 6)
+        values = torch.cat([values, torch.randn((t - 1) * h * w, values.shape[1], generator=generator)])
+        positions = encoder_config(model.encoder).get("tokens_per_second")
+        timing = {"seconds": seconds, "time_step": positions * seconds if positions else 1.0}
+        count = t * num_tokens
+        return ImageMeta(sample=sample, index=index, grid=(t, h, w), num_tokens=count, start=start, **timing), values
     image = ImageMeta(sample=sample, index=index, grid=(1, h, w), num_tokens=num_tokens, start=start)
     return image, values
 

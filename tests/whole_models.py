@@ -40,13 +40,20 @@ VISION = {
 FAMILIES = tuple(VISION)
 OLDER = ("qwen2_vl", "qwen2_5_vl")
 """Those of which there are files with older names."""
-Part = int | tuple[int, int]
+POSITIONS_A_SECOND = {"qwen2_vl": 0, "qwen2_5_vl": 4, "qwen3_vl": 0}
+"""`tokens_per_second` of their configs; 0: they have none."""
+Part = int | tuple[int, int] | tuple[int, int, int]
 DOCUMENTS: tuple[tuple[tuple[Part, ...], ...], ...] = (
     ((3, (4, 4), 2, (2, 6), 4), (5,), ((6, 10), 3)),
     ((6,), (2,)),
     ((1, (2, 2), 1, (8, 2), 1, (4, 6)), (4, (2, 4), 2)),
 )
-"""[microbatch][document]: numbers of text tokens, and patches (height, width) of images."""
+"""[microbatch][document]: numbers of text tokens, and patches (height, width) of images, (time, height, width) of
+videos."""
+VIDEO_DOCUMENTS: tuple[tuple[tuple[Part, ...], ...], ...] = (
+    ((3, (3, 4, 6), 2, (2, 6), (2, 2, 10), 4), (5,), ((1, 6, 6), 3)),
+    ((1, (8, 4), 1, (5, 4, 2), 2, (1, 2, 2), 3), (4, (2, 4), 2)),
+)
 
 
 def config_classes(family: str) -> tuple[Any, Any]:
@@ -86,8 +93,13 @@ def named(folder: Path | str, **sections: Any) -> ModelConfig:
     return model
 
 
-def make_batch(documents: Sequence[Sequence[Sequence[Part]]] = DOCUMENTS, seed: int = 1) -> tuple[Batch, IterationMeta]:
-    """A batch of random documents. Args: documents: as `DOCUMENTS`."""
+def make_batch(
+    documents: Sequence[Sequence[Sequence[Part]]] = DOCUMENTS, seed: int = 1, *, tokens_per_second: int = 0
+) -> tuple[Batch, IterationMeta]:
+    """A batch of random documents.
+
+    Args: documents: as `DOCUMENTS`. tokens_per_second: of the encoder's config; 0: it has none.
+    """
     generator = torch.Generator().manual_seed(seed)
     microbatches, metas, sample = [], [], 0
     for packed in documents:
@@ -103,11 +115,14 @@ def make_batch(documents: Sequence[Sequence[Sequence[Part]]] = DOCUMENTS, seed: 
                     label.append(values.where(torch.rand(part, generator=generator) < 0.6, IGNORE_INDEX))
                     length += part
                 else:
-                    count = part[0] * part[1] // 4
-                    images.append(
-                        ImageMeta(sample=sample, index=len(images), grid=(1, *part), num_tokens=count, start=length)
-                    )
-                    pixels.append(torch.randn(part[0] * part[1], 96, generator=generator))
+                    t, h, w = (1, *part) if len(part) == 2 else part
+                    rows, count, timing = t * h * w, t * h * w // 4, {}
+                    if len(part) == 3:
+                        seconds = 0.35 + 0.5 * len(images)
+                        timing = {"seconds": seconds, "time_step": seconds * tokens_per_second or 1.0}
+                    place = {"sample": sample, "index": len(images), "start": length}
+                    images.append(ImageMeta(grid=(t, h, w), num_tokens=count, **place, **timing))
+                    pixels.append(torch.randn(rows, 96, generator=generator))
                     slots += range(begin + length, begin + length + count)
                     label.append(torch.full((count,), IGNORE_INDEX))
                     length += count
@@ -147,15 +162,20 @@ def truth(theirs: Any, batches: Iterable[tuple[Batch, IterationMeta]]) -> tuple[
 def _logits(theirs: Any, document: DocumentMeta, ids: Tensor, pixels: list[Tensor]) -> Tensor:
     types = torch.zeros_like(ids)
     for image in document.images:
-        types[image.start : image.start + image.num_tokens] = 1
-    # The whole model finds image tokens by their id, which no other token of this document may have.
+        types[image.start : image.start + image.num_tokens] = 2 if image.is_video else 1
+    # The whole model finds these tokens by their ids, which no other token of this document may have.
     text = set(ids[types == 0].tolist())
-    theirs.config.image_token_id = next(token for token in range(VOCAB) if token not in text)
+    theirs.config.image_token_id, theirs.config.video_token_id = [t for t in range(VOCAB) if t not in text][:2]
     images: dict[str, Tensor] = {}
-    if pixels:
-        grids = torch.tensor([image.grid for image in document.images])
-        images = {"pixel_values": torch.cat(pixels), "image_grid_thw": grids, "mm_token_type_ids": types[None]}
-    ids = ids.where(types == 0, theirs.config.image_token_id)
+    for end, is_video in (("", False), ("_videos", True)):
+        own = [(i, values) for i, values in zip(document.images, pixels, strict=True) if i.is_video == is_video]
+        if own:
+            images[f"pixel_values{end}"] = torch.cat([values for _, values in own])
+            images["video_grid_thw" if is_video else "image_grid_thw"] = torch.tensor([i.grid for i, _ in own])
+            images["mm_token_type_ids"] = types[None]
+        if own and is_video and theirs.config.model_type == "qwen2_5_vl":
+            images["second_per_grid_ts"] = torch.tensor([i.seconds for i, _ in own])
+    ids = ids.where(types != 1, theirs.config.image_token_id).where(types != 2, theirs.config.video_token_id)
     logits: Tensor = theirs(input_ids=ids[None], use_cache=False, **images).logits[0]
     return logits
 

@@ -10,18 +10,19 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from mmtrain.checkpoint.run_folder import open_run
-from mmtrain.commands.export_whole import assembled
+from mmtrain.commands.export_whole import VIDEO_PROCESSOR, assembled
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.toml_sections import build
 from mmtrain.config.whole_model import with_parts
-from mmtrain.data.conversation_records import CONVERSATIONS, PLACEHOLDER, Record
+from mmtrain.data.conversation_records import CONVERSATIONS, PLACEHOLDERS, Record
 from mmtrain.data.conversations import make_processor
-from mmtrain.data.media import raw_image
+from mmtrain.data.media import RawImage, RawVideo, raw_image, raw_video
 from mmtrain.data.processor import Processor, stop_token
 from mmtrain.data.questions import Question, question_before
 from mmtrain.data.sources import open_source
 from mmtrain.errors import ConfigError, DataError
+from mmtrain.models.whole import class_inputs
 from mmtrain.spec.composites import COMPOSITES, class_name
 from mmtrain.spec.hub_files import read_json
 from mmtrain.spec.modules import whole_kind, why_not_whole
@@ -78,7 +79,7 @@ class Answerer:
         """The answer to a conversation that ends with a question.
 
         Args: streamer: of transformers, which takes tokens as they come.
-        Raises: DataError: the conversation or its images cannot be read.
+        Raises: DataError: the conversation, its images or its videos cannot be read.
         """
         inputs = self.inputs(record)
         drawn: dict[str, float] = {}
@@ -99,23 +100,15 @@ class Answerer:
         return str(self.tokenizer.decode(new, skip_special_tokens=True)).strip()
 
     def inputs(self, record: Record) -> dict[str, Tensor]:
-        """The arguments of the whole class for a conversation that ends with a question: [1, T] token ids, images.
+        """The arguments of the whole class for a conversation that ends with a question: [1, T] token ids, images,
+        videos.
 
-        Raises: DataError: the conversation or its images cannot be read.
+        Raises: DataError: the conversation, its images or its videos cannot be read.
         """
         document = self._processor.prompt(record)
-        pixels, images = self._processor.pixels(document), document.meta.images
         ids = torch.from_numpy(document.input_ids)[None]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if pixels:
-            inputs["pixel_values"] = torch.cat(pixels)
-        if pixels and pixels[0].dim() == 2:  # packed patches, whose grids and positions the class must know
-            types = torch.zeros_like(ids)
-            for image in images:
-                types[0, image.start : image.start + image.num_tokens] = 1
-            inputs["image_grid_thw"] = torch.tensor([image.grid for image in images])
-            inputs["mm_token_type_ids"] = types
-        return inputs
+        return inputs | class_inputs(document.meta, self._processor.pixels(document), self.model.config)
 
 
 def _exported(folder: Path) -> tuple[Any, Processor]:
@@ -132,31 +125,54 @@ def _exported(folder: Path) -> tuple[Any, Processor]:
     whole = COMPOSITES[kind]
     model = getattr(transformers, class_name(kind)).from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    image_token = tokenizer.convert_ids_to_tokens(model.config.image_token_id)
+    keys = {key: getattr(model.config, f"{key}_id", None) for key in ("image_token", "video_token")}
+    tokens = {key: tokenizer.convert_ids_to_tokens(number) for key, number in keys.items() if number is not None}
     table: Mapping[str, Any] = {
         "model": {"pretrained": str(folder), "projector": {"kind": whole.projector}},
-        "tokenizer": {"image_token": image_token},
-        "data": {"source": "none"},
+        "tokenizer": {key: token for key, token in tokens.items() if token is not None},
+        "data": {"source": "none", **_video_limits(folder / VIDEO_PROCESSOR)},
         "training": {"steps": 1, "seq_len": 2, "global_batch_size": 1},
     }
     config: Config = build(Config, with_parts(table, str(folder)), "", str(folder))
     return model, make_processor(config)
 
 
-def asked(prompt: str, images: Sequence[Path]) -> Record:
-    """The conversation of one question about images, which stand before it unless it says where."""
-    marks = prompt.count(PLACEHOLDER)
-    if marks not in (0, len(images)):
-        raise DataError(
-            f"--prompt has {marks} `{PLACEHOLDER}`, but there are {len(images)} images; write it once for each, or not "
-            "at all"
-        )
-    for path in images:
-        if not path.is_file():
-            raise DataError(f"--image {path} is no file; correct the path")
-    content = prompt if marks else PLACEHOLDER * len(images) + prompt
-    raw = tuple(raw_image(str(path), f"--image {path}", "") for path in images)
-    return Record(sample=0, messages=({"role": "user", "content": content},), images=raw)
+def _video_limits(path: Path) -> dict[str, Any]:
+    """The keys of [data] that say what a video processor's config does."""
+    values = read_json(str(path.parent), path) if path.is_file() else {}
+    size = values.get("size") or {}
+    limits = {
+        "video_fps": values.get("fps"),
+        "video_min_frames": values.get("min_frames"),
+        "video_max_frames": values.get("max_frames"),
+        "video_min_pixels": values.get("min_pixels") or size.get("shortest_edge"),
+        "video_max_pixels": values.get("max_pixels") or size.get("longest_edge"),
+    }
+    return {key: value for key, value in limits.items() if value}
+
+
+def asked(prompt: str, images: Sequence[Path], videos: Sequence[Path] = ()) -> Record:
+    """The conversation of one question about images and videos, which stand before it unless it says where."""
+    content = prompt
+    for kind, paths in (("video", videos), ("image", images)):
+        mark = PLACEHOLDERS[kind]
+        marks = prompt.count(mark)
+        if marks not in (0, len(paths)):
+            raise DataError(
+                f"--prompt has {marks} `{mark}`, but there are {len(paths)} {kind}s; write it once for each, or not at "
+                "all"
+            )
+        for path in paths:
+            if not (path.is_file() or (kind == "video" and path.is_dir())):
+                raise DataError(f"--{kind} {path} is no {_INPUTS[kind]}; correct the path")
+        content = content if marks else mark * len(paths) + content
+    raw: list[RawImage | RawVideo] = [raw_image(str(path), f"--image {path}", "") for path in images]
+    raw += [raw_video(str(path), f"--video {path}", "", None) for path in videos]
+    return Record(sample=0, messages=({"role": "user", "content": content},), images=tuple(raw))
+
+
+_INPUTS = {"image": "file", "video": "file, nor a folder of frames"}
+"""What a path of a kind must be, for errors."""
 
 
 def questions(source: str, split: str, limit: int | None) -> Iterator[Question]:

@@ -21,7 +21,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module
 from mmtrain.commands.adapter_folders import AdapterFolder, plain
-from mmtrain.config.config import Config
+from mmtrain.config.config import CONVERSATION_VIDEO_KEYS, Config
+from mmtrain.config.data import DataConfig
 from mmtrain.config.model import EncoderConfig, LanguageConfig
 from mmtrain.data.conversations import image_rules
 from mmtrain.data.pixels import PixelRules, processor_config
@@ -29,6 +30,7 @@ from mmtrain.data.processor import stop_token
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
 from mmtrain.modality.geometry import ImageGeometry
+from mmtrain.modality.videos import video_rules
 from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
 from mmtrain.models.chunk import VisionChunk
 from mmtrain.models.fused_qkv import from_head_major, is_fused
@@ -42,10 +44,12 @@ from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.vision_shapes import vision_shape
 
+VIDEO_PROCESSOR = "video_preprocessor_config.json"
+"""Name of the config of a video processor."""
 _COPIED = (
     "generation_config.json",
     "preprocessor_config.json",
-    "video_preprocessor_config.json",
+    VIDEO_PROCESSOR,
     "processor_config.json",
     "chat_template.json",
 )
@@ -111,6 +115,8 @@ def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_s
     whole_config(model, _tokens(job, tokenizer)).save_pretrained(out)
     source = next((sources[where] for where in sections if where in spellings), "")
     _write_processor(out, job, source, stop_token(tokenizer))
+    if job.tokenizer.video_token in tokenizer.get_vocab():
+        _write_video_processor(out / VIDEO_PROCESSOR, job)
     tokenizer.save_pretrained(out)
 
 
@@ -136,7 +142,7 @@ def _tokens(job: Config, tokenizer: Any) -> dict[str, int]:
     names = {
         "image_token_id": image,
         "image_token_index": image,
-        "video_token_id": "<|video_pad|>",
+        "video_token_id": job.tokenizer.video_token,
         "vision_start_token_id": "<|vision_start|>",
         "vision_end_token_id": "<|vision_end|>",
     }
@@ -161,6 +167,30 @@ def _write_processor(out: Path, job: Config, source: str, stop: int) -> None:
             path.write_text(json.dumps(whole | {"image_processor": values}, indent=2) + "\n")
 
 
+def _write_video_processor(path: Path, job: Config) -> None:
+    """Writes the config of the Hugging Face video processor that does what this package does, unless the source has one
+    and the job sets nothing else."""
+    videos, default = video_rules(job.model, job.data), DataConfig(source="any")
+    changed = any(getattr(job.data, key) != getattr(default, key) for key in CONVERSATION_VIDEO_KEYS)
+    if videos is None or (path.exists() and not changed):
+        return
+    frame = videos.frame
+    values = {
+        "video_processor_type": "Qwen2VLVideoProcessor",
+        "patch_size": frame.patch_size,
+        "merge_size": frame.merge,
+        "temporal_patch_size": frame.temporal_patch_size,
+        "size": {"shortest_edge": frame.min_pixels, "longest_edge": frame.max_pixels},
+        "do_sample_frames": True,
+        "fps": videos.fps,
+        "min_frames": videos.min_frames,
+        "max_frames": videos.max_frames,
+    }
+    _, rules = image_rules(job)
+    assert rules is not None
+    path.write_text(json.dumps(values | _colours(rules), indent=2) + "\n")
+
+
 def _prepares_as_trained(out: Path, job: Config) -> bool:
     """Whether the folder has an image processor, whose sizes and colours are those of the job: it may set others."""
     if processor_config(str(out), str(out)) is None:
@@ -177,7 +207,7 @@ def _prepares_as_trained(out: Path, job: Config) -> bool:
 
 def _preprocessor(geometry: ImageGeometry, rules: PixelRules) -> dict[str, Any]:
     """The config of the Hugging Face image processor that does what this package does."""
-    colours = {"image_mean": list(rules.mean), "image_std": list(rules.std), "resample": int(rules.resample)}
+    colours = _colours(rules)
     side = geometry.image_size
     if geometry.layout == "packed":
         return {
@@ -194,3 +224,7 @@ def _preprocessor(geometry: ImageGeometry, rules: PixelRules) -> dict[str, Any]:
         sizes = {"size": {"shortest_edge": edge}, "crop_size": {"height": side, "width": side}}
         return {"image_processor_type": "CLIPImageProcessor", **sizes, **colours}
     return {"image_processor_type": "SiglipImageProcessor", "size": {"height": side, "width": side}, **colours}
+
+
+def _colours(rules: PixelRules) -> dict[str, Any]:
+    return {"image_mean": list(rules.mean), "image_std": list(rules.std), "resample": int(rules.resample)}

@@ -10,9 +10,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     """Adds the command to the parser."""
     parser = commands.add_parser(
         "generate",
-        help="answer questions about images with a run or an exported model",
-        usage="mmtrain generate [-h] SOURCE (--prompt TEXT [--image FILE ...] | --questions DATA | --interactive) "
-        "[options]",
+        help="answer questions about images and videos with a run or an exported model",
+        usage="mmtrain generate [-h] SOURCE (--prompt TEXT [--image FILE ...] [--video PATH ...] | "
+        "--questions DATA | --interactive) [options]",
         description="Answers with a vision-language model, in one process and by transformers' own `generate`: of a "
         "run whose modules make a whole model of transformers, or of a folder that `mmtrain export` or transformers "
         "wrote. Tokens are shown as they come. With --questions each record's first question is answered; a line of "
@@ -20,11 +20,21 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="job.dump_folder of a run, or a model's folder")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", metavar="TEXT", help="the question; `<image>` in it says where an image stands")
+    what.add_argument(
+        "--prompt", metavar="TEXT", help="the question; `<image>` or `<video>` in it says where one stands"
+    )
     what.add_argument("--questions", metavar="DATA", help="conversations as in data.source: a file, folder or id")
     what.add_argument("--interactive", action="store_true", help="ask for questions, until the end of input")
     parser.add_argument(
         "--image", action="append", default=[], type=Path, metavar="FILE", help="give it again for more images"
+    )
+    parser.add_argument(
+        "--video",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="PATH",
+        help="a video file, a folder of frames, or a .npy or .npz array of them; again for more videos",
     )
     parser.add_argument("--split", help="of --questions (default train)")
     parser.add_argument("--limit", type=int, metavar="N", help="answer the first N questions only")
@@ -58,8 +68,9 @@ def _generate(args: argparse.Namespace) -> int:
         if not fits:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}; it must be {rule}")
     asks = args.questions is None
-    if args.image and not asks:
-        raise ConfigError("--image goes with --prompt or --interactive; --questions have images of their own")
+    for name in ("image", "video"):
+        if getattr(args, name) and not asks:
+            raise ConfigError(f"--{name} goes with --prompt or --interactive; --questions have {name}s of their own")
     for name in ("split", "limit"):
         if asks and getattr(args, name) is not None:
             raise ConfigError(f"--{name} goes with --questions; leave it out")
@@ -99,7 +110,7 @@ def _generate(args: argparse.Namespace) -> int:
     try:
         for prompt in prompts:
             try:
-                answerer.answer(asked(prompt, args.image), sampling, streamer=streamer)
+                answerer.answer(asked(prompt, args.image, args.video), sampling, streamer=streamer)
             except DataError as error:
                 if not args.interactive:
                     raise

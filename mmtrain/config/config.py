@@ -193,7 +193,6 @@ def check_memory_limit(config: Config, *, keeps_limits: bool) -> None:
 
 VIDEO_KEYS = (
     "fps",
-    "source_fps",
     "max_seconds",
     "max_total_seconds",
     "max_clips",
@@ -202,8 +201,16 @@ VIDEO_KEYS = (
     "video_frames",
 )
 """Keys of [data] that only clips follow."""
-IMAGE_KEYS = ("image_processor", "min_pixels", "max_pixels", "blank_images")
-"""Keys of [data] that only images of conversations follow."""
+CONVERSATION_VIDEO_KEYS = (
+    "video_fps",
+    "video_min_frames",
+    "video_max_frames",
+    "video_min_pixels",
+    "video_max_pixels",
+)
+"""Keys of [data] that only videos of conversations follow."""
+IMAGE_KEYS = ("image_processor", "min_pixels", "max_pixels", "blank_images", *CONVERSATION_VIDEO_KEYS)
+"""Keys of [data] that only images and videos of conversations follow."""
 
 
 def _check_data(config: Config) -> None:

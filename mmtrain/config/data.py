@@ -64,9 +64,15 @@ class TokenizerConfig:
     [model.dit], for captions."""
     image_token: str = "<|image_pad|>"
     """The token that stands for one image feature; it must be in the vocabulary."""
+    video_token: str = "<|video_pad|>"
+    """The token that stands for one feature of a video; conversations with videos need it in the vocabulary."""
 
     def __post_init__(self) -> None:
-        not_empty("tokenizer", self, "image_token")
+        not_empty("tokenizer", self, "image_token", "video_token")
+        if self.image_token == self.video_token:
+            raise ConfigError(
+                f"tokenizer.image_token and video_token are both {shown(self.image_token)}; give each its own token"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +149,22 @@ class DataConfig:
     """Largest image or frame before resizing, in pixels; a larger one is a bad sample. Decoding takes about 8 bytes a
     pixel. At most 178956970, where Pillow stops; it warns from half of that on."""
     blank_images: bool = False
-    """Replace the content of every image by grey: a control that shows what the images are worth."""
+    """Replace the content of every image and video by grey: a control that shows what they are worth."""
+    video_fps: float = 2.0
+    """Frames a second that videos of conversations are sampled to."""
+    video_min_frames: int = 4
+    """Fewest frames that are sampled of a video, as far as it has them."""
+    video_max_frames: int = 768
+    """Most frames that are sampled of a video, evenly over its whole length."""
+    video_min_pixels: int = 128 * 28 * 28
+    """Smallest area of a video's frame after resizing, pixels."""
+    video_max_pixels: int = 768 * 28 * 28
+    """Largest area of a video's frame after resizing, pixels."""
     fps: float = 16.0
     """Frames a second that clips are sampled to; of latents, frames a second that they are."""
     source_fps: float = 0.0
-    """Frames a second of records without `fps`; 0: as data.fps says, so that their frames are taken as they are."""
+    """Frames a second of records without `fps` (and of videos whose file does not say); 0: as data.fps says, or in
+    conversations data.video_fps, so that their frames are taken as they are."""
     max_seconds: float = 16.0
     """Longest clip; what is longer is cut at its end."""
     max_total_seconds: float = 16.0
@@ -174,11 +191,14 @@ class DataConfig:
         at_least("data", self, max_clips=1, video_area=1, max_decoded_pixels=1)
         if self.max_media_bytes < 1:
             raise ConfigError(f"data.max_media_bytes = {self.max_media_bytes}; it must be at least 1")
-        for name, least, most in (("fps", 0.001, 1000.0), ("max_seconds", 0.001, 86400.0)):
+        rates = (("fps", 0.001, 1000.0), ("video_fps", 0.001, 1000.0), ("max_seconds", 0.001, 86400.0))
+        for name, least, most in rates:
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(f"data.{name} = {getattr(self, name)}; it must be from {least} to {most:g}")
         if self.source_fps and not 0.001 <= self.source_fps <= 1000:
-            raise ConfigError(f"data.source_fps = {self.source_fps}; it must be from 0.001 to 1000, or 0 for data.fps")
+            raise ConfigError(
+                f"data.source_fps = {self.source_fps}; it must be from 0.001 to 1000, or 0 for the rate of sampling"
+            )
         at_most("data", self, max_total_seconds=1e6)
         if self.max_decoded_pixels > 178_956_970:
             raise ConfigError(f"data.max_decoded_pixels = {self.max_decoded_pixels}; it must be at most 178956970")
@@ -203,10 +223,13 @@ class DataConfig:
                 "data.streaming = true with data.shuffle = true: a streaming shuffle buffer is refilled on "
                 "resume and would lose and repeat samples; set data.shuffle = false or data.streaming = false"
             )
-        if self.max_pixels and self.max_pixels < self.min_pixels:
-            raise ConfigError(
-                f"data.max_pixels = {self.max_pixels} is below data.min_pixels = {self.min_pixels}; raise it"
-            )
+        at_least("data", self, video_min_frames=1, video_min_pixels=1)
+        bounds = [(f"video_max_{of}", f"video_min_{of}") for of in ("frames", "pixels")]
+        for upper, lower in [*bounds, *([("max_pixels", "min_pixels")] if self.max_pixels else [])]:
+            if getattr(self, upper) < getattr(self, lower):
+                raise ConfigError(
+                    f"data.{upper} = {getattr(self, upper)} is below data.{lower} = {getattr(self, lower)}; raise it"
+                )
 
     def _check_sources(self) -> None:
         if self.source and self.sources:

@@ -1,7 +1,8 @@
-"""Records of conversations with images, made of the rows of a source in one of the forms in `FORMS`.
+"""Records of conversations with images and videos, made of the rows of a source in one of the forms in `FORMS`.
 
 The columns of a source say which form its rows have. All forms give the same record: messages of role and content, and
-the images that `<image>` in their text, or a part without an image of its own, stands for. Images stay encoded.
+the images and videos that `<image>` and `<video>` in their text, or a part without content of its own, stand for. They
+stay encoded.
 """
 
 import difflib
@@ -11,15 +12,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from mmtrain.data.media import RawImage, check_text, raw_image
+from mmtrain.data.media import RawImage, RawVideo, check_text, frame_rate, raw_image, raw_video
 from mmtrain.data.sources import Make, RecordKind
 from mmtrain.errors import ConfigError, DataError, shown
 
-PLACEHOLDER = "<image>"
-"""The placeholder of an image in a record's text."""
+PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
+"""Kind of content -> its placeholder in a record's text."""
 
-PARTS = ("text", "image", "image_url")
-"""Types of the parts of a content: a text, and images."""
+PARTS = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+"""Type of a part of a content, other than "text" -> its kind."""
 
 Message = Mapping[str, Any]
 """`role` and `content`: a text, or a list of parts."""
@@ -28,7 +29,9 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "user": "us
 """`from` of a turn in ShareGPT's form -> role."""
 
 IMAGE_COLUMNS = ("images", "image", "jpg", "jpeg", "png", "webp")
-"""Columns with images: a list, or of the names in the singular also one image. A row has them in one column at most."""
+VIDEO_COLUMNS = ("videos", "video", "mp4")
+_COLUMNS = {"image": IMAGE_COLUMNS, "video": VIDEO_COLUMNS}
+"""Kind -> columns with it: a list, or of the names in the singular also one. A row has a kind in one column at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,8 @@ class Record:
     sample: int
     """Its index in the source."""
     messages: tuple[Message, ...]
-    images: tuple[RawImage, ...]
+    images: tuple[RawImage | RawVideo, ...]
+    """Images, and behind them videos, each kind in the order of its placeholders."""
     grade: str = ""
     source: str = ""
     """Name of the source; empty if the job has one."""
@@ -57,18 +61,21 @@ class Form:
     one_turn: bool = False
     """Whether it is one question and its answer."""
     about_image: bool = False
-    """Whether it is a text about an image, which the source must have."""
+    """Whether it is a text about an image or video, which the source must have."""
     marks_images: bool = False
-    """Whether texts say where images are; else images without `<image>` come before the first question."""
+    """Whether texts say where images and videos are; else those without a placeholder come before the first question.
+    """
 
     @property
     def name(self) -> str:
         """Its columns, for messages."""
-        return " with ".join(f"`{column}`" for column in self.columns) + (" with an image" if self.about_image else "")
+        return " with ".join(f"`{column}`" for column in self.columns) + (
+            " with an image or video" if self.about_image else ""
+        )
 
     def fits(self, columns: Sequence[str]) -> bool:
         """Whether a source with these columns can be of this form."""
-        has_image = not set(IMAGE_COLUMNS).isdisjoint(columns)
+        has_image = not {*IMAGE_COLUMNS, *VIDEO_COLUMNS}.isdisjoint(columns)
         return set(self.columns) <= set(columns) and (has_image or not self.about_image)
 
 
@@ -93,7 +100,7 @@ def conversation_form(name: str, columns: Sequence[str]) -> Form:
 
 def _hint(columns: Sequence[str]) -> str:
     """What may be meant by columns that are those of no form."""
-    if not {"frames", "latents", "video"}.isdisjoint(columns):
+    if not {"frames", "latents"}.isdisjoint(columns):
         return "; these are clips, which a job with [model.dit] reads"
     for form in FORMS:
         for wanted in form.columns:
@@ -112,13 +119,20 @@ def make_record(form: Form, row: Any, index: int, name: str, folder: str = "") -
     if missing:
         has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
         raise DataError(f"{where}: no `{missing[0]}`; it has {has}")
-    messages, images = form.messages(row, where), _column_images(row, where, folder)
+    messages, images = form.messages(row, where), list[RawImage | RawVideo]()
+    makers: Mapping[str, Raw] = {
+        "image": raw_image,
+        "video": lambda value, name, folder: raw_video(value, name, folder, frame_rate(row.get("fps"), where)),
+    }
+    for kind, make in makers.items():
+        of_columns = _column_values(row, where, kind)
+        if not form.marks_images and not any(PLACEHOLDERS[kind] in message["content"] for message in messages):
+            first = {**messages[0], "content": PLACEHOLDERS[kind] * len(of_columns) + messages[0]["content"]}
+            messages = [first, *messages[1:]]
+        values = _with_own(messages, of_columns, kind)
+        images += [make(value, f"{kind} {i} of {where}", folder) for i, value in enumerate(values)]
     if form.about_image and not images:
         raise DataError(f"{where}: no image; it has only `{form.columns[0]}`, which is a text about one")
-    if not form.marks_images and not any(PLACEHOLDER in message["content"] for message in messages):
-        first = {**messages[0], "content": PLACEHOLDER * len(images) + messages[0]["content"]}
-        messages = [first, *messages[1:]]
-    images = _with_own_images(messages, images, where, folder)
     grade = row.get("grade") or ""
     if not isinstance(grade, str):
         raise DataError(f"{where}: `grade` = {shown(grade)}; it must be text")
@@ -194,40 +208,35 @@ def _said(role: str, text: Any, what: str) -> Message:
 # ------------------------------------------------------------------------------------------------ images
 
 
-def _column_images(row: Any, where: str, folder: str) -> Sequence[RawImage]:
-    """The images in the columns of a row."""
-    held = [column for column in IMAGE_COLUMNS if row.get(column) is not None and row[column] != []]
+Raw = Callable[[Any, str, str], RawImage | RawVideo]
+"""(value of a row, where it is, folder of relative paths) -> what it contains or names; raises DataError."""
+
+
+def _column_values(row: Any, where: str, kind: str) -> list[Any]:
+    """The images or videos in the columns of a row."""
+    held = [column for column in _COLUMNS[kind] if row.get(column) is not None and row[column] != []]
     if len(held) > 1:
-        raise DataError(f"{where}: it has `{held[0]}` and `{held[1]}`; keep its images in one of these columns")
+        raise DataError(f"{where}: it has `{held[0]}` and `{held[1]}`; keep its {kind}s in one of these columns")
     if not held:
-        return ()
-    images = row[held[0]]
-    if held[0] == "images" and not isinstance(images, list):
-        raise DataError(f"{where}: `images` is a {type(images).__name__}; it must be a list")
-    images = images if isinstance(images, list) else [images]
-    return tuple(raw_image(image, f"image {i} of {where}", folder) for i, image in enumerate(images))
+        return []
+    values = row[held[0]]
+    if held[0] == f"{kind}s" and not isinstance(values, list):
+        raise DataError(f"{where}: `{held[0]}` is a {type(values).__name__}; it must be a list")
+    return values if isinstance(values, list) else [values]
 
 
-def num_placeholders(messages: Sequence[Message]) -> int:
-    """The number of images that messages show."""
-    return sum(_num_placeholders(part) for part in _parts(messages))
+def num_placeholders(messages: Sequence[Message], kind: str = "image") -> int:
+    """The number of images, or of videos, that messages show."""
+    return sum(_num_placeholders(part, kind) for part in _parts(messages))
 
 
-def _with_own_images(
-    messages: Sequence[Message], images: Sequence[RawImage], where: str, folder: str
-) -> Sequence[RawImage]:
-    """The images of a record in the order of their placeholders: those of its columns, and those that parts have."""
-    parts = list(_parts(messages))
-    if all(_own_image(part) is None for part in parts):
-        return images
-    of_columns, ordered = iter(images), list[RawImage]()
-    for part in parts:
-        image = _own_image(part)
-        if image is not None:
-            ordered.append(raw_image(image, f"image {len(ordered)} of {where}", folder))
-        else:
-            ordered += islice(of_columns, _num_placeholders(part))
-    return [*ordered, *of_columns]
+def _with_own(messages: Sequence[Message], of_columns: Sequence[Any], kind: str) -> list[Any]:
+    """A record's images or videos in the order of their placeholders: those of its columns, and those of its parts."""
+    remaining, ordered = iter(of_columns), list[Any]()
+    for part in _parts(messages):
+        own = _own_content(part, kind)
+        ordered += islice(remaining, _num_placeholders(part, kind)) if own is None else [own]
+    return [*ordered, *remaining]
 
 
 def _parts(messages: Sequence[Message]) -> Iterator[Any]:
@@ -237,21 +246,26 @@ def _parts(messages: Sequence[Message]) -> Iterator[Any]:
         yield from content if isinstance(content, list) else [content]
 
 
-def _own_image(part: Any) -> Any:
-    """What a part says itself about its image, a path, URL, bytes or struct; None if it says nothing."""
-    if not isinstance(part, Mapping) or part.get("type") not in PARTS[1:]:
+def kind_of(part: Any) -> str | None:
+    """The kind of content that a part is; None: it is a text, or nothing known."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return PARTS.get(kind) if isinstance(kind, str) else None
+
+
+def _own_content(part: Any, kind: str) -> Any:
+    """What a part of a kind says itself about its content, a path, URL, bytes or struct; None if it says nothing."""
+    if kind_of(part) != kind:
         return None
-    values = (part.get(key) for key in ("image_url", "image", "url", "path"))
+    values = (part.get(key) for key in (f"{kind}_url", kind, "url", "path"))
     value = next((value for value in values if value is not None), None)
     return value["url"] if isinstance(value, Mapping) and "url" in value else value
 
 
-def _num_placeholders(part: Any) -> int:
-    if isinstance(part, Mapping):
-        if part.get("type") in PARTS[1:]:
-            return 1
-        part = part.get("text")
-    return part.count(PLACEHOLDER) if isinstance(part, str) else 0
+def _num_placeholders(part: Any, kind: str) -> int:
+    if (of := kind_of(part)) is not None:
+        return of == kind
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return text.count(PLACEHOLDERS[kind]) if isinstance(text, str) else 0
 
 
 # ------------------------------------------------------------------------------------------------- forms
@@ -273,7 +287,14 @@ def _recognise(name: str, columns: list[str]) -> Make[Record]:
 
 
 CONVERSATIONS = RecordKind(
-    columns=(*dict.fromkeys(column for form in FORMS for column in form.columns), *IMAGE_COLUMNS, "grade", "tolerance"),
+    columns=(
+        *dict.fromkeys(column for form in FORMS for column in form.columns),
+        *IMAGE_COLUMNS,
+        *VIDEO_COLUMNS,
+        "fps",
+        "grade",
+        "tolerance",
+    ),
     recognise=_recognise,
 )
 """Records of conversations."""

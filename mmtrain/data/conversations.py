@@ -1,4 +1,4 @@
-"""The samples of a job that reads conversations: packed documents of text, and images."""
+"""The samples of a job that reads conversations: packed documents of text, images and videos."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,14 @@ from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError
 from mmtrain.modality.geometry import ImageGeometry, model_geometry
 from mmtrain.modality.metadata import MicrobatchMeta
+from mmtrain.modality.videos import video_rules
 from mmtrain.models.batch import Batch, Microbatch
 from mmtrain.spec.model_configs import encoder_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadDocument:
-    """A document with the content of its images."""
+    """A document with the content of its images and videos."""
 
     document: Document
     pixels: Sequence[Tensor]
@@ -48,7 +49,7 @@ class Conversations:
         return None if record is None else self.processor.document(record)
 
     def num_text_tokens(self, measured: Document) -> int:
-        """All tokens of the document, with those of images."""
+        """All tokens of the document, with those of images and videos."""
         return measured.meta.num_tokens
 
     def truncated(self, measured: Document, num_tokens: int) -> Document:
@@ -67,17 +68,18 @@ class Conversations:
 
     def batch(self, microbatches: Sequence[Sequence[ReadDocument]]) -> tuple[Batch, tuple[MicrobatchMeta, ...]]:
         metas = tuple(MicrobatchMeta(documents=tuple(read.document.meta for read in m)) for m in microbatches)
-        return Batch(microbatches=[_microbatch(m, self.processor.image_token_id) for m in microbatches]), metas
+        return Batch(microbatches=[_microbatch(m) for m in microbatches]), metas
 
 
 def make_processor(config: Config) -> Processor:
-    """The processor of a job: its tokenizer, chat template, image geometry and pixel rules.
+    """The processor of a job: its tokenizer, chat template, sizes of images and videos, and pixel rules.
 
     Raises: ConfigError: a part does not exist, or they do not fit together.
     """
     tokenizer = job_tokenizer(config)
     geometry, rules = image_rules(config)
-    return Processor(tokenizer, config.tokenizer.image_token, geometry, rules, config.data)
+    videos = video_rules(config.model, config.data)
+    return Processor(tokenizer, config.tokenizer, geometry, rules, config.data, videos)
 
 
 def image_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None]:
@@ -114,14 +116,20 @@ def image_processor(config: Config) -> tuple[str, str]:
     return "data.image_processor", config.data.image_processor
 
 
-def _microbatch(read: Sequence[ReadDocument], image_token_id: int) -> Microbatch:
+def _microbatch(read: Sequence[ReadDocument]) -> Microbatch:
     documents = [item.document for item in read]
     ids = np.concatenate([document.input_ids for document in documents])
     labels = np.concatenate([document.labels for document in documents])
+    starts = np.cumsum([0, *(document.meta.num_tokens for document in documents)])
+    slots = [
+        np.arange(start + image.start, start + image.start + image.num_tokens)
+        for start, document in zip(starts, documents, strict=False)
+        for image in document.meta.images
+    ]
     return Microbatch(
         input_ids=torch.from_numpy(ids),
         labels=torch.from_numpy(labels),
-        image_slots=torch.from_numpy(np.flatnonzero(ids == image_token_id)),
+        image_slots=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *slots])),
         pixel_values=[pixels for item in read for pixels in item.pixels],
         image_names=[(image.sample, image.index) for d in documents for image in d.meta.images],
     )

@@ -1,4 +1,4 @@
-"""Images, latents and videos of a record, still encoded: in memory, or in a file that is opened with care.
+"""Images, videos and latents of a record, still encoded: in memory, or in files that are opened with care.
 
 Records may be untrusted. So a file is opened only if it is a regular one (reading a device or a pipe might never end)
 and not larger than `data.max_media_bytes`.
@@ -6,6 +6,7 @@ and not larger than `data.max_media_bytes`.
 
 import base64
 import io
+import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -133,6 +134,65 @@ def raw_image(value: Any, where: str, folder: str) -> RawImage:
         except ValueError as error:
             raise DataError(f"{where}: its base64 text is damaged: {error}") from None
     return RawImage(data=data, path=resolved(path or "", folder))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawVideo:
+    """An encoded video: one file, or an image for each of its frames."""
+
+    file: RawImage | None = None
+    """A video file, or a .npy or .npz file with the array of its frames."""
+    frames: tuple[RawImage, ...] = ()
+    fps: float | None = None
+    """Frames a second, as the record says; None: it does not."""
+
+    @property
+    def name(self) -> str:
+        """Its file or the folder of its frames, for errors; empty if it is in memory."""
+        return self.file.path if self.file else str(Path(self.frames[0].path).parent) if self.frames[0].path else ""
+
+
+def raw_video(value: Any, where: str, folder: str, fps: float | None) -> RawVideo:
+    """The video that a value of a row contains or names: a list of images or the folder of one, a video file or array
+    as path or bytes, or a struct.
+
+    Raises: DataError: it is none of these, or has no frame.
+    """
+    path = value.get("path") if isinstance(value, Mapping) and value.get("bytes") is None else value
+    if isinstance(path, str) and os.path.isdir(resolved(path, folder)):
+        return RawVideo(frames=folder_frames(Path(resolved(path, folder)), where), fps=fps)
+    if not isinstance(value, list):
+        return RawVideo(file=raw_image(value, where, folder), fps=fps)
+    if not value:
+        raise DataError(f"{where}: an empty list of frames; it needs at least one image")
+    return RawVideo(
+        frames=tuple(raw_image(frame, f"frame {i} of {where}", folder) for i, frame in enumerate(value)), fps=fps
+    )
+
+
+def folder_frames(path: Path, where: str) -> tuple[RawImage, ...]:
+    """The images of a folder in the order of their names. Raises: DataError: it has none."""
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in FRAME_ENDINGS)
+    if not files:
+        endings = ", ".join(FRAME_ENDINGS)
+        raise DataError(f"{where}: its folder {shown(str(path))} has no image; its endings are {endings}")
+    return tuple(RawImage(data=None, path=str(file)) for file in files)
+
+
+FRAME_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+"""Endings of the frames in a folder."""
+
+
+def frame_rate(value: Any, where: str) -> float | None:
+    """The number of frames a second in a row's `fps`; None: it has none.
+
+    Raises: DataError: it is no number above 0.
+    """
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise DataError(f"{where}: `fps` = {shown(value)}; it must be a number above 0")
+    return float(value)
 
 
 def check_text(text: str, what: str) -> str:

@@ -1,4 +1,4 @@
-"""From a record to token ids, labels and image sizes.
+"""From a record to token ids, labels, and the sizes of images and videos.
 
 Only an assistant's answers and the token that ends them are targets. They are located by rendering prefixes of the
 conversation with the tokenizer's own chat template and comparing characters, so any template works whose rendering of a
@@ -15,13 +15,15 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from mmtrain.config.data import DataConfig
-from mmtrain.data.conversation_records import PARTS, PLACEHOLDER, Record
-from mmtrain.data.media import RawImage, check_text
-from mmtrain.data.pixels import PixelRules, blank, decode, header_size, pixel_values
+from mmtrain.config.data import DataConfig, TokenizerConfig
+from mmtrain.data.conversation_records import PARTS, PLACEHOLDERS, Record, kind_of
+from mmtrain.data.frames import open_frames
+from mmtrain.data.media import RawImage, RawVideo, check_text
+from mmtrain.data.pixels import PixelRules, blank, decode, header_size, pixel_values, video_values
 from mmtrain.errors import DataError, one_line, shown
 from mmtrain.modality.geometry import ImageGeometry
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, sample_name
+from mmtrain.modality.videos import VIDEO_ENCODERS, VideoRules
 from mmtrain.models.batch import IGNORE_INDEX
 
 ROLES = ("system", "user", "assistant")
@@ -30,42 +32,52 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Document:
-    """One sample as tokens; its images still encoded."""
+    """One sample as tokens; its images and videos still encoded."""
 
     meta: DocumentMeta
     input_ids: np.ndarray
     """[T] int64."""
     labels: np.ndarray
     """[T] int64: the token to predict at each position, or IGNORE_INDEX; always IGNORE_INDEX at the last one."""
-    raw_images: tuple[RawImage, ...]
+    raw_images: tuple[RawImage | RawVideo, ...]
+    """Those of `meta.images`."""
 
 
 class Processor:
-    """Converts records into documents, and images into encoder input.
+    """Converts records into documents, and images and videos into encoder input.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer with a chat template.
-        image_token: the token of one image feature.
+        section: the tokens of one feature of an image, and of a video.
         geometry, rules: of the encoder's images; None for a model without an encoder.
+        videos: of its videos; None for a model that reads none.
         data: limits of what is read, and whether images are replaced by grey ones.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        image_token: str,
+        section: TokenizerConfig,
         geometry: ImageGeometry | None,
         rules: PixelRules | None,
         data: DataConfig,
+        videos: VideoRules | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.geometry = geometry
-        self._rules = rules
+        self._rules, self._videos = rules, videos
         self._data = data
         vocabulary = tokenizer.get_vocab()
-        self.image_token_id: int = vocabulary[image_token]
+        tokens = {"image": section.image_token, "video": section.video_token}
+        if videos is None or section.video_token not in vocabulary:
+            del tokens["video"]
+        self._video_token = section.video_token
+        self.token_ids: Mapping[str, int] = {kind: vocabulary[token] for kind, token in tokens.items()}
+        """Kind of content -> the id of the token of one of its features."""
         frame = [token for token in ("<|vision_start|>", "<|vision_end|>") if token in vocabulary]
-        self._image_text = image_token.join(frame) if len(frame) == 2 else image_token
+        self._texts = {
+            PLACEHOLDERS[kind]: token.join(frame) if len(frame) == 2 else token for kind, token in tokens.items()
+        }
         self._roles = (*ROLES, "tool") if re.search("""["']tool["']""", str(tokenizer.chat_template)) else ROLES
 
     def blanked(self) -> "Processor":
@@ -75,10 +87,10 @@ class Processor:
         return other
 
     def document(self, record: Record) -> Document:
-        """The tokens, labels and image sizes of a record; images are read only up to their header.
+        """The tokens, labels and sizes of a record; images and videos are read only up to their header.
 
-        Raises: DataError: naming the sample: placeholders and images disagree, an image's header is
-            corrupt, no answer, or a conversation that the chat template refuses.
+        Raises: DataError: naming the sample: placeholders and images or videos disagree, a header is corrupt, no
+            answer, or a conversation that the chat template refuses.
         """
         where = sample_name(record.sample, record.source)
         text, spans = self._render(where, record)
@@ -95,7 +107,7 @@ class Processor:
 
     def _tokenized(self, where: str, record: Record, text: str, spans: list[tuple[int, int]]) -> Document:
         """Args: spans: characters of each answer."""
-        images = self._image_metas(where, record)
+        self._check_kinds(where, record)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = np.array(encoded["input_ids"], np.int64)
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
@@ -103,30 +115,27 @@ class Processor:
         for index, (begin, end) in enumerate(spans):
             turn[(ends > begin) & (starts < end)] = index
 
-        at = np.flatnonzero(ids == self.image_token_id)
-        if len(at) != len(images):
-            raise DataError(
-                f"{where}: {len(at)} `{PLACEHOLDER}` placeholders in its messages, but {len(images)} images; "
-                f"write `{PLACEHOLDER}` in its text once for each image, at its position, or change the images; or set "
-                'data.on_error = "skip"'
-            )
+        at = np.flatnonzero(np.isin(ids, list(self.token_ids.values())))
+        order = _order(where, record, {kind: at[ids[at] == token] for kind, token in self.token_ids.items()})
+        images = tuple(self._measured(where, record, index) for index in order)
         turn[at] = -1
         repeats = np.ones(len(ids), np.int64)
         repeats[at] = [image.num_tokens for image in images]
         first = np.cumsum(repeats)[at] - repeats[at]
         images = tuple(replace(image, start=int(start)) for image, start in zip(images, first, strict=True))
-        return _make_document(record, np.repeat(ids, repeats), np.repeat(turn, repeats), images, tuple(record.images))
+        raw = tuple(record.images[index] for index in order)
+        return _make_document(record, np.repeat(ids, repeats), np.repeat(turn, repeats), images, raw)
 
     def truncated(self, document: Document, num_tokens: int) -> Document:
-        """The first num_tokens tokens of a document without images.
+        """The first num_tokens tokens of a document of text alone.
 
-        Raises: DataError: it has images, or no answer would remain.
+        Raises: DataError: it has images or videos, or no answer would remain.
         """
         where = sample_name(document.meta.sample, document.meta.source)
         if document.meta.images:
             raise DataError(
                 f"{where}: {document.meta.num_tokens} tokens do not fit training.seq_len = {num_tokens}, and "
-                'a sample with images is not cut; set data.too_long = "skip" or a larger seq_len'
+                'a sample with images or videos is not cut; set data.too_long = "skip" or a larger seq_len'
             )
         turns = np.repeat(np.arange(len(document.meta.answers)), document.meta.answers)
         turn = np.full(document.meta.num_tokens, -1, np.int64)
@@ -141,47 +150,115 @@ class Processor:
         return _make_document(record, ids, turn, (), ())
 
     def without_images(self, document: Document) -> Document:
-        """The text of a document, without images and targets."""
-        ids = document.input_ids[document.input_ids != self.image_token_id]
+        """The text of a document, without images, videos and targets."""
+        ids = document.input_ids[~np.isin(document.input_ids, list(self.token_ids.values()))]
         record = _record_of(document.meta)
         return _make_document(record, ids, np.full(len(ids), -1, np.int64), (), ())
 
     def pixels(self, document: Document) -> list[Tensor]:
-        """Encoder input of each image of a document. Raises: DataError: naming the image whose content is corrupt."""
-        if not document.raw_images:
-            return []
-        assert self.geometry is not None
-        assert self._rules is not None
-        return [pixel_values(image, self.geometry, self._rules) for image in self.images(document)]
+        """Encoder input of each image and video of a document.
+
+        Raises: DataError: naming the image or video whose content is corrupt.
+        """
+        return list(map(self._values, self._frames_of(document)))
 
     def images(self, document: Document) -> Iterator[Image.Image]:
-        """The images of a document in RGB, as a model sees them but for their size. Raises: as `pixels`."""
-        for image, raw in zip(document.meta.images, document.raw_images, strict=True):
-            try:
-                decoded = decode(raw.read(self._data.max_media_bytes), self._data.max_decoded_pixels)
-            except DataError as error:
-                raise DataError(f"{image.name}: {error}") from None
-            yield blank(decoded) if self._data.blank_images else decoded
+        """The images of a document in RGB, as a model sees them but for their size, and the first frame of its videos.
 
-    def _image_metas(self, where: str, record: Record) -> tuple[ImageMeta, ...]:
+        Raises: as `pixels`.
+        """
+        return (next(frames) for _, frames in self._frames_of(document))
+
+    def _frames_of(self, document: Document) -> Iterator[tuple[RawImage | RawVideo, Iterator[Image.Image]]]:
+        """Each image and video of a document with its frames in RGB, which are read one by one."""
+        for image, raw in zip(document.meta.images, document.raw_images, strict=True):
+            yield raw, self._frames(raw, f"{image.name}{_file(raw)}")
+
+    def _frames(self, raw: RawImage | RawVideo, name: str) -> Iterator[Image.Image]:
+        """The image, or the sampled frames. Raises: DataError: with the name."""
+        try:
+            frames = self._decoded(raw) if isinstance(raw, RawImage) else self._sampled(raw)
+            yield from map(blank, frames) if self._data.blank_images else frames
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from None
+
+    def _decoded(self, raw: RawImage) -> Iterator[Image.Image]:
+        yield decode(raw.read(self._data.max_media_bytes), self._data.max_decoded_pixels)
+
+    def _sampled(self, raw: RawVideo) -> Iterator[Image.Image]:
+        assert self._videos is not None
+        frames = open_frames(raw, self._data)
+        count = self._videos.num_sampled(frames.num_frames, self._fps(raw, frames.fps))
+        yield from frames.read(self._videos.indices(frames.num_frames, count))
+
+    def _values(self, item: tuple[RawImage | RawVideo, Iterator[Image.Image]]) -> Tensor:
+        raw, frames = item
+        assert self._rules is not None
+        if isinstance(raw, RawVideo):
+            assert self._videos is not None
+            return video_values(list(frames), self._videos.frame, self._rules)
+        assert self.geometry is not None
+        return pixel_values(next(frames), self.geometry, self._rules)
+
+    def _fps(self, raw: RawVideo, of_file: float | None) -> float:
+        """Frames a second of a video. Raises: DataError: times of frames would have no meaning."""
+        fps = raw.fps or of_file or self._data.source_fps or self._data.video_fps
+        if not 0.001 <= fps <= 1000:
+            raise DataError(f"it has {fps:g} frames a second; give its `fps`, from 0.001 to 1000")
+        return fps
+
+    def _check_kinds(self, where: str, record: Record) -> None:
+        """Refuses images and videos that the model does not read."""
         if record.images and self.geometry is None:
             raise DataError(
                 f"{where}: {len(record.images)} images, but the model has no encoder; add "
                 "[model.encoder] or use samples without images"
             )
-        out = []
-        for index, raw in enumerate(record.images):
-            assert self.geometry is not None
-            try:
-                data = raw.read(self._data.max_media_bytes)
-                grid = self.geometry.grid(*header_size(data, self._data.max_decoded_pixels))
-            except DataError as error:
-                raise DataError(f"image {index} of {where}: {error}") from None
-            num_tokens = self.geometry.num_tokens(grid)
-            out.append(
-                ImageMeta(sample=record.sample, source=record.source, index=index, grid=grid, num_tokens=num_tokens)
+        num_videos = sum(isinstance(raw, RawVideo) for raw in record.images)
+        if num_videos and "video" not in self.token_ids:
+            if self._videos is None:
+                raise DataError(
+                    f"{where}: {num_videos} videos, but the model's encoder reads images alone; use one of "
+                    f"{', '.join(VIDEO_ENCODERS)}, or leave them out"
+                )
+            raise DataError(
+                f"{where}: {num_videos} videos, but the tokenizer has no token {shown(self._video_token)} for them; "
+                "name its own with tokenizer.video_token, use a tokenizer that has one, or leave them out"
             )
-        return tuple(out)
+
+    def _measured(self, where: str, record: Record, index: int) -> ImageMeta:
+        """The size of an image or video of a record, from its header."""
+        raw = record.images[index]
+        kind = "image" if isinstance(raw, RawImage) else "video"
+        try:
+            grid, seconds, step = self._image_grid(raw) if isinstance(raw, RawImage) else self._video_grid(raw)
+        except DataError as error:
+            raise DataError(f"{kind} {index} of {where}{_file(raw)}: {error}") from None
+        assert self.geometry is not None
+        return ImageMeta(
+            sample=record.sample,
+            source=record.source,
+            index=index,
+            grid=grid,
+            num_tokens=self.geometry.num_tokens(grid),
+            seconds=seconds,
+            time_step=step,
+        )
+
+    def _image_grid(self, raw: RawImage) -> tuple[tuple[int, int, int], float, float]:
+        """`grid`, `seconds` and `time_step` of the metadata of an image."""
+        assert self.geometry is not None
+        data = raw.read(self._data.max_media_bytes)
+        return self.geometry.grid(*header_size(data, self._data.max_decoded_pixels)), 0.0, 1.0
+
+    def _video_grid(self, raw: RawVideo) -> tuple[tuple[int, int, int], float, float]:
+        """The same of a video."""
+        assert self._videos is not None
+        frames = open_frames(raw, self._data)
+        fps = self._fps(raw, frames.fps)
+        count = self._videos.num_sampled(frames.num_frames, fps)
+        seconds = self._videos.seconds(frames.num_frames, fps, count)
+        return self._videos.grid(count, *frames.size), seconds, self._videos.time_step(seconds)
 
     def _render(self, where: str, record: Record) -> tuple[str, list[tuple[int, int]]]:
         """The whole conversation as text, and the characters of each answer."""
@@ -225,15 +302,44 @@ class Processor:
                 f"{where}: a message's content is a {type(content).__name__}; write text or a list of parts"
             )
         content = check_text(content, f"{where}: the {role}'s text")
-        return {"role": role, "content": content.replace(PLACEHOLDER, self._image_text)}
+        for placeholder, tokens in self._texts.items():
+            content = content.replace(placeholder, tokens)
+        return {"role": role, "content": content}
 
     def _part(self, where: str, part: Any) -> str:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind in PARTS[1:]:
-            return PLACEHOLDER
-        if kind == PARTS[0] and isinstance(part.get("text"), str):
+        kind = kind_of(part)
+        if kind is not None:
+            return PLACEHOLDERS[kind]
+        name = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if name == "text" and isinstance(part.get("text"), str):
             return str(part["text"])
-        raise DataError(f"{where}: a part of its content is of type {shown(kind)}; supported are {', '.join(PARTS)}")
+        supported = ", ".join(("text", *PARTS))
+        raise DataError(f"{where}: a part of its content is of type {shown(name)}; supported are {supported}")
+
+
+def _order(where: str, record: Record, slots: Mapping[str, np.ndarray]) -> list[int]:
+    """Indices of the images and videos of a record in the order of their slots.
+
+    Args: slots: kind -> indices of its placeholder tokens.
+    """
+    raw = {"image": RawImage, "video": RawVideo}
+    position: dict[int, int] = {}
+    for kind, at in slots.items():
+        own = [index for index, item in enumerate(record.images) if isinstance(item, raw[kind])]
+        if len(at) != len(own):
+            mark = PLACEHOLDERS[kind]
+            raise DataError(
+                f"{where}: {len(at)} `{mark}` placeholders in its messages, but {len(own)} {kind}s; "
+                f"write `{mark}` in its text once for each {kind}, at its position, or change the {kind}s; or set "
+                'data.on_error = "skip"'
+            )
+        position |= dict(zip(own, at.tolist(), strict=True))
+    return sorted(position, key=position.__getitem__)
+
+
+def _file(raw: RawImage | RawVideo) -> str:
+    """The file of a video, for errors."""
+    return f" ({raw.name})" if isinstance(raw, RawVideo) and raw.name else ""
 
 
 def _record_of(meta: DocumentMeta) -> Record:
@@ -246,7 +352,7 @@ def _make_document(
     ids: np.ndarray,
     turn: np.ndarray,
     images: tuple[ImageMeta, ...],
-    raw: tuple[RawImage, ...],
+    raw: tuple[RawImage | RawVideo, ...],
 ) -> Document:
     """The document in which a token with turn >= 0 is a target of the position before it."""
     labels = np.full(len(ids), IGNORE_INDEX, np.int64)

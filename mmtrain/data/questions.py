@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from mmtrain.config.config import Config
-from mmtrain.data.conversation_records import PLACEHOLDER, Message, Record, num_placeholders
+from mmtrain.data.conversation_records import PLACEHOLDERS, Message, Record, kind_of, num_placeholders
 from mmtrain.data.conversations import Conversations, ReadDocument
 from mmtrain.data.loader import Step
+from mmtrain.data.media import RawImage, RawVideo
 from mmtrain.data.packing import LoaderState
-from mmtrain.data.processor import Document, stop_token
+from mmtrain.data.processor import stop_token
 from mmtrain.errors import DataError
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, sample_name
 from mmtrain.models.batch import IGNORE_INDEX
@@ -55,18 +56,25 @@ class Answer:
 
 def question_before(record: Record, turn: int) -> Question:
     """The conversation of a record before one of its answers, and that answer. Args: turn: index of its message."""
-    before, num_images = record.messages[:turn], len(record.images)
-    if num_placeholders(record.messages) == num_images:  # else the processor says what is wrong
-        num_images = num_placeholders(before)
-    cut = replace(record, messages=before, images=record.images[:num_images])
+    before, shown = record.messages[:turn], list[RawImage | RawVideo]()
+    for kind, made in (("image", RawImage), ("video", RawVideo)):
+        own = [raw for raw in record.images if isinstance(raw, made)]
+        if num_placeholders(record.messages, kind) == len(own):  # else the processor says what is wrong
+            own = own[: num_placeholders(before, kind)]
+        shown += own
+    cut = replace(record, messages=before, images=tuple(shown))
     return Question(cut, text_of(record.messages[turn]).strip())
 
 
 def text_of(message: Message) -> str:
-    """The text of a message; each image is `<image>`."""
+    """The text of a message; each image is `<image>`, each video `<video>`."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
-    return "".join(str(part.get("text", PLACEHOLDER)) if isinstance(part, Mapping) else str(part) for part in parts)
+    kinds = ((kind_of(part), part) for part in parts)
+    return "".join(
+        PLACEHOLDERS[kind] if kind else str(part.get("text", "")) if isinstance(part, Mapping) else str(part)
+        for kind, part in kinds
+    )
 
 
 def is_right(answer: str, reference: str, tolerance: float | None) -> bool:
@@ -215,7 +223,7 @@ def _with_answer(read: ReadDocument, tokens: list[int]) -> ReadDocument:
     labels = np.full(len(ids), IGNORE_INDEX, np.int64)
     labels[-1] = 0
     meta = replace(prompt.meta, num_tokens=len(ids), num_targets=1, answers=(1,))
-    document = Document(meta=meta, input_ids=ids, labels=labels, raw_images=prompt.raw_images)
+    document = replace(prompt, meta=meta, input_ids=ids, labels=labels)
     return ReadDocument(document=document, pixels=read.pixels)
 
 

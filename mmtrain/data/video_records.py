@@ -5,21 +5,17 @@ file; or one folder, whose images sorted by name are the frames), `latents` (a .
 bytes) or `video` (the `Video` feature, or a path). It may have `fps`. All content stays encoded.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmtrain.data.media import RawImage, check_text, raw_image, resolved
+from mmtrain.data.media import RawImage, check_text, folder_frames, frame_rate, raw_image, resolved
 from mmtrain.data.sources import Make, RecordKind, check_column
 from mmtrain.errors import ConfigError, DataError, shown
 
 CONTENTS = ("frames", "latents", "video")
 """Columns with content: a record has exactly one of them."""
-
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-"""Endings of the frames in a folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +51,8 @@ def make_video_record(row: Any, index: int, name: str, folder: str = "") -> Vide
     if len(held) != 1:
         has = " and ".join(f"`{column}`" for column in held) or ", ".join(map(str, row))
         raise DataError(f"{where}: it has {has}; it must have one of `frames`, `latents` and `video`")
-    fps = row.get("fps")
-    if fps is not None and (type(fps) not in (int, float) or not 0 < fps < math.inf):
-        raise DataError(f"{where}: `fps` = {shown(fps)}; it must be a number above 0")
     check_text(caption, f"{where}: `caption`")
-    made = VideoRecord(sample=index, caption=caption, fps=None if fps is None else float(fps))
+    made = VideoRecord(sample=index, caption=caption, fps=frame_rate(row.get("fps"), where))
     return _with_content(made, held[0], row[held[0]], where, folder)
 
 
@@ -73,22 +66,16 @@ def _with_content(record: VideoRecord, column: str, value: Any, where: str, fold
 
 def _frames(value: Any, where: str, folder: str) -> tuple[RawImage, ...]:
     if isinstance(value, str):
-        return _folder_frames(Path(resolved(value, folder)), where)
+        path = Path(resolved(value, folder))
+        if not path.is_dir():
+            raise DataError(
+                f"{where}: `frames` names {shown(str(path))}, which is no folder; name a folder, or list the images"
+            )
+        return folder_frames(path, where)
     if not isinstance(value, list) or not value:
         description = "an empty list" if isinstance(value, list) else f"a {type(value).__name__}"
         raise DataError(f"{where}: `frames` is {description}; it must be a list of images, or one folder of them")
     return tuple(raw_image(frame, f"frame {i} of {where}", folder) for i, frame in enumerate(value))
-
-
-def _folder_frames(path: Path, where: str) -> tuple[RawImage, ...]:
-    if not path.is_dir():
-        raise DataError(
-            f"{where}: `frames` names {shown(str(path))}, which is no folder; name a folder, or list the images"
-        )
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGES)
-    if not files:
-        raise DataError(f"{where}: its folder {shown(str(path))} has no image; its endings are {', '.join(IMAGES)}")
-    return tuple(RawImage(data=None, path=str(file)) for file in files)
 
 
 def _recognise(name: str, columns: list[str]) -> Make[VideoRecord]:

@@ -15,20 +15,29 @@ def sample_name(sample: int, source: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageMeta:
-    """One image, as the encoder reads it."""
+    """One image or video, as the encoder reads it."""
 
     sample: int
     """Index of its record in the data source."""
     index: int
-    """Its index among the images of that record."""
+    """Its index among the images of that record and, counted behind them, its videos."""
     grid: tuple[int, int, int]
-    """Patches (time, height, width); time is 1 for a still image."""
+    """Patches (time, height, width); time is 1 for an image."""
     num_tokens: int
     """Number of its tokens in the language model, after the spatial merge."""
     start: int = 0
     """Index of its first token in its document."""
     source: str = ""
     """Name of its source; empty if the job has one."""
+    seconds: float = 0.0
+    """Of a video, the seconds from one patch to the next in time; 0: it is an image."""
+    time_step: float = 1.0
+    """Positions from one patch to the next in time, before rounding, in a model with positions on three axes."""
+
+    @property
+    def is_video(self) -> bool:
+        """Whether it is a video, if only of one patch in time."""
+        return self.seconds > 0
 
     @property
     def num_patches(self) -> int:
@@ -48,7 +57,7 @@ class ImageMeta:
     @property
     def name(self) -> str:
         """Its name in error messages."""
-        return f"image {self.index} of {sample_name(self.sample, self.source)}"
+        return f"{'video' if self.is_video else 'image'} {self.index} of {sample_name(self.sample, self.source)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +67,11 @@ class DocumentMeta:
     sample: int
     """Index of its record in the data source."""
     num_tokens: int
-    """Number of tokens, image tokens included."""
+    """Number of tokens, those of images and videos included."""
     num_targets: int
     """Number of labelled positions."""
     images: tuple[ImageMeta, ...]
-    """In the order of their tokens."""
+    """Images and videos, in the order of their tokens."""
     grade: str = ""
     """Difficulty in the record, for accuracy by grade; empty if there is none."""
     answers: tuple[int, ...] = ()
@@ -134,7 +143,7 @@ class MicrobatchMeta:
 
     @cached_property
     def images(self) -> tuple[ImageMeta, ...]:
-        """All images, in the order of their tokens."""
+        """All images and videos, in the order of their tokens."""
         return tuple(image for document in self.documents for image in document.images)
 
     @cached_property
@@ -207,12 +216,12 @@ class IterationMeta:
 
     @cached_property
     def num_images(self) -> int:
-        """Images of all microbatches."""
+        """Images and videos of all microbatches."""
         return sum(len(m.images) for m in self.microbatches)
 
     @cached_property
     def num_patches(self) -> int:
-        """Encoder rows of all images."""
+        """Encoder rows of all images and videos."""
         return sum(image.num_patches for m in self.microbatches for image in m.images)
 
     @cached_property

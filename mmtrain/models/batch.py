@@ -23,9 +23,9 @@ def document_positions(lengths: Iterable[int]) -> Tensor:
 
 @dataclass(kw_only=True)
 class Microbatch:
-    """One packed sequence and its images.
+    """One packed sequence, and its images and videos.
 
-    Shapes: T packed tokens; V image tokens among them; N images.
+    Shapes: T packed tokens; V tokens of images and videos among them.
     """
 
     input_ids: Tensor
@@ -33,12 +33,12 @@ class Microbatch:
     labels: Tensor
     """[T] int64, already shifted: `labels[t]` is the target of position t, or IGNORE_INDEX."""
     image_slots: Tensor
-    """[V] int64: rows of `input_ids` that image features fill, in the order of the images."""
+    """[V] int64: rows of `input_ids` that features of images and videos fill, in their order."""
     pixel_values: list[Tensor]
-    """One tensor an image, float32, that concatenate along dim 0: [patches, patch_dim] for packed
+    """One tensor an image or video, float32, that concatenate along dim 0: [patches, patch_dim] for packed
     native-resolution encoders, [1, channels, height, width] for encoders of a fixed size."""
     image_names: list[tuple[int, int]]
-    """(sample, index) of each image, which must be those of the metadata."""
+    """(sample, index) of each image and video, which must be those of the metadata."""
 
 
 @dataclass(kw_only=True)

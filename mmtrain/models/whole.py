@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError
+from mmtrain.modality.metadata import DocumentMeta
 from mmtrain.models.adapters import parameters_on_meta
 from mmtrain.spec.composites import COMPOSITES, Spelling, class_name, selected_features
 from mmtrain.spec.model_configs import encoder_config, language_config
@@ -125,3 +127,32 @@ def _spelled(name: str, spelling: Spelling) -> str:
     own = name.partition(".")[2]
     stored, here = next((stored, here) for stored, here in spelling.items() if own.startswith(here))
     return stored + own.removeprefix(here)
+
+
+def token_types(document: DocumentMeta) -> Tensor:
+    """[T] int64: 1 for the tokens of images, 2 for those of videos, 0 for text."""
+    types = torch.zeros(document.num_tokens, dtype=torch.int64)
+    for image in document.images:
+        types[image.start : image.start + image.num_tokens] = 2 if image.is_video else 1
+    return types
+
+
+def class_inputs(document: DocumentMeta, pixels: list[Tensor], config: Any) -> dict[str, Tensor]:
+    """The arguments of a whole class for the images and videos of a document.
+
+    Args: pixels: of each of them. config: of the class.
+    """
+    pairs = list(zip(document.images, pixels, strict=True))
+    if pairs and pixels[0].dim() != 2:
+        return {"pixel_values": torch.cat(pixels)}
+    inputs = {"mm_token_type_ids": token_types(document)[None]} if pairs else {}
+    for video, pixels_key, grid_key in (
+        (False, "pixel_values", "image_grid_thw"),
+        (True, "pixel_values_videos", "video_grid_thw"),
+    ):
+        if of_kind := [pair for pair in pairs if pair[0].is_video == video]:
+            inputs[pixels_key] = torch.cat([values for _, values in of_kind])
+            inputs[grid_key] = torch.tensor([image.grid for image, _ in of_kind])
+            if video and hasattr(config.vision_config, "tokens_per_second"):
+                inputs["second_per_grid_ts"] = torch.tensor([image.seconds for image, _ in of_kind])
+    return inputs

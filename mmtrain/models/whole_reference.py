@@ -18,7 +18,7 @@ from mmtrain.models.loss import cross_entropy_sum
 from mmtrain.models.reference import ReferenceModel
 from mmtrain.models.trainable import adapter_names, is_adapter, plain_name
 from mmtrain.models.unused import unused_weights
-from mmtrain.models.whole import empty_whole, in_class, whole_config
+from mmtrain.models.whole import class_inputs, empty_whole, in_class, token_types, whole_config
 from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.spec import ModelSpec
 from mmtrain.spec.vision_shapes import vision_shape
@@ -69,22 +69,18 @@ class WholeModel(ReferenceModel):
 
     def _logits(self, weights: dict[str, Tensor], document: DocumentMeta, ids: Tensor, pixels: list[Tensor]) -> Tensor:
         """[T, vocabulary] of one document."""
-        types = torch.zeros_like(ids)
-        for image in document.images:
-            types[image.start : image.start + image.num_tokens] = 1
-        # The class finds image tokens by their id, which no other token of the document may have.
+        inputs: dict[str, Any] = {"use_cache": False} | class_inputs(document, pixels, self.theirs.config)
+        types = token_types(document)
+        # The class finds their tokens by ids, which no other token of the document may have.
         text = set(ids[types == 0].tolist())
-        self.theirs.config.image_token_id = next(token for token in range(len(text) + 1) if token not in text)
-        inputs: dict[str, Any] = {"use_cache": False}
-        if pixels:
-            inputs["pixel_values"] = torch.cat(pixels)
-        if pixels and pixels[0].dim() == 2:  # packed patches
-            grids = torch.tensor([image.grid for image in document.images])
-            inputs |= {"image_grid_thw": grids, "mm_token_type_ids": types[None]}
+        unused = (token for token in range(len(text) + 2) if token not in text)
+        for kind, key in enumerate(("image_token_id", "video_token_id"), 1):
+            setattr(self.theirs.config, key, next(unused))
+            ids = ids.masked_fill(types == kind, getattr(self.theirs.config, key))
         adjacent = any(one.start + one.num_tokens == other.start for one, other in pairwise(document.images))
-        if adjacent and "image_grid_thw" in inputs:
+        if adjacent and "mm_token_type_ids" in inputs:
             # It takes them for one image and fails, unless it is given the positions.
             inputs["position_ids"] = torch.from_numpy(token_positions([document], 3))[:, None]
-        inputs["input_ids"] = ids.masked_fill(types == 1, self.theirs.config.image_token_id)[None]
+        inputs["input_ids"] = ids[None]
         logits: Tensor = functional_call(self.theirs, weights, (), inputs).logits[0]
         return logits

@@ -18,6 +18,7 @@ from mmtrain.commands.export import export
 from mmtrain.config.config import TokenizerConfig
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
+from mmtrain.data.media import RawVideo
 from mmtrain.data.questions import text_of
 from mmtrain.data.tokenizer import SHIPPED, load_tokenizer
 from mmtrain.errors import ConfigError, DataError
@@ -29,6 +30,7 @@ from tests.commands.test_export import adapted, close
 from tests.lora import with_lora
 from tests.reference import model_config
 from tests.stored_runs import save_run
+from tests.video_processor import video_processor_class
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "clip, llama", "siglip, qwen2")
 VOCAB = 448
@@ -106,6 +108,72 @@ def test_a_run_and_its_folder_answer_as_transformers_does(tmp_path, images, name
     types = {"mm_token_type_ids": (ids == theirs.config.image_token_id).long()} if grids is not None else {}
     tokens = theirs.generate(input_ids=ids, max_new_tokens=8, do_sample=False, **seen, **types)
     assert answers == {tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip()}
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_videos_are_answered_as_by_transformers(tmp_path, images, name, monkeypatch, capsys):
+    """A folder of frames, an array and an image; by the run, by its folder, and by its video processor and class."""
+    frames = np.random.default_rng(1).integers(0, 256, (2, 11, 20, 33, 3), np.uint8)
+    np.save(tmp_path / "second.npy", frames[1])
+    (tmp_path / "first").mkdir()
+    for index, frame in enumerate(frames[0]):
+        Image.fromarray(frame).save(tmp_path / "first" / f"{index:02}.png")
+    tokenizer = load_tokenizer(TokenizerConfig())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    text = {**whole_models.TEXT, "vocab_size": VOCAB + 1}
+    whole_models.whole_model(name, text, whole_models.VISION[name]).save_pretrained(tmp_path / "whole")
+    limits = {"source_fps": 4.0, "video_fps": 2.5, "video_min_pixels": 64, "video_max_pixels": 1024}
+    data, section = DataConfig(source="unused", **limits), TokenizerConfig(path=str(tmp_path / "tokenizer"))
+    save_run(tmp_path / "run", whole_models.named(tmp_path / "whole"), data=data, tokenizer=section)
+    export(tmp_path / "run", tmp_path / "out")
+
+    prompt = "<video>then <image>or <video>?"
+    record = asked(prompt, images[:1], [tmp_path / "first", tmp_path / "second.npy"])
+    record = dataclasses.replace(record, images=tuple(
+        dataclasses.replace(raw, fps=4.0) if isinstance(raw, RawVideo) else raw for raw in record.images
+    ))  # fmt: skip
+    run, folder = (Answerer.of(tmp_path / source) for source in ("run", "out"))
+    answer = run.answer(record, Sampling(max_new_tokens=8))
+    assert folder.answer(record, Sampling(max_new_tokens=8)) == answer
+
+    theirs = reader(tmp_path / "out")
+    seen = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")(Image.open(images[0]), return_tensors="pt")
+    of_videos = video_processor_class(monkeypatch).from_pretrained(tmp_path / "out")(
+        videos=list(frames), video_metadata=[{"total_num_frames": 11, "fps": 4.0}] * 2, return_metadata=True,
+        return_tensors="pt",
+    )  # fmt: skip
+    metadata = of_videos.pop("video_metadata")
+    if name == "qwen2_5_vl":
+        of_videos["second_per_grid_ts"] = torch.tensor([2 / video.sampled_fps for video in metadata])
+    inputs = run.inputs(record)
+    torch.testing.assert_close(inputs["pixel_values_videos"], of_videos["pixel_values_videos"], rtol=0, atol=2e-6)
+    assert torch.equal(inputs["video_grid_thw"], of_videos["video_grid_thw"])
+    marks = {
+        "<image>": ("<|image_pad|>", seen["image_grid_thw"]),
+        "<video>": ("<|video_pad|>", inputs["video_grid_thw"]),
+    }
+    content = prompt
+    for mark, (token, grids) in marks.items():
+        for grid in grids:
+            count = int(grid.prod()) // 4
+            content = content.replace(mark, f"<|vision_start|>{token * count}<|vision_end|>", 1)
+    messages = [{"role": "user", "content": content}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    types = (ids == theirs.config.image_token_id).long() + 2 * (ids == theirs.config.video_token_id)
+    tokens = theirs.generate(
+        input_ids=ids, mm_token_type_ids=types, max_new_tokens=8, do_sample=False, **seen, **of_videos
+    )
+    assert answer == tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+    words = ["generate", str(tmp_path / "run"), "--max-new-tokens", "4"]
+    assert main([*words, "--prompt", "what?", "--video", str(tmp_path / "second.npy")]) == 0
+    said = capsys.readouterr().out.strip()
+    row = {"question": "what?", "answer": "x", "video": "second.npy"}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row))
+    assert main([*words, "--questions", str(tmp_path / "q.jsonl")]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["question"], line["answer"]) == ("<video>what?", said)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "siglip, qwen2"])
@@ -307,6 +375,7 @@ def test_questions_have_the_images_that_stand_before_their_answer(tmp_path, imag
         (["--prompt", "x", "--seed", str(2**64)], "it must be at least 0 and below 2"),
         (["--prompt", "x", "--blank-images"], "--blank-images goes with --questions, whose answers it compares"),
         (["--questions", "", "--image", "a.png"], "--image goes with --prompt or --interactive"),
+        (["--questions", "", "--video", "a.mp4"], "--video goes with --prompt or --interactive; --questions have vid"),
     ],
 )
 def test_options_without_effect_are_refused(words, message, capsys):
@@ -317,6 +386,10 @@ def test_options_without_effect_are_refused(words, message, capsys):
 def test_an_image_that_is_no_file_is_named_by_its_option(tmp_path):
     with pytest.raises(DataError, match=r"--image .*absent.png is no file; correct the path"):
         asked("what?", [tmp_path / "absent.png"])
+    with pytest.raises(DataError, match=r"--video .*absent is no file, nor a folder of frames; correct the path"):
+        asked("what?", [], [tmp_path / "absent"])
+    with pytest.raises(DataError, match="--prompt has 2 `<video>`, but there are 1 videos; write it once for each"):
+        asked("<video><video>", [], [tmp_path])
 
 
 def test_the_stop_token_ends_an_answer_in_the_template():

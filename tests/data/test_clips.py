@@ -13,7 +13,8 @@ from PIL import Image
 
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.config.model import DitConfig, VaeConfig
-from mmtrain.data.clips import ClipProcessor, _Video, npy_bytes
+from mmtrain.data.clips import ClipProcessor, npy_bytes
+from mmtrain.data.frames import FileFrames
 from mmtrain.data.media import RawImage
 from mmtrain.data.sources import Source
 from mmtrain.data.sources import open_source as open_any
@@ -353,11 +354,11 @@ class Decoder:
 
 def test_no_more_frames_of_a_video_are_decoded_at_once_than_allowed() -> None:
     decoder = Decoder(9, 10, 20)
-    video = _Video(decoder, max_pixels=799)
+    video = FileFrames(decoder, max_pixels=799)
     assert [np.asarray(image)[0, 0, 0] for image in video.read([0, 0, 2, 4, 5, 7, 8])] == [0, 0, 2, 4, 5, 7, 8]
     assert decoder.asked == [[0, 0, 2], [4, 5, 7], [8]]
-    with pytest.raises(DataError, match=r"^its frames have 20 x 10 pixels, more than data.max_decoded_pixels = 199"):
-        _Video(decoder, max_pixels=199)
+    with pytest.raises(DataError, match=r"^its frames have 20 x 10 pixels; 1 to data.max_decoded_pixels = 199"):
+        FileFrames(decoder, max_pixels=199)
 
 
 def test_a_video_says_what_it_needs_where_it_cannot_be_decoded() -> None:
@@ -370,6 +371,24 @@ def test_a_video_says_what_it_needs_where_it_cannot_be_decoded() -> None:
     video = VideoRecord(sample=2, caption="a", video=RawImage(data=b"mp4"))
     with pytest.raises(DataError, match=r"^sample 2: it has a `video`, which needs the package torchcodec .* `frames`"):
         processor().clip(video)
+
+
+def test_a_video_may_be_an_array_of_frames(tmp_path: Path) -> None:
+    frames = np.random.default_rng(0).integers(0, 256, (8, 24, 24, 3), np.uint8)
+    np.save(tmp_path / "a.npy", frames)
+    images = [tmp_path / f"{index}.png" for index in range(8)]
+    for path, values in zip(images, frames, strict=True):
+        Image.fromarray(values).save(path)
+    ours = processor()
+    clips = [
+        ours.clip(VideoRecord(sample=0, caption="a", **content))
+        for content in (
+            {"video": RawImage(data=None, path=str(tmp_path / "a.npy"))},
+            {"frames": tuple(RawImage(data=None, path=str(path)) for path in images)},
+        )
+    ]
+    assert clips[0].meta == clips[1].meta
+    assert torch.equal(*(ours.latents(clip) for clip in clips))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -17,6 +17,7 @@ from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.geometry import image_geometry
+from mmtrain.modality.videos import VideoRules
 from tests.data.samples import QWEN, png
 from tests.guides import DOCS, blocks
 
@@ -29,15 +30,19 @@ TEXT = {"type": "text", "text": "What colour?"}
 @pytest.fixture(scope="module")
 def processor() -> Processor:
     geometry = image_geometry(QWEN, spatial_merge=2, min_pixels=0, max_pixels=28 * 28 * 16)
-    return Processor(
-        load_tokenizer(TokenizerConfig()), "<|image_pad|>", geometry, pixel_rules("qwen2_vl"), DataConfig(source="x")
-    )
+    tokenizer = load_tokenizer(TokenizerConfig())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
+    videos = VideoRules(frame=geometry, fps=2.0, min_frames=4, max_frames=8)
+    rules = pixel_rules("qwen2_vl")
+    return Processor(tokenizer, TokenizerConfig(), geometry, rules, DataConfig(source="x"), videos)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the images that the examples name."""
-    (tmp_path / "images").mkdir()
+    """A folder with the images, and the folder of frames, that the examples name."""
+    for name in ("images", "walk"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "walk" / "0.png").write_bytes(png(56, 56))
     for index in range(2):
         (tmp_path / "images" / f"{index}.png").write_bytes(png(56 + 28 * index, 56))
     return tmp_path
@@ -195,13 +200,13 @@ def test_bad_conversations_are_named(folder: Path, processor: Processor, turns: 
     [
         ("message images",
          r"has the columns message, images, but a conversation needs `messages` or `conversations` or "
-         r"`texts` or `question` with `answer` or `caption` with an image or `text` with an image; "
+         r"`texts` or `question` with `answer` or `caption` with an image or video or `text` with an image or video; "
          r"did you mean 'message'\? rename it to 'messages'$"),
         ("id image", "has the columns id, image, but .*; rename yours, or write them as `messages`"),
         ("caption", "has the columns caption, but"),
         ("caption frames fps", r".*; these are clips, which a job with \[model.dit\] reads$"),
-        ("image text caption", "has `caption` with an image and `text` with an image, each of which may be its conv"),
-        ("image text question answer", "has `question` with `answer` and `text` with an image, each of"),
+        ("image text caption", "has `caption` with an image or video and `text` with an image or video, each of which"),
+        ("image text question answer", "has `question` with `answer` and `text` with an image or video, each of"),
     ],
 )  # fmt: skip
 def test_columns_of_no_form_are_refused(columns: str, message: str) -> None:
@@ -221,7 +226,7 @@ def test_the_examples_of_the_page_are_read(folder: Path, processor: Processor, m
         row = json.loads(example)
         used.add(conversation_form("a", list(row)).columns)
         document = processor.document(read_row(folder, row))
-        assert len(document.meta.images) == 1
+        assert len(document.meta.images) == 1 + len(row.get("videos", []))
         assert document.meta.num_targets > 1
     assert used == {form.columns for form in FORMS}
     monkeypatch.chdir(folder)

@@ -35,7 +35,7 @@ def make_processor(template: str | None = None, **options: Any) -> Processor:
     if template:
         tokenizer.chat_template = template
     geometry = image_geometry({"model_type": "qwen2_vl"}, spatial_merge=2)
-    return Processor(tokenizer, "<|image_pad|>", geometry, pixel_rules("qwen2_vl"), DataConfig(source="x", **options))
+    return Processor(tokenizer, TokenizerConfig(), geometry, pixel_rules("qwen2_vl"), DataConfig(source="x", **options))
 
 
 def record(*turns: Any, images: int = 0, role: str = "user") -> Record:
@@ -82,14 +82,14 @@ def test_placeholders_expand_to_one_run_per_image() -> None:
     assert text.count("<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>") == 1
     assert text.count("<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>") == 1
     assert names.count("<|image_pad|>") == 10
-    assert not any(label == processor.image_token_id for label in document.labels)
+    assert not any(label == processor.token_ids["image"] for label in document.labels)
 
 
 def test_where_images_and_the_first_answer_begin() -> None:
     processor = make_processor()
     document = processor.document(record("<image> and <image>?", "yes", "why?", "so", images=2))
     ids, labels = document.input_ids, document.labels
-    at = np.flatnonzero(ids == processor.image_token_id)
+    at = np.flatnonzero(ids == processor.token_ids["image"])
     assert [image.start for image in document.meta.images] == [at[0], at[4]]
     assert at[4] > at[0] + 4
     first = document.meta.prefix
@@ -116,7 +116,7 @@ def test_content_parts_are_the_same_as_placeholders() -> None:
         (record("only a question"), "a conversation needs an assistant's answer"),
         (record("hello", role="assistant"), "a conversation needs an assistant's answer, after a question"),
         (record(7, "yes"), "content is a int"),
-        (record([{"type": "video"}], "yes"), "of type 'video'; supported are"),
+        (record([{"type": "audio"}], "yes"), "of type 'audio'; supported are"),
         (record("?", "yes", role=3), "has the role 3; the roles are system, user, assistant$"),  # type: ignore[arg-type]
         (record("?", "yes", role="human"), "has the role 'human'; the roles are system, user, assistant$"),
         (record("?", "yes", "3", role="tool"), "has the role 'tool'; the roles are system, user, assistant$"),
@@ -149,10 +149,10 @@ def test_a_tool_speaks_where_the_template_knows_it() -> None:
 def test_images_in_an_answer_are_no_targets() -> None:
     processor = make_processor()
     document = processor.document(record("Draw <image> again", "like <image> this", images=2))
-    at = np.flatnonzero(document.input_ids == processor.image_token_id)
+    at = np.flatnonzero(document.input_ids == processor.token_ids["image"])
     assert [image.num_tokens for image in document.meta.images] == [4, 6]
     assert at[4] > document.meta.prefix  # the second one is inside of the answer
-    assert processor.image_token_id not in document.labels
+    assert processor.token_ids["image"] not in document.labels
     (answer,) = targets(processor, document)
     assert answer == "like <|vision_start|><|vision_end|> this<|im_end|>"
 
@@ -170,7 +170,7 @@ def test_templates_that_refuse_or_rewrite_history_are_named() -> None:
 
 
 def test_a_model_without_encoder_takes_text_alone() -> None:
-    processor = Processor(load_tokenizer(TokenizerConfig()), "<|image_pad|>", None, None, DataConfig(source="x"))
+    processor = Processor(load_tokenizer(TokenizerConfig()), TokenizerConfig(), None, None, DataConfig(source="x"))
     assert processor.document(record("Hi", "yes")).meta.images == ()
     with pytest.raises(DataError, match="1 images, but the model has no encoder"):
         processor.document(record("<image>", "yes", images=1))
@@ -187,7 +187,7 @@ def test_truncation_keeps_the_first_tokens_and_their_labels() -> None:
     assert sum(cut.meta.answers) == cut.meta.num_targets
     with pytest.raises(DataError, match="it has no answer left"):
         processor.truncated(whole, 3)
-    with pytest.raises(DataError, match="a sample with images is not cut"):
+    with pytest.raises(DataError, match="a sample with images or videos is not cut"):
         processor.truncated(processor.document(record("<image>", "yes", images=1)), 5)
 
 
@@ -196,7 +196,7 @@ def test_text_alone_of_a_document_has_no_target() -> None:
     text = processor.without_images(processor.document(record("<image>?", "yes", images=1)))
     assert text.meta.num_targets == 0
     assert text.meta.images == ()
-    assert processor.image_token_id not in text.input_ids
+    assert processor.token_ids["image"] not in text.input_ids
     assert len(text.input_ids) == text.meta.num_tokens > 0
 
 

@@ -24,7 +24,9 @@ from tests.whole_models import (
     DOCUMENTS,
     FAMILIES,
     OLDER,
+    POSITIONS_A_SECOND,
     TEXT,
+    VIDEO_DOCUMENTS,
     in_our_names,
     make_batch,
     named,
@@ -42,12 +44,19 @@ def gradients(reference: ReferenceModel) -> dict[str, torch.Tensor]:
     return {name: weight.grad for name, weight in reference.weights().items() if weight.grad is not None}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("tied", "documents"),
+    [(False, DOCUMENTS), (True, DOCUMENTS), (False, VIDEO_DOCUMENTS)],
+    ids=["untied", "tied", "videos"],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_predictions_and_every_gradient_are_those_of_the_whole_class(tmp_path, family, tied):
+def test_loss_predictions_and_every_gradient_are_those_of_the_whole_class(tmp_path, family, tied, documents):
     theirs = tiny_whole(family, tied=tied)
     theirs.save_pretrained(tmp_path)
-    reference, batch = reference_of(named(tmp_path)), make_batch()
+    reference, batch = (
+        reference_of(named(tmp_path)),
+        make_batch(documents, tokens_per_second=POSITIONS_A_SECOND[family]),
+    )
     expected, predictions = truth(theirs, [batch])
     expected.backward()
     outputs = reference(*batch, want_predictions=True)
@@ -213,7 +222,9 @@ def test_the_truth_of_check_parity_is_the_whole_class(tmp_path, family, adapters
     tiny_whole(family, tied=not adapters).save_pretrained(tmp_path)
     model = named(tmp_path)
     model = with_lora(model) if adapters else model
-    spec, batch = model_spec(model), make_batch((*DOCUMENTS, ((1, (2, 4), (6, 4), 3),)))
+    documents = (*DOCUMENTS, *VIDEO_DOCUMENTS, ((1, (2, 4), (6, 4), (2, 2, 2), (3, 4, 2), 3),))
+    batch = make_batch(documents, tokens_per_second=POSITIONS_A_SECOND[family])
+    spec = model_spec(model)
     assert whole_kind(model) == family
     ours, theirs = ReferenceModel(model, spec, seed=0), WholeModel(model, spec, seed=0)
     for one in (ours, theirs):

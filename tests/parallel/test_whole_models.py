@@ -22,6 +22,8 @@ from tests.whole_models import config_classes, fill, their_gradients, truth
 
 IMAGES = [[[1, 0, 1], [0, 0], [1, 1], [1]], [[0], [1, 1, 0], [1], [0, 1]]]
 """One image a document at most: the whole class cannot tell two without text between them apart."""
+VIDEOS = [[["v", "i", "vi"], [0, "v"], ["iv", 1], ["v"]], [["iv"], ["v", 1, 0], [1], [0, "vi"]]]
+"""The same with videos, i an image and v a video."""
 TEXT = LANGUAGES["qwen2"] | {
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -31,21 +33,25 @@ SEED = 5
 """Of the weights, as in `parity`."""
 
 
-def whole(family: str, *, tied: bool = False, frozen: tuple[str, ...] = (), blocks: int = 6, **more) -> Case:
+def whole(
+    family: str, *, tied: bool = False, frozen: tuple[str, ...] = (), blocks: int = 6, images=IMAGES, **more
+) -> Case:
     base = model_config(f"{family}_vision", projector="native", frozen=frozen)
     text = TEXT | {"model_type": f"{family}_text", "tie_word_embeddings": tied}
     language = LanguageConfig(config=text, trainable="language" not in frozen, num_segments=1)
-    return shallow(Case(model=dataclasses.replace(base, language=language), images=IMAGES, **more), blocks)
+    return shallow(Case(model=dataclasses.replace(base, language=language), images=images, **more), blocks)
 
 
 def batches_of(case: Case, count: int):
     return [make_batch(case.model, case.images[replica % 2], seed=replica + 1) for replica in range(count)]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("tied", "images"), [(False, IMAGES), (True, IMAGES), (False, VIDEOS)], ids=["untied", "tied", "videos"]
+)
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
-def test_the_model_in_one_process_is_the_whole_class(family, tied):
-    case = whole(family, tied=tied, blocks=3)
+def test_the_model_in_one_process_is_the_whole_class(family, tied, images):
+    case = whole(family, tied=tied, blocks=3, images=images)
     spec, batches = model_spec(case.model), batches_of(case, 2)
     loss, wanted = reference_gradients(case.model, spec, batches, seed=SEED)
 
@@ -70,6 +76,9 @@ CASES = {
     ),
     "qwen2_5_vl": whole("qwen2_5_vl", runs=(("interleave", 1), ("1F1B", 0))),
     "qwen2_5_vl, patches over cp": whole("qwen2_5_vl", share_patches=True),
+    "qwen2_vl, videos": whole("qwen2_vl", images=VIDEOS, runs=(("interleave", 1), ("1F1B", 0))),
+    "qwen2_5_vl, videos": whole("qwen2_5_vl", images=VIDEOS, runs=(("interleave", 1), ("1F1B", 0))),
+    "qwen2_5_vl, videos, patches over cp": whole("qwen2_5_vl", images=VIDEOS, share_patches=True),
 }
 LAYOUTS = [
     MeshShape(pp=2),
@@ -79,8 +88,14 @@ LAYOUTS = [
     MeshShape(pp=2, cp=2, tp=2),
 ]
 DAILY = {
-    MeshShape(pp=2, cp=2): {"qwen2_vl": whole("qwen2_vl", blocks=2)},
-    MeshShape(pp=2, tp=2): {"qwen2_5_vl": whole("qwen2_5_vl", blocks=2)},
+    MeshShape(pp=2, cp=2): {
+        "qwen2_vl": whole("qwen2_vl", blocks=2),
+        "qwen2_5_vl, videos, patches": whole("qwen2_5_vl", blocks=2, images=VIDEOS, share_patches=True),
+    },
+    MeshShape(pp=2, tp=2): {
+        "qwen2_5_vl": whole("qwen2_5_vl", blocks=2),
+        "qwen2_5_vl, videos": whole("qwen2_5_vl", blocks=2, images=VIDEOS, runs=(("interleave", 1),)),
+    },
 }
 
 

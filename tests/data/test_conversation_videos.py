@@ -1,0 +1,400 @@
+"""Videos in conversations, from the columns of a record to tokens, pixels and positions, against transformers' own
+video processor."""
+
+import dataclasses
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmtrain.config.config import Config
+from mmtrain.config.data import DataConfig, TokenizerConfig
+from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
+from mmtrain.data.conversation_records import CONVERSATIONS, Record
+from mmtrain.data.loader import Loader, _Wire
+from mmtrain.data.media import RawImage, RawVideo
+from mmtrain.data.pixels import pixel_rules, video_values
+from mmtrain.data.processor import Processor
+from mmtrain.data.sources import open_source
+from mmtrain.data.tokenizer import load_tokenizer
+from mmtrain.errors import ConfigError, DataError
+from mmtrain.modality.geometry import model_geometry
+from mmtrain.modality.small_data import small_data
+from mmtrain.modality.videos import VideoRules, video_rules
+from mmtrain.models.batch import IGNORE_INDEX, check_batch
+from tests.data.samples import make_config, png
+from tests.video_processor import video_processor_class
+
+SIZES = {"video_min_pixels": 4 * 28 * 28, "video_max_pixels": 16 * 28 * 28}
+
+
+def model(encoder: str = "qwen2_vl_vision", **more: Any) -> ModelConfig:
+    return ModelConfig(
+        encoder=EncoderConfig(config={"model_type": encoder, **more}),
+        projector=ProjectorConfig(),
+        language=LanguageConfig(config={"model_type": "qwen2"}),
+    )
+
+
+def rules(encoder: str = "qwen2_vl_vision", **data: Any) -> VideoRules:
+    found = video_rules(model(encoder), DataConfig(source="x", **SIZES | data))
+    assert found is not None
+    return found
+
+
+def processor(encoder: str = "qwen2_vl_vision", *, token: bool = True, **data: Any) -> Processor:
+    tokenizer = load_tokenizer(TokenizerConfig())
+    if token:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
+    section = DataConfig(source="x", **(SIZES if encoder.startswith("qwen") else {}) | data)
+    limit = 28 * 28 * 16 if encoder.startswith("qwen") else 0
+    geometry = model_geometry(model(encoder), max_pixels=limit)
+    videos = video_rules(model(encoder), section)
+    return Processor(tokenizer, TokenizerConfig(), geometry, pixel_rules("qwen2_vl"), section, videos)
+
+
+def array(num_frames: int, height: int = 60, width: int = 90, seed: int = 0) -> np.ndarray:
+    """Frames that differ, smooth enough for resizing."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (num_frames, 4, 5, 3), dtype=np.uint8)
+    images = [Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC) for frame in coarse]
+    return np.stack([np.asarray(image) for image in images])
+
+
+# ---------------------------------------------------------------------------------------------- transformers
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class of transformers' video processor for Qwen2-VL and Qwen2.5-VL."""
+    return video_processor_class(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "height", "width", "fps"),
+    [
+        (9, 50, 61, 8.0),
+        (30, 61, 200, 30.0),
+        (7, 28, 28, 1.0),
+        (5, 300, 40, 2.0),
+        (3, 84, 112, 24.0),
+        (40, 90, 56, 12.5),
+    ],
+)
+def test_patches_and_grids_are_those_of_transformers(theirs, num_frames, height, width, fps):
+    frames = array(num_frames, height, width)
+    size = {"shortest_edge": SIZES["video_min_pixels"], "longest_edge": SIZES["video_max_pixels"]}
+    expected = theirs(size=size, fps=2.0, do_sample_frames=True, cap_pixels_per_frame=False)(
+        videos=[frames],
+        video_metadata=[{"total_num_frames": num_frames, "fps": fps}],
+        return_metadata=True,
+        return_tensors="pt",
+    )
+    ours = rules()
+    count = ours.num_sampled(num_frames, fps)
+    indices = ours.indices(num_frames, count)
+    metadata = expected["video_metadata"][0]
+    assert indices == list(map(int, metadata.frames_indices))
+    assert ours.seconds(num_frames, fps, count) == 2 / metadata.sampled_fps
+    assert [list(ours.grid(count, height, width))] == expected["video_grid_thw"].tolist()
+    values = video_values([Image.fromarray(frames[i]) for i in indices], ours.frame, pixel_rules("qwen2_vl"))
+    torch.testing.assert_close(values, expected["pixel_values_videos"], rtol=0, atol=2e-6)
+
+
+def test_an_odd_last_frame_fills_its_patch_as_in_transformers(theirs):
+    frames = array(5, 56, 84)
+    size = {"shortest_edge": SIZES["video_min_pixels"], "longest_edge": SIZES["video_max_pixels"]}
+    expected = theirs(size=size, cap_pixels_per_frame=False)(videos=[frames], return_tensors="pt")
+    values = video_values(list(map(Image.fromarray, frames)), rules().frame, pixel_rules("qwen2_vl"))
+    assert [list(rules().grid(5, 56, 84))] == expected["video_grid_thw"].tolist() == [[3, 4, 6]]
+    torch.testing.assert_close(values, expected["pixel_values_videos"], rtol=0, atol=2e-6)
+
+
+@given(st.integers(1, 2000), st.floats(0.1, 240), st.floats(0.1, 60), st.integers(1, 20), st.integers(0, 800))
+def test_sampled_frames_are_within_the_limits_and_the_video(num_frames, fps, wanted, least, more):
+    ours = rules(video_fps=wanted, video_min_frames=least, video_max_frames=max(2, least + more))
+    count = ours.num_sampled(num_frames, fps)
+    indices = ours.indices(num_frames, count)
+    assert 1 <= count <= min(num_frames, ours.max_frames)
+    assert count % 2 == 0 or num_frames == 1
+    assert count >= min(ours.min_frames, num_frames) - 1
+    assert len(indices) == count and indices[0] == 0 and indices[-1] < num_frames
+    assert all(a < b for a, b in pairwise(indices))
+
+
+def test_positions_of_a_second_are_those_of_the_family():
+    assert rules("qwen2_vl_vision").time_step(0.7) == 1
+    assert rules("qwen2_5_vl_vision").time_step(0.75) == 3
+
+
+# ---------------------------------------------------------------------------------------------- records
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The same video of four frames as a folder of images, and as arrays; and an image."""
+    frames = array(4, 56, 56)
+    (tmp_path / "walk").mkdir()
+    for index, frame in enumerate(frames):
+        Image.fromarray(frame).save(tmp_path / "walk" / f"{index}.png")
+    np.save(tmp_path / "walk.npy", frames)
+    np.savez_compressed(tmp_path / "walk.npz", other=frames[:1], frames=frames)
+    (tmp_path / "0.png").write_bytes(png(56, 56))
+    return tmp_path
+
+
+def read(folder: Path, row: dict[str, Any]) -> Record:
+    (folder / "train.jsonl").write_text(json.dumps(row) + "\n")
+    record = open_source(DataConfig(source=str(folder)), "train", CONVERSATIONS)[0]
+    assert record is not None
+    return record
+
+
+def said(text: Any, answer: str = "north") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+
+PAD = "<|vision_start|>" + "<|video_pad|>" * 8 + "<|vision_end|>"
+TURNS = [{"from": "human", "value": "<video>Where?"}, {"from": "gpt", "value": "north"}]
+TEXT = {"type": "text", "text": "Where?"}
+ROWS: dict[str, dict[str, Any]] = {
+    "LLaVA": {"video": "walk", "conversations": TURNS},
+    "a list of arrays": {"videos": ["walk.npy"], "messages": said("<video>Where?")},
+    "a compressed array": {"videos": ["walk.npz"], "messages": said("<video>Where?")},
+    "a list of frames": {"videos": [[f"walk/{i}.png" for i in range(4)]], "messages": said("<video>Where?")},
+    "a part": {"messages": said([{"type": "video", "video": "walk"}, TEXT])},
+    "a part with a URL": {"messages": said([{"type": "video_url", "video_url": {"url": "walk.npy"}}, TEXT])},
+    "one turn": {"video": "walk", "question": "Where?", "answer": "north"},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_form_gives_the_same_tokens_and_pixels(folder: Path, name: str) -> None:
+    ours = processor()
+    document = ours.document(read(folder, ROWS[name]))
+    expected = f"<|im_start|>user\n{PAD}Where?<|im_end|>\n<|im_start|>assistant\nnorth<|im_end|>\n"
+    assert ours.tokenizer.decode(document.input_ids) == expected
+    frames = list(map(Image.fromarray, array(4, 56, 56)))
+    assert torch.equal(ours.pixels(document)[0], video_values(frames, rules().frame, pixel_rules("qwen2_vl")))
+
+
+def test_bytes_of_a_video_are_one(folder: Path) -> None:
+    raw = RawVideo(file=RawImage(data=(folder / "walk.npy").read_bytes()))
+    record = Record(sample=1, messages=tuple(said("<video>Where?")), images=(raw,))
+    assert processor().document(record).meta.images[0].grid == (2, 4, 4)
+
+
+def test_a_text_about_a_video_is_the_answer_to_it(folder: Path) -> None:
+    document = processor().document(read(folder, {"video": "walk", "caption": "a walk"}))
+    assert document.meta.images[0].is_video
+
+
+def test_images_and_videos_keep_their_order_and_are_no_targets(folder: Path) -> None:
+    text = "<video>first <image>then <video>and <image>?"
+    row = {"images": ["0.png", "0.png"], "videos": ["walk", "walk.npy"], "messages": said(text), "fps": 4}
+    ours = processor(video_fps=1.0)
+    document = ours.document(read(folder, row))
+    images = document.meta.images
+    assert [(image.is_video, image.index) for image in images] == [(True, 2), (False, 0), (True, 3), (False, 1)]
+    assert [image.seconds for image in images] == [0.5, 0, 0.5, 0]  # 4 frames, at least, of 1 s
+    kinds = {token: kind for kind, token in ours.token_ids.items()}
+    slots = np.flatnonzero(np.isin(document.input_ids, list(kinds)))
+    expected = [image.start + i for image in images for i in range(image.num_tokens)]
+    assert slots.tolist() == expected
+    for image in images:
+        assert kinds[document.input_ids[image.start]] == ("video" if image.is_video else "image")
+    assert not set(kinds) & set(document.labels.tolist())
+    assert (document.labels != IGNORE_INDEX).sum() == document.meta.num_targets > 0
+    assert [len(pixels) for pixels in ours.pixels(document)] == [image.num_patches for image in images]
+
+
+def test_only_sampled_frames_are_decoded(folder: Path) -> None:
+    """Frame 1 and 3 are damaged, and not among the sampled ones."""
+    for index in (1, 3):
+        (folder / "walk" / f"{index}.png").write_bytes(b"damaged")
+    ours = processor(video_max_frames=2, video_min_frames=2)
+    document = ours.document(read(folder, {"video": "walk", "messages": said("<video>Where?")}))
+    assert document.meta.images[0].grid[0] == 1
+    expected = [Image.fromarray(frame) for frame in array(4, 56, 56)[::2]]
+    assert torch.equal(ours.pixels(document)[0], video_values(expected, rules().frame, pixel_rules("qwen2_vl")))
+
+
+def test_blank_videos_are_grey(folder: Path) -> None:
+    ours = processor(blank_images=True)
+    values = ours.pixels(ours.document(read(folder, {"video": "walk", "messages": said("<video>Where?")})))[0]
+    assert all(len(channel.unique()) == 1 for channel in values.unflatten(1, (3, -1)).transpose(0, 1))
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+ONE = {"videos": ["walk"], "messages": said("<video>Where?")}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "too few": ({"messages": said("<video><video>?")}, "2 `<video>` placeholders in its messages, but 1 videos; write"),
+    "too many": ({"messages": said("Where?")}, "0 `<video>` placeholders in its messages, but 1 videos; write"),
+    "none": ({"videos": []}, "1 `<video>` placeholders in its messages, but 0 videos"),
+    "no such file": ({"videos": ["a.npy"]}, r"^video 0 of sample 0 \(.*/a.npy\): its file .*cannot be read: No such"),
+    "a folder without frames": ({"videos": ["empty"]}, r"^video 0 of sample 0 .*: its folder .* has no image; its end"),
+    "no frame": ({"videos": [[]]}, r"^video 0 of sample 0 .*: an empty list of frames; it needs at least one"),
+    "a number": ({"videos": [3]}, r"^video 0 of sample 0 .*: a int; it must be a path"),
+    "two columns": ({"video": "walk"}, "it has `videos` and `video`; keep its videos in one"),
+    "a rate of zero": ({"fps": 0}, r"^sample 0 of .*: `fps` = 0; it must be a number above 0"),
+    "a rate without meaning": ({"fps": 1e-300}, r"^video 0 of .*walk\): it has 1e-300 frames a second; give its `fps`"),
+    "floats": ({"videos": ["floats.npy"]}, r"its frames are float32 of shape \(2, 4, 4, 3\); they must be uint8"),
+    "no frames in it": ({"videos": ["none.npy"]}, r"of shape \(0, 4, 4, 3\); they must be .* at least one"),
+    "the other order": ({"videos": ["fortran.npy"]}, "Fortran order; they must be"),
+    "no array": ({"videos": ["damaged.npy"]}, "its frames are no .npy or .npz file"),
+    "frames without a name": ({"videos": ["two.npz"]}, "has the arrays a, b; name one of them `frames`"),
+    "too thin": ({"videos": ["thin.npy"]}, "one side is more than 200 times the other"),
+    "a codec": ({"videos": ["film.mp4"]}, r"^video 0 of sample 0 \(.*film.mp4\): it"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_videos_are_one_line(folder: Path, name: str) -> None:
+    (folder / "empty").mkdir()
+    np.save(folder / "floats.npy", np.zeros((2, 4, 4, 3), np.float32))
+    np.save(folder / "none.npy", np.zeros((0, 4, 4, 3), np.uint8))
+    np.save(folder / "thin.npy", np.zeros((2, 2, 500, 3), np.uint8))
+    np.save(folder / "fortran.npy", np.asfortranarray(array(2)))
+    np.savez(folder / "two.npz", a=array(2), b=array(2))
+    (folder / "damaged.npy").write_bytes(b"nothing")
+    (folder / "film.mp4").write_bytes(b"nothing")
+    row, message = BAD[name]
+    with pytest.raises(DataError, match=message):
+        processor().document(read(folder, ONE | row))
+
+
+def test_damaged_content_names_the_file(folder: Path) -> None:
+    content = (folder / "walk.npy").read_bytes()
+    (folder / "walk.npy").write_bytes(content[: len(content) // 2])
+    ours = processor()
+    document = ours.document(read(folder, ONE | {"videos": ["walk.npy"]}))
+    with pytest.raises(DataError, match=r"^video 0 of sample 0 \(.*walk.npy\): the array of its frames ends within fr"):
+        ours.pixels(document)
+    frame = folder / "walk" / "2.png"
+    frame.write_bytes(frame.read_bytes()[:90])
+    document = ours.document(read(folder, ONE))
+    with pytest.raises(DataError, match=r"^video 0 of sample 0 \(.*walk\): frame 2: its content is corrupt"):
+        ours.pixels(document)
+
+
+def test_models_that_read_no_videos_say_so(folder: Path) -> None:
+    record = read(folder, ONE)
+    with pytest.raises(
+        DataError, match=r"^sample 0: 1 videos, but the model's encoder reads images alone; use one of q"
+    ):
+        processor("siglip_vision_model").document(record)
+    with pytest.raises(DataError, match=r"the tokenizer has no token ...video_pad... for them; name its own with"):
+        processor(token=False).document(record)
+    text = Record(sample=0, messages=tuple(said("What is <video> in HTML?")), images=())
+    assert "<video>" in processor(token=False).tokenizer.decode(processor(token=False).document(text).input_ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"video_fps": 0.0}, "data.video_fps = 0.0; it must be from 0.001 to 1000"),
+        ({"video_max_frames": 3}, "data.video_max_frames = 3 is below data.video_min_frames = 4; raise it"),
+        ({"video_max_frames": 1, "video_min_frames": 1}, "data.video_max_frames = 1; it must be at least 2: one patch"),
+        ({"video_min_pixels": 10**6}, "data.video_max_pixels = 602112 is below data.video_min_pixels = 1000000"),
+        (
+            {"video_min_pixels": 9, "video_max_pixels": 99},
+            "data.video_max_pixels = 99; it must be at least 784: one tok",
+        ),
+    ],
+)
+def test_limits_of_videos_that_cannot_hold(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        video_rules(model(), DataConfig(source="x", **options))
+
+
+def test_limits_of_videos_that_no_one_reads() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^data.video_fps = 1.0 has no effect: only the encoders qwen2_vl_vision, qwen2_5"
+    ):
+        video_rules(model("siglip_vision_model"), DataConfig(source="x", video_fps=1.0))
+    with pytest.raises(ConfigError, match='image_token and video_token are both "<a>"; give each its own'):
+        TokenizerConfig(image_token="<a>", video_token="<a>")
+
+
+# ---------------------------------------------------------------------------------------------- steps
+
+
+def job(folder: Path, rows: list[dict[str, Any]], **options: Any) -> Config:
+    """A job on these records whose encoder is that of Qwen2.5-VL."""
+    tokenizer = load_tokenizer(TokenizerConfig())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
+    tokenizer.save_pretrained(folder / "tokenizer")
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encoder = {"model_type": "qwen2_5_vl_vision", "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    options = {"vocab_size": 449, "global_batch_size": 1, "shuffle": False, **SIZES, **options}
+    config = make_config(folder, encoder=encoder, **options)
+    return dataclasses.replace(config, tokenizer=TokenizerConfig(path=str(folder / "tokenizer")))
+
+
+MIXED = {"images": ["0.png"], "videos": ["walk", "walk.npy"], "messages": said("<video><image>and <video>?"), "fps": 4}
+
+
+def test_a_step_packs_videos_and_survives_the_way_from_a_worker(folder: Path) -> None:
+    config = job(folder, [ONE, MIXED, {"messages": said("Where?")}])
+    with Loader(config, num_steps=1) as loader:
+        step = next(loader)
+    batch, meta, _ = step
+    (tensors,), (counts,) = batch.microbatches, meta.microbatches
+    assert [image.is_video for image in counts.images] == [True, True, False, True]
+    assert [image.time_step for image in counts.images] == [4.0, 2.0, 1.0, 2.0]
+    assert meta.num_images == len(tensors.pixel_values) == 4
+    assert counts.num_tokens == len(tensors.input_ids) and len(tensors.image_slots) == 3 * 8 + 4
+    video, image = (load_tokenizer(config.tokenizer).convert_tokens_to_ids(f"<|{k}_pad|>") for k in ("video", "image"))
+    assert tensors.input_ids[tensors.image_slots].tolist() == [video] * 16 + [image] * 4 + [video] * 8
+    sent, sent_meta, _ = _Wire.pack(*step).unpack()
+    assert sent_meta == meta
+    for one, other in zip(tensors.pixel_values, sent.microbatches[0].pixel_values, strict=True):
+        assert torch.equal(one, other)
+    del tensors.pixel_values[3], tensors.image_names[3]
+    with pytest.raises(DataError, match="microbatch 0: image 2 of sample 1 is lost"):
+        check_batch(batch, meta)
+
+
+def test_bad_videos_are_skipped_and_counted_as_bad_images_are(folder: Path) -> None:
+    frame = (folder / "walk" / "2.png").read_bytes()[:90]
+    (folder / "torn").mkdir()
+    for index in range(4):
+        (folder / "torn" / f"{index}.png").write_bytes(
+            frame if index == 2 else (folder / "walk" / "0.png").read_bytes()
+        )
+    bad = [ONE | {"videos": ["absent.npy"]}, ONE | {"videos": ["torn"]}, ONE | {"messages": said("Where?")}]
+    config = job(folder, [ONE, *bad, MIXED], on_error="skip")
+    with Loader(config, num_steps=1) as loader:
+        batch, meta, _ = next(loader)
+    assert [document.sample for document in meta.microbatches[0].documents] == [0, 4]
+    assert meta.num_skipped == 3
+    check_batch(batch, meta)
+    for row in bad[:2]:
+        with pytest.raises(DataError, match=r"^video 0 of sample 0"), Loader(job(folder, [row]), num_steps=1) as loader:
+            next(loader)
+
+
+def test_a_video_too_long_for_a_microbatch_follows_too_long(folder: Path) -> None:
+    for too_long, message in (
+        ("raise", r"do not fit training.seq_len = 20; set data.too_long"),
+        ("truncate", "not cut"),
+    ):
+        config = job(folder, [ONE], seq_len=20, too_long=too_long)
+        with pytest.raises(DataError, match=message), Loader(config, num_steps=1) as loader:
+            next(loader)
+
+
+def test_the_small_job_has_small_videos() -> None:
+    section = small_data(DataConfig(source="x"), model())
+    assert (section.video_max_frames, section.video_min_frames) == (4, 4)
+    found = video_rules(model(), section)
+    assert found is not None
+    assert found.frame.num_tokens(found.grid(found.num_sampled(10**4, 30.0), 1080, 1920)) <= 16
