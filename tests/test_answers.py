@@ -29,7 +29,9 @@ def whole(tmp_path, family="qwen2_vl"):
     """Overrides of a job that begins with a whole model of random weights."""
     text = TEXT | {"vocab_size": 512, "max_position_embeddings": 512, "num_hidden_layers": 2}
     vision = VISION[family] | {"patch_size": 14, "depth": 2} | ({"window_size": 56} if family == "qwen2_5_vl" else {})
-    whole_model(family, text, vision, tied=True).save_pretrained(tmp_path / "whole")
+    model = whole_model(family, text, vision, tied=True)
+    model.config.video_token_id = text["vocab_size"] - 1  # the tokenizer has no such token
+    model.save_pretrained(tmp_path / "whole")
     load_tokenizer(TokenizerConfig()).save_pretrained(tmp_path / "whole")
     return [*CHANGES, f"model.pretrained={tmp_path}/whole"]
 

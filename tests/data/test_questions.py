@@ -102,7 +102,7 @@ def test_an_answer_ends_at_the_stop_token_and_an_idle_replica_runs_on(tmp_path, 
 
 def test_an_image_token_that_a_model_writes_is_no_image(tmp_path, charts):
     job = config.load(write_config(tmp_path, charts), CHANGES)
-    _, batches = decoded(job, token=lambda decoding, key, tokens: decoding._processor.image_token_id)
+    _, batches = decoded(job, token=lambda decoding, key, tokens: decoding._processor.token_ids["image"])
     assert len(batches) == 3 and any(document.images for document in batches[2])
 
 

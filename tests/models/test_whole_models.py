@@ -45,11 +45,12 @@ def gradients(reference: ReferenceModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("tied", "documents"),
-    [(False, DOCUMENTS), (True, DOCUMENTS), (False, VIDEO_DOCUMENTS)],
-    ids=["untied", "tied", "videos"],
+    ("family", "tied", "documents"),
+    [
+        *(pytest.param(f, tied, DOCUMENTS, id=f"{f}-{tied}") for f in FAMILIES for tied in (False, True)),
+        *(pytest.param(f, False, VIDEO_DOCUMENTS, id=f"{f}-videos") for f in OLDER),
+    ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_loss_predictions_and_every_gradient_are_those_of_the_whole_class(tmp_path, family, tied, documents):
     theirs = tiny_whole(family, tied=tied)
     theirs.save_pretrained(tmp_path)
@@ -223,6 +224,8 @@ def test_the_truth_of_check_parity_is_the_whole_class(tmp_path, family, adapters
     model = named(tmp_path)
     model = with_lora(model) if adapters else model
     documents = (*DOCUMENTS, *VIDEO_DOCUMENTS, ((1, (2, 4), (6, 4), (2, 2, 2), (3, 4, 2), 3),))
+    if family not in OLDER:  # whose videos are not read
+        documents = (*DOCUMENTS, ((1, (2, 4), (6, 4), 3),))
     batch = make_batch(documents, tokens_per_second=POSITIONS_A_SECOND[family])
     spec = model_spec(model)
     assert whole_kind(model) == family
