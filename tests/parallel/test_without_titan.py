@@ -33,9 +33,16 @@ def optimizers_of(model: nn.Module) -> Any:
 def without_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the job's container anew over the other one."""
     own = staticmethod(titan.FrozenAwareOptimizers._build_param_groups)
-    made = type("FrozenAware", (without_titan.OptimizersContainer,), {"_build_param_groups": own})
+
+    class FrozenAware(without_titan.OptimizersContainer):
+        _build_param_groups = own
+
+        def __init__(self, *args: Any, moments: torch.dtype, **kwargs: Any) -> None:
+            assert moments == torch.float32, "those of torch's own optimizers"
+            super().__init__(*args, **kwargs)
+
     monkeypatch.setattr(titan, "OptimizersContainer", without_titan.OptimizersContainer)
-    monkeypatch.setattr("mmtrain.parallel.optim.LocalOptimizers", made)
+    monkeypatch.setattr("mmtrain.parallel.optim.LocalOptimizers", FrozenAware)
     monkeypatch.setattr("mmtrain.parallel.optim.ParamGroupConfig", without_titan.ParamGroupConfig)
 
 
