@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,8 @@ from mmtrain.data.packing import LoaderState
 from mmtrain.data.questions import Key
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import MMTrainError, TrainingError
-from mmtrain.launch.processes import STOPS, check_temporary_folder
+from mmtrain.launch.processes import check_temporary_folder
+from mmtrain.launch.stop_signals import StopSignals
 from mmtrain.modality.buckets import check_video
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import Batch, check_batch, with_other_captions
@@ -46,10 +46,10 @@ from mmtrain.observe.by_source import source_sums, source_totals
 from mmtrain.observe.host_memory import keep_freed_memory
 from mmtrain.observe.job_summary import few_clips
 from mmtrain.observe.log_file import setup_logging
-from mmtrain.observe.metrics import Validation
 from mmtrain.observe.out_of_memory import OutOfMemoryContext, explain, is_out_of_memory
 from mmtrain.observe.run_record import FinishedStep, RunRecord, StepResult, log_start, owned_by_rank_zero
 from mmtrain.observe.step_memory import DeviceMemory, JobMemory
+from mmtrain.observe.step_metrics import Validation
 from mmtrain.observe.validation import count_answers, next_tokens, validation_of_all, whole_predictions
 from mmtrain.parallel.activation_memory import saved_ops
 from mmtrain.parallel.build import LocalModel, check_same_program, check_same_schedule
@@ -110,8 +110,7 @@ class Trainer:
         self._placement: Placement | None = None
         self.state = TrainState.first(config)
         self._sources = tuple(source.label for source in config.data.sources)
-        self._stop_signal = 0
-        self._old_handlers: dict[int, Any] = {}
+        self._stops = StopSignals()
 
     @property
     def placement(self) -> Placement:
@@ -173,7 +172,9 @@ class Trainer:
             logger.info(text, self.state.step, steps)
             return
         self._record = RunRecord(self.config, self.planner, self.mesh, self.state.step)
-        self._old_handlers = {number: signal.signal(number, self._on_stop) for number in STOPS}
+        end = "saves and ends" if self.checkpointer else "ends"
+        notice = f"Ctrl-C: the job {end} after this step; once more ends it at once\n"
+        self._stops.catch(notice if dist.get_rank() == 0 else "")
         try:
             for step, parallelism in sorted(layouts.items()):
                 if not self._loop(step):
@@ -251,22 +252,11 @@ class Trainer:
 
     def _tear_down(self, *, lost: bool = False) -> None:
         """Args: lost: a rank does not answer."""
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
+        self._stops.release()
         if self._record is not None:
             self._record.close()
         if self._placement is not None:
             self._placement.stop(lost=lost)
-
-    def _on_stop(self, number: int, frame: Any) -> None:
-        earlier, self._stop_signal = self._stop_signal, number  # at once: the launcher's signal may interrupt this
-        if not earlier and dist.get_rank() == 0 and number == signal.SIGINT:
-            saves = "saves and " if self.checkpointer else ""
-            # Not through the log, which this signal may have interrupted.
-            os.write(2, f"Ctrl-C: the job {saves}ends after this step; once more ends it at once\n".encode())
-        before = self._old_handlers.get(number)
-        if number == earlier == signal.SIGINT and callable(before):  # else a launcher ends this process
-            before(number, frame)
 
     # ----------------------------------------------------------------------------------------- loop
 
@@ -291,7 +281,7 @@ class Trainer:
             if config.validation.enable and due and not stopped:  # a stop leaves little time
                 self.validate(step)
             if stopped:
-                reason = signal.Signals(self._stop_signal).name if self._stop_signal else "a signal to another rank"
+                reason = signal.Signals(self._stops.number).name if self._stops.number else "a signal to another rank"
                 logger.info("%s: stopped after step %d%s", reason, step, ", saved" if self.checkpointer else "")
         if self.checkpointer:
             self.checkpointer.finish()
@@ -370,7 +360,7 @@ class Trainer:
         loss_sum = self._loss_sum(outcome)
         counts = (item.meta.num_all_tokens, item.meta.num_clips) if self.mesh.is_leader else (0, 0)
         by_source = source_sums(self._sources, plan, item.meta, item.labels, outcome.position_losses, self.mesh)
-        totals = torch.tensor([loss_sum, *counts, self._stop_signal, *by_source.flatten()], dtype=torch.float64)
+        totals = torch.tensor([loss_sum, *counts, self._stops.number, *by_source.flatten()], dtype=torch.float64)
         dist.all_reduce(totals)
         largest = torch.tensor(loss_sum / max(1, self._num_targets(item.meta)), dtype=torch.float64)
         if self.mesh.replica_group is not None:

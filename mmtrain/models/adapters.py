@@ -106,7 +106,11 @@ class VisionAdapter(Adapter):
         return [module for module in modules if module is not None]
 
     def merge(self, tower: PreTrainedModel, x_RD: Tensor, taps: list[Tensor]) -> Tensor:
-        """The features that its own merger makes of all rows, [V, columns]. Args: taps: [R, D] outputs of blocks."""
+        """The features that its own merger makes of all rows, [V, columns].
+
+        Only families with `mergers` have it; the config of others is refused (`projector.kind = "native"`).
+        Args: taps: [R, D] outputs of blocks.
+        """
         raise NotImplementedError
 
     @abstractmethod

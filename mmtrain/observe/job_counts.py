@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.modality.metadata import IterationMeta
-from mmtrain.observe.metrics import PlannerMetrics
+from mmtrain.observe.step_metrics import PlannerMetrics
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.planning import Planned, PlanStatus
 

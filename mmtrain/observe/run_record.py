@@ -24,9 +24,10 @@ from mmtrain.observe.environment import write_environment
 from mmtrain.observe.job_counts import JobCounts, StepCounts
 from mmtrain.observe.job_summary import start_lines
 from mmtrain.observe.log_file import LogFile
-from mmtrain.observe.metrics import Reporter, StepMetrics, Validation, peak_flops
+from mmtrain.observe.metrics import Reporter, peak_flops
 from mmtrain.observe.step_files import StepFiles
 from mmtrain.observe.step_memory import MemoryUse
+from mmtrain.observe.step_metrics import StepMetrics, Validation
 from mmtrain.observe.step_timing import StepTiming
 from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.mesh import Mesh

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mmtrain.observe.metrics import ModuleMetrics
+from mmtrain.observe.step_metrics import ModuleMetrics
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.planning import local_world_size
 from mmtrain.parallel.runtime import StepOutcome

@@ -11,7 +11,7 @@ from mmtrain.data.questions import Key
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.observe.by_source import source_totals
-from mmtrain.observe.metrics import Validation
+from mmtrain.observe.step_metrics import Validation
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.planner.iteration import IterationPlan
 

@@ -6,6 +6,14 @@ import pytest
 
 from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 
+_QWEN = {
+    "depth": 3,
+    "hidden_size": 32,
+    "out_hidden_size": 24,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 4,
+}
 ENCODERS = {
     "qwen2_vl": {
         "model_type": "qwen2_vl",
@@ -18,23 +26,13 @@ ENCODERS = {
     },
     "qwen2_5_vl": {
         "model_type": "qwen2_5_vl",
-        "depth": 3,
-        "hidden_size": 32,
-        "out_hidden_size": 24,
-        "intermediate_size": 40,
-        "num_heads": 2,
-        "patch_size": 4,
+        **_QWEN,
         "window_size": 16,
         "fullatt_block_indexes": [1],
     },
     "qwen3_vl": {
         "model_type": "qwen3_vl",
-        "depth": 3,
-        "hidden_size": 32,
-        "out_hidden_size": 24,
-        "intermediate_size": 40,
-        "num_heads": 2,
-        "patch_size": 4,
+        **_QWEN,
         "num_position_embeddings": 9,
         "deepstack_visual_indexes": [0, 1],
     },

@@ -11,7 +11,8 @@ from mmtrain.config.sections import MetricsConfig
 from mmtrain.data.questions import Answer
 from mmtrain.observe.job_summary import FEW_CLIPS, few_clips, start_lines
 from mmtrain.observe.log_file import setup_logging
-from mmtrain.observe.metrics import PlannerMetrics, Reporter, StepMetrics, Validation
+from mmtrain.observe.metrics import Reporter
+from mmtrain.observe.step_metrics import PlannerMetrics, StepMetrics, Validation
 from mmtrain.planner.iteration import IterationPlanner
 from tests.observe.test_metrics import STEP
 

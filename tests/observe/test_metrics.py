@@ -9,15 +9,8 @@ import torch
 from mmtrain.config.sections import MetricsConfig
 from mmtrain.observe.by_source import SourceTotals
 from mmtrain.observe.log_file import setup_logging
-from mmtrain.observe.metrics import (
-    ModuleMetrics,
-    PlannerMetrics,
-    Reporter,
-    StepMetrics,
-    Validation,
-    memory_gib,
-    peak_flops,
-)
+from mmtrain.observe.metrics import Reporter, memory_gib, peak_flops
+from mmtrain.observe.step_metrics import ModuleMetrics, PlannerMetrics, StepMetrics, Validation
 
 STEP = {
     "step": 1, "loss": 2.0, "max_loss": 2.5, "grad_norm": 1.5, "lr": 0.1, "step_time_s": 0.5, "data_time_s": 0.1,

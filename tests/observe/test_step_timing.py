@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from mmtrain.observe.metrics import StepMetrics
 from mmtrain.observe.step_files import flops_of
+from mmtrain.observe.step_metrics import StepMetrics
 from mmtrain.observe.step_timing import StepTiming, planned_timing
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.simulate import simulate

@@ -89,11 +89,11 @@ function showAnswers() {
 }
 
 function answerCard({ question, reference, answer, right, images }) {
-  const pictures = images.map((data, index) => make("img", { src: `data:image/png;base64,${data}`, alt: `image ${index + 1} of the question` }));
+  const shown = images.map((data, index) => make("img", { src: `data:image/png;base64,${data}`, alt: `image ${index + 1} of the question` }));
   return make(
     "div",
     { class: right ? "card answer" : "card answer wrong" },
-    make("div", { class: "images" }, ...pictures),
+    make("div", { class: "images" }, ...shown),
     make("p", { class: "soft", text: question.replace(/^(<image>\s*)+/, "") }), // the images are above
     make("p", {}, make("b", { text: right ? "\u2713 right: " : "\u2717 wrong: " }), answer || "(nothing)"),
     ...(answer === reference ? [] : [make("p", { class: "soft", text: `the record's answer: ${reference}` })]),
