@@ -153,7 +153,7 @@ def _write_processor(out: Path, job: Config, source: str, stop: int) -> None:
     """Copies the files of the image processor and of generation from the source, and writes those that it lacks."""
     for name in _COPIED if source else ():
         path = find_file("model.pretrained", source, name, optional=True)
-        if path is not None:
+        if path is not None and not (name == "chat_template.json" and job.tokenizer.chat_template):
             shutil.copyfile(path, out / name)
     if not (out / "generation_config.json").exists():
         GenerationConfig(eos_token_id=stop, pad_token_id=stop).save_pretrained(out)

@@ -222,6 +222,9 @@ def _check_data(config: Config) -> None:
         if value != getattr(default, name):
             why = "a job with [model.dit] reads video clips" if video else "a job without [model.dit] reads no clips"
             raise ConfigError(f"data.{name} = {shown(value)} has no effect: {why}; remove it")
+    if video and config.tokenizer.chat_template:
+        value = shown(config.tokenizer.chat_template)
+        raise ConfigError(f"tokenizer.chat_template = {value} has no effect: captions are no conversations; remove it")
 
 
 def _check_partition(config: Config) -> None:

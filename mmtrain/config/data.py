@@ -66,6 +66,9 @@ class TokenizerConfig:
     """The token that stands for one image feature; it must be in the vocabulary."""
     video_token: str = "<|video_pad|>"
     """The token that stands for one feature of a video; conversations with videos need it in the vocabulary."""
+    chat_template: str = ""
+    """File with a chat template (Jinja, or JSON with the key chat_template) in place of the tokenizer's own; empty: the
+    tokenizer's, else that of chat_template.json in its folder, else ChatML."""
 
     def __post_init__(self) -> None:
         not_empty("tokenizer", self, "image_token", "video_token")

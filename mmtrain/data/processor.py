@@ -20,6 +20,7 @@ from mmtrain.data.conversation_records import PARTS, PLACEHOLDERS, Record, kind_
 from mmtrain.data.frames import open_frames
 from mmtrain.data.media import RawImage, RawVideo, check_text
 from mmtrain.data.pixels import PixelRules, blank, decode, header_size, pixel_values, video_values
+from mmtrain.data.tokenizer import content_form
 from mmtrain.errors import DataError, one_line, shown
 from mmtrain.modality.geometry import ImageGeometry
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, sample_name
@@ -78,6 +79,7 @@ class Processor:
         self._texts = {
             PLACEHOLDERS[kind]: token.join(frame) if len(frame) == 2 else token for kind, token in tokens.items()
         }
+        self._content = content_form(tokenizer)
         self._roles = (*ROLES, "tool") if re.search("""["']tool["']""", str(tokenizer.chat_template)) else ROLES
 
     def blanked(self) -> "Processor":
@@ -282,7 +284,7 @@ class Processor:
             spans.append((len(before), len(before) + len(after[len(before) :].rstrip())))
         return whole, spans
 
-    def _template(self, where: str, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
+    def _template(self, where: str, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
         try:
             text: str = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -291,7 +293,7 @@ class Processor:
             raise DataError(f"{where}: the chat template refuses it: {one_line(error)}") from None
         return text
 
-    def _message(self, where: str, message: Mapping[str, Any]) -> dict[str, str]:
+    def _message(self, where: str, message: Mapping[str, Any]) -> dict[str, Any]:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in self._roles:
             raise DataError(f"{where}: a message has the role {shown(role)}; the roles are {', '.join(self._roles)}")
@@ -304,7 +306,7 @@ class Processor:
         content = check_text(content, f"{where}: the {role}'s text")
         for placeholder, tokens in self._texts.items():
             content = content.replace(placeholder, tokens)
-        return {"role": role, "content": content}
+        return {"role": role, "content": self._content(content)}
 
     def _part(self, where: str, part: Any) -> str:
         kind = kind_of(part)
@@ -375,7 +377,8 @@ def _make_document(
 
 def stop_token(tokenizer: Any) -> int:
     """The token that ends an answer in the tokenizer's chat template; its end of text, if the template adds none."""
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    content = content_form(tokenizer)
+    messages = [{"role": "user", "content": content("?")}, {"role": "assistant", "content": content("!")}]
     text: str = tokenizer.apply_chat_template(messages, tokenize=False)
     behind = tokenizer(text.rpartition("!")[2].strip(), add_special_tokens=False)["input_ids"]
     return int(behind[0] if behind else tokenizer.eos_token_id)

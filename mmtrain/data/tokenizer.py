@@ -6,14 +6,15 @@ of moving shapes (the results are deterministic).
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mmtrain.config.config import Config
 from mmtrain.config.data import TokenizerConfig
 from mmtrain.errors import ConfigError, one_line
-from mmtrain.spec.hub_files import local_path, no_folder, unreachable
+from mmtrain.spec.hub_files import find_file, local_path, no_folder, read_json, unreachable
 from mmtrain.spec.model_configs import language_config
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "tokenizer"
@@ -45,6 +46,8 @@ CHATML = (
 )
 """Chat template of the default tokenizer, and of any tokenizer without one."""
 
+_PROBE = "a message of a user"
+
 
 def job_tokenizer(config: Config) -> Any:
     """The tokenizer of a job, as `load_tokenizer` gives it.
@@ -67,7 +70,8 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False) -> Any:
     """The tokenizer of a config, as a fast Hugging Face tokenizer with a chat template.
 
     Args: captions: for captions only, so it needs no image token.
-    Raises: ConfigError: it does not exist, is slow (no character offsets), or lacks the image token.
+    Raises: ConfigError: it does not exist, is slow (no character offsets), lacks the image token, or its chat template
+        cannot be read or shows no text.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -102,9 +106,59 @@ def load_tokenizer(section: TokenizerConfig, *, captions: bool = False) -> Any:
         raise ConfigError(
             f"tokenizer.image_token = {section.image_token!r} is no special token of {path!r}; it has {likely}"
         )
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = CHATML
+    if not captions:
+        tokenizer.chat_template = _chat_template(section, path, tokenizer)
+        content_form(tokenizer)
     return tokenizer
+
+
+def _chat_template(section: TokenizerConfig, path: str, tokenizer: Any) -> Any:
+    """The chat template of a job. Args: path: of the tokenizer."""
+    if section.chat_template:
+        key, source = "tokenizer.chat_template", local_path("tokenizer.chat_template", section.chat_template)
+        if source is None or not source.is_file():
+            raise ConfigError(f"{key} = {section.chat_template!r} is no file; name one with a Jinja template")
+    elif tokenizer.chat_template:
+        return tokenizer.chat_template
+    else:
+        key, source = "tokenizer.path", None
+        with suppress(ConfigError):  # a cached tokenizer without network: this file may not exist on the hub either
+            source = find_file(key, path, "chat_template.json", optional=True)
+        if source is None:
+            return CHATML
+    if source.suffix != ".json":
+        try:
+            return source.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{key} = {str(source)!r} cannot be read: {one_line(error)}; name a UTF-8 text") from None
+    template = read_json(key, source).get("chat_template")
+    if not isinstance(template, str):
+        raise ConfigError(f"{key}: {source} has no text for the key chat_template; name a file that has it")
+    return template
+
+
+def content_form(tokenizer: Any) -> Callable[[str], Any]:
+    """What makes of a message's text what the chat template shows: the text itself, or a list of one part with it.
+
+    Raises: ConfigError: the template shows neither.
+    """
+    reason = "it shows no text of a user's message"
+    for form in (str, _one_part):
+        try:
+            shown = tokenizer.apply_chat_template([{"role": "user", "content": form(_PROBE)}], tokenize=False)
+        except Exception as error:  # templates are programs: jinja errors, and any error of their filters
+            reason = one_line(error)
+            continue
+        if _PROBE in shown:
+            return form
+    raise ConfigError(
+        f"the chat template of the tokenizer {tokenizer.name_or_path!r} cannot be used: {reason}; name a file with "
+        "another one in tokenizer.chat_template"
+    )
+
+
+def _one_part(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Any:

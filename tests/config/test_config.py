@@ -130,6 +130,8 @@ def test_keys_of_clips_and_of_images_exclude_each_other(load):
     made = load(BASE, dit, "--data.video_frames=[8, 4]", "--data.fps=8", "--data.video_aspects=['1:1']")
     assert made.model.dit.config == {"model_type": "wan", "in_channels": 3, "patch_size": [1, 2, 2]}
     assert (made.data.video_frames, made.data.fps, made.data.video_aspects) == ([8, 4], 8.0, ["1:1"])
+    with pytest.raises(ConfigError, match=r'chat_template = "a\.jinja" has no effect: captions are no conversations'):
+        load(BASE, dit, "--tokenizer.chat_template=a.jinja")
     with pytest.raises(ConfigError, match=r"data.min_pixels = 9 has no effect: a job with \[model.dit\] reads"):
         load(BASE, dit, "--data.min_pixels=9")
 

@@ -21,6 +21,11 @@ TEMPLATES = {
         "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
         "{% else %} {{ m['content'] }}<|endoftext|>{% endif %}{% endfor %}"
     ),
+    "parts": (  # as LLaVA's: shows the parts of a list, and nothing of a string
+        "{% for m in messages %}{{ m['role'] | upper }}: "
+        "{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}{{ p['text'] }} {% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    ),
     "system": (
         "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"
@@ -59,7 +64,7 @@ def targets(processor: Processor, document: Document) -> list[str]:
 def test_only_answers_and_their_end_are_targets(name: str) -> None:
     processor = make_processor(TEMPLATES[name])
     document = processor.document(record("<image>What colour?", "blue", "And now?", "a red pie", images=1))
-    end = "<|endoftext|>" if name == "inst" else "<|im_end|>"
+    end = {"inst": "<|endoftext|>", "parts": ""}.get(name, "<|im_end|>")
     assert [t.strip() for t in targets(processor, document)] == [f"blue{end}", f"a red pie{end}"]
 
 
@@ -158,7 +163,10 @@ def test_images_in_an_answer_are_no_targets() -> None:
 
 
 def test_templates_that_refuse_or_rewrite_history_are_named() -> None:
-    refusing = make_processor("{{ raise_exception('roles must alternate') }}")
+    refusing = make_processor(
+        "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ messages[0]['content'] }}"
+    )
     with pytest.raises(DataError, match="the chat template refuses it: roles must alternate"):
         refusing.document(record("a", "b"))
     rewriting = make_processor(

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,37 @@ def test_a_tokenizer_without_template_gets_chatml(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(TokenizerConfig(path=str(tmp_path)))
     assert "<|im_start|>" in tokenizer.chat_template
     assert len(tokenizer) == 300
+
+
+def test_the_template_of_a_file_and_of_the_folder(tmp_path: Path) -> None:
+    save_tokenizer(train_tokenizer(chart_texts(300, 1), 300), tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"chat_template"', '"unknown"'))
+    shows = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": shows}))
+    assert load_tokenizer(TokenizerConfig(path=str(tmp_path))).chat_template == shows
+    for name, text in {"mine.jinja": shows, "mine.json": json.dumps({"chat_template": shows})}.items():
+        (tmp_path / name).write_text(text)
+        assert load_tokenizer(TokenizerConfig(chat_template=str(tmp_path / name))).chat_template == shows
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("absent.jinja", None, "absent.jinja' does not exist"),
+        ("folder", None, "is no file; name one with a Jinja template"),
+        ("bytes.jinja", b"\xff", "cannot be read: 'utf-8' codec"),
+        ("no.json", b"{}", "no.json has no text for the key chat_template"),
+        ("broken.jinja", b"{% for %}", "cannot be used: Expected an expression"),
+        ("silent.jinja", b"nothing", "cannot be used: it shows no text of a user's message; name a file with another"),
+    ],
+)
+def test_a_template_that_cannot_be_used(tmp_path: Path, name: str, text: bytes | None, message: str) -> None:
+    (tmp_path / "folder").mkdir()
+    if text is not None:
+        (tmp_path / name).write_bytes(text)
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(TokenizerConfig(chat_template=str(tmp_path / name)))
 
 
 def test_refusals(tmp_path: Path) -> None:
