@@ -97,8 +97,8 @@ def run_on_ranks(
         with _forwarded_signals(ranks) as signals:
             failed = _run(ranks, signals)
         ended_by_signal = any(-(rank.exitcode or 0) in signals for rank in ranks)  # then others fail, too
-        if failed is not None and not ended_by_signal:
-            _raise_reason(failed, ranks[failed].exitcode or 0, folder)
+        if failed and not ended_by_signal:
+            _raise_reason(failed, folder)
         if signals:
             raise Stopped(signals[0])
         return [pickle.loads((folder / f"value-{index}").read_bytes()) for index in range(len(ranks))]
@@ -107,12 +107,12 @@ def run_on_ranks(
 # ------------------------------------------------------------------------------------------ in this process
 
 
-def _run(ranks: Sequence[SpawnProcess], signals: Sequence[int]) -> int | None:
-    """Starts the processes and waits for them; returns the first that failed, None if none did.
+def _run(ranks: Sequence[SpawnProcess], signals: Sequence[int]) -> dict[int, int]:
+    """Starts the processes and waits for them; returns rank -> exit status of those that were the first to fail.
 
     Args: signals: that were forwarded; a rank that ended by one of them has not failed.
     """
-    first: int | None = None
+    failed: dict[int, int] = {}
     deadline = float("inf")
     try:
         with stops_held():
@@ -124,15 +124,16 @@ def _run(ranks: Sequence[SpawnProcess], signals: Sequence[int]) -> int | None:
             for rank in running if signals else ():
                 _send(rank, signals[0])  # again: a signal before the trainer runs ends the rank
             running = [rank for rank in ranks if rank.is_alive()]  # before the check of ended ranks
-            for index, rank in enumerate(ranks):
-                if first is None and rank.exitcode and -rank.exitcode not in signals:
-                    first, deadline = index, time.monotonic() + GRACE_S
+            if not failed:
+                codes = ((index, rank.exitcode) for index, rank in enumerate(ranks))
+                failed = {index: code for index, code in codes if code and -code not in signals}
+                deadline = time.monotonic() + GRACE_S if failed else deadline
     finally:
         for rank in ranks:
             if rank.pid is not None:
                 rank.kill()
                 rank.join()
-    return first
+    return failed
 
 
 @contextmanager
@@ -163,16 +164,20 @@ def _send(rank: SpawnProcess, number: int) -> None:
         os.kill(rank.pid, number)
 
 
-def _raise_reason(failed: int, exit_code: int, folder: Path) -> None:
-    """Raises the error of the first process that failed; if several failed at about the same time, the first written
-    one."""
-    reasons = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
-    if not reasons or exit_code < 0:
-        raise RankDiedError(failed, exit_code)
-    kind, text = pickle.loads(reasons[0].read_bytes())
+def _raise_reason(failed: Mapping[int, int], folder: Path) -> None:
+    """Raises the reason of a failure: the end of a rank that wrote no error, since others' errors follow from it, else
+    the error that was written first.
+
+    Args: failed: as `_run` returns it.
+    """
+    for index, code in failed.items():
+        if code < 0 or not (folder / f"error-{index}").exists():
+            raise RankDiedError(index, code)
+    reason = min(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+    kind, text = pickle.loads(reason.read_bytes())
     if kind:
         raise getattr(errors, kind)(text)
-    raise RankDiedError(int(reasons[0].name.partition("-")[2]), 1, text)
+    raise RankDiedError(int(reason.name.partition("-")[2]), 1, text)
 
 
 # ----------------------------------------------------------------------------------------------- in a rank

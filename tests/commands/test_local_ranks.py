@@ -51,7 +51,7 @@ def processes(*targets):
 def test_the_first_rank_that_fails_ends_the_others(monkeypatch, status):
     monkeypatch.setattr(local_ranks, "GRACE_S", 0.1)
     ranks = processes((light_ranks.ends, 0, 600.0), (light_ranks.ends, status))
-    assert local_ranks._run(ranks, []) == 1
+    assert local_ranks._run(ranks, []) == {1: status}
     assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL, status]
 
 
@@ -74,7 +74,7 @@ class EndsBehindALook:
 def test_a_rank_that_fails_between_two_looks_has_failed(monkeypatch):
     monkeypatch.setattr(local_ranks.multiprocessing.connection, "wait", lambda sentinels, timeout: None)
     (rank,) = processes((light_ranks.ends, 3))
-    assert local_ranks._run([EndsBehindALook(rank)], []) == 0
+    assert local_ranks._run([EndsBehindALook(rank)], []) == {0: 3}
 
 
 def send_once(folder, names, *numbers):
@@ -95,7 +95,7 @@ def test_signals_go_on_to_the_ranks(tmp_path, number):
     ranks = processes((light_ranks.stops, tmp_path, "a"), (light_ranks.stops, tmp_path, "b"))
     send_once(tmp_path, "ab", number)
     with local_ranks._forwarded_signals(ranks) as signals:
-        assert local_ranks._run(ranks, signals) is None
+        assert local_ranks._run(ranks, signals) == {}
     assert signals == [number]
     assert all((tmp_path / f"{name}-{number.name}").exists() for name in "ab")
 
@@ -104,7 +104,7 @@ def test_a_second_interrupt_ends_ranks_that_hear_nothing(tmp_path):
     ranks = processes((light_ranks.hangs, tmp_path, "a"))
     send_once(tmp_path, "a", signal.SIGINT, signal.SIGINT)
     with local_ranks._forwarded_signals(ranks) as signals:
-        assert local_ranks._run(ranks, signals) is None
+        assert local_ranks._run(ranks, signals) == {}
     assert ranks[0].exitcode == -signal.SIGKILL
 
 
@@ -116,12 +116,12 @@ def test_the_reason_that_was_written_first_is_raised(tmp_path):
         path.write_bytes(pickle.dumps(error))
         os.utime(path, (index, index))
     with pytest.raises(DataError, match="no such file"):
-        local_ranks._raise_reason(0, 2, tmp_path)
+        local_ranks._raise_reason({0: 2}, tmp_path)
 
 
 def test_a_rank_that_died_without_a_word_is_named_with_its_status(tmp_path):
     with pytest.raises(RankDiedError, match="rank 1 was killed by SIGKILL, mostly for memory") as caught:
-        local_ranks._raise_reason(1, -signal.SIGKILL, tmp_path)
+        local_ranks._raise_reason({1: -signal.SIGKILL}, tmp_path)
     assert caught.value.exit_status == 137
     (tmp_path / "error-3").write_bytes(pickle.dumps(("", "Traceback ...")))
     with pytest.raises(RankDiedError, match="rank 3 died with exit status 1") as caught:
@@ -138,3 +138,9 @@ def test_what_ranks_of_tests_return_is_no_memory_of_theirs():
     for rank, found in enumerate(run_ranks(some_rows, 2)):
         assert found.tolist() == [rank, rank + 1, rank + 2]
         assert not found.is_shared()
+
+
+def test_a_rank_that_wrote_no_error_is_the_reason_of_the_errors_of_others(tmp_path):
+    (tmp_path / "error-0").write_bytes(pickle.dumps(("RankLostError", "rank 1 is gone")))
+    with pytest.raises(RankDiedError, match="rank 1 died with exit status 7"):
+        local_ranks._raise_reason({0: 2, 1: 7}, tmp_path)
