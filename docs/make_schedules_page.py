@@ -36,11 +36,11 @@ All of them work for any number of microbatches and any work graph: several modu
 frozen stages. A microbatch of a formula below is then a *pair* of a microbatch and a stage, with any number of
 sub-microbatches. A backward is split only where both `I` and `W` have something to do, so a frozen stage keeps `B`.
 
-**V placement.** `ZBV`, `V-half`, `V-min`, `DualPipeV` and `STP` need 2 chunks of each module on a rank: the first P chunks go
-down the ranks and the second P chunks back up, so that each module begins and ends on rank 0. A job that names one of
-them is cut in this way, and any other `num_segments` than 2 (or 0) is refused. Their orders are made for one such
-chain. For two modules in a row ranks do what can start, by the rules of `ZB-AutoSchedule`, and hold no more than the
-schedule's number of microbatches of mean size (at least the largest one).
+**V placement.** `ZBV`, `V-half`, `V-min`, `DualPipeV` and `STP` need 2 chunks of each module on a rank: the first P
+chunks go down the ranks and the second P chunks back up, so that each module begins and ends on rank 0. A job that
+names one of them is cut in this way, and any other `num_segments` than 2 (or 0) is refused. Their orders are made for
+one such chain. For two modules in a row ranks do what can start, by the rules of `ZB-AutoSchedule`, and hold no more
+than the schedule's number of microbatches of mean size (at least the largest one).
 
 **Memory limits** are kept by `interleave` and `ZB-AutoSchedule`. The others limit the microbatches in flight by their
 own rule; with `planner.activation_memory_gib` they are refused.

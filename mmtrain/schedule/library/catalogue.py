@@ -58,7 +58,7 @@ class Schedule:
     chain_ranks: tuple[int, ...] = ()
     """[stage] -> rank of a chain of one module; empty: by `placement`."""
     refusal: str = ""
-    """Why no job can run the schedule, and what to do, as the rest of a sentence; empty: it can."""
+    """Why no job can run the schedule, as the rest of a sentence; empty: it can."""
     name: str = ""
     """In the catalogue, or of the file."""
     text: str = ""
@@ -86,8 +86,8 @@ def _separated(make: Callable[[PlanningProblem], Plan], problem: PlanningProblem
 
 
 NO_BRAIDS = (
-    "has braids, which run in the simulator alone (mmtrain schedule show): the runtime does not run layers as units; "
-    "use DualPipeV, or another schedule without braids"
+    "has braids, which run in the simulator alone (mmtrain schedule show): the runtime does not run layers as units "
+    "(DualPipeV pairs forwards and backwards without braids)"
 )
 """Why no job runs a plan with braids."""
 

@@ -9,10 +9,10 @@ from mmtrain.schedule.problem import PlanningProblem
 def dual_pipe_v(problem: PlanningProblem) -> Plan:
     """The DualPipeV plan: in the steady state a forward of one leg is followed by a backward of the other.
 
-    Where layers run as units, such a pair is one braided block F&B, as in DualPipe; else F, then B, as follows. On one V with at least 2P microbatches,
-    and W and I at most F, 2P + 1 activations of a stage are held, and the bubble is (P - 1)(F + I - W), in seconds of
-    one stage. (With blocks, whose results are sent at their end, it is the published (P - 1)(F&B + B - 3W).) See
-    `v_shape.fill` for several modules.
+    Where layers run as units, such a pair is one braided block F&B, as in DualPipe; else a plan has F, then B. On one V
+    with at least 2P microbatches, and W and I at most F, 2P + 1 activations of a stage are held, and without blocks the
+    bubble is (P - 1)(F + I - W), in seconds of one stage. With blocks, whose results are sent at their end, it is the
+    published (P - 1)(F&B + B - 3W). See `v_shape.fill` for several modules.
 
     Source: DeepSeek-AI, DualPipe, arXiv:2412.19437, and the "cut in half" of Qi et al., 2025.
     """

@@ -10,9 +10,10 @@ from mmtrain.schedule.problem import PlanningProblem
 def stp(problem: PlanningProblem) -> Plan:
     """The STP plan: from the first backwards on, each rank runs blocks of a forward and a backward of one chunk.
 
-    On one V with F = I = W, at least 3P - 1 microbatches, and blocks that hide all exchanges AR of a chunk, the makespan
-    is 2M(F + I + W) + (P - 1)(F + I - W) + (4P - 1)AR in seconds of one chunk, and rank r exposes (2P + 1 + r)AR. At
-    most 3P activations of a chunk are held between actions and one more within a block, if W needs none; else 4P - 1.
+    On one V with F = I = W, at least 3P - 1 microbatches, and blocks that hide all exchanges AR of a chunk, the
+    makespan is 2M(F + I + W) + (P - 1)(F + I - W) + (4P - 1)AR in seconds of one chunk, and rank r exposes
+    (2P + 1 + r)AR. At most 3P activations of a chunk are held between actions, and one more within a block, if W needs
+    none; else 4P - 1.
     With fewer microbatches it has the order of DualPipeV, in blocks. See `v_shape.fill` for several modules.
 
     Source: Qi et al., Synergistic Tensor and Pipeline Parallelism, section 4.2 and figure 5.

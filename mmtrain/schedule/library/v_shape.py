@@ -109,7 +109,7 @@ class Writer:
             self._waiting.append((leg, microbatch))
 
     def block(self, leg: int, kind: Kind, backward_leg: int | None = None) -> None:
-        """F of the next microbatch on a leg, braided with the next B or I of a leg (default: the same), or the oldest W.
+        """F of the next microbatch on a leg, braided with the next B or I of a leg (default: the same) or the oldest W.
 
         If either of them has no microbatch left, or both the same, they are written one after the other.
         """

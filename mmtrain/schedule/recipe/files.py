@@ -70,7 +70,6 @@ def _of_recipe(name: str, text: str, num_ranks: int) -> Schedule:
         refusal = "names ranks (Placement.ranks), but a job has each module on all pipeline ranks, in their order"
     elif "v" in shapes and len(shapes) > 1:
         refusal = 'places some modules in a "v" and others not, where a job places all alike'
-    refusal += "; change the recipe, or choose another schedule" if refusal else ""
     try:
         chain_ranks = tuple(recipe.placement_of(CHAIN).stage_ranks(num_ranks))
     except PlanError as error:
