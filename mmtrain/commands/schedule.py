@@ -108,6 +108,13 @@ def _add_iteration(parser: argparse.ArgumentParser) -> None:
         help="chain: seconds of F, I and W (forward, input and weight gradient) of a rank's stages for one microbatch, "
         "and of a transfer (default 1,1,1,0); a rank holds 1 MiB of each",
     )
+    group.add_argument(
+        "--exchange",
+        type=float,
+        metavar="AR",
+        help="chain: seconds of a chunk's exchanges (tensor parallelism) in its forward, and again in its backward, in "
+        "addition to --costs; blocks and whole backwards hide them (default: none)",
+    )
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,7 @@ def _list(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from mmtrain.planner.plan_json import plan_to_json
     from mmtrain.schedule.io import torch_csv
+    from mmtrain.schedule.plan import entry_costs
     from mmtrain.schedule.view import draw
 
     _check(args, "show")
@@ -168,8 +176,12 @@ def _show(args: argparse.Namespace) -> int:
     if args.format == "png":
         args.out.write_bytes(draw.png(timeline, title=_summary(title, timeline)))
         return 0
+    exposed = ""
+    if planned.problem.runs_units:
+        per_rank = (sum(cost.exposed_s for cost in costs) for costs in entry_costs(plan, planned.problem))
+        exposed = f"exposed exchanges s {', '.join(f'{seconds:.4g}' for seconds in per_rank)}\n"
     text = {
-        "text": lambda: draw.text(timeline) + f"\n{_summary(title, timeline)}\n",
+        "text": lambda: draw.text(timeline) + f"\n{_summary(title, timeline)}\n{exposed}",
         "svg": lambda: draw.svg(timeline, title=_summary(title, timeline)),
         "trace": lambda: json.dumps(draw.trace_events({title: timeline})),
         "csv": lambda: torch_csv.write_plan(plan),
@@ -204,7 +216,9 @@ def _from_file(args: argparse.Namespace) -> _Planned:
     path = Path(args.name)
     if path.suffix == ".csv":
         if args.problem or args.config or args.pp or args.microbatches or args.segments:
-            raise ConfigError(f"schedule show: {path} brings its own chain; of the iteration only --costs goes with it")
+            raise ConfigError(
+                f"schedule show: {path} brings its own chain; of the iteration only --costs and --exchange go with it"
+            )
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -212,7 +226,7 @@ def _from_file(args: argparse.Namespace) -> _Planned:
         if _named(path, lambda: has_transfers(text)):
             _named(path, lambda: read_program(text))
         plan = _named(path, lambda: read_plan(text))
-        problem = chain_problem(plan.graph, **_chain_costs(args.costs))
+        problem = chain_problem(plan.graph, **_chain_costs(args.costs), exchange_s=args.exchange)
     elif args.problem:
         problem = PlanningProblem.read(args.problem)
         text = read_text(path)
@@ -337,6 +351,7 @@ def _check(args: argparse.Namespace, verb: str) -> None:
     if args.batch is not None and args.batch < 0:
         raise ConfigError(f"{where}: --batch {args.batch}; batches count from 0")
     chain = {"--pp": args.pp, "--microbatches": args.microbatches, "--segments": args.segments, "--costs": args.costs}
+    chain["--exchange"] = args.exchange
     given = [key for key, value in chain.items() if value is not None]
     if (args.config or args.problem) and given:
         raise ConfigError(
@@ -346,6 +361,8 @@ def _check(args: argparse.Namespace, verb: str) -> None:
     for key in ("--pp", "--microbatches", "--segments"):
         if chain[key] is not None and chain[key] < 1:
             raise ConfigError(f"{where}: {key} {chain[key]}; it is at least 1")
+    if args.exchange is not None and not 0 <= args.exchange <= 1e9:
+        raise ConfigError(f"{where}: --exchange {args.exchange}; it is between 0 and 1e9 seconds")
     if args.config and args.separate_gradients:
         raise ConfigError(
             f"{where}: --separate-gradients is for a chain or a problem; with --config write it as "
@@ -394,7 +411,12 @@ def _planner(args: argparse.Namespace) -> _Planner:
         schedule = schedule_of(name, num_ranks)
         schedule = schedule.separated() if args.separate_gradients else schedule
         problem = given or plain_chain(
-            num_ranks, args.microbatches or 8, schedule, num_segments=args.segments or 0, **costs
+            num_ranks,
+            args.microbatches or 8,
+            schedule,
+            num_segments=args.segments or 0,
+            exchange_s=args.exchange,
+            **costs,
         )
         return _plan(schedule, problem, None, search, search.section() if search else None)
 

@@ -25,9 +25,11 @@ def lower_bound_s(problem: PlanningProblem, *, split: bool = True) -> float:
     order += [(Kind.B, *node) for node in reversed(nodes) if graph.has_backward(*node)]
     dependencies = {result: graph.needs(*result) for result in order}
     seconds: dict[Result, float] = {}
+    busy: dict[Result, float] = {}  # less than its seconds where exchanges may be hidden
     for kind, stage, work in order:
         timed_kind = kind if kind is Kind.F else Kind.I if split else Kind.B
         seconds[kind, stage, work] = min(o.duration_s(timed_kind) for o in problem.options(stage, work))
+        busy[kind, stage, work] = min(o.busy_s(timed_kind) for o in problem.options(stage, work))
 
     def arrival(edge: Edge | None) -> float:
         return problem.transfer_s(edge) if edge else 0.0
@@ -43,7 +45,7 @@ def lower_bound_s(problem: PlanningProblem, *, split: bool = True) -> float:
     for result in order:
         kind, stage, work = result
         rank_jobs = jobs[graph.stage_rank[stage]]
-        rank_jobs.append((head[result], seconds[result], tail[result]))
+        rank_jobs.append((head[result], busy[result], tail[result]))
         if split and kind is Kind.B:
             weight = min(o.backward_weight_s for o in problem.options(stage, work))
             rank_jobs.append((head[result] + seconds[result], weight, 0.0))

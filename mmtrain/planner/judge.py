@@ -97,14 +97,18 @@ def _check_times(problem: PlanningProblem, plan: Plan, claim: PlanText) -> None:
             f"{last_s - first_s:.9g} s"
         )
     end: dict[Result, float] = {
-        (RESULT_OF[row.kind], row.stage, row.work): row.end_s for row in rows if row.kind is not Kind.W
+        (RESULT_OF[part.kind], part.stage, part.work): row.end_s
+        for row in rows
+        for part in row.parts
+        if part.kind is not Kind.W
     }
     for rank, order in enumerate(claim.orders):
         for step, row in enumerate(order):
             _check_row(problem, plan, (rank, step), row, order[step - 1] if step else None, slack)
     for rank, order in enumerate(claim.orders):
         for step, row in enumerate(order):
-            for needed, edge in plan.graph.needs(row.kind, row.stage, row.work):
+            needs = (need for p in row.parts for need in plan.graph.needs(p.kind, p.stage, p.work))
+            for needed, edge in needs:
                 ready = end[needed] + (problem.transfer_s(edge) if edge else 0.0)
                 if row.start_s < ready - slack:
                     kind, stage, work = needed
@@ -131,7 +135,7 @@ def _check_row(
 ) -> None:
     rank, step = position
     where, action = f"orders[{rank}][{step}]", plan.orders[rank][step]
-    seconds = plan.option(problem, row.stage, row.work).duration_s(row.kind)
+    seconds = problem.entry_cost(action, row.parts[0].work, plan.options).seconds
     if abs(row.end_s - row.start_s - seconds) > slack:
         raise PlanError(f"{where}: {action} takes {row.end_s - row.start_s:.9g} s, but its option says {seconds:.9g}")
     if previous and row.start_s < previous.end_s - slack:

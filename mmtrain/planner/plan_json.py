@@ -9,7 +9,8 @@ from typing import Any
 from mmtrain.errors import PlanError
 from mmtrain.planner.bound import lower_bound_s
 from mmtrain.planner.plan import PlanResult
-from mmtrain.schedule.action import Kind
+from mmtrain.schedule.action import Action, Braid, Kind
+from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.io.strict_json import amount, fields, integer, items, loads, string
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import PlanningProblem
@@ -30,17 +31,26 @@ KEYS = (
     "peak_bytes",
     "orders",
 )
+_PART = ("op", "stage", "work", "option")
 STATUSES = ("optimal", "improved", "first", "infeasible")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRow:
-    """One action as read from a file; times in seconds."""
+class PlanPart:
+    """One action as read from a file."""
 
     kind: Kind
     stage: int
     work: int
     option: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """One entry of an order as read from a file; times in seconds."""
+
+    parts: tuple[PlanPart, ...]
+    """One action, or those of a braid."""
     start_s: float
     end_s: float
 
@@ -73,15 +83,8 @@ def plan_to_json(
         for rank in range(problem.graph.num_ranks):
             orders.append(
                 [
-                    {
-                        "op": row.action.kind.value,
-                        "stage": row.action.stage,
-                        "work": result.plan.works[rank][step],
-                        "option": result.plan.options.get((row.action.stage, result.plan.works[rank][step]), 0),
-                        "start_s": row.start_s,
-                        "end_s": row.end_s,
-                    }
-                    for step, row in enumerate(_in_plan_order(result.plan, result.timeline, rank))
+                    {**_parts(result.plan, row.action), "start_s": row.start_s, "end_s": row.end_s}
+                    for row in _in_plan_order(result.plan, result.timeline, rank)
                 ]
             )
     head = {
@@ -99,6 +102,17 @@ def plan_to_json(
     body = ",\n".join("  " + json.dumps(order) for order in orders)
     lines.append(f' "orders": [\n{body}\n ]' if orders else ' "orders": []')
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _parts(plan: Plan, entry: Action) -> dict[str, Any]:
+    """The first action of an entry; the second one of a braid as `with`."""
+    listed = []
+    for action in entry.parts:
+        work = plan.graph.work_of(action)
+        option = plan.options.get((action.stage, work), 0)
+        listed.append({"op": action.kind.value, "stage": action.stage, "work": work, "option": option})
+    first, *others = listed
+    return {**first, **({"with": others[0]} if others else {})}
 
 
 def _in_plan_order(plan: Plan, timeline: Timeline, rank: int) -> Sequence[Row]:
@@ -145,12 +159,25 @@ def read_plan_text(text: str) -> PlanText:
 
 
 def _read_row(row: Any, where: str) -> PlanRow:
-    fields(row, where, ("op", "stage", "work", "option", "start_s", "end_s"))
+    fields(row, where, (*_PART, "start_s", "end_s"), optional=("with",))
+    parts = [_read_part(row, where)]
+    if "with" in row:
+        fields(row["with"], f"{where}.with", _PART)
+        parts.append(_read_part(row["with"], f"{where}.with"))
+    start_s, end_s = (amount(row[key], f"{where}.{key}") for key in ("start_s", "end_s"))
+    return PlanRow(parts=tuple(parts), start_s=start_s, end_s=end_s)
+
+
+def _read_part(row: Any, where: str) -> PlanPart:
     if row["op"] not in ("F", "B", "I", "W"):
         raise PlanError(f"{where}.op = {row['op']!r}; it is F, B, I or W")
     stage, work, option = (integer(row[key], f"{where}.{key}") for key in ("stage", "work", "option"))
-    start_s, end_s = (amount(row[key], f"{where}.{key}") for key in ("start_s", "end_s"))
-    return PlanRow(kind=Kind(row["op"]), stage=stage, work=work, option=option, start_s=start_s, end_s=end_s)
+    return PlanPart(kind=Kind(row["op"]), stage=stage, work=work, option=option)
+
+
+def _entry(graph: WorkGraph, row: PlanRow) -> Action:
+    actions = [graph.action(part.kind, part.stage, part.work) for part in row.parts]
+    return Braid.of(*actions) if len(actions) > 1 else actions[0]
 
 
 def plan_of(problem: PlanningProblem, claim: PlanText) -> Plan:
@@ -164,7 +191,7 @@ def plan_of(problem: PlanningProblem, claim: PlanText) -> Plan:
     graph = problem.graph
     options: dict[tuple[int, int], int] = {}
     for rank, rows in enumerate(claim.orders):
-        for step, row in enumerate(rows):
+        for step, row in ((step, part) for step, entry in enumerate(rows) for part in entry.parts):
             where = f"orders[{rank}][{step}]"
             if not 0 <= row.work < len(graph.works):
                 raise PlanError(f"{where}.work = {row.work} is outside of 0 .. {len(graph.works) - 1}")
@@ -174,7 +201,7 @@ def plan_of(problem: PlanningProblem, claim: PlanText) -> Plan:
                 raise PlanError(
                     f"{where}.option = {row.option}, but another action of this stage and work has another one"
                 )
-    orders = tuple(tuple(graph.action(row.kind, row.stage, row.work) for row in rows) for rows in claim.orders)
+    orders = tuple(tuple(_entry(graph, row) for row in rows) for rows in claim.orders)
     plan = Plan(graph, orders, {node: option for node, option in options.items() if option})
     check(plan, problem)
     return plan

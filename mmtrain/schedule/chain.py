@@ -18,6 +18,7 @@ def plain_chain(
     seconds: tuple[float, float, float] = (1.0, 1.0, 1.0),
     activation_bytes: float = 1.0,
     transfer_s: float = 0.0,
+    exchange_s: float | None = None,
 ) -> PlanningProblem:
     """One module on all ranks, cut and placed as a schedule expects it, with equal microbatches.
 
@@ -26,6 +27,8 @@ def plain_chain(
         seconds: F, I and W of all stages of one rank, for one microbatch.
         activation_bytes: held by one rank for one microbatch.
         transfer_s: from one rank to the next.
+        exchange_s: of one stage in its forward, and again in its backward, in addition to `seconds`; layers then run as
+            units, and blocks hide all that they can. None: there are none, and layers do not run as units.
     Raises: PlanError: no rank or no microbatch, too many, or a number of chunks that the schedule cannot have.
     """
     if num_ranks < 1 or num_microbatches < 1:
@@ -52,7 +55,9 @@ def plain_chain(
         works=tuple(Work(module=0, microbatch=m, sub_microbatch=0) for m in range(num_microbatches)),
         backward=((True,) * len(stage_rank),) * num_microbatches,
     )
-    return chain_problem(graph, seconds=seconds, activation_bytes=activation_bytes, transfer_s=transfer_s)
+    return chain_problem(
+        graph, seconds=seconds, activation_bytes=activation_bytes, transfer_s=transfer_s, exchange_s=exchange_s
+    )
 
 
 def chain_problem(
@@ -61,6 +66,7 @@ def chain_problem(
     seconds: tuple[float, float, float] = (1.0, 1.0, 1.0),
     activation_bytes: float = 1.0,
     transfer_s: float = 0.0,
+    exchange_s: float | None = None,
 ) -> PlanningProblem:
     """The problem of chains whose ranks have equal costs; arguments as in `plain_chain`.
 
@@ -71,15 +77,20 @@ def chain_problem(
         raise PlanError(
             f"I = {seconds[1]} and W = {seconds[2]} seconds; a backward takes time, make one of them longer"
         )
+    forward_exchange_s = exchange_s or 0.0
+    backward_exchange_s = forward_exchange_s if trains else 0.0
     shares = Counter(graph.stage_rank)
     counts = sorted(set(shares.values()))
     option = {
         count: Option(
             name="keep",
-            forward_s=seconds[0] / count,
-            backward_input_s=seconds[1] / count if trains else 0.0,
+            forward_s=seconds[0] / count + forward_exchange_s,
+            backward_input_s=seconds[1] / count + backward_exchange_s if trains else 0.0,
             backward_weight_s=seconds[2] / count if trains else 0.0,
             activation_bytes=activation_bytes / count,
+            forward_exchange_s=forward_exchange_s,
+            backward_exchange_s=backward_exchange_s,
+            contention=1.0 if exchange_s is None else 0.0,
         )
         for count in counts
     }

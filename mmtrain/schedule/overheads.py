@@ -58,7 +58,6 @@ def charged(problem: PlanningProblem, overheads: Overheads) -> PlanningProblem:
     """
     if overheads == NO_OVERHEADS:
         return problem
-    assert not problem.braid_s, "times of braids are added to a charged problem"
     graph = problem.graph
     costs: list[tuple[Option, ...]] = []
     index_of: dict[tuple[int, float, float], int] = {}

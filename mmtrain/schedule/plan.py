@@ -156,7 +156,7 @@ def check(plan: Plan, problem: PlanningProblem | None = None) -> None:
         raise PlanError(f"the plan has {len(plan.orders)} orders for {graph.num_ranks} ranks")
     if problem is not None:
         _check_options(plan, problem)
-    seen = check_actions(plan.orders, partial(_fault, plan))
+    seen = check_actions(graph, plan.orders, partial(_fault, plan))
     for kind, stage, work in graph.instruction:
         if graph.action(kind, stage, work) not in seen:
             rank = graph.stage_rank[stage]
@@ -180,20 +180,34 @@ def check(plan: Plan, problem: PlanningProblem | None = None) -> None:
 
 
 def check_actions(
-    orders: Sequence[Sequence[Action]], fault_of: Callable[[int, Action, set[Action]], str]
+    graph: WorkGraph, orders: Sequence[Sequence[Action]], fault_of: Callable[[int, Action, set[Action]], str]
 ) -> set[Action]:
-    """The actions of all ranks, those of a braid one by one.
+    """The actions of all ranks, those of a braid one by one. A braid is a forward and a backward of different works.
 
     Args: fault_of: (rank, action, the actions before it) -> its fault as the rest of a sentence; empty: none.
     Raises: PlanError: the first fault.
     """
     seen: set[Action] = set()
     for rank, order in enumerate(orders):
-        for step, action in ((step, part) for step, entry in enumerate(order) for part in entry.parts):
-            if fault := fault_of(rank, action, seen):
-                raise PlanError(f"rank {rank}, step {step}: {action} {fault}\n{show_steps(orders, {rank: step})}")
-            seen.add(action)
+        for step, entry in enumerate(order):
+            fault = _braid_fault(graph, entry) if entry.kind is BRAID else ""
+            if fault:
+                raise PlanError(f"rank {rank}, step {step}: {entry} {fault}\n{show_steps(orders, {rank: step})}")
+            for action in entry.parts:
+                if fault := fault_of(rank, action, seen):
+                    raise PlanError(f"rank {rank}, step {step}: {action} {fault}\n{show_steps(orders, {rank: step})}")
+                seen.add(action)
     return seen
+
+
+def _braid_fault(graph: WorkGraph, braid: Action) -> str:
+    """What is wrong with the parts of a braid, as the rest of a sentence; empty: nothing."""
+    kinds = [part.kind for part in braid.parts]
+    if len(kinds) != 2 or kinds[0] is not Kind.F or kinds[1] not in (Kind.B, Kind.I, Kind.W):
+        return "is no braid of a forward and then one B, I or W; write its actions one after the other"
+    if len(set(map(graph.work_of, braid.parts))) == 1:
+        return "braids one work with itself; its backward waits for its forward, so take another microbatch for one"
+    return ""
 
 
 def _fault(plan: Plan, rank: int, action: Action, seen: set[Action]) -> str:
@@ -248,9 +262,9 @@ def held_bytes(plan: Plan, problem: PlanningProblem) -> tuple[tuple[tuple[float,
     ranks = []
     for costs in entry_costs(plan, problem):
         held, steps = 0.0, []
-        for _, needed, growth in costs:
-            during = held + needed
-            held += growth
+        for cost in costs:
+            during = held + cost.needed_bytes
+            held += cost.growth_bytes
             steps.append((max(during, held), held))
         ranks.append(tuple(steps))
     return tuple(ranks)

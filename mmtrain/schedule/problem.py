@@ -8,14 +8,14 @@ name the dotted path.
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, reduce
 from pathlib import Path
 from reprlib import repr as show
 from typing import Any, NamedTuple
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import BACKWARD, BRAID, COMPUTE, Action, Kind
+from mmtrain.schedule.action import BRAID, COMPUTE, Action, Kind
 from mmtrain.schedule.graph import Edge, Instruction, Link, ModuleStages, Work, WorkGraph
 from mmtrain.schedule.io.strict_json import (
     fields,
@@ -29,59 +29,11 @@ from mmtrain.schedule.io.strict_json import (
     write_text,
 )
 from mmtrain.schedule.limits import BYTES, BYTES_PER_S, OPTIONS, RANKS, SECONDS, STAGES, VISITS, WORKS_BY_RANKS
+from mmtrain.schedule.option import Load
+from mmtrain.schedule.option import Option as Option
 
 VERSION = 1
 """Version of the JSON form."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One memory strategy of one stage for one work. If both backward times are zero, it has no backward."""
-
-    name: str
-    forward_s: float
-    backward_input_s: float
-    backward_weight_s: float
-    activation_bytes: float
-    """Held from the start of F to the end of B (or of I); without a backward, during F only."""
-    weight_bytes: float | None = None
-    """Held from the end of I to the end of W; None: all of `activation_bytes`."""
-    restored_bytes: float = 0.0
-    """Held additionally while B or I runs: recomputed activations, or those copied back from the CPU."""
-    split_s: float = 0.0
-    """By how much I and W take longer together than B, as part of W: a second dispatch."""
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether a stage with this option has a backward action."""
-        return self.backward_input_s > 0 or self.backward_weight_s > 0
-
-    @property
-    def held_for_weight_bytes(self) -> float:
-        """Bytes between I and W."""
-        return self.activation_bytes if self.weight_bytes is None else self.weight_bytes
-
-    def growth_bytes(self, kind: Kind) -> float:
-        """Bytes that a compute action of this kind allocates, less those that it frees."""
-        if kind is Kind.F:
-            return self.activation_bytes if self.has_backward else 0.0
-        if kind is Kind.I:
-            return self.held_for_weight_bytes - self.activation_bytes
-        return -(self.activation_bytes if kind is Kind.B else self.held_for_weight_bytes)
-
-    def needed_bytes(self, kind: Kind) -> float:
-        """Bytes that a compute action of this kind needs while it runs, in addition to what was held before it."""
-        return self.activation_bytes if kind is Kind.F else self.restored_bytes if kind in BACKWARD else 0.0
-
-    def duration_s(self, kind: Kind) -> float:
-        """Seconds that a compute action of this kind takes."""
-        if kind is Kind.F:
-            return self.forward_s
-        if kind is Kind.I:
-            return self.backward_input_s
-        if kind is Kind.W:
-            return self.backward_weight_s + self.split_s
-        return self.backward_input_s + self.backward_weight_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +52,12 @@ class EntryCost(NamedTuple):
     """While it runs, in addition to what was held before it."""
     growth_bytes: float
     """What it allocates, less what it frees."""
+    exposed_s: float = 0.0
+    """By how much it takes longer than its compute: exchanges that nothing hides, and contention."""
 
 
-BraidKey = tuple[tuple[Kind, int, int], ...]
-"""For each part: kind, index of its option list in `PlanningProblem.costs`, index of the option."""
+CostKey = tuple[Kind, int, int]
+"""Kind of an action, index of its option list in `PlanningProblem.costs`, index of the option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +74,6 @@ class PlanningProblem:
     """[work][k] -> option list of the k-th stage of the work's module."""
     output_bytes: tuple[tuple[float, ...], ...]
     """[work][k] -> size of the output of the k-th stage; its gradient has the same size."""
-    braid_s: Mapping[BraidKey, float] = field(default_factory=dict)
-    """Duration of a braid, by its parts; default: the sum of the durations of its parts."""
 
     def __post_init__(self) -> None:
         graph = self.graph
@@ -164,7 +116,6 @@ class PlanningProblem:
         output_bytes: Iterable[Sequence[float]],
         p2p: P2P,
         memory_limit_bytes: Sequence[float | None] | None = None,
-        braid_s: Mapping[BraidKey, float] | None = None,
         instructions: Iterable[Instruction] = (),
     ) -> "PlanningProblem":
         """The problem whose graph takes its backward flags from the options.
@@ -195,7 +146,6 @@ class PlanningProblem:
             costs=table,
             cost_index=index,
             output_bytes=outputs,
-            braid_s=braid_s or {},
         )
 
     @cached_property
@@ -236,31 +186,40 @@ class PlanningProblem:
     def entry_cost(self, entry: Action, work: int, chosen: Mapping[tuple[int, int], int]) -> EntryCost:
         """The cost of one entry of an order. Args: work: of its first part. chosen: option of each (stage, work)."""
         if entry.kind in COMPUTE:
-            key = entry.kind, self._list_of(entry.stage, work), chosen.get((entry.stage, work), 0) if chosen else 0
-            cost = self._costs_of_kind.get(key)
-            if cost is None:
-                option = self.costs[key[1]][key[2]]
-                cost = EntryCost(option.duration_s(key[0]), option.needed_bytes(key[0]), option.growth_bytes(key[0]))
-                self._costs_of_kind[key] = cost
-            return cost
-        if entry.kind is not BRAID:
+            key: tuple[CostKey, ...] = (self._cost_key(entry, work, chosen),)
+        elif entry.kind is BRAID:
+            key = tuple(self._cost_key(part, self.graph.work_of(part), chosen) for part in entry.parts)
+        else:
             given = self.graph.instruction[entry.kind, entry.stage, work]
             return EntryCost(given.seconds, max(0.0, given.growth_bytes), given.growth_bytes)
-        works = list(map(self.graph.work_of, entry.parts))
-        costs = [self.entry_cost(part, w, chosen) for part, w in zip(entry.parts, works, strict=True)]
-        together = self.braid_s.get(
-            tuple(
-                (part.kind, self._list_of(part.stage, w), chosen.get((part.stage, w), 0))
-                for part, w in zip(entry.parts, works, strict=True)
-            )
-        )
-        seconds, needed, growth = map(sum, zip(*costs, strict=True))
-        return EntryCost(seconds if together is None else together, needed, growth)
+        cost = self._costs_of.get(key)
+        if cost is None:
+            cost = self._costs_of[key] = self._cost(key)
+        return cost
+
+    def _cost_key(self, action: Action, work: int, chosen: Mapping[tuple[int, int], int]) -> CostKey:
+        index = chosen.get((action.stage, work), 0) if chosen else 0
+        return action.kind, self._list_of(action.stage, work), index
 
     @cached_property
-    def _costs_of_kind(self) -> dict[tuple[Kind, int, int], EntryCost]:
-        """(kind, option list, option) -> cost: a cache."""
+    def _costs_of(self) -> dict[tuple[CostKey, ...], EntryCost]:
+        """Its parts -> cost of an entry: a cache."""
         return {}
+
+    def _cost(self, key: tuple[CostKey, ...]) -> EntryCost:
+        options = [(kind, self.costs[listed][index]) for kind, listed, index in key]
+        load = reduce(Load.together, (option.load(kind) for kind, option in options))
+        return EntryCost(
+            load.seconds,
+            sum(option.needed_bytes(kind) for kind, option in options),
+            sum(option.growth_bytes(kind) for kind, option in options),
+            load.seconds - load.compute_s,
+        )
+
+    @cached_property
+    def runs_units(self) -> bool:
+        """Whether layers run as units, so that blocks hide exchanges."""
+        return any(option.contention < 1 for options in self.costs for option in options)
 
     def _list_of(self, stage: int, work: int) -> int:
         return self.cost_index[work][self.graph.position[stage]]
@@ -270,11 +229,11 @@ class PlanningProblem:
     def to_json(self) -> str:
         """The problem as JSON text of version 1, one line a work; `from_json` is the inverse.
 
-        Raises: PlanError: the problem has instructions or times of braids, which the format lacks.
+        Raises: PlanError: the problem has instructions, which the format lacks.
         """
         graph = self.graph
-        if graph.instructions or self.braid_s:
-            raise PlanError("a problem with instructions or times of braids has no JSON form; write it without them")
+        if graph.instructions:
+            raise PlanError("a problem with instructions has no JSON form; write it without them")
         head: dict[str, Any] = {
             "version": VERSION,
             "num_ranks": graph.num_ranks,
@@ -359,11 +318,22 @@ def _check_options(costs: tuple[tuple[Option, ...], ...]) -> None:
                     value = getattr(option, name)
                     if value is not None and not 0 <= value <= allowed.most:
                         allowed.check(f"costs[{i}][{j}].{name}", value)
+            _check_exchanges(f"costs[{i}][{j}]", option)
             if option.has_backward != options[0].has_backward:
                 raise PlanError(
                     f"costs[{i}][{j}]: option {option.name!r} {'has a' if option.has_backward else 'has no'} "
                     f"backward, unlike option {options[0].name!r}; all options of one list agree on that"
                 )
+
+
+def _check_exchanges(where: str, option: Option) -> None:
+    for part, whole in (("forward_exchange_s", "forward_s"), ("backward_exchange_s", "backward_input_s")):
+        if not 0 <= getattr(option, part) <= getattr(option, whole):
+            raise PlanError(
+                f"{where}.{part} = {getattr(option, part)}; it is a part of {whole} = {getattr(option, whole)}"
+            )
+    if not 0 <= option.contention <= 1:
+        raise PlanError(f"{where}.contention = {option.contention}; it must be between 0 and 1")
 
 
 def _check_rows(
@@ -468,7 +438,7 @@ def _read_module(table: Any, where: str) -> ModuleStages:
 
 def _read_option(table: Any, where: str) -> Option:
     amounts = ("forward_s", "backward_input_s", "backward_weight_s", "activation_bytes")
-    more = ("weight_bytes", "restored_bytes", "split_s")
+    more = ("weight_bytes", "restored_bytes", "split_s", "forward_exchange_s", "backward_exchange_s", "contention")
     fields(table, where, ("name", *amounts), optional=more)
     values = {key: number(table[key], f"{where}.{key}") for key in (*amounts, *more) if key in table}
     return Option(name=string(table["name"], f"{where}.name"), **values)

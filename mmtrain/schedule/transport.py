@@ -47,7 +47,7 @@ def check_transport(program: Program, models: Sequence[str] = tuple(MODELS)) -> 
     Raises: PlanError: a wait, send or result is missing, two ends disagree, or a deadlock; with the model, rank, step
         and action.
     """
-    check_actions(program.actions, partial(_fault, program))
+    check_actions(program.graph, program.actions, partial(_fault, program))
     messages = [
         [_message(program, step, a) if a.kind in TRANSFERS else None for step, a in enumerate(actions)]
         for actions in program.actions

@@ -50,7 +50,7 @@ RECIPES = {
         first="alternate", units=(2, 1), forward=Traversal("breadth", every=2), backward="depth", clock="lockstep"
     ),
 }
-SCHEDULES = CATALOGUE | {
+SCHEDULES = {name: schedule for name, schedule in CATALOGUE.items() if not schedule.refusal} | {
     name: Schedule(idea="", make=partial(plan_of, recipe), splits_backward=recipe.split_backward)
     for name, recipe in RECIPES.items()
 }

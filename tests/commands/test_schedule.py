@@ -125,6 +125,14 @@ def test_compare_searches_a_batch_as_its_job_would(job, capsys) -> None:
     assert named["refused"] and not searched["refused"]  # with memory options of its own for each work
 
 
+def test_show_says_what_exchanges_each_rank_waits_for(capsys) -> None:
+    words = ("--pp", "4", "--microbatches", "12", "--exchange", "0.25")
+    lines = shown(capsys, "show", "STP", *words).splitlines()
+    assert lines[-2].startswith("STP: makespan 41.25 s")  # 2 * 12 * 1.5 + 3 * 0.5 + 15 * 0.25
+    assert lines[-1] == "exposed exchanges s 2.25, 2.5, 2.75, 3"
+    assert "L1" in lines[2] and "l8&L0" in "".join(lines)
+
+
 @pytest.mark.parametrize("words", [["--evaluations", "0"], ["--seed", "-1"]])
 def test_compare_refuses_a_search_without_plans(words: list[str], capsys) -> None:
     assert "the first is at least 1, the second at least 0" in refused(capsys, "compare", *words)
@@ -158,6 +166,9 @@ def test_compare_cuts_a_config_s_model_as_each_schedule_wants(job, capsys) -> No
         (["--segments", "0"], "--segments 0; it is at least 1"),
         (["ZBV", "--segments", "3"], "3 chunks on each rank; this schedule needs 2"),
         (["LoopedBFS", "--segments", "1"], "1 chunks on each rank; this schedule needs at least 2"),
+        (["STP", "--segments", "3"], "3 chunks on each rank; this schedule needs 2"),
+        (["--exchange", "-1"], "--exchange -1.0; it is between 0 and 1e9 seconds"),
+        (["--problem", "nothing.json", "--exchange", "1"], "--exchange is for a plain chain"),
         (["--costs", "1,2"], "--costs 1,2: give three or four numbers, each 0 or between"),
         (["--costs", "1e308,1,1"], "--costs 1e308,1,1: give"),
         (["--costs", ""], "--costs : give"),

@@ -60,7 +60,9 @@ def test_tensor_parallel_ranks_each_encode_everything(shape):
 
 def test_every_named_schedule():
     loop = tuple((name, 1) for name, schedule in CATALOGUE.items() if schedule.placement == "loop")
-    down_and_up = tuple((name, 1) for name, schedule in CATALOGUE.items() if schedule.placement == "v")
+    down_and_up = tuple(
+        (name, 1) for name, schedule in CATALOGUE.items() if schedule.placement == "v" and not schedule.refusal
+    )
     cases = {
         "loop": Case(model=t2v(vae="kl", segments=(2, 2)), runs=loop),
         "v": Case(model=t2v(vae="kl"), runs=down_and_up, placement="v"),

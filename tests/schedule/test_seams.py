@@ -1,11 +1,18 @@
 """What the IR can say beyond the named schedules: braids, instructions, edges between inner stages, sparse modules."""
 
+from dataclasses import replace
+
 import pytest
 
 from mmtrain.errors import PlanError
+from mmtrain.planner.judge import judge
+from mmtrain.planner.plan import PlanResult
+from mmtrain.planner.plan_json import plan_from_json, plan_to_json
+from mmtrain.planner.search.instance import Searched
 from mmtrain.schedule.action import BRAID, KINDS, Action, Kind
 from mmtrain.schedule.graph import Edge, Instruction, Link, ModuleStages, Work
-from mmtrain.schedule.io.wire import to_bytes
+from mmtrain.schedule.io.torch_csv import read_plan, write_plan
+from mmtrain.schedule.io.wire import from_bytes, to_bytes
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.passes.release import transfers
@@ -13,7 +20,7 @@ from mmtrain.schedule.plan import Plan, check, held_bytes
 from mmtrain.schedule.problem import P2P, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.transport import check_transport
-from mmtrain.schedule.view.draw import text
+from mmtrain.schedule.view.draw import svg, text
 from tests.schedule.problems import chain, halves
 
 COST = halves(1.0, 1.0, 1.0)
@@ -130,37 +137,43 @@ def test_a_braid_is_one_entry_with_the_needs_bytes_and_results_of_its_parts() ->
         ("0F1.0&0B0.0", 1, 4),
         ("0B1.0", 4, 6),
     ]
-    timed = PlanningProblem.build(
-        num_ranks=1,
-        modules=problem.graph.modules,
-        stage_rank=[0],
-        works=problem.graph.works,
-        costs=problem.costs,
-        cost_index=problem.cost_index,
-        output_bytes=problem.output_bytes,
-        p2p=problem.p2p,
-        braid_s={((Kind.F, 0, 0), (Kind.B, 0, 0)): 2.5},
-    )
-    assert simulate(timed, plan).busy_s == (5.5,)
-    assert "&" in text(simulate(timed, plan))
-    with pytest.raises(PlanError, match="no JSON form"):
-        timed.to_json()
-    with pytest.raises(PlanError, match="is none of F, B, I and W"):
-        to_bytes(plan)
+    units = replace(COST, forward_s=1.5, forward_exchange_s=0.5, backward_exchange_s=0.25, contention=0.0)
+    timed = chain(1, 2, cost=units)
+    assert simulate(timed, plan).busy_s == (1.5 + 2.75 + 1.75,)  # all three block exchanges, and that of the last B
+    assert "&" in text(simulate(timed, plan)) and "B0.0 language s0" in svg(simulate(timed, plan))
+    assert PlanningProblem.from_json(timed.to_json()) == timed
+    assert from_bytes(problem.graph, to_bytes(plan)) == plan
+    assert read_plan(write_plan(plan)).orders == plan.orders
+    result = PlanResult(status="first", message="", plan=plan, timeline=simulate(timed, plan))
+    assert plan_from_json(timed, plan_to_json(timed, result)) == plan
+    assert judge(timed, plan_to_json(timed, result)).makespan_s == 6.0
+    with pytest.raises(PlanError, match="a search knows no layers that run as units"):
+        Searched.of(timed)
+    with pytest.raises(PlanError, match=r"rank 0, step 1: 0F1\.0&0B0\.0: a search knows F, B, I and W alone"):
+        Searched.of(problem).load(plan)
 
 
 @pytest.mark.parametrize(
     ("orders", "message"),
     [
         ("0F0.0 0F1.0&0B0.0", "the backward of 0F1.0 must be B, or I and W, but the plan has none"),
-        ("0F0.0 0F1.0&0F0.0 0B0.0 0B1.0", "step 1: 0F0.0 is already step 0 of this rank"),
-        ("0F0.0 0F1.0&0B1.0 0B0.0", "deadlock: rank 0, step 1: 0F1.0&0B1.0 waits for 0F1.0, which is step 1 of rank 0"),
+        ("0F0.0 0F1.0&0B0.0 0F1.0 0B1.0", "step 2: 0F1.0 is already step 1 of this rank"),
+        ("0F0.0 0F1.0&0B1.0 0B0.0", "step 1: 0F1.0&0B1.0 braids one work with itself(.|\\n)*>>0F1.0&0B1.0<<"),
+        ("0F0.0&0F1.0 0B0.0 0B1.0", "rank 0, step 0: 0F0.0&0F1.0 is no braid of a forward and then one B, I or W"),
+        ("0F0.0 0B0.0&0F1.0 0B1.0", "rank 0, step 1: 0B0.0&0F1.0 is no braid of a forward and then one B, I or W"),
     ],
 )
 def test_the_parts_of_a_braid_are_checked(orders: str, message: str) -> None:
     problem = chain(1, 2, cost=COST)
     with pytest.raises(PlanError, match=message):
         check(Plan.parse(problem.graph, orders), problem)
+
+
+def test_a_cycle_of_braids_through_another_rank_is_named() -> None:
+    problem = chain(2, 2, cost=COST)
+    plan = Plan.parse(problem.graph, "0F0.0 0F1.0&0B0.0 0B1.0\n1F0.0 1F1.0&1B0.0 1B1.0")
+    with pytest.raises(PlanError, match=r"deadlock: rank 0, step 1: 0F1.0&0B0.0 waits for 1B0.0(.|\n)*>>1F1.0&1B0.0<<"):
+        check(plan, problem)
 
 
 def test_transfers_of_a_braid_are_those_of_its_parts() -> None:

@@ -98,8 +98,8 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
     how, schedule = config.planner.partition, job_schedule(config)
     if schedule.refusal:
         raise ConfigError(
-            f'parallelism.pipeline_parallel_schedule = "{schedule.name}" {schedule.refusal}; change the recipe, or '
-            "choose another schedule"
+            f'parallelism.pipeline_parallel_schedule = "{schedule.name}" {schedule.refusal}; choose another '
+            "schedule, or change its file"
         )
     if how == "mixed-parameters" or how == "mixed-latency":
         return _mixed(config, spec, costs, sub_microbatch)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mmtrain.errors import PlanError
 from mmtrain.planner.noise import Factors
 from mmtrain.planner.search.kernels.arrays import (
     COMPONENT,
@@ -61,6 +62,8 @@ class Searched:
     @classmethod
     def of(cls, problem: PlanningProblem, only: Mapping[Node, int] | None = None) -> "Searched":
         """Args: only: (stage, work) -> its only option; None: all options."""
+        if problem.runs_units:
+            raise PlanError("a search knows no layers that run as units; leave --exchange (contention below 1) out")
         graph = problem.graph
         nodes = tuple((stage, work) for work in range(len(graph.works)) for stage in graph.stages(work))
         number = {node: i for i, node in enumerate(nodes)}
@@ -189,6 +192,8 @@ class Searched:
         w = self.workspace()
         for rank, (order, works) in enumerate(zip(plan.orders, plan.works, strict=True)):
             for step, (action, work) in enumerate(zip(order, works, strict=True)):
+                if action.kind not in KINDS:
+                    raise PlanError(f"rank {rank}, step {step}: {action}: a search knows F, B, I and W alone")
                 w.order[rank, step] = 4 * number[action.stage, work] + KINDS.index(action.kind)
             w.length[rank] = len(order)
         return w

@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import COMPUTE, KINDS, RESULT_OF, STAGE_WIDE, TRANSFERS, WAITS, Action, Kind
-from mmtrain.schedule.graph import ModuleStages, Result, Work, WorkGraph
+from mmtrain.schedule.action import BRAID, COMPUTE, KINDS, STAGE_WIDE, TRANSFERS, WAITS, Action, Braid, Kind
+from mmtrain.schedule.graph import ModuleStages, Work, WorkGraph
 from mmtrain.schedule.passes.lower import Program, waits_before
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.transport import check_transport
@@ -33,6 +33,8 @@ _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 Cell = tuple[Kind, int, int]
 """(kind, stage, microbatch); microbatch -1 for the stage-wide kinds."""
+Cells = list[Cell]
+"""One cell of the file: one action, or the parts of a braid."""
 
 
 def write_plan(plan: Plan) -> str:
@@ -62,13 +64,14 @@ def write_program(program: Program) -> str:
 def read_plan(text: str) -> Plan:
     """The checked plan of a CSV text: its compute actions, on the chain that they form.
 
-    A pair that torch overlaps, `(0F1;3B0)OVERLAP_F_B`, is read as its parts in order.
+    A pair that torch overlaps, `(0F1;3B0)OVERLAP_F_B`, is a braid.
 
     Raises: PlanError: a cell is no action, or the orders are no plan; with row and column or rank and step.
     """
     rows = _read(text)
     graph = _chain_of(rows)
-    plan = Plan(graph, tuple(tuple(Action(k, s, m, 0) for k, s, m in row if k in COMPUTE) for row in rows))
+    orders = tuple(tuple(_entry(cells) for cells in row if cells[0][0] in COMPUTE) for row in rows)
+    plan = Plan(graph, orders)
     check(plan)
     return plan
 
@@ -88,7 +91,7 @@ def read_program(text: str) -> Program:
 
 def has_transfers(text: str) -> bool:
     """Whether a CSV text has communication. Raises: PlanError: a cell is no action."""
-    return any(kind in TRANSFERS for row in _read(text) for kind, _, _ in row)
+    return any(kind in TRANSFERS for row in _read(text) for cells in row for kind, _, _ in cells)
 
 
 def _check_chain(graph: WorkGraph) -> None:
@@ -104,18 +107,15 @@ def _check_chain(graph: WorkGraph) -> None:
 
 def _columns(plan: Plan) -> list[list[int]]:
     """[rank][step] -> column of an action: the earliest if each takes one column."""
-    column: dict[Result, int] = {}
-    columns: list[list[int]] = [[] for _ in plan.orders]
-    for rank, action, work, needs in plan.run_order():
-        after = [column[result] for result, _ in needs] + columns[rank][-1:]
-        columns[rank].append(max(after, default=-1) + 1)
-        column[RESULT_OF[action.kind], action.stage, work] = columns[rank][-1]
-    return columns
+    run = plan.run([[1.0] * len(order) for order in plan.orders])
+    return [[round(start) for start in starts] for starts in run.starts]
 
 
 def _cell(action: Action) -> str:
+    if action.kind is BRAID:
+        return f"({';'.join(map(_cell, action.parts))})OVERLAP_F_B"
     if action.kind not in KINDS:
-        raise PlanError(f"{action}: torch's files have no braids and instructions; write a plan without them")
+        raise PlanError(f"{action}: torch's files have no instructions; write a plan without them")
     microbatch = "" if action.microbatch < 0 else action.microbatch
     return f"{action.stage}{_TO_TORCH.get(action.kind, str(action.kind))}{microbatch}"
 
@@ -126,13 +126,13 @@ def _to_text(rows: Iterable[Sequence[str]]) -> str:
     return file.getvalue()
 
 
-def _read(text: str) -> list[list[Cell]]:
+def _read(text: str) -> list[list[Cells]]:
     try:
         lines = list(csv.reader(text.rstrip().splitlines()))
     except csv.Error as error:
         raise PlanError(f"not a CSV text: {error}") from error
     rows = [
-        [cell for column, word in enumerate(row) for cell in _parse(word.strip(), rank, column)]
+        [cells for column, word in enumerate(row) if (cells := _parse(word.strip(), rank, column))]
         for rank, row in enumerate(lines)
     ]
     for rank, row in enumerate(rows):
@@ -141,7 +141,7 @@ def _read(text: str) -> list[list[Cell]]:
     return rows
 
 
-def _parse(word: str, rank: int, column: int) -> list[Cell]:
+def _parse(word: str, rank: int, column: int) -> Cells:
     if not word:
         return []
     if pair := _OVERLAPPED.fullmatch(word):
@@ -157,8 +157,14 @@ def _parse(word: str, rank: int, column: int) -> list[Cell]:
     )
 
 
-def _chain_of(rows: Sequence[Sequence[Cell]]) -> WorkGraph:
+def _entry(cells: Cells) -> Action:
+    parts = [Action(kind, stage, microbatch, 0) for kind, stage, microbatch in cells]
+    return Braid.of(*parts) if len(parts) > 1 else parts[0]
+
+
+def _chain_of(read: Sequence[Sequence[Cells]]) -> WorkGraph:
     """The chain whose stages are on the ranks of their rows; without backwards if the rows have none."""
+    rows = [[cell for cells in row for cell in cells] for row in read]
     holder: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for kind, stage, _ in row:
@@ -191,12 +197,13 @@ def _check_numbers(what: str, numbers: set[int]) -> None:
             )
 
 
-def _with_waits(graph: WorkGraph, row: Sequence[Cell]) -> Iterable[Action]:
-    for kind, stage, microbatch in row:
+def _with_waits(graph: WorkGraph, row: Sequence[Cells]) -> Iterable[Action]:
+    for cells in row:
+        kind, stage, microbatch = cells[0]
         if kind in STAGE_WIDE:
             yield Action(kind, stage)
         elif kind in COMPUTE:
-            action = Action(kind, stage, microbatch, 0)
+            action = _entry(cells)
             yield from waits_before(graph, action)
             yield action
         else:

@@ -1,32 +1,36 @@
 """A plan as a few bytes, for ranks that hold the same work graph."""
 
 from array import array
+from collections.abc import Iterator
 from itertools import islice
 
 from mmtrain.errors import PlanError
-from mmtrain.schedule.action import COMPUTE, Action, Kind
+from mmtrain.schedule.action import COMPUTE, Action, Braid, Kind
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.plan import Plan
 
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-"""A kind is sent as its index."""
+"""A kind is sent as its index; plus their number where the next action runs in the same braid."""
 
 _ITEM = "i"
 """A signed integer of the machine; ranks of one job run on one kind of machine."""
 
 
 def to_bytes(plan: Plan) -> bytes:
-    """The orders and options of a plan: 12 bytes an action, 12 bytes an option that is not the first.
+    """The orders and options of a plan: 12 bytes an action or part of a braid, and an option that is not the first.
 
     Raises: PlanError: an action that is not compute, or of a stage or work that the plan's graph lacks.
     """
     chosen = sorted((stage, work, option) for (stage, work), option in plan.options.items() if option)
-    numbers = array(_ITEM, [len(plan.orders), len(chosen), *map(len, plan.orders)])
+    numbers = array(_ITEM, [len(plan.orders), len(chosen), *map(len, plan.parts)])
     for order, works in zip(plan.orders, plan.works, strict=True):
-        for action, work in zip(order, works, strict=True):
-            if action.kind not in COMPUTE:
-                raise PlanError(f"{action} is none of F, B, I and W, which alone are sent")
-            numbers.extend((KINDS.index(action.kind), action.stage, work))
+        for entry, work in zip(order, works, strict=True):
+            for action in entry.parts:
+                if action.kind not in COMPUTE:
+                    raise PlanError(f"{action} is none of F, B, I and W, which alone are sent")
+                joined = len(KINDS) * (action is not entry.parts[-1])
+                of = work if len(entry.parts) == 1 else plan.graph.work_of(action)
+                numbers.extend((KINDS.index(action.kind) + joined, action.stage, of))
     for row in chosen:
         numbers.extend(row)
     return numbers.tobytes()
@@ -47,8 +51,20 @@ def from_bytes(graph: WorkGraph, data: bytes) -> Plan:
     if min(counts) < 0 or numbers.itemsize * (first + 3 * (sum(lengths) + num_options)) != len(data):
         raise PlanError(f"{len(data)} bytes are not a whole plan; send all of its bytes and no others")
     actions = iter(rows)
-    orders = tuple(tuple(_action(graph, *row) for row in islice(actions, length)) for length in lengths)
+    orders = tuple(tuple(_entries(graph, list(islice(actions, length)))) for length in lengths)
     return Plan(graph, orders, {(stage, work): option for stage, work, option in actions})
+
+
+def _entries(graph: WorkGraph, rows: list[tuple[int, ...]]) -> Iterator[Action]:
+    parts: list[Action] = []
+    for kind, stage, work in rows:
+        joined = len(KINDS) <= kind < 2 * len(KINDS)
+        parts.append(_action(graph, kind - len(KINDS) * joined, stage, work))
+        if not joined:
+            yield Braid.of(*parts) if len(parts) > 1 else parts[0]
+            parts = []
+    if parts:
+        raise PlanError(f"kind {rows[-1][0]} of an action joins it with a next one, but it is the last of its rank")
 
 
 def _action(graph: WorkGraph, kind: int, stage: int, work: int) -> Action:

@@ -20,6 +20,7 @@ from mmtrain.schedule.library.interleave import interleave
 from mmtrain.schedule.library.names import file_of
 from mmtrain.schedule.library.one_f_one_b import one_f_one_b
 from mmtrain.schedule.library.optimus import optimus
+from mmtrain.schedule.library.stp import stp
 from mmtrain.schedule.library.zbv import zbv
 from mmtrain.schedule.library.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 from mmtrain.schedule.passes.separate import separate_gradients
@@ -57,7 +58,7 @@ class Schedule:
     chain_ranks: tuple[int, ...] = ()
     """[stage] -> rank of a chain of one module; empty: by `placement`."""
     refusal: str = ""
-    """Why no job can be cut as the schedule wants; empty: it can."""
+    """Why no job can run the schedule, as the rest of a sentence; empty: it can."""
     name: str = ""
     """In the catalogue, or of the file."""
     text: str = ""
@@ -83,6 +84,12 @@ class Schedule:
 def _separated(make: Callable[[PlanningProblem], Plan], problem: PlanningProblem) -> Plan:
     return separate_gradients(make(problem), problem)
 
+
+NO_BRAIDS = (
+    "has braids, which run in the simulator alone (mmtrain schedule show): the runtime does not run layers as units "
+    "(DualPipeV pairs forwards and backwards without braids)"
+)
+"""Why no job runs a plan with braids."""
 
 _SCHEDULES = {
     "GPipe": Schedule(idea="all forwards, then all backwards", make=gpipe),
@@ -116,6 +123,13 @@ _SCHEDULES = {
         make=dual_pipe_v,
         placement="v",
         splits_backward=True,
+    ),
+    "STP": Schedule(
+        idea="down and back up, in blocks of a forward and a backward of one chunk (simulator alone)",
+        make=stp,
+        placement="v",
+        splits_backward=True,
+        refusal=NO_BRAIDS,
     ),
     "Optimus": Schedule(idea="all encoder forwards, 1F1B of the rest, all encoder backwards", make=optimus),
     "interleave": Schedule(

@@ -19,6 +19,7 @@ ScheduleName = Literal[
     "V-half",
     "V-min",
     "DualPipeV",
+    "STP",
     "Optimus",
     "interleave",
 ]

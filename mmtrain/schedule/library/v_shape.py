@@ -7,7 +7,7 @@ the microbatch. V-shaped schedules are lists of slots for ranks r = 0 .. P - 1 t
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.action import Action, Braid, Kind
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.library.list_schedule import ListScheduler, rank_footprints
 from mmtrain.schedule.library.weights import worth_splitting
@@ -24,9 +24,11 @@ class Slot(NamedTuple):
     kind: Kind
     leg: int
     microbatch: int
+    braided: bool = False
+    """Whether it may run as one block with the forward before it."""
 
 
-def fill(problem: PlanningProblem, template: Template, held: float) -> Plan:
+def fill(problem: PlanningProblem, template: Template, held: float, *, braided: bool = False) -> Plan:
     """The plan of a V-shaped schedule: its template if the works are one V, else list scheduling within its memory.
 
     Works of a single module that is placed as a V take the slots of the template's microbatches, in their order. With
@@ -34,6 +36,8 @@ def fill(problem: PlanningProblem, template: Template, held: float) -> Plan:
     alternating and Ws in between, as long as at most `held` microbatches of mean size are held, as in the template.
 
     Every (stage, work) takes its option 0; memory limits are ignored.
+
+    Args: braided: run blocks as braids; False: as a forward and then a backward.
     """
     chain = v_chain(problem.graph)
     if chain is None:
@@ -46,7 +50,10 @@ def fill(problem: PlanningProblem, template: Template, held: float) -> Plan:
         for slot in slots:
             stage = chain[rank if slot.leg == 0 else len(chain) - 1 - rank]
             work = graph.work_order[slot.microbatch]
-            order += _actions(problem, slot.kind, stage, work)
+            actions = _actions(problem, slot.kind, stage, work)
+            if braided and slot.braided and actions:
+                actions = [Braid.of(order.pop(), *actions)]
+            order += actions
         orders.append(tuple(order))
     return Plan(graph, tuple(orders))
 
@@ -100,6 +107,21 @@ class Writer:
         microbatch = self._take(Kind.B, Kind.I if split else Kind.B, leg)
         if split and microbatch is not None:
             self._waiting.append((leg, microbatch))
+
+    def block(self, leg: int, kind: Kind, backward_leg: int | None = None) -> None:
+        """F of the next microbatch on a leg, braided with the next B or I of a leg (default: the same) or the oldest W.
+
+        If either of them has no microbatch left, or both the same, they are written one after the other.
+        """
+        first = len(self.slots)
+        self.forward(leg)
+        middle = len(self.slots)
+        if kind is Kind.W:
+            self.weight()
+        else:
+            self.backward(leg if backward_leg is None else backward_leg, split=kind is Kind.I)
+        if first < middle < len(self.slots) and self.slots[first].microbatch != self.slots[middle].microbatch:
+            self.slots[middle] = self.slots[middle]._replace(braided=True)
 
     def weight(self, leg: int | None = None) -> None:
         """The oldest W that is due (on that leg)."""

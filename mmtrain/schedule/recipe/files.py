@@ -13,9 +13,10 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from mmtrain.errors import ConfigError, MMTrainError, PlanError, RecipeError, one_line, shown
+from mmtrain.schedule.action import BRAID, Action, Braid
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.io.torch_csv import read_plan
-from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
+from mmtrain.schedule.library.catalogue import CATALOGUE, NO_BRAIDS, Schedule
 from mmtrain.schedule.library.names import check_name, file_of
 from mmtrain.schedule.limits import RANKS
 from mmtrain.schedule.plan import Plan
@@ -188,6 +189,7 @@ def _of_csv(name: str, text: str, num_ranks: int) -> Schedule:
         segments={"": -(-len(graph.stage_rank) // graph.num_ranks)},
         placement="v" if graph.stage_rank == (*range(num_ranks), *reversed(range(num_ranks))) else "loop",
         chain_ranks=graph.stage_rank,
+        refusal=NO_BRAIDS if any(entry.kind is BRAID for order in plan.orders for entry in order) else "",
         text=text,
     )
 
@@ -207,10 +209,12 @@ def _relabelled(name: str, plan: Plan, problem: PlanningProblem) -> Plan:
             f"{name} is for {len(given.works)} microbatches; this iteration has {len(works)} "
             "works; choose another schedule, or as many microbatches"
         )
-    orders = tuple(
-        tuple(wanted.action(a.kind, chain[a.stage], works[a.microbatch]) for a in order) for order in plan.orders
-    )
-    return Plan(wanted, orders)
+
+    def entry(given: Action) -> Action:
+        parts = [wanted.action(part.kind, chain[part.stage], works[part.microbatch]) for part in given.parts]
+        return Braid.of(*parts) if given.kind is BRAID else parts[0]
+
+    return Plan(wanted, tuple(tuple(map(entry, order)) for order in plan.orders))
 
 
 def _chains(graph: WorkGraph) -> str:

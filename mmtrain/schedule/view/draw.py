@@ -17,8 +17,8 @@ def text(timeline: Timeline, width: int = 120) -> str:
     """The timeline as a grid of characters, time to the right, in one or several bands of `width` columns.
 
     An action starts with the first letter of its module, small for a forward and capital for a backward, and its
-    microbatch; the rest of its time is `-` forward, `=` backward, `~` I, `:` W. `.` is idle. An action shorter than its
-    label has only the letter; one shorter than half a column is invisible.
+    microbatch; the rest of its time is `-` forward, `=` backward, `~` I, `:` W, `&` a braid. `.` is idle.
+    An action shorter than its label has only the letter; one shorter than half a column is invisible.
     """
     bands = num_bands(timeline, width, 4)  # columns, which hold a letter and two digits
     cells = [_cells(timeline, rank, bands * width) for rank in range(timeline.num_ranks)]
@@ -38,12 +38,16 @@ def _cells(timeline: Timeline, rank: int, width: int) -> str:
     cells = ["."] * width
     for row in timeline.of_rank(rank):
         low, high = (round((t - timeline.start_s) * scale) for t in (row.start_s, row.end_s))
-        letter = timeline.stage_modules[row.action.stage][:1]
-        letter = letter.lower() if row.action.kind is Kind.F else letter.upper()
-        label = f"{letter}{row.action.microbatch}"
-        label = label if len(label) <= high - low else letter[: high - low]
+        labels = [_label(timeline, part) for part in row.action.parts]
+        fitting = [text for text in ("&".join(labels), labels[0]) if len(text) <= high - low]
+        label = fitting[0] if fitting else labels[0][:1][: high - low]
         cells[low:high] = label.ljust(high - low, _FILL.get(row.action.kind, "&"))
     return "".join(cells)
+
+
+def _label(timeline: Timeline, action: Action) -> str:
+    letter = timeline.stage_modules[action.stage][:1]
+    return f"{letter.lower() if action.kind is Kind.F else letter.upper()}{action.microbatch}"
 
 
 def svg(timeline: Timeline | Mapping[str, Timeline], *, width: int = 1600, title: str = "") -> str:
@@ -165,10 +169,11 @@ def trace_events(
 
 def _flows(timeline: Timeline, graph: WorkGraph, process: int) -> list[dict[str, Any]]:
     """An arrow for each result needed by another rank: from its producer's end to the start of its consumer."""
-    makers = {(RESULT_OF[r.action.kind], r.action.stage, graph.work_of(r.action)): r for r in timeline.rows}
+    parts = [(row, part) for row in timeline.rows for part in row.action.parts if part.kind in RESULT_OF]
+    makers = {(RESULT_OF[part.kind], part.stage, graph.work_of(part)): row for row, part in parts}
     events: list[dict[str, Any]] = []
-    for row in timeline.rows:
-        for result, _ in graph.needs(row.action.kind, row.action.stage, graph.work_of(row.action)):
+    for row, part in parts:
+        for result, _ in graph.needs(part.kind, part.stage, graph.work_of(part)):
             maker = makers.get(result)
             if maker is None or maker.rank == row.rank:
                 continue

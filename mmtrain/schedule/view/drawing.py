@@ -84,7 +84,8 @@ def layout(timeline: Timeline, *, width: int = 1600, title: str = "", span_s: fl
     shapes += _legend(timeline)
     stages: dict[tuple[int, str], set[int]] = {}
     for row in timeline.rows:
-        stages.setdefault((row.rank, timeline.stage_modules[row.action.stage]), set()).add(row.action.stage)
+        for part in row.action.parts:
+            stages.setdefault((row.rank, timeline.stage_modules[part.stage]), set()).add(part.stage)
     for number in range(count):
         band = _Band(number * band_s, (number + 1) * band_s, _TOP + number * band_height, scale)
         shapes += _axis(timeline, band, last=number == count - 1)
@@ -137,13 +138,15 @@ def _action(timeline: Timeline, row: Row, band: _Band, y: float, many: bool) -> 
         return
     x, w = _LEFT + (low - band.low_s) * band.scale, (high - low) * band.scale
     tip = f"{name(timeline, row.action)}: {seconds(row.start_s)} to {seconds(row.end_s)}"
-    # A thin gap between neighbours, but no invisible action.
-    module = timeline.stage_modules[row.action.stage]
-    yield Box(x, y, max(w - 1.0, 0.6), _ROW, colour(timeline, module, row.action.kind), tip)
-    text, size = _longest_that_fits(row, w - 3, many=many)
-    if text:
-        ink = PAPER if row.action.kind in _DARK else INK
-        yield Label(x + w / 2, y + _ROW / 2, text, size, "middle", ink)
+    height = _ROW / len(row.action.parts)  # the parts of a braid lie above each other
+    for number, part in enumerate(row.action.parts):
+        # A thin gap between neighbours, but no invisible action.
+        module, top = timeline.stage_modules[part.stage], y + number * height
+        yield Box(x, top, max(w - 1.0, 0.6), height, colour(timeline, module, part.kind), tip)
+        text, size = _longest_that_fits(part, w - 3, many=many)
+        if text:
+            ink = PAPER if part.kind in _DARK else INK
+            yield Label(x + w / 2, top + height / 2, text, size, "middle", ink)
 
 
 def headline(timeline: Timeline) -> str:
@@ -163,9 +166,9 @@ def colour(timeline: Timeline, module: str, kind: Kind) -> Colour:
 
 def name(timeline: Timeline, action: Action) -> str:
     """The text of an action: `F3.0 language s5`."""
-    return (
-        f"{action.kind}{action.microbatch}.{action.sub_microbatch} "
-        f"{timeline.stage_modules[action.stage]} s{action.stage}"
+    return " & ".join(
+        f"{part.kind}{part.microbatch}.{part.sub_microbatch} {timeline.stage_modules[part.stage]} s{part.stage}"
+        for part in action.parts
     )
 
 
@@ -195,11 +198,11 @@ def size(amount: float) -> str:
     return f"{amount:.4g} B"
 
 
-def _longest_that_fits(row: Row, width: float, many: bool) -> tuple[str, int]:
+def _longest_that_fits(action: Action, width: float, many: bool) -> tuple[str, int]:
     """The longest of `5.1 s3` (where the rank has many stages of the module), `5.1` and `5`, and its size."""
-    microbatch = str(row.action.microbatch)
-    whole = f"{microbatch}.{row.action.sub_microbatch}" if row.action.sub_microbatch else microbatch
-    texts = [f"{whole} s{row.action.stage}"] * many + [whole, microbatch]
+    microbatch = str(action.microbatch)
+    whole = f"{microbatch}.{action.sub_microbatch}" if action.sub_microbatch else microbatch
+    texts = [f"{whole} s{action.stage}"] * many + [whole, microbatch]
     for text, size in [*((text, 11) for text in texts), (microbatch, 9)]:
         if len(text) * size * _CHAR <= width:
             return text, size
@@ -207,7 +210,7 @@ def _longest_that_fits(row: Row, width: float, many: bool) -> tuple[str, int]:
 
 
 def _legend(timeline: Timeline) -> Iterator[Box | Label]:
-    kinds = {(timeline.stage_modules[row.action.stage], row.action.kind) for row in timeline.rows}
+    kinds = {(timeline.stage_modules[part.stage], part.kind) for row in timeline.rows for part in row.action.parts}
     x, y = float(_LEFT), 32
     for module in dict.fromkeys(timeline.stage_modules):
         for kind in _KIND_WORDS:

@@ -23,8 +23,10 @@ def test_a_program_is_written_without_its_waits() -> None:
     assert read_program(text).actions == program.actions
 
 
-def test_overlapped_pairs_are_read_one_after_the_other() -> None:
-    assert str(read_plan("(0F0;0B0)OVERLAP_F_B,0F1,0B1\n")) == "0F0.0 0B0.0 0F1.0 0B1.0"
+def test_overlapped_pairs_are_braids() -> None:
+    words = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"
+    assert str(read_plan(words)) == "0F0.0 0F1.0&0B0.0 0B1.0"
+    assert write_plan(read_plan(words)) == words
 
 
 def test_without_any_backward_there_is_none() -> None:

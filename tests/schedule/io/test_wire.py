@@ -43,7 +43,8 @@ def test_a_cut_message_is_no_plan(size):
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ([2, 0, 1, 0, 4, 0, 0], "kind 4 of an action"),
+        ([2, 0, 1, 0, 4, 0, 0], "kind 4 of an action joins it with a next one"),
+        ([2, 0, 1, 0, 8, 0, 0], "kind 8 of an action"),
         ([2, 0, 1, 0, 0, 0, 99], "work 99 of an action"),
         ([2, 0, 1, 0, 0, 99, 0], "does not pass through stage 99"),
         ([2, 0, 1, 0, 0, -1, 0], "does not pass through stage -1"),
