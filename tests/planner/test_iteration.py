@@ -101,9 +101,7 @@ def test_memory_limit_needs_a_schedule_that_keeps_it(cut) -> None:
 
 
 def test_a_job_cannot_run_braids(cut, tmp_path) -> None:
-    with pytest.raises(
-        ConfigError, match=r'"STP" has braids, .* simulator alone .*; choose another schedule'
-    ):
+    with pytest.raises(ConfigError, match=r'"STP" has braids, .* simulator alone .*; choose another schedule'):
         cut("STP")
     file = tmp_path / "plan.csv"
     file.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n")

@@ -29,7 +29,9 @@ def text(timeline: Timeline, width: int = 120) -> str:
             lines.append(f"from {seconds(timeline.makespan_s * band / bands)}")
         lines += [f"rank {rank} |{row[low : low + width]}|" for rank, row in enumerate(cells)]
     modules = ", ".join(f"{m[:1].lower()} = {m}" for m in dict.fromkeys(timeline.stage_modules))
-    lines.append(f"{modules}; small letter forward (-), capital backward (= whole, ~ input, : weight), . idle")
+    blocks = any(len(row.action.parts) > 1 for rank in range(timeline.num_ranks) for row in timeline.of_rank(rank))
+    kinds = "small letter forward (-), capital backward (= whole, ~ input, : weight)" + ", & a braid" * blocks
+    lines.append(f"{modules}; {kinds}, . idle")
     return "\n".join(lines)
 
 
