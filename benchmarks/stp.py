@@ -3,8 +3,8 @@
 STP against Interleaved1F1B (the paper's 1F1B-I) and ZB-V on the paper's language models: throughput relative to 1F1B-I,
 simulated and as the paper's tables 6 and 8 have it, at their largest number of microbatches. Costs are those of our
 operators on A800s and H20s, whose exchanges the layers hide where they run as units, as the paper's do: blocks hide
-exchanges of each of their two passes, and a whole backward hides its own under its weight gradients, which Megatron does
-too, so 1F1B-I has it. First all that can be hidden is, then as much as the paper's table 11 says.
+exchanges of each of their two passes, and whole backwards hide theirs under weight gradients, as 1F1B-I's do in
+Megatron. First all that can be hidden is, then as much as the paper's table 11 says.
 
 Source: Qi et al., Synergistic Tensor and Pipeline Parallelism.
 """

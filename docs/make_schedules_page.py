@@ -36,11 +36,11 @@ All of them work for any number of microbatches and any work graph: several modu
 frozen stages. A microbatch of a formula below is then a *pair* of a microbatch and a stage, with any number of
 sub-microbatches. A backward is split only where both `I` and `W` have something to do, so a frozen stage keeps `B`.
 
-**V placement.** `ZBV`, `V-half`, `V-min`, `DualPipeV` and `STP` need 2 chunks of each module on a rank: the first P
-chunks go down the ranks and the second P chunks back up, so that each module begins and ends on rank 0. A job that
-names one of them is cut in this way, and any other `num_segments` than 2 (or 0) is refused. Their orders are made for
-one such chain. For two modules in a row ranks do what can start, by the rules of `ZB-AutoSchedule`, and hold no more
-than the schedule's number of microbatches of mean size (at least the largest one).
+**V placement.** `ZBV`, `V-half`, `V-min`, `DualPipeV`, `STP` and `STP-lean` need 2 chunks of each module on a rank: the
+first P chunks go down the ranks and the second P chunks back up, so that each module begins and ends on rank 0. A job
+that names one of them is cut in this way, and any other `num_segments` than 2 (or 0) is refused. Their orders are made
+for one such chain. For two modules in a row ranks do what can start, by the rules of `ZB-AutoSchedule`, and hold no
+more than the schedule's number of microbatches of mean size (at least the largest one).
 
 **Memory limits** are kept by `interleave` and `ZB-AutoSchedule`. The others limit the microbatches in flight by their
 own rule; with `planner.activation_memory_gib` they are refused.
@@ -50,9 +50,9 @@ once, with two copies of each stage's weights on two ranks. Here a stage is on o
 with one copy, but jobs run the two parts of a pair one after the other, not as one overlapped block: the bubble is
 smaller by `(P-1)I/2` than the published `(P-1)(F&B+B-3W)` of a chunk, and no communication is hidden by the pairing.
 
-**Blocks.** `STP` runs forwards and backwards as braided blocks, in the simulator alone: a job refuses it, since the
-runtime does not run layers as units. `mmtrain schedule show STP --exchange AR` shows what blocks hide (`DualPipeV` has
-blocks there, too), and how long each rank waits for exchanges.
+**Blocks.** `STP` and `STP-lean` run forwards and backwards as braided blocks, in the simulator alone: jobs refuse them,
+since the runtime does not run layers as units. `mmtrain schedule show STP --exchange AR` shows what blocks hide
+(`DualPipeV` has blocks there, too), and how long each rank waits for exchanges.
 
 ## Bubble and memory on a plain chain
 
@@ -134,6 +134,11 @@ FACTS: dict[str, Facts] = {
     "STP": Facts(
         Formula("(P-1)(F+I-W)/V from M = 3P-1 on", lambda f, i, w, p, m: NONE),
         Formula("(4P-1)/2 from M = 3P-1 on", lambda f, i, w, p, m: NONE),
+    ),
+    "STP-lean": Facts(
+        Formula("3(P-1)F/V, F = I = W", lambda f, i, w, p, m: 3 * (p - 1) * f / 2),
+        Formula("3P/2", lambda f, i, w, p, m: 1.5 * p),
+        equal_times_only=True,
     ),
     "Optimus": Facts(PLAIN, P_MICROBATCHES),
     "interleave": Facts(BY_COST, Formula("the limit", lambda f, i, w, p, m: NONE)),

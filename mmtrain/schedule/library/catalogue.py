@@ -20,7 +20,7 @@ from mmtrain.schedule.library.interleave import interleave
 from mmtrain.schedule.library.names import file_of
 from mmtrain.schedule.library.one_f_one_b import one_f_one_b
 from mmtrain.schedule.library.optimus import optimus
-from mmtrain.schedule.library.stp import stp
+from mmtrain.schedule.library.stp import stp, stp_lean
 from mmtrain.schedule.library.zbv import zbv
 from mmtrain.schedule.library.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 from mmtrain.schedule.passes.separate import separate_gradients
@@ -127,6 +127,13 @@ _SCHEDULES = {
     "STP": Schedule(
         idea="down and back up, in blocks of a forward and a backward of one chunk (simulator alone)",
         make=stp,
+        placement="v",
+        splits_backward=True,
+        refusal=NO_BRAIDS,
+    ),
+    "STP-lean": Schedule(
+        idea="STP with a third less memory and a larger bubble (simulator alone)",
+        make=stp_lean,
         placement="v",
         splits_backward=True,
         refusal=NO_BRAIDS,

@@ -20,6 +20,7 @@ ScheduleName = Literal[
     "V-min",
     "DualPipeV",
     "STP",
+    "STP-lean",
     "Optimus",
     "interleave",
 ]

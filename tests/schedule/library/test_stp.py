@@ -4,7 +4,7 @@ import pytest
 
 from mmtrain.schedule.action import BRAID
 from mmtrain.schedule.library.dual_pipe_v import dual_pipe_v
-from mmtrain.schedule.library.stp import stp
+from mmtrain.schedule.library.stp import stp, stp_lean
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.plan import check, entry_costs, held_bytes
 from mmtrain.schedule.problem import Option, PlanningProblem
@@ -47,10 +47,23 @@ def test_stp_has_its_makespan_exposed_exchanges_and_memory(p: int) -> None:
         assert max(after for steps in held_bytes(stp(whole), whole) for _, after in steps) == max(4 * p - 1, 3 * p)
 
 
+@pytest.mark.parametrize("p", range(2, 9))
+def test_stp_lean_has_a_lower_peak_and_a_larger_bubble(p: int) -> None:
+    for m in {2 * p, 3 * p - 1, 3 * p, 5 * p}:
+        problem, whole = (v(p, m, units(halves(1.0, 1.0, 1.0, **more))) for more in ({"weight_bytes": 0.0}, {}))
+        plan = stp_lean(problem)
+        check(plan, problem)
+        assert simulate(problem, plan).makespan_s == 6 * m + 3 * (p - 1) + (2 * p + 1) * AR
+        held = held_bytes(plan, problem)
+        assert max(after for steps in held for _, after in steps) == 2 * p + 1 < 3 * p
+        assert max(during for steps in held for during, _ in steps) == 2 * p + 2 < 3 * p + 1
+        assert max(after for steps in held_bytes(stp_lean(whole), whole) for _, after in steps) == 3 * p < 4 * p - 1
+
+
 @pytest.mark.parametrize("p", range(1, 9))
 def test_few_microbatches_have_blocks_too(p: int) -> None:
     for m in range(1, 3 * p + 1):
-        for make in (stp, dual_pipe_v):
+        for make in (stp, stp_lean, dual_pipe_v):
             problem = v(p, m, units(halves(1.0, 1.0, 1.0)))
             plan = make(problem)
             check(plan, problem)
