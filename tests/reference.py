@@ -173,7 +173,7 @@ def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> 
                 labels=torch.cat(labels),
                 image_slots=torch.tensor(slots, dtype=torch.int64),
                 pixel_values=pixels,
-                image_names=[(i.sample, i.index) for i in meta.images],
+                image_names=[i.key for i in meta.images],
             )
         )
     return Batch(microbatches=microbatches), IterationMeta(microbatches=tuple(metas))

@@ -174,13 +174,13 @@ def _write_video_processor(path: Path, job: Config) -> None:
     changed = any(getattr(job.data, key) != getattr(default, key) for key in CONVERSATION_VIDEO_KEYS)
     if videos is None or (path.exists() and not changed):
         return
-    frame = videos.frame
     values = {
-        "video_processor_type": "Qwen2VLVideoProcessor",
-        "patch_size": frame.patch_size,
-        "merge_size": frame.merge,
-        "temporal_patch_size": frame.temporal_patch_size,
-        "size": {"shortest_edge": frame.min_pixels, "longest_edge": frame.max_pixels},
+        "video_processor_type": videos.processor,
+        "patch_size": videos.patches.patch_size,
+        "merge_size": videos.patches.merge,
+        "temporal_patch_size": videos.unit,
+        "size": {"shortest_edge": videos.min_pixels, "longest_edge": videos.max_pixels},
+        "cap_pixels_per_frame": False,  # another default is announced
         "do_sample_frames": True,
         "fps": videos.fps,
         "min_frames": videos.min_frames,
