@@ -475,13 +475,14 @@ def test_limits_of_videos_that_no_one_reads() -> None:
 # ---------------------------------------------------------------------------------------------- steps
 
 
-def job(folder: Path, rows: list[dict[str, Any]], **options: Any) -> Config:
-    """A job on these records whose encoder is that of Qwen2.5-VL."""
+def job(folder: Path, rows: list[dict[str, Any]], encoder: dict[str, Any] | None = None, **options: Any) -> Config:
+    """A job on these records whose encoder is that of Qwen2.5-VL. Args: encoder: other keys of its config."""
     tokenizer = load_tokenizer(TokenizerConfig())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
     tokenizer.save_pretrained(folder / "tokenizer")
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    encoder = {"model_type": "qwen2_5_vl_vision", "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    small = {"model_type": "qwen2_5_vl_vision", "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    encoder = small | (encoder or {})
     options = {"vocab_size": 449, "global_batch_size": 1, "shuffle": False, **SIZES, **options}
     config = make_config(folder, encoder=encoder, **options)
     return dataclasses.replace(config, tokenizer=TokenizerConfig(path=str(folder / "tokenizer")))
@@ -508,6 +509,34 @@ def test_a_step_packs_videos_and_survives_the_way_from_a_worker(folder: Path) ->
         assert torch.equal(one, other)
     del tensors.pixel_values[3], tensors.image_names[3]
     with pytest.raises(DataError, match="microbatch 0: image 2 of sample 1 is lost"):
+        check_batch(batch, meta)
+
+
+def test_a_step_of_qwen3_vl_has_each_patch_in_time_as_an_item(folder: Path) -> None:
+    encoder = {"model_type": THREE, "num_position_embeddings": 4, "deepstack_visual_indexes": []}
+    bad = [ONE | {"videos": ["absent.npy"]}, ONE | {"messages": said("<video><video>?")}]
+    options = {**AREA, "min_pixels": 1024, "max_pixels": 4096, "on_error": "skip"}
+    config = job(folder, [ONE, *bad, MIXED], encoder, **options)
+    with Loader(config, num_steps=1) as loader:
+        batch, meta, state = next(loader)
+    check_batch(batch, meta)
+    (tensors,), (counts,) = batch.microbatches, meta.microbatches
+    keys = [(0, 0, 0), (0, 0, 1), (3, 1, 0), (3, 1, 1), (3, 0), (3, 2, 0), (3, 2, 1)]
+    assert [image.key for image in counts.images] == tensors.image_names == keys
+    assert [len(pixels) for pixels in tensors.pixel_values] == [image.num_patches for image in counts.images]
+    assert meta.num_images == 7 and meta.num_skipped == 2
+    text = load_tokenizer(config.tokenizer).decode(tensors.input_ids)
+    assert text.count("<0.2 seconds><|vision_start|><|video_pad|>") == 1, "of frames at 2 a second"
+    assert text.count("<0.1 seconds><|vision_start|><|video_pad|>") == 2, "of frames at 4 a second"
+    assert "<|vision_start|><|vision_start|>" not in text and "<|vision_start|><" + "0" not in text
+    sent, sent_meta, _ = _Wire.pack(batch, meta, state).unpack()
+    check_batch(sent, sent_meta)
+    names = tensors.image_names
+    names[2], names[3] = names[3], names[2]
+    with pytest.raises(DataError, match="microbatch 0: its images are in another order"):
+        check_batch(batch, meta)
+    del tensors.pixel_values[3], names[3]
+    with pytest.raises(DataError, match="microbatch 0: frame 0 of video 1 of sample 3 is lost"):
         check_batch(batch, meta)
 
 
