@@ -21,8 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module
 from mmtrain.commands.adapter_folders import AdapterFolder, plain
-from mmtrain.config.config import CONVERSATION_VIDEO_KEYS, Config
-from mmtrain.config.data import DataConfig
+from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig
 from mmtrain.data.conversations import image_rules
 from mmtrain.data.pixels import PixelRules, processor_config
@@ -168,11 +167,10 @@ def _write_processor(out: Path, job: Config, source: str, stop: int) -> None:
 
 
 def _write_video_processor(path: Path, job: Config) -> None:
-    """Writes the config of the Hugging Face video processor that does what this package does, unless the source has one
-    and the job sets nothing else."""
-    videos, default = video_rules(job.model, job.data), DataConfig(source="any")
-    changed = any(getattr(job.data, key) != getattr(default, key) for key in CONVERSATION_VIDEO_KEYS)
-    if videos is None or (path.exists() and not changed):
+    """Writes the config of the Hugging Face video processor that does what the job did; it did not read the source's,
+    which may have other limits."""
+    videos = video_rules(job.model, job.data)
+    if videos is None:
         return
     values = {
         "video_processor_type": videos.processor,
