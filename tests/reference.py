@@ -134,6 +134,8 @@ def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> 
     if model.dit is not None:
         return make_clips(model, [len(counts) for counts in images], seed)
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    packed = model.encoder is not None and vision_shape(model).packed
+    captioned = model.encoder is not None and encoder_config(model.encoder)["model_type"] == "qwen3_vl_vision"
     microbatches, metas, sample = [], [], 100 * seed
     for counts in images:
         ids, labels, slots, pixels, documents = [], [], [], [], []
@@ -145,11 +147,15 @@ def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> 
             where = length - 3  # images stand before the last three tokens
             for index, kind in enumerate("i" * count if isinstance(count, int) else count):
                 image, values = _image(model, sample, index, where, rng, generator, video=kind == "v")
-                metas_of_images.append(image)
-                pixels.append(values)
-                slots += range(start + where, start + where + image.num_tokens)
-                where += image.num_tokens
-                length += image.num_tokens
+                for part in _patches_in_time(image) if kind == "v" and captioned else [image]:
+                    gap = 0 if part.frame is None else 1 + part.frame % 2  # tokens of text before it
+                    metas_of_images.append(dataclasses.replace(part, start=where + gap))
+                    slots += range(start + where + gap, start + where + gap + part.num_tokens)
+                    where += gap + part.num_tokens
+                    length += gap + part.num_tokens
+                pixels += (
+                    values.split([p.num_patches for p in metas_of_images if p.index == index]) if packed else [values]
+                )
             ids.append(torch.randint(0, VOCAB, (length,), generator=generator))
             label = torch.full((length,), IGNORE_INDEX)
             label[-3:-1] = torch.randint(0, VOCAB, (2,), generator=generator)
@@ -173,10 +179,16 @@ def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> 
                 labels=torch.cat(labels),
                 image_slots=torch.tensor(slots, dtype=torch.int64),
                 pixel_values=pixels,
-                image_names=[(i.sample, i.index) for i in meta.images],
+                image_names=[i.key for i in meta.images],
             )
         )
     return Batch(microbatches=microbatches), IterationMeta(microbatches=tuple(metas))
+
+
+def _patches_in_time(video: ImageMeta) -> list[ImageMeta]:
+    """Each patch in time of a video as an item of its own."""
+    t, h, w = video.grid
+    return [dataclasses.replace(video, frame=i, grid=(1, h, w), num_tokens=video.num_tokens // t) for i in range(t)]
 
 
 def _image(

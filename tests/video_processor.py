@@ -1,4 +1,4 @@
-"""transformers' own video processor. It needs torchvision, of which it is given the few functions that it calls."""
+"""transformers' own video processors. They need torchvision, of which they get the few functions that they call."""
 
 import enum
 import importlib.machinery
@@ -29,8 +29,8 @@ def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -
     return (image - mean) / std
 
 
-def video_processor_class(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The class of transformers' video processor for Qwen2-VL and Qwen2.5-VL."""
+def video_processor_class(monkeypatch: pytest.MonkeyPatch, family: str = "qwen2_vl") -> Any:
+    """The class of transformers' video processor for Qwen2-VL and Qwen2.5-VL, or for Qwen3-VL."""
     from transformers import image_processing_backends
 
     tv: Any = types.ModuleType("torchvision.transforms.v2.functional")
@@ -44,7 +44,7 @@ def video_processor_class(monkeypatch: pytest.MonkeyPatch) -> Any:
         if parent is not None:
             setattr(parent, name.rpartition(".")[2], module)
         parent = module
-    own = "transformers.models.qwen2_vl.video_processing_qwen2_vl"
+    own = f"transformers.models.{family}.video_processing_{family}"
     monkeypatch.delitem(sys.modules, own, raising=False)
     from transformers import video_processing_utils
 
@@ -54,4 +54,4 @@ def video_processor_class(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(image_processing_backends, "pil_torch_interpolation_mapping", mapping)
     found = importlib.import_module(own)
     monkeypatch.setitem(sys.modules, own, found)  # so that it is forgotten again
-    return found.Qwen2VLVideoProcessor
+    return getattr(found, {"qwen2_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}[family])

@@ -94,11 +94,16 @@ def named(folder: Path | str, **sections: Any) -> ModelConfig:
 
 
 def make_batch(
-    documents: Sequence[Sequence[Sequence[Part]]] = DOCUMENTS, seed: int = 1, *, tokens_per_second: int = 0
+    documents: Sequence[Sequence[Sequence[Part]]] = DOCUMENTS,
+    seed: int = 1,
+    *,
+    tokens_per_second: int = 0,
+    captioned: bool = False,
 ) -> tuple[Batch, IterationMeta]:
     """A batch of random documents.
 
-    Args: documents: as `DOCUMENTS`. tokens_per_second: of the encoder's config; 0: it has none.
+    Args: documents: as `DOCUMENTS`. tokens_per_second: of the encoder's config; 0: it has none. captioned: whether text
+        is before each patch in time of a video, as in Qwen3-VL.
     """
     generator = torch.Generator().manual_seed(seed)
     microbatches, metas, sample = [], [], 0
@@ -109,7 +114,14 @@ def make_batch(
             images: list[ImageMeta] = []
             label: list[Tensor] = []
             length, sample = 0, sample + 1
-            for part in parts:
+            frames: list[tuple[Part, dict[str, int]]] = []
+            for index, part in enumerate(parts):
+                if captioned and isinstance(part, tuple) and len(part) == 3:
+                    for frame in range(part[0]):
+                        frames += [(1 + frame % 2, {}), ((1, *part[1:]), {"index": index, "frame": frame})]
+                else:
+                    frames.append((part, {"index": index}))
+            for part, place in frames:
                 if isinstance(part, int):
                     values = torch.randint(0, VOCAB, (part,), generator=generator)
                     label.append(values.where(torch.rand(part, generator=generator) < 0.6, IGNORE_INDEX))
@@ -118,10 +130,10 @@ def make_batch(
                     t, h, w = (1, *part) if len(part) == 2 else part
                     rows, count, timing = t * h * w, t * h * w // 4, {}
                     if len(part) == 3:
-                        seconds = 0.35 + 0.5 * len(images)
+                        seconds = 0.35 + 0.5 * place["index"]
                         timing = {"seconds": seconds, "time_step": seconds * tokens_per_second or 1.0}
-                    place = {"sample": sample, "index": len(images), "start": length}
-                    images.append(ImageMeta(grid=(t, h, w), num_tokens=count, **place, **timing))
+                    at = {"sample": sample, "start": length}
+                    images.append(ImageMeta(grid=(t, h, w), num_tokens=count, **at, **place, **timing))
                     pixels.append(torch.randn(rows, 96, generator=generator))
                     slots += range(begin + length, begin + length + count)
                     label.append(torch.full((count,), IGNORE_INDEX))
@@ -138,7 +150,7 @@ def make_batch(
             Microbatch(
                 input_ids=torch.randint(0, VOCAB, (begin,), generator=generator), labels=torch.cat(labels),
                 image_slots=torch.tensor(slots, dtype=torch.int64), pixel_values=pixels,
-                image_names=[(image.sample, image.index) for image in meta.images],
+                image_names=[image.key for image in meta.images],
             )
         )  # fmt: skip
     return Batch(microbatches=microbatches), IterationMeta(microbatches=tuple(metas))
@@ -171,7 +183,11 @@ def _logits(theirs: Any, document: DocumentMeta, ids: Tensor, pixels: list[Tenso
         own = [(i, values) for i, values in zip(document.images, pixels, strict=True) if i.is_video == is_video]
         if own:
             images[f"pixel_values{end}"] = torch.cat([values for _, values in own])
-            images["video_grid_thw" if is_video else "image_grid_thw"] = torch.tensor([i.grid for i, _ in own])
+            grids: dict[int, list[int]] = {}
+            for image, _ in own:  # the class has one grid for all patches in time of a video
+                t, h, w = image.grid
+                grids[image.index] = [grids.get(image.index, [0])[0] + t, h, w]
+            images["video_grid_thw" if is_video else "image_grid_thw"] = torch.tensor(list(grids.values()))
             images["mm_token_type_ids"] = types[None]
         if own and is_video and theirs.config.model_type == "qwen2_5_vl":
             images["second_per_grid_ts"] = torch.tensor([i.seconds for i, _ in own])

@@ -21,8 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from mmtrain.checkpoint.run_folder import StoredRun, load_module
 from mmtrain.commands.adapter_folders import AdapterFolder, plain
-from mmtrain.config.config import CONVERSATION_VIDEO_KEYS, Config
-from mmtrain.config.data import DataConfig
+from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig
 from mmtrain.data.conversations import image_rules
 from mmtrain.data.pixels import PixelRules, processor_config
@@ -168,19 +167,18 @@ def _write_processor(out: Path, job: Config, source: str, stop: int) -> None:
 
 
 def _write_video_processor(path: Path, job: Config) -> None:
-    """Writes the config of the Hugging Face video processor that does what this package does, unless the source has one
-    and the job sets nothing else."""
-    videos, default = video_rules(job.model, job.data), DataConfig(source="any")
-    changed = any(getattr(job.data, key) != getattr(default, key) for key in CONVERSATION_VIDEO_KEYS)
-    if videos is None or (path.exists() and not changed):
+    """Writes the config of the Hugging Face video processor that does what the job did; it did not read the source's,
+    which may have other limits."""
+    videos = video_rules(job.model, job.data)
+    if videos is None:
         return
-    frame = videos.frame
     values = {
-        "video_processor_type": "Qwen2VLVideoProcessor",
-        "patch_size": frame.patch_size,
-        "merge_size": frame.merge,
-        "temporal_patch_size": frame.temporal_patch_size,
-        "size": {"shortest_edge": frame.min_pixels, "longest_edge": frame.max_pixels},
+        "video_processor_type": videos.processor,
+        "patch_size": videos.patches.patch_size,
+        "merge_size": videos.patches.merge,
+        "temporal_patch_size": videos.unit,
+        "size": {"shortest_edge": videos.min_pixels, "longest_edge": videos.max_pixels},
+        "cap_pixels_per_frame": False,  # another default is announced
         "do_sample_frames": True,
         "fps": videos.fps,
         "min_frames": videos.min_frames,

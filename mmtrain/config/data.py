@@ -159,10 +159,11 @@ class DataConfig:
     """Fewest frames that are sampled of a video, as far as it has them."""
     video_max_frames: int = 768
     """Most frames that are sampled of a video, evenly over its whole length."""
-    video_min_pixels: int = 128 * 28 * 28
-    """Smallest area of a video's frame after resizing, pixels."""
-    video_max_pixels: int = 768 * 28 * 28
-    """Largest area of a video's frame after resizing, pixels."""
+    video_min_pixels: int = 0
+    """Smallest area after resizing, pixels: of each frame of a video (Qwen2-VL, Qwen2.5-VL), or of all its sampled
+    frames together (Qwen3-VL). 0: that of the class of the family's video processor, 100352 or 131072."""
+    video_max_pixels: int = 0
+    """Largest such area, pixels. 0: that of the class, 602112 or 786432."""
     fps: float = 16.0
     """Frames a second that clips are sampled to; of latents, frames a second that they are."""
     source_fps: float = 0.0
@@ -226,8 +227,8 @@ class DataConfig:
                 "data.streaming = true with data.shuffle = true: a streaming shuffle buffer is refilled on "
                 "resume and would lose and repeat samples; set data.shuffle = false or data.streaming = false"
             )
-        at_least("data", self, video_min_frames=1, video_min_pixels=1)
-        bounds = [(f"video_max_{of}", f"video_min_{of}") for of in ("frames", "pixels")]
+        at_least("data", self, video_min_frames=1, video_min_pixels=0, video_max_pixels=0)
+        bounds = [("video_max_frames", "video_min_frames")]
         for upper, lower in [*bounds, *([("max_pixels", "min_pixels")] if self.max_pixels else [])]:
             if getattr(self, upper) < getattr(self, lower):
                 raise ConfigError(

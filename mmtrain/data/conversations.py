@@ -131,5 +131,5 @@ def _microbatch(read: Sequence[ReadDocument]) -> Microbatch:
         labels=torch.from_numpy(labels),
         image_slots=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *slots])),
         pixel_values=[pixels for item in read for pixels in item.pixels],
-        image_names=[(image.sample, image.index) for d in documents for image in d.meta.images],
+        image_names=[image.key for d in documents for image in d.meta.images],
     )

@@ -221,7 +221,7 @@ class _Wire:
 
     integers: Tensor
     pixels: Tensor
-    layout: list[tuple[int, int, list[tuple[int, ...]], list[tuple[int, int]]]]
+    layout: list[tuple[int, int, list[tuple[int, ...]], list[tuple[int, ...]]]]
     """For each microbatch: tokens, image tokens, shapes of its images, their names."""
     clip_layout: list[tuple[int, list[tuple[int, ...]], list[tuple[int, int]]]]
     """For each microbatch of clips: tokens of its captions, shapes of its latents, names of its clips."""

@@ -49,7 +49,7 @@ def _microbatch(
         labels=labels,
         image_slots=torch.tensor(slots, dtype=torch.int64),
         pixel_values=[_pixels(image, shape, generator) for image in meta.images] if shape else [],
-        image_names=[(image.sample, image.index) for image in meta.images],
+        image_names=[image.key for image in meta.images],
     )
 
 

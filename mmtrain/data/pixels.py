@@ -269,14 +269,17 @@ def pixel_values(image: Image.Image, geometry: ImageGeometry, rules: PixelRules)
     return torch.from_numpy(repeated.reshape(rows * columns * m * m, geometry.patch_dim))
 
 
-def video_values(frames: Sequence[Image.Image], geometry: ImageGeometry, rules: PixelRules) -> Tensor:
+def video_values(
+    frames: Sequence[Image.Image], size: tuple[int, int], geometry: ImageGeometry, rules: PixelRules
+) -> Tensor:
     """RGB frames of one size as float32 encoder input [patches, channels * frames * patch * patch].
+
+    Args: size: (height, width) in pixels after resizing. geometry: the patches.
 
     Patches of a time are in merge blocks, as those of an image; the last frame is repeated to fill a patch. Frames are
     resized by torch, not Pillow, as the reference does it: colours of the two differ by up to 2 of 255.
     Source: `Qwen2VLVideoProcessor` of transformers 5.23.
     """
-    size = geometry.resized(frames[0].height, frames[0].width)
     frames_FCHW = torch.from_numpy(np.stack([np.asarray(frame) for frame in frames])).permute(0, 3, 1, 2).contiguous()
     if frames_FCHW.shape[2:] != size:
         mode = "bilinear" if rules.resample == Image.Resampling.BILINEAR else "bicubic"

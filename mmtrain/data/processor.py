@@ -7,9 +7,9 @@ turn does not depend on later turns.
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -41,7 +41,16 @@ class Document:
     labels: np.ndarray
     """[T] int64: the token to predict at each position, or IGNORE_INDEX; always IGNORE_INDEX at the last one."""
     raw_images: tuple[RawImage | RawVideo, ...]
-    """Those of `meta.images`."""
+    """Those of `meta.of_placeholders`."""
+
+
+class _Measured(NamedTuple):
+    """What one placeholder stands for."""
+
+    images: tuple[ImageMeta, ...]
+    """An image, a video, or each patch in time of a video with captions."""
+    captions: tuple[str, ...] = ()
+    """The text before each of these patches."""
 
 
 class Processor:
@@ -76,9 +85,9 @@ class Processor:
         self.token_ids: Mapping[str, int] = {kind: vocabulary[token] for kind, token in tokens.items()}
         """Kind of content -> the id of the token of one of its features."""
         frame = [token for token in ("<|vision_start|>", "<|vision_end|>") if token in vocabulary]
-        self._texts = {
-            PLACEHOLDERS[kind]: token.join(frame) if len(frame) == 2 else token for kind, token in tokens.items()
-        }
+        self._texts = {kind: token.join(frame) if len(frame) == 2 else token for kind, token in tokens.items()}
+        choices = ((kind, {self._texts[kind]: None, token: None}) for kind, token in tokens.items())
+        self._marks = re.compile("|".join(f"(?P<{kind}>{'|'.join(map(re.escape, texts))})" for kind, texts in choices))
         self._content = content_form(tokenizer)
         self._roles = (*ROLES, "tool") if re.search("""["']tool["']""", str(tokenizer.chat_template)) else ROLES
 
@@ -110,6 +119,10 @@ class Processor:
     def _tokenized(self, where: str, record: Record, text: str, spans: list[tuple[int, int]]) -> Document:
         """Args: spans: characters of each answer."""
         self._check_kinds(where, record)
+        marks = list(self._marks.finditer(text))
+        order = _order(where, record, [str(mark.lastgroup) for mark in marks])
+        measured = [self._measured(where, record, index) for index in order]
+        text, spans = self._captioned(text, spans, marks, measured)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = np.array(encoded["input_ids"], np.int64)
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
@@ -118,8 +131,12 @@ class Processor:
             turn[(ends > begin) & (starts < end)] = index
 
         at = np.flatnonzero(np.isin(ids, list(self.token_ids.values())))
-        order = _order(where, record, {kind: at[ids[at] == token] for kind, token in self.token_ids.items()})
-        images = tuple(self._measured(where, record, index) for index in order)
+        images = tuple(image for item in measured for image in item.images)
+        if len(at) != len(images):
+            raise DataError(
+                f"{where}: the tokenizer finds {len(at)} of the {len(images)} tokens of images and videos in its text; "
+                "make tokenizer.image_token and tokenizer.video_token special tokens that are found everywhere"
+            )
         turn[at] = -1
         repeats = np.ones(len(ids), np.int64)
         repeats[at] = [image.num_tokens for image in images]
@@ -127,6 +144,26 @@ class Processor:
         images = tuple(replace(image, start=int(start)) for image, start in zip(images, first, strict=True))
         raw = tuple(record.images[index] for index in order)
         return _make_document(record, np.repeat(ids, repeats), np.repeat(turn, repeats), images, raw)
+
+    def _captioned(
+        self, text: str, spans: list[tuple[int, int]], marks: Sequence[re.Match[str]], measured: Sequence[_Measured]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text in which each video with captions is its patches in time, each after its caption; and the spans.
+
+        Markers around a placeholder become those of each patch, as Qwen3-VL was trained; transformers 5.23 leaves them
+        there in addition.
+        """
+        grown, added, end = "", list[tuple[int, int]](), 0
+        for mark, item in zip(marks, measured, strict=True):
+            patches = "".join(caption + self._texts["video"] for caption in item.captions) or mark[0]
+            grown += text[end : mark.start()] + patches
+            end = mark.end()
+            added.append((end, len(patches) - len(mark[0])))
+
+        def moved(character: int) -> int:
+            return character + sum(count for before, count in added if before <= character)
+
+        return grown + text[end:], [(moved(begin), moved(stop)) for begin, stop in spans]
 
     def truncated(self, document: Document, num_tokens: int) -> Document:
         """The first num_tokens tokens of a document of text alone.
@@ -158,11 +195,12 @@ class Processor:
         return _make_document(record, ids, np.full(len(ids), -1, np.int64), (), ())
 
     def pixels(self, document: Document) -> list[Tensor]:
-        """Encoder input of each image and video of a document.
+        """Encoder input of each of a document's `meta.images`.
 
         Raises: DataError: naming the image or video whose content is corrupt.
         """
-        return list(map(self._values, self._frames_of(document)))
+        values = zip(document.meta.of_placeholders, map(self._values, self._frames_of(document)), strict=True)
+        return [part for images, tensor in values for part in tensor.chunk(len(images))]
 
     def images(self, document: Document) -> Iterator[Image.Image]:
         """The images of a document in RGB, as a model sees them but for their size, and the first frame of its videos.
@@ -173,8 +211,8 @@ class Processor:
 
     def _frames_of(self, document: Document) -> Iterator[tuple[RawImage | RawVideo, Iterator[Image.Image]]]:
         """Each image and video of a document with its frames in RGB, which are read one by one."""
-        for image, raw in zip(document.meta.images, document.raw_images, strict=True):
-            yield raw, self._frames(raw, f"{image.name}{_file(raw)}")
+        for images, raw in zip(document.meta.of_placeholders, document.raw_images, strict=True):
+            yield raw, self._frames(raw, f"{images[0].name}{_file(raw)}")
 
     def _frames(self, raw: RawImage | RawVideo, name: str) -> Iterator[Image.Image]:
         """The image, or the sampled frames. Raises: DataError: with the name."""
@@ -198,7 +236,9 @@ class Processor:
         assert self._rules is not None
         if isinstance(raw, RawVideo):
             assert self._videos is not None
-            return video_values(list(frames), self._videos.frame, self._rules)
+            decoded = list(frames)
+            size = self._videos.resized(len(decoded), decoded[0].height, decoded[0].width)
+            return video_values(decoded, size, self._videos.patches, self._rules)
         assert self.geometry is not None
         return pixel_values(next(frames), self.geometry, self._rules)
 
@@ -228,14 +268,36 @@ class Processor:
                 "name its own with tokenizer.video_token, use a tokenizer that has one, or leave them out"
             )
 
-    def _measured(self, where: str, record: Record, index: int) -> ImageMeta:
+    def _measured(self, where: str, record: Record, index: int) -> _Measured:
         """The size of an image or video of a record, from its header."""
         raw = record.images[index]
         kind = "image" if isinstance(raw, RawImage) else "video"
         try:
-            grid, seconds, step = self._image_grid(raw) if isinstance(raw, RawImage) else self._video_grid(raw)
+            return self._image(record, index, raw) if isinstance(raw, RawImage) else self._video(record, index, raw)
         except DataError as error:
             raise DataError(f"{kind} {index} of {where}{_file(raw)}: {error}") from None
+
+    def _image(self, record: Record, index: int, raw: RawImage) -> _Measured:
+        assert self.geometry is not None
+        data = raw.read(self._data.max_media_bytes)
+        grid = self.geometry.grid(*header_size(data, self._data.max_decoded_pixels))
+        return _Measured((self._meta(record, index, grid),))
+
+    def _video(self, record: Record, index: int, raw: RawVideo) -> _Measured:
+        assert self._videos is not None
+        frames, rules = open_frames(raw, self._data), self._videos
+        fps = self._fps(raw, frames.fps)
+        count = rules.num_sampled(frames.num_frames, fps)
+        seconds, grid = rules.seconds(frames.num_frames, fps, count), rules.grid(count, *frames.size)
+        captions = rules.captions(frames.num_frames, fps, count)
+        grid = (1, *grid[1:]) if captions else grid
+        meta = self._meta(record, index, grid, seconds, rules.time_step(seconds))
+        patches = tuple(replace(meta, frame=frame) for frame in range(len(captions)))
+        return _Measured(patches or (meta,), captions)
+
+    def _meta(
+        self, record: Record, index: int, grid: tuple[int, int, int], seconds: float = 0.0, step: float = 1.0
+    ) -> ImageMeta:
         assert self.geometry is not None
         return ImageMeta(
             sample=record.sample,
@@ -246,21 +308,6 @@ class Processor:
             seconds=seconds,
             time_step=step,
         )
-
-    def _image_grid(self, raw: RawImage) -> tuple[tuple[int, int, int], float, float]:
-        """`grid`, `seconds` and `time_step` of the metadata of an image."""
-        assert self.geometry is not None
-        data = raw.read(self._data.max_media_bytes)
-        return self.geometry.grid(*header_size(data, self._data.max_decoded_pixels)), 0.0, 1.0
-
-    def _video_grid(self, raw: RawVideo) -> tuple[tuple[int, int, int], float, float]:
-        """The same of a video."""
-        assert self._videos is not None
-        frames = open_frames(raw, self._data)
-        fps = self._fps(raw, frames.fps)
-        count = self._videos.num_sampled(frames.num_frames, fps)
-        seconds = self._videos.seconds(frames.num_frames, fps, count)
-        return self._videos.grid(count, *frames.size), seconds, self._videos.time_step(seconds)
 
     def _render(self, where: str, record: Record) -> tuple[str, list[tuple[int, int]]]:
         """The whole conversation as text, and the characters of each answer."""
@@ -304,8 +351,8 @@ class Processor:
                 f"{where}: a message's content is a {type(content).__name__}; write text or a list of parts"
             )
         content = check_text(content, f"{where}: the {role}'s text")
-        for placeholder, tokens in self._texts.items():
-            content = content.replace(placeholder, tokens)
+        for kind, tokens in self._texts.items():
+            content = content.replace(PLACEHOLDERS[kind], tokens)
         return {"role": role, "content": self._content(content)}
 
     def _part(self, where: str, part: Any) -> str:
@@ -319,24 +366,20 @@ class Processor:
         raise DataError(f"{where}: a part of its content is of type {shown(name)}; supported are {supported}")
 
 
-def _order(where: str, record: Record, slots: Mapping[str, np.ndarray]) -> list[int]:
-    """Indices of the images and videos of a record in the order of their slots.
-
-    Args: slots: kind -> indices of its placeholder tokens.
-    """
-    raw = {"image": RawImage, "video": RawVideo}
-    position: dict[int, int] = {}
-    for kind, at in slots.items():
-        own = [index for index, item in enumerate(record.images) if isinstance(item, raw[kind])]
-        if len(at) != len(own):
+def _order(where: str, record: Record, kinds: Sequence[str]) -> list[int]:
+    """Index of the image or video that each placeholder of a record stands for. Args: kinds: of the placeholders."""
+    of_kinds = {}
+    for kind, raw in (("image", RawImage), ("video", RawVideo)):
+        own = [index for index, item in enumerate(record.images) if isinstance(item, raw)]
+        if (count := kinds.count(kind)) != len(own):
             mark = PLACEHOLDERS[kind]
             raise DataError(
-                f"{where}: {len(at)} `{mark}` placeholders in its messages, but {len(own)} {kind}s; "
+                f"{where}: {count} `{mark}` placeholders in its messages, but {len(own)} {kind}s; "
                 f"write `{mark}` in its text once for each {kind}, at its position, or change the {kind}s; or set "
                 'data.on_error = "skip"'
             )
-        position |= dict(zip(own, at.tolist(), strict=True))
-    return sorted(position, key=position.__getitem__)
+        of_kinds[kind] = iter(own)
+    return [next(of_kinds[kind]) for kind in kinds]
 
 
 def _file(raw: RawImage | RawVideo) -> str:

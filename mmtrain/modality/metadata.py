@@ -6,6 +6,7 @@ Every pp_rank of a model replica holds an equal value, so each builds the same w
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 
 def sample_name(sample: int, source: str) -> str:
@@ -15,12 +16,14 @@ def sample_name(sample: int, source: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageMeta:
-    """One image or video, as the encoder reads it."""
+    """One image or video, as the encoder reads it; or one patch in time of a video that has text between these."""
 
     sample: int
     """Index of its record in the data source."""
     index: int
     """Its index among the images of that record and, counted behind them, its videos."""
+    frame: int | None = None
+    """Its index in time, if it is one patch in time of a video."""
     grid: tuple[int, int, int]
     """Patches (time, height, width); time is 1 for an image."""
     num_tokens: int
@@ -38,6 +41,11 @@ class ImageMeta:
     def is_video(self) -> bool:
         """Whether it is a video, if only of one patch in time."""
         return self.seconds > 0
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """(sample, index), and the frame if it has one, by which a batch is compared with its metadata."""
+        return (self.sample, self.index) if self.frame is None else (self.sample, self.index, self.frame)
 
     @property
     def num_patches(self) -> int:
@@ -71,7 +79,7 @@ class DocumentMeta:
     num_targets: int
     """Number of labelled positions."""
     images: tuple[ImageMeta, ...]
-    """Images and videos, in the order of their tokens."""
+    """Images and videos, or patches in time of videos, in the order of their tokens."""
     grade: str = ""
     """Difficulty in the record, for accuracy by grade; empty if there is none."""
     answers: tuple[int, ...] = ()
@@ -81,6 +89,11 @@ class DocumentMeta:
     """Number of tokens before the first token of the first answer; 0 without an answer."""
     source: str = ""
     """Name of its source; empty if the job has one."""
+
+    @property
+    def of_placeholders(self) -> tuple[tuple[ImageMeta, ...], ...]:
+        """The images of each placeholder: an image, a video, or all patches in time of a video."""
+        return tuple(tuple(group) for _, group in groupby(self.images, key=lambda image: image.index))
 
     @property
     def name(self) -> str:

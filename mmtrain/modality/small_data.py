@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
-from mmtrain.modality.videos import VIDEO_ENCODERS
+from mmtrain.modality.videos import VideoRules, video_rules
 from mmtrain.spec.shapes import DitShape, dit_shape
 from mmtrain.spec.vae_shapes import LatentScale, latent_scale
 from mmtrain.spec.vision_shapes import vision_shape
@@ -39,19 +39,25 @@ def small_data(section: DataConfig, model: ModelConfig) -> DataConfig:
         return section
     shape = vision_shape(model)
     token = (shape.patch_size * shape.merge) ** 2
-    if shape.model_type in VIDEO_ENCODERS:
-        frames = min(section.video_max_frames, _VIDEO_FRAMES)
-        area = min(section.video_max_pixels, _IMAGE_TOKENS // (_VIDEO_FRAMES // 2) * token)
-        section = replace(
-            section,
-            video_max_frames=frames,
-            video_min_frames=min(section.video_min_frames, frames),
-            video_max_pixels=area,
-            video_min_pixels=min(section.video_min_pixels, token, area),
-        )
+    if videos := video_rules(model, section):
+        section = _videos(section, videos)
     max_pixels = min(section.max_pixels or _IMAGE_TOKENS * token, _IMAGE_TOKENS * token)
     min_pixels = 0 if shape.fills else min(token, max_pixels)
     return replace(section, max_pixels=max_pixels, min_pixels=min_pixels)
+
+
+def _videos(section: DataConfig, rules: VideoRules) -> DataConfig:
+    """The section with shorter videos of smaller frames."""
+    frames = min(rules.max_frames, _VIDEO_FRAMES)
+    frame = _IMAGE_TOKENS // (_VIDEO_FRAMES // 2) * rules.factor**2
+    area = min(rules.max_pixels, rules.num_limited(frames) * frame)
+    return replace(
+        section,
+        video_max_frames=frames,
+        video_min_frames=min(rules.min_frames, frames),
+        video_max_pixels=area,
+        video_min_pixels=min(rules.min_pixels, rules.factor**2, area),
+    )
 
 
 def _clips(section: DataConfig, shape: DitShape, vae: LatentScale | None) -> DataConfig:

@@ -1,9 +1,13 @@
-"""The sampling and the size of videos in conversations. Pure arithmetic on numbers of frames and sizes; no pixels."""
+"""The sampling and the size of videos in conversations. Pure arithmetic on numbers of frames and sizes; no pixels.
+
+What a family does otherwise than Qwen2-VL is a subclass of `VideoRules`; its row in `VIDEO_ENCODERS` names that, the
+limits of its video processor, and whether its positions count seconds.
+"""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,26 +15,43 @@ from mmtrain.config.config import CONVERSATION_VIDEO_KEYS
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError
-from mmtrain.modality.geometry import ImageGeometry, model_geometry
+from mmtrain.modality.geometry import ImageGeometry, check_aspect_ratio, model_geometry, smart_resize
 from mmtrain.spec.model_configs import encoder_config
-
-VIDEO_ENCODERS: Mapping[str, str] = {"qwen2_vl_vision": "", "qwen2_5_vl_vision": "tokens_per_second"}
-"""Family of encoders that read videos -> key of its config with the positions of one second; empty: each patch in time
-is one position, however long it lasts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoRules:
     """How many frames of a video are read, which ones, and how many patches they become."""
 
-    frame: ImageGeometry
-    """Of a frame."""
+    processor: ClassVar[str] = "Qwen2VLVideoProcessor"
+    """The class of transformers that does the same."""
+
+    patches: ImageGeometry
+    """Patches of a frame; its limits are those of images."""
     fps: float
     """Frames a second that are sampled."""
     min_frames: int
     max_frames: int
+    min_pixels: int
+    """Smallest area after resizing, of `num_limited` frames together."""
+    max_pixels: int
+    """Largest one."""
     tokens_per_second: float = 0.0
     """Positions of one second; 0: each patch in time is one position."""
+
+    @property
+    def unit(self) -> int:
+        """Frames of one patch in time."""
+        return self.patches.temporal_patch_size
+
+    @property
+    def factor(self) -> int:
+        """Pixels along one side of a token: sides of frames are multiples."""
+        return self.patches.patch_size * self.patches.merge
+
+    def num_limited(self, count: int) -> int:
+        """Number of frames, of `count` that are read, whose area together is within the limits."""
+        return 1
 
     def num_sampled(self, num_frames: int, fps: float) -> int:
         """Number of frames that are read of a video: a multiple of those of a patch, unless the video has fewer.
@@ -38,31 +59,115 @@ class VideoRules:
         Args: num_frames, fps: of the video; frames, and frames a second.
         Source: `Qwen2VLVideoProcessor.sample_frames` of transformers 5.23.
         """
-        unit = self.frame.temporal_patch_size
         wanted = max(num_frames / fps * self.fps, self.min_frames)
-        count = math.floor(min(wanted, self.max_frames, num_frames) / unit) * unit
-        return min(num_frames, max(unit, count))
+        count = math.floor(min(wanted, self.max_frames, num_frames) / self.unit) * self.unit
+        return min(num_frames, max(self.unit, count))
 
     def indices(self, num_frames: int, count: int) -> list[int]:
         """Indices of `count` frames, evenly over a video of num_frames, rounded down after float32 as in the source."""
         times = (np.arange(count) * (num_frames / count)).astype(np.float32).astype(np.int64)
         return [min(int(time), num_frames - 1) for time in times]
 
+    def resized(self, count: int, height: int, width: int) -> tuple[int, int]:
+        """(height, width) in pixels of each of `count` frames after resizing. Args: height, width: in pixels.
+
+        Raises: DataError: as `smart_resize`.
+        """
+        limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        return smart_resize(height, width, factor=self.factor, **limits)
+
     def grid(self, count: int, height: int, width: int) -> tuple[int, int, int]:
         """Patches (time, height, width) of `count` frames of height x width pixels; the last frame fills a patch.
 
-        Raises: DataError: as `ImageGeometry.resized`.
+        Raises: DataError: as `resized`.
         """
-        _, rows, columns = self.frame.grid(height, width)
-        return -(-count // self.frame.temporal_patch_size), rows, columns
+        new_height, new_width = self.resized(count, height, width)
+        side = self.patches.patch_size
+        return -(-count // self.unit), new_height // side, new_width // side
 
     def seconds(self, num_frames: int, fps: float, count: int) -> float:
         """Seconds from one patch to the next in time, if `count` frames of a video are read."""
-        return self.frame.temporal_patch_size / (count / num_frames * fps)
+        return self.unit / (count / num_frames * fps)
 
     def time_step(self, seconds: float) -> float:
         """Positions from one patch to the next in time."""
         return self.tokens_per_second * seconds if self.tokens_per_second else 1.0
+
+    def captions(self, num_frames: int, fps: float, count: int) -> tuple[str, ...]:
+        """The text before each patch in time; empty: there is none, and a video is one item of the encoder."""
+        return ()
+
+
+class TimedVideoRules(VideoRules):
+    """Those of Qwen3-VL, in which text says the time of each patch in time, so each is an item of its own.
+
+    Source: `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` of transformers 5.23.
+    """
+
+    __slots__ = ()
+    processor = "Qwen3VLVideoProcessor"
+
+    def num_limited(self, count: int) -> int:
+        """All of them."""
+        return max(count, self.unit)
+
+    def num_sampled(self, num_frames: int, fps: float) -> int:
+        """Number of frames that are read of a video, odd ones too. Args: as of the base class."""
+        wanted = int(num_frames / fps * self.fps)
+        return min(max(wanted, self.min_frames), self.max_frames, num_frames)
+
+    def indices(self, num_frames: int, count: int) -> list[int]:
+        """Indices of `count` frames, evenly from the first to the last of a video."""
+        return [int(index) for index in np.linspace(0, num_frames - 1, count).round()]
+
+    def resized(self, count: int, height: int, width: int) -> tuple[int, int]:
+        """(height, width) in pixels of each frame, such that the area of all of them is within the limits.
+
+        A side below a token's is enlarged first. One frame counts as those of a patch, which the source refuses.
+        Raises: DataError: a side is 0, or the aspect ratio is too large.
+        """
+        check_aspect_ratio(height, width)
+        count, factor = self.num_limited(count), self.factor
+        if min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        rows, columns = round(height / factor), round(width / factor)
+        area = round(count / self.unit) * self.unit * rows * columns * factor**2
+        if area > self.max_pixels:
+            shrink = math.sqrt(count * height * width / self.max_pixels)
+            rows, columns = (max(1, math.floor(side / shrink / factor)) for side in (height, width))
+        elif area < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (count * height * width))
+            rows, columns = (math.ceil(side * grow / factor) for side in (height, width))
+        return rows * factor, columns * factor
+
+    def captions(self, num_frames: int, fps: float, count: int) -> tuple[str, ...]:
+        """The time of each patch: the mean of those of its first and its last frame."""
+        times = [index / fps for index in self.indices(num_frames, count)]
+        times += times[-1:] * (-count % self.unit)
+        pairs = zip(times[:: self.unit], times[self.unit - 1 :: self.unit], strict=True)
+        return tuple(f"<{(first + last) / 2:.1f} seconds>" for first, last in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoFamily:
+    """The videos of one family of encoders."""
+
+    rules: type[VideoRules] = VideoRules
+    min_pixels: int = 128 * 28**2
+    """Of `VideoRules`, unless the config says another; the default of the video processor's class."""
+    max_pixels: int = 768 * 28**2
+    time_key: str = ""
+    """Key of the encoder's config with the positions of one second; empty: each patch in time is one position, however
+    long it lasts."""
+
+
+VIDEO_ENCODERS: Mapping[str, VideoFamily] = {
+    "qwen2_vl_vision": VideoFamily(),
+    "qwen2_5_vl_vision": VideoFamily(time_key="tokens_per_second"),
+    "qwen3_vl_vision": VideoFamily(rules=TimedVideoRules, min_pixels=128 * 32**2, max_pixels=768 * 32**2),
+}
+"""Family of encoders that read videos -> how."""
 
 
 def video_rules(model: ModelConfig, data: DataConfig) -> VideoRules | None:
@@ -80,19 +185,29 @@ def video_rules(model: ModelConfig, data: DataConfig) -> VideoRules | None:
                     "read videos; remove it"
                 )
         return None
-    frame = replace(model_geometry(model), min_pixels=data.video_min_pixels, max_pixels=data.video_max_pixels)
-    area = (frame.patch_size * frame.merge) ** 2
-    for name, least, what in (
-        ("video_max_frames", frame.temporal_patch_size, "one patch holds as many"),
-        ("video_max_pixels", area, "one token covers as many"),
-    ):
-        if getattr(data, name) < least:
-            raise ConfigError(f"data.{name} = {getattr(data, name)}; it must be at least {least}: {what}")
-    key = VIDEO_ENCODERS[kind]
-    return VideoRules(
-        frame=frame,
+    family = VIDEO_ENCODERS[kind]
+    rules = family.rules(
+        patches=model_geometry(model),
         fps=data.video_fps,
         min_frames=data.video_min_frames,
         max_frames=data.video_max_frames,
-        tokens_per_second=float(encoder[key]) if key else 0.0,
+        min_pixels=data.video_min_pixels or family.min_pixels,
+        max_pixels=data.video_max_pixels or family.max_pixels,
+        tokens_per_second=float(encoder[family.time_key]) if family.time_key else 0.0,
     )
+    _check_limits(rules)
+    return rules
+
+
+def _check_limits(rules: VideoRules) -> None:
+    area = rules.num_limited(rules.unit) * rules.factor**2
+    for name, least, why in (
+        ("max_frames", rules.unit, "one patch holds as many"),
+        ("max_pixels", area, "one token covers as many"),
+    ):
+        if getattr(rules, name) < least:
+            raise ConfigError(f"data.video_{name} = {getattr(rules, name)}; it must be at least {least}: {why}")
+    if rules.max_pixels < rules.min_pixels:
+        raise ConfigError(
+            f"data.video_max_pixels = {rules.max_pixels} is below data.video_min_pixels = {rules.min_pixels}; raise it"
+        )

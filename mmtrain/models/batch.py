@@ -1,7 +1,7 @@
 """The tensors of one step on one model replica."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -37,8 +37,8 @@ class Microbatch:
     pixel_values: list[Tensor]
     """One tensor an image or video, float32, that concatenate along dim 0: [patches, patch_dim] for packed
     native-resolution encoders, [1, channels, height, width] for encoders of a fixed size."""
-    image_names: list[tuple[int, int]]
-    """(sample, index) of each image and video, which must be those of the metadata."""
+    image_names: list[tuple[int, ...]]
+    """`ImageMeta.key` of each image and video, which must be those of the metadata."""
 
 
 @dataclass(kw_only=True)
@@ -147,7 +147,7 @@ def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> 
     num_labels = int((tensors.labels != IGNORE_INDEX).sum())
     if num_labels != meta.num_targets:
         raise DataError(f"{where}: {num_labels} labelled positions, but the metadata names {meta.num_targets}")
-    expected = [(image.sample, image.index) for image in meta.images]
+    expected = [image.key for image in meta.images]
     if tensors.image_names != expected:
         _name_difference(where, "image", tensors.image_names, expected)
     if len(tensors.pixel_values) != len(expected):
@@ -160,13 +160,14 @@ def _check_microbatch(where: str, tensors: Microbatch, meta: MicrobatchMeta) -> 
 
 
 def _name_difference(
-    where: str, content: str, names: list[tuple[int, int]], expected: list[tuple[int, int]]
+    where: str, content: str, names: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]
 ) -> NoReturn:
     """Raises: DataError: the image or clip by which the names differ from those of the metadata."""
     counts, owed = Counter(names), Counter(expected)
     for verb, different in (("lost", owed - counts), ("there once too often", counts - owed)):
-        for sample, index in different:
-            raise DataError(f"{where}: {content} {index} of sample {sample} is {verb}")
+        for sample, index, *frame in different:
+            part = f"frame {frame[0]} of video" if frame else content
+            raise DataError(f"{where}: {part} {index} of sample {sample} is {verb}")
     order = "their tokens" if content == "image" else "their captions"
     raise DataError(f"{where}: its {content}s are in another order than {order}: {names}")
 

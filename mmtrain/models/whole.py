@@ -146,13 +146,14 @@ def class_inputs(document: DocumentMeta, pixels: list[Tensor], config: Any) -> d
     if pairs and pixels[0].dim() != 2:
         return {"pixel_values": torch.cat(pixels)}
     inputs = {"mm_token_type_ids": token_types(document)[None]} if pairs else {}
+    grids = [(images[0], (sum(i.grid[0] for i in images), *images[0].grid[1:])) for images in document.of_placeholders]
     for video, pixels_key, grid_key in (
         (False, "pixel_values", "image_grid_thw"),
         (True, "pixel_values_videos", "video_grid_thw"),
     ):
         if of_kind := [pair for pair in pairs if pair[0].is_video == video]:
             inputs[pixels_key] = torch.cat([values for _, values in of_kind])
-            inputs[grid_key] = torch.tensor([image.grid for image, _ in of_kind])
+            inputs[grid_key] = torch.tensor([grid for image, grid in grids if image.is_video == video])
             if video and hasattr(config.vision_config, "tokens_per_second"):
                 inputs["second_per_grid_ts"] = torch.tensor([image.seconds for image, _ in of_kind])
     return inputs

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from mmtrain.commands.answering import Answerer, Sampling, asked, questions
 from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
+from mmtrain.commands.export_whole import VIDEO_PROCESSOR
 from mmtrain.config.config import TokenizerConfig
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
@@ -110,7 +111,7 @@ def test_a_run_and_its_folder_answer_as_transformers_does(tmp_path, images, name
     assert answers == {tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip()}
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", whole_models.FAMILIES)
 def test_videos_are_answered_as_by_transformers(tmp_path, images, name, monkeypatch, capsys):
     """A folder of frames, an array and an image; by the run, by its folder, and by its video processor and class."""
     frames = np.random.default_rng(1).integers(0, 256, (2, 11, 20, 33, 3), np.uint8)
@@ -121,9 +122,12 @@ def test_videos_are_answered_as_by_transformers(tmp_path, images, name, monkeypa
     tokenizer = load_tokenizer(TokenizerConfig())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    text = {**whole_models.TEXT, "vocab_size": VOCAB + 1}
+    text = whole_models.tiny_text(name, vocab_size=VOCAB + 1)
     whole_models.whole_model(name, text, whole_models.VISION[name]).save_pretrained(tmp_path / "whole")
     limits = {"source_fps": 4.0, "video_fps": 2.5, "video_min_pixels": 64, "video_max_pixels": 1024}
+    timed = name not in whole_models.OLDER
+    if timed:  # whose limits are of all six frames; of images its own are 256 x 256 at least
+        limits |= {"video_max_pixels": 6 * 1024, "min_pixels": 256, "max_pixels": 1024}
     data, section = DataConfig(source="unused", **limits), TokenizerConfig(path=str(tmp_path / "tokenizer"))
     save_run(tmp_path / "run", whole_models.named(tmp_path / "whole"), data=data, tokenizer=section)
     export(tmp_path / "run", tmp_path / "out")
@@ -139,7 +143,8 @@ def test_videos_are_answered_as_by_transformers(tmp_path, images, name, monkeypa
 
     theirs = reader(tmp_path / "out")
     seen = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")(Image.open(images[0]), return_tensors="pt")
-    of_videos = video_processor_class(monkeypatch).from_pretrained(tmp_path / "out")(
+    family = name if timed else "qwen2_vl"
+    of_videos = video_processor_class(monkeypatch, family).from_pretrained(tmp_path / "out")(
         videos=list(frames), video_metadata=[{"total_num_frames": 11, "fps": 4.0}] * 2, return_metadata=True,
         return_tensors="pt",
     )  # fmt: skip
@@ -156,10 +161,14 @@ def test_videos_are_answered_as_by_transformers(tmp_path, images, name, monkeypa
     content = prompt
     for mark, (token, grids) in marks.items():
         for grid in grids:
-            count = int(grid.prod()) // 4
-            content = content.replace(mark, f"<|vision_start|>{token * count}<|vision_end|>", 1)
+            times = [""]
+            if timed and mark == "<video>":  # frames 0, 2, 4, 6, 8 and 10, a quarter of a second each
+                times = ["<0.2 seconds>", "<1.2 seconds>", "<2.2 seconds>"]
+            frame = f"<|vision_start|>{token * (int(grid.prod()) // 4 // len(times))}<|vision_end|>"
+            content = content.replace(mark, "".join(time + frame for time in times), 1)
     messages = [{"role": "user", "content": content}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    assert torch.equal(inputs["input_ids"], ids)
     types = (ids == theirs.config.image_token_id).long() + 2 * (ids == theirs.config.video_token_id)
     tokens = theirs.generate(
         input_ids=ids, mm_token_type_ids=types, max_new_tokens=8, do_sample=False, **seen, **of_videos
@@ -174,6 +183,27 @@ def test_videos_are_answered_as_by_transformers(tmp_path, images, name, monkeypa
     assert main([*words, "--questions", str(tmp_path / "q.jsonl")]) == 0
     line = json.loads(capsys.readouterr().out)
     assert (line["question"], line["answer"]) == ("<video>what?", said)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_the_folder_reads_videos_as_the_job_did(tmp_path, name):
+    """Also if the job sets no limits and the model came with others."""
+    tokenizer = load_tokenizer(TokenizerConfig())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    text = whole_models.tiny_text(name, vocab_size=VOCAB + 1)
+    whole_models.whole_model(name, text, whole_models.VISION[name]).save_pretrained(tmp_path / "whole")
+    other = {"size": {"shortest_edge": 4096, "longest_edge": 25165824}, "fps": 1, "cap_pixels_per_frame": True}
+    (tmp_path / "whole" / VIDEO_PROCESSOR).write_text(json.dumps(other))
+    data, section = DataConfig(source="unused"), TokenizerConfig(path=str(tmp_path / "tokenizer"))
+    save_run(tmp_path / "run", whole_models.named(tmp_path / "whole"), data=data, tokenizer=section)
+    export(tmp_path / "run", tmp_path / "out")
+    values = json.loads((tmp_path / "out" / VIDEO_PROCESSOR).read_text())
+    least, most = (100352, 602112) if name == "qwen2_vl" else (131072, 786432)
+    assert values["size"] == {"shortest_edge": least, "longest_edge": most}
+    assert (values["fps"], values["max_frames"], values["cap_pixels_per_frame"]) == (2.0, 768, False)
+    kind = {"qwen2_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}[name]
+    assert values["video_processor_type"] == kind
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "siglip, qwen2"])

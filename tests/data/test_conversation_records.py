@@ -32,7 +32,8 @@ def processor() -> Processor:
     geometry = image_geometry(QWEN, spatial_merge=2, min_pixels=0, max_pixels=28 * 28 * 16)
     tokenizer = load_tokenizer(TokenizerConfig())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
-    videos = VideoRules(frame=geometry, fps=2.0, min_frames=4, max_frames=8)
+    limits = {"min_frames": 4, "max_frames": 8, "min_pixels": geometry.min_pixels, "max_pixels": geometry.max_pixels}
+    videos = VideoRules(patches=geometry, fps=2.0, **limits)
     rules = pixel_rules("qwen2_vl")
     return Processor(tokenizer, TokenizerConfig(), geometry, rules, DataConfig(source="x"), videos)
 

@@ -13,6 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from tokenizers import AddedToken
+from transformers import Qwen3VLConfig
 
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig, TokenizerConfig
@@ -26,10 +28,13 @@ from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.geometry import model_geometry
+from mmtrain.modality.positions import token_positions
 from mmtrain.modality.small_data import small_data
-from mmtrain.modality.videos import VideoRules, video_rules
+from mmtrain.modality.videos import VIDEO_ENCODERS, VideoRules, video_rules
 from mmtrain.models.batch import IGNORE_INDEX, check_batch
+from mmtrain.models.whole import class_inputs
 from tests.data.samples import make_config, png
+from tests.modality.test_positions import IMAGE, VIDEO, rope_index
 from tests.video_processor import video_processor_class
 
 SIZES = {"video_min_pixels": 4 * 28 * 28, "video_max_pixels": 16 * 28 * 28}
@@ -58,6 +63,13 @@ def processor(encoder: str = "qwen2_vl_vision", *, token: bool = True, **data: A
     geometry = model_geometry(model(encoder), max_pixels=limit)
     videos = video_rules(model(encoder), section)
     return Processor(tokenizer, TokenizerConfig(), geometry, pixel_rules("qwen2_vl"), section, videos)
+
+
+def values_of(frames: list[Image.Image], ours: VideoRules | None = None) -> torch.Tensor:
+    """The pixels of frames that are all read."""
+    ours = ours or rules()
+    size = ours.resized(len(frames), frames[0].height, frames[0].width)
+    return video_values(frames, size, ours.patches, pixel_rules("qwen2_vl"))
 
 
 def array(num_frames: int, height: int = 60, width: int = 90, seed: int = 0) -> np.ndarray:
@@ -104,7 +116,7 @@ def test_patches_and_grids_are_those_of_transformers(theirs, num_frames, height,
     assert indices == list(map(int, metadata.frames_indices))
     assert ours.seconds(num_frames, fps, count) == 2 / metadata.sampled_fps
     assert [list(ours.grid(count, height, width))] == expected["video_grid_thw"].tolist()
-    values = video_values([Image.fromarray(frames[i]) for i in indices], ours.frame, pixel_rules("qwen2_vl"))
+    values = values_of([Image.fromarray(frames[i]) for i in indices])
     torch.testing.assert_close(values, expected["pixel_values_videos"], rtol=0, atol=2e-6)
 
 
@@ -112,7 +124,7 @@ def test_an_odd_last_frame_fills_its_patch_as_in_transformers(theirs):
     frames = array(5, 56, 84)
     size = {"shortest_edge": SIZES["video_min_pixels"], "longest_edge": SIZES["video_max_pixels"]}
     expected = theirs(size=size, cap_pixels_per_frame=False)(videos=[frames], return_tensors="pt")
-    values = video_values(list(map(Image.fromarray, frames)), rules().frame, pixel_rules("qwen2_vl"))
+    values = values_of(list(map(Image.fromarray, frames)))
     assert [list(rules().grid(5, 56, 84))] == expected["video_grid_thw"].tolist() == [[3, 4, 6]]
     torch.testing.assert_close(values, expected["pixel_values_videos"], rtol=0, atol=2e-6)
 
@@ -127,6 +139,76 @@ def test_sampled_frames_are_within_the_limits_and_the_video(num_frames, fps, wan
     assert count >= min(ours.min_frames, num_frames) - 1
     assert len(indices) == count and indices[0] == 0 and indices[-1] < num_frames
     assert all(a < b for a, b in pairwise(indices))
+
+
+THREE = "qwen3_vl_vision"
+AREA = {"video_min_pixels": 8 * 32**2, "video_max_pixels": 96 * 32**2}
+"""Limits of Qwen3-VL's videos, of all frames together."""
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "height", "width", "fps"),
+    [
+        (9, 50, 61, 8.0),
+        (30, 61, 200, 30.0),
+        (7, 28, 28, 1.0),
+        (5, 300, 40, 2.0),
+        (3, 84, 112, 24.0),
+        (40, 90, 56, 12.5),
+        (2, 20, 700, 3.0),
+        (61, 240, 320, 6.0),
+    ],
+)
+def test_patches_grids_and_indices_are_those_of_qwen3_vl(monkeypatch, num_frames, height, width, fps):
+    frames = array(num_frames, height, width)
+    size = {"shortest_edge": AREA["video_min_pixels"], "longest_edge": AREA["video_max_pixels"]}
+    theirs = video_processor_class(monkeypatch, "qwen3_vl")(size=size, cap_pixels_per_frame=False)
+    metadata = [{"total_num_frames": num_frames, "fps": fps}]
+    expected = theirs(videos=[frames], video_metadata=metadata, return_metadata=True, return_tensors="pt")
+    ours = rules(THREE, **AREA)
+    count = ours.num_sampled(num_frames, fps)
+    indices = ours.indices(num_frames, count)
+    assert indices == list(map(int, expected["video_metadata"][0].frames_indices))
+    assert [list(ours.grid(count, height, width))] == expected["video_grid_thw"].tolist()
+    size = ours.resized(count, height, width)
+    values = video_values([Image.fromarray(frames[i]) for i in indices], size, ours.patches, pixel_rules("qwen3_vl"))
+    torch.testing.assert_close(values, expected["pixel_values_videos"], rtol=0, atol=2e-6)
+
+
+@given(
+    st.integers(2, 3000),
+    st.integers(10, 2000),
+    st.floats(1, 19),
+    st.booleans(),
+    st.floats(0.5, 120),
+    st.floats(0.1, 30),
+    st.integers(1, 900),
+)
+def test_sizes_and_times_of_qwen3_vl(num_frames, height, ratio, tall, fps, wanted, most):
+    """Against the functions of the classes, which need no frames; default limits."""
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+    height, width = (int(height * ratio), height) if tall else (height, int(height * ratio))
+    ours = rules(THREE, video_min_pixels=0, video_max_pixels=0, video_fps=wanted, video_max_frames=max(4, most))
+    count = ours.num_sampled(num_frames, fps)
+    indices = ours.indices(num_frames, count)
+    assert len(indices) == count <= min(num_frames, ours.max_frames) and indices[0] == 0
+    assert all(a < b for a, b in pairwise(indices)) and (count == 1 or indices[-1] == num_frames - 1)
+    assert ours.resized(count, height, width) == smart_resize(
+        max(count, 2), height, width, 2, 32, 128 * 32 * 32, 768 * 32 * 32
+    )
+    times = Qwen3VLProcessor._calculate_timestamps(None, list(indices), fps, 2)
+    assert ours.captions(num_frames, fps, count) == tuple(f"<{time:.1f} seconds>" for time in times)
+
+
+def test_default_limits_are_those_of_the_class_of_the_family(monkeypatch):
+    for family, kind in (("qwen2_vl", "qwen2_vl_vision"), ("qwen3_vl", THREE)):
+        theirs = video_processor_class(monkeypatch, family)
+        ours = rules(kind, video_min_pixels=0, video_max_pixels=0)
+        limits = {"shortest_edge": ours.min_pixels, "longest_edge": ours.max_pixels}
+        assert (limits, ours.processor) == (dict(theirs.size), theirs.__name__)
+        assert (ours.min_frames, ours.max_frames) == (theirs.min_frames, theirs.max_frames)
 
 
 def test_positions_of_a_second_are_those_of_the_family():
@@ -182,7 +264,7 @@ def test_each_form_gives_the_same_tokens_and_pixels(folder: Path, name: str) -> 
     expected = f"<|im_start|>user\n{PAD}Where?<|im_end|>\n<|im_start|>assistant\nnorth<|im_end|>\n"
     assert ours.tokenizer.decode(document.input_ids) == expected
     frames = list(map(Image.fromarray, array(4, 56, 56)))
-    assert torch.equal(ours.pixels(document)[0], video_values(frames, rules().frame, pixel_rules("qwen2_vl")))
+    assert torch.equal(ours.pixels(document)[0], values_of(frames))
 
 
 def test_bytes_of_a_video_are_one(folder: Path) -> None:
@@ -223,7 +305,73 @@ def test_only_sampled_frames_are_decoded(folder: Path) -> None:
     document = ours.document(read(folder, {"video": "walk", "messages": said("<video>Where?")}))
     assert document.meta.images[0].grid[0] == 1
     expected = [Image.fromarray(frame) for frame in array(4, 56, 56)[::2]]
-    assert torch.equal(ours.pixels(document)[0], video_values(expected, rules().frame, pixel_rules("qwen2_vl")))
+    assert torch.equal(ours.pixels(document)[0], values_of(expected))
+
+
+@pytest.fixture
+def qwen3_processor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """transformers' whole processor of Qwen3-VL, with our tokenizer."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    colours = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    images = Qwen2VLImageProcessorPil(patch_size=16, min_pixels=32**2, max_pixels=16 * 32**2, **colours)
+    size = {"shortest_edge": AREA["video_min_pixels"], "longest_edge": AREA["video_max_pixels"]}
+    videos = video_processor_class(monkeypatch, "qwen3_vl")(size=size, cap_pixels_per_frame=False)
+    tokenizer = load_tokenizer(TokenizerConfig())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
+    made = Qwen3VLProcessor.__new__(Qwen3VLProcessor)  # its base refuses classes that the library has not registered
+    monkeypatch.setattr(type(made), "check_argument_for_proper_class", lambda self, name, value: type(value))
+    made.__init__(image_processor=images, tokenizer=tokenizer, video_processor=videos)
+    return made
+
+
+def qwen3(tokenizer: Any) -> Processor:
+    """Our processor of the same model."""
+    geometry = model_geometry(model(THREE), min_pixels=32**2, max_pixels=16 * 32**2)
+    section = DataConfig(source="x", **AREA)
+    videos = video_rules(model(THREE), section)
+    return Processor(tokenizer, TokenizerConfig(), geometry, pixel_rules("qwen3_vl"), section, videos)
+
+
+@pytest.mark.parametrize("marker", ["<video>", "<|video_pad|>"])
+def test_text_and_tokens_of_qwen3_vl_are_those_of_its_processor(folder: Path, qwen3_processor: Any, marker) -> None:
+    """Of a placeholder alone; markers around it become those of each patch, which 5.23 leaves there in addition."""
+    ours, long = qwen3(qwen3_processor.tokenizer), array(13, 40, 56, seed=2)
+    np.save(folder / "long.npy", long)
+    text = f"{marker}first?\n{marker}, then <image>what"
+    row = {"images": ["0.png"], "videos": ["walk", "long.npy"], "messages": said(text), "fps": 4.0}
+    document = ours.document(read(folder, row))
+    rendered = ours.tokenizer.apply_chat_template(said(text), tokenize=False)
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    metadata = [{"total_num_frames": n, "fps": 4.0} for n in (4, 13)]
+    expected = qwen3_processor(
+        text=[rendered.replace(marker, "<|video_pad|>").replace("<image>", image)], videos=[array(4, 56, 56), long],
+        images=[Image.open(folder / "0.png")], video_metadata=metadata, return_tensors="pt",
+    )  # fmt: skip
+    assert ours.tokenizer.decode(document.input_ids) == ours.tokenizer.decode(expected["input_ids"][0])
+    assert document.input_ids.tolist() == expected["input_ids"][0].tolist()
+    found = class_inputs(document.meta, ours.pixels(document), Qwen3VLConfig())
+    found.pop("pixel_values")  # Pillow's and torch's resizing differ in the last digits
+    for key, values in found.items():
+        torch.testing.assert_close(values, expected[key], rtol=0, atol=2e-6, msg=key)
+    images = document.meta.images
+    assert [image.key for image in images] == [(0, 1, 0), (0, 1, 1), *((0, 2, i) for i in range(3)), (0, 0)]
+    types = expected["mm_token_type_ids"]
+    grids = {IMAGE: found["image_grid_thw"].tolist(), VIDEO: found["video_grid_thw"].tolist()}
+    wanted = rope_index("qwen3_vl", document.meta, types[0].tolist(), grids=grids)
+    np.testing.assert_array_equal(token_positions([document.meta], 3), wanted)
+    answer = document.labels[document.labels != IGNORE_INDEX]
+    assert ours.tokenizer.decode(answer) == "north<|im_end|>"
+
+
+def test_a_token_that_the_tokenizer_overlooks_is_named(folder: Path) -> None:
+    ours = processor(token=False)
+    ours.tokenizer.add_tokens([AddedToken("<|video_pad|>", special=True, single_word=True)])
+    args = ours.tokenizer, TokenizerConfig(), ours.geometry, pixel_rules("qwen2_vl"), DataConfig(source="x", **SIZES)
+    record = read(folder, ONE | {"messages": said("a<|video_pad|>b")})
+    with pytest.raises(DataError, match="the tokenizer finds 0 of the 1 tokens of images and videos in its text; make"):
+        Processor(*args, rules()).document(record)
 
 
 def test_blank_videos_are_grey(folder: Path) -> None:
@@ -327,13 +475,14 @@ def test_limits_of_videos_that_no_one_reads() -> None:
 # ---------------------------------------------------------------------------------------------- steps
 
 
-def job(folder: Path, rows: list[dict[str, Any]], **options: Any) -> Config:
-    """A job on these records whose encoder is that of Qwen2.5-VL."""
+def job(folder: Path, rows: list[dict[str, Any]], encoder: dict[str, Any] | None = None, **options: Any) -> Config:
+    """A job on these records whose encoder is that of Qwen2.5-VL. Args: encoder: other keys of its config."""
     tokenizer = load_tokenizer(TokenizerConfig())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
     tokenizer.save_pretrained(folder / "tokenizer")
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    encoder = {"model_type": "qwen2_5_vl_vision", "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    small = {"model_type": "qwen2_5_vl_vision", "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    encoder = small | (encoder or {})
     options = {"vocab_size": 449, "global_batch_size": 1, "shuffle": False, **SIZES, **options}
     config = make_config(folder, encoder=encoder, **options)
     return dataclasses.replace(config, tokenizer=TokenizerConfig(path=str(folder / "tokenizer")))
@@ -360,6 +509,34 @@ def test_a_step_packs_videos_and_survives_the_way_from_a_worker(folder: Path) ->
         assert torch.equal(one, other)
     del tensors.pixel_values[3], tensors.image_names[3]
     with pytest.raises(DataError, match="microbatch 0: image 2 of sample 1 is lost"):
+        check_batch(batch, meta)
+
+
+def test_a_step_of_qwen3_vl_has_each_patch_in_time_as_an_item(folder: Path) -> None:
+    encoder = {"model_type": THREE, "num_position_embeddings": 4, "deepstack_visual_indexes": []}
+    bad = [ONE | {"videos": ["absent.npy"]}, ONE | {"messages": said("<video><video>?")}]
+    options = {**AREA, "min_pixels": 1024, "max_pixels": 4096, "on_error": "skip"}
+    config = job(folder, [ONE, *bad, MIXED], encoder, **options)
+    with Loader(config, num_steps=1) as loader:
+        batch, meta, state = next(loader)
+    check_batch(batch, meta)
+    (tensors,), (counts,) = batch.microbatches, meta.microbatches
+    keys = [(0, 0, 0), (0, 0, 1), (3, 1, 0), (3, 1, 1), (3, 0), (3, 2, 0), (3, 2, 1)]
+    assert [image.key for image in counts.images] == tensors.image_names == keys
+    assert [len(pixels) for pixels in tensors.pixel_values] == [image.num_patches for image in counts.images]
+    assert meta.num_images == 7 and meta.num_skipped == 2
+    text = load_tokenizer(config.tokenizer).decode(tensors.input_ids)
+    assert text.count("<0.2 seconds><|vision_start|><|video_pad|>") == 1, "of frames at 2 a second"
+    assert text.count("<0.1 seconds><|vision_start|><|video_pad|>") == 2, "of frames at 4 a second"
+    assert "<|vision_start|><|vision_start|>" not in text and "<|vision_start|><" + "0" not in text
+    sent, sent_meta, _ = _Wire.pack(batch, meta, state).unpack()
+    check_batch(sent, sent_meta)
+    names = tensors.image_names
+    names[2], names[3] = names[3], names[2]
+    with pytest.raises(DataError, match="microbatch 0: its images are in another order"):
+        check_batch(batch, meta)
+    del tensors.pixel_values[3], names[3]
+    with pytest.raises(DataError, match="microbatch 0: frame 0 of video 1 of sample 3 is lost"):
         check_batch(batch, meta)
 
 
@@ -392,9 +569,10 @@ def test_a_video_too_long_for_a_microbatch_follows_too_long(folder: Path) -> Non
             next(loader)
 
 
-def test_the_small_job_has_small_videos() -> None:
-    section = small_data(DataConfig(source="x"), model())
+@pytest.mark.parametrize("encoder", VIDEO_ENCODERS)
+def test_the_small_job_has_small_videos(encoder: str) -> None:
+    section = small_data(DataConfig(source="x"), model(encoder))
     assert (section.video_max_frames, section.video_min_frames) == (4, 4)
-    found = video_rules(model(), section)
+    found = video_rules(model(encoder), section)
     assert found is not None
-    assert found.frame.num_tokens(found.grid(found.num_sampled(10**4, 30.0), 1080, 1920)) <= 16
+    assert 8 <= found.patches.num_tokens(found.grid(found.num_sampled(10**4, 30.0), 1080, 1920)) <= 16

@@ -91,7 +91,7 @@ def test_equal_to_qwen2_vl_for_packed_documents(packed):
 def test_equal_to_qwen3_vl_whose_videos_are_frames_with_text_between_them(given_spans, last):
     """Each frame is an item of its own here; the class divides the grid of a video into them."""
     still = [(text, kind, (t if kind == VIDEO else 1, h, w)) for text, kind, (t, h, w) in given_spans]
-    frames = [(text, kind, (1, h, w)) for text, kind, (t, h, w) in still for _ in range(t)]
+    frames = [(text + i % 3, kind, (1, h, w)) for text, kind, (t, h, w) in still for i in range(t)]
     meta, types = document(frames, last)
     grids = {kind: [(t, MERGE * h, MERGE * w) for _, k, (t, h, w) in still if k == kind] for kind in (IMAGE, VIDEO)}
     np.testing.assert_array_equal(token_positions([meta], 3), rope_index("qwen3_vl", meta, types, grids=grids))

@@ -33,6 +33,8 @@ from tests.spec.test_builders import kept_bytes
 
 IMAGES = [[[1, 0, 2], [0, 0], [1, 1], [2]], [[0], [1, 1, 0], [1], [0, 3]]]
 """Images of each document, for two replicas: one of each has text-only microbatches."""
+VIDEOS = [[["v", "i", "vi"], [0, "v"], ["iv", 1], ["v"]], [["iv"], ["v", 1, 0], [1], [0, "vi"]]]
+"""The same with videos, i an image and v a video, whose patches in time have text between them."""
 TAPS = {4: [0, 1, 3], 6: [0, 2, 5]}
 """Number of blocks -> those whose outputs travel; the last one is among them."""
 
@@ -59,8 +61,8 @@ def deepstack(
     )
 
 
-def case(model: ModelConfig | None = None, **more) -> Case:
-    return Case(model=model or deepstack(), images=IMAGES, **more)
+def case(model: ModelConfig | None = None, images=IMAGES, **more) -> Case:
+    return Case(model=model or deepstack(), images=images, **more)
 
 
 CASES = {
@@ -75,6 +77,8 @@ CASES = {
     "whole encoder": case(data_encoder=True),
     "split backwards": case(runs=(("interleave", 1, 2),)),
     "memory": case(memories=3),
+    "videos": case(images=VIDEOS, runs=(("interleave", 1), ("1F1B", 0))),
+    "videos, patches over cp": case(images=VIDEOS, share_patches=True),
 }
 LAYOUTS = [
     MeshShape(pp=2),
@@ -84,7 +88,13 @@ LAYOUTS = [
     MeshShape(pp=2, dp_shard=2),
     MeshShape(pp=2, cp=2, tp=2),
 ]
-DAILY = {MeshShape(pp=2): {"all": case(deepstack(4)), "memory": case(deepstack(4), memories=2)}}
+DAILY = {
+    MeshShape(pp=2): {
+        "all": case(deepstack(4)),
+        "memory": case(deepstack(4), memories=2),
+        "videos": case(deepstack(4), VIDEOS),
+    }
+}
 
 
 def carried(model: ModelConfig, shape: MeshShape) -> dict[str, list[int]]:
