@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from mmtrain.checkpoint.run_folder import open_run
-from mmtrain.commands.export_whole import VIDEO_PROCESSOR, assembled
+from mmtrain.commands.export_whole import assembled
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig
 from mmtrain.config.toml_sections import build
@@ -24,7 +24,7 @@ from mmtrain.data.sources import open_source
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.whole import class_inputs
 from mmtrain.spec.composites import COMPOSITES, class_name
-from mmtrain.spec.hub_files import read_json
+from mmtrain.spec.hub_files import processor_config, read_json
 from mmtrain.spec.modules import whole_kind, why_not_whole
 
 
@@ -130,25 +130,18 @@ def _exported(folder: Path) -> tuple[Any, Processor]:
     table: Mapping[str, Any] = {
         "model": {"pretrained": str(folder), "projector": {"kind": whole.projector}},
         "tokenizer": {key: token for key, token in tokens.items() if token is not None},
-        "data": {"source": "none", **_video_limits(folder / VIDEO_PROCESSOR)},
+        "data": {"source": "none", **_video_frames(folder)},
         "training": {"steps": 1, "seq_len": 2, "global_batch_size": 1},
     }
     config: Config = build(Config, with_parts(table, str(folder)), "", str(folder))
     return model, make_processor(config)
 
 
-def _video_limits(path: Path) -> dict[str, Any]:
-    """The keys of [data] that say what a video processor's config does."""
-    values = read_json(str(path.parent), path) if path.is_file() else {}
-    size = values.get("size") or {}
-    limits = {
-        "video_fps": values.get("fps"),
-        "video_min_frames": values.get("min_frames"),
-        "video_max_frames": values.get("max_frames"),
-        "video_min_pixels": values.get("min_pixels") or size.get("shortest_edge"),
-        "video_max_pixels": values.get("max_pixels") or size.get("longest_edge"),
-    }
-    return {key: value for key, value in limits.items() if value}
+def _video_frames(folder: Path) -> dict[str, Any]:
+    """The keys of [data] that say which frames the folder's video processor takes."""
+    values = processor_config("the folder", str(folder), "video") or {}
+    keys = {f"video_{name}": values.get(name) for name in ("fps", "min_frames", "max_frames")}
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def asked(prompt: str, images: Sequence[Path], videos: Sequence[Path] = ()) -> Record:

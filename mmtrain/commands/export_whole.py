@@ -11,6 +11,7 @@ OUT/adapter                             low-rank adapters, for `peft`; absent wh
 import dataclasses
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from mmtrain.commands.adapter_folders import AdapterFolder, plain
 from mmtrain.config.config import Config
 from mmtrain.config.model import EncoderConfig, LanguageConfig
 from mmtrain.data.conversations import image_rules
-from mmtrain.data.pixels import PixelRules, processor_config
+from mmtrain.data.pixels import PixelRules
 from mmtrain.data.processor import stop_token
 from mmtrain.data.tokenizer import load_tokenizer
 from mmtrain.errors import ConfigError
@@ -37,18 +38,15 @@ from mmtrain.models.pretrained import stored_spelling
 from mmtrain.models.trainable import target_pattern
 from mmtrain.models.unused import unused_weights
 from mmtrain.models.whole import in_class, on_disk, whole_config, whole_model
-from mmtrain.spec.hub_files import find_file, read_json
+from mmtrain.spec.hub_files import PROCESSOR_FILES, find_file, processor_config, read_json
 from mmtrain.spec.linears import adapted_linears
 from mmtrain.spec.modules import whole_kind
 from mmtrain.spec.shapes import language_shape
 from mmtrain.spec.vision_shapes import vision_shape
 
-VIDEO_PROCESSOR = "video_preprocessor_config.json"
-"""Name of the config of a video processor."""
 _COPIED = (
     "generation_config.json",
-    "preprocessor_config.json",
-    VIDEO_PROCESSOR,
+    *PROCESSOR_FILES.values(),
     "processor_config.json",
     "chat_template.json",
 )
@@ -115,7 +113,7 @@ def export_whole(run: StoredRun, out: Path, *, merge_adapters: bool, max_shard_s
     source = next((sources[where] for where in sections if where in spellings), "")
     _write_processor(out, job, source, stop_token(tokenizer))
     if job.tokenizer.video_token in tokenizer.get_vocab():
-        _write_video_processor(out / VIDEO_PROCESSOR, job)
+        _write_video_processor(out, job)
     tokenizer.save_pretrained(out)
 
 
@@ -159,16 +157,20 @@ def _write_processor(out: Path, job: Config, source: str, stop: int) -> None:
     if not _prepares_as_trained(out, job):
         geometry, rules = image_rules(job)
         assert geometry is not None and rules is not None
-        values = _preprocessor(geometry, rules)
-        (out / "preprocessor_config.json").write_text(json.dumps(values, indent=2) + "\n")
-        path = out / "processor_config.json"
-        if path.exists() and "image_processor" in (whole := read_json(str(out), path)):  # which comes first
-            path.write_text(json.dumps(whole | {"image_processor": values}, indent=2) + "\n")
+        _write_config(out, "image", _preprocessor(geometry, rules))
 
 
-def _write_video_processor(path: Path, job: Config) -> None:
-    """Writes the config of the Hugging Face video processor that does what the job did; it did not read the source's,
-    which may have other limits."""
+def _write_config(out: Path, content: str, values: Mapping[str, Any]) -> None:
+    """Writes the config of a processor. Args: content: as of `processor_config`."""
+    (out / PROCESSOR_FILES[content]).write_text(json.dumps(values, indent=2) + "\n")
+    path, key = out / "processor_config.json", f"{content}_processor"
+    if path.exists() and key in (whole := read_json(str(out), path)):  # which comes first
+        path.write_text(json.dumps(whole | {key: values}, indent=2) + "\n")
+
+
+def _write_video_processor(out: Path, job: Config) -> None:
+    """Writes the config of the Hugging Face video processor that does what the job did, which may set other limits and
+    frames than the source's."""
     videos = video_rules(job.model, job.data)
     if videos is None:
         return
@@ -186,7 +188,7 @@ def _write_video_processor(path: Path, job: Config) -> None:
     }
     _, rules = image_rules(job)
     assert rules is not None
-    path.write_text(json.dumps(values | _colours(rules), indent=2) + "\n")
+    _write_config(out, "video", values | _colours(rules))
 
 
 def _prepares_as_trained(out: Path, job: Config) -> bool:

@@ -161,9 +161,10 @@ class DataConfig:
     """Most frames that are sampled of a video, evenly over its whole length."""
     video_min_pixels: int = 0
     """Smallest area after resizing, pixels: of each frame of a video (Qwen2-VL, Qwen2.5-VL), or of all its sampled
-    frames together (Qwen3-VL). 0: that of the class of the family's video processor, 100352 or 131072."""
+    frames together (Qwen3-VL). 0: that of the video processor of model.pretrained, else that of the family's class,
+    100352 or 131072."""
     video_max_pixels: int = 0
-    """Largest such area, pixels. 0: that of the class, 602112 or 786432."""
+    """Largest such area, pixels. 0: that of the video processor, else of the class, 602112 or 786432."""
     fps: float = 16.0
     """Frames a second that clips are sampled to; of latents, frames a second that they are."""
     source_fps: float = 0.0

@@ -10,7 +10,7 @@ from torch import Tensor
 from mmtrain.config.config import Config
 from mmtrain.data.conversation_records import CONVERSATIONS
 from mmtrain.data.packing import Limit
-from mmtrain.data.pixels import PixelRules, pixel_rules, processor_config
+from mmtrain.data.pixels import PixelRules, pixel_rules
 from mmtrain.data.processor import Document, Processor
 from mmtrain.data.sources import Sources
 from mmtrain.data.tokenizer import job_tokenizer
@@ -19,6 +19,7 @@ from mmtrain.modality.geometry import ImageGeometry, model_geometry
 from mmtrain.modality.metadata import MicrobatchMeta
 from mmtrain.modality.videos import video_rules
 from mmtrain.models.batch import Batch, Microbatch
+from mmtrain.spec.hub_files import processor_config
 from mmtrain.spec.model_configs import encoder_config
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmtrain.errors import ConfigError, DataError, one_line
 from mmtrain.modality.geometry import ImageGeometry
-from mmtrain.spec.hub_files import find_file, read_json
+from mmtrain.spec.hub_files import find_file, processor_config
 
 _GREY = (128, 128, 128)
 _ORIENTATION = 0x0112
@@ -92,22 +92,6 @@ def pixel_rules(model_type: str, processor: str = "", key: str = "data.image_pro
     if config is None:
         find_file(key, processor, "preprocessor_config.json")  # which says what is there
     return _read_rules(f"{key} = {processor!r}", config or {}, rules)
-
-
-def processor_config(key: str, source: str) -> Mapping[str, Any] | None:
-    """The image processor of a folder or hub id; None if it has none. As in transformers, that inside of a
-    processor_config.json comes before a preprocessor_config.json.
-
-    Args: key: of the config that names the source, for errors.
-    Raises: ConfigError: the source does not exist, or a file is not valid JSON.
-    """
-    whole, alone = (
-        find_file(key, source, f"{name}_config.json", optional=True) for name in ("processor", "preprocessor")
-    )
-    nested = read_json(key, whole).get("image_processor") if whole else None
-    if isinstance(nested, Mapping):
-        return nested
-    return read_json(key, alone) if alone else None
 
 
 def _read_rules(where: str, config: Mapping[str, Any], default: PixelRules) -> PixelRules:

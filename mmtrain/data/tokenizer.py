@@ -7,7 +7,6 @@ of moving shapes (the results are deterministic).
 import argparse
 import json
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +120,7 @@ def _chat_template(section: TokenizerConfig, path: str, tokenizer: Any) -> Any:
     elif tokenizer.chat_template:
         return tokenizer.chat_template
     else:
-        key, source = "tokenizer.path", None
-        with suppress(ConfigError):  # a cached tokenizer without network: this file may not exist on the hub either
-            source = find_file(key, path, "chat_template.json", optional=True)
+        key, source = "tokenizer.path", find_file("tokenizer.path", path, "chat_template.json", optional=True)
         if source is None:
             return CHATML
     if source.suffix != ".json":

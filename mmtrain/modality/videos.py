@@ -16,7 +16,11 @@ from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.geometry import ImageGeometry, check_aspect_ratio, model_geometry, smart_resize
+from mmtrain.spec.hub_files import processor_config
 from mmtrain.spec.model_configs import encoder_config
+
+_LIMITS = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
+"""(key of a video processor, key of its `size`) of the smallest and the largest area, in pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,18 +189,31 @@ def video_rules(model: ModelConfig, data: DataConfig) -> VideoRules | None:
                     "read videos; remove it"
                 )
         return None
-    family = VIDEO_ENCODERS[kind]
+    family, (least, most) = VIDEO_ENCODERS[kind], _stored_limits(model)
     rules = family.rules(
         patches=model_geometry(model),
         fps=data.video_fps,
         min_frames=data.video_min_frames,
         max_frames=data.video_max_frames,
-        min_pixels=data.video_min_pixels or family.min_pixels,
-        max_pixels=data.video_max_pixels or family.max_pixels,
+        min_pixels=data.video_min_pixels or least or family.min_pixels,
+        max_pixels=data.video_max_pixels or most or family.max_pixels,
         tokens_per_second=float(encoder[family.time_key]) if family.time_key else 0.0,
     )
     _check_limits(rules)
     return rules
+
+
+def _stored_limits(model: ModelConfig) -> tuple[int, int]:
+    """(smallest, largest) area of the video processor of the whole model that the encoder is a part of; 0: none."""
+    key, whole = "model.pretrained", model.pretrained
+    if model.encoder is None or not whole or model.encoder.pretrained != whole:
+        return 0, 0
+    config = processor_config(key, whole, "video") or {}
+    sizes = config.get("size") or {}
+    found = [config.get(old) or sizes.get(new, 0) for old, new in _LIMITS]
+    if not all(isinstance(area, int) and area >= 0 for area in found):
+        raise ConfigError(f"{key} = {whole!r}: its video processor has the limits {found}; they are areas in pixels")
+    return found[0], found[1]
 
 
 def _check_limits(rules: VideoRules) -> None:

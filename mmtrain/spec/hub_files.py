@@ -4,6 +4,7 @@ import difflib
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from mmtrain.errors import ConfigError, one_line, shown
 
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 """Ids on the hub: OWNER/NAME, or NAME."""
+PROCESSOR_FILES = {"image": "preprocessor_config.json", "video": "video_preprocessor_config.json"}
+"""Content -> the file of its Hugging Face processor."""
 _DATA_FILES = (".parquet", ".json", ".jsonl")
 
 
@@ -62,6 +65,8 @@ def find_file(key: str, source: str, name: str, *, optional: bool = False) -> Pa
     """The path of one file of a local folder or a hub id (fetched into the local cache), or None if optional
     and absent.
 
+    Without network a file that a cached model lacks counts as absent, as in transformers.
+
     Args: key: key of the config that names the source, for errors.
     Raises: ConfigError: the folder, id or file does not exist, or the hub cannot be reached.
     """
@@ -82,13 +87,25 @@ def find_file(key: str, source: str, name: str, *, optional: bool = False) -> Pa
         return Path(hf_hub_download(source, name, local_files_only=bool(offline)))
     except Exception as error:  # the hub client raises errors of its own, of its transport and of the OS
         unknown = isinstance(error, LocalEntryNotFoundError)  # a subclass of EntryNotFoundError
-        if optional and isinstance(error, EntryNotFoundError) and not unknown:
+        if optional and isinstance(error, EntryNotFoundError) and (not unknown or (offline and _is_cached(source))):
             return None
         no_path, reason = no_folder(source), offline or one_line(error, 300)
         raise ConfigError(
             f"{key} = {shown(source)}: {no_path}, and {name} could not be fetched from the hub "
             f"({reason}); give a folder, or an id that is cached or can be reached"
         ) from error
+
+
+def _is_cached(source: str) -> bool:
+    """Whether files of a hub id are in the local cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        snapshot_download(source, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return False
+    return True
 
 
 def read_json(key: str, path: Path) -> dict[str, Any]:
@@ -104,6 +121,21 @@ def read_json(key: str, path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{key}: {path} holds no JSON object")
     return values
+
+
+def processor_config(key: str, source: str, content: str = "image") -> Mapping[str, Any] | None:
+    """The image or video processor of a folder or hub id; None if it has none. As in transformers, that inside of a
+    processor_config.json comes before a file of its own.
+
+    Args: key: of the config that names the source, for errors. content: "image" or "video".
+    Raises: ConfigError: the source does not exist, or a file is not valid JSON.
+    """
+    names = ("processor_config.json", PROCESSOR_FILES[content])
+    whole, alone = (find_file(key, source, name, optional=True) for name in names)
+    nested = read_json(key, whole).get(f"{content}_processor") if whole else None
+    if isinstance(nested, Mapping):
+        return nested
+    return read_json(key, alone) if alone else None
 
 
 def no_folder(source: str) -> str:

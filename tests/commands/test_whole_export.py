@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from mmtrain.commands.answering import Answerer, Sampling, asked, questions
 from mmtrain.commands.cli import main
 from mmtrain.commands.export import export
-from mmtrain.commands.export_whole import VIDEO_PROCESSOR
 from mmtrain.config.config import TokenizerConfig
 from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
@@ -26,6 +25,7 @@ from mmtrain.errors import ConfigError, DataError
 from mmtrain.models.fused_qkv import is_fused, to_head_major
 from mmtrain.models.whole import in_class
 from mmtrain.spec.builders import model_spec
+from mmtrain.spec.hub_files import PROCESSOR_FILES
 from tests import llava, whole_models
 from tests.commands.test_export import adapted, close
 from tests.lora import with_lora
@@ -185,21 +185,25 @@ def test_videos_are_answered_as_by_transformers(tmp_path, images, name, monkeypa
     assert (line["question"], line["answer"]) == ("<video>what?", said)
 
 
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
-def test_the_folder_reads_videos_as_the_job_did(tmp_path, name):
-    """Also if the job sets no limits and the model came with others."""
+def test_the_folder_reads_videos_as_the_job_did(tmp_path, name, stored):
+    """A job that sets no limits has those of the video processor that the model came with, if it has them."""
     tokenizer = load_tokenizer(TokenizerConfig())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     text = whole_models.tiny_text(name, vocab_size=VOCAB + 1)
     whole_models.whole_model(name, text, whole_models.VISION[name]).save_pretrained(tmp_path / "whole")
     other = {"size": {"shortest_edge": 4096, "longest_edge": 25165824}, "fps": 1, "cap_pixels_per_frame": True}
-    (tmp_path / "whole" / VIDEO_PROCESSOR).write_text(json.dumps(other))
+    if stored:
+        (tmp_path / "whole" / PROCESSOR_FILES["video"]).write_text(json.dumps(other))
     data, section = DataConfig(source="unused"), TokenizerConfig(path=str(tmp_path / "tokenizer"))
     save_run(tmp_path / "run", whole_models.named(tmp_path / "whole"), data=data, tokenizer=section)
     export(tmp_path / "run", tmp_path / "out")
-    values = json.loads((tmp_path / "out" / VIDEO_PROCESSOR).read_text())
+    values = json.loads((tmp_path / "out" / PROCESSOR_FILES["video"]).read_text())
     least, most = (100352, 602112) if name == "qwen2_vl" else (131072, 786432)
+    if stored:
+        least, most = 4096, 25165824
     assert values["size"] == {"shortest_edge": least, "longest_edge": most}
     assert (values["fps"], values["max_frames"], values["cap_pixels_per_frame"]) == (2.0, 768, False)
     kind = {"qwen2_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}[name]

@@ -85,6 +85,24 @@ def test_files_of_a_folder(tmp_path: Path) -> None:
         find_file(key, str(tmp_path / absent), "config.json")
 
 
+def test_without_network_a_cached_model_has_no_other_files(
+    here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="offline mode is enabled"):
+        find_file("model.pretrained", "a/b", "processor_config.json", optional=True)
+    snapshot, refs = tmp_path / "models--a--b/snapshots/abc", tmp_path / "models--a--b/refs"
+    snapshot.mkdir(parents=True)
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    (snapshot / "config.json").write_text("{}")
+    assert find_file("model.pretrained", "a/b", "config.json") == snapshot / "config.json"
+    assert find_file("model.pretrained", "a/b", "processor_config.json", optional=True) is None
+    with pytest.raises(ConfigError, match="offline mode is enabled"):
+        find_file("model.pretrained", "a/b", "processor_config.json")
+
+
 def test_a_preprocessor_config_is_json(tmp_path: Path) -> None:
     for text, rule in (("{", "is not valid JSON"), ("[]", "holds no JSON object")):
         (tmp_path / "preprocessor_config.json").write_text(text)
