@@ -132,11 +132,12 @@ FACTS: dict[str, Facts] = {
     ),
     "DualPipeV": Facts(SPLIT_HALVED, Formula("P + 1/2", lambda f, i, w, p, m: p + 0.5)),
     "STP": Facts(
-        Formula("(P-1)(F+I-W)/V from M = 3P-1 on", lambda f, i, w, p, m: NONE),
+        Formula("(P-1)F/V from M = 3P-1 on", lambda f, i, w, p, m: NONE),
         Formula("(4P-1)/2 from M = 3P-1 on", lambda f, i, w, p, m: NONE),
+        equal_times_only=True,
     ),
     "STP-lean": Facts(
-        Formula("3(P-1)F/V, F = I = W", lambda f, i, w, p, m: 3 * (p - 1) * f / 2),
+        Formula("3(P-1)F/V", lambda f, i, w, p, m: 3 * (p - 1) * f / 2),
         Formula("3P/2", lambda f, i, w, p, m: 1.5 * p),
         equal_times_only=True,
     ),

@@ -3,55 +3,35 @@ video processor."""
 
 import dataclasses
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import AddedToken
 from transformers import Qwen3VLConfig
 
 from mmtrain.config.config import Config
 from mmtrain.config.data import DataConfig, TokenizerConfig
-from mmtrain.config.model import EncoderConfig, LanguageConfig, ModelConfig, ProjectorConfig
 from mmtrain.data.conversation_records import CONVERSATIONS, Record
 from mmtrain.data.loader import Loader, _Wire
 from mmtrain.data.media import RawImage, RawVideo
-from mmtrain.data.pixels import pixel_rules, video_values
+from mmtrain.data.pixels import pixel_rules
 from mmtrain.data.processor import Processor
 from mmtrain.data.sources import open_source
 from mmtrain.data.tokenizer import load_tokenizer
-from mmtrain.errors import ConfigError, DataError
+from mmtrain.errors import DataError
 from mmtrain.modality.geometry import model_geometry
 from mmtrain.modality.positions import token_positions
-from mmtrain.modality.small_data import small_data
-from mmtrain.modality.videos import VIDEO_ENCODERS, VideoRules, video_rules
+from mmtrain.modality.videos import video_rules
 from mmtrain.models.batch import IGNORE_INDEX, check_batch
 from mmtrain.models.whole import class_inputs
 from tests.data.samples import make_config, png
 from tests.modality.test_positions import IMAGE, VIDEO, rope_index
+from tests.modality.test_videos import AREA, SIZES, THREE, array, model, rules, values_of
 from tests.video_processor import video_processor_class
-
-SIZES = {"video_min_pixels": 4 * 28 * 28, "video_max_pixels": 16 * 28 * 28}
-
-
-def model(encoder: str = "qwen2_vl_vision", **more: Any) -> ModelConfig:
-    return ModelConfig(
-        encoder=EncoderConfig(config={"model_type": encoder, **more}),
-        projector=ProjectorConfig(),
-        language=LanguageConfig(config={"model_type": "qwen2"}),
-    )
-
-
-def rules(encoder: str = "qwen2_vl_vision", **data: Any) -> VideoRules:
-    found = video_rules(model(encoder), DataConfig(source="x", **SIZES | data))
-    assert found is not None
-    return found
 
 
 def processor(encoder: str = "qwen2_vl_vision", *, token: bool = True, **data: Any) -> Processor:
@@ -63,157 +43,6 @@ def processor(encoder: str = "qwen2_vl_vision", *, token: bool = True, **data: A
     geometry = model_geometry(model(encoder), max_pixels=limit)
     videos = video_rules(model(encoder), section)
     return Processor(tokenizer, TokenizerConfig(), geometry, pixel_rules("qwen2_vl"), section, videos)
-
-
-def values_of(frames: list[Image.Image], ours: VideoRules | None = None) -> torch.Tensor:
-    """The pixels of frames that are all read."""
-    ours = ours or rules()
-    size = ours.resized(len(frames), frames[0].height, frames[0].width)
-    return video_values(frames, size, ours.patches, pixel_rules("qwen2_vl"))
-
-
-def array(num_frames: int, height: int = 60, width: int = 90, seed: int = 0) -> np.ndarray:
-    """Frames that differ, smooth enough for resizing."""
-    rng = np.random.default_rng(seed)
-    coarse = rng.integers(0, 256, (num_frames, 4, 5, 3), dtype=np.uint8)
-    images = [Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC) for frame in coarse]
-    return np.stack([np.asarray(image) for image in images])
-
-
-# ---------------------------------------------------------------------------------------------- transformers
-
-
-@pytest.fixture
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The class of transformers' video processor for Qwen2-VL and Qwen2.5-VL."""
-    return video_processor_class(monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("num_frames", "height", "width", "fps"),
-    [
-        (9, 50, 61, 8.0),
-        (30, 61, 200, 30.0),
-        (7, 28, 28, 1.0),
-        (5, 300, 40, 2.0),
-        (3, 84, 112, 24.0),
-        (40, 90, 56, 12.5),
-    ],
-)
-def test_patches_and_grids_are_those_of_transformers(theirs, num_frames, height, width, fps):
-    frames = array(num_frames, height, width)
-    size = {"shortest_edge": SIZES["video_min_pixels"], "longest_edge": SIZES["video_max_pixels"]}
-    expected = theirs(size=size, fps=2.0, do_sample_frames=True, cap_pixels_per_frame=False)(
-        videos=[frames],
-        video_metadata=[{"total_num_frames": num_frames, "fps": fps}],
-        return_metadata=True,
-        return_tensors="pt",
-    )
-    ours = rules()
-    count = ours.num_sampled(num_frames, fps)
-    indices = ours.indices(num_frames, count)
-    metadata = expected["video_metadata"][0]
-    assert indices == list(map(int, metadata.frames_indices))
-    assert ours.seconds(num_frames, fps, count) == 2 / metadata.sampled_fps
-    assert [list(ours.grid(count, height, width))] == expected["video_grid_thw"].tolist()
-    values = values_of([Image.fromarray(frames[i]) for i in indices])
-    torch.testing.assert_close(values, expected["pixel_values_videos"], rtol=0, atol=2e-6)
-
-
-def test_an_odd_last_frame_fills_its_patch_as_in_transformers(theirs):
-    frames = array(5, 56, 84)
-    size = {"shortest_edge": SIZES["video_min_pixels"], "longest_edge": SIZES["video_max_pixels"]}
-    expected = theirs(size=size, cap_pixels_per_frame=False)(videos=[frames], return_tensors="pt")
-    values = values_of(list(map(Image.fromarray, frames)))
-    assert [list(rules().grid(5, 56, 84))] == expected["video_grid_thw"].tolist() == [[3, 4, 6]]
-    torch.testing.assert_close(values, expected["pixel_values_videos"], rtol=0, atol=2e-6)
-
-
-@given(st.integers(1, 2000), st.floats(0.1, 240), st.floats(0.1, 60), st.integers(1, 20), st.integers(0, 800))
-def test_sampled_frames_are_within_the_limits_and_the_video(num_frames, fps, wanted, least, more):
-    ours = rules(video_fps=wanted, video_min_frames=least, video_max_frames=max(2, least + more))
-    count = ours.num_sampled(num_frames, fps)
-    indices = ours.indices(num_frames, count)
-    assert 1 <= count <= min(num_frames, ours.max_frames)
-    assert count % 2 == 0 or num_frames == 1
-    assert count >= min(ours.min_frames, num_frames) - 1
-    assert len(indices) == count and indices[0] == 0 and indices[-1] < num_frames
-    assert all(a < b for a, b in pairwise(indices))
-
-
-THREE = "qwen3_vl_vision"
-AREA = {"video_min_pixels": 8 * 32**2, "video_max_pixels": 96 * 32**2}
-"""Limits of Qwen3-VL's videos, of all frames together."""
-
-
-@pytest.mark.parametrize(
-    ("num_frames", "height", "width", "fps"),
-    [
-        (9, 50, 61, 8.0),
-        (30, 61, 200, 30.0),
-        (7, 28, 28, 1.0),
-        (5, 300, 40, 2.0),
-        (3, 84, 112, 24.0),
-        (40, 90, 56, 12.5),
-        (2, 20, 700, 3.0),
-        (61, 240, 320, 6.0),
-    ],
-)
-def test_patches_grids_and_indices_are_those_of_qwen3_vl(monkeypatch, num_frames, height, width, fps):
-    frames = array(num_frames, height, width)
-    size = {"shortest_edge": AREA["video_min_pixels"], "longest_edge": AREA["video_max_pixels"]}
-    theirs = video_processor_class(monkeypatch, "qwen3_vl")(size=size, cap_pixels_per_frame=False)
-    metadata = [{"total_num_frames": num_frames, "fps": fps}]
-    expected = theirs(videos=[frames], video_metadata=metadata, return_metadata=True, return_tensors="pt")
-    ours = rules(THREE, **AREA)
-    count = ours.num_sampled(num_frames, fps)
-    indices = ours.indices(num_frames, count)
-    assert indices == list(map(int, expected["video_metadata"][0].frames_indices))
-    assert [list(ours.grid(count, height, width))] == expected["video_grid_thw"].tolist()
-    size = ours.resized(count, height, width)
-    values = video_values([Image.fromarray(frames[i]) for i in indices], size, ours.patches, pixel_rules("qwen3_vl"))
-    torch.testing.assert_close(values, expected["pixel_values_videos"], rtol=0, atol=2e-6)
-
-
-@given(
-    st.integers(2, 3000),
-    st.integers(10, 2000),
-    st.floats(1, 19),
-    st.booleans(),
-    st.floats(0.5, 120),
-    st.floats(0.1, 30),
-    st.integers(1, 900),
-)
-def test_sizes_and_times_of_qwen3_vl(num_frames, height, ratio, tall, fps, wanted, most):
-    """Against the functions of the classes, which need no frames; default limits."""
-    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
-    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
-
-    height, width = (int(height * ratio), height) if tall else (height, int(height * ratio))
-    ours = rules(THREE, video_min_pixels=0, video_max_pixels=0, video_fps=wanted, video_max_frames=max(4, most))
-    count = ours.num_sampled(num_frames, fps)
-    indices = ours.indices(num_frames, count)
-    assert len(indices) == count <= min(num_frames, ours.max_frames) and indices[0] == 0
-    assert all(a < b for a, b in pairwise(indices)) and (count == 1 or indices[-1] == num_frames - 1)
-    assert ours.resized(count, height, width) == smart_resize(
-        max(count, 2), height, width, 2, 32, 128 * 32 * 32, 768 * 32 * 32
-    )
-    times = Qwen3VLProcessor._calculate_timestamps(None, list(indices), fps, 2)
-    assert ours.captions(num_frames, fps, count) == tuple(f"<{time:.1f} seconds>" for time in times)
-
-
-def test_default_limits_are_those_of_the_class_of_the_family(monkeypatch):
-    for family, kind in (("qwen2_vl", "qwen2_vl_vision"), ("qwen3_vl", THREE)):
-        theirs = video_processor_class(monkeypatch, family)
-        ours = rules(kind, video_min_pixels=0, video_max_pixels=0)
-        limits = {"shortest_edge": ours.min_pixels, "longest_edge": ours.max_pixels}
-        assert (limits, ours.processor) == (dict(theirs.size), theirs.__name__)
-        assert (ours.min_frames, ours.max_frames) == (theirs.min_frames, theirs.max_frames)
-
-
-def test_positions_of_a_second_are_those_of_the_family():
-    assert rules("qwen2_vl_vision").time_step(0.7) == 1
-    assert rules("qwen2_5_vl_vision").time_step(0.75) == 3
 
 
 # ---------------------------------------------------------------------------------------------- records
@@ -264,7 +93,7 @@ def test_each_form_gives_the_same_tokens_and_pixels(folder: Path, name: str) -> 
     expected = f"<|im_start|>user\n{PAD}Where?<|im_end|>\n<|im_start|>assistant\nnorth<|im_end|>\n"
     assert ours.tokenizer.decode(document.input_ids) == expected
     frames = list(map(Image.fromarray, array(4, 56, 56)))
-    assert torch.equal(ours.pixels(document)[0], values_of(frames))
+    assert torch.equal(ours.pixels(document)[0], values_of(frames, rules()))
 
 
 def test_bytes_of_a_video_are_one(folder: Path) -> None:
@@ -305,7 +134,7 @@ def test_only_sampled_frames_are_decoded(folder: Path) -> None:
     document = ours.document(read(folder, {"video": "walk", "messages": said("<video>Where?")}))
     assert document.meta.images[0].grid[0] == 1
     expected = [Image.fromarray(frame) for frame in array(4, 56, 56)[::2]]
-    assert torch.equal(ours.pixels(document)[0], values_of(expected))
+    assert torch.equal(ours.pixels(document)[0], values_of(expected, rules()))
 
 
 @pytest.fixture
@@ -445,33 +274,6 @@ def test_models_that_read_no_videos_say_so(folder: Path) -> None:
     assert "<video>" in processor(token=False).tokenizer.decode(processor(token=False).document(text).input_ids)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"video_fps": 0.0}, "data.video_fps = 0.0; it must be from 0.001 to 1000"),
-        ({"video_max_frames": 3}, "data.video_max_frames = 3 is below data.video_min_frames = 4; raise it"),
-        ({"video_max_frames": 1, "video_min_frames": 1}, "data.video_max_frames = 1; it must be at least 2: one patch"),
-        ({"video_min_pixels": 10**6}, "data.video_max_pixels = 602112 is below data.video_min_pixels = 1000000"),
-        (
-            {"video_min_pixels": 9, "video_max_pixels": 99},
-            "data.video_max_pixels = 99; it must be at least 784: one tok",
-        ),
-    ],
-)
-def test_limits_of_videos_that_cannot_hold(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        video_rules(model(), DataConfig(source="x", **options))
-
-
-def test_limits_of_videos_that_no_one_reads() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^data.video_fps = 1.0 has no effect: only the encoders qwen2_vl_vision, qwen2_5"
-    ):
-        video_rules(model("siglip_vision_model"), DataConfig(source="x", video_fps=1.0))
-    with pytest.raises(ConfigError, match='image_token and video_token are both "<a>"; give each its own'):
-        TokenizerConfig(image_token="<a>", video_token="<a>")
-
-
 # ---------------------------------------------------------------------------------------------- steps
 
 
@@ -567,12 +369,3 @@ def test_a_video_too_long_for_a_microbatch_follows_too_long(folder: Path) -> Non
         config = job(folder, [ONE], seq_len=20, too_long=too_long)
         with pytest.raises(DataError, match=message), Loader(config, num_steps=1) as loader:
             next(loader)
-
-
-@pytest.mark.parametrize("encoder", VIDEO_ENCODERS)
-def test_the_small_job_has_small_videos(encoder: str) -> None:
-    section = small_data(DataConfig(source="x"), model(encoder))
-    assert (section.video_max_frames, section.video_min_frames) == (4, 4)
-    found = video_rules(model(encoder), section)
-    assert found is not None
-    assert 8 <= found.patches.num_tokens(found.grid(found.num_sampled(10**4, 30.0), 1080, 1920)) <= 16
