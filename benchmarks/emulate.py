@@ -180,6 +180,8 @@ def slower(problem: PlanningProblem, factor: float) -> PlanningProblem:
                 backward_input_s=option.backward_input_s * factor,
                 backward_weight_s=option.backward_weight_s * factor,
                 split_s=option.split_s * factor,
+                forward_exchange_s=option.forward_exchange_s * factor,
+                backward_exchange_s=option.backward_exchange_s * factor,
             )
             for option in options
         )

@@ -8,6 +8,11 @@ takes comes from the planning problem, as in the simulator, and is spent on one 
   matter, and the executed timeline must equal the simulated one.
 - `HostClock`: the host's, on which actions really wait. It shows what the runtime costs beside its stages.
 
+Where layers run as units and all exchanges can be hidden, an action on the host's clock is a row of units: compute, and
+an exchange on the rank's link, a second clock. The runtime's passes take turns at these exchanges as at real ones, so
+that how much a block hides is what they do, and not what the formula says. In virtual time a block takes the seconds
+of the formula, and spends them in its first pass.
+
 Each message begins with a header: the time at which it left, and which transfer it is.
 
 Source of the virtual clock: Lamport, Time, clocks, and the ordering of events in a distributed system, Comm. ACM 21(7),
@@ -16,6 +21,7 @@ Source of the virtual clock: Lamport, Time, clocks, and the ordering of events i
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,11 +29,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmtrain.errors import PlanError
+from mmtrain.parallel import passes
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.runtime import PipelineScheduleRuntime, StepOutcome
 from mmtrain.parallel.stage import Arriving, ModalityStage, ShapeOf
-from mmtrain.schedule.action import Kind
+from mmtrain.schedule.action import BRAID, Kind
 from mmtrain.schedule.graph import Edge, WorkGraph
+from mmtrain.schedule.option import Load
 from mmtrain.schedule.passes.lower import Program, lower
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
@@ -35,6 +43,8 @@ from mmtrain.schedule.timeline import Timeline
 
 _FLOAT_BYTES = 4
 """Of an element of an emulated activation."""
+UNITS = 8
+"""Of one action on the host's clock."""
 _HEADER = 10
 """Elements that the header takes: five float64."""
 
@@ -113,6 +123,40 @@ class HostClock:
             pass
 
 
+class Link:
+    """The link of a rank to those that divide its layers: exchanges follow each other, beside compute."""
+
+    def __init__(self, clock: EmulatedClock) -> None:
+        self._clock = clock
+        self._free_s = 0.0
+        self.exchanged_s = 0.0
+        """Seconds of all exchanges."""
+        self.exposed_s = 0.0
+        """Seconds of them in which the rank waited."""
+
+    def exchange(self, seconds: float) -> None:
+        """One exchange of the pass that runs, which waits for it behind other compute."""
+        self._free_s = max(self._clock.now(), self._free_s) + seconds
+        self.exchanged_s += seconds
+        passes.exchange(_Exchanging(self, self._free_s))
+
+    def wait_until(self, moment_s: float) -> None:
+        """Waits for the end of an exchange."""
+        start = self._clock.now()
+        self._clock.wait_until(moment_s)
+        self.exposed_s += self._clock.now() - start
+
+
+class _Exchanging(dist.Work):
+    def __init__(self, link: Link, end_s: float) -> None:
+        super().__init__()
+        self._link, self._end_s = link, end_s
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._link.wait_until(self._end_s)
+        return True
+
+
 class _Output(NamedTuple):
     """What the last stage of a work gives."""
 
@@ -142,11 +186,15 @@ class _Chunk(nn.Module):
 class EmulatedStage(ModalityStage):
     """A stage that spends what its plan says; its messages carry the time at which they left."""
 
-    def __init__(self, index: int, problem: PlanningProblem, mesh: Mesh, clock: EmulatedClock) -> None:
+    def __init__(self, index: int, problem: PlanningProblem, mesh: Mesh, clock: EmulatedClock, link: Link) -> None:
         num_stages = len(problem.graph.stage_rank)
         super().__init__(_Chunk(), index, num_stages, mesh.device, mesh.pp_group, mesh.channels, torch.float32)
-        self.problem, self.clock = problem, clock
+        self.problem, self.clock, self.link = problem, clock, link
         self.plan: Plan | None = None
+        self.in_block: dict[tuple[Kind, int], float] = {}
+        """(kind, work) of the passes of blocks -> what is left to spend, in virtual time."""
+        self._weight_s: dict[int, float] = {}
+        """work -> seconds that its W has still to spend, of those of which a part ran under exchanges."""
 
     @property
     def weight_grad(self) -> float:
@@ -156,7 +204,41 @@ class EmulatedStage(ModalityStage):
 
     def _spend(self, kind: Kind, work: int) -> None:
         assert self.plan is not None
-        self.clock.spend(self.plan.option(self.problem, self.stage_index, work).duration_s(kind))
+        option = self.plan.option(self.problem, self.stage_index, work)
+        if option.contention > 0 or isinstance(self.clock, VirtualClock):
+            self.clock.spend(self.in_block.get((kind, work), option.duration_s(kind)))
+        elif kind is Kind.W:
+            self.clock.spend(self._weight_s.pop(work, option.duration_s(Kind.W)))
+        else:
+            self._spend_units(option.load(kind))
+
+    def _spend_units(self, load: Load) -> None:
+        """Spends an F, I or B unit by unit: weight gradients run under the exchanges of their backward."""
+        compute_s, exchange_s = load.forward_s + load.input_s, load.forward_exchange_s + load.input_exchange_s
+
+        def weight(_: bool) -> None:
+            self.clock.spend(load.weight_s / UNITS)
+
+        with passes.filled(weight) if load.weight_s else nullcontext():
+            for _ in range(UNITS):
+                self.clock.spend(compute_s / UNITS)
+                self.link.exchange(exchange_s / UNITS)
+        self.num_exchanges = UNITS
+
+    def some_weights(self, work: int, num_exchanges: int = 0) -> passes.Fill:
+        """As the stage's: a part of W's seconds for each exchange of another pass."""
+        assert self.plan is not None
+        option = self.plan.option(self.problem, self.stage_index, work)
+        if not num_exchanges or option.contention > 0 or isinstance(self.clock, VirtualClock):
+            return lambda _: None
+        piece_s = option.duration_s(Kind.W) / num_exchanges
+        self._weight_s[work] = option.duration_s(Kind.W)
+
+        def spend(_: bool) -> None:
+            self.clock.spend(piece_s)
+            self._weight_s[work] -= piece_s
+
+        return spend
 
     def forward_one_chunk(
         self,
@@ -239,7 +321,8 @@ class EmulatedRuntime(PipelineScheduleRuntime):
         indices = graph.stages_of_rank(mesh.pp_rank)
         if not indices:
             raise PlanError(f"rank {mesh.pp_rank} holds no stage of the problem; give each rank one")
-        self.emulated = [EmulatedStage(index, problem, mesh, clock) for index in indices]
+        self.link = Link(clock)
+        self.emulated = [EmulatedStage(index, problem, mesh, clock, self.link) for index in indices]
         super().__init__(self.emulated)
         self.use_clock(clock.now)
         self._problem, self._mesh, self._wait = problem, mesh, clock
@@ -253,7 +336,13 @@ class EmulatedRuntime(PipelineScheduleRuntime):
         """
         program = program or lower(plan, self._problem, sharded=False)
         for stage in self.emulated:
-            stage.plan = plan
+            stage.plan, stage.in_block = plan, {}
+            for entry, work in zip(plan.orders[self._mesh.pp_rank], plan.works[self._mesh.pp_rank], strict=True):
+                left_s = self._problem.entry_cost(entry, work, plan.options).seconds
+                for part in entry.parts if entry.kind is BRAID else ():
+                    if part.stage == stage.stage_index:
+                        stage.in_block[part.kind, program.graph.work_of(part)] = left_s
+                    left_s = 0.0
         # What blocks do with their activations is in the seconds of the options; there are no blocks.
         self.load(Program(program.graph, program.actions), self._shape_of)
         graph = program.graph

@@ -439,7 +439,7 @@ def _paper(planner: IterationPlanner, problem: PlanningProblem, number: int) -> 
     start = Start(order, how, evaluate(searched, space, order, how, ITERATIONS))
     if start.cost == math.inf:
         return PlanResult(status="infeasible", message="the start does not fit")
-    tree = TreeChain(searched, space, start, (search_seed(0, number), 0), True, False, ITERATIONS)
+    tree = TreeChain(searched, space, start, (search_seed(0, number), 0), True, False, False, ITERATIONS)
     tree.run(planner.section.budget_evaluations - 1, 0.0, 1.0)
     best = [evaluate(searched, space, tree.best.order, how, count) for count in (LAST_ITERATIONS, ITERATIONS)]
     if best[0] < best[1]:

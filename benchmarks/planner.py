@@ -78,7 +78,7 @@ def _left_out(searched: Searched, *, split: bool, moves: int = 1000) -> float:
     w, chain, found = searched.workspace(), _chain(searched, split=split, seed=1), 0
     for _ in range(moves):
         before, here = chain.at.copy(), int(chain.current[0])
-        anneal(searched, w, chain, 1, (1e-3, 1e-3), ITERATIONS, can_split=split, reorder=True)
+        anneal(searched, w, chain, 1, (1e-3, 1e-3), ITERATIONS, can_split=split, can_braid=False, reorder=True)
         found += int(chain.current[0]) == here and bool((chain.at != before).any())
     return found / moves
 
@@ -91,7 +91,7 @@ def _rate(searched: Searched, *, split: bool, threads: int, seconds: float = 1.5
         chain = _chain(searched, split=split, seed=seed)
         done, start = 0, time.perf_counter()
         while time.perf_counter() - start < seconds:
-            anneal(searched, w, chain, 20, (1e-3, 1e-3), ITERATIONS, can_split=split, reorder=True)
+            anneal(searched, w, chain, 20, (1e-3, 1e-3), ITERATIONS, can_split=split, can_braid=False, reorder=True)
             done += 20
         return done
 

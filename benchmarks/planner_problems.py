@@ -39,6 +39,9 @@ def problem(
     options: bool = True,
     workload: str = "",
     partition: str = "dip",
+    tp: int = 0,
+    contention: float = 1.0,
+    limited: bool = True,
 ) -> PlanningProblem:
     """The planning problem of one iteration.
 
@@ -46,6 +49,9 @@ def problem(
         segments: as in `SEGMENTS`; of a mixed partition the second is its passes.
         workload: empty: the usual one.
         options: with memory options and limits; else activations are recomputed as the config says, without a limit.
+        tp: degree of tensor parallelism; 0: the config's.
+        contention: of exchanges and compute; 1: nothing is hidden.
+        limited: with limits of memory.
     """
     first, second = segments or SEGMENTS[name]
     modules = ("language", "dit") if name.startswith("t2v") else ("encoder", "language")
@@ -54,13 +60,16 @@ def problem(
         f"model.{modules[0]}.num_segments={0 if partition.startswith('mixed') else first}",
         f'planner.partition="{partition}"',
         f"model.{modules[1]}.num_segments={second}",
-        f'planner.hardware="{CLUSTERS[name]}"',
+        f'planner.hardware="{_cluster(name, tp)}"',
+        *([f"parallelism.tensor_parallel_degree={tp}"] if tp else []),
         *(['activation_checkpoint.mode="none"'] if options else []),
+        *([] if limited else ['planner.memory_limit=""']),
     ]
     job = config_module.load(f"{name}.toml", words)
     planner = replace(IterationPlanner.of(job), schedule=CATALOGUE["ZB-AutoSchedule"])  # for the costs of I and W
-    found = planner.problem(draw(workload or usual_workload(job), Bins.of(job), seed=seed, iteration=iteration))[1]
-    if not options:
+    meta = draw(workload or usual_workload(job), Bins.of(job), seed=seed, iteration=iteration)
+    found = with_contention(planner.problem(meta)[1], contention)
+    if not options or not limited:
         return found
     memory = Machine.of(job).memory_bytes
     assert memory is not None
@@ -74,6 +83,21 @@ def problem(
     )
 
 
+def with_contention(given: PlanningProblem, contention: float) -> PlanningProblem:
+    """The problem on hardware with another contention, in the layers that have exchanges."""
+    costs = tuple(
+        tuple(replace(option, contention=contention) if option.contention < 1 else option for option in options)
+        for options in given.costs
+    )
+    return replace(given, costs=costs)
+
+
+def _cluster(name: str, tp: int) -> str:
+    if not tp:
+        return CLUSTERS[name]
+    return f"h800x{tp * config_module.load(f'{name}.toml', []).parallelism.pipeline_parallel_degree}"
+
+
 def _memory_options(keep: Option) -> list[Option]:
     found = [keep]
     for step in range(1, STEPS + 1 if keep.has_backward else 1):
@@ -85,6 +109,7 @@ def _memory_options(keep: Option) -> list[Option]:
                 keep,
                 name=f"recompute {part:g}",
                 backward_input_s=keep.backward_input_s + keep.forward_s * (0.12 * selective + full),
+                backward_exchange_s=keep.backward_exchange_s + keep.forward_exchange_s * full,
                 activation_bytes=keep.activation_bytes * left,
                 # Between I and W a recomputed layer holds as much as any other one.
             )

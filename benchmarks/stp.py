@@ -9,22 +9,21 @@ Megatron. First all that can be hidden is, then as much as the paper's table 11 
 Source: Qi et al., Synergistic Tensor and Pipeline Parallelism.
 """
 
-from dataclasses import replace
 from statistics import mean
 from typing import NamedTuple
 
+from planner_problems import with_contention
+
 from mmtrain.config import config
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
-from mmtrain.planner.costs.operator_costs import OperatorCosts
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.operators.hardware import load_hardware
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from mmtrain.schedule.option import Option
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
-CONTENTION = 0.19
-"""Table 11: a product of 8.605 ms and an all-reduce of 3.364 ms take 9.251 ms at one time, 0.19 of the shorter more
-than the longer. (0.334 and 1.643 ms: 1.685, a share of 0.13.)"""
+CONTENTION = load_hardware("a800").contention
+"""Table 11."""
 SCHEDULES = {"1F1B-I": "Interleaved1F1B", "ZB-V": "ZBV", "STP": "STP"}
 """Of the paper -> ours."""
 MODELS = {
@@ -92,24 +91,7 @@ def problem(row: Row, placement: str, contention: float) -> PlanningProblem:
     document = DocumentMeta(sample=0, num_tokens=row.seq_len, num_targets=row.seq_len, images=())
     packed = MicrobatchMeta(documents=(document,) * row.sequences)
     meta = IterationMeta(microbatches=(packed,) * row.microbatches)
-    assert isinstance(planner.costs, OperatorCosts)
-    whole = planner.problem(meta, searched=True)[1]
-    alone = replace(planner, costs=planner.costs.without_exchanges()).problem(meta, searched=True)[1]
-    costs = list(whole.costs)
-    for ours, others in zip(whole.cost_index, alone.cost_index, strict=True):
-        for index, other in zip(ours, others, strict=True):
-            costs[index] = (_with_exchanges(whole.costs[index][0], alone.costs[other][0], contention),)
-    return replace(whole, costs=tuple(costs))
-
-
-def _with_exchanges(whole: Option, alone: Option, contention: float) -> Option:
-    """Args: alone: the same without exchanges."""
-    return replace(
-        whole,
-        forward_exchange_s=whole.forward_s - alone.forward_s,
-        backward_exchange_s=whole.backward_input_s - alone.backward_input_s,
-        contention=contention,
-    )
+    return with_contention(planner.problem(meta, searched=True)[1], contention)
 
 
 def seconds(row: Row, name: str, contention: float) -> float:

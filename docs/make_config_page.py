@@ -40,6 +40,7 @@ Rules between sections:
   the heads and widths of encoder and projector unless `encoder_tensor_parallel = "data"`.
 - `fsdp_reshard_after_forward = "always"` needs `data_parallel_shard_degree = 1`.
 - `encoder_context_parallel = "patches"` and `encoder_tensor_parallel = "data"` need a degree above 1 on their axis.
+- `tensor_parallel_rows = "whole"` needs `tensor_parallel_degree` above 1.
 - Keys of `[data]` for clips (`fps`, `max_seconds`, `max_total_seconds`, `max_clips`, `video_area`, `video_aspects`,
   `video_frames`) need `[model.dit]`; those for images (`image_processor`, `min_pixels`, `max_pixels`, `blank_images`)
   and videos of conversations (`video_fps`, `video_min_frames`, `video_max_frames`, `video_min_pixels`,

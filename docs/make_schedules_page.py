@@ -47,12 +47,15 @@ own rule; with `planner.activation_memory_gib` they are refused.
 
 **Not supported.** Chimera (arXiv:2107.06925) and DualPipe send microbatches through a module in both directions at
 once, with two copies of each stage's weights on two ranks. Here a stage is on one rank. `DualPipeV` is the same idea
-with one copy, but jobs run the two parts of a pair one after the other, not as one overlapped block: the bubble is
-smaller by `(P-1)I/2` than the published `(P-1)(F&B+B-3W)` of a chunk, and no communication is hidden by the pairing.
+with one copy. Where nothing hides exchanges (`tensor_parallel_degree = 1`, or costs that do not know them) it runs the
+two parts of a pair one after the other: the bubble is then smaller by `(P-1)I/2` than the published `(P-1)(F&B+B-3W)`
+of a chunk.
 
-**Blocks.** `STP` and `STP-lean` run forwards and backwards as braided blocks, in the simulator alone: jobs refuse them,
-since the runtime does not run layers as units. `mmtrain schedule show STP --exchange AR` shows what blocks hide
-(`DualPipeV` has blocks there, too), and how long each rank waits for exchanges.
+**Blocks.** `STP` and `STP-lean` run forwards and backwards as [braided blocks](runtime.md#blocks), so that exchanges of
+tensor parallelism lie under compute; so does `DualPipeV` where costs say that exchanges can be hidden.
+`mmtrain schedule show STP --exchange AR` shows what blocks hide, and how long each rank waits for exchanges.
+`planner.braid`, or `--braid` on a chain, makes blocks in the orders of every schedule where that shortens them
+([planner](planner.md#blocks)).
 
 ## Bubble and memory on a plain chain
 

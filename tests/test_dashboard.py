@@ -74,7 +74,7 @@ def test_timelines_are_images_and_data(run: Path) -> None:
     data = json.loads((run / "timelines" / "step-4.json").read_text())
     assert (data["step"], data["modules"], data["num_ranks"]) == (4, ["vision", "language"], 2)
     assert len(data["stages"]) == 4
-    for stage, kind, _, _, start, end, planned_start, planned_end, rows, flops in data["actions"]:
+    for stage, kind, _, _, start, end, planned_start, planned_end, rows, flops, *_ in data["actions"]:
         assert 0 <= start <= end and 0 <= planned_start <= planned_end
         assert rows > 0 and (flops > 0 or kind in "IW"), (stage, kind)
     measured = metrics(run.parent, "makespan_s")[4]

@@ -117,6 +117,7 @@ def test_a_running_job_changes_its_layout_as_a_resumed_one_would(tmp_path: Path,
     check_changes(write_config(tmp_path, charts), finished(charts, 2, SAVING), SAVING)
 
 
+ROWS = "parallelism.tensor_parallel_rows"
 DATA_ENCODER = "parallelism.encoder_tensor_parallel=data"
 PLANNED = ["planner.enable=true", "planner.budget_evaluations=50", "planner.threads=1"]
 
@@ -134,6 +135,12 @@ PLANNED = ["planner.enable=true", "planner.budget_evaluations=50", "planner.thre
         pytest.param(layout(pp=2), layout(replicate=2), PLANNED, id="planned"),
         pytest.param(
             [*layout(pp=2, tp=2), DATA_ENCODER], [*layout(shard=2, tp=2), DATA_ENCODER], [], id="data encoder"
+        ),
+        pytest.param(
+            [*layout(pp=2, tp=2), f"{ROWS}=whole"],
+            [*layout(pp=2, tp=2), f"{ROWS}=divided"],
+            [],
+            id="rows between layers",
         ),
         pytest.param(
             layout(pp=2, shard=2), layout(cp=2, tp=2), ["checkpoint.async_mode=async", "data.num_workers=1"], id="four"

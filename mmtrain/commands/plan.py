@@ -31,6 +31,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("--no-reorder", action="store_true", help="first come, first served")
     parser.add_argument("--no-split", action="store_true", help="backwards stay whole")
+    parser.add_argument("--braid", action="store_true", help="forwards and backwards may run as one block")
     parser.add_argument("--no-memory", action="store_true", help="the fastest option that fits for all, none chosen")
     parser.add_argument(
         "--noise",
@@ -78,6 +79,7 @@ def _plan(args: argparse.Namespace) -> int:
         strategy=args.strategy,
         reorder=not args.no_reorder,
         split=not args.no_split,
+        braid=args.braid,
         memory=not args.no_memory,
         noise=Noise.uniform(args.noise),
     )

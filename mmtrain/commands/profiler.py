@@ -261,9 +261,10 @@ def _measure_pair(device: torch.device, config: Config, rounds: int, steps: int,
     """Transfers between two pipeline ranks, and their step ends."""
     warnings.simplefilter("ignore")
     samples = Samples()
-    plain = replace(
-        config, parallelism=replace(config.parallelism, tensor_parallel_degree=1, context_parallel_degree=1)
+    parallelism = replace(
+        config.parallelism, tensor_parallel_degree=1, tensor_parallel_rows="divided", context_parallel_degree=1
     )
+    plain = replace(config, parallelism=parallelism)
     for _ in range(rounds):
         _measure_messages(samples, device)
         job = probing_job(plain, num_blocks=NUM_BLOCKS, cut=CUTS[2], num_ranks=2, folder=_dump_folder(folder))

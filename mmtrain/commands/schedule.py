@@ -103,6 +103,12 @@ def _add_iteration(parser: argparse.ArgumentParser) -> None:
         "--parallelism.separate_gradients=true)",
     )
     group.add_argument(
+        "--braid",
+        action="store_true",
+        help="chain, problem: a forward and a backward of each plan run as one block where that shortens it (a config: "
+        "--planner.braid=true)",
+    )
+    group.add_argument(
         "--costs",
         metavar="F,I,W[,COMM]",
         help="chain: seconds of F, I and W (forward, input and weight gradient) of a rank's stages for one microbatch, "
@@ -208,6 +214,7 @@ def _from_file(args: argparse.Namespace) -> _Planned:
     from mmtrain.schedule.chain import chain_problem
     from mmtrain.schedule.io.strict_json import read_text
     from mmtrain.schedule.io.torch_csv import has_transfers, read_plan, read_program
+    from mmtrain.schedule.passes.braid import braid
     from mmtrain.schedule.passes.lower import lower
     from mmtrain.schedule.passes.separate import separate_gradients
     from mmtrain.schedule.problem import PlanningProblem
@@ -235,6 +242,8 @@ def _from_file(args: argparse.Namespace) -> _Planned:
         raise ConfigError(f"schedule show: {path} is a plan for some problem; name it with --problem FILE")
     if args.separate_gradients:
         plan = separate_gradients(plan, problem)
+    if args.braid:
+        plan = braid(plan, problem)
     result = PlanResult(status="first", message=f"the order of {path}", plan=plan, timeline=simulate(problem, plan))
     return _Planned(path.name, problem, result, lambda plan: lower(plan, problem, sharded=False))
 
@@ -363,11 +372,14 @@ def _check(args: argparse.Namespace, verb: str) -> None:
             raise ConfigError(f"{where}: {key} {chain[key]}; it is at least 1")
     if args.exchange is not None and not 0 <= args.exchange <= 1e9:
         raise ConfigError(f"{where}: --exchange {args.exchange}; it is between 0 and 1e9 seconds")
-    if args.config and args.separate_gradients:
-        raise ConfigError(
-            f"{where}: --separate-gradients is for a chain or a problem; with --config write it as "
-            "--parallelism.separate_gradients=true"
-        )
+    for option, key in (("separate_gradients", "parallelism.separate_gradients"), ("braid", "planner.braid")):
+        if args.config and getattr(args, option):
+            raise ConfigError(
+                f"{where}: --{option.replace('_', '-')} is for a chain or a problem; with --config write it as "
+                f"--{key}=true"
+            )
+    if args.braid and not args.problem and args.exchange is None:
+        raise ConfigError(f"{where}: --braid without --exchange: blocks hide exchanges; give the chain some")
     if args.out is not None and not args.out.parent.is_dir():
         raise ConfigError(f"{where}: --out {args.out}: the folder {args.out.parent} does not exist; make it")
 
@@ -410,6 +422,7 @@ def _planner(args: argparse.Namespace) -> _Planner:
         num_ranks = given.graph.num_ranks if given else args.pp or 4
         schedule = schedule_of(name, num_ranks)
         schedule = schedule.separated() if args.separate_gradients else schedule
+        schedule = schedule.braided() if args.braid else schedule
         problem = given or plain_chain(
             num_ranks,
             args.microbatches or 8,
@@ -418,7 +431,8 @@ def _planner(args: argparse.Namespace) -> _Planner:
             exchange_s=args.exchange,
             **costs,
         )
-        return _plan(schedule, problem, None, search, search.section() if search else None)
+        section = replace(search.section(), braid=args.braid) if search else None
+        return _plan(schedule, problem, None, search, section)
 
     return plan
 

@@ -146,6 +146,8 @@ def check(config: Config) -> None:
     _check_data(config)
     _check_dit(config)
     _check_partition(config)
+    if config.planner.braid:
+        _check_braid(parallelism)
     if config.planner.enable and config.planner.patience_s >= config.comm.timeout_seconds:
         raise ConfigError(
             f"planner.patience_s = {config.planner.patience_s} is not below comm.timeout_seconds = "
@@ -155,6 +157,19 @@ def check(config: Config) -> None:
     if file_of(config.parallelism.pipeline_parallel_schedule) is None:  # a file is not read yet
         check_memory_limit(
             config, keeps_limits=config.parallelism.pipeline_parallel_schedule in MEMORY_BOUNDED_SCHEDULES
+        )
+
+
+def _check_braid(section: ParallelismConfig) -> None:
+    if section.tensor_parallel_degree == 1:
+        raise ConfigError(
+            "planner.braid = true with parallelism.tensor_parallel_degree = 1: nothing is exchanged inside of layers, "
+            "so blocks of a forward and a backward hide nothing; remove it, or raise the degree"
+        )
+    if section.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            'planner.braid = true with parallelism.fsdp_reshard_after_forward = "always": one pass of a block would '
+            'free parameters that the other one still uses; set "step", or remove planner.braid'
         )
 
 

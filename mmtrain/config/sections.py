@@ -183,6 +183,10 @@ class ParallelismConfig:
     (native-resolution encoders), for images too large for one rank."""
     tensor_parallel_degree: int = 1
     """Ranks that divide each layer's heads, inner columns and the vocabulary, and between layers the rows."""
+    tensor_parallel_rows: Literal["divided", "whole"] = "divided"
+    """Rows of a tensor-parallel rank between layers. divided: its part of them (sequence parallelism), with an
+    all-gather and a reduce-scatter in each half of a layer. whole: all of them, with one all-reduce of the same bytes
+    instead; each rank then computes all norms, holds more activations and sends all rows to the next stage."""
     encoder_tensor_parallel: Literal["shard", "data"] = "shard"
     """shard: the encoder's layers are divided like the language model's. data: each tensor-parallel rank holds the
     whole encoder and encodes its part of the images."""
@@ -208,6 +212,11 @@ class ParallelismConfig:
             if f.name.endswith("_degree") and not 1 <= value <= MOST_RANKS:
                 raise ConfigError(f"parallelism.{f.name} = {value}; a degree is at least 1 and at most {MOST_RANKS}")
         at_least("parallelism", self, context_parallel_block_size=1)
+        if self.tensor_parallel_rows == "whole" and self.tensor_parallel_degree == 1:
+            raise ConfigError(
+                'parallelism.tensor_parallel_rows = "whole" with tensor_parallel_degree = 1: nothing is divided; '
+                "remove the key, or raise the degree"
+            )
         check_name(self.pipeline_parallel_schedule, where="parallelism.pipeline_parallel_schedule =")
 
     @property
@@ -269,6 +278,10 @@ class PlannerConfig:
     """Search the order of microbatches; else the first come first."""
     split_backward: bool = True
     """Let the planner split backwards into input-gradient and weight-gradient passes (I, W)."""
+    braid: bool = False
+    """Run a forward and a backward of a rank as one block where that shortens an iteration: the exchanges of tensor
+    parallelism of one then lie under the compute of the other. In searched plans, and in those of
+    parallelism.pipeline_parallel_schedule (docs/planner.md)."""
     memory: bool = True
     """Under a memory limit, choose for each stage and work what its blocks do, among memory_strategies; else, and
     without a limit, all do what [activation_checkpoint] says. It is left alone where that mode is not none."""

@@ -82,7 +82,7 @@ class Modality(ABC):
 
     def division(self, submesh: Submesh, module: ModuleSpec) -> Division:
         """The division of the module over the ranks of a submesh."""
-        return Division(tp=submesh.tp, groups=submesh.cp, key_groups=submesh.cp)
+        return Division(tp=submesh.tp, whole_rows=submesh.whole_rows, groups=submesh.cp, key_groups=submesh.cp)
 
     def unevenness(self, submesh: Submesh, units: Sequence[Unit]) -> float:
         """Rows of the most loaded rank for a work, over those of an even division."""

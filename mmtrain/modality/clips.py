@@ -36,9 +36,9 @@ class Clips(Modality):
         """The division of rows over the tp ranks; cp ranks do not divide clips yet."""
         return ClipsLayout(self, submesh, works)
 
-    def of_rank(self, item: WorkItem, tp: int) -> WorkSize:
-        """The size of a work's rows and outputs on each of `tp` ranks between two stages."""
-        return WorkSize(rows=share_of(item.size.rows, tp), pairs=0, outputs=0)
+    def of_rank(self, item: WorkItem, parts: int) -> WorkSize:
+        """The size of a work's rows and outputs between two stages on each of the ranks that divide them."""
+        return WorkSize(rows=share_of(item.size.rows, parts), pairs=0, outputs=0)
 
 
 class ClipsLayout:
@@ -58,7 +58,7 @@ class ClipsLayout:
                 "a text-to-video model yet; set parallelism.context_parallel_degree = 1"
             )
         item = self.works[work]
-        return item.size if self.submesh.tp == 1 else self._kind.of_rank(item, self.submesh.tp)
+        return item.size if self.submesh.row_parts == 1 else self._kind.of_rank(item, self.submesh.row_parts)
 
 
 class Latents(Clips):
@@ -81,9 +81,9 @@ class Latents(Clips):
         """The first stage, which adds noise, and the last, for targets; none if another module makes the latents."""
         return () if module.latents_arrive else (0, -1)
 
-    def of_rank(self, item: WorkItem, tp: int) -> WorkSize:
+    def of_rank(self, item: WorkItem, parts: int) -> WorkSize:
         """The divided rows of each clip, with all text tokens."""
-        rows = sum(share_of(clip.num_tokens, tp) for clip in item.units)
+        rows = sum(share_of(clip.num_tokens, parts) for clip in item.units)
         return WorkSize(rows=rows, pairs=0, outputs=0, texts=item.size.texts, clips=item.size.clips)
 
     def owed(self, units: Sequence[ClipMeta]) -> dict[str, int]:
@@ -127,7 +127,7 @@ class Frames(Clips):
         """No division: each rank encodes all clips of a work."""
         return Division()
 
-    def of_rank(self, item: WorkItem, tp: int) -> WorkSize:
+    def of_rank(self, item: WorkItem, parts: int) -> WorkSize:
         """The whole size."""
         return item.size
 

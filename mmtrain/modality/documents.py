@@ -53,7 +53,7 @@ class Documents(Modality):
     def layout(
         self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta
     ) -> "DocumentsLayout":
-        """The division of tokens over the cp ranks, and of each cp rank's rows over its tp ranks between blocks."""
+        """The division of tokens over the cp ranks, and between blocks of a cp rank's rows over its tp ranks."""
         return DocumentsLayout(submesh, works, meta)
 
 
@@ -72,7 +72,7 @@ class DocumentsLayout:
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
         """The size of one rank's rows between two stages, padding included."""
         count = len(self.tokens(self.works[work].work.microbatch)[cp_rank])
-        return WorkSize(rows=share_of(count, self.submesh.tp), pairs=0, outputs=0)
+        return WorkSize(rows=share_of(count, self.submesh.row_parts), pairs=0, outputs=0)
 
     def bits(self, microbatch: int) -> Bits:
         """[T] int64: mask words of a microbatch of the language model."""
@@ -93,5 +93,5 @@ class DocumentsLayout:
         return self._tokens[microbatch]
 
     def places(self, microbatch: int, cp_rank: int) -> Indices:
-        """[padded tokens] int64: indices of the tokens of a cp rank, padded with -1 to a multiple of tp."""
-        return pad_indices(self.tokens(microbatch)[cp_rank], self.submesh.tp)
+        """[padded tokens] int64: indices of the tokens of a cp rank, then -1 up to a multiple of `row_parts`."""
+        return pad_indices(self.tokens(microbatch)[cp_rank], self.submesh.row_parts)

@@ -44,7 +44,12 @@ class Images(Modality):
     def division(self, submesh: Submesh, module: ModuleSpec) -> Division:
         """The division of layers over tp ranks (unless each has the encoder), and of images or patches over others."""
         tp = submesh.encoder_tp
-        return Division(tp=tp, groups=submesh.size // tp, key_groups=submesh.cp if submesh.share_patches else 1)
+        return Division(
+            tp=tp,
+            whole_rows=submesh.whole_rows,
+            groups=submesh.size // tp,
+            key_groups=submesh.cp if submesh.share_patches else 1,
+        )
 
     def unevenness(self, submesh: Submesh, units: Sequence[ImageMeta]) -> float:
         """Patches of the most loaded rank, over those of an even division; 1 if ranks divide each image."""
@@ -88,7 +93,7 @@ class ImagesLayout:
 
     def local_size(self, work: int, cp_rank: int, tp_rank: int) -> WorkSize:
         """The size of one rank's rows and outputs between two stages, padding included."""
-        size, degree = self.part(work, cp_rank, tp_rank).size, self.submesh.encoder_tp
+        size, degree = self.part(work, cp_rank, tp_rank).size, self.submesh.encoder_row_parts
         return WorkSize(rows=share_of(size.rows, degree), pairs=0, outputs=share_of(size.outputs, degree))
 
     def part(self, work: int, cp_rank: int, tp_rank: int) -> ImagesPart:
@@ -144,7 +149,7 @@ class ImagesLayout:
             unit = self._module.merge**2
             order = feature_order(self._grids(work, part), self._module.merge, self._module.window)
             features = features[order][part.rows[0] // unit : part.rows[1] // unit]
-        degree = self.submesh.encoder_tp
+        degree = self.submesh.encoder_row_parts
         padded_features = pad_indices(features, degree)
         num_local = len(padded_features) // degree
         return padded_features[tp_rank * num_local : (tp_rank + 1) * num_local] if degree > 1 else padded_features

@@ -19,6 +19,8 @@ class Submesh:
 
     cp: int = 1
     tp: int = 1
+    whole_rows: bool = False
+    """tp ranks each have all rows between layers, and do not divide them."""
     split: SplitPolicy = "balanced"
     block_size: int = 128
     share_patches: bool = False
@@ -34,6 +36,7 @@ class Submesh:
         return cls(
             cp=section.context_parallel_degree,
             tp=section.tensor_parallel_degree,
+            whole_rows=section.tensor_parallel_rows == "whole",
             split=section.context_parallel_split,
             block_size=section.context_parallel_block_size,
             share_patches=section.encoder_context_parallel == "patches" and section.context_parallel_degree > 1,
@@ -50,6 +53,16 @@ class Submesh:
     def encoder_tp(self) -> int:
         """Number of ranks that divide the layers of the encoder."""
         return 1 if self.data_encoder else self.tp
+
+    @property
+    def row_parts(self) -> int:
+        """Number of tp ranks that divide the rows between two layers."""
+        return 1 if self.whole_rows else self.tp
+
+    @property
+    def encoder_row_parts(self) -> int:
+        """Number of tp ranks that divide the rows between two layers of the encoder."""
+        return 1 if self.data_encoder else self.row_parts
 
     @property
     def holders(self) -> list[tuple[int, int]]:

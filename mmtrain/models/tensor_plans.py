@@ -18,11 +18,13 @@ Style = Literal[
     "moved",
     "norm_gather",
     "norm",
+    "norm_heads",
     "norm_columns",
     "vocabulary",
     "whole",
 ]
-"""How one module is divided, with its input -> its output:
+"""How one module is divided, with its input -> its output. The rows of a rank are those that it has between layers: its
+part of them, or all (`parallelism.tensor_parallel_rows`); then "this rank's rows -> all rows" moves nothing.
 
 - norm_gather: a norm, not divided. This rank's rows -> all rows, for the layers of style `columns` behind it, whose
   gradients are summed here.
@@ -35,7 +37,8 @@ Style = Literal[
   the others were computed by all ranks alike. The gradients of all are summed here, once for all of these layers.
 - moved: a table of shifts and scales that a block of a DiT holds itself, whole on every rank, which adds values to it
   that all ranks computed alike, and uses it for its own rows: the gradients of both are summed here.
-- norm: a norm, not divided. This rank's rows, or its heads of all rows -> the same.
+- norm: a norm, not divided. This rank's rows -> the same.
+- norm_heads: a norm of each head, not divided. This rank's heads of all rows -> the same.
 - norm_columns: a root-mean-square norm's columns are divided. This rank's columns of all rows -> the same, where the
   mean square of a row is that of all columns.
 - vocabulary: an embedding's tokens are divided. All ids -> this rank's rows.
@@ -140,7 +143,9 @@ def _two_linears(name: str) -> Styles:
     return {f"{name}.linear_1": "columns_whole", f"{name}.linear_2": "rows_whole"}
 
 
-_QWEN3 = replace(_DECODER, block={**_DECODER.block, **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "norm")})
+_QWEN3 = replace(
+    _DECODER, block={**_DECODER.block, **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "norm_heads")}
+)
 
 PLANS: Mapping[str, FamilyPlan] = {
     "qwen2": _DECODER,

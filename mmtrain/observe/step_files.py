@@ -34,7 +34,7 @@ class StepFiles:
     def write_trace(self, path: Path) -> None:
         """Writes a Chrome / Perfetto trace with both timelines and arrows for results needed by other ranks."""
         graph = self.plan.problem.graph
-        details = {action: self._details(action) for order in self.timing.plan.orders for action in order}
+        details = {entry: self._details(entry) for order in self.timing.plan.orders for entry in order}
         write_whole(path, json.dumps(trace_events(self.timelines, graph=graph, details=details)))
 
     def write_timeline(self, path: Path) -> None:
@@ -42,8 +42,9 @@ class StepFiles:
 
         The JSON object has `modules` (names), `stages` ([module, rank, first layer, last layer]), and for each action
         of all ranks' orders, one after the other, a row of `actions`: [stage, kind, microbatch, sub-microbatch,
-        measured start, measured end, planned start, planned end, rows, FLOPs]. `waits` has of both timelines the idle
-        stretches: [rank, start, end, action that was waited for, or -1]. Seconds, each from its own first start.
+        measured start, measured end, planned start, planned end, rows, FLOPs, part, parts]. A block has a row for each
+        of its `parts`, with the times of the block. `waits` has of both timelines the idle stretches: [rank, start,
+        end, action that was waited for, or -1]. Seconds, each from its own first start.
         """
         write_whole(path.with_suffix(".svg"), svg(self.timelines))
         write_whole(path.with_suffix(".json"), json.dumps(self._record(), separators=(",", ":")))
@@ -57,21 +58,24 @@ class StepFiles:
         planned = planned_timing(self.timing.plan, self.timelines["planned"])
         both = {"measured": self.timing, "planned": planned}
         zeros = {name: self.timelines[name].start_s for name in both}
-        actions = []
+        actions: list[list[Any]] = []
+        first_rows: list[int] = []
         for rank, order in enumerate(self.timing.plan.orders):
-            for index, action in enumerate(order):
+            for index, entry in enumerate(order):
+                first_rows.append(len(actions))
                 times = [
                     round(float(times[rank][index]) - zeros[name], 7)
                     for name, timing in both.items()
                     for times in (timing.starts_s, timing.ends_s)
                 ]
-                work = self._works[action]
-                actions.append(
-                    [
-                        action.stage, action.kind, action.microbatch, action.sub_microbatch, *times,
-                        self.plan.batching.sizes[work].rows, round(self._flops(action)),
-                    ]
-                )  # fmt: skip
+                for number, action in enumerate(entry.parts):
+                    work = self._works[action]
+                    actions.append(
+                        [
+                            action.stage, action.kind, action.microbatch, action.sub_microbatch, *times,
+                            self.plan.batching.sizes[work].rows, round(self._flops(action)), number, len(entry.parts),
+                        ]
+                    )  # fmt: skip
         return {
             "step": self.step,
             "modules": [module.name for module in graph.modules],
@@ -81,22 +85,23 @@ class StepFiles:
                 for stage in self.planner.partition.stages
             ],
             "actions": actions,
-            "waits": {name: _waits(timing, zeros[name]) for name, timing in both.items()},
+            "waits": {name: _waits(timing, zeros[name], first_rows) for name, timing in both.items()},
         }
 
     @cached_property
     def _works(self) -> Mapping[Action, int]:
-        plan = self.timing.plan
-        pairs = zip(plan.orders, plan.works, strict=True)
-        return {action: work for order, works in pairs for action, work in zip(order, works, strict=True)}
+        return {action: work for parts in self.timing.plan.parts for _, action, work in parts}
 
     def _flops(self, action: Action) -> float:
         """Model FLOPs of an action."""
         stage, size = self.planner.partition.stages[action.stage], self.plan.batching.sizes[self._works[action]]
         return flops_of(action.kind, self.planner.spec.flops(stage.module, size, range(*stage.layers)))
 
-    def _details(self, action: Action) -> dict[str, Any]:
-        """The details of an action in a trace."""
+    def _details(self, entry: Action) -> dict[str, Any]:
+        """The details of an entry of an order in a trace; of a block, those of each part under its name."""
+        if len(entry.parts) > 1:
+            return {str(part): self._details(part) for part in entry.parts}
+        (action,) = entry.parts
         stage, work = self.planner.partition.stages[action.stage], self._works[action]
         size = self.plan.batching.sizes[work]
         return {
@@ -122,8 +127,12 @@ def flops_of(kind: Kind, flops: Flops) -> float:
     return flops.backward_input + flops.backward_weight
 
 
-def _waits(timing: StepTiming, zero: float) -> list[list[float]]:
+def _waits(timing: StepTiming, zero: float, first_rows: list[int]) -> list[list[float]]:
+    """Args: first_rows: entry of all orders -> its first row of actions."""
     waits = timing.waits
     columns = (waits.rank, waits.start_s - zero, waits.end_s - zero, waits.action)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [[rank, round(start, 7), round(end, 7), action] for rank, start, end, action in rows]
+    return [
+        [rank, round(start, 7), round(end, 7), first_rows[entry] if entry >= 0 else entry]
+        for rank, start, end, entry in rows
+    ]

@@ -86,7 +86,8 @@ class StepTiming:
         seconds = [0.0] * len(graph.modules)
         for order, start, end in zip(self.plan.orders, self.starts_s, self.ends_s, strict=True):
             for action, length in zip(order, (end - start).tolist(), strict=True):
-                seconds[graph.module_of[action.stage]] += length
+                for part in action.parts:  # a block counts once
+                    seconds[graph.module_of[part.stage]] += length / len(action.parts)
         waited = self.waits.module_s(len(graph.modules))
         return {
             module.name: ModuleMetrics(

@@ -70,6 +70,15 @@ class ActivationMemory:
             if offloads and work in self._works and self._works[work].empty:
                 del self._works[work]  # no gradient passes here
 
+    @property
+    def now(self) -> Any:
+        """What the blocks that run now do."""
+        return self._now, self._open
+
+    @now.setter
+    def now(self, now: Any) -> None:
+        self._now, self._open = now
+
     def prefetch(self, work: int) -> None:
         """Starts to bring back the activations that the backward of a work needs first."""
         if work in self._works:

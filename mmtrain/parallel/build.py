@@ -76,8 +76,9 @@ def build_local_model(
         load_adapters(chunk, model)
         module = spec.module(assigned.module)
         shares_units = module.shares_units and mesh.data_encoder
-        if mesh.shape.tp > 1 and not (module.is_whole or shares_units):
-            apply_tensor_parallel(chunk, mesh.tp)
+        divided = mesh.shape.tp > 1 and not (module.is_whole or shares_units)
+        if divided:
+            apply_tensor_parallel(chunk, mesh.tp, whole_rows=mesh.whole_rows)
         memory = ActivationMemory(chunk.blocks(), recompute or ActivationCheckpointConfig(), offloader)
         if sharded:
             reshard = assigned.module in regathered
@@ -91,6 +92,7 @@ def build_local_model(
             mesh.channels,
             dtype=DTYPES[training.mixed_precision_param],
             memory=memory,
+            divided=divided,
         )
         chunks.append(chunk)
         stages.append(stage)

@@ -24,13 +24,14 @@ class _GatherPieces(torch.autograd.Function):
     """[M, ...] of each rank -> [ranks x M, ...] on all."""
 
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, piece: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
+        ctx.group, ctx.copies = group, copies
         return gather_rows(piece, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return sum_rows(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = sum_rows(grads[0], ctx.group)
+        return grad if ctx.copies == 1 else grad / ctx.copies, None, None
 
 
 class RowExchange:
@@ -46,12 +47,15 @@ class RowExchange:
         rows_of_ranks: Sequence[npt.NDArray[np.int64]],
         needed_rows: npt.NDArray[np.int64],
         device: Any,
+        *,
+        copies: int = 1,
     ) -> None:
         """Args:
         rows_of_ranks: [rank of the group] names of the rows that it holds, in order; -1 for padding.
         needed_rows: names of the rows that this rank asks for, in the order in which it gets them.
+        copies: how many ranks ask for equal rows and have equal gradients of them, which count once.
         """
-        self._group = group
+        self._group, self._copies = group, copies
         self._most = max(1, *(len(names) for names in rows_of_ranks))
         index_of = np.full(1 + max(int(names.max(initial=-1)) for names in rows_of_ranks), -1, dtype=np.int64)
         for rank, names in enumerate(rows_of_ranks):
@@ -66,7 +70,7 @@ class RowExchange:
         missing = self._most - len(x)
         if missing:
             x = nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
-        return _GatherPieces.apply(x, self._group).index_select(0, self._rows)
+        return _GatherPieces.apply(x, self._group, self._copies).index_select(0, self._rows)
 
 
 class KeyValueGather:

@@ -107,6 +107,8 @@ class Mesh:
     """(pp, dp_replicate, dp_shard x cp x tp), where tp ranks hold whole encoders."""
     batch_group: dist.ProcessGroup | None
     """Ranks that read different data and hold the same stages; None for one replica."""
+    whole_rows: bool
+    """Whether tp ranks each have all rows between layers."""
     channels: "Channels"
     tie_group: dist.ProcessGroup | None
     """The pp_ranks of this replica that hold the language model's first and last stage, which may share the tied
@@ -223,6 +225,7 @@ def build_mesh(
     device: torch.device,
     *,
     data_encoder: bool = False,
+    whole_rows: bool = False,
     tie_ranks: tuple[int, int] = (0, -1),
     share_device: bool = False,
 ) -> Mesh:
@@ -230,6 +233,7 @@ def build_mesh(
 
     Args:
         data_encoder: tensor-parallel ranks hold whole encoders (`parallelism.encoder_tensor_parallel = "data"`).
+        whole_rows: they have all rows between layers (`parallelism.tensor_parallel_rows = "whole"`).
         tie_ranks: pp_ranks of the language model's first and last stage; the last may be counted from the end.
         share_device: all groups are gloo's (`comm.share_device`).
     """
@@ -270,6 +274,7 @@ def build_mesh(
         submesh_group=submesh_group,
         cp_group=cp_group,
         encoder_mesh=encoder_mesh,
+        whole_rows=whole_rows,
         batch_group=dims.get_mesh("batch").get_group() if shape.dp > 1 else None,
         channels=Channels(pp_ranks, pp_group, directed, through_host=share_device),
         tie_group=tie_group,

@@ -55,6 +55,7 @@ class Placement:
             config.parallelism.mesh_shape,
             device,
             data_encoder=config.data_encoder,
+            whole_rows=config.parallelism.tensor_parallel_rows == "whole",
             tie_ranks=partition.tie_ranks,
             share_device=config.comm.share_device,
         )

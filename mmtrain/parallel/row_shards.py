@@ -1,5 +1,5 @@
-"""Exchanges between tensor-parallel ranks, which divide rows between layers (sequence parallelism, arXiv:2205.05198,
-section 4.2.2) and columns inside of them.
+"""Exchanges between tensor-parallel ranks, which divide columns inside of layers, and between them rows (sequence
+parallelism, arXiv:2205.05198, section 4.2.2), or nothing (arXiv:1909.08053).
 
 Legend: tp ranks; R rows, all of a cp rank, or of a clip; r = R / tp rows of one rank, rounded up; D columns. Tensors
 are [..., rows, columns], where the dimensions before the rows are 1. Every collective here is over tp.
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmtrain.parallel import passes
 from mmtrain.parallel.collectives import all_gather, reduce_scatter
 
 
@@ -46,6 +47,10 @@ class RowShards:
         """x [R, D], equal on all ranks, each of which uses it for its own columns or rows; backward: all-reduce."""
         return _Exchange.apply(x, _same, _sum, self._group)
 
+    def use_for_rows(self, x: Tensor) -> Tensor:
+        """x, equal on all ranks, each of which uses it for its own rows between layers; backward: all-reduce."""
+        return self.use_for_parts(x)
+
     def sum(self, x: Tensor) -> Tensor:
         """Summands [R, D] -> their sum on all ranks, which compute the same from it; backward: no communication."""
         return _Exchange.apply(x, _sum, _same, self._group)
@@ -58,9 +63,45 @@ class RowShards:
         """[R, D / tp] -> [R, D] on all ranks, which compute the same from it; backward: this rank's columns."""
         return _Exchange.apply(x, _gather_columns, _own_columns, self._group)
 
+    def pause(self, x: Tensor) -> Tensor:
+        """x, in the middle of a unit: forward and backward another pass may go on here (see `passes`)."""
+        return _Exchange.apply(x, _pause, _pause, self._group)
+
     def _filled_up(self, x: Tensor) -> Tensor:
         missing = -x.shape[-2] % self.degree
         return nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+class WholeRowShards(RowShards):
+    """The same for ranks that each have all rows between layers, r = R: the gradients of these rows are equal, too."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self.degree = 1
+
+    def shard(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+    def gather_for_parts(self, x: Tensor) -> Tensor:
+        """x [R, D], which each rank uses for its own columns; backward: all-reduce."""
+        return self.use_for_parts(x)
+
+    def sum_shard(self, x: Tensor) -> Tensor:
+        """Summands [R, D] -> their sum on all ranks; backward: no communication."""
+        return self.sum(x)
+
+    def use_for_rows(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+    def pause(self, x: Tensor) -> Tensor:
+        """x: a unit has one exchange."""
+        return x
 
 
 _Operation = Callable[[Tensor, dist.ProcessGroup], Tensor]
@@ -83,6 +124,11 @@ def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
+def _pause(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    passes.pause()
+    return x
+
+
 def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[R, D] -> [r, D], a copy, so that the whole can be freed."""
     rows = x.shape[-2] // dist.get_world_size(group)
@@ -92,7 +138,7 @@ def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[r, D] of each rank -> [R, D] on all."""
     out = x.new_empty(*x.shape[:-2], x.shape[-2] * dist.get_world_size(group), x.shape[-1])
-    all_gather(out.flatten(), x.flatten(), group=group)
+    passes.exchange(all_gather(out.flatten(), x.flatten(), group=group, async_op=True))
     return out
 
 
@@ -104,14 +150,14 @@ def _own_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _gather_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[R, D / tp] of each rank -> [R, D] on all."""
     parts = x.new_empty(dist.get_world_size(group), *x.shape)
-    all_gather(parts.flatten(), x.flatten(), group=group)
+    passes.exchange(all_gather(parts.flatten(), x.flatten(), group=group, async_op=True))
     return parts.movedim(0, -2).flatten(-2)
 
 
 def _sum_own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Summands [R, D] -> [r, D] of the sum."""
     out = x.new_empty(*x.shape[:-2], x.shape[-2] // dist.get_world_size(group), x.shape[-1])
-    reduce_scatter(out.flatten(), x.flatten(), group=group)
+    passes.exchange(reduce_scatter(out.flatten(), x.flatten(), group=group, async_op=True), scatters=True)
     return out
 
 
@@ -119,5 +165,5 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Summands -> the sum on all ranks."""
     out = x.contiguous().clone()
     if out.numel():
-        dist.all_reduce(out, group=group)
+        passes.exchange(dist.all_reduce(out, group=group, async_op=True))
     return out

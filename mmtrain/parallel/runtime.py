@@ -9,6 +9,7 @@ checks are replaced by the work graph: works are identified by their index, tran
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmtrain.errors import PlanError
+from mmtrain.parallel.passes import Block, filled
 from mmtrain.parallel.position_losses import PositionLosses
 from mmtrain.parallel.stage import ModalityStage, ShapeOf
 from mmtrain.parallel.torch_private import TorchScheduleRuntime, profiling, reduce_grads, wait_unsharded
-from mmtrain.schedule.action import BACKWARD, COMPUTE, KINDS, STAGE_WIDE, WAITS, Action, Kind
+from mmtrain.schedule.action import BACKWARD, BRAID, COMPUTE, KINDS, NOT_COMPUTE, STAGE_WIDE, WAITS, Action, Kind
 from mmtrain.schedule.graph import Edge, WorkGraph
 from mmtrain.schedule.passes.lower import Program
 from mmtrain.schedule.passes.release import Transfer, releases, transfers
@@ -32,15 +34,18 @@ class BoundAction:
 
     action: Action
     stage: ModalityStage
+    """Of a block the first one's."""
+    parts: tuple["BoundAction", ...] = ()
+    """The passes of a compute action: of a block both, else itself alone."""
     work: int = -1
     """Of a compute action."""
     transfer: Transfer | None = None
     """What a send or receive moves."""
     waits: tuple[tuple[Transfer, tuple[Transfer, ...]], ...] = ()
     """Messages that must have arrived before a compute action, each with the sends whose arrival follows from it."""
-    prefetched: tuple[ModalityStage, int] | None = None
-    """Stage and work of the next compute action, if that is a backward: its offloaded activations come back during this
-    action."""
+    prefetched: tuple[tuple[ModalityStage, int], ...] = ()
+    """Stages and works of the backwards in the next compute action: their offloaded activations come back during this
+    one."""
     makes_loss: bool = False
     """Whether the output of a forward is the loss."""
     moves: tuple[tuple[Edge, ModalityStage], ...] = ()
@@ -48,6 +53,7 @@ class BoundAction:
 
 
 Handler = Callable[[BoundAction], None]
+Pass = Callable[[], None]
 
 Feed = Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]
 """(stage, work) -> positional and keyword arguments of the chunk's forward, before its received inputs."""
@@ -88,11 +94,16 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         self._position_losses: dict[int, Tensor] = {}
         self._running: Action | None = None
         self._awaited: Transfer | None = None
-        self._handlers: dict[Kind, Handler] = {
+        self._block = Block(stages[0].device)
+        self._passes: dict[Kind, Callable[[BoundAction], Pass]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._backward,
             Kind.W: self._backward_weight,
+        }
+        """Makes the computation of a pass whose inputs are there."""
+        self._handlers: dict[Kind, Handler] = {
+            **dict.fromkeys((*COMPUTE, BRAID), self._compute),
             Kind.SEND_F: self._send,
             Kind.RECV_F: self._receive,
             Kind.SEND_B: self._send,
@@ -102,13 +113,14 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             Kind.RESHARD: self._reshard,
         }
         # A wait is part of the compute action that it stands before.
-        assert set(self._handlers) | WAITS == set(KINDS), "a kind of action has no handler"
+        assert set(self._handlers) == set(KINDS) - WAITS | {BRAID}, "a kind of action has no handler"
 
     def load(self, program: Program, shape_of: ShapeOf) -> None:
         """Makes `program` the one that `step` runs.
 
         Raises: PlanError: a wait is at the wrong position, a transfer has no edge, a backward is not B, or I and then
-            W, or the name of a memory option is not one for its stage.
+            W, a block is not of two passes that the runtime can run in turns, or the name of a memory option is not one
+            for its stage.
         """
         graph, actions = program.graph, program.actions[self.rank]
         moved = transfers(program, self.rank)
@@ -122,21 +134,20 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             if kind in WAITS:
                 waits.append((moved[index], arrivals.get(index, ())))
                 continue
-            if waits and kind not in COMPUTE:
+            if waits and kind in NOT_COMPUTE:
                 raise PlanError(
                     f"rank {self.rank}, step {index}, action {action}: a wait must stand right before the compute "
                     f"action that needs it, but {actions[index - 1]} stands before this one"
                 )
             if kind not in self._handlers:
-                raise PlanError(
-                    f"rank {self.rank}, step {index}: no handler runs {action}; plan without braids and instructions"
-                )
+                raise PlanError(f"rank {self.rank}, step {index}: no handler runs {action}; plan without instructions")
             bound = BoundAction(action, self._by_index[action.stage])
-            if kind in COMPUTE:
+            if kind not in NOT_COMPUTE:
                 bound.waits = tuple(waits)
-                self._bind(bound, graph)
-                if computes and kind in BACKWARD:
-                    computes[-1][1].prefetched = bound.stage, bound.work
+                bound.parts = tuple(self._bind(part, graph) for part in _in_turns(action, self.rank, index))
+                if computes:
+                    backwards = (part for part in bound.parts if part.action.kind in BACKWARD)
+                    computes[-1][1].prefetched = tuple((part.stage, part.work) for part in backwards)
                 computes.append((index, bound))
                 waits = []
             elif kind not in STAGE_WIDE:
@@ -149,10 +160,10 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         for index, stage in self._by_index.items():
             stage.start_step(graph, shape_of, split.get(index, ()), strategies.get(index, {}))
 
-    def _bind(self, bound: BoundAction, graph: WorkGraph) -> None:
-        """Looks up the work of a compute action, and where its result goes."""
-        kind, stage = bound.action.kind, bound.action.stage
-        bound.work = graph.work_of(bound.action)
+    def _bind(self, action: Action, graph: WorkGraph) -> BoundAction:
+        """A pass with its work, and where its result goes."""
+        kind, stage = action.kind, action.stage
+        bound = BoundAction(action, self._by_index[stage], work=graph.work_of(action))
         if kind is Kind.F:
             edges = graph.outputs(stage, bound.work)
             bound.makes_loss = not edges
@@ -160,6 +171,7 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
         elif kind in BACKWARD:
             edges = graph.inputs(stage, bound.work)
             bound.moves = tuple((e, self._by_index[e.source]) for e in edges if e.grad and graph.is_local(e))
+        return bound
 
     def _strategies(self, program: Program) -> dict[int, dict[int, StageMemory]]:
         """Stage of this rank -> work -> how its blocks treat their activations.
@@ -251,60 +263,72 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
 
     # ------------------------------------------------------------------------------------ handlers
 
-    def _forward(self, bound: BoundAction) -> None:
+    def _compute(self, bound: BoundAction) -> None:
+        """Runs the pass of a compute action, or both of a block in turns."""
+        self._ready(bound)
+        passes = [self._passes[part.action.kind](part) for part in bound.parts]
+        for stage, work in bound.prefetched:
+            stage.prefetch(work)
+        start = self._clock.now()
+        if len(passes) == 1:
+            passes[0]()
+        elif bound.parts[1].action.kind is Kind.W:
+            alone, weights = bound.parts
+            with filled(weights.stage.some_weights(weights.work, alone.stage.num_exchanges)):
+                passes[0]()
+            passes[1]()
+        else:
+            self._block.run(passes[0], passes[1], shared=list({part.stage: None for part in bound.parts}))
+        self._clock.record(bound.action, start)
+        for part in bound.parts:
+            forward = part.action.kind is Kind.F
+            for edge, stage in part.moves:
+                if forward:
+                    stage.inbox[edge] = part.stage.outbox.pop(edge)
+                else:
+                    stage.grad_inbox[edge] = part.stage.grad_outbox.pop(edge)
+
+    def _forward(self, bound: BoundAction) -> Pass:
         assert self._feed is not None
         stage, work = bound.stage, bound.work
-        self._ready(bound)
         args, kwargs = self._feed(stage.stage_index, work)
-        self._prefetch(bound)
-        start = self._clock.now()
-        output = stage.forward_one_chunk(work, args, kwargs)
-        self._clock.record(bound.action, start)
-        if bound.makes_loss:
-            self._losses[work] = output.loss_sum.detach()
-            if output.predictions is not None:
-                self._predictions[work] = output.predictions
-            if self._head_losses is not None:
-                self._position_losses[work] = self._head_losses.take()
-        for edge, consumer in bound.moves:
-            consumer.inbox[edge] = stage.outbox.pop(edge)
 
-    def _backward(self, bound: BoundAction) -> None:
+        def run() -> None:
+            output = stage.forward_one_chunk(work, args, kwargs)
+            if bound.makes_loss:
+                self._losses[work] = output.loss_sum.detach()
+                if output.predictions is not None:
+                    self._predictions[work] = output.predictions
+                if self._head_losses is not None:
+                    self._position_losses[work] = self._head_losses.take()
+
+        return run
+
+    def _backward(self, bound: BoundAction) -> Pass:
         stage = bound.stage
-        self._ready(bound)
-        self._prefetch(bound)
         backward = stage.backward_input if bound.action.kind is Kind.I else stage.backward_one_chunk
-        start = self._clock.now()
-        backward(bound.work, loss=self._loss_grad)
-        self._clock.record(bound.action, start)
-        for edge, producer in bound.moves:
-            producer.grad_inbox[edge] = stage.grad_outbox.pop(edge)
+        return partial(backward, bound.work, loss=self._loss_grad)
 
-    def _backward_weight(self, bound: BoundAction) -> None:
-        self._prefetch(bound)
-        start = self._clock.now()
-        bound.stage.backward_weight(bound.work)
-        self._clock.record(bound.action, start)
+    def _backward_weight(self, bound: BoundAction) -> Pass:
+        return partial(bound.stage.backward_weight, bound.work)
 
     def _ready(self, bound: BoundAction) -> None:
         """Waits for the parameters and the received inputs of an action."""
-        stage = bound.stage
-        if stage.stays_gathered:
-            self._assert_unsharded(stage)
+        for part in bound.parts:
+            if part.stage.stays_gathered:
+                self._assert_unsharded(part.stage)
         for transfer, arrived in bound.waits:
             arriving, tensor = self._pending.pop(transfer)
             self._awaited = transfer
             arriving.wait()
             self._awaited = None
             edge, forward = transfer
-            (stage.inbox if forward else stage.grad_inbox)[edge] = tensor
+            if forward:
+                self._by_index[edge.target].inbox[edge] = tensor
+            else:
+                self._by_index[edge.source].grad_inbox[edge] = tensor
             for sent in arrived if tensor.numel() else ():  # an empty tensor was never sent, and proves nothing
                 self._sent.pop(sent)[0].wait()  # returns at once: the peer has these, or it would not have answered
-
-    def _prefetch(self, bound: BoundAction) -> None:
-        if bound.prefetched is not None:
-            stage, work = bound.prefetched
-            stage.prefetch(work)
 
     def _send(self, bound: BoundAction) -> None:
         assert bound.transfer is not None
@@ -337,6 +361,14 @@ class PipelineScheduleRuntime(TorchScheduleRuntime):
             wait_unsharded(stage.fsdp_modules)
 
 
+def _in_turns(action: Action, rank: int, index: int) -> tuple[Action, ...]:
+    """The passes of a compute action. Raises: PlanError: a block is not a forward and then a B, I or W."""
+    first, *others = (part.kind for part in action.parts)
+    if others and (first is not Kind.F or len(others) > 1 or others[0] is Kind.F):
+        raise PlanError(f"rank {rank}, step {index}: {action} cannot run in turns; braid one F and then one B, I or W")
+    return action.parts
+
+
 _BEFORE = {Kind.F: None, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 """Compute kind -> the kind that the same stage runs before it for the same work."""
 
@@ -350,16 +382,17 @@ def _split_works(computes: Sequence[tuple[int, BoundAction]], rank: int) -> dict
     split_works: dict[int, list[int]] = {}
     last: dict[tuple[int, int], Action] = {}
     for index, bound in computes:
-        action, node = bound.action, (bound.action.stage, bound.work)
-        before = last[node].kind if node in last else None
-        if before is not _BEFORE[action.kind]:
-            raise PlanError(
-                f"rank {rank}, step {index}: {action} comes after {last.get(node, 'nothing')}; a stage runs F of a "
-                "work, then B, or I and then W"
-            )
-        last[node] = action
-        if action.kind is Kind.I:
-            split_works.setdefault(node[0], []).append(node[1])
+        for part in bound.parts:
+            action, node = part.action, (part.action.stage, part.work)
+            before = last[node].kind if node in last else None
+            if before is not _BEFORE[action.kind]:
+                raise PlanError(
+                    f"rank {rank}, step {index}: {action} comes after {last.get(node, 'nothing')}; a stage runs F of a "
+                    "work, then B, or I and then W"
+                )
+            last[node] = action
+            if action.kind is Kind.I:
+                split_works.setdefault(node[0], []).append(node[1])
     for action in last.values():
         if action.kind is Kind.I:
             raise PlanError(f"rank {rank}: no W comes after {action}; a backward is B, or I and then W")

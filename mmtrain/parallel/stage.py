@@ -13,10 +13,20 @@ from torch.distributed.fsdp import FSDPModule
 
 from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.errors import PlanError
+from mmtrain.parallel import passes
 from mmtrain.parallel.activation_memory import ActivationMemory
 from mmtrain.parallel.mesh import Channels, Route
 from mmtrain.parallel.offload import Offloader
-from mmtrain.parallel.torch_private import PipelineStage, fsdp_modules, gathers_itself, gradient_edge, settle_grads
+from mmtrain.parallel.passes import Fill
+from mmtrain.parallel.torch_private import (
+    PipelineStage,
+    fsdp_modules,
+    fsdp_pass,
+    gathers_itself,
+    gradient_edge,
+    set_fsdp_pass,
+    settle_grads,
+)
 from mmtrain.parallel.weight_grads import WeightGrads
 from mmtrain.schedule.graph import Edge, WorkGraph
 from mmtrain.spec.memory_strategies import StageMemory
@@ -65,8 +75,13 @@ class ModalityStage(PipelineStage):
         channels: Channels,
         dtype: torch.dtype,
         memory: ActivationMemory | None = None,
+        *,
+        divided: bool = False,
     ) -> None:
-        """Args: memory: the switch of the chunk's blocks; None: it has none."""
+        """Args:
+        memory: the switch of the chunk's blocks; None: it has none.
+        divided: the layers of the chunk exchange activations with the other ranks of tensor parallelism.
+        """
         super().__init__(chunk, stage_index, num_stages, device, group=group)
         self.channels = channels
         self.dtype = dtype
@@ -78,10 +93,15 @@ class ModalityStage(PipelineStage):
         self.strategies: dict[int, StageMemory] = {}
         """work -> how the blocks treat its activations; absent: the default of the switch."""
         self.weight_grads = WeightGrads(chunk)
+        self.divided = divided
+        self.num_exchanges = 0
+        """Of its last forward."""
         self.fsdp_modules: list[FSDPModule] = []
         """The parts of the chunk that FSDP2 shards, the root first; empty without FSDP2."""
         self.stays_gathered = False
         """Whether their parameters stay gathered during a step, by the actions of its program."""
+        self.hides_exchanges = False
+        """Whether a whole backward makes weight gradients while it waits for exchanges."""
         self.clear_runtime_states()
 
     def start_step(
@@ -101,7 +121,9 @@ class ModalityStage(PipelineStage):
         self.strategies = dict(strategies or {})
         self.has_backward = True
         self.fsdp_modules = fsdp_modules(self.submod)
-        self.stays_gathered = bool(self.fsdp_modules) and not gathers_itself(self.submod)
+        frees = bool(self.fsdp_modules) and gathers_itself(self.submod)
+        self.stays_gathered = bool(self.fsdp_modules) and not frees
+        self.hides_exchanges = self.divided and not frees
         self.clear_runtime_states()
 
     def clear_runtime_states(self) -> None:
@@ -158,13 +180,15 @@ class ModalityStage(PipelineStage):
             if edge.grad:
                 leaves.append((edge, activation))
         backward = graph.has_backward(stage, work)
+        before = passes.num_exchanges()
         self.memory.offloader.settle()
         strategy = self.memory.of(self.strategies.get(work), work) if backward else _NO_CONTEXT
-        with torch.set_grad_enabled(backward), self._deferring(work), strategy:
+        with torch.set_grad_enabled(backward), self._deferring(work) if backward else _NO_CONTEXT, strategy:
             if own and others:  # features of other modules join the stage's own input
                 output = self.submod(*own, features=self._features(others), **(kwargs or {}))
             else:
                 output = self.submod(*own, *(t for _, t in others), **(kwargs or {}))
+        self.num_exchanges = passes.num_exchanges() - before
         consumers = graph.outputs(stage, work)
         root = output if isinstance(output, Tensor) else output.loss_sum
         if consumers and tuple(root.shape) != self.shape_of(stage, work):
@@ -195,6 +219,8 @@ class ModalityStage(PipelineStage):
     ) -> None:
         """Runs the backward of one work; gradients of its inputs go to the grad_outbox.
 
+        While it waits for an exchange inside of a layer, it makes weight gradients that wait.
+
         Args:
             loss: gradient to start from where the chunk's output is the loss; else the grad_inbox has it.
             full_backward: also the weight gradients of linear layers; they otherwise wait for `backward_weight`. It
@@ -208,8 +234,11 @@ class ModalityStage(PipelineStage):
         grad = loss if not grads else grads[0] if len(grads) == 1 else torch.stack(grads).sum(0)
         self.memory.prefetch(bwd_chunk_id)  # before the others settle: its last block may not have left yet
         self.memory.offloader.settle()
-        with self._deferring(bwd_chunk_id):
+        filled = full_backward and self.hides_exchanges
+        with self._deferring(bwd_chunk_id), passes.filled(self.some_weights(bwd_chunk_id)) if filled else _NO_CONTEXT:
             torch.autograd.backward(start, grad)
+        if filled:
+            self.backward_weight(bwd_chunk_id)
         self.memory.finish(bwd_chunk_id)
         for edge, leaf in leaves:
             # An input that the loss does not depend on: its producer expects a gradient of zero.
@@ -232,8 +261,31 @@ class ModalityStage(PipelineStage):
         self.weight_grads.run(work)
         settle_grads(self.fsdp_modules)
 
+    def some_weights(self, work: int, num_exchanges: int = 0) -> Fill:
+        """A part of the weight-gradient pass of one work, to be run during an exchange.
+
+        Args: num_exchanges: divide the pass over so many; 0: what waits is run, over the exchanges that follow at once.
+        """
+        per_exchange = -(-self.weight_grads.num_waiting(work) // num_exchanges) if num_exchanges else 0
+
+        def run(scatters: bool) -> None:
+            waiting = self.weight_grads.num_waiting(work)
+            self.weight_grads.run_some(work, per_exchange or (-(-waiting // 2) if scatters else waiting))
+
+        return run
+
     def _deferring(self, work: int) -> AbstractContextManager[None]:
-        return self.weight_grads.deferred(work) if work in self.split else _NO_CONTEXT
+        return self.weight_grads.deferred(work) if self.hides_exchanges or work in self.split else _NO_CONTEXT
+
+    @property
+    def pass_state(self) -> Any:
+        """What belongs to the pass that runs, where two passes take turns."""
+        return self.weight_grads.open, self.memory.now, fsdp_pass(self.fsdp_modules)
+
+    @pass_state.setter
+    def pass_state(self, state: Any) -> None:
+        self.weight_grads.open, self.memory.now, in_hooks = state
+        set_fsdp_pass(self.fsdp_modules, in_hooks)
 
     # ----------------------------------------------------------------------------------- transfers
 

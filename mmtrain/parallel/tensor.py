@@ -1,8 +1,9 @@
-"""Tensor parallelism with sequence parallelism: each rank of the tp axis computes a part of every layer.
+"""Tensor parallelism, with sequence parallelism or without: each rank of the tp axis computes a part of every layer.
 
 Parameters become DTensors of the tp mesh, and a rank computes its own heads, inner columns and tokens. Between blocks
-it holds an equal part of the rows. A sublayer costs one all-gather and one reduce-scatter forward, and the same
-backward. Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
+it holds an equal part of the rows, and a sublayer costs one all-gather and one reduce-scatter forward, and the same
+backward; or it holds all rows, and a sublayer costs one all-reduce forward, and one backward. Source: Megatron-LM,
+arXiv:2205.05198 and arXiv:1909.08053.
 
 The blocks of a DiT run clip by clip: each rank has a part of the rows of each clip, filled up where the ranks do not
 divide them, and all rows of its text and timestep. No other row reads the padding, and it has no gradient.
@@ -19,18 +20,20 @@ from mmtrain.errors import ConfigError
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
 from mmtrain.models.tensor_plans import PLANS, PROJECTORS, FamilyPlan, Style
-from mmtrain.parallel.row_shards import RowShards
+from mmtrain.parallel.row_shards import RowShards, WholeRowShards
 from mmtrain.parallel.tensor_styles import Divided, MovedTable, make_styles
 from mmtrain.parallel.vocabulary import VocabularyLoss
 
 _Divisible = LanguageChunk | VisionChunk | DitChunk
 
 
-def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh, *, whole_rows: bool = False) -> None:
     """Divides a chunk over the tp mesh, in place; weights must be set, and equal on all its ranks.
 
     Called before FSDP2. Afterwards activations between chunks are this rank's rows, and a language model's loss is
     computed from this rank's part of the vocabulary.
+
+    Args: whole_rows: these are all rows, not a part of them.
     Raises: ConfigError: the family's table does not fit its class.
     """
     assert isinstance(chunk, _Divisible)
@@ -40,6 +43,7 @@ def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh) -> None:
             f"parallelism.tensor_parallel_degree = {mesh.size()}: model_type {chunk.shape.model_type!r} has no table "
             f"of divided layers; set the degree to 1, or use one of {', '.join(PLANS)}"
         )
+    rows = WholeRowShards(mesh) if whole_rows else RowShards(mesh)
     divided: Divided = {}
     styles: dict[str, ParallelStyle] = {}
     whole: list[str] = []
@@ -49,15 +53,15 @@ def apply_tensor_parallel(chunk: Chunk, mesh: DeviceMesh) -> None:
             whole.append(name)
         if style == "moved":
             owner, _, table = name.rpartition(".")
-            styles[owner] = MovedTable(table)
+            styles[owner] = MovedTable(table, rows)
         elif style != "whole":
-            styles |= {f"{name}{child}": how for child, how in make_styles(module, style, divided, mesh)}
+            styles |= {f"{name}{child}": how for child, how in make_styles(module, style, divided, mesh, rows)}
     parallelize_module(chunk, mesh, styles, src_data_rank=None)
     for block in chunk.blocks():
         for path in plan.heads:
             _divide(block, path, mesh.size())
     _check_complete(chunk, whole)
-    chunk.row_sharding = RowShards(mesh)
+    chunk.row_sharding = rows
     if isinstance(chunk, LanguageChunk):
         chunk.loss = VocabularyLoss(mesh)
 

@@ -96,10 +96,10 @@ class DividedLinear(DividedModule):
 
 
 class DividedNorm(DividedModule):
-    """A norm of this rank's rows; its parameters are whole."""
+    """A norm of this rank's rows, or heads; its parameters are whole."""
 
-    def __init__(self, divided: Divided, *, after: Exchange | None = None) -> None:
-        super().__init__(divided, {"weight": Replicate(), "bias": Replicate()}, partial=True)
+    def __init__(self, divided: Divided, *, partial: bool, after: Exchange | None = None) -> None:
+        super().__init__(divided, {"weight": Replicate(), "bias": Replicate()}, partial=partial)
         self._after = after
 
     def _forward(self, module: nn.Module) -> Callable[..., Tensor]:
@@ -140,8 +140,12 @@ class DividedColumnNorm(DividedModule):
 class GatheredInputs(ParallelStyle):
     """A module whose layers compute columns of all rows of its first input, and of the others as they are."""
 
+    def __init__(self, rows: RowShards) -> None:
+        super().__init__()
+        self._rows = rows
+
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        rows, compute = RowShards(mesh), module.forward
+        rows, compute = self._rows, module.forward
 
         def forward(x: Tensor, *others: Any) -> Any:
             x = rows.gather_for_parts(x)
@@ -157,16 +161,16 @@ class GatheredInputs(ParallelStyle):
 class MovedTable(ParallelStyle):
     """A block of a DiT, whose own table of shifts and scales is moved by the timestep, for this rank's rows."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, rows: RowShards) -> None:
         """Args: name: of the table."""
         super().__init__()
-        self._name = name
+        self._name, self._rows = name, rows
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        rows, compute, name = RowShards(mesh), module.forward, self._name
+        rows, compute, name = self._rows, module.forward, self._name
 
         def forward(x: Tensor, text: Tensor, time: Tensor, rotary: Any) -> Any:
-            moved = rows.use_for_parts(getattr(module, name) + time.float())
+            moved = rows.use_for_rows(getattr(module, name) + time.float())
             # The block itself adds its table to what it is given: nothing is left to add. An attribute of the instance
             # is found before a parameter.
             vars(module)[name] = 0.0
@@ -182,13 +186,13 @@ class MovedTable(ParallelStyle):
 class DividedVocabulary(DividedModule):
     """A token embedding of this rank's part of the vocabulary."""
 
-    def __init__(self, divided: Divided, mesh: DeviceMesh) -> None:
+    def __init__(self, divided: Divided, mesh: DeviceMesh, rows: RowShards) -> None:
         super().__init__(divided, {"weight": Shard(0)})
-        self._mesh = mesh
+        self._mesh, self._rows = mesh, rows
 
     def _forward(self, module: nn.Module) -> Callable[..., Tensor]:
         assert isinstance(module, nn.Embedding)
-        embed = VocabularyEmbedding(module.padding_idx, self._mesh)
+        embed = VocabularyEmbedding(module.padding_idx, self._mesh, self._rows)
 
         def forward(ids: Tensor) -> Tensor:
             weight = self._local(module, "weight")
@@ -199,28 +203,30 @@ class DividedVocabulary(DividedModule):
 
 
 def make_styles(
-    module: nn.Module, style: Style, divided: Divided, mesh: DeviceMesh
+    module: nn.Module, style: Style, divided: Divided, mesh: DeviceMesh, rows: RowShards
 ) -> Iterator[tuple[str, ParallelStyle]]:
     """(path below the module or "", how it computes): one; more for a linear layer with adapters (LoRA).
 
     Of an adapter y = B A x, the matrix at the divided side of its layer is divided like the layer, and the other one
     is whole.
+
+    Args: rows: of this rank between layers.
     """
-    rows = RowShards(mesh)
+    own_rows = rows.degree > 1
     whole: Mapping[str, Placement] = {"weight": Replicate(), "bias": Replicate()}
     by_output: Mapping[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
     by_input: Mapping[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
     base = ".base_layer" if hasattr(module, "base_layer") else ""
     if style == "norm_gather":
-        yield "", DividedNorm(divided, after=rows.gather_for_parts)
-    elif style == "norm":
-        yield "", DividedNorm(divided)
+        yield "", DividedNorm(divided, partial=own_rows, after=rows.gather_for_parts)
+    elif style in ("norm", "norm_heads"):
+        yield "", DividedNorm(divided, partial=own_rows or style == "norm_heads")
     elif style == "vocabulary":
-        yield "", DividedVocabulary(divided, mesh)
+        yield "", DividedVocabulary(divided, mesh, rows)
     elif style == "norm_columns":
         yield "", DividedColumnNorm(divided, sum_squares=rows.sum_for_parts)
     elif style == "gathered":
-        yield "", GatheredInputs()
+        yield "", GatheredInputs(rows)
     elif style == "columns_gather":
         yield base, DividedLinear(divided, by_output, before=rows.use_for_parts, after=rows.gather_columns)
     elif style in ("columns", "columns_whole"):
@@ -231,8 +237,9 @@ def make_styles(
             yield f".lora_B.{name}", DividedLinear(divided, by_output)
     else:
         assert style in ("rows", "rows_whole"), style
-        after, partial = (rows.sum, False) if style == "rows_whole" else (rows.sum_shard, True)
-        yield base, DividedLinear(divided, by_input, after=after, partial=partial)
+        after, partial = (rows.sum, False) if style == "rows_whole" else (rows.sum_shard, own_rows)
+        before = None if style == "rows_whole" else rows.pause
+        yield base, DividedLinear(divided, by_input, before=before, after=after, partial=partial)
         for name in _adapters(module):
             yield f".lora_A.{name}", DividedLinear(divided, by_input, after=after, partial=partial)
             yield f".lora_B.{name}", DividedLinear(divided, whole, partial=partial)

@@ -3,7 +3,8 @@
 `tests/parallel/test_torch_private.py` says what moved when torch moves. Seen with torch 2.11 to 2.13.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "dump_cuda_memory",
     "end_groups",
     "fsdp_modules",
+    "fsdp_pass",
     "gathers_itself",
     "gradient_edge",
     "is_decomposed",
@@ -37,12 +40,25 @@ __all__ = [
     "reduce_grads",
     "scale_",
     "set_default_timeout",
+    "set_fsdp_pass",
     "settle_grads",
     "tree_leaves",
     "wait_unsharded",
+    "without_modes",
 ]
 
 TorchScheduleRuntime = _PipelineScheduleRuntime
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, no dispatch mode of this thread sees the operations, such as that of a selective recomputation."""
+    modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 def default_store() -> dist.Store:
@@ -127,6 +143,21 @@ def keep_grads_local(module: nn.Module) -> None:
     root.set_is_last_backward(False)
     root.set_reshard_after_backward(gathers_itself(root))
     root.set_requires_gradient_sync(False)
+
+
+def fsdp_pass(parts: Iterable[FSDPModule]) -> list[Any]:
+    """Where FSDP2's hooks believe that the pass over each part is: in a forward, a backward, or none."""
+    return [owner._training_state for owner in _with_training_state(parts)]
+
+
+def set_fsdp_pass(parts: Iterable[FSDPModule], states: list[Any]) -> None:
+    """Puts what `fsdp_pass` gave back."""
+    for owner, state in zip(_with_training_state(parts), states, strict=True):
+        owner._training_state = state
+
+
+def _with_training_state(parts: Iterable[FSDPModule]) -> list[Any]:
+    return [owner for part in parts for owner in (part._get_fsdp_state(), *_param_groups(part))]
 
 
 def _param_groups(part: FSDPModule) -> list[Any]:

@@ -1,7 +1,7 @@
 """A vocabulary that tensor-parallel ranks divide among themselves: token embedding and cross-entropy.
 
-Legend: T tokens; t = T / tp of them; D width; V tokens of the vocabulary; v = V / tp of them, those of this rank; L
-labelled positions. Every collective here is over tp.
+Legend: T tokens; t those that a rank has between layers, T / tp or all; D width; V tokens of the vocabulary; v = V / tp
+of them, those of this rank; L labelled positions. Every collective here is over tp.
 """
 
 from typing import Any
@@ -21,10 +21,13 @@ class VocabularyEmbedding:
     `padding_idx` for a local number.
     """
 
-    def __init__(self, padding: int | None, mesh: DeviceMesh) -> None:
-        """Args: padding: token whose row gets no gradient, counted in the whole vocabulary."""
+    def __init__(self, padding: int | None, mesh: DeviceMesh, rows: RowShards) -> None:
+        """Args:
+        padding: token whose row gets no gradient, counted in the whole vocabulary.
+        rows: of this rank between layers.
+        """
         self._padding = padding
-        self._rows = RowShards(mesh)
+        self._rows = rows
         self._tp_rank: int = mesh.get_local_rank()
 
     def __call__(self, ids_T: Tensor, weight_vD: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ and the gradient of y. The weight-gradient pass (W) makes the gradients of A and
 whole backward; it needs no other rank. All other parameters (norms, embeddings, convolutions, a bias that is added
 behind an exchange) get their gradients in I.
 
-The forward decides: the linear layers keep x and the gradient of y only in works whose plan has I and W. A block that
+The forward decides: the linear layers keep x and the gradient of y only in works whose plan has I and W, or whose
+whole backward makes weight gradients while it waits for an exchange. A block that
 is recomputed calls its linear layers again during I, and W recomputes nothing.
 
 Source: Qi et al., Zero bubble pipeline parallelism, arXiv:2401.10241, section 2. Cutting torch's graph in two
@@ -73,6 +74,10 @@ class WeightGrads:
         """The queue of the linear layers that are called now; None: their backward is not split."""
         return self._open
 
+    @open.setter
+    def open(self, queue: "deque[_Waiting] | None") -> None:
+        self._open = queue
+
     @contextmanager
     def deferred(self, work: int) -> Iterator[None]:
         """Inside, linear layers leave the weight gradients of a work to `run`: around its forward, and around its
@@ -84,9 +89,19 @@ class WeightGrads:
             self._open = outer
 
     def run(self, work: int) -> None:
-        """Adds the gradients that wait to those of the parameters, in the order of the backward; frees as it goes."""
-        waiting = self._works.pop(work)
-        while waiting:
+        """Adds all gradients that wait to those of the parameters; the work is then over."""
+        self.run_some(work, self.num_waiting(work))
+        del self._works[work]
+
+    def num_waiting(self, work: int) -> int:
+        """The number of calls of linear layers whose weight gradients wait now."""
+        return len(self._works[work])
+
+    def run_some(self, work: int, count: int) -> None:
+        """Adds the gradients of at most `count` calls to those of the parameters, in the order of the backward; frees
+        as it goes."""
+        waiting = self._works[work]
+        for _ in range(min(count, len(waiting))):
             weight, bias, x_RD, version, grad_RE = waiting.popleft()
             assert x_RD._version == version, "the input of a linear layer was changed in place between I and W"
             # By autograd, not by hand: the gradient of a part then becomes one of the parameter.

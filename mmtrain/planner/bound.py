@@ -46,9 +46,12 @@ def lower_bound_s(problem: PlanningProblem, *, split: bool = True) -> float:
         kind, stage, work = result
         rank_jobs = jobs[graph.stage_rank[stage]]
         rank_jobs.append((head[result], busy[result], tail[result]))
+        if busy[result] < seconds[result]:  # the rank may do something else meanwhile, but its result takes that long
+            rank_jobs.append((head[result] + seconds[result], 0.0, tail[result]))
         if split and kind is Kind.B:
             weight = min(o.backward_weight_s for o in problem.options(stage, work))
-            rank_jobs.append((head[result] + seconds[result], weight, 0.0))
+            # In a whole B, weight gradients run while exchanges of the I do.
+            rank_jobs.append((head[result] + busy[result], weight, 0.0))
     return max(map(one_machine_s, jobs), default=0.0)
 
 

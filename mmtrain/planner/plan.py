@@ -55,6 +55,7 @@ def make_plan(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult:
         raise PlanError(f"schedule {given.name} does not look at memory limits ({bounded} do): {error}") from error
     name = given.name if own else "forward_only"
     name += ", gradients separated" if given.separates_gradients and own else ""
+    name += ", in blocks" if given.braids and problem.runs_units and own else ""
     return PlanResult(
         status="first", message=f"the order of schedule {name}", plan=plan, timeline=simulate(problem, plan)
     )

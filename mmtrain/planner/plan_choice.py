@@ -65,6 +65,7 @@ def search_options(
         strategy=section.strategy,
         reorder=section.reorder,
         split=section.split_backward,
+        braid=section.braid,
         memory=section.memory,
         noise=noise,
         draws=section.draws,
@@ -115,6 +116,7 @@ def searched_plan(
 def show_switches(section: PlannerConfig, threads: int) -> str:
     """One line for the log. Args: threads: of the search on each rank that searches."""
     cut = f"partition {section.partition}, sub-microbatches {_word(section.sub_microbatch)}"
+    cut += ", blocks of a forward and a backward" if section.braid else ""
     if not section.enable:
         return f"planner: off; {cut}"
     names = ("interleave", "reorder", "split_backward", "memory")

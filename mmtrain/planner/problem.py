@@ -156,6 +156,9 @@ class _LayerPrice:
     waiting_bytes: float = 0.0
     split_s: float = 0.0
     """More, if the backward is split."""
+    forward_exchange_s: float = 0.0
+    backward_exchange_s: float = 0.0
+    """Recomputation included."""
     passing_bytes: float = 0.0
     """Held during the forward alone, if autograd keeps nothing; of several layers the largest."""
     restored_bytes: float = 0.0
@@ -177,7 +180,17 @@ class _LayerPrice:
         )
 
 
-_SUMMED = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "host_bytes", "waiting_bytes", "split_s")
+_SUMMED = (
+    "forward_s",
+    "backward_input_s",
+    "backward_weight_s",
+    "kept_bytes",
+    "host_bytes",
+    "waiting_bytes",
+    "split_s",
+    "forward_exchange_s",
+    "backward_exchange_s",
+)
 """The first fields of a `_LayerPrice`."""
 _summed = attrgetter(*_SUMMED)
 
@@ -322,6 +335,9 @@ class _Prices:
             weight_bytes=unevenness * price.waiting_bytes if grad else None,
             restored_bytes=unevenness * price.restored_bytes,
             split_s=price.split_s if grad else 0.0,
+            forward_exchange_s=price.forward_exchange_s,
+            backward_exchange_s=price.backward_exchange_s,
+            contention=self.costs.contention if price.forward_exchange_s or price.backward_exchange_s else 1.0,
         )
 
     def _offered(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool) -> Offer:
@@ -397,13 +413,19 @@ class _Prices:
             return replace(
                 plain,
                 backward_input_s=plain.backward_input_s + repeated,
+                backward_exchange_s=plain.backward_exchange_s
+                + self.costs.repeated_exchange_s(module, index, size, recomputation),
                 kept_bytes=recomputation.kept_bytes(layer, size),
                 restored_bytes=recomputation.peak_bytes(layer, size),
                 host_bytes=recomputation.offloaded_bytes(layer, size),
             )
         times = self.costs.layer(module, index, size, input_grad=kind.enters)
         if self.forward_only or not (kind.enters or layer.trainable):  # autograd keeps nothing: one layer at a time
-            return _LayerPrice(forward_s=times.forward_s, passing_bytes=layer.activation_bytes(size))
+            return _LayerPrice(
+                forward_s=times.forward_s,
+                passing_bytes=layer.activation_bytes(size),
+                forward_exchange_s=times.forward_exchange_s,
+            )
         return _LayerPrice(
             forward_s=times.forward_s,
             backward_input_s=times.backward_input_s,
@@ -411,6 +433,8 @@ class _Prices:
             kept_bytes=layer.activation_bytes(size),
             waiting_bytes=layer.linear_bytes(size) if layer.splits_backward else 0.0,
             split_s=times.split_s,
+            forward_exchange_s=times.forward_exchange_s,
+            backward_exchange_s=times.backward_exchange_s,
         )
 
 
@@ -428,15 +452,9 @@ def _mixed(offered: Offer, other_layers: _LayerPrice, blocks: Sequence[_LayerPri
 
 def _total(prices: Iterable[tuple[int, _LayerPrice]]) -> _LayerPrice:
     """The price of several layers together. Args: prices: (number of layers, price of each)."""
-    forward = backward = weight = kept = moved = waiting = split = passing = restored = 0.0
+    sums, passing, restored = [0.0] * len(_SUMMED), 0.0, 0.0
     for count, price in prices:
-        forward += count * price.forward_s
-        backward += count * price.backward_input_s
-        weight += count * price.backward_weight_s
-        kept += count * price.kept_bytes
-        moved += count * price.host_bytes
-        waiting += count * price.waiting_bytes
-        split += count * price.split_s
+        sums = [total + count * value for total, value in zip(sums, price.summed, strict=True)]
         passing = max(passing, price.passing_bytes)
         restored = max(restored, price.restored_bytes) if count else restored
-    return _LayerPrice(forward, backward, weight, kept, moved, waiting, split, passing, restored)
+    return _LayerPrice(*[*sums, passing, restored])

@@ -174,7 +174,7 @@ def _projector(model: ModelConfig, shape: VisionShape, *, e: int) -> LayerSpec:
     # part of the chunk's input, which is held until its gradient leaves; neither if the encoder is frozen.
     frozen = model.encoder is not None and model.encoder.trainable is False
     normed += taps * ((1 + frozen) * merged + 2) * e
-    gathered = 0 if frozen else taps * merged * e  # by tensor-parallel ranks, which each keep all rows of it
+    gathered = 0 if frozen else taps * merged * e
     mergers = 1 + taps
     return LayerSpec(
         name="projector",
@@ -188,11 +188,9 @@ def _projector(model: ModelConfig, shape: VisionShape, *, e: int) -> LayerSpec:
         output_bytes=Rates(output=mergers * width * e),
         output_width=mergers * width,
         output_rows="outputs",
-        divided_columns=Replaced(new=Rates(output=gathered)),
+        gathered_rows=Rates(output=gathered),
         # Ranks divide the inner columns; the norm and the features have all rows.
-        whole_bytes=WholeBytes(
-            activation=Rates(output=normed + gathered), linear=Rates(output=mergers * (merged + width) * e)
-        ),
+        whole_bytes=WholeBytes(activation=Rates(output=normed), linear=Rates(output=mergers * (merged + width) * e)),
     )
 
 
@@ -225,6 +223,7 @@ def _encoder_block(shape: VisionShape, *, windowed: bool, trainable: bool, e: in
         output_bytes=Rates(row=D * e),
         output_width=D,
         whole_bytes=_whole_of_block(block_linears(shape), D, e),
+        row_bytes=WholeBytes(activation=Rates(row=2 * (_norm_bytes(shape, e) - D * e))),
         # Divided ranks keep neither the joint query-key-value tensor nor the joined outputs of single images. Images of
         # one fixed size are not divided.
         gathered_keys=Replaced(old=Rates(row=(5 if shape.joint_qkv else 3) * D * e), new=Rates(row=2 * D * e))
@@ -291,6 +290,7 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
                 output_bytes=Rates(row=D * e),
                 output_width=D,
                 whole_bytes=WholeBytes(activation=Rates(row=_INT64)),
+                row_bytes=WholeBytes(activation=Rates(row=taps * D * e)),
             ),
             *(replace(block, name=f"layers.{i}") for i in range(shape.depth)),
             _norm_layer(D, D, norm - D * e, trainable=trainable, e=e) if model.dit is not None else head,
@@ -308,6 +308,7 @@ def _norm_layer(width: int, num_params: int, kept_bytes: int, *, trainable: bool
         activation_bytes=Rates(row=kept_bytes),
         output_bytes=Rates(row=width * e),
         output_width=width,
+        row_bytes=WholeBytes(activation=Rates(row=kept_bytes)),
     )
 
 
@@ -338,6 +339,7 @@ def _decoder_layer(shape: LanguageShape, *, trainable: bool, e: int) -> LayerSpe
         output_bytes=Rates(row=D * e),
         output_width=D,
         whole_bytes=_whole_of_block(block_linears(shape), D, e),
+        row_bytes=WholeBytes(activation=Rates(row=norms - 2 * D * e)),
         # There is one call of attention for the rows of all documents, so its output is not joined.
         gathered_keys=Replaced(old=Rates(row=(C + 2 * K) * e), new=Rates(row=2 * K * e)),
         unread_bytes=Rates(row=D * e),
@@ -415,6 +417,8 @@ def _dit_block(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
     # The inputs of the linear layers (5), query, key and value of self-attention, cross-attention's query, and the
     # output of self-attention's output layer.
     activation = float32 * _FLOAT32 + 10 * D * e + 2 * I * e
+    # Of these by rows: inputs and outputs of the norms, the output of self-attention's output layer, the MLP's output.
+    by_rows = ((5 + shape.cross_norm) * D + 2 * (2 + shape.cross_norm)) * _FLOAT32 + D * e
     # The table shifted by the timestep and two scales, in float32; the parameters of a norm too, if they are not.
     of_clip = 8 + 2 * (shape.cross_norm and e < _FLOAT32)
     return LayerSpec(
@@ -439,6 +443,7 @@ def _dit_block(shape: DitShape, *, trainable: bool, e: int) -> LayerSpec:
             linear=Rates(row=6 * D * e, text=D * e),
             output=_whole_dit_output_bytes(shape, e),
         ),
+        row_bytes=WholeBytes(activation=Rates(row=by_rows)),
     )
 
 

@@ -119,6 +119,7 @@ def with_adapters(
     inside_flops += sum(2 * rank * x.outputs for x in adapted)  # the gradient of A's output, for A's own weight
     attention = block.attention_flops + block.attention_flops if first_position == 0 else Rates()
     num_params = rank * sum(x.inputs + x.outputs for x in adapted)
+    by_rows = [x for x in adapted if not x.divides_outputs]
     return replace(
         block,
         num_params=block.num_params + num_params,
@@ -136,6 +137,12 @@ def with_adapters(
             activation=block.whole_bytes.activation
             + Rates(row=rank * sum(x.divides_outputs for x in adapted) * dtype_bytes),
             linear=Rates(row=whole_width(adapted, rank) * dtype_bytes),
+        ),
+        # The second matrix of an adapter on a layer whose inputs are divided reads and writes rows.
+        row_bytes=replace(
+            block.row_bytes,
+            activation=block.row_bytes.activation + Rates(row=rank * len(by_rows) * dtype_bytes),
+            linear=Rates(row=sum(rank + x.outputs for x in by_rows) * dtype_bytes),
         ),
     )
 

@@ -96,7 +96,9 @@ class Division:
     """The division of a module over the ranks of a stage's submesh."""
 
     tp: int = 1
-    """Ranks that divide the layers' columns, and rows between layers."""
+    """Ranks that divide the layers' columns."""
+    whole_rows: bool = False
+    """These ranks each have all rows between layers, and do not divide them."""
     groups: int = 1
     """Groups of tp ranks that divide the rows."""
     key_groups: int = 1
@@ -106,6 +108,11 @@ class Division:
     def ranks(self) -> int:
         """Number of ranks of the submesh."""
         return self.tp * self.groups
+
+    @property
+    def row_parts(self) -> int:
+        """Number of the tp ranks that divide the rows between layers."""
+        return 1 if self.whole_rows else self.tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,10 +211,15 @@ class LayerSpec:
     Products that read data (latents, timesteps) are not among them."""
     whole_bytes: WholeBytes = WholeBytes()
     """The part of the bytes above that tensor-parallel ranks do not divide."""
+    row_bytes: WholeBytes = WholeBytes()
+    """The part of the bytes above that they divide by rows, and each has whole if it has all rows between layers; the
+    output, which they always divide so, is not repeated here."""
+    gathered_rows: Rates = ZERO_RATES
+    """Activation bytes of each rank in addition, for gathered copies of rows that tensor-parallel ranks divide."""
     gathered_keys: Replaced = Replaced()
     """If ranks divide the rows of one attention; new: keys and values of all rows."""
     divided_columns: Replaced = Replaced()
-    """If tensor-parallel ranks divide the columns: logits of a part of the vocabulary; inputs that are gathered."""
+    """If tensor-parallel ranks divide the columns: logits of a part of the vocabulary."""
     unread_bytes: Rates = ZERO_RATES
     """Bytes of the result of the last product, which no backward reads, and of which each tensor-parallel rank has all
     rows; part of product_bytes."""
@@ -266,9 +278,19 @@ class LayerSpec:
         undivided, activation, gathered = self.whole_bytes, self.activation_bytes, Rates()
         if division.tp > 1:
             activation = activation - self.divided_columns.old + self.divided_columns.new
+        if division.row_parts > 1:
+            gathered = self.gathered_rows * (1 / division.groups)
+        if division.whole_rows:
+            rows = self.row_bytes
+            undivided = replace(
+                undivided,
+                activation=undivided.activation + rows.activation,
+                linear=undivided.linear + rows.linear,
+                output=self.output_bytes,
+            )
         if division.key_groups > 1:
             activation -= self.gathered_keys.old
-            gathered = self.gathered_keys.new * (division.key_groups / division.ranks)
+            gathered += self.gathered_keys.new * (division.key_groups / division.ranks)
         return replace(
             self,
             activation_bytes=_of_rank(activation, undivided.activation, division) + gathered,

@@ -133,6 +133,31 @@ def test_show_says_what_exchanges_each_rank_waits_for(capsys) -> None:
     assert "L1" in lines[2] and "l8&L0" in "".join(lines)
 
 
+def test_blocks_of_any_schedule_are_drawn_and_compared(capsys) -> None:
+    words = ("--pp", "4", "--microbatches", "12", "--exchange", "0.25")
+    plain, braided = (shown(capsys, "show", "ZBV", *words, *more).splitlines() for more in ((), ("--braid",)))
+    assert "&" not in "".join(plain[:4]) and "&" in "".join(braided[:4])
+    seconds = [float(lines[-2].split()[2]) for lines in (plain, braided)]
+    assert seconds[1] < 0.95 * seconds[0]
+    named, searched = json.loads(
+        shown(
+            capsys,
+            "compare",
+            "STP",
+            "planned",
+            *words,
+            "--segments",
+            "2",
+            "--braid",
+            "--evaluations",
+            "50",
+            "--format",
+            "json",
+        )
+    )
+    assert searched["makespan_s"] <= named["makespan_s"]
+
+
 @pytest.mark.parametrize("words", [["--evaluations", "0"], ["--seed", "-1"]])
 def test_compare_refuses_a_search_without_plans(words: list[str], capsys) -> None:
     assert "the first is at least 1, the second at least 0" in refused(capsys, "compare", *words)
@@ -168,6 +193,7 @@ def test_compare_cuts_a_config_s_model_as_each_schedule_wants(job, capsys) -> No
         (["LoopedBFS", "--segments", "1"], "1 chunks on each rank; this schedule needs at least 2"),
         (["STP", "--segments", "3"], "3 chunks on each rank; this schedule needs 2"),
         (["--exchange", "-1"], "--exchange -1.0; it is between 0 and 1e9 seconds"),
+        (["--braid"], "--braid without --exchange: blocks hide exchanges; give the chain some"),
         (["--problem", "nothing.json", "--exchange", "1"], "--exchange is for a plain chain"),
         (["--costs", "1,2"], "--costs 1,2: give three or four numbers, each 0 or between"),
         (["--costs", "1e308,1,1"], "--costs 1e308,1,1: give"),

@@ -116,6 +116,8 @@ def test_bad_values_name_path_value_and_rule(load, override, message):
     [
         (["encoder_context_parallel=patches"], "there is no rank to share patches with"),
         (["encoder_tensor_parallel=data"], "there is no rank to divide the images with"),
+        (["tensor_parallel_rows=whole"], 'rows = "whole" with tensor_parallel_degree = 1: nothing is divided; remove'),
+        (["tensor_parallel_rows=half"], 'tensor_parallel_rows = "half".*"divided", "whole"'),
         (["fsdp_reshard_after_forward=always", "data_parallel_shard_degree=2"], "run different plans"),
     ],
 )
@@ -123,6 +125,18 @@ def test_ways_to_divide_that_cannot_work_are_refused(load, overrides, message):
     encoder = '[model.encoder]\nconfig = { model_type = "qwen2_vl_vision" }\n'
     with pytest.raises(ConfigError, match=message):
         load(encoder + BASE, *(f"--parallelism.{override}" for override in overrides), "--training.global_batch_size=4")
+
+
+def test_blocks_need_exchanges_and_parameters_that_stay(load):
+    assert not load(BASE).planner.braid
+    with pytest.raises(
+        ConfigError, match=r"planner\.braid = true with parallelism\.tensor_parallel_degree = 1: nothing"
+    ):
+        load(BASE, "--planner.braid=true")
+    tp = "--parallelism.tensor_parallel_degree=2"
+    assert load(BASE, tp, "--planner.braid=true").planner.braid
+    with pytest.raises(ConfigError, match=r'planner\.braid = true with .*fsdp_reshard_after_forward = "always"'):
+        load(BASE, tp, "--planner.braid=true", "--parallelism.fsdp_reshard_after_forward=always")
 
 
 def test_keys_of_clips_and_of_images_exclude_each_other(load):

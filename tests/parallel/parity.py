@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from mmtrain.config.data import DataConfig
 from mmtrain.config.model import ModelConfig
 from mmtrain.config.sections import ActivationCheckpointConfig, ParallelismConfig, PlannerConfig, TrainingConfig
 from mmtrain.config.topology import AXES, MeshShape
+from mmtrain.errors import PlanError
 from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import reference_sizes
 from mmtrain.parallel.build import build_local_model, check_same_program
@@ -28,6 +30,7 @@ from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.partition.choice import partition_of
 from mmtrain.planner.partition.partition import partition
+from mmtrain.schedule.action import BRAID, Braid, Kind
 from mmtrain.schedule.library.catalogue import CATALOGUE, Placement
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.passes.split import split_backwards
@@ -66,6 +69,8 @@ class Case:
     recompute: ActivationCheckpointConfig = KEEP_ALL
     memories: int = 0
     """Draws of what blocks do with their activations, work by work, that are compared with keeping all."""
+    braids: int = 0
+    """Draws of neighbours that run as one block, that are compared with one after the other."""
     prepare: Callable[[torch.nn.Module], None] | None = None
     """Changes the values of a chunk; what it does must depend on the names of parameters alone."""
 
@@ -230,6 +235,15 @@ def run_case(mesh, case, submesh, parts):
             wrong += ["the loss"] if drawn != loss else []
             wrong += [f"held bytes of stage {s.stage_index}" for s in local.stages if s.memory.offloader.held_bytes()]
             found[run] = dataclasses.replace(found[run], unequal=(*found[run].unequal, *wrong))
+        for draw in range(case.braids):
+            seed = 100 * mesh.dp_rank + draw
+            memories = seed if case.memories else None
+            drawn = run_step(
+                mesh, parts, planner, model, local, runtime, batches, *delay, memories=memories, braids=seed
+            )
+            wrong = [f"{n} (braids)" for n, g in take_gradients(local).items() if not torch.equal(g, gradients[n])]
+            wrong += ["the loss"] if drawn != loss else []
+            found[run] = dataclasses.replace(found[run], unequal=(*found[run].unequal, *wrong))
     return found
 
 
@@ -244,13 +258,13 @@ def take_gradients(local):
     return found
 
 
-def run_step(mesh, parts, planner, model, local, runtime, batches, delay=None, every=1, memories=None):
+def run_step(mesh, parts, planner, model, local, runtime, batches, delay=None, every=1, memories=None, braids=None):
     batch, meta = batches[mesh.dp_rank]
     item = ReplicaData(
         Config(model=model, data=DataConfig(source="nowhere"), training=TRAINING), mesh, planner.spec, parts
     ).item(batch, meta)
     plan = planner.plan(meta)
-    program = plan.program if delay is None else split_program(planner, plan, delay, every)
+    program = plan.program if delay is None and braids is None else changed_program(planner, plan, delay, every, braids)
     if memories is not None:
         program = dataclasses.replace(program, memory=draw_memories(parts, planner.spec, program.graph, memories))
     check_same_program(program.hash, mesh)
@@ -271,17 +285,41 @@ def run_step(mesh, parts, planner, model, local, runtime, batches, delay=None, e
     return float(loss)
 
 
-def split_program(planner, plan, delay, every):
-    """The program of an iteration's plan with backwards split."""
-    graph = plan.problem.graph
-    nodes = {(stage, w) for stage, w in graph.nodes() if graph.has_backward(stage, w) and (stage + w) % every == 0}
-    split = split_backwards(plan.result.plan, plan.problem, delay, nodes=nodes)
-    check_plan(split, plan.problem)
-    assert split.split == nodes
+def changed_program(planner, plan, delay, every, braids):
+    """The program of an iteration's plan with backwards split, and with neighbours braided."""
+    graph, changed = plan.problem.graph, plan.result.plan
+    if delay is not None:
+        nodes = {(stage, w) for stage, w in graph.nodes() if graph.has_backward(stage, w) and (stage + w) % every == 0}
+        changed = split_backwards(changed, plan.problem, delay, nodes=nodes)
+        assert changed.split == nodes
+    if braids is not None:
+        changed = draw_braids(changed, braids)
+    check_plan(changed, plan.problem)
     regathered = [stage.index for stage in planner.partition.stages if stage.module in planner.regathered]
-    program = lower(split, plan.problem, sharded=planner.sharded, regathered=regathered, reduce=True)
+    program = lower(changed, plan.problem, sharded=planner.sharded, regathered=regathered, reduce=True)
     check_transport(program)
     return program
+
+
+def draw_braids(plan, seed):
+    """The plan with about three in four of the neighbours braided that can be."""
+    rng = random.Random(seed)
+    for rank in range(plan.graph.num_ranks):
+        index = 0
+        while index + 1 < len(plan.orders[rank]):
+            order = plan.orders[rank]
+            pair = sorted(order[index : index + 2], key=lambda action: action.kind is not Kind.F)
+            kinds = [action.kind for action in pair]
+            index += 1
+            if kinds.count(Kind.F) == 1 and BRAID not in kinds and rng.random() < 0.75:
+                joined = (*order[: index - 1], Braid.of(*pair), *order[index + 1 :])
+                orders = (*plan.orders[:rank], joined, *plan.orders[rank + 1 :])
+                braided = dataclasses.replace(plan, orders=orders)
+                if plan.graph.work_of(pair[0]) != plan.graph.work_of(pair[1]):
+                    with suppress(PlanError):  # a deadlock
+                        braided.run()
+                        plan = braided
+    return plan
 
 
 def draw_memories(parts, spec, graph, seed):

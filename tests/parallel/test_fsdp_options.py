@@ -72,12 +72,15 @@ NIGHTLY = pytest.mark.nightly
     ids=str,
 )
 def test_gradients_are_bitwise_equal_in_every_mode(tmp_path, charts, layout, variants):
-    """But for the last variant of cp 2, whose encoder adds up in another order: measured 1.5e-8 of an element."""
+    """But for two whose gradients are added up in another order: of the encoder where ranks share patches, measured
+    1.5e-8 of an element; of the tied matrix where tp > 1 and parameters stay gathered, so that its gradients are made
+    during exchanges, measured 1.3e-8 of the norm."""
     path = write_config(tmp_path, charts)
     world = config.load(path, degrees(layout)).parallelism.mesh_shape.world_size
     for found in run_ranks(differences, world, path, layout, variants):
         for (loss, norm, worst), overrides in zip(found, variants, strict=True):
-            bound = 1e-7 if any("patches" in text for text in overrides) else 0.0
+            other = any("patches" in text for text in overrides) or ("tp" in layout and ALWAYS in overrides)
+            bound = 1e-7 if other else 0.0
             assert abs(loss - found[0][0]) <= bound, overrides
             assert abs(norm - found[0][1]) <= bound, overrides
             assert worst <= bound, overrides

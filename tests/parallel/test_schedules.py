@@ -12,7 +12,7 @@ from tests.reference import model_config
 LOOPS = tuple(
     (name, 1) for name, schedule in CATALOGUE.items() if schedule.placement == "loop" and not schedule.refusal
 )
-VS = tuple((name, 1) for name, schedule in CATALOGUE.items() if schedule.placement == "v" and not schedule.refusal)
+VS = tuple((name, 1) for name, schedule in CATALOGUE.items() if schedule.placement == "v")
 
 CASES = {
     "one chunk": Case(model=model_config(tied=True), runs=LOOPS),

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mmtrain.models.loss import cross_entropy_sum
+from mmtrain.parallel.row_shards import RowShards
 from mmtrain.parallel.vocabulary import VocabularyEmbedding, VocabularyLoss
 from tests.ranks import run_ranks
 
@@ -73,7 +74,7 @@ def embeddings(rank, padding):
     expected = nn.functional.embedding(ids, whole, padding)
     (expected * upstream).sum().backward()
     mine = weight.chunk(mesh.size())[rank].clone().requires_grad_()
-    rows = VocabularyEmbedding(padding, mesh)(ids, mine)
+    rows = VocabularyEmbedding(padding, mesh, RowShards(mesh))(ids, mine)
     (rows * upstream.chunk(mesh.size())[rank]).sum().backward()
     same = torch.equal(rows, expected.chunk(mesh.size())[rank])
     return same, torch.allclose(mine.grad, whole.grad.chunk(mesh.size())[rank]), int(mine.grad.any(dim=1).sum())

@@ -9,7 +9,7 @@ from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.problem import P2P, PlanningProblem
 from tests.examples import examples
-from tests.schedule.problems import chain, option, problems
+from tests.schedule.problems import as_units, chain, option, problems
 
 JOB = st.tuples(st.sampled_from([0.0, 1.0, 2.5]), st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([0.0, 1.0, 4.0]))
 
@@ -50,7 +50,7 @@ def test_no_order_of_whole_jobs_beats_the_machine_bound(jobs: list[tuple[float, 
 
 
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
-@given(problem=problems(), schedule=st.sampled_from(list(CATALOGUE)))
+@given(problem=problems() | problems().map(as_units), schedule=st.sampled_from(list(CATALOGUE)))
 def test_no_plan_beats_the_bound(problem: PlanningProblem, schedule: str) -> None:
     result = make_plan(problem, schedule)
     assert result.timeline is not None

@@ -169,6 +169,22 @@ def test_tensor_ranks_divide_the_rows_of_prompts_and_of_each_clip() -> None:
         assert SPEC.module("dit").output_shape(1, sizes[3]) == (2 + 3 + 10 + 7 * 2, 32)
 
 
+def test_tensor_ranks_with_whole_rows_send_all_of_them_without_padding() -> None:
+    batching = make_batching(META, SPEC, 2)
+    layout = IterationLayout(Submesh(tp=3, whole_rows=True), batching, META)
+    assert [layout.local_size(work, 0, 2) for work in range(len(batching.works))] == list(batching.sizes)
+    sizes = {"language": batching.sizes[0], "dit": batching.sizes[2]}
+    parts = partition(SPEC, 1, {"language": 2, "dit": 2}, sizes)
+    one, whole, divided = (
+        make_problem(SPEC, parts, batching, COSTS, PlannerConfig(), submesh=submesh)
+        for submesh in (Submesh(), Submesh(tp=2, whole_rows=True), Submesh(tp=2))
+    )
+    assert whole.output_bytes == one.output_bytes
+    for stage in range(len(parts.stages)):
+        held = [problem.options(stage, 3)[0].activation_bytes for problem in (one, whole, divided)]
+        assert held[0] >= held[1] >= held[2], (stage, held)
+
+
 def test_tensor_ranks_send_their_rows_of_a_dit_and_hold_their_columns() -> None:
     batching = make_batching(META, SPEC, 2)
     sizes = {"language": batching.sizes[0], "dit": batching.sizes[2]}

@@ -99,6 +99,7 @@ def test_patches_are_divided_in_whole_merge_squares() -> None:
         (Submesh(cp=2, tp=4), Division(tp=4, groups=2), Division(tp=4, groups=2, key_groups=2)),
         (Submesh(cp=2, share_patches=True), *2 * [Division(groups=2, key_groups=2)]),
         (Submesh(tp=4, data_encoder=True), Division(groups=4), Division(tp=4)),
+        (Submesh(tp=4, whole_rows=True), *2 * [Division(tp=4, whole_rows=True)]),
         (
             Submesh(cp=2, tp=4, share_patches=True, data_encoder=True),
             Division(groups=8, key_groups=2),

@@ -4,19 +4,22 @@ from mmtrain.config import config
 from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import PlanError
 from mmtrain.modality.typical import Bins
+from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
+from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.plan_choice import (
     choose_plan,
     search_options,
     search_seed,
     search_threads,
+    searched_plan,
     show_switches,
 )
 from mmtrain.planner.search.search import search
 from mmtrain.schedule.plan import Plan
-from tests.schedule.problems import two_modules
+from tests.schedule.problems import as_units, chain, two_modules
 
 PROBLEM = two_modules(2, [1, 0, 2])
 
@@ -74,6 +77,23 @@ def test_switches_are_one_line():
         "planner: on; partition search, sub-microbatches on, interleave on, reorder on, split backward on, memory off; "
         "anneal, 1000 evaluations or 1.5 s, 2 threads on every rank; patience 60 s"
     )
+    assert show_switches(PlannerConfig(braid=True), 1).endswith(
+        "sub-microbatches on, blocks of a forward and a backward"
+    )
+
+
+def test_blocks_are_in_the_plans_of_the_schedule_and_of_the_search():
+    words = ["planner.braid=true", "parallelism.tensor_parallel_degree=2"]
+    job = config.load("debug_vlm.toml", words)
+    schedule = job_schedule(job)
+    problem = as_units(chain(2, 6, num_segments=2), contention=0.0)
+    first = first_plan(problem, schedule, job.planner)
+    assert "&" in str(first.plan) and first.message == f"the order of schedule {schedule.name}, in blocks"
+    assert search_options(job.planner, seed=0, threads=1).braid
+    found = searched_plan(problem, schedule, job.planner, seed=0)
+    alone = searched_plan(problem, job_schedule(config.load("debug_vlm.toml", words[1:])), PlannerConfig(), seed=0)
+    assert found.timeline.makespan_s <= first.timeline.makespan_s
+    assert found.timeline.makespan_s < alone.timeline.makespan_s
 
 
 def test_images_of_a_microbatch_can_stay_together():

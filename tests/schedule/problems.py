@@ -1,6 +1,7 @@
 """Planning problems for tests: chains in closed form, a small two-module graph, and random work graphs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -83,6 +84,23 @@ def two_modules(
         p2p=NO_P2P,
         memory_limit_bytes=memory_limit_bytes,
     )
+
+
+def as_units(problem: PlanningProblem, *, share: float = 0.4, contention: float = 0.25) -> PlanningProblem:
+    """The problem with a share of F and of I as exchanges of layers that run as units."""
+    costs = (
+        tuple(
+            replace(
+                o,
+                forward_exchange_s=share * o.forward_s,
+                backward_exchange_s=share * o.backward_input_s,
+                contention=contention,
+            )
+            for o in options
+        )
+        for options in problem.costs
+    )
+    return replace(problem, costs=tuple(costs))
 
 
 @st.composite

@@ -8,7 +8,6 @@ from mmtrain.errors import PlanError
 from mmtrain.planner.judge import judge
 from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.plan_json import plan_from_json, plan_to_json
-from mmtrain.planner.search.instance import Searched
 from mmtrain.schedule.action import BRAID, KINDS, Action, Kind
 from mmtrain.schedule.graph import Edge, Instruction, Link, ModuleStages, Work
 from mmtrain.schedule.io.torch_csv import read_plan, write_plan
@@ -147,10 +146,6 @@ def test_a_braid_is_one_entry_with_the_needs_bytes_and_results_of_its_parts() ->
     result = PlanResult(status="first", message="", plan=plan, timeline=simulate(timed, plan))
     assert plan_from_json(timed, plan_to_json(timed, result)) == plan
     assert judge(timed, plan_to_json(timed, result)).makespan_s == 6.0
-    with pytest.raises(PlanError, match="a search knows no layers that run as units"):
-        Searched.of(timed)
-    with pytest.raises(PlanError, match=r"rank 0, step 1: 0F1\.0&0B0\.0: a search knows F, B, I and W alone"):
-        Searched.of(problem).load(plan)
 
 
 @pytest.mark.parametrize(

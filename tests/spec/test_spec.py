@@ -162,3 +162,27 @@ def test_ranks_hold_an_even_share_but_for_what_each_has_whole() -> None:
     assert words.of_rank(Division(groups=2)).activation_bytes == Rates(row=6, text=2)
     mine = words.of_rank(Division(tp=2, groups=2))
     assert (mine.activation_bytes, mine.unread_bytes) == (Rates(row=10 / 4, text=1), Rates(row=3 / 2))
+
+
+def test_ranks_with_all_rows_hold_more_of_a_layer():
+    block = LayerSpec(
+        name="blocks.0",
+        num_params=10,
+        trainable=True,
+        matmul_flops=Rates(row=3),
+        activation_bytes=Rates(row=12),
+        linear_bytes=Rates(row=9),
+        output_bytes=Rates(row=2),
+        whole_bytes=WholeBytes(activation=Rates(row=4), linear=Rates(row=1)),
+        row_bytes=WholeBytes(activation=Rates(row=2), linear=Rates(row=4)),
+        gathered_rows=Rates(row=5),
+    )
+    for groups in (1, 3):
+        divided, whole = (block.of_rank(Division(tp=2, groups=groups, whole_rows=rows)) for rows in (False, True))
+        found = [
+            (x.activation_bytes * groups, x.linear_bytes * groups, x.output_bytes * groups) for x in (divided, whole)
+        ]
+        assert [[rates.row for rates in of] for of in found] == [
+            [pytest.approx(4 + 8 / 2 + 5), pytest.approx(1 + 8 / 2), pytest.approx(2 / 2)],
+            [pytest.approx(6 + 6 / 2), pytest.approx(5 + 4 / 2), pytest.approx(2)],
+        ]

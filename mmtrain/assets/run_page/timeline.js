@@ -16,10 +16,10 @@ function seconds(value) {
 
 /** One action of a timeline's file (step_files.py names the columns). */
 function readAction(row, data) {
-  const [stage, kind, microbatch, sub, start, end, plannedStart, plannedEnd, rows, flops] = row;
+  const [stage, kind, microbatch, sub, start, end, plannedStart, plannedEnd, rows, flops, part = 0, parts = 1] = row;
   const [module, rank, first, last] = data.stages[stage];
   const times = { measured: [start, end], planned: [plannedStart, plannedEnd] };
-  return { stage, kind, microbatch, sub, rows, flops, module, rank, layers: [first, last], times };
+  return { stage, kind, microbatch, sub, rows, flops, module, rank, layers: [first, last], times, part, parts };
 }
 
 /** The measured timeline of a step above the planned one, on a canvas that zooms. */
@@ -150,7 +150,8 @@ class TimelineView {
   drawAction(pen, name, action) {
     const [start, end] = action.times[name].map((t) => this.x(t * this.factor[name]));
     if (end < LABEL_WIDTH || start > LABEL_WIDTH + this.inner) return;
-    const [y, height, width] = [this.top(name, action.rank), this.pitch - 6, Math.max(end - start - 0.7, 0.7)];
+    const [height, width] = [(this.pitch - 6) / action.parts, Math.max(end - start - 0.7, 0.7)];
+    const y = this.top(name, action.rank) + action.part * height; // the parts of a block lie above each other
     pen.fillStyle = this.hue(action.module)[action.kind];
     pen.fillRect(start, y, width, height);
     if (action === this.under) {
@@ -231,11 +232,12 @@ class TimelineView {
     if (event.pointerType !== "mouse" && event.type === "pointerup") this.hover(event);
   }
 
-  /** The name of the timeline and the rank at a height; null between them. */
+  /** The name of the timeline and the rank at a height, and the share of the rank's row above it; null between them. */
   row(y) {
     for (const name of ["measured", "planned"]) {
       const rank = Math.floor((y - this.top(name, 0)) / this.pitch);
-      if (rank >= 0 && rank < this.data.num_ranks) return { name, rank };
+      const share = (y - this.top(name, rank)) / (this.pitch - 6);
+      if (rank >= 0 && rank < this.data.num_ranks) return { name, rank, share };
     }
     return null;
   }
@@ -250,6 +252,7 @@ class TimelineView {
     const hit = row && best(
       this.actions
         .filter(({ rank, times }) => rank === row.rank && on(...times[row.name]))
+        .filter(({ part, parts }) => part === Math.min(parts - 1, Math.floor(row.share * parts)))
         .map((action) => ({ action, off: Math.max(action.times[row.name][0] - time, time - action.times[row.name][1]) })),
     );
     const under = hit ? hit.action : null;
@@ -272,6 +275,7 @@ class TimelineView {
     const lines = [
       `${this.data.modules[action.module]} ${KINDS[action.kind]}, rank ${action.rank}`,
       `microbatch ${action.microbatch}, sub-microbatch ${action.sub}; layers ${action.layers.join(" to ")}`,
+      ...(action.parts > 1 ? ["in one block with another action; the times are the block's"] : []),
       `measured ${seconds(measured)} from ${seconds(action.times.measured[0])}`,
       `planned ${seconds(planned)} from ${seconds(action.times.planned[0])}` +
         (planned > 0 ? ` (measured / planned ${brief(measured / planned)})` : ""),
@@ -290,7 +294,7 @@ class TimelineView {
   summary() {
     return ["measured", "planned"].map((name) => {
       const total = this.length[name] * this.data.num_ranks;
-      const busy = this.actions.reduce((sum, { times }) => sum + times[name][1] - times[name][0], 0);
+      const busy = this.actions.reduce((sum, { times, parts }) => sum + (times[name][1] - times[name][0]) / parts, 0);
       const parts = this.data.modules.map(() => 0);
       let other = 0;
       for (const [, start, end, action] of this.data.waits[name]) {

@@ -60,7 +60,7 @@ class CaptionsFeed(ClipsFeed):
     def __call__(self, first: bool, last: bool, work: int) -> Arguments:
         clips = self._works[work].units
         lengths = [clip.num_text_tokens for clip in clips]
-        rows = pad_indices(np.arange(sum(lengths)), self._inputs.layout.submesh.tp)
+        rows = pad_indices(np.arange(sum(lengths)), self._inputs.layout.submesh.row_parts)
         if work not in self._cache:
             attention = attention_context(prompt_bits(lengths), rows=rows, backend=self._inputs.backend)
             positions = document_positions(lengths)

@@ -53,7 +53,7 @@ class DocumentsFeed:
         if submesh.cp > 1:
             rows_of_ranks = list(self._layout.tokens(microbatch))
             total = self._inputs.meta.microbatches[microbatch].num_tokens
-            gather = self._inputs.key_value_gather(rows_of_ranks, submesh.tp, total)
+            gather = self._inputs.key_value_gather(rows_of_ranks, submesh.row_parts, total)
         return attention_context(self._layout.bits(microbatch), rows=rows, gather=gather, backend=self._inputs.backend)
 
     def _position_ids(self, microbatch: int, rows: Indices) -> Tensor:
@@ -64,10 +64,12 @@ class DocumentsFeed:
     def _slots(self, work: int, rows: Indices, image_slots: Indices) -> dict[str, Any]:
         """Which of this rank's rows are image tokens, and the exchange that brings their features."""
         inputs, submesh = self._inputs, self._layout.submesh
-        if submesh.size == 1:
+        tp_rank, parts = inputs.mesh.place.tp, submesh.row_parts
+        # Ranks that divide neither rows nor images have equal features.
+        over_tp = parts > 1 or submesh.data_encoder
+        if submesh.cp == 1 and not over_tp:
             return {"slots": inputs.to_device(torch.from_numpy(image_slots))}
-        share = len(rows) // submesh.tp
-        own_rows = rows[inputs.mesh.place.tp * share : (inputs.mesh.place.tp + 1) * share]
+        own_rows = np.split(rows, parts)[tp_rank % parts]
         feature = np.full(1 + int(max(image_slots.max(), own_rows.max())), -1, dtype=np.int64)
         feature[image_slots] = np.arange(len(image_slots))
         needed_features = np.where(own_rows >= 0, feature[np.maximum(own_rows, 0)], -1)
@@ -75,10 +77,11 @@ class DocumentsFeed:
         features_of_ranks = [
             np.concatenate([self._features(other, c, t) for other in self._layout.works[work].work.after])
             for c in range(submesh.cp)
-            for t in range(submesh.tp)
+            for t in (range(submesh.tp) if over_tp else (tp_rank,))
         ]
-        assert inputs.mesh.submesh_group is not None
-        exchange = RowExchange(inputs.mesh.submesh_group, features_of_ranks, needed_features[slots], inputs.mesh.device)
+        group, copies = (inputs.mesh.submesh_group, submesh.tp // parts) if over_tp else (inputs.mesh.cp_group, 1)
+        assert group is not None
+        exchange = RowExchange(group, features_of_ranks, needed_features[slots], inputs.mesh.device, copies=copies)
         return {"slots": inputs.to_device(torch.from_numpy(slots)), "exchange": exchange}
 
     def _features(self, work: int, cp_rank: int, tp_rank: int) -> Indices:

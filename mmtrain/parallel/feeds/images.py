@@ -46,7 +46,7 @@ class ImagesFeed:
             submesh = self._layout.submesh
             rows_of_ranks = [self._layout.patch_indices(work, c, self._inputs.mesh.place.tp) for c in range(submesh.cp)]
             total = 1 + max(int(rows.max()) for rows in rows_of_ranks)
-            self._gathers[work] = self._inputs.key_value_gather(rows_of_ranks, submesh.encoder_tp, total)
+            self._gathers[work] = self._inputs.key_value_gather(rows_of_ranks, submesh.encoder_row_parts, total)
         return self._gathers[work]
 
     def _microbatch(self, work: int) -> Microbatch:

@@ -22,6 +22,10 @@ class LayerTimes:
     """W: the weight gradients of linear layers; 0 for a frozen layer."""
     split_s: float = 0.0
     """By how much a split backward, with its forward, takes longer than a whole one."""
+    forward_exchange_s: float = 0.0
+    """The part of `forward_s` that is exchanges of tensor parallelism; 0 if they are unknown."""
+    backward_exchange_s: float = 0.0
+    """The part of `backward_input_s` that is exchanges of tensor parallelism; 0 if they are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,17 @@ class CostModel(Protocol):
 
     def repeated_s(self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation) -> float:
         """Seconds of the part of the forward that the layer's backward repeats."""
+        ...
+
+    def repeated_exchange_s(
+        self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation
+    ) -> float:
+        """The part of `repeated_s` that is exchanges of tensor parallelism; 0 if they are unknown."""
+        ...
+
+    @property
+    def contention(self) -> float:
+        """How far exchanges and compute at one time slow each other down, as in `Load`; 1 if it is unknown."""
         ...
 
     @property
@@ -142,6 +157,17 @@ class FlopsCosts:
         layer = module.layers[index]
         repeated_share = recomputation.repeated_share(layer, size)
         return repeated_share * layer.flops(size).forward / (self.flops_per_s * self.shares)
+
+    def repeated_exchange_s(
+        self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation
+    ) -> float:
+        """0: exchanges are unknown."""
+        return 0.0
+
+    @property
+    def contention(self) -> float:
+        """1: exchanges are unknown, so none is hidden."""
+        return 1.0
 
     def step_s(self, num_params: int) -> float:
         """0: only the FLOPs of layers cost time."""

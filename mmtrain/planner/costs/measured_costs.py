@@ -77,6 +77,17 @@ class MeasuredCosts:
         layer = module.layers[index]
         return self._repeated(layer, self.profile.layer(module.name, layer).at("forward", size), size, recomputation)
 
+    def repeated_exchange_s(
+        self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation
+    ) -> float:
+        """0: layers were measured with their exchanges."""
+        return 0.0
+
+    @property
+    def contention(self) -> float:
+        """1: exchanges are unknown, so none is hidden."""
+        return 1.0
+
     def _repeated(self, layer: LayerSpec, forward_s: float, size: WorkSize, recomputation: Recomputation) -> float:
         if not recomputation.recomputes(layer):
             return 0.0

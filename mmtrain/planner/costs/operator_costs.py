@@ -4,6 +4,7 @@ from collections.abc import Mapping, Set
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmtrain.config.config import Config
 from mmtrain.config.topology import MeshShape
@@ -15,8 +16,8 @@ from mmtrain.planner.noise import EXACT, Noise
 from mmtrain.planner.operators.cluster import Cluster
 from mmtrain.planner.operators.execution import makespan_s
 from mmtrain.planner.operators.graph import DeviceKind, Graph, OpKind, Phase
-from mmtrain.planner.operators.latency import Latencies, Rule
-from mmtrain.planner.operators.layers import LayerDescriber, LinkedDivision
+from mmtrain.planner.operators.latency import Floats, Latencies, Rule
+from mmtrain.planner.operators.layers import LayerDescriber, LinkedDivision, divides_layer
 from mmtrain.schedule.overheads import Overheads
 from mmtrain.schedule.problem import P2P
 from mmtrain.spec.builders import DTYPE_BYTES
@@ -34,9 +35,9 @@ _REMEMBERED = 1 << 16
 class OperatorCosts:
     """Seconds of layers, simulated as graphs of operators on one kind of accelerator: a `CostModel`.
 
-    A layer's seconds are those of its operators on one rank of the submesh; collectives are exposed. F, I and W are
-    simulated separately, because the schedule may run them separately. Each kind of layer is described once, and
-    simulated once for each size.
+    A layer's seconds are those of its operators on one rank of the submesh; collectives are exposed, and the part of
+    them that other compute may hide is known. F, I and W are simulated separately, because the schedule may run them
+    separately. Each kind of layer is described once, and simulated once for each size.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class OperatorCosts:
         host_copy: HostCopy,
         noise: Noise = EXACT,
         free: Set[OpKind] = frozenset(),
+        hides: bool = True,
     ) -> None:
         """Args:
         describers: module -> what makes the graphs of its layers.
@@ -56,8 +58,9 @@ class OperatorCosts:
         host_copy: rate of copies between an accelerator and its host.
         noise: how far actual seconds lie from these.
         free: kinds of operators that take no time.
+        hides: the runtime lets other compute run during exchanges of tensor parallelism.
         """
-        self._spec, self._free = spec, free
+        self._spec, self._free, self._hides = spec, free, hides
         self._p2p, self._host_copy, self._noise = p2p, host_copy, noise
         self._describers, self._latencies = describers, latencies
         self._hardware = next(iter(latencies.values())).hardware
@@ -97,6 +100,7 @@ class OperatorCosts:
             p2p_between_stages(cluster, shape),
             host_copy_of(cluster),
             Noise.uniform(config.planner.noise),
+            hides=config.parallelism.fsdp_reshard_after_forward == "step",
         )
 
     def layer(self, module: ModuleSpec, index: int, size: WorkSize, *, input_grad: bool) -> LayerTimes:
@@ -108,11 +112,27 @@ class OperatorCosts:
 
         As in torch, it ends with the last tensor that the backward reads, before the last product of most blocks.
         """
+        return self._repeated(module, index, size, recomputation)[0]
+
+    def repeated_exchange_s(
+        self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation
+    ) -> float:
+        """The part of `repeated_s` that is exchanges of tensor parallelism."""
+        return self._repeated(module, index, size, recomputation)[1]
+
+    def _repeated(
+        self, module: ModuleSpec, index: int, size: WorkSize, recomputation: Recomputation
+    ) -> tuple[float, float]:
         layer = module.layers[index]
         if not recomputation.recomputes(layer):
-            return 0.0
+            return 0.0, 0.0
         saved = (recomputation.saves(PRODUCTS), recomputation.saves(ATTENTION))
         return self._repeats(module.name, self._kinds[module.name][index], size, *saved)
+
+    @property
+    def contention(self) -> float:
+        """That of the hardware; 1 where the runtime hides no exchange."""
+        return self._hardware.contention if self._hides else 1.0
 
     @property
     def overheads(self) -> Overheads:
@@ -143,7 +163,7 @@ class OperatorCosts:
         """The costs if operators of some kinds took no time."""
         free = self._free | kinds
         links = self._p2p, self._host_copy
-        return OperatorCosts(self._spec, self._describers, self._latencies, *links, self._noise, free)
+        return OperatorCosts(self._spec, self._describers, self._latencies, *links, self._noise, free, self._hides)
 
     def without_exchanges(self) -> "OperatorCosts":
         """The costs if collectives took no time."""
@@ -163,18 +183,26 @@ class OperatorCosts:
     def _simulate(self, module: str, kind: int, size: WorkSize, input_grad: bool) -> LayerTimes:
         phases = self._phases(module, kind, input_grad)
         seconds = self._latencies[module](phases.whole, size) * phases.counts
-        forward_s, input_s, weight_s = (makespan_s(graph, seconds[indices]) for graph, indices in phases.parts)
-        return LayerTimes(forward_s=forward_s, backward_input_s=input_s, backward_weight_s=weight_s)
+        forward, backward, weight = (
+            phases.with_exchanges_s(graph, seconds[indices], indices) for graph, indices in phases.parts
+        )
+        return LayerTimes(
+            forward_s=forward[0],
+            backward_input_s=backward[0],
+            backward_weight_s=weight[0],
+            forward_exchange_s=forward[1],
+            backward_exchange_s=backward[1],
+        )
 
     def _simulate_repeated(
         self, module: str, kind: int, size: WorkSize, keeps_products: bool, keeps_attention: bool
-    ) -> float:
+    ) -> tuple[float, float]:
         phases = self._phases(module, kind, True)
         graph, indices = phases.parts[0]
         keeps = {OpKind.MATMUL: keeps_products, OpKind.ATTENTION: keeps_attention}
         runs = phases.repeats & np.array([not keeps.get(op.kind, False) for op in graph.operators])
         seconds = self._latencies[module](phases.whole, size) * phases.counts
-        return makespan_s(graph, seconds[indices] * runs)
+        return phases.with_exchanges_s(graph, seconds[indices] * runs, indices)
 
 
 class _Phases:
@@ -184,6 +212,8 @@ class _Phases:
         self.whole = whole
         self.counts = np.array([op.kind not in free for op in whole.operators])
         """[operator]: whether its seconds count."""
+        self.computes = np.array([not divides_layer(op) for op in whole.operators])
+        """[operator]: whether it is no exchange of tensor parallelism."""
         self.parts = [
             (whole.only(phase), np.flatnonzero([op.phase is phase for op in whole.operators])) for phase in Phase
         ]
@@ -193,12 +223,21 @@ class _Phases:
         self.repeats = np.logical_or.accumulate(needed[::-1])[::-1]
         """[forward operator]: whether a tensor that the backward reads is made by it or later."""
 
+    def with_exchanges_s(self, graph: Graph, seconds: Floats, indices: NDArray[np.intp]) -> tuple[float, float]:
+        """Seconds of a phase, and by how much exchanges of tensor parallelism prolong it.
+
+        Args: seconds: of the phase's operators. indices: of these among all.
+        """
+        whole_s, computes = makespan_s(graph, seconds), self.computes[indices]
+        return whole_s, 0.0 if computes.all() else whole_s - makespan_s(graph, seconds * computes)
+
 
 def linked_division(submesh: Submesh, cluster: Cluster, module: ModuleSpec) -> LinkedDivision:
     """The division of a module over the ranks of a submesh of a cluster, with the links that they use."""
     division = division_of(submesh, module)
     return LinkedDivision(
         tp=division.tp,
+        whole_rows=division.whole_rows,
         groups=division.groups,
         key_groups=division.key_groups,
         tp_link=cluster.device(range(division.tp)),

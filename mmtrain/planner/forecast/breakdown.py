@@ -13,7 +13,7 @@ class Part(StrEnum):
     BELOW_PEAK = "below peak"
     """What computing takes in addition: products below the peak rate, elementwise kernels, launches, dispatch."""
     RECOMPUTATION = "recomputation"
-    """What backwards repeat of forwards, exchanges included, and waiting for offloaded activations."""
+    """What backwards repeat of forwards, without exchanges of tensor parallelism, and waiting for offloads."""
     EXCHANGES = "exchanges"
     """Tensor- and context-parallel collectives within layers, as far as they delay computing."""
     BUBBLE = "bubble"

@@ -21,7 +21,8 @@ from mmtrain.planner.memory.options import MemoryChoices
 from mmtrain.planner.memory.rank_state import RankState, Sharding
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_choice import search_seed, searched_plan
-from mmtrain.schedule.plan import Plan
+from mmtrain.schedule.action import Kind
+from mmtrain.schedule.plan import Plan, entry_costs
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import makespan_without_transfers_s
 from mmtrain.schedule.timeline import Timeline
@@ -154,11 +155,12 @@ class IterationSimulator:
         kept_s = self._compute_s(meta, self.planner.costs)
         free = self._costs_without_exchanges
         free_s = None if free is None else self._compute_s(meta, free)
+        exposed_s = sum(entry.exposed_s for entries in entry_costs(plan, problem) for entry in entries)
         peak = self.peak_flops
         known = {
             Part.MODEL_FLOPS: None if peak is None else flops / (peak * self.planner.submesh.size),
             Part.RECOMPUTATION: _compute_s(problem, plan.options) - kept_s,
-            Part.EXCHANGES: None if free_s is None else kept_s - free_s,
+            Part.EXCHANGES: None if free_s is None else kept_s - free_s + exposed_s,
         }
         parts = computing(sum(timeline.busy_s), known)
         if peak is not None and min(parts.values()) < -1e-9 * kept_s:
@@ -197,12 +199,15 @@ class IterationSimulator:
 
 
 def _compute_s(problem: PlanningProblem, options: Mapping[tuple[int, int], int]) -> float:
-    """Rank-seconds of all actions of a plan. Args: options: (stage, work) -> its option; absent: the first."""
+    """Rank-seconds of all actions of a plan without exchanges of tensor parallelism, which other compute may hide.
+
+    Args: options: (stage, work) -> its option; absent: the first.
+    """
     total = 0.0
     for work, lists in enumerate(problem.cost_index):
         for stage, index in zip(problem.graph.stages(work), lists, strict=True):
             option = problem.costs[index][options.get((stage, work), 0)]
-            total += option.forward_s + option.backward_input_s + option.backward_weight_s
+            total += option.load(Kind.F).compute_s + option.load(Kind.B).compute_s
     return total
 
 

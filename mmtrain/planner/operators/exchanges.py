@@ -4,6 +4,7 @@ A name describes the forward; the backward is its transpose, as in sequence para
 4.2.2). Nothing overlaps a collective: the next operator needs its result.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mmtrain.planner.operators.cluster import sent_bytes
@@ -87,6 +88,36 @@ def use_for_parts(name: str, ranks: int, link: DeviceKind) -> Exchange:
 def sum_whole(name: str, ranks: int, link: DeviceKind) -> Exchange:
     """Summands of all rows -> their sum on all ranks; backward: nothing."""
     return Exchange(name, OpKind.ALL_REDUCE, None, ranks, link)
+
+
+def same(name: str, ranks: int, link: DeviceKind) -> Exchange:
+    """Rows that are equal on all ranks, from which all compute the same; backward: nothing."""
+    return Exchange(name, None, None, ranks, link)
+
+
+Make = Callable[[str, int, DeviceKind], Exchange]
+"""(name, ranks, link) -> exchange."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BetweenLayers:
+    """The exchanges at which rows enter and leave the columns of a layer, as in `parallel.row_shards.RowShards`."""
+
+    shard: Make
+    gather: Make
+    gather_for_parts: Make
+    sum_shard: Make
+    use_for_rows: Make
+
+
+DIVIDED_ROWS = BetweenLayers(
+    shard=shard, gather=gather, gather_for_parts=gather_for_parts, sum_shard=sum_shard, use_for_rows=use_for_parts
+)
+"""Each rank has its part of the rows between layers."""
+WHOLE_ROWS = BetweenLayers(
+    shard=same, gather=same, gather_for_parts=use_for_parts, sum_shard=sum_whole, use_for_rows=same
+)
+"""Each rank has all of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "hardware"
 """The profiles that come with mmtrain."""
 
 
-_MAY_BE_ZERO = ("launch_s", "latency_s", "fill", "keys", *(f.name for f in dataclasses.fields(Overheads)))
+_MAY_BE_ZERO = ("launch_s", "latency_s", "fill", "keys", "contention", *(f.name for f in dataclasses.fields(Overheads)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,9 @@ class Hardware:
     tiles: Tiles
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
     """By kind, or by `kind.phase` for that phase alone; absent: all of the rates."""
+    contention: float = 1.0
+    """Seconds that compute and an exchange at one time take beyond the longer of both, as a share of the shorter; 1:
+    nothing is hidden."""
     overheads: Overheads = NO_OVERHEADS
     """What the host adds to actions and messages; absent: it runs ahead of its device."""
 
@@ -165,6 +168,11 @@ def _hardware(table: dict[str, Any], path: Path) -> Hardware:
         overheads=overheads,
         efficiency=_efficiencies(efficiency, f"{where}: efficiency"),
     )
+    if hardware.contention > 1:
+        raise ConfigError(
+            f"{where}.contention = {hardware.contention}; it must be between 0 (exchanges run beside compute for "
+            "nothing) and 1 (after it)"
+        )
     return hardware
 
 

@@ -1,11 +1,11 @@
 """The operators of each kind of layer, on one rank of the submesh that divides it. Pure.
 
 They are the kernels that the layers run: Hugging Face's modules kernel by kernel, tensor parallelism with rows divided
-between the layers (`models/tensor_plans.py`), keys and values gathered over context-parallel ranks, LoRA adapters next
-to their linear layers. FLOPs, parameters and the existence of a backward agree with the layer's `LayerSpec` for one
-rank.
+or whole between the layers (`models/tensor_plans.py`), keys and values gathered over context-parallel ranks, LoRA
+adapters next to their linear layers. FLOPs, parameters and the existence of a backward agree with the layer's
+`LayerSpec` for one rank.
 
-A DiT's blocks and head run for one clip after another, see `Operator.each_clip`. The tp ranks divide its latent
+A DiT's blocks and head run for one clip after another, see `Operator.each_clip`. The tp ranks may divide its latent
 tokens; each rank has all text tokens and timesteps.
 
 Not included: the exchange of image features before the first language layer, FSDP2's gathers, padding, the copies that
@@ -21,16 +21,16 @@ from dataclasses import dataclass, field
 
 from mmtrain.planner.operators.cluster import sent_bytes
 from mmtrain.planner.operators.exchanges import (
+    DIVIDED_ROWS,
+    WHOLE_ROWS,
     RowSums,
     gather,
     gather_for_parts,
-    shard,
-    sum_shard,
     sum_whole,
     use_for_parts,
 )
 from mmtrain.planner.operators.functions import add, bundle, concat, replace_rows, reshape, select, split
-from mmtrain.planner.operators.graph import DeviceKind, Graph, OpKind
+from mmtrain.planner.operators.graph import DeviceKind, Graph, Operator, OpKind
 from mmtrain.planner.operators.modules import (
     AddRow,
     Attention,
@@ -53,6 +53,16 @@ from mmtrain.spec.shapes import DitShape, LanguageShape
 from mmtrain.spec.spec import TIME_ROWS, Division, LayerSpec, Rates
 from mmtrain.spec.vae_shapes import VaeShape
 from mmtrain.spec.vision_shapes import VisionShape
+
+_KEYS = "key_value.gather"
+
+
+def divides_layer(op: Operator) -> bool:
+    """Whether an operator is an exchange of tensor parallelism, during which the other pass of a braid can run.
+
+    The other collectives gather keys and values over the context-parallel ranks, inside of attention.
+    """
+    return op.kind.is_collective and not op.name.startswith(_KEYS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +114,10 @@ class _Builder:
         self.trainable = layer.trainable and layer.adapters is None
         self.adapted: Mapping[str, NamedLinear] = {x.name: x for x in describer.adapted} if layer.adapters else {}
         division = describer.division
-        self.tp, self.link = division.tp, division.tp_link
+        self.tp, self.link, self.row_parts = division.tp, division.tp_link, division.row_parts
+        self.between = WHOLE_ROWS if division.whole_rows else DIVIDED_ROWS
         self.rows = Rates(row=1 / division.groups)
-        """All rows of a group; a rank holds 1 / tp of them between layers."""
+        """All rows of a group; a rank holds 1 / row_parts of them between layers."""
         self.outputs = Rates(output=1 / division.groups)
 
     def _columns(self, name: str, x: Var, inputs: float, outputs: float, *, bias: bool) -> Var:
@@ -117,7 +128,7 @@ class _Builder:
     def _rows(self, name: str, x: Var, inputs: float, outputs: float, *, bias: bool) -> Var:
         """A linear layer whose inputs the tp ranks divide, with its adapter; each rank gets its rows of the sum."""
         result = self._linear(name, inputs / self.tp, outputs, bias=bias and self.tp == 1)(x)
-        result = sum_shard(f"{name}.sum", self.tp, self.link)(result)
+        result = self.between.sum_shard(f"{name}.sum", self.tp, self.link)(result)
         if bias and self.tp > 1:
             result = AddRow(f"{name}.bias", outputs, trainable=self.trainable)(result)
         return self._with_adapter(name, x, result, inputs / self.tp, outputs, sums=True)
@@ -126,12 +137,12 @@ class _Builder:
         """An activation of the layer before."""
         return self.tape.input(name, rows=rows, columns=self.width, needs_grad=self.input_grad)
 
-    def _between(self) -> Var:
+    def _between(self, name: str = "x") -> Var:
         """The activation of the layer before: this rank's rows."""
-        return self._input("x", self.rows * (1 / self.tp))
+        return self._input(name, self.rows * (1 / self.row_parts))
 
     def _gathered(self, name: str, x: Var) -> Var:
-        return gather_for_parts(f"{name}.gather", self.tp, self.link)(x)
+        return self.between.gather_for_parts(f"{name}.gather", self.tp, self.link)(x)
 
     def _for_parts(self, name: str, x: Var) -> Var:
         return use_for_parts(f"{name}.parts", self.tp, self.link)(x)
@@ -154,7 +165,7 @@ class _Builder:
             return result
         narrow = Linear(f"{name}.lora_A", inputs, self.of.rank)(x)
         if sums:
-            narrow = sum_shard(f"{name}.lora_A.sum", self.tp, self.link)(narrow)
+            narrow = self.between.sum_shard(f"{name}.lora_A.sum", self.tp, self.link)(narrow)
         wide = Linear(f"{name}.lora_B", self.of.rank, outputs)(narrow)
         return add(f"{name}.adapted", result, Elementwise(f"{name}.scaling", 2.0, 2.0)(wide))
 
@@ -164,7 +175,7 @@ class _Builder:
         if division.key_groups == 1:
             return key, value
         key_value = concat("key_value", key, value)
-        return (gather_for_parts("key_value.gather", division.key_groups, division.group_link)(key_value),)
+        return (gather_for_parts(_KEYS, division.key_groups, division.group_link)(key_value),)
 
 
 class _Layer(_Builder):
@@ -269,7 +280,7 @@ class _Layer(_Builder):
             x = AddRow("positions", count, trainable=self.trainable)(x)
         if shape.embed_norm:
             x = self._norm("embed.norm", shape.width)(x)
-        return shard("rows", self.tp, self.link)(x)
+        return self.between.shard("rows", self.tp, self.link)(x)
 
     def _embed_audio(self, shape: VisionShape) -> Var:
         assert shape.fixed_grid is not None
@@ -280,13 +291,13 @@ class _Layer(_Builder):
         x = Convolution("conv2", D, D, taps=3, stride=2, bias=True, trainable=trainable)(x)
         x = activation("conv2.activation", "gelu")(x)
         x = AddRow("positions", shape.fixed_grid[2] * D, trainable=False)(x)
-        return shard("rows", self.tp, self.link)(x)
+        return self.between.shard("rows", self.tp, self.link)(x)
 
     def _projector(self, shape: VisionShape) -> Var:
         projection = self.of.projection
         assert projection is not None
         D, merged = shape.width, shape.width * shape.patches_per_token
-        x = gather("projector.rows", self.tp, self.link)(self._between())
+        x = self.between.gather("projector.rows", self.tp, self.link)(self._between())
         x = reshape(x, rows=self.outputs * shape.patches_per_token, columns=D)  # without dropped class tokens
         if projection.kind != "llava":
             rms = projection.kind == "native" and shape.rms_norm
@@ -296,24 +307,24 @@ class _Layer(_Builder):
         features = [self._two_linears("projector", ("fc1", "fc2"), x, merged, inner, projection.outputs, act)]
         for number, _ in enumerate(shape.taps):
             name = f"projector.tap{number}"
-            tap = gather(f"{name}.rows", self.tp, self.link)(self._input(name, self.rows * (1 / self.tp)))
+            tap = self.between.gather(f"{name}.rows", self.tp, self.link)(self._between(name))
             tap = reshape(tap, rows=self.outputs, columns=merged)
             tap = Norm(f"{name}.norm", merged, trainable=self.trainable)(tap)
             features.append(self._two_linears(name, ("fc1", "fc2"), tap, merged, inner, projection.outputs, act))
         x = concat("projector.features", *features) if shape.taps else features[0]
-        return shard("projector.shard", self.tp, self.link)(x)
+        return self.between.shard("projector.shard", self.tp, self.link)(x)
 
     def _embed_tokens(self, shape: LanguageShape) -> Var:
         ids = self.tape.input("ids", rows=self.rows, columns=0)
         x = Embedding("embed", shape.vocab_size / self.tp, shape.width, trainable=self.trainable)(ids)
-        x = sum_shard("embed.sum", self.tp, self.link)(x)
+        x = self.between.sum_shard("embed.sum", self.tp, self.link)(x)
         if self.of.projection is None:
             return x
         features = self.tape.input("features", rows=Rates(), columns=shape.width, needs_grad=self.input_grad)
         return replace_rows(x, features)
 
     def _head(self, shape: LanguageShape) -> Var:
-        x = gather("head.rows", self.tp, self.link)(self._between())
+        x = self.between.gather("head.rows", self.tp, self.link)(self._between())
         x = self._norm("head.norm", shape.width)(select("labelled", x, self.outputs))
         x = self._for_parts("head", x)
         logits = self._linear("lm_head", shape.width, shape.vocab_size / self.tp, bias=False)(x)
@@ -353,9 +364,9 @@ class _DitLayer(_Builder):
         patches = tape.input("latents", rows=self.rows, columns=self.shape.patch_dim)
         # A convolution whose windows do not overlap is a product.
         x = self._linear("patch_embedding", self.shape.patch_dim, D, bias=True)(patches)
-        X, local_texts = self.shape.text_width, self.texts * (1 / self.tp)
+        X, local_texts = self.shape.text_width, self.texts * (1 / self.row_parts)
         states = tape.input("states", rows=local_texts, columns=X, needs_grad=self.input_grad)
-        states = gather("states.gather", self.tp, self.link)(states)
+        states = self.between.gather("states.gather", self.tp, self.link)(states)
         linears = ("linear_1", "linear_2")
         text = self._two_linears("text_embedder", linears, states, X, D, D, "gelu_pytorch_tanh")
         waves = tape.input("waves", rows=self.clips, columns=self.shape.time_width)
@@ -363,7 +374,7 @@ class _DitLayer(_Builder):
         time_columns = self._for_parts("time_proj", activation("time_proj.activation", "silu")(time))
         modulation = self._linear("time_proj", D, (TIME_ROWS - 1) * D / self.tp, bias=True)(time_columns)
         modulation = reshape(modulation, rows=self.clips * ((TIME_ROWS - 1) / self.tp), columns=D)
-        x = shard("rows", self.tp, self.link)(x)
+        x = self.between.shard("rows", self.tp, self.link)(x)
         return bundle(x, text, gather("time_proj.columns", self.tp, self.link)(modulation), time)
 
     def _block(self) -> Var:
@@ -371,7 +382,7 @@ class _DitLayer(_Builder):
         x, text = self._between(), self._input("text", self.texts)
         time = self._input("time", self.clips * (TIME_ROWS - 1))
         modulation = AddRow("modulation", (TIME_ROWS - 1) * D, trainable=self.trainable)(time)
-        modulation = self._for_parts("modulation", modulation)
+        modulation = self.between.use_for_rows("modulation.parts", self.tp, self.link)(modulation)
         per_pair = 1 / self.of.division.groups
 
         columns = self._gathered("attn1", self._modulated("norm1", x, modulation))
@@ -394,7 +405,7 @@ class _DitLayer(_Builder):
         return bundle(x, text, time)
 
     def _head(self) -> Var:
-        x, time = gather("head.rows", self.tp, self.link)(self._between()), self._input("time", self.clips)
+        x, time = self.between.gather("head.rows", self.tp, self.link)(self._between()), self._input("time", self.clips)
         modulation = AddRow("modulation", 2 * self.shape.width, trainable=self.trainable)(time)
         x = self._modulated("norm_out", x, modulation)
         x = self._linear("proj_out", self.shape.width, self.shape.output_dim, bias=True)(x)

@@ -91,8 +91,8 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
     """The partition of a job, placed as its schedule requires, and how it was chosen.
 
     Args: sub_microbatch: images in a vision work, or clips in a DiT work; 0: all of a microbatch.
-    Raises: ConfigError: there are fewer layers than chunks, fewer or more chunks than the schedule needs, or
-        `planner.partition` does not fit the schedule.
+    Raises: ConfigError: there are fewer layers than chunks, fewer or more chunks than the schedule needs,
+        `planner.partition` does not fit the schedule, or the schedule braids and parameters do not stay gathered.
     Source: DIP, arXiv:2504.14145, section 4.
     """
     how, schedule = config.planner.partition, job_schedule(config)
@@ -100,6 +100,12 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
         raise ConfigError(
             f'parallelism.pipeline_parallel_schedule = "{schedule.name}" {schedule.refusal}; choose another '
             "schedule, or change its file"
+        )
+    if schedule.braids and config.parallelism.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            'parallelism.fsdp_reshard_after_forward = "always" with parallelism.pipeline_parallel_schedule = '
+            f'"{schedule.name}": two passes of a block use one chunk in turns, so one would free parameters that the '
+            'other still needs; set "step", or choose a schedule without braids'
         )
     if how == "mixed-parameters" or how == "mixed-latency":
         return _mixed(config, spec, costs, sub_microbatch)

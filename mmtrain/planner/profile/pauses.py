@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmtrain.planner.profile.fits import non_negative_least_squares
-from mmtrain.schedule.action import COMPUTE, RECEIVES, RESULT_OF, SENDS, WAITS, Action, Kind
+from mmtrain.schedule.action import COMPUTE, NOT_COMPUTE, RECEIVES, RESULT_OF, SENDS, WAITS, Action, Kind
 from mmtrain.schedule.graph import Edge, Result
 from mmtrain.schedule.overheads import DISPATCH, Overheads
 from mmtrain.schedule.passes.lower import Program
@@ -36,30 +36,36 @@ class Pause(NamedTuple):
 
 
 def pauses(program: Program, rows: Sequence[Rows], transfer_s: Callable[[Edge], float]) -> Iterator[Pause]:
-    """The pauses of one execution of a program on all pipeline ranks, without those before a rank's first action.
+    """The pauses of one execution of a program on all pipeline ranks, without those before a rank's first action and
+    before blocks.
 
     Args: rows: [pp_rank], on one clock. transfer_s: seconds of the transfer over an edge.
     """
     graph = program.graph
     ends: dict[Result, float] = {}
-    for action, _, end in (row for local_rows in rows for row in local_rows):
-        if action.kind in RESULT_OF:
-            ends[RESULT_OF[action.kind], action.stage, graph.work_of(action)] = end
+    for entry, _, end in (row for local_rows in rows for row in local_rows):
+        for action in entry.parts:
+            if action.kind in RESULT_OF:
+                ends[RESULT_OF[action.kind], action.stage, graph.work_of(action)] = end
     for actions, local_rows in zip(program.actions, rows, strict=True):
         measured = iter(local_rows)
         sends = receives = waits = 0
         last: float | None = None
         for action in actions:
-            if action.kind not in COMPUTE:
+            if action.kind in NOT_COMPUTE:
                 sends += action.kind in SENDS
                 receives += action.kind in RECEIVES
                 waits += action.kind in WAITS
                 continue
             ran, start, end = next(measured)
             assert ran == action, "the rows are not those of the program"
-            needs = graph.needs(action.kind, action.stage, graph.work_of(action))
-            arrivals = [ends[result] + transfer_s(e) for result, e in needs if e is not None and not graph.is_local(e)]
-            if last is not None:
+            arrivals = [
+                ends[result] + transfer_s(edge)
+                for part in action.parts
+                for result, edge in graph.needs(part.kind, part.stage, graph.work_of(part))
+                if edge is not None and not graph.is_local(edge)
+            ]
+            if last is not None and action.kind in COMPUTE:
                 late = max(arrivals, default=last) > last
                 yield Pause(action.kind, sends, receives, waits, start - max([last, *arrivals]), late)
             sends = receives = waits = 0

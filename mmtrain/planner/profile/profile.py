@@ -186,10 +186,15 @@ def job_of(config: Config) -> dict[str, str | int]:
         "dtype": training.mixed_precision_param,
         "attention_backend": training.attention_backend,
         "tensor_parallel_degree": section.tensor_parallel_degree,
+        "tensor_parallel_rows": section.tensor_parallel_rows,
         "context_parallel_degree": section.context_parallel_degree,
         "encoder_tensor_parallel": section.encoder_tensor_parallel,
         "encoder_context_parallel": section.encoder_context_parallel,
     }
+
+
+_UNWRITTEN = {"tensor_parallel_rows": "divided"}
+"""Setting that older files do not have -> the value with which they were measured."""
 
 
 def check_fits(profile: Profile, config: Config, spec: ModelSpec, where: str) -> None:
@@ -200,10 +205,10 @@ def check_fits(profile: Profile, config: Config, spec: ModelSpec, where: str) ->
     """
     advice = f"measure this job with `mmtrain profile`, or set planner.profile to another file than {where}"
     for key, value in job_of(config).items():
-        if profile.job.get(key) != value:
+        measured = profile.job.get(key, _UNWRITTEN.get(key, "none"))
+        if measured != value:
             raise ConfigError(
-                f"planner.profile: {where} was measured with {key} = {profile.job.get(key, 'none')}, but this job has "
-                f"{value}; {advice}"
+                f"planner.profile: {where} was measured with {key} = {measured}, but this job has {value}; {advice}"
             )
     for module in spec.modules:
         for layer in module.layers:

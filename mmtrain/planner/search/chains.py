@@ -41,11 +41,13 @@ class Chain(ABC):
         seed: tuple[int, int],
         reorder: bool,
         can_split: bool,
+        can_braid: bool,
         iterations: int,
     ) -> None:
         """Args: seed: of the search, and the number of the chain."""
         self.searched, self.workspace, self.best = searched, workspace, start
-        self.seed, self.reorder, self.can_split, self.iterations = seed, reorder, can_split, iterations
+        self.seed, self.reorder, self.iterations = seed, reorder, iterations
+        self.can_split, self.can_braid = can_split, can_braid
         self.random = random.Random(f"{seed[0]} {seed[1]}")
         self.begin()
 
@@ -81,6 +83,7 @@ class AnnealChain(Chain):
             (_temperature(before), _temperature(after)),
             self.iterations,
             can_split=self.can_split,
+            can_braid=self.can_braid,
             reorder=self.reorder,
         )
         if self.state.cost[1] < self.best.cost:

@@ -30,8 +30,9 @@ def start_chain(searched: Searched, order: Order, how: Decoder, cost: float, see
 def best_of(chain: Chain) -> tuple[Order, Decoder, float]:
     """The best plan that a chain has found."""
     at = chain.best_at.astype(np.int64)
-    memory, speed, gap, backward_first, split = map(float, chain.best_decoder)
-    return (at, inverse(at)), Decoder(memory, speed, gap, backward_first > 0.5, split > 0.5), float(chain.cost[1])
+    memory, speed, gap, *switches = map(float, chain.best_decoder)
+    how = Decoder(memory, speed, gap, *(value > 0.5 for value in switches))
+    return (at, inverse(at)), how, float(chain.cost[1])
 
 
 def anneal(
@@ -43,11 +44,12 @@ def anneal(
     iterations: int,
     *,
     can_split: bool,
+    can_braid: bool,
     reorder: bool,
 ) -> None:
     """Some evaluations of simulated annealing. Args: temperatures: at the start and at the end, of the makespan."""
     p, mode, component_of, draws = searched.arrays, ANNEAL, searched.component_of, searched.factors
-    run(p, w, chain, component_of, mode, evaluations, *temperatures, iterations, can_split, reorder, draws)
+    run(p, w, chain, component_of, mode, evaluations, *temperatures, iterations, can_split, can_braid, reorder, draws)
 
 
 def evaluate(searched: Searched, w: Workspace, order: Order, how: Decoder, iterations: int) -> float:
@@ -57,7 +59,8 @@ def evaluate(searched: Searched, w: Workspace, order: Order, how: Decoder, itera
     """
     chain = start_chain(searched, order, how, 0.0, 0)
     p, mode = searched.arrays, EVALUATE
-    return float(run(p, w, chain, searched.component_of, mode, 1, 0.0, 0.0, iterations, False, False, searched.factors))
+    off = False, False, False
+    return float(run(p, w, chain, searched.component_of, mode, 1, 0.0, 0.0, iterations, *off, searched.factors))
 
 
 def join(searched: Searched, w: Workspace) -> float:
@@ -79,6 +82,7 @@ def choose(searched: Searched, w: Workspace, iterations: int) -> float:
 def _of_plan(searched: Searched, w: Workspace, mode: int, iterations: int = 0) -> float:
     """What a mode of the kernels gives for the plan in a workspace."""
     empty = np.zeros((2, searched.num_groups), np.int64)
-    chain = start_chain(searched, (empty, empty), Decoder(0.0, 0.0, 0.0, False, False), 0.0, 0)
+    chain = start_chain(searched, (empty, empty), Decoder(0.0, 0.0, 0.0, False, False, False), 0.0, 0)
     p, component_of = searched.arrays, searched.component_of
-    return float(run(p, w, chain, component_of, mode, 1, 0.0, 0.0, iterations, False, False, searched.factors))
+    off = False, False, False
+    return float(run(p, w, chain, component_of, mode, 1, 0.0, 0.0, iterations, *off, searched.factors))

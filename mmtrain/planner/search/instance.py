@@ -26,7 +26,7 @@ from mmtrain.planner.search.kernels.arrays import (
     Instance,
     Workspace,
 )
-from mmtrain.schedule.action import Action, Kind
+from mmtrain.schedule.action import Action, Braid, Kind
 from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.limits import GROUPS_BY_RANKS
 from mmtrain.schedule.plan import Plan
@@ -62,8 +62,6 @@ class Searched:
     @classmethod
     def of(cls, problem: PlanningProblem, only: Mapping[Node, int] | None = None) -> "Searched":
         """Args: only: (stage, work) -> its only option; None: all options."""
-        if problem.runs_units:
-            raise PlanError("a search knows no layers that run as units; leave --exchange (contention below 1) out")
         graph = problem.graph
         nodes = tuple((stage, work) for work in range(len(graph.works)) for stage in graph.stages(work))
         number = {node: i for i, node in enumerate(nodes)}
@@ -89,14 +87,13 @@ class Searched:
         has_b = np.array([graph.has_backward(*node) for node in nodes], bool)
         needs_b = has_b * (1 + np.array([sum(e.grad for e in edges) for edges in outs], np.int64))
         first = np.array(table.first, np.int64)
-        fastest = np.array([table.rows[option][:3] for option in first[kind]]).reshape(-1, 3)
+        splits = np.array([table.splits[option] for option in first[kind]], bool)
         limit = np.array([math.inf if limit is None else limit for limit in problem.held_limit_bytes], np.float64)
         room = limit.copy()
         for i in map(int, np.flatnonzero(~has_b)):
             alone = table.rows[first[kind[i] + 1] - 1][HELD]
             room[rank[i]] = min(room[rank[i]], limit[rank[i]] - alone)
         needs_f = np.array([len(edges) for edges in ins], np.int64)
-        splits = (fastest[:, 1] > 0) & (fastest[:, 2] > 0)
         none = num_components * num_ranks
         columns = (rank, group, component, np.where(has_b, reservation, none), needs_f, needs_b, kind, splits)
         arrays = Instance(
@@ -114,6 +111,7 @@ class Searched:
             outs_lag=np.array([problem.transfer_s(e) for edges in outs for e in edges], np.float64),
             first=first,
             option=np.array(table.rows, np.float64).reshape(-1, 10),
+            load=np.array(table.loads, np.float64).reshape(-1, 7),
             hull=np.array(table.hull, np.uint32).reshape(-1, 2),
             steepest=np.array(table.steepest, np.float64),
             same_w=np.array(table.same_w, np.bool_),
@@ -171,6 +169,8 @@ class Searched:
             length=naturals(ranks),
             ends=np.zeros((n, 2)),
             option=naturals(n),
+            braided=naturals(n),
+            joinable=np.ones(n, np.uint8),
             joined=np.zeros(n, np.uint8),
             local=naturals(n),
             local_index=naturals(n),
@@ -182,20 +182,20 @@ class Searched:
             last_price=np.zeros((ranks, most)),
             last_rows=ints(ranks),
             last_seconds=np.zeros(ranks),
-            old_decoder=np.zeros(5),
+            old_decoder=np.zeros(6),
             swap=naturals(4, groups),
         )
 
     def load(self, plan: Plan) -> Workspace:
-        """A workspace that holds the orders of a plan."""
+        """A workspace that holds the orders of a plan, the parts of its braids one after the other."""
         number = {node: i for i, node in enumerate(self.nodes)}
         w = self.workspace()
-        for rank, (order, works) in enumerate(zip(plan.orders, plan.works, strict=True)):
-            for step, (action, work) in enumerate(zip(order, works, strict=True)):
+        for rank, parts in enumerate(plan.parts):
+            for index, (step, action, work) in enumerate(parts):
                 if action.kind not in KINDS:
                     raise PlanError(f"rank {rank}, step {step}: {action}: a search knows F, B, I and W alone")
-                w.order[rank, step] = 4 * number[action.stage, work] + KINDS.index(action.kind)
-            w.length[rank] = len(order)
+                w.order[rank, index] = 4 * number[action.stage, work] + KINDS.index(action.kind)
+            w.length[rank] = len(parts)
         return w
 
     def plan(self, w: Workspace, *, join: bool = True) -> Plan:
@@ -215,15 +215,23 @@ class Searched:
                 if w.joined[node] and kind in (Kind.I, Kind.W):
                     order += [graph.action(Kind.B, *self.nodes[node])] if kind is Kind.I else []
                     continue
-                joins = join and not waited_for[node]
+                joins = join and not waited_for[node] and w.joinable[node]
                 if kind is Kind.W and joins and actions[i - 1] == (node, Kind.I):
                     continue
                 if kind is Kind.I and joins and actions[i + 1] == (node, Kind.W):
                     kind = Kind.B
-                order.append(graph.action(kind, *self.nodes[node]))
+                action = graph.action(kind, *self.nodes[node])
+                before, kind_before = actions[i - 1]
+                if i and kind_before is Kind.F and w.braided[before] == 1 + 4 * node + KINDS.index(kind):
+                    action = Braid.of(order.pop(), action)
+                order.append(action)
             orders.append(tuple(order))
-        chosen = {self.nodes[i]: self.option_index[option] for i, option in enumerate(w.option)}
-        return Plan(graph, tuple(orders), {node: option for node, option in chosen.items() if option})
+        return Plan(graph, tuple(orders), self.chosen(w))
+
+    def chosen(self, w: Workspace) -> dict[Node, int]:
+        """(stage, work) -> the option that a workspace holds; what is absent has option 0."""
+        chosen = {node: self.option_index[option] for node, option in zip(self.nodes, w.option, strict=True)}
+        return {node: option for node, option in chosen.items() if option}
 
 
 class _Options:
@@ -234,20 +242,27 @@ class _Options:
         self.index: list[int] = []
         self.rows: list[list[float]] = []
         """As in `Instance.option`."""
+        self.loads: list[list[float]] = []
         self.hull: list[list[int]] = []
         self.steepest: list[float] = []
         self.same_w: list[bool] = []
+        self.splits: list[bool] = []
 
     def add(self, options: Sequence[Option], one: int) -> None:
         """Adds a list. Args: one: its only usable option; below 0: all."""
         kept = _useful(options) if one < 0 else [one]
         begin = len(self.index)
         for o in (options[i] for i in kept):
-            seconds = [o.forward_s, o.backward_input_s, o.backward_weight_s]
-            alone = o.duration_s(Kind.W)
+            forward_s, input_s, alone_s = map(o.duration_s, (Kind.F, Kind.I, Kind.W))
+            # As a part of B, W may hide exchanges of its I.
+            hidden_s = input_s + o.backward_weight_s - o.duration_s(Kind.B)
+            seconds = [forward_s, input_s, o.backward_weight_s - hidden_s]
             held_w = o.held_for_weight_bytes if o.has_backward else 0.0
             larger = min((row[HELD] for row in self.rows[begin:]), default=math.inf)
-            self.rows.append([*seconds, alone, sum(seconds), o.activation_bytes, held_w, math.inf, -math.inf, larger])
+            held = o.activation_bytes, held_w
+            self.rows.append([*seconds, alone_s, sum(seconds), *held, math.inf, -math.inf, larger])
+            self.loads.append([*o.load(Kind.F).together(o.load(Kind.B)), alone_s])
+            self.splits.append(min(o.backward_input_s, o.backward_weight_s) > 0)
             self.hull.append([0, 0])
         self.index += kept
         self.first.append(len(self.index))

@@ -33,9 +33,12 @@ from mmtrain.planner.search.kernels.arrays import RANK, SPLITS, Decoder, Workspa
 from mmtrain.planner.search.numba_start import HAS_NUMBA, load_numba
 from mmtrain.planner.search.orders import Order, by_component, component_orders
 from mmtrain.schedule.graph import ModuleStages, Work
+from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.memory import choose_options
+from mmtrain.schedule.library.v_shape import v_chain
 from mmtrain.schedule.limits import THREADS
+from mmtrain.schedule.passes.braid import braid
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
@@ -85,6 +88,8 @@ class SearchOptions:
     """Search the order of microbatches."""
     split: bool = True
     """Backwards may be split into I and W."""
+    braid: bool = False
+    """Forwards and backwards may run as one block, where layers run as units."""
     memory: bool = True
     """Choose a memory option for each stage and work; else the fastest one that fits for all."""
     noise: Noise = EXACT
@@ -112,7 +117,7 @@ def search(
     """The best checked plan of the search, with its timeline.
 
     An infeasible problem is a result with that status and a message, not an exception. Without numba the plan is that
-    of `interleave`.
+    of `interleave`. With blocks, and works that are one V, STP's plan counts too.
 
     On each rank room is kept for the largest `restored_bytes` of any option, chosen or not. Where options without these
     exist for all stages and works, half of the budget goes to plans with only such options, which can use the whole
@@ -122,8 +127,28 @@ def search(
     Raises: PlanError: no budget.
     """
     if options.strategy == "first" or not HAS_NUMBA or not problem.graph.has_any_backward:
-        return replace(make_plan(problem, "interleave"), seed=options.seed)
+        greedy = CATALOGUE["interleave"]
+        return replace(make_plan(problem, greedy.braided() if options.braid else greedy), seed=options.seed)
     _check_budget(options)
+    found, stp = _search_twice(problem, options, cancelled), _stp(problem, options)
+    if stp is None or _cost_s(found) <= _cost_s(stp):
+        return found
+    return replace(stp, evaluations=found.evaluations + 1, seed=found.seed)
+
+
+def _stp(problem: PlanningProblem, options: SearchOptions) -> PlanResult | None:
+    """STP's plan, if it may be the plan of a search and fits."""
+    if not options.braid or not options.split or options.noise != EXACT or v_chain(problem.graph) is None:
+        return None
+    try:
+        return make_plan(problem, "STP")
+    except PlanError:
+        return None
+
+
+def _search_twice(problem: PlanningProblem, options: SearchOptions, cancelled: Callable[[], bool]) -> PlanResult:
+    """The best plan of two searches with half of the budget each, the first one without options that restore; of one
+    where there are no such options, or no others."""
     kept = _without_restoring(problem) if options.memory else None
     if kept is None:
         return _search(problem, options, cancelled)
@@ -172,7 +197,8 @@ def shortest_s(problem: PlanningProblem, options: SearchOptions) -> float:
     """The makespan in seconds that a search of the problem comes to, its mean with noise; infinite: no plan fits.
 
     It is that of the best order during the search, without the plan itself, its check and its simulation, which take
-    twice as long as 50 evaluations. It is at most rounding, or one choice of memory options, from that of `search`.
+    twice as long as 50 evaluations. It is at most rounding, one choice of memory options, or some last blocks, from
+    that of `search`.
 
     Raises: PlanError: no budget.
     """
@@ -238,7 +264,7 @@ def fit_memory(problem: PlanningProblem, plan: Plan, *, iterations: int = LAST_I
     w = searched.load(plan)
     if choose(searched, w, iterations) == math.inf:
         return None
-    return searched.plan(w, join=False)
+    return replace(plan, options=searched.chosen(w))
 
 
 def warm() -> None:
@@ -318,6 +344,8 @@ class _Search:
         finish(best, iterations)
         self._best = [best._replace(cost=cost)]
         plan = self.searched.plan(w)
+        if self._braids and exact:
+            plan = braid(plan, self.problem)
         check(plan, self.problem)
         return plan
 
@@ -328,6 +356,10 @@ class _Search:
             return NO_DRAWS
         node_rank = searched.arrays.node[:, RANK].astype(np.int64)
         return options.noise.factors(node_rank, draws, 2 * options.seed + number)
+
+    @property
+    def _braids(self) -> bool:
+        return self.options.braid and self.problem.runs_units
 
     @property
     def cost_s(self) -> float:
@@ -369,7 +401,7 @@ class _Search:
 
     def _sweep(self, run: _Map) -> list[Start]:
         """The best starts, best first."""
-        decoders = _decoders(self.searched, split=self.options.split)
+        decoders = _decoders(self.searched, split=self.options.split, braid=self._braids)
         orders = [by_component(self.searched, order) for order in component_orders(self.searched)]
         starts = self._try(run, [(orders[0], how) for how in decoders])
         if self.options.reorder:
@@ -434,7 +466,7 @@ class _Search:
         chains = [
             CHAINS[options.strategy](
                 searched, self._workspace(i), starts[i % len(starts)], (options.seed, i), options.reorder,
-                any(start.how.split for start in starts), ITERATIONS,
+                any(start.how.split for start in starts), self._braids, ITERATIONS,
             )
             for i in range(count)
         ]  # fmt: skip
@@ -462,7 +494,7 @@ def num_chains(evaluations: int) -> int:
     return min(MOST_CHAINS, max(1, min(2, evaluations // LEAST_PER_CHAIN), evaluations // EVALUATIONS_PER_CHAIN))
 
 
-def _decoders(searched: Searched, *, split: bool) -> list[Decoder]:
+def _decoders(searched: Searched, *, split: bool, braid: bool = False) -> list[Decoder]:
     """The decoders of the sweep, those first that are good for nearly all problems."""
     p = searched.arrays
     limited = bool(np.isfinite(p.limit).any())
@@ -472,6 +504,8 @@ def _decoders(searched: Searched, *, split: bool) -> list[Decoder]:
     splits_and_gaps = [(True, 1.0), (True, 0.5), (True, 0.0)] if split and p.node[:, SPLITS].any() else []
     splits_and_gaps.append((False, 0.0))
     return [
-        Decoder(m, s, gap, backward_first, splits)
-        for s, (splits, gap), backward_first, m in product(speed, splits_and_gaps, (False, True), memory)
+        Decoder(m, s, gap, backward_first, splits, braids)
+        for s, braids, (splits, gap), backward_first, m in product(
+            speed, (True, False) if braid else (False,), splits_and_gaps, (False, True), memory
+        )
     ]

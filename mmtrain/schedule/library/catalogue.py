@@ -23,6 +23,7 @@ from mmtrain.schedule.library.optimus import optimus
 from mmtrain.schedule.library.stp import stp, stp_lean
 from mmtrain.schedule.library.zbv import zbv
 from mmtrain.schedule.library.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
+from mmtrain.schedule.passes.braid import braid
 from mmtrain.schedule.passes.separate import separate_gradients
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
@@ -59,6 +60,8 @@ class Schedule:
     """[stage] -> rank of a chain of one module; empty: by `placement`."""
     refusal: str = ""
     """Why no job can run the schedule, as the rest of a sentence; empty: it can."""
+    braids: bool = False
+    """Whether its plans may have braids."""
     name: str = ""
     """In the catalogue, or of the file."""
     text: str = ""
@@ -68,6 +71,10 @@ class Schedule:
         """The schedule with gradients separated."""
         make = self.make_separated or partial(_separated, self.make)
         return replace(self, make=make, separates_gradients=True, splits_backward=True)
+
+    def braided(self) -> "Schedule":
+        """The schedule with those blocks that shorten its plans. Its gradients are separated before, if at all."""
+        return replace(self, make=partial(_braided, self.make), braids=True)
 
     @property
     def suffix(self) -> str:
@@ -85,11 +92,9 @@ def _separated(make: Callable[[PlanningProblem], Plan], problem: PlanningProblem
     return separate_gradients(make(problem), problem)
 
 
-NO_BRAIDS = (
-    "has braids, which run in the simulator alone (mmtrain schedule show): the runtime does not run layers as units "
-    "(DualPipeV pairs forwards and backwards without braids)"
-)
-"""Why no job runs a plan with braids."""
+def _braided(make: Callable[[PlanningProblem], Plan], problem: PlanningProblem) -> Plan:
+    return braid(make(problem), problem)
+
 
 _SCHEDULES = {
     "GPipe": Schedule(idea="all forwards, then all backwards", make=gpipe),
@@ -125,18 +130,18 @@ _SCHEDULES = {
         splits_backward=True,
     ),
     "STP": Schedule(
-        idea="down and back up, in blocks of a forward and a backward of one chunk (simulator alone)",
+        idea="down and back up, in blocks of a forward and a backward of one chunk",
         make=stp,
         placement="v",
         splits_backward=True,
-        refusal=NO_BRAIDS,
+        braids=True,
     ),
     "STP-lean": Schedule(
-        idea="STP with a third less memory and a larger bubble (simulator alone)",
+        idea="STP with a third less memory and a larger bubble",
         make=stp_lean,
         placement="v",
         splits_backward=True,
-        refusal=NO_BRAIDS,
+        braids=True,
     ),
     "Optimus": Schedule(idea="all encoder forwards, 1F1B of the rest, all encoder backwards", make=optimus),
     "interleave": Schedule(

@@ -16,7 +16,7 @@ from mmtrain.errors import ConfigError, MMTrainError, PlanError, RecipeError, on
 from mmtrain.schedule.action import BRAID, Action, Braid
 from mmtrain.schedule.graph import WorkGraph
 from mmtrain.schedule.io.torch_csv import read_plan
-from mmtrain.schedule.library.catalogue import CATALOGUE, NO_BRAIDS, Schedule
+from mmtrain.schedule.library.catalogue import CATALOGUE, Schedule
 from mmtrain.schedule.library.names import check_name, file_of
 from mmtrain.schedule.limits import RANKS
 from mmtrain.schedule.plan import Plan
@@ -189,7 +189,7 @@ def _of_csv(name: str, text: str, num_ranks: int) -> Schedule:
         segments={"": -(-len(graph.stage_rank) // graph.num_ranks)},
         placement="v" if graph.stage_rank == (*range(num_ranks), *reversed(range(num_ranks))) else "loop",
         chain_ranks=graph.stage_rank,
-        refusal=NO_BRAIDS if any(entry.kind is BRAID for order in plan.orders for entry in order) else "",
+        braids=any(entry.kind is BRAID for order in plan.orders for entry in order),
         text=text,
     )
 

@@ -34,6 +34,8 @@ def test_recomputation_repeats_the_forward() -> None:
     vision = vlm().module("vision")
     assert COSTS.repeated_s(vision, 0, SIZE, Recomputation(enable=True)) == 5.0
     assert COSTS.repeated_s(vision, 0, SIZE, Recomputation()) == 0.0
+    assert COSTS.repeated_exchange_s(vision, 0, SIZE, Recomputation(enable=True)) == 0.0
+    assert COSTS.contention == 1.0
 
 
 @pytest.mark.parametrize(

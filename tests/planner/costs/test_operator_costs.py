@@ -8,6 +8,7 @@ from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.config.sections import ActivationCheckpointConfig
 from mmtrain.errors import ConfigError
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.costs.cost_model import FlopsCosts, LayerTimes
 from mmtrain.planner.costs.operator_costs import OperatorCosts
 from mmtrain.planner.iteration import IterationPlanner
@@ -15,7 +16,9 @@ from mmtrain.planner.operators.cluster import Cluster
 from mmtrain.planner.operators.execution import simulate
 from mmtrain.planner.operators.graph import OpKind
 from mmtrain.planner.operators.latency import Latencies
+from mmtrain.schedule.action import Kind
 from mmtrain.schedule.overheads import NO_OVERHEADS
+from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.spec.builders import model_spec
 from mmtrain.spec.recomputation import Recomputation
 from mmtrain.spec.spec import ModuleSpec, WorkSize, clips_work, documents_work, frames_work, images_work
@@ -142,6 +145,61 @@ def test_exchanges_are_what_collectives_add() -> None:
     assert one.layer(vision, 1, work, input_grad=True) == one.without_exchanges().layer(
         vision, 1, work, input_grad=True
     )
+
+
+def test_exchanges_of_tensor_parallelism_are_known_apart() -> None:
+    """Those of context parallelism gather keys and values inside of attention, where no other pass can run."""
+    full = Recomputation.of(ActivationCheckpointConfig(mode="full"))
+    degrees = "parallelism.tensor_parallel_degree={}", "parallelism.context_parallel_degree={}"
+
+    def exchanges(*overrides: str) -> tuple[list[float], list[float]]:
+        """Those of a language block, and the seconds that all of its collectives take."""
+        found, _, language = costs(job("vlm_m", *overrides))
+        times, free = (c.layer(language, 1, TOKENS, input_grad=True) for c in (found, found.without_exchanges()))
+        assert (free.forward_exchange_s, free.backward_exchange_s) == (0.0, 0.0)
+        parts = [times.forward_exchange_s, times.backward_exchange_s]
+        return [*parts, found.repeated_exchange_s(language, 1, TOKENS, full)], [
+            times.forward_s - free.forward_s,
+            times.backward_input_s - free.backward_input_s,
+        ]
+
+    tp, collectives = exchanges(degrees[0].format(8))
+    assert tp[:2] == collectives
+    assert 0 < tp[2] <= tp[0]
+    cp, collectives = exchanges(degrees[0].format(1), degrees[1].format(2))
+    assert cp == [0.0, 0.0, 0.0] < collectives
+    both, collectives = exchanges(degrees[0].format(4), degrees[1].format(2))
+    assert all(0 < part < whole for part, whole in zip(both[:2], collectives, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "divided"),
+    [
+        ((), {"vision", "language"}),
+        (("parallelism.encoder_tensor_parallel=data",), {"language"}),
+        (("parallelism.tensor_parallel_degree=1", "parallelism.context_parallel_degree=2"), set()),
+        (("parallelism.tensor_parallel_degree=1",), set()),
+    ],
+)
+def test_options_of_stages_have_the_exchanges_of_their_layers(overrides: tuple[str, ...], divided: set[str]) -> None:
+    """Where tensor parallelism divides nothing, options are those of layers without units."""
+    memory = "activation_checkpoint.mode=full"
+    problem = _problem_of(job("vlm_m", "planner.memory_limit=''", memory, *overrides))
+    for stage, work in problem.graph.nodes():
+        option, name = problem.options(stage, work)[0], problem.graph.modules[problem.graph.works[work].module].name
+        exchanges = option.forward_exchange_s, option.backward_exchange_s
+        assert (min(exchanges) > 0) == (name in divided)
+        assert (max(exchanges) > 0) == (name in divided)
+        assert option.contention == (0.19 if name in divided else 1.0)
+        whole_s = option.backward_input_s + option.backward_weight_s
+        assert (option.duration_s(Kind.B) < whole_s) == (name in divided and option.backward_weight_s > 1e-6)
+
+
+def _problem_of(made: Config) -> PlanningProblem:
+    image = ImageMeta(sample=0, index=0, grid=(1, 52, 52), num_tokens=169)
+    document = DocumentMeta(sample=0, num_tokens=8192, num_targets=4096, images=(image,))
+    batch = IterationMeta(microbatches=(MicrobatchMeta(documents=(document,)),) * 4)
+    return IterationPlanner.of(made).problem(batch, searched=True)[1]
 
 
 def test_ranks_of_a_submesh_share_the_work() -> None:

@@ -132,6 +132,20 @@ def test_exchanges_are_those_of_several_ranks() -> None:
         assert answer(ON_A40, degree).breakdown[Part.EXCHANGES] > 0.01
 
 
+def test_hidden_exchanges_delay_nothing(tmp_path: Path) -> None:
+    """Compute takes as long as before, whatever whole backwards hide under their weight gradients."""
+    seconds: list[dict[Part, float]] = []
+    for contention in (0.0, 1.0):
+        hardware = tmp_path / f"contention_{contention:g}.toml"
+        hardware.write_text(f'extends = "a40"\ncontention = {contention}\n')
+        found = answer(f"planner.hardware={hardware}", TP)
+        seconds.append({part: found.breakdown[part] * found.mean("iteration_s") for part in COMPUTING})
+    hidden, exposed = seconds
+    assert 0 < hidden[Part.EXCHANGES] < exposed[Part.EXCHANGES]
+    for part in (Part.MODEL_FLOPS, Part.BELOW_PEAK, Part.RECOMPUTATION):
+        assert hidden[part] == pytest.approx(exposed[part])
+
+
 def test_exchanges_within_measured_layers_are_not_known_apart(tmp_path: Path) -> None:
     for words, names in (
         ([], {"model FLOPs", "below peak", "recomputation", "exchanges"}),

@@ -3,6 +3,7 @@ import pytest
 from mmtrain.errors import ConfigError
 from mmtrain.planner.operators.graph import DeviceKind, OpKind, Phase
 from mmtrain.planner.operators.hardware import hardware_names, load_hardware
+from mmtrain.schedule.option import Load
 
 NAMES = ("a100", "a40", "a800", "cpu", "h100", "h20", "h200", "h800")
 
@@ -32,6 +33,15 @@ def test_numbers_have_the_width_that_they_are_computed_in() -> None:
     assert load_hardware("a100").flops_per_s(4) == 19.5e12
 
 
+def test_contention_is_that_of_the_measured_products() -> None:
+    """STP's table 11, in ms: a product, an all-reduce, both at one time. A CPU computes its exchanges itself."""
+    contention = load_hardware("a800").contention
+    for product, exchange, together in ((8.605, 3.364, 9.251), (0.334, 1.643, 1.685)):
+        load = Load(forward_s=product, input_exchange_s=exchange, contention=contention)
+        assert load.seconds == pytest.approx(together, rel=0.015)
+    assert load_hardware("cpu").contention == 1.0
+
+
 def test_a_file_of_ones_own(tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "mine.toml").write_text('extends = "h800"\nmemory_bytes = 40e9\n[efficiency.matmul]\ncompute = 0.5\n')
     found = load_hardware(str(tmp_path / "mine.toml"))
@@ -51,6 +61,8 @@ def test_a_file_of_ones_own(tmp_path) -> None:  # type: ignore[no-untyped-def]
         ("launch_s = -1.0", "must be a finite number at least 0"),
         ("[links.nvlink]\nbytes_per_s = 0.0", r"links.nvlink.bytes_per_s = 0.0; it must be a finite number above 0"),
         ("[tiles]\nunits = 0", "must be an integer above 0"),
+        ("contention = 1.5", r"contention = 1.5; it must be between 0 .* and 1"),
+        ("contention = -0.5", "must be a finite number at least 0"),
         ("gpus_per_node = 1.5", "must be an integer above 0"),
         ("compute = 'tpu'", "it is gpu or cpu"),
         ("name = 3", "it must be a string"),

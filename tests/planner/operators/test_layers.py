@@ -121,6 +121,23 @@ def test_tensor_parallel_ranks_share_a_block_and_exchange_rows_eight_times(modul
     assert {op.net_bytes(SIZE) for op in graph.operators if op.kind.is_collective} == {whole / 2}
 
 
+@pytest.mark.parametrize(("module", "choice"), FAMILIES)
+def test_whole_rows_cost_one_all_reduce_a_half_block_and_all_of_each_norm(module, choice) -> None:  # type: ignore[no-untyped-def]
+    model = tiny_model(**choice)
+    divided, whole = (block(model, module, LinkedDivision(tp=4, whole_rows=rows))[0] for rows in (False, True))
+    for phase in (Phase.FORWARD, Phase.BACKWARD_INPUT):
+        sends = [op for op in whole.only(phase).operators if op.kind.is_collective]
+        assert [op.kind for op in sends] == [OpKind.ALL_REDUCE] * 2
+        before = [op.net_bytes(SIZE) for op in divided.only(phase).operators if op.kind.is_collective]
+        assert sum(op.net_bytes(SIZE) for op in sends) == pytest.approx(sum(before))
+        assert flops(whole, phase) == flops(divided, phase)
+
+    def norms(graph: Graph) -> float:
+        return sum(op.mem_bytes(SIZE) for op in graph.operators if op.name in ("norm1", "norm2"))
+
+    assert norms(whole) == pytest.approx(4 * norms(divided))
+
+
 def test_context_parallel_ranks_gather_keys_and_values_once() -> None:
     graph, layer = block(tiny_model(language="llama"), "language", LinkedDivision(groups=4, key_groups=4))
     assert 4 * flops(graph, Phase.FORWARD) == pytest.approx(layer.flops(SIZE).forward)
@@ -134,7 +151,12 @@ def test_groups_that_share_images_exchange_nothing() -> None:
     assert not any(op.kind.is_collective for op in graph.operators)
 
 
-DIVISIONS = [LinkedDivision(), LinkedDivision(tp=2), LinkedDivision(tp=2, groups=2, key_groups=2)]
+DIVISIONS = [
+    LinkedDivision(),
+    LinkedDivision(tp=2),
+    LinkedDivision(tp=2, whole_rows=True),
+    LinkedDivision(tp=2, groups=2, key_groups=2),
+]
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
@@ -148,9 +170,9 @@ def test_every_layer_runs_on_every_division(module, choice, division) -> None:  
         assert held >= 2 * layer.num_params / division.tp - 1
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_tensor_parallel_ranks_share_a_block_of_a_dit(groups: int) -> None:
-    graph, layer = block(t2v(), "dit", LinkedDivision(tp=2, groups=groups, key_groups=groups))
+@pytest.mark.parametrize(("groups", "whole_rows"), [(1, False), (2, False), (1, True)])
+def test_tensor_parallel_ranks_share_a_block_of_a_dit(groups: int, whole_rows: bool) -> None:
+    graph, layer = block(t2v(), "dit", LinkedDivision(tp=2, groups=groups, key_groups=groups, whole_rows=whole_rows))
     wanted = layer.flops(SIZE)
     assert [2 * groups * flops(graph, phase) for phase in Phase] == pytest.approx(
         [wanted.forward, wanted.backward_input, wanted.backward_weight]
@@ -161,11 +183,14 @@ def test_tensor_parallel_ranks_share_a_block_of_a_dit(groups: int) -> None:
         for phase in (Phase.FORWARD, Phase.BACKWARD_INPUT)
         for kind in {op.kind for op in found}
     }
-    # Three sublayers each way, and four norms over all heads; and the gradients of texts and timesteps.
+    # Three sublayers each way, and four norms over all heads; and the gradients of texts and timesteps, unless ranks
+    # with all rows compute these alike.
     norms = [SIZE.rows * 4.0] * 3 + [SIZE.texts * 4.0]
-    shared = [SIZE.texts * 32 * 2.0, SIZE.clips * 6 * 32 * 2.0]
+    shared = [SIZE.texts * 32 * 2.0, *([] if whole_rows else [SIZE.clips * 6 * 32 * 2.0])]
     for phase, more in ((Phase.FORWARD, []), (Phase.BACKWARD_INPUT, shared)):
-        for kind in (OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER):
+        if whole_rows:
+            more = [*more, *[SIZE.rows * 32 * 2.0] * 3]
+        for kind in () if whole_rows else (OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER):
             assert sent.pop((phase, kind)) == [SIZE.rows * 32 * 2.0 / 2] * 3
         assert sent.pop((phase, OpKind.ALL_REDUCE)) == sorted([*norms, *more])
     assert not sent

@@ -210,6 +210,18 @@ def test_a_profile_of_another_job_is_refused(override, message):
         check_fits(profile, other, model_spec(other.model), "p.json")
 
 
+def test_a_profile_without_the_layout_of_rows_was_measured_with_divided_rows():
+    tp = "--parallelism.tensor_parallel_degree=2"
+    config, spec = job(*VLM, tp)
+    profile = profile_of(config, spec, FLOPS)
+    older = replace(profile, job={key: value for key, value in profile.job.items() if key != "tensor_parallel_rows"})
+    check_fits(older, config, spec, "p.json")
+    whole, spec = job(*VLM, tp, "--parallelism.tensor_parallel_rows=whole")
+    for other in (older, profile):
+        with pytest.raises(ConfigError, match="tensor_parallel_rows = divided, but this job has whole"):
+            check_fits(other, whole, spec, "p.json")
+
+
 def test_more_layers_and_pipeline_ranks_are_the_same_job_to_a_profile():
     config, spec = job(*VLM)
     profile = profile_of(config, spec, FLOPS)

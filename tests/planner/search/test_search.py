@@ -14,12 +14,14 @@ from mmtrain.planner.plan import make_plan
 from mmtrain.planner.plan_json import plan_to_json
 from mmtrain.planner.search.search import CHAINS, SearchOptions, fit_memory, num_chains, search, shortest_s
 from mmtrain.schedule.action import Kind
-from mmtrain.schedule.plan import Plan
+from mmtrain.schedule.chain import plain_chain
+from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import P2P, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from tests.examples import examples
 from tests.planner.search.test_memory_choice import recomputed
-from tests.schedule.problems import chain, halves, option, problems, two_modules
+from tests.schedule.problems import as_units, chain, halves, option, problems, two_modules
 
 SMALL = SearchOptions(budget_evaluations=60)
 
@@ -37,11 +39,14 @@ def mixed(num_ranks: int = 4, limit: float | None = 40.0, weight_bytes: float | 
 
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
-@given(problem=problems(limits=True), strategy=st.sampled_from([*CHAINS, "first"]), switches=st.integers(0, 7))
-def test_plans_are_valid(problem: PlanningProblem, strategy: str, switches: int) -> None:
-    options = replace(
-        SMALL, strategy=strategy, split=bool(switches & 1), memory=bool(switches & 2), reorder=bool(switches & 4)
-    )
+@given(
+    problem=problems(limits=True) | problems(limits=True).map(as_units),
+    strategy=st.sampled_from([*CHAINS, "first"]),
+    switches=st.tuples(*[st.booleans()] * 4),
+)
+def test_plans_are_valid(problem: PlanningProblem, strategy: str, switches: tuple[bool, ...]) -> None:
+    split, memory, reorder, braid = switches
+    options = replace(SMALL, strategy=strategy, split=split, memory=memory, reorder=reorder, braid=braid)
     result = search(problem, options)
     if result.plan is None:
         assert result.status == "infeasible"
@@ -122,6 +127,54 @@ def test_split_backwards_are_optional() -> None:
     assert result.plan.split
     kinds = {a.kind for order in search(mixed(), replace(SMALL, split=False)).plan.orders for a in order}  # type: ignore[union-attr]
     assert kinds == {Kind.F, Kind.B}
+
+
+@pytest.mark.parametrize("contention", [0.0, 0.25])
+def test_layers_that_run_as_units_are_searched_with_the_seconds_of_whole_and_split_backwards(contention: float) -> None:
+    problem = as_units(mixed(limit=26.0), contention=contention)
+    result = search(problem, SMALL)
+    found = judge(problem, plan_to_json(problem, result)).makespan_s
+    greedy, plain = make_plan(problem, "interleave").timeline, search(mixed(limit=26.0), SMALL).timeline
+    assert greedy is not None and plain is not None
+    # The same seconds, but those of exchanges that whole backwards hide.
+    assert lower_bound_s(problem) <= found < min(greedy.makespan_s, plain.makespan_s)
+
+
+@pytest.mark.parametrize(("limit", "share"), [(26.0, 0.98), (None, 0.94)])
+def test_blocks_shorten_searched_plans_of_layers_that_run_as_units(limit: float | None, share: float) -> None:
+    problem = as_units(mixed(limit=limit), contention=0.19)
+    options = replace(SMALL, budget_evaluations=400)
+    apart, together = search(problem, options), search(problem, replace(options, braid=True))
+    assert apart.timeline is not None and together.timeline is not None
+    assert "&" in str(together.plan)
+    assert judge(problem, plan_to_json(problem, together)).makespan_s < share * apart.timeline.makespan_s
+    assert search(problem, replace(options, braid=True, threads=2)).plan == together.plan
+
+
+def test_without_exchanges_a_search_for_blocks_is_the_same_search() -> None:
+    problem = mixed()
+    assert search(problem, replace(SMALL, braid=True)).plan == search(problem, SMALL).plan
+
+
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, 6), (4, 12)])
+def test_a_search_with_blocks_is_never_longer_than_stp(num_ranks: int, count: int) -> None:
+    problem = plain_chain(num_ranks, count, CATALOGUE["STP"], seconds=(2.0, 2.0, 2.0), exchange_s=0.3)
+    stp_s = 2 * count * 3 + num_ranks - 1 + (4 * num_ranks - 1) * 0.3
+    found = search(problem, replace(SMALL, braid=True)).timeline
+    assert found is not None and found.makespan_s <= stp_s * (1 + 1e-12)
+    apart = search(problem, replace(SMALL, budget_evaluations=600)).timeline
+    assert apart is not None and apart.makespan_s > 1.05 * stp_s
+
+
+def test_memory_options_are_chosen_for_the_orders_of_braids() -> None:
+    problem = as_units(replace(chain(2, 4, v=True), costs=(tuple(recomputed(4, 1.0, None)),)))
+    plan = CATALOGUE["STP"].make(problem)
+    assert "&" in str(plan)
+    peak = max(simulate(problem, plan).peak_bytes)
+    limited = replace(problem, memory_limit_bytes=(0.7 * peak,) * 2)
+    fitted = fit_memory(limited, plan)
+    assert fitted is not None and fitted.orders == plan.orders and fitted.options
+    check(fitted, limited)
 
 
 def test_an_optimal_plan_ends_the_search() -> None:

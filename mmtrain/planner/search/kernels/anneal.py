@@ -76,9 +76,10 @@ def _move_component(component_of: Any, at: Any, group_at: Any, swap: Any, compon
 
 
 @inner
-def _change_decoder(decoder: Any, state: Any, can_split: bool) -> None:
+def _change_decoder(decoder: Any, state: Any, can_split: bool, can_braid: bool) -> None:
     """One random step of one parameter."""
-    which = _below(state, 5 if can_split else 4)
+    which = _below(state, 4 + int(can_split) + int(can_braid))
+    which += int(which == 4 and not can_split)
     if which < 2:
         decoder[which] = min(1.0, max(0.0, decoder[which] + 0.3 * (_uniform(state) - 0.5)))
     elif which == 2:
@@ -126,7 +127,7 @@ def _decodes_alike(
 
 @part
 def _propose(
-    w: Workspace, chain: Chain, component_of: Any, can_split: bool, reorder: bool
+    w: Workspace, chain: Chain, component_of: Any, can_split: bool, can_braid: bool, reorder: bool
 ) -> tuple[int, int, int, int, int, bool]:
     """Changes a chain by one random move, and saves what it was in the workspace.
 
@@ -139,7 +140,7 @@ def _propose(
     begin, end, low, high, component, changed = FORWARD, BACKWARD + 1, 0, 0, -1, False
     dice = _uniform(state)
     if num_groups < 2 or not reorder or dice < 0.06:
-        _change_decoder(chain.decoder, state, can_split)
+        _change_decoder(chain.decoder, state, can_split, can_braid)
         changed = True
     elif dice < 0.2:
         component, target = component_of[_below(state, num_groups)], _below(state, num_groups)
@@ -185,7 +186,7 @@ def _evaluate(
     row of `queued` is conclusive)."""
     cost, conclusive, how = 0.0, False, chain.decoder
     if mode != CHOOSE:
-        decoder = Decoder(how[0], how[1], how[2], how[3] > 0.5, how[4] > 0.5)
+        decoder = Decoder(how[0], how[1], how[2], how[3] > 0.5, how[4] > 0.5, how[5] > 0.5)
         # With the fastest options orders take as long as with any others, or less.
         limit = most if how[1] == 0.0 and factors.shape[0] == 0 else np.inf
         cost, conclusive = decode(p, w, chain.at, chain.group_at, decoder, chain.queued[1 - chain.current[0]], limit)
@@ -208,6 +209,7 @@ def run(
     cold: float,
     iterations: int,
     can_split: bool,
+    can_braid: bool,
     reorder: bool,
     factors: Any,
 ) -> float:
@@ -222,8 +224,8 @@ def run(
     `COST`: the cost of the workspace's plan.
 
     Args: component_of: [G] component of each group. hot, cold: temperature at the start and at the end, as a part of
-        the best makespan. iterations: of the choice of options. can_split, reorder: whether backwards may be split and
-        orders change. factors: [D, n, 3] f8: draws of factors of the
+        the best makespan. iterations: of the choice of options. can_split, can_braid, reorder: whether backwards
+        may be split, blocks be formed and orders change. factors: [D, n, 3] f8: draws of factors of the
         seconds of F, I and W; D = 0: the cost of a plan is its makespan, else the mean of its makespans.
     """
     if mode == COST:
@@ -237,7 +239,7 @@ def run(
     for number in range(evaluations):
         same = False
         if mode == ANNEAL:
-            begin, end, low, high, component, decodes = _propose(w, chain, component_of, can_split, reorder)
+            begin, end, low, high, component, decodes = _propose(w, chain, component_of, can_split, can_braid, reorder)
             changed = changed or decodes
             same = _decodes_alike(w, chain, component_of, begin, end, low, high, component)
             temperature = hot * (cold / hot) ** (number / evaluations) * chain.cost[1]

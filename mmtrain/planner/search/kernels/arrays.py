@@ -17,6 +17,8 @@ DOWN, UP = 0, 1
 """Columns of `Instance.hull`."""
 BEGIN, END, BEGIN_W, END_W, FASTEST, SMALLEST, SAME_W = range(7)
 """Columns of `Workspace.span`."""
+FORWARD_S, FORWARD_EXCHANGE, INPUT_S, INPUT_EXCHANGE, WEIGHT_S, CONTENTION, WEIGHT_ALONE_S = range(7)
+"""Columns of `Instance.load`."""
 
 
 class Instance(NamedTuple):
@@ -57,6 +59,9 @@ class Instance(NamedTuple):
     to the backward, HELD_W from I to W; SLOPE: seconds a byte on the way to the next smaller option on the convex hull
     of (bytes, seconds), inf: there is none; SLOPE_UP: from the next larger one, -inf: there is none; LARGER: the least
     bytes held of the faster options."""
+    load: Any
+    """[O, 7] f8: the fields of `Load`: seconds of compute and of exchanges of F and of I, of W as a part of B, and
+    contention; and of W alone."""
     hull: Any
     """[O, 2] u4: DOWN, the next smaller option on the hull, and UP, the larger one, where they exist."""
     steepest: Any
@@ -121,6 +126,10 @@ class Workspace(NamedTuple):
     """[n, 2] f8: of F and of the backward's gradient."""
     option: Any
     """[n] u4: the chosen one of each node."""
+    braided: Any
+    """[n] u4: 1 + the B or W that runs as one block with this node's F, and comes next in the sequence; 0: none."""
+    joinable: Any
+    """[n] u1: whether the node's I and W may be one B again: its W is in no block."""
     joined: Any
     """[n] u1: whether a node's I and W are one B again, at the I's step; the W's is then void."""
     local: Any
@@ -145,7 +154,7 @@ class Workspace(NamedTuple):
     last_seconds: Any
     """[R] f8: what the chosen options took."""
     old_decoder: Any
-    """[5] f8: the `Decoder` before a move."""
+    """[6] f8: the `Decoder` before a move."""
     swap: Any
     """[4, G] u4: permutations while they change; those before a move are rows 2 and 3."""
 
@@ -163,6 +172,9 @@ class Decoder(NamedTuple):
     """Whether backwards always go before forwards; else they alternate."""
     split: bool
     """Whether backwards are split into I and W."""
+    braid: bool = False
+    """Whether a forward and a backward that can both start, else a forward and the first W that is due, run as one
+    block where that hides exchanges. The backward is then whole."""
 
 
 class Chain(NamedTuple):
@@ -173,7 +185,7 @@ class Chain(NamedTuple):
     group_at: Any
     """[2, G] u4: its inverse."""
     decoder: Any
-    """[5] f8: a `Decoder`."""
+    """[6] f8: a `Decoder`."""
     best_at: Any
     best_decoder: Any
     """The same of the best plan so far."""

@@ -14,16 +14,24 @@ import numpy as np
 from mmtrain.planner.search.kernels.arrays import (
     ALONE,
     BACKWARD,
+    COMPONENT,
+    CONTENTION,
     FORWARD,
+    FORWARD_EXCHANGE,
+    FORWARD_S,
     GROUP,
     HELD,
     HELD_W,
+    INPUT_EXCHANGE,
+    INPUT_S,
     KIND,
     NEEDS_B,
     NEEDS_F,
     RANK,
     RESERVATION,
     SPLITS,
+    WEIGHT_ALONE_S,
+    WEIGHT_S,
     B,
     Decoder,
     F,
@@ -100,6 +108,40 @@ def _insert(pending_at: Any, pending: Any, pending_span: Any, rank: int, action:
 
 
 @small
+def _overlapped_s(compute_s: float, exchange_s: float, contention: float) -> float:
+    return max(compute_s, exchange_s) + contention * min(compute_s, exchange_s)
+
+
+@small
+def _block_s(load: Any, forward: int, backward: int, kind: int) -> float:
+    """Seconds of a block of F and B or W with the given options, by the rule of `Load`."""
+    contention = max(load[forward, CONTENTION], load[backward, CONTENTION])
+    exchange_s, input_s, weight_s = load[forward, FORWARD_EXCHANGE], load[backward, INPUT_S], load[backward, WEIGHT_S]
+    input_exchange_s = load[backward, INPUT_EXCHANGE]
+    if kind == W:
+        input_s, input_exchange_s, weight_s = 0.0, 0.0, load[backward, WEIGHT_ALONE_S]
+    under_forward = min(max(exchange_s - input_s, 0.0), weight_s)
+    compute_s = load[forward, FORWARD_S] + (weight_s - under_forward)
+    first_s = _overlapped_s(input_s + under_forward, exchange_s, contention)
+    return float(first_s + _overlapped_s(compute_s, input_exchange_s, contention))
+
+
+@small
+def _saved_s(p: Instance, w: Workspace, speed: float, forward: Any, backward: Any, kind: int) -> float:
+    """Seconds that the decoder assumes a block of two nodes to save."""
+    one, other = p.node[forward, KIND], p.node[backward, KIND]
+    fast_s = _block_s(p.load, p.first[one], p.first[other], kind)
+    block_s = (1 - speed) * fast_s + speed * _block_s(p.load, p.first[one + 1] - 1, p.first[other + 1] - 1, kind)
+    return float(w.state[forward, 0] + _seconds_of(w.state, backward, kind) - block_s)
+
+
+@small
+def _seconds_of(seconds: Any, i: Any, kind: int) -> float:
+    """Seconds of a B or W. Args: seconds: [i, 4] of F, I, W in B and W alone."""
+    return float(seconds[i, ALONE] if kind == W else seconds[i, 1] + seconds[i, 2])
+
+
+@small
 def _latest(time: Any) -> float:
     latest = 0.0
     for rank in range(time.size):
@@ -128,6 +170,8 @@ def _reset(p: Instance, w: Workspace, at: Any, backward_first: bool, queued: Any
     w.length[:] = 0
     w.inputs_s[:] = 0.0
     w.joined[:] = 0
+    w.braided[:] = 0
+    w.joinable[:] = 1
     for rank in range(w.time.size):
         w.load[1, rank] = w.load[0, rank]
     for i in range(node.shape[0]):
@@ -168,9 +212,13 @@ def _next_forward(p: Instance, w: Workspace, group_at: Any, rank: Any) -> tuple[
 
 @part
 def _run_forward(
-    p: Instance, w: Workspace, at: Any, group_at: Any, rank: Any, position: int, waits: int, queued: Any, done: int
-) -> Any:
-    """Runs a forward; the action. Args: position: of its group. waits: whether its memory must be reserved."""
+    p: Instance, w: Workspace, at: Any, group_at: Any, rank: Any, position: int, waits: int, block_end: float,
+    queued: Any, done: int,
+) -> Any:  # fmt: skip
+    """Runs a forward; the action.
+
+    Args: position: of its group. waits: whether its memory must be reserved. block_end: of its block; 0: it has none.
+    """
     node, outs, missing, inputs_s, time, next_start = p.node, p.outs, w.missing, w.inputs_s, w.time, w.next_start
     ready, busy, first, queue = w.ready, w.busy, w.first, 3 * rank
     i = p.node_at[rank, group_at[FORWARD, position]]
@@ -185,7 +233,7 @@ def _run_forward(
             if ready[queue + 1, other >> 6] >> np.uint64(other & 63) & np.uint64(1):
                 _remove(ready, busy, first, queue + 1, other)
                 _put(ready, busy, first, queue, other)
-    end = max(time[rank], inputs_s[i, FORWARD]) + w.state[i, 0]
+    end = max(block_end, max(time[rank], inputs_s[i, FORWARD]) + w.state[i, 0])
     w.backward_next[rank] = 1
     time[rank] = end
     w.load[1, rank] -= w.state[i, 0]
@@ -216,10 +264,13 @@ def _run_forward(
 
 @part
 def _run_backward(
-    p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Decoder, rank: Any, position: int,
+    p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Decoder, rank: Any, position: int, block_end: float,
     queued: Any, done: int,
 ) -> Any:  # fmt: skip
-    """Runs a backward, or its I; the action. Args: position: of its group."""
+    """Runs a backward, or its I; the action.
+
+    Args: position: of its group. block_end: of its block, which the rank has ended; 0: it has none.
+    """
     node, ins, missing, inputs_s, time, next_start = p.node, p.ins, w.missing, w.inputs_s, w.time, w.next_start
     ready, busy, first, reserved, queue = w.ready, w.busy, w.first, w.reserved, 3 * rank
     i = p.node_at[rank, group_at[BACKWARD, position]]
@@ -229,7 +280,7 @@ def _run_backward(
     w.load[1, rank] -= w.state[i, 1]
     reserved[rank] -= w.state[i, HELD]
     # Split only where what W needs has room: with recomputation it is more than was held until then.
-    if decoder.split and node[i, SPLITS] and reserved[rank] + w.state[i, HELD_W] <= p.room[rank]:
+    if block_end == 0.0 and decoder.split and node[i, SPLITS] and reserved[rank] + w.state[i, HELD_W] <= p.room[rank]:
         action = 4 * i + I
         w.weights[rank, w.weights_span[rank, 1]] = i
         w.weights_span[rank, 1] += 1
@@ -238,6 +289,8 @@ def _run_backward(
         action = 4 * i + B
         end += w.state[i, 2]
         w.load[1, rank] -= w.state[i, 2]
+    if block_end > 0.0:
+        end = block_end
     w.backward_next[rank] = decoder.backward_first
     time[rank] = end
     for e in range(p.ins_start[i], p.ins_start[i + 1]):
@@ -260,11 +313,11 @@ def _run_backward(
 
 
 @part
-def _run_weight(w: Workspace, rank: Any) -> Any:
-    """Runs the first W that is due on a rank; the action."""
+def _run_weight(w: Workspace, rank: Any, block_end: float) -> Any:
+    """Runs the first W that is due on a rank; the action. Args: block_end: of its block; 0: it has none."""
     i = w.weights[rank, w.weights_span[rank, 0]]
     w.weights_span[rank, 0] += 1
-    w.time[rank] += w.state[i, ALONE]
+    w.time[rank] = block_end if block_end > 0.0 else w.time[rank] + w.state[i, ALONE]
     w.load[1, rank] -= w.state[i, 2]  # at least: as a part of a whole backward it would not take longer
     w.reserved[rank] -= w.state[i, HELD_W]
     return 4 * i + W
@@ -287,6 +340,24 @@ def _next_start(p: Instance, w: Workspace, group_at: Any, gap: float, rank: Any,
     return arrival
 
 
+@part
+def _partner(
+    p: Instance, w: Workspace, decoder: Decoder, group_at: Any, rank: Any, f: Any, backward: int, none: int
+) -> int:
+    """The B or W that a forward runs with as one block; 0: none.
+
+    Args: backward: position of the first backward that can start; `none`: there is none.
+    """
+    if backward < none:
+        i, kind = p.node_at[rank, group_at[BACKWARD, backward]], B
+    elif w.weights_span[rank, 0] < w.weights_span[rank, 1]:
+        i, kind = w.weights[rank, w.weights_span[rank, 0]], W
+    else:
+        return 0
+    saves = _saved_s(p, w, decoder.speed, f, i, kind) > 0.0 and p.node[f, COMPONENT] != p.node[i, COMPONENT]
+    return 4 * i + kind if saves else 0
+
+
 @inner
 def decode(
     p: Instance, w: Workspace, at: Any, group_at: Any, decoder: Decoder, queued: Any, limit: float
@@ -294,7 +365,7 @@ def decode(
     """The orders of all ranks from priorities.
 
     The rank that can start first is served: by the first backward or forward in the order of priority, in turns if both
-    are ready. Ws fill the remaining time.
+    are ready, or in one block. Ws fill the remaining time.
 
     Args: at: [2, G] u4 position of each group among forwards and among backwards, the first is served first.
         group_at: [2, G] u4 its inverse.
@@ -307,6 +378,8 @@ def decode(
     first, next_start, weights_span = w.first, w.next_start, w.weights_span
     num_ranks, none = p.room.size, 64 * (w.ready.shape[1] - 1)
     limit *= 1 + 1e-9  # of rounding
+    if decoder.braid:
+        limit = np.inf  # what remains may take less, in blocks
     _reset(p, w, at, decoder.backward_first, queued, none)
     remaining, done, conclusive = p.num_actions, 0, True
     while True:
@@ -330,14 +403,32 @@ def decode(
         _receive(p, w, at, rank, now, queued, done)
         position, waits = _next_forward(p, w, group_at, rank)
         backward = first[3 * rank + 2]
-        if (backward < none) & ((position == none) | (w.backward_next[rank] > 0)):
-            action = _run_backward(p, w, at, group_at, decoder, rank, backward, queued, done)
+        block_end, partner = 0.0, 0
+        if decoder.braid and position < none:
+            f = p.node_at[rank, group_at[FORWARD, position]]
+            partner = _partner(p, w, decoder, group_at, rank, f, backward, none)
+            if partner > 0:
+                saved_s = _saved_s(p, w, decoder.speed, f, partner >> 2, partner & 3)
+                block_end = now + w.state[f, 0] + _seconds_of(w.state, partner >> 2, partner & 3) - saved_s
+                w.sequence[done] = _run_forward(p, w, at, group_at, rank, position, waits, block_end, queued, done)
+                w.order[rank, w.length[rank]] = w.sequence[done]
+                w.length[rank] += 1
+                w.braided[f] = 1 + partner
+                w.joinable[partner >> 2] = 0
+                remaining, done = remaining - 1, done + 1
+        if partner > 0 and partner & 3 == W:
+            action = _run_weight(w, rank, block_end)
+        elif partner > 0:
+            action = _run_backward(p, w, at, group_at, decoder, rank, backward, block_end, queued, done)
+            remaining -= 1
+        elif (backward < none) & ((position == none) | (w.backward_next[rank] > 0)):
+            action = _run_backward(p, w, at, group_at, decoder, rank, backward, 0.0, queued, done)
             remaining -= 1
         elif position < none:
-            action = _run_forward(p, w, at, group_at, rank, position, waits, queued, done)
+            action = _run_forward(p, w, at, group_at, rank, position, waits, 0.0, queued, done)
             remaining -= 1
         elif weights_span[rank, 0] < weights_span[rank, 1]:
-            action = _run_weight(w, rank)
+            action = _run_weight(w, rank, 0.0)
         else:  # what arrived still waits for memory
             next_start[rank] = w.pending_at[rank, w.pending_span[rank, 0]]
             continue
@@ -360,12 +451,15 @@ def replay(p: Instance, w: Workspace, factors: Any, draw: int) -> float:
     node, seconds, time, ends, joined = p.node, p.option, w.time, w.ends, w.joined
     ins_start, ins, ins_lag = p.ins_start, p.ins, p.ins_lag
     outs_start, outs, outs_lag = p.outs_start, p.outs, p.outs_lag
-    sequence, options, num_actions = w.sequence, w.option, 0
+    sequence, options, braided, num_actions, ran = w.sequence, w.option, w.braided, 0, False
     factor_f, factor_i, factor_w = 1.0, 1.0, 1.0
     for rank in range(time.size):
         num_actions += w.length[rank]
         time[rank] = 0.0
     for step in range(num_actions):
+        if ran:  # in the block of the action before
+            ran = False
+            continue
         i, kind = sequence[step] >> 2, sequence[step] & 3
         rank, option = node[i, RANK], options[i]
         end = time[rank]
@@ -374,7 +468,24 @@ def replay(p: Instance, w: Workspace, factors: Any, draw: int) -> float:
         if kind == F:
             for e in range(ins_start[i], ins_start[i + 1]):
                 end = max(end, ends[ins[e, 0], FORWARD] + ins_lag[e])
-            end += factor_f * seconds[option, 0]
+            alone_s, drawn_s = seconds[option, 0], factor_f * seconds[option, 0]
+            if braided[i] > 0:
+                b, kind = (braided[i] - 1) >> 2, (braided[i] - 1) & 3
+                other = options[b]
+                if kind != W:
+                    for e in range(outs_start[b], outs_start[b + 1]):
+                        if outs[e, 1]:
+                            end = max(end, ends[outs[e, 0], BACKWARD] + outs_lag[e])
+                # Its factor is that of both, by their seconds.
+                if draw >= 0:
+                    factor_f = factors[draw, b, 2] if kind == W else factors[draw, b, 1]
+                alone_s += _seconds_of(seconds, other, kind)
+                drawn_s += factor_f * _seconds_of(seconds, other, kind)
+                drawn_s *= _block_s(p.load, option, other, kind) / alone_s
+                if kind != W:
+                    ends[b, BACKWARD] = end + drawn_s
+                ran = True
+            end += drawn_s
             ends[i, FORWARD] = end
         elif kind == W:
             if not joined[i]:
@@ -411,7 +522,8 @@ def join(p: Instance, w: Workspace, factors: Any) -> float:
         num_actions += w.length[rank]
     for step in range(num_actions):
         i = w.sequence[step] >> 2
-        if w.sequence[step] & 3 == I and p.option[w.option[i], ALONE] > p.option[w.option[i], 2]:
+        splits = w.sequence[step] & 3 == I and w.joinable[i]
+        if splits and p.option[w.option[i], ALONE] > p.option[w.option[i], 2]:
             w.joined[i] = 1
             joined = cost_of(p, w, factors)
             if joined <= cost:
