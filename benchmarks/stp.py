@@ -1,14 +1,21 @@
-"""python benchmarks/stp.py
+"""python benchmarks/stp.py [--parts throughput,offload]
 
-STP against Interleaved1F1B (the paper's 1F1B-I) and ZB-V on the paper's language models: throughput relative to 1F1B-I,
-simulated and as the paper's tables 6 and 8 have it, at their largest number of microbatches. Costs are those of our
-operators on A800s and H20s, whose exchanges the layers hide where they run as units, as the paper's do: blocks hide
-exchanges of each of their two passes, and whole backwards hide theirs under weight gradients, as 1F1B-I's do in
-Megatron. First all that can be hidden is, then as much as the paper's table 11 says.
+throughput  STP against Interleaved1F1B (the paper's 1F1B-I) and ZB-V on the paper's language models: throughput
+            relative to 1F1B-I, simulated and as the paper's tables 6 and 8 have it, at their largest number of
+            microbatches. Costs are those of our operators on A800s and H20s, whose exchanges the layers hide where they
+            run as units, as the paper's do: blocks hide exchanges of each of their two passes, and whole backwards hide
+            theirs under weight gradients, as 1F1B-I's do in Megatron. First all that can be hidden is, then as much as
+            the paper's table 11 says
+offload     STP with activations of first chunks in host memory, on H20s with whole rows between layers, as the paper's
+            units have them: the least limit that costs no time, and what is then held on each rank. All that is not
+            activations is what the paper's figure of 1F1B-I (figure 10, table 4) leaves beyond our activations of it
 
 Source: Qi et al., Synergistic Tensor and Pipeline Parallelism.
 """
 
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from statistics import mean
 from typing import NamedTuple
 
@@ -19,6 +26,8 @@ from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMet
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.operators.hardware import load_hardware
 from mmtrain.schedule.library.catalogue import CATALOGUE
+from mmtrain.schedule.passes.offload import offload
+from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 
@@ -60,10 +69,27 @@ ROWS = (
     Row("12.1B", 6144, 1, "h20", 4, 4, 192, (3.39, 3.30, 3.44)),
     Row("12.1B", 6144, 1, "h20", 8, 2, 192, (2.80, 2.80, 2.89)),
 )
+OFFLOAD = (
+    (Row("12.1B", 6144, 1, "h20", 4, 4, 192, (3.39, 3.30, 3.44)), 40.0),
+    (Row("12.1B", 8192, 1, "h20", 2, 8, 192, (2.72, 2.61, 2.74)), 76.0),
+)
+"""Figure 10, and the row of table 4 in which STP alone is out of memory: its throughput is that with offloading. Each
+with the GB of 1F1B-I's most loaded rank."""
+OFFLOADING = (
+    'parallelism.tensor_parallel_rows="whole"',
+    "planner.enable=true",
+    "planner.interleave=false",
+    'planner.memory_strategies=["keep", "offload"]',
+    'planner.memory_limit="92GB"',
+)
+BISECTIONS = 9
 
 
-def problem(row: Row, placement: str, contention: float) -> PlanningProblem:
-    """The iteration of a row, two chunks a rank. Args: placement: a schedule of jobs with that placement of chunks."""
+def problem(row: Row, placement: str, contention: float, words: Sequence[str] = ()) -> PlanningProblem:
+    """The iteration of a row, two chunks a rank.
+
+    Args: placement: a schedule of jobs with that placement of chunks. words: overrides of the job.
+    """
     language = {
         **MODELS[row.model], "model_type": "qwen2", "num_key_value_heads": 8, "intermediate_size": 18944,
         "vocab_size": 152064, "max_position_embeddings": 8192, "tie_word_embeddings": False,
@@ -85,6 +111,7 @@ def problem(row: Row, placement: str, contention: float) -> PlanningProblem:
             "activation_checkpoint.mode=none",
             "training.mixed_precision_param=bfloat16",
             f"planner.hardware={row.hardware}x{row.pp * row.tp}",
+            *words,
         ],
     )
     planner = IterationPlanner.of(job)
@@ -100,7 +127,62 @@ def seconds(row: Row, name: str, contention: float) -> float:
     return simulate(given, CATALOGUE[SCHEDULES[name]].make(given)).makespan_s
 
 
+def least_offloaded(plan: Plan, problem: PlanningProblem) -> Plan:
+    """The plan with offloaded activations under the least limit, equal on all ranks, that makes it no longer."""
+    timeline = simulate(problem, plan)
+    best, low, high = plan, 0.0, max(timeline.peak_bytes)
+    for _ in range(BISECTIONS):
+        limit = (low + high) / 2
+        changed = offload(plan, replace(problem, memory_limit_bytes=(limit,) * problem.graph.num_ranks))
+        if changed is not None and simulate(problem, changed).makespan_s <= timeline.makespan_s * (1 + 1e-9):
+            best, high = changed, limit
+        else:
+            low = limit
+    return best
+
+
+def show_offloaded() -> None:
+    """The table of `offload`."""
+    for row, base_gb in OFFLOAD:
+        base = problem(row, "Interleaved1F1B", CONTENTION, OFFLOADING[:1])
+        base_plan = simulate(base, CATALOGUE["Interleaved1F1B"].make(base))
+        limited = problem(row, "DualPipeV", CONTENTION, OFFLOADING)
+        given = replace(limited, memory_limit_bytes=(None,) * row.pp)
+        plan = CATALOGUE["STP"].make(given)
+        kept, changed = simulate(given, plan), least_offloaded(plan, given)
+        offloaded = simulate(given, changed)
+        rest_gb = base_gb - max(base_plan.peak_bytes) / 1e9
+        print(f"\n{row.model} {row.sequences} x {row.seq_len} {row.hardware} tp {row.tp} pp {row.pp}", end=": ")
+        print(f"{rest_gb:.1f} GB of a rank are not activations")
+        print(f"{'':16s} {'/ 1F1B-I':>9s}  GB of each rank")
+        for name, timeline in (("1F1B-I", base_plan), ("STP", kept), ("STP, offloaded", offloaded)):
+            cells = " ".join(f"{rest_gb + peak / 1e9:5.1f}" for peak in timeline.peak_bytes)
+            print(f"{name:16s} {base_plan.makespan_s / timeline.makespan_s:9.3f}  {cells}")
+        less = [
+            1 - (rest_gb + b / 1e9) / (rest_gb + a / 1e9)
+            for a, b in zip(kept.peak_bytes, offloaded.peak_bytes, strict=True)
+        ]
+        print(f"{'less':16s} {'':9s}  {' '.join(f'{part:5.3f}' for part in less)}")
+        shares = [
+            1 - given.options(*node)[option].activation_bytes / given.options(*node)[0].activation_bytes
+            for node, option in changed.options.items()
+        ]
+        print(f"{len(shares)} of {row.microbatches * row.pp} activations of first chunks offloaded, ", end="")
+        print(f"{mean(shares):.2f} of each on average")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="throughput,offload")
+    parts = parser.parse_args().parts.split(",")
+    if "throughput" in parts:
+        show_throughput()
+    if "offload" in parts:
+        show_offloaded()
+
+
+def show_throughput() -> None:
+    """The table of `throughput`."""
     print(f"{'throughput / 1F1B-I':38s} {'paper':>14s} {'all hidden':>14s} {f'contention {CONTENTION}':>16s}")
     print(f"{'':38s} {'ZB-V    STP':>14s} {'ZB-V    STP':>14s} {'ZB-V    STP':>16s}")
     apart: list[list[float]] = [[], []]

@@ -7,6 +7,7 @@ from mmtrain.errors import PlanError
 from mmtrain.planner.plan import PlanResult, make_plan
 from mmtrain.planner.search.search import fit_memory
 from mmtrain.schedule.library.catalogue import Schedule
+from mmtrain.schedule.passes.offload import offload
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
@@ -15,9 +16,10 @@ from mmtrain.schedule.simulate import simulate
 def first_plan(problem: PlanningProblem, schedule: str | Schedule, section: PlannerConfig) -> PlanResult:
     """The plan of a schedule, or why there is none; never an exception.
 
-    If the memory options that the schedule chooses exceed a limit, other options are chosen for its orders. If none
-    fit and the planner may change the orders, the result is the plan of `interleave`, which keeps limits: a timed-out
-    search must not end a job.
+    If the memory options that the schedule chooses exceed a limit, activations of first chunks are offloaded, where
+    blocks may do so; if that is not enough, other options are chosen for its orders. If none fit and the planner may
+    change the orders, the result is the plan of `interleave`, which keeps limits: a timed-out search must not end a
+    job.
     """
     try:
         result = make_plan(problem, schedule)
@@ -38,9 +40,13 @@ def _fitted(problem: PlanningProblem, schedule: str | Schedule) -> PlanResult | 
         unlimited = make_plan(replace(problem, memory_limit_bytes=(None,) * problem.graph.num_ranks), schedule)
     except PlanError:  # not because of memory
         return None
-    plan = fit_memory(problem, unlimited.plan) if unlimited.plan is not None else None
+    if unlimited.plan is None:
+        return None
+    plan, how = offload(unlimited.plan, problem), "activations of first chunks offloaded"
+    if plan is None:
+        plan, how = fit_memory(problem, unlimited.plan), "memory options chosen for it"
     if plan is None:
         return None
     check(plan, problem)
-    message = f"{unlimited.message}, with memory options chosen for it"
+    message = f"{unlimited.message}, with {how}"
     return replace(unlimited, message=message, plan=plan, timeline=simulate(problem, plan))

@@ -319,10 +319,11 @@ class _Prices:
         self, name: str, price: _LayerPrice, grad: bool, held_input: float, carried: float, unevenness: float
     ) -> Option:
         forward, backward, weight = price.forward_s, price.backward_input_s, price.backward_weight_s
-        held_bytes = max(price.kept_bytes, price.passing_bytes) + carried
+        held_bytes, host_s = max(price.kept_bytes, price.passing_bytes) + carried, 0.0
         if price.host_bytes:
-            host_copy = self.costs.host_copy
-            forward, backward = (host_copy.with_compute_s(s, price.host_bytes) for s in (forward, backward))
+            host_s = price.host_bytes / self.costs.host_copy.bytes_per_s
+            if not self.costs.host_copy.overlaps:
+                forward, backward = forward + host_s, backward + host_s
             held_bytes += held_input
         if grad:
             weight = max(weight, LEAST_BACKWARD_S)
@@ -337,6 +338,7 @@ class _Prices:
             split_s=price.split_s if grad else 0.0,
             forward_exchange_s=price.forward_exchange_s,
             backward_exchange_s=price.backward_exchange_s,
+            host_s=host_s,
             contention=self.costs.contention if price.forward_exchange_s or price.backward_exchange_s else 1.0,
         )
 

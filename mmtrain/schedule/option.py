@@ -25,6 +25,10 @@ class Load(NamedTuple):
     contention: float = 1.0
     """Seconds that compute and exchanges at one time take beyond the longer of both, as a share of the shorter: 0: all
     is hidden; 1: one runs after the other."""
+    copy_out_s: float = 0.0
+    """Copies of activations to host memory, during all of the action or block."""
+    copy_in_s: float = 0.0
+    """Copies back to the device, in the other direction of the same link."""
 
     def together(self, other: "Load") -> "Load":
         """The load of both as one block. It hides exchanges no better than either of them."""
@@ -35,6 +39,8 @@ class Load(NamedTuple):
             self.input_exchange_s + other.input_exchange_s,
             self.weight_s + other.weight_s,
             max(self.contention, other.contention),
+            self.copy_out_s + other.copy_out_s,
+            self.copy_in_s + other.copy_in_s,
         )
 
     @property
@@ -44,7 +50,12 @@ class Load(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the action or block: the exchanges of F lie under I, those of I under F, and both under W.
+        """Seconds of the action or block; copies cost time only if they take longer than all of it."""
+        return max(self.without_copies_s, self.copy_out_s, self.copy_in_s)
+
+    @property
+    def without_copies_s(self) -> float:
+        """Seconds of compute and exchanges: the exchanges of F lie under I, those of I under F, and both under W.
 
         So a whole B hides exchanges under its own weight gradients; F or I alone hides none.
         Source: STP, figure 3.
@@ -78,6 +89,8 @@ class Option:
     """The part of `forward_s` that is exchanges between the ranks that divide the layers."""
     backward_exchange_s: float = 0.0
     """The part of `backward_input_s` that is exchanges."""
+    host_s: float = 0.0
+    """Seconds of the copies to host memory during F, and of those back during B or I, as in `Load`."""
     contention: float = 1.0
     """As in `Load`. Below 1 layers run as units: blocks and whole backwards hide exchanges. 1: nothing is hidden."""
 
@@ -107,7 +120,12 @@ class Option:
         """Seconds of compute and exchanges of a compute action of this kind."""
         if kind is Kind.F:
             seconds, exchange_s = self.forward_s, self.forward_exchange_s
-            return Load(forward_s=seconds - exchange_s, forward_exchange_s=exchange_s, contention=self.contention)
+            return Load(
+                forward_s=seconds - exchange_s,
+                forward_exchange_s=exchange_s,
+                contention=self.contention,
+                copy_out_s=self.host_s,
+            )
         if kind is Kind.W:
             return Load(weight_s=self.backward_weight_s + self.split_s, contention=self.contention)
         return Load(
@@ -115,6 +133,7 @@ class Option:
             input_exchange_s=self.backward_exchange_s,
             weight_s=self.backward_weight_s if kind is Kind.B else 0.0,
             contention=self.contention,
+            copy_in_s=self.host_s,
         )
 
     def duration_s(self, kind: Kind) -> float:
@@ -123,4 +142,5 @@ class Option:
 
     def busy_s(self, kind: Kind) -> float:
         """Seconds in which a compute action of this kind keeps its rank from others, at least."""
-        return self.load(kind).compute_s if self.contention < 1 else self.duration_s(kind)
+        load = self.load(kind)
+        return load.compute_s if self.contention < 1 else load.without_copies_s

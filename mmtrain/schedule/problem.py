@@ -54,6 +54,8 @@ class EntryCost(NamedTuple):
     """What it allocates, less what it frees."""
     exposed_s: float = 0.0
     """By how much it takes longer than its compute: exchanges that nothing hides, and contention."""
+    copying_s: float = 0.0
+    """By how much copies to and from host memory take longer than all that."""
 
 
 CostKey = tuple[Kind, int, int]
@@ -213,7 +215,8 @@ class PlanningProblem:
             load.seconds,
             sum(option.needed_bytes(kind) for kind, option in options),
             sum(option.growth_bytes(kind) for kind, option in options),
-            load.seconds - load.compute_s,
+            load.without_copies_s - load.compute_s,
+            load.seconds - load.without_copies_s,
         )
 
     @cached_property
@@ -305,7 +308,7 @@ def _refuse_output(where: str, amount: float, rate: float) -> None:
 
 
 def _check_options(costs: tuple[tuple[Option, ...], ...]) -> None:
-    seconds = ("forward_s", "backward_input_s", "backward_weight_s", "split_s")
+    seconds = ("forward_s", "backward_input_s", "backward_weight_s", "split_s", "host_s")
     sizes = ("activation_bytes", "restored_bytes", "weight_bytes")
     for i, options in enumerate(costs):
         if not options:
@@ -438,9 +441,10 @@ def _read_module(table: Any, where: str) -> ModuleStages:
 
 def _read_option(table: Any, where: str) -> Option:
     amounts = ("forward_s", "backward_input_s", "backward_weight_s", "activation_bytes")
-    more = ("weight_bytes", "restored_bytes", "split_s", "forward_exchange_s", "backward_exchange_s", "contention")
-    fields(table, where, ("name", *amounts), optional=more)
-    values = {key: number(table[key], f"{where}.{key}") for key in (*amounts, *more) if key in table}
+    more = ("weight_bytes", "restored_bytes", "split_s", "forward_exchange_s", "backward_exchange_s")
+    known = (*amounts, *more, "host_s", "contention")
+    fields(table, where, ("name", *amounts), optional=known)
+    values = {key: number(table[key], f"{where}.{key}") for key in known if key in table}
     return Option(name=string(table["name"], f"{where}.name"), **values)
 
 

@@ -30,6 +30,7 @@ from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE, Placement, Schedule
 from mmtrain.schedule.passes.lower import Program, lower
+from mmtrain.schedule.passes.offload import offload
 from mmtrain.schedule.plan import Plan, check
 from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.recipe import Recipe, Rule, Traversal
@@ -166,7 +167,24 @@ def named_cases() -> dict[str, Case]:
     for name in BRAIDED:
         problem = plain_chain(RANKS, 12, CATALOGUE[name], seconds=(1.0, 1.1, 0.7), transfer_s=0.15, exchange_s=0.17)
         found[f"{name}, blocks"] = Case(problem=problem, plan=CATALOGUE[name].make(problem))
+    found["STP, blocks, offloaded"] = offloaded(found["STP, blocks"])
     return found
+
+
+def offloaded(case: Case) -> Case:
+    """The case with less memory, half or all of an activation offloaded, with copies longer than what they run in."""
+    (keep,) = case.problem.costs[0]
+    options = [
+        replace(keep, name=f"{k} offload", activation_bytes=keep.activation_bytes * (1 - k / 2), host_s=0.9 * k)
+        for k in range(3)
+    ]
+    limits = [0.8 * peak for peak in simulate(case.problem, case.plan).peak_bytes]
+    problem = replace(case.problem, costs=(tuple(options),), memory_limit_bytes=tuple(limits))
+    plan = offload(case.plan, problem)
+    assert plan is not None
+    check(plan, problem)
+    assert {*plan.options.values()} == {1, 2}
+    return Case(problem=problem, plan=plan)
 
 
 def planned_cases() -> dict[str, Case]:
@@ -233,7 +251,7 @@ def swapped(plan: Plan) -> Plan:
 
 
 NAMED = [f"{name}, {kind}" for name in SCHEDULES for kind in ("chain", "two modules")]
-NAMED += [f"{name}, blocks" for name in BRAIDED]
+NAMED += [*(f"{name}, blocks" for name in BRAIDED), "STP, blocks, offloaded"]
 PLANNED = [
     "searched, memory options", "searched, memory options, another seed", "searched, frozen encoder",
     "drawn 0", "drawn 1", "drawn 2", "vlm_s, searched", "vlm_s, interleave", "t2v_s, searched", "t2v_s, interleave",

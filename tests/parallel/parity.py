@@ -71,6 +71,8 @@ class Case:
     """Draws of what blocks do with their activations, work by work, that are compared with keeping all."""
     braids: int = 0
     """Draws of neighbours that run as one block, that are compared with one after the other."""
+    limits: tuple[float, ...] = ()
+    """Parts of each rank's peak that its activations may take, first chunks offloaded; compared with keeping all."""
     prepare: Callable[[torch.nn.Module], None] | None = None
     """Changes the values of a chunk; what it does must depend on the names of parameters alone."""
 
@@ -235,6 +237,11 @@ def run_case(mesh, case, submesh, parts):
             wrong += ["the loss"] if drawn != loss else []
             wrong += [f"held bytes of stage {s.stage_index}" for s in local.stages if s.memory.offloader.held_bytes()]
             found[run] = dataclasses.replace(found[run], unequal=(*found[run].unequal, *wrong))
+        for limit in case.limits:
+            drawn = run_step(mesh, parts, planner, model, local, runtime, batches, *delay, limit=limit)
+            wrong = [f"{n} (limit)" for n, g in take_gradients(local).items() if not torch.equal(g, gradients[n])]
+            wrong += ["the loss"] if drawn != loss else []
+            found[run] = dataclasses.replace(found[run], unequal=(*found[run].unequal, *wrong))
         for draw in range(case.braids):
             seed = 100 * mesh.dp_rank + draw
             memories = seed if case.memories else None
@@ -258,12 +265,14 @@ def take_gradients(local):
     return found
 
 
-def run_step(mesh, parts, planner, model, local, runtime, batches, delay=None, every=1, memories=None, braids=None):
+def run_step(
+    mesh, parts, planner, model, local, runtime, batches, delay=None, every=1, memories=None, braids=None, limit=None
+):
     batch, meta = batches[mesh.dp_rank]
     item = ReplicaData(
         Config(model=model, data=DataConfig(source="nowhere"), training=TRAINING), mesh, planner.spec, parts
     ).item(batch, meta)
-    plan = planner.plan(meta)
+    plan = planner.plan(meta) if limit is None else limited_plan(planner, meta, limit)
     program = plan.program if delay is None and braids is None else changed_program(planner, plan, delay, every, braids)
     if memories is not None:
         program = dataclasses.replace(program, memory=draw_memories(parts, planner.spec, program.graph, memories))
@@ -283,6 +292,20 @@ def run_step(mesh, parts, planner, model, local, runtime, batches, delay=None, e
     loss = torch.tensor(sum(float(x) for x in losses) / num_targets, dtype=torch.float64)
     torch.distributed.all_reduce(loss)
     return float(loss)
+
+
+def limited_plan(planner, meta, limit):
+    """The plan of a batch whose activations may take a part of what they take if all are kept."""
+    timeline = planner.plan(meta).result.timeline
+    limited = dataclasses.replace(
+        planner,
+        memory=MemoryChoices(strategies=(BlockMemory.OFFLOAD, BlockMemory.KEEP)),
+        activation_limits=tuple(limit * peak for peak in timeline.peak_bytes),
+    )
+    plan = limited.finish(*limited.prepared(meta, searched=True))
+    assert "activations of first chunks offloaded" in plan.result.message, plan.result.message
+    assert any("offload" in name for name in plan.program.memory.values())
+    return plan
 
 
 def changed_program(planner, plan, delay, every, braids):

@@ -36,11 +36,6 @@ class HostCopy:
     overlaps: bool = True
     """Copies run during compute (a GPU's copy engine), and cost time only if they take longer than it."""
 
-    def with_compute_s(self, compute_s: float, num_bytes: float) -> float:
-        """Seconds of `compute_s` seconds of compute together with copies of `num_bytes` bytes."""
-        copies_s = num_bytes / self.bytes_per_s
-        return max(compute_s, copies_s) if self.overlaps else compute_s + copies_s
-
 
 PCIE = HostCopy(bytes_per_s=PlannerConfig().host_bytes_per_s)
 """The default where no measurement or profile is given."""

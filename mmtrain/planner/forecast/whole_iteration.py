@@ -155,11 +155,13 @@ class IterationSimulator:
         kept_s = self._compute_s(meta, self.planner.costs)
         free = self._costs_without_exchanges
         free_s = None if free is None else self._compute_s(meta, free)
-        exposed_s = sum(entry.exposed_s for entries in entry_costs(plan, problem) for entry in entries)
+        entries = [entry for rank in entry_costs(plan, problem) for entry in rank]
+        exposed_s = sum(entry.exposed_s for entry in entries)
+        copying_s = sum(entry.copying_s for entry in entries)
         peak = self.peak_flops
         known = {
             Part.MODEL_FLOPS: None if peak is None else flops / (peak * self.planner.submesh.size),
-            Part.RECOMPUTATION: _compute_s(problem, plan.options) - kept_s,
+            Part.RECOMPUTATION: _compute_s(problem, plan.options) - kept_s + copying_s,
             Part.EXCHANGES: None if free_s is None else kept_s - free_s + exposed_s,
         }
         parts = computing(sum(timeline.busy_s), known)

@@ -111,7 +111,7 @@ class Searched:
             outs_lag=np.array([problem.transfer_s(e) for edges in outs for e in edges], np.float64),
             first=first,
             option=np.array(table.rows, np.float64).reshape(-1, 10),
-            load=np.array(table.loads, np.float64).reshape(-1, 7),
+            load=np.array(table.loads, np.float64).reshape(-1, 9),
             hull=np.array(table.hull, np.uint32).reshape(-1, 2),
             steepest=np.array(table.steepest, np.float64),
             same_w=np.array(table.same_w, np.bool_),

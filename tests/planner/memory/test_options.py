@@ -29,6 +29,7 @@ from mmtrain.planner.memory.options import (
 from mmtrain.planner.partition.partition import partition
 from mmtrain.planner.problem import make_problem
 from mmtrain.planner.search.search import SearchOptions, search
+from mmtrain.schedule.action import Kind
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.problem import Option, PlanningProblem
 from mmtrain.spec.memory_strategies import BlockMemory, StageMemory, strategies_of
@@ -196,7 +197,8 @@ def test_amounts_of_a_mix_are_those_of_its_blocks() -> None:
     moved = by_name["offload"]  # 52 x 4 x 2 bytes at 500 a second beside two forwards of 52 ms
     assert moved.activation_bytes == 0.0
     assert moved.restored_bytes == 3 * 52 * 4
-    assert moved.forward_s == pytest.approx(2 * 52 * 4 / 500)
+    assert moved.host_s == moved.duration_s(Kind.F) == pytest.approx(2 * 52 * 4 / 500)
+    assert moved.forward_s == keep.forward_s and not keep.host_s
     # The second stage's input waits for its gradient on the device.
     assert {o.name: o for o in found.options(1, 0)}["offload"].activation_bytes == 52 * 2
     assert all(option.weight_bytes == keep.weight_bytes for option in more)

@@ -17,7 +17,7 @@ DOWN, UP = 0, 1
 """Columns of `Instance.hull`."""
 BEGIN, END, BEGIN_W, END_W, FASTEST, SMALLEST, SAME_W = range(7)
 """Columns of `Workspace.span`."""
-FORWARD_S, FORWARD_EXCHANGE, INPUT_S, INPUT_EXCHANGE, WEIGHT_S, CONTENTION, WEIGHT_ALONE_S = range(7)
+FORWARD_S, FORWARD_EXCHANGE, INPUT_S, INPUT_EXCHANGE, WEIGHT_S, CONTENTION, COPY_OUT, COPY_IN, WEIGHT_ALONE_S = range(9)
 """Columns of `Instance.load`."""
 
 
@@ -60,8 +60,8 @@ class Instance(NamedTuple):
     of (bytes, seconds), inf: there is none; SLOPE_UP: from the next larger one, -inf: there is none; LARGER: the least
     bytes held of the faster options."""
     load: Any
-    """[O, 7] f8: the fields of `Load`: seconds of compute and of exchanges of F and of I, of W as a part of B, and
-    contention; and of W alone."""
+    """[O, 9] f8: the fields of `Load`: seconds of compute and of exchanges of F and of I, of W as a part of B,
+    contention, copies during F and during B; and seconds of W alone."""
     hull: Any
     """[O, 2] u4: DOWN, the next smaller option on the hull, and UP, the larger one, where they exist."""
     steepest: Any

@@ -16,6 +16,8 @@ from mmtrain.planner.search.kernels.arrays import (
     BACKWARD,
     COMPONENT,
     CONTENTION,
+    COPY_IN,
+    COPY_OUT,
     FORWARD,
     FORWARD_EXCHANGE,
     FORWARD_S,
@@ -117,13 +119,14 @@ def _block_s(load: Any, forward: int, backward: int, kind: int) -> float:
     """Seconds of a block of F and B or W with the given options, by the rule of `Load`."""
     contention = max(load[forward, CONTENTION], load[backward, CONTENTION])
     exchange_s, input_s, weight_s = load[forward, FORWARD_EXCHANGE], load[backward, INPUT_S], load[backward, WEIGHT_S]
-    input_exchange_s = load[backward, INPUT_EXCHANGE]
+    input_exchange_s, copies_s = load[backward, INPUT_EXCHANGE], max(load[forward, COPY_OUT], load[backward, COPY_IN])
     if kind == W:
         input_s, input_exchange_s, weight_s = 0.0, 0.0, load[backward, WEIGHT_ALONE_S]
+        copies_s = load[forward, COPY_OUT]
     under_forward = min(max(exchange_s - input_s, 0.0), weight_s)
     compute_s = load[forward, FORWARD_S] + (weight_s - under_forward)
     first_s = _overlapped_s(input_s + under_forward, exchange_s, contention)
-    return float(first_s + _overlapped_s(compute_s, input_exchange_s, contention))
+    return float(max(first_s + _overlapped_s(compute_s, input_exchange_s, contention), copies_s))
 
 
 @small
