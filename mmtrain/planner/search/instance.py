@@ -14,10 +14,12 @@ from mmtrain.errors import PlanError
 from mmtrain.planner.noise import Factors
 from mmtrain.planner.search.kernels.arrays import (
     COMPONENT,
+    CONTENTION,
     DOWN,
     GROUP,
     HELD,
     HELD_W,
+    INPUT_S,
     RANK,
     SLOPE,
     SLOPE_UP,
@@ -29,6 +31,7 @@ from mmtrain.planner.search.kernels.arrays import (
 from mmtrain.schedule.action import Action, Braid, Kind
 from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.limits import GROUPS_BY_RANKS
+from mmtrain.schedule.option import Load
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import Option, PlanningProblem
 
@@ -36,6 +39,7 @@ Node = tuple[int, int]
 """(stage, work)."""
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Naturals = npt.NDArray[np.uint32]
 
 NO_DRAWS: Factors = np.zeros((0, 0, 3))
@@ -112,6 +116,7 @@ class Searched:
             first=first,
             option=np.array(table.rows, np.float64).reshape(-1, 10),
             load=np.array(table.loads, np.float64).reshape(-1, 9),
+            usual_s=table.usual_s(num_ranks, rank, kind),
             hull=np.array(table.hull, np.uint32).reshape(-1, 2),
             steepest=np.array(table.steepest, np.float64),
             same_w=np.array(table.same_w, np.bool_),
@@ -278,6 +283,20 @@ class _Options:
             self.hull[begin + at][DOWN], self.hull[begin - j][UP] = begin - j, begin + at
             at = -j
         self.steepest.append(max((row[SLOPE] for row in rows if row[SLOPE] < math.inf), default=0.0))
+
+    def usual_s(self, num_ranks: int, rank: Ints, kind: Ints) -> Floats:
+        """[R, lists]: see `Instance`. Args: rank, kind: of each node."""
+        usual_s: Floats = np.zeros((num_ranks, len(self.first) - 1))
+        fastest = np.array(self.loads, np.float64).reshape(-1, 9)[self.first[:-1]]
+        for one in range(num_ranks):
+            here = kind[rank == one]
+            forward_s, exchange_s, *_ = fastest[here].sum(axis=0) / max(1, len(here))
+            for listed in np.unique(here):
+                contention = float(fastest[listed, CONTENTION])
+                forward = Load(float(forward_s), float(exchange_s), contention=contention)
+                backward = Load(0.0, 0.0, *map(float, fastest[listed, INPUT_S : CONTENTION + 1]))
+                usual_s[one, listed] = forward.seconds + backward.seconds - forward.together(backward).seconds
+        return usual_s
 
 
 def _slope(large: Sequence[float], small: Sequence[float]) -> float:

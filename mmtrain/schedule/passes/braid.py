@@ -11,15 +11,16 @@ From the plan's own end no plan becomes longer, but few become shorter. Earlier 
 on shorter actions, as if a share of all exchanges were hidden already. What comes of them goes on from its own end.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 from mmtrain.schedule.action import COMPUTE, Action, Braid, Kind
-from mmtrain.schedule.engine import Engine
+from mmtrain.schedule.engine import Engine, Run
 from mmtrain.schedule.option import Load
-from mmtrain.schedule.plan import Plan, entry_costs, exceeds
+from mmtrain.schedule.plan import Plan, exceeds
 from mmtrain.schedule.problem import EntryCost, PlanningProblem
 
 ROUNDING = 1e-9
@@ -42,13 +43,14 @@ def braid(plan: Plan, problem: PlanningProblem) -> Plan:
     """
     if not problem.runs_units:
         return plan
-    best = given = _Simulated(plan, problem)
+    entries: dict[Action, _Entry] = {}
+    best = given = _Simulated(plan, problem, entries)
     for share in SHARES:
-        found = _Simulated(given.braided(share), problem)
+        found = _Simulated(given.braided(share), problem, entries)
         for _ in range(MOST_ROUNDS):
             if not found.makespan_s < best.makespan_s * (1 - ROUNDING):
                 break
-            best, found = found, _Simulated(found.braided(0.0), problem)
+            best, found = found, _Simulated(found.braided(0.0), problem, entries)
     return best.plan
 
 
@@ -166,15 +168,27 @@ class _Rank:
 class _Simulated:
     """A plan with its times."""
 
-    def __init__(self, plan: Plan, problem: PlanningProblem) -> None:
+    def __init__(self, plan: Plan, problem: PlanningProblem, entries: dict[Action, _Entry]) -> None:
+        """Args: entries: those that are known, of plans with the same options; new ones are added."""
         self.plan, self._problem = plan, problem
-        self._orders = [
-            [_entry(plan, problem, *row) for row in zip(*rows, strict=True)]
-            for rows in zip(plan.orders, plan.works, entry_costs(plan, problem), strict=True)
-        ]
+        for action in itertools.chain(*plan.orders):
+            if action not in entries:
+                entries[action] = _entry(plan, problem, action)
+        self._orders = [[entries[action] for action in order] for order in plan.orders]
         """[rank][step]"""
-        self._run = plan.run(self._seconds(0.0), problem.message_s)
+        self._run = self._simulated(self._seconds(0.0))
         self.makespan_s = max((ends[-1] for ends in self._run.ends if ends), default=0.0)
+
+    def _simulated(self, seconds: Sequence[Sequence[float]]) -> Run:
+        """The execution of the orders. Args: seconds: [rank][step]."""
+        numbers = [[entry.items[0] for entry in order] for order in self._orders]
+        blocks = [
+            {step: entry.items for step, entry in enumerate(order) if len(entry.items) > 1} for order in self._orders
+        ]
+        run = Run(Engine(self.plan.graph.items, self._problem.message_s), numbers, seconds, blocks)
+        if not run.complete:
+            self.plan.run()  # says where
+        return run
 
     def _seconds(self, share: float) -> list[list[float]]:
         """[rank][step] -> seconds, less a share of the exchanges."""
@@ -203,7 +217,7 @@ class _Simulated:
     def _latest(self, share: float) -> list[list[_Latest]]:
         """[rank][step]. Args: share: as of `braided`."""
         seconds = self._seconds(share)
-        run = self.plan.run(seconds, self._problem.message_s) if share else self._run
+        run = self._simulated(seconds) if share else self._run
         end_s = max((ends[-1] for ends in run.ends if ends), default=0.0)
         dependents, message_s = self.plan.graph.items.dependents, [*self._problem.message_s, 0.0]
         item_by = [end_s] * self.plan.graph.items.num_items
@@ -221,10 +235,8 @@ class _Simulated:
         return [latest[::-1] for latest in reversed_latest]
 
 
-def _entry(plan: Plan, problem: PlanningProblem, action: Action, work: int, cost: EntryCost) -> _Entry:
-    graph = plan.graph
-    parts = [(part, work if part is action else graph.work_of(part)) for part in action.parts]
-    items = tuple(graph.items.item(part.kind, part.stage, of_part) for part, of_part in parts)
-    alone = action.kind in COMPUTE
-    load = plan.option(problem, action.stage, work).load(action.kind) if alone else None
-    return _Entry(action, items, cost, work, load)
+def _entry(plan: Plan, problem: PlanningProblem, action: Action) -> _Entry:
+    graph, work = plan.graph, plan.graph.work_of(action)
+    items = tuple(graph.items.item(part.kind, part.stage, graph.work_of(part)) for part in action.parts)
+    load = plan.option(problem, action.stage, work).load(action.kind) if action.kind in COMPUTE else None
+    return _Entry(action, items, problem.entry_cost(action, work, plan.options), work, load)

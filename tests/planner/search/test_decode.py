@@ -14,8 +14,9 @@ from mmtrain.planner.search.instance import Searched
 from mmtrain.planner.search.kernels.arrays import GROUP, Chain, Decoder, F
 from mmtrain.planner.search.orders import SEEDS, Order, by_component, component_orders, order_of
 from mmtrain.schedule.action import Kind
+from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.plan import check
-from mmtrain.schedule.problem import PlanningProblem
+from mmtrain.schedule.problem import P2P, Option, PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from tests.examples import examples
 from tests.schedule.problems import as_units, chain, problems, two_modules
@@ -241,3 +242,69 @@ def test_seed_orders_are_permutations() -> None:
         for half in range(2):
             assert sorted(group_at[half]) == list(range(searched.num_groups))
             assert (group_at[half][at[half]] == np.arange(searched.num_groups)).all()
+
+
+VISION, LANGUAGE = (8.0, 17.0, 12.0, 17.0, 7.0), (15.0, 15.0, 18.0, 15.0, 13.0)
+"""Compute and exchanges of F and of I, and W: about those of VLM-M on 8 tensor-parallel ranks."""
+
+
+def units(seconds: tuple[float, ...], size: float) -> list[Option]:
+    forward_s, forward_exchange_s, input_s, input_exchange_s, weight_s = (size * value for value in seconds)
+    return [
+        Option(
+            name="keep",
+            forward_s=forward_s + forward_exchange_s,
+            backward_input_s=input_s + input_exchange_s,
+            backward_weight_s=weight_s,
+            activation_bytes=size,
+            forward_exchange_s=forward_exchange_s,
+            backward_exchange_s=input_exchange_s,
+            contention=0.19,
+        )
+    ]
+
+
+def exchanges_of_vision(num_ranks: int = 4, count: int = 16) -> PlanningProblem:
+    """Two vision works a microbatch, whose exchanges take longer than their compute, before one of language."""
+    rng = random.Random(0)
+    works: list[Work] = []
+    for microbatch in range(count):
+        first = len(works)
+        works += [Work(module=0, microbatch=microbatch, sub_microbatch=i) for i in range(2)]
+        works.append(Work(module=1, microbatch=microbatch, sub_microbatch=0, after=(first, first + 1)))
+    half = 2 * num_ranks
+    return PlanningProblem.build(
+        num_ranks=num_ranks,
+        modules=[
+            ModuleStages(name="vision", stages=tuple(range(half))),
+            ModuleStages(name="language", stages=tuple(range(half, 2 * half))),
+        ],
+        stage_rank=[*range(num_ranks)] * 4,
+        works=works,
+        costs=[units(LANGUAGE if work.module else VISION, rng.uniform(0.6, 1.2)) for work in works],
+        cost_index=[[i] * half for i in range(len(works))],
+        output_bytes=[[0.0] * half] * len(works),
+        p2p=P2P(latency_s=0.01, bytes_per_s=1e9),
+    )
+
+
+def test_a_block_takes_the_backward_that_saves_most_for_what_it_usually_saves() -> None:
+    """Against the one that saves most: in blocks of vision alone exchanges take longer than compute."""
+    problem = exchanges_of_vision()
+    searched = Searched.of(problem)
+    equal = replace(searched, arrays=searched.arrays._replace(usual_s=np.ones_like(searched.arrays.usual_s)))
+    order, how = by_component(searched, range(16)), Decoder(0.0, 0.0, 0.0, False, False, True)
+    usual, most = (evaluate(one, one.workspace(), order, how, 0) for one in (searched, equal))
+    assert usual < 0.98 * most
+
+
+def test_what_a_backward_usually_saves_is_that_with_the_mean_forward() -> None:
+    problem = two_modules(1, [1], vision=units(VISION, 1.0)[0], language=units(LANGUAGE, 1.0)[0])
+    (usual_s,) = Searched.of(problem).arrays.usual_s.tolist()
+    mean_s, mean_exchange_s = (8 + 15) / 2, (17 + 15) / 2
+    for saved, (_, _, input_s, exchange_s, weight_s) in zip(usual_s, (VISION, LANGUAGE), strict=True):
+        alone = mean_s + mean_exchange_s + input_s + max(weight_s, exchange_s) + 0.19 * min(weight_s, exchange_s)
+        under = max(mean_exchange_s - input_s, 0.0)
+        first, second = (input_s + under, mean_exchange_s), (mean_s + weight_s - under, exchange_s)
+        together = sum(max(pair) + 0.19 * min(pair) for pair in (first, second))
+        assert saved == pytest.approx(alone - together)

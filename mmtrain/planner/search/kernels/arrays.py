@@ -62,6 +62,9 @@ class Instance(NamedTuple):
     load: Any
     """[O, 9] f8: the fields of `Load`: seconds of compute and of exchanges of F and of I, of W as a part of B,
     contention, copies during F and during B; and seconds of W alone."""
+    usual_s: Any
+    """[R, lists] f8: seconds that a B with the fastest option of a list saves as a block with the mean forward of a
+    rank."""
     hull: Any
     """[O, 2] u4: DOWN, the next smaller option on the hull, and UP, the larger one, where they exist."""
     steepest: Any

@@ -44,6 +44,11 @@ from mmtrain.planner.search.kernels.arrays import (
 )
 from mmtrain.planner.search.kernels.compiler import inner, part, small, trailing_zeros
 
+REACH = 8
+"""Backwards that can start, the first in the order of priority, among which a forward looks for that of its block."""
+LEAST_S = 1e-12
+"""Seconds that a backward is taken to save in a block, at least."""
+
 
 @inner
 def assume(
@@ -85,6 +90,19 @@ def _remove(ready: Any, busy: Any, first: Any, queue: int, position: int) -> Non
         page += 1
     word = 64 * page + trailing_zeros(busy[queue, page])
     first[queue] = 64 * word + trailing_zeros(ready[queue, word])
+
+
+@small
+def _next(ready: Any, queue: int, position: int) -> int:
+    """The next position in a queue; the given one is not the last."""
+    position += 1
+    word = position >> 6
+    bits = ready[queue, word] >> np.uint64(position & 63)
+    while bits == 0:
+        word += 1
+        position = 64 * word
+        bits = ready[queue, word]
+    return int(position + trailing_zeros(bits))
 
 
 @small
@@ -349,16 +367,25 @@ def _partner(
 ) -> int:
     """The B or W that a forward runs with as one block; 0: none.
 
+    Of the first backwards that can start it is the one that saves most for what it usually saves: a backward of much
+    compute is left to a forward of many exchanges. Where none can start, it is the first W.
+
     Args: backward: position of the first backward that can start; `none`: there is none.
     """
-    if backward < none:
-        i, kind = p.node_at[rank, group_at[BACKWARD, backward]], B
-    elif w.weights_span[rank, 0] < w.weights_span[rank, 1]:
-        i, kind = w.weights[rank, w.weights_span[rank, 0]], W
-    else:
-        return 0
-    saves = _saved_s(p, w, decoder.speed, f, i, kind) > 0.0 and p.node[f, COMPONENT] != p.node[i, COMPONENT]
-    return 4 * i + kind if saves else 0
+    best, most, position = 0, 0.0, backward
+    for _ in range(REACH):
+        if position < none:
+            i = p.node_at[rank, group_at[BACKWARD, position]]
+            usual_s = max(p.usual_s[rank, p.node[i, KIND]], LEAST_S)
+            saved = _saved_s(p, w, decoder.speed, f, i, B) / usual_s
+            if saved > most and p.node[f, COMPONENT] != p.node[i, COMPONENT]:
+                best, most = 4 * i + B, saved
+            position = _next(w.ready, 3 * rank + 2, position)
+    if backward == none and w.weights_span[rank, 0] < w.weights_span[rank, 1]:
+        i = w.weights[rank, w.weights_span[rank, 0]]
+        if _saved_s(p, w, decoder.speed, f, i, W) > 0.0 and p.node[f, COMPONENT] != p.node[i, COMPONENT]:
+            best = 4 * i + W
+    return best
 
 
 @inner
@@ -422,6 +449,7 @@ def decode(
         if partner > 0 and partner & 3 == W:
             action = _run_weight(w, rank, block_end)
         elif partner > 0:
+            backward = at[BACKWARD, p.node[partner >> 2, GROUP]]
             action = _run_backward(p, w, at, group_at, decoder, rank, backward, block_end, queued, done)
             remaining -= 1
         elif (backward < none) & ((position == none) | (w.backward_next[rank] > 0)):
