@@ -4,14 +4,18 @@
 one work of the chain, whole. Parts have equal parameters, or equal seconds over the batches of the benchmark. A rank
 recomputes one part of its blocks' bytes, the same for all batches: the least with which all of them fit. Cut (where
 the peer leaves it open), v and recomputation are chosen in hindsight, the best for all batches together. Orders are
-those of our library, which tests compare with torch's.
+those of our library, which tests compare with torch's. STP is such a chain, too, placed as a V: its paper cuts by hand,
+with the vision encoder as the first chunk, which fits models whose encoder is that small.
 
 *Separated modules*: Optimus in its coarse form on the segments of the config, with the best memory options for each
 stage and work. DIP on the segments of its rule (for 12 images a work, or as many as our rule says: the better on
 the first batches; of T2V those of the config), with sub-microbatches, dual queues, MCTS and memory options, whole
 backwards; "paper's start" orders as if everything were recomputed (DIP, section 5), "our sweep" takes the best of our
 decoders first. Our default is what a user gets with a memory limit: segments and sub-microbatches searched before the
-first batch, 1,000 evaluations a batch.
+first batch, 1,000 evaluations a batch; with blocks `planner.braid` is on.
+
+Whole backwards hide exchanges of tensor parallelism under their weight gradients for all, and blocks of STP and of
+ours hide more, as the hardware's contention says.
 """
 
 import math
@@ -60,26 +64,32 @@ DECIDING = 4
 """Batches on which DIP's segments are decided."""
 LEVELS = 8
 """Steps of a rank's recomputation between nothing and as much as can be."""
-ABSENT = Option(name="", forward_s=1e-9, backward_input_s=1e-9, backward_weight_s=1e-9, activation_bytes=0.0)
+ABSENT = Option(
+    name="", forward_s=1e-9, backward_input_s=1e-9, backward_weight_s=1e-9, activation_bytes=0.0, contention=0.0
+)
 """A stage of a chain for a microbatch that has nothing for it: it runs all the same, as a stage of torch's."""
 _GIB = 2.0**30
 
 DEFAULT = "mmtrain"
+BLOCKS = "mmtrain, with blocks"
 PEERS = (
     "torch 1F1B",
     "torch Interleaved1F1B",
     "torch ZBVZeroBubble",
+    "STP",
     "Megatron-like",
     "nnScaler-like",
     "Optimus, coarse",
     "DIP-like, paper's start",
     "DIP-like, our sweep",
     DEFAULT,
+    BLOCKS,
 )
 CHAINS: Mapping[str, Sequence[tuple[str, str, int]]] = {
     "torch 1F1B": [(cut, "1F1B", 1) for cut in ("parameters", "time")],
     "torch Interleaved1F1B": [(cut, "Interleaved1F1B", v) for cut in ("parameters", "time") for v in (2, 4)],
     "torch ZBVZeroBubble": [(cut, "ZBV", 2) for cut in ("parameters", "time")],
+    "STP": [(cut, name, 2) for cut in ("parameters", "time") for name in ("STP", "STP-lean")],
     "Megatron-like": [("parameters", "1F1B" if v == 1 else "Interleaved1F1B", v) for v in (1, 2, 4)],
     "nnScaler-like": [("time", "1F1B" if v == 1 else "Interleaved1F1B", v) for v in (1, 2, 4)],
 }
@@ -233,7 +243,7 @@ def _chain(question: Question, cut: str, schedule: str, passes: int) -> Outcome:
         planner, partition=parts, activation_limits=budget.activation_limits, schedule=CATALOGUE[schedule]
     )
     ledger = _Ledger(planner, job, question.keep_plans)
-    setting = f"equal {cut}, v = {passes}"
+    setting = f"{schedule}, equal {cut}, v = {passes}"
     try:
         budget.check()
         problems = [chain_problem(planner.problem(meta, searched=True)[1], chunks) for meta in metas]
@@ -322,6 +332,7 @@ def _together(options: Sequence[Option]) -> Option:
     """Stages that run one after the other as one."""
     if not options:
         return ABSENT
+    exchanging = [o.contention for o in options if o.forward_exchange_s or o.backward_exchange_s]
     return Option(
         name=", ".join(option.name for option in options),
         forward_s=sum(option.forward_s for option in options),
@@ -330,6 +341,9 @@ def _together(options: Sequence[Option]) -> Option:
         activation_bytes=sum(option.activation_bytes for option in options),
         weight_bytes=sum(option.held_for_weight_bytes for option in options),
         restored_bytes=max(option.restored_bytes for option in options),
+        forward_exchange_s=sum(option.forward_exchange_s for option in options),
+        backward_exchange_s=sum(option.backward_exchange_s for option in options),
+        contention=max(exchanging, default=1.0),
     )
 
 
@@ -369,7 +383,8 @@ def other_outcome(question: Question, peer: str) -> Outcome:
         return _dip(question, _paper)
     if peer == "DIP-like, our sweep":
         return _dip(question, _searched)
-    return _separated(question, left_open(question), _searched)
+    words = ["planner.braid=true"] if peer == BLOCKS else []
+    return _separated(question, [*left_open(question), *words], _searched)
 
 
 def _dip(question: Question, planned: Planned) -> Outcome:
