@@ -16,7 +16,8 @@ def stp(problem: PlanningProblem) -> Plan:
     makespan is 2M(F + I + W) + (P - 1)(F + I - W) + (4P - 1)AR in seconds of one chunk, and rank r exposes
     (2P + 1 + r)AR. At most 3P activations of a chunk are held between actions, and one more within a block, if W needs
     none; else 4P - 1.
-    With fewer microbatches it has the order of DualPipeV, in blocks. See `v_shape.fill` for several modules.
+    With fewer microbatches, but at least 2P, fewer forwards run in blocks with the first Ws: M - 2P on a rank. With
+    fewer than 2P it has the order of DualPipeV, in blocks. See `v_shape.fill` for several modules.
 
     Source: Qi et al., Synergistic Tensor and Pipeline Parallelism, section 4.2 and figure 5.
     """
@@ -38,7 +39,7 @@ def stp_lean(problem: PlanningProblem) -> Plan:
 
 def template(num_ranks: int, num_microbatches: int, *, lean: bool = False) -> list[list[Slot]]:
     """The slots of each rank."""
-    if num_microbatches < (2 * num_ranks if lean else 3 * num_ranks - 1):
+    if num_microbatches < 2 * num_ranks:
         return dual_pipe_v.template(num_ranks, num_microbatches)
     return [_slots(num_ranks, rank, num_microbatches, lean) for rank in range(num_ranks)]
 
@@ -46,7 +47,8 @@ def template(num_ranks: int, num_microbatches: int, *, lean: bool = False) -> li
 def _slots(P: int, rank: int, num_microbatches: int, lean: bool) -> list[Slot]:
     behind = P - 1 - rank
     write = Writer(num_microbatches)
-    num_early, num_late = (1, 0) if lean else (rank + 1, behind)  # more forwards down, before and with the gradients
+    # More forwards down, before and with the gradients; with 3P - 1 microbatches the latter are as many as these.
+    num_early, num_late = (1, 0) if lean else (rank + 1, min(behind, num_microbatches - 2 * P))
     # The way down, until the first microbatch comes back up; then both directions, and one microbatch more each.
     for _ in range(2 * behind):
         write.forward(0)
