@@ -3,6 +3,7 @@ import pytest
 from mmtrain.config import config
 from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import PlanError
+from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.typical import Bins
 from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.forecast.workloads import draw
@@ -122,3 +123,39 @@ def test_an_iteration_is_planned_in_parts_as_in_one_go():
         planner.adopt(iteration, PlanResult(status="improved", message="", plan=shorter))
     with pytest.raises(PlanError, match="nothing found"):
         planner.adopt(iteration, PlanResult(status="infeasible", message="nothing found"))
+
+
+def test_a_job_offloads_first_chunks_as_far_as_its_limit_needs():
+    """The orders of STP, with copies on an H20's link that no action waits for."""
+    words = [
+        "planner.enable=true",
+        "planner.interleave=false",
+        'planner.memory_strategies=["keep", "offload"]',
+        "parallelism.pipeline_parallel_degree=2",
+        "parallelism.tensor_parallel_degree=2",
+        "parallelism.pipeline_parallel_schedule=STP",
+        "model.language.num_segments=2",
+        "training.global_batch_size=8",
+        "training.seq_len=4096",
+        "planner.hardware=h20x4",
+        "model.language.config.num_hidden_layers=12",
+        "model.language.config.hidden_size=1024",
+        "model.language.config.intermediate_size=4096",
+        "model.language.config.max_position_embeddings=4096",
+    ]
+    job = config.load("debug_text.toml", [*words, 'planner.memory_limit="90GB"'])
+    planner = IterationPlanner.of(job)
+    document = DocumentMeta(sample=0, num_tokens=4096, num_targets=4096, images=())
+    meta = IterationMeta(microbatches=(MicrobatchMeta(documents=(document,)),) * 8)
+    wide = planner.problem(meta, searched=True)[1]
+    free = searched_plan(wide, planner.schedule, job.planner, seed=0)
+    assert free.plan is not None and free.timeline is not None and not free.plan.options
+    limits = tuple(0.85 * peak for peak in free.timeline.peak_bytes)
+    tight = planner.with_limits(limits).problem(meta, searched=True)[1]
+    found = searched_plan(tight, planner.schedule, job.planner, seed=0)
+    assert found.plan is not None and found.timeline is not None
+    assert "activations of first chunks offloaded" in found.message
+    assert {stage for stage, _ in found.plan.options} <= {0, 1}, "the way down alone"
+    assert {"offload" in found.plan.option(tight, *node).name for node in found.plan.options} == {True}
+    assert all(peak <= limit for peak, limit in zip(found.timeline.peak_bytes, limits, strict=True))
+    assert found.timeline.makespan_s == pytest.approx(free.timeline.makespan_s, rel=1e-9)
