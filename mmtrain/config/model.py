@@ -110,8 +110,9 @@ class LanguageConfig:
     """With `pretrained`: load its weights, or take only its shape."""
     trainable: Trainable = True
     """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]."""
-    attention_mask: Literal["causal", "image_bidirectional", "prefix"] = "causal"
-    """Inside of each document: causal; or also both ways inside of each image; or before the first answer."""
+    attention_mask: Literal["causal", "image_bidirectional", "prefix", "modality"] = "causal"
+    """Inside of each document: causal; or also both ways inside of each image; or before the first answer. modality:
+    text is causal; tokens of images see those of all images, both ways, and no text."""
     num_segments: int = 0
     """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says. In a mixed
     partition, chunks of all modules on each rank; 0: as few as the schedule needs."""

@@ -38,7 +38,7 @@ OWN_GROUP_MASK = 15
 TEXT, IMAGE = 0, 1
 """Groups of a language model's tokens."""
 
-LanguageMask = Literal["causal", "image_bidirectional", "prefix"]
+LanguageMask = Literal["causal", "image_bidirectional", "prefix", "modality"]
 
 
 def word(document: int, *, group: int = 0, span: int = 0, earlier: int = GROUP_MASK, full: int = 0) -> int:
@@ -72,15 +72,26 @@ def word(document: int, *, group: int = 0, span: int = 0, earlier: int = GROUP_M
 def two_way_spans(document: DocumentMeta, kind: LanguageMask) -> list[tuple[int, int]]:
     """[lo, hi) of each span of a document's tokens with bidirectional attention, in order.
 
+    Tokens of one modality, which see each other in `modality`, are no span: text may lie between them.
     Raises: DataError: an image or a prefix does not lie inside of its document, or images overlap.
     """
     if kind == "prefix":
         where = f"{sample_name(document.sample, document.source)}: the tokens before its first answer"
         spans = [(where, 0, document.prefix)] if document.prefix else []
     elif kind == "image_bidirectional":
-        spans = [(image.name, image.start, image.start + image.num_tokens) for image in document.images]
+        return image_spans(document)
     else:
         spans = []
+    return _inside(document, spans)
+
+
+def image_spans(document: DocumentMeta) -> list[tuple[int, int]]:
+    """[lo, hi) of each image's tokens in its document, in order. Raises: DataError: as `two_way_spans`."""
+    return _inside(document, [(image.name, image.start, image.start + image.num_tokens) for image in document.images])
+
+
+def _inside(document: DocumentMeta, spans: list[tuple[str, int, int]]) -> list[tuple[int, int]]:
+    """[lo, hi) of spans with names, if they follow each other inside of the document."""
     end = 0
     for where, low, high in spans:
         if low < end or high > document.num_tokens:
@@ -92,19 +103,33 @@ def two_way_spans(document: DocumentMeta, kind: LanguageMask) -> list[tuple[int,
     return [(low, high) for _, low, high in spans]
 
 
+def extra_pairs(document: DocumentMeta, kind: LanguageMask) -> int:
+    """Attended pairs of a document beyond those of causal attention; negative if there are fewer.
+
+    Raises: DataError: as `two_way_spans`.
+    """
+    if kind == "modality":
+        spans = image_spans(document)
+        causal = sum((high - low) * (low + high + 1) // 2 for low, high in spans)
+        return sum(high - low for low, high in spans) ** 2 - causal
+    return sum((high - low) * (high - low - 1) // 2 for low, high in two_way_spans(document, kind))
+
+
 def language_bits(microbatch: MicrobatchMeta, kind: LanguageMask = "causal") -> Bits:
     """[T] int64: the mask words of one packed microbatch of the language model.
 
     Args: kind: `causal` inside of each document; `image_bidirectional`: also bidirectional inside of each image;
-        `prefix`: also bidirectional among the tokens before a document's first answer.
+        `prefix`: also bidirectional among the tokens before a document's first answer; `modality`: text is causal, and
+        a token of an encoder sees all those of its encoder in its document, and no others.
     Raises: DataError: see `two_way_spans`; or more documents or spans than fit into a word.
     """
     of_documents: list[Bits] = []
     span = 0
     for number, document in enumerate(microbatch.documents):
         bits = np.full(document.num_tokens, word(number), dtype=np.int64)
-        for image in document.images:
-            bits[image.start : image.start + image.num_tokens] = word(number, group=IMAGE)
+        sees = {"earlier": 0, "full": 1 << IMAGE} if kind == "modality" else {}
+        for low, high in image_spans(document):
+            bits[low:high] = word(number, group=IMAGE, **sees)
         for low, high in two_way_spans(document, kind):
             span += 1
             bits[low:high] |= word(0, span=span, earlier=0)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from mmtrain.modality.base import Modality, Units, Weigh, WorkItem
-from mmtrain.modality.bitfield import Bits, LanguageMask, language_bits, two_way_spans
+from mmtrain.modality.bitfield import Bits, LanguageMask, extra_pairs, language_bits
 from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Indices, Submesh, pad_indices
 from mmtrain.modality.token_split import split_tokens
@@ -33,10 +33,9 @@ class Documents(Modality):
 
     def size(self, module: ModuleSpec, units: Sequence[DocumentMeta]) -> WorkSize:
         """Tokens, attended pairs, and labelled positions."""
-        spans = [span for document in units for span in two_way_spans(document, self.attention_mask)]
         lengths = [document.num_tokens for document in units]
         targets = sum(document.num_targets for document in units)
-        return documents_work(lengths, targets, [high - low for low, high in spans])
+        return documents_work(lengths, targets, sum(extra_pairs(document, self.attention_mask) for document in units))
 
     def weigh(self, module: ModuleSpec) -> Weigh:
         """The number of tokens; it is not used, as a sequence is not split."""

@@ -475,19 +475,18 @@ def images_work(module: ModuleSpec, grids: Iterable[tuple[int, int, int]]) -> Wo
     return total
 
 
-def documents_work(lengths: Iterable[int], num_targets: int, two_way: Iterable[int] = ()) -> WorkSize:
+def documents_work(lengths: Iterable[int], num_targets: int, extra_pairs: int = 0) -> WorkSize:
     """The size of a work of packed documents for a language module; causal attention stays inside of a document.
 
     Args:
         lengths: tokens of each document.
         num_targets: labelled tokens.
-        two_way: lengths of the spans of consecutive tokens that also attend to later tokens of their span.
+        extra_pairs: attended pairs beyond those of causal attention; negative if there are fewer.
     """
-    rows = pairs = 0
+    rows, pairs = 0, extra_pairs
     for length in lengths:
         rows += length
         pairs += length * (length + 1) // 2
-    pairs += sum(length * (length - 1) // 2 for length in two_way)
     return WorkSize(rows=rows, pairs=pairs, outputs=num_targets)
 
 

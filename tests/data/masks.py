@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from mmtrain.modality.bitfield import Bits, word
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
 
-KINDS = ("causal", "image_bidirectional", "prefix")
+WITHOUT_HOLES = ("causal", "image_bidirectional", "prefix")
+"""Masks in which the keys that a token sees follow each other."""
+KINDS = (*WITHOUT_HOLES, "modality")
 
 
 @st.composite

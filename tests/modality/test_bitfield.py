@@ -15,7 +15,7 @@ from mmtrain.modality.bitfield import (
     word,
 )
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
-from tests.data.masks import KINDS, microbatches, words
+from tests.data.masks import KINDS, WITHOUT_HOLES, microbatches, words
 
 
 def dense(bits):
@@ -39,6 +39,8 @@ def naive(microbatch, kind):
                 visible |= image is not None and image == key_image
             elif kind == "prefix":
                 visible |= place < prefix and key_place < prefix
+            elif kind == "modality" and image is not None:
+                visible = key_image is not None
             seen[q, k] = document == other and visible
     return seen
 
@@ -69,7 +71,15 @@ def test_visible_keys_hold_what_is_allowed(bits):
     assert number.sum() == seen.sum()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_an_encoder_see_all_its_tokens_of_their_document_and_no_text():
+    images = [ImageMeta(sample=0, index=i, grid=(1, 1, 1), num_tokens=1, start=start) for i, start in enumerate((1, 3))]
+    one = DocumentMeta(sample=0, num_tokens=5, num_targets=0, images=tuple(images))
+    bits = language_bits(MicrobatchMeta(documents=(one,)), "modality")
+    seen = ["".join(".x"[int(cell)] for cell in row) for row in dense(bits)]
+    assert seen == ["x....", ".x.x.", "xxx..", ".x.x.", "xxxxx"]
+
+
+@pytest.mark.parametrize("kind", WITHOUT_HOLES)
 @given(microbatch=microbatches())
 def test_language_masks_have_no_holes(kind, microbatch):
     """Ranges without holes are what fast kernels and the split over ranks work on."""

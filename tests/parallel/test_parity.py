@@ -102,7 +102,9 @@ def submesh_cases(shape: MeshShape) -> dict[str, Case]:
             share_patches=True,
         ),
         "qwen2.5 vision, llama, native merger, patches": Case(
-            model=model_config("qwen2_5_vl_vision", "llama", projector="native", key_heads=key_heads),
+            model=with_mask(
+                model_config("qwen2_5_vl_vision", "llama", projector="native", key_heads=key_heads), "modality"
+            ),
             share_patches=True,
         ),
         "siglip, qwen2, images over tp": Case(

@@ -125,8 +125,9 @@ def test_work_of_documents_counts_causal_pairs():
     assert documents_work([3, 1], num_targets=2) == WorkSize(rows=4, pairs=7, outputs=2)
 
 
-def test_work_of_documents_counts_both_ways_inside_of_spans():
-    assert documents_work([6], num_targets=1, two_way=[3, 1]).pairs == 21 + 3
+def test_work_of_documents_counts_pairs_that_a_mask_adds_or_takes_away():
+    assert documents_work([6], num_targets=1, extra_pairs=3).pairs == 21 + 3
+    assert documents_work([6], num_targets=1, extra_pairs=-2).pairs == 21 - 2
 
 
 def test_ranks_hold_an_even_share_but_for_what_each_has_whole() -> None:
