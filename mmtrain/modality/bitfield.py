@@ -15,7 +15,7 @@ that reorders words also has to keep their positions. Every word made here lets 
 Shape legend: T packed tokens of one microbatch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -225,6 +225,49 @@ def visible_keys(bits: Bits) -> VisibleKeys:
     return VisibleKeys(
         low=np.repeat(low, lengths), high=np.maximum(np.repeat(high, lengths), until, out=until), number=number
     )
+
+
+def block_ranges(bits: Bits, rows: Bits, block_size: int) -> tuple[Bits, Bits, Bits]:
+    """(block, low, high): ranges [low, high) of keys whose union, over those of one block, is what its rows see.
+
+    Exact for every mask, with holes or without. Ranges are ordered by nothing and may overlap.
+    Args: bits: [T] int64: mask words. rows: [Q] positions of the rows, -1 for padding; `block_size` of them are a block.
+    """
+    low, high, number = visible_keys(bits)
+    real = np.flatnonzero(rows >= 0)
+    at, block = rows[real], real // block_size
+    plain = number[at] == (high - low)[at]
+    # Of neighbours of one block whose ranges start at the same key, the longest range contains the others.
+    first, of_row = low[at[plain]], block[plain]
+    cuts = np.flatnonzero((np.diff(first, prepend=-1) != 0) | (np.diff(of_row, prepend=-1) != 0))
+    last = np.maximum.reduceat(high[at[plain]], cuts) if len(cuts) else cuts
+    ranges = [(of_row[cuts], first[cuts], last), *_ranges_with_holes(bits, at[~plain], block[~plain])]
+    blocks, lows, highs = (np.concatenate(values) for values in zip(*ranges, strict=True))
+    some = highs > lows
+    return blocks[some], lows[some], highs[some]
+
+
+def _ranges_with_holes(bits: Bits, at: Bits, block: Bits) -> Iterator[tuple[Bits, Bits, Bits]]:
+    """As `block_ranges`. Args: at, block: [rows]: position and block of each row."""
+    start = np.flatnonzero(np.diff(bits, prepend=~bits[:1]))
+    runs, end = bits[start], np.append(start[1:], len(bits))
+    group = (runs >> GROUP_SHIFT) & OWN_GROUP_MASK
+    rules = bits[at] & ~(OWN_GROUP_MASK << GROUP_SHIFT)
+    order = np.lexsort((at, block, rules))
+    at, block, rules = at[order], block[order], rules[order]
+    # Of the rows of one block and rule, the last one sees what the others see.
+    is_last = np.append((np.diff(block) != 0) | (np.diff(rules) != 0), True)[: len(at)]
+    at, block, rules = at[is_last], block[is_last], rules[is_last]
+    for rule in np.unique(rules):
+        of_rule = rules == rule
+        span = (rule >> SPAN_SHIFT) & SPAN_MASK
+        always = (rule >> (FULL_SHIFT + group) & 1 != 0) | ((span != 0) & ((runs >> SPAN_SHIFT) & SPAN_MASK == span))
+        earlier = (rule >> group & 1 != 0) & ~always
+        seen = np.flatnonzero((always | earlier) & (runs >> DOCUMENT_SHIFT == rule >> DOCUMENT_SHIFT))
+        # [blocks, runs]
+        until = np.where(earlier[seen], np.minimum(end[seen], at[of_rule, None] + 1), end[seen])
+        blocks, lows = np.broadcast_arrays(block[of_rule, None], start[seen])
+        yield blocks.ravel(), lows.ravel(), until.ravel()
 
 
 class _Buckets:

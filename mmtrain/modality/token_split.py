@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmtrain.errors import DataError
-from mmtrain.modality.bitfield import Bits, visible_keys
+from mmtrain.modality.bitfield import Bits, block_ranges, visible_keys
 
 SplitPolicy = Literal["causal", "balanced"]
 Indices = npt.NDArray[np.int64]
@@ -61,17 +61,10 @@ def split_tokens(bits: Bits, cp: int, policy: SplitPolicy, block_size: int) -> t
 def block_work(bits: Bits, block_size: int) -> tuple[Indices, Indices]:
     """[blocks], [blocks]: for each block of consecutive tokens, the numbers of visible blocks of keys and of keys.
 
-    A block of keys counts if it overlaps the range of keys of one of the tokens; that is exact for masks in which each
-    token sees a range without holes, like all masks of `language_bits` and `segment_bits`.
-
     Args: bits: [T] int64: mask words of the whole sequence. block_size: tokens of a block.
     """
-    low, high, number = visible_keys(bits)
     starts = np.arange(0, len(bits), block_size)
-    # Of tokens of one block whose ranges start at the same key, the longest range contains the others.
-    cuts = np.union1d(starts, np.flatnonzero(np.diff(low)) + 1)
-    low, high = low[cuts], np.maximum.reduceat(high, cuts)
-    block = cuts // block_size
+    block, low, high = block_ranges(bits, np.arange(len(bits)), block_size)
     # The union of each block's ranges: in the order of their starts, each adds the part after all earlier ones.
     line = block * (len(starts) + 1)  # offsets that separate the ranges of different blocks
     start, end = line + low // block_size, line + (high - 1) // block_size + 1
@@ -79,7 +72,8 @@ def block_work(bits: Bits, block_size: int) -> tuple[Indices, Indices]:
     start, end = start[order], end[order]
     reached = np.maximum.accumulate(np.concatenate([[0], end[:-1]]))
     added = np.maximum(end - np.maximum(start, reached), 0)
-    return np.add.reduceat(added, np.searchsorted(block, np.arange(len(starts)))), np.add.reduceat(number, starts)
+    visible = np.bincount(block[order], weights=added, minlength=len(starts)).astype(np.int64)
+    return visible, np.add.reduceat(visible_keys(bits).number, starts)
 
 
 def attended_pairs(bits: Bits, parts: tuple[Indices, ...]) -> Indices:

@@ -19,6 +19,7 @@ from mmtrain.modality.bitfield import (
     SPAN_MASK,
     SPAN_SHIFT,
     Bits,
+    block_ranges,
     visible_keys,
 )
 
@@ -83,19 +84,20 @@ def make_block_mask(bits: Bits, rows: Bits, device: torch.device) -> BlockMask:
 def visible_blocks(bits: Bits, rows: Bits) -> tuple[np.ndarray, np.ndarray]:
     """Of which blocks of pairs some are visible, and of which every one, [blocks of rows, blocks of keys] bool each.
 
-    Found from the range of keys of each row, in time linear in rows and in blocks of pairs.
+    The former is exact; of the latter, some count as partly visible where rows with holes in their mask see all keys.
+    In time linear in rows and in blocks of pairs.
     """
     num_row_blocks, num_key_blocks = -(-len(rows) // BLOCK_SIZE), -(-len(bits) // BLOCK_SIZE)
     real = rows >= 0
     low, high, number = (x[rows] for x in visible_keys(bits))
     whole = real & (number == high - low)
 
-    # Any: each row opens its range of blocks at one end and closes it at the other; what is open is visible.
-    seeing = np.flatnonzero(real & (number > 0))
-    line = seeing // BLOCK_SIZE * (num_key_blocks + 1)
+    # Any: each range opens its blocks at one end and closes them at the other; what is open is visible.
+    block, first, last = block_ranges(bits, rows, BLOCK_SIZE)
+    line = block * (num_key_blocks + 1)
     size = num_row_blocks * (num_key_blocks + 1)
-    opened = np.bincount(line + low[seeing] // BLOCK_SIZE, minlength=size)
-    closed = np.bincount(line + (high[seeing] - 1) // BLOCK_SIZE + 1, minlength=size)
+    opened = np.bincount(line + first // BLOCK_SIZE, minlength=size)
+    closed = np.bincount(line + (last - 1) // BLOCK_SIZE + 1, minlength=size)
     any_visible = (opened - closed).reshape(num_row_blocks, num_key_blocks + 1).cumsum(axis=1)[:, :-1] > 0
 
     # Full: all rows of the block are there, and the least of their ranges holds the block of keys.
