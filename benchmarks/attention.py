@@ -21,7 +21,7 @@ from torch import Tensor
 from mmtrain.modality.bitfield import Bits, allowed, language_bits
 from mmtrain.modality.metadata import DocumentMeta, ImageMeta, MicrobatchMeta
 from mmtrain.modality.token_split import split_tokens
-from mmtrain.models.attention.context import attention_context, packed_attention
+from mmtrain.models.attention.context import AttentionChoices, Backend, attention_context, packed_attention
 
 KINDS = ("causal", "image_bidirectional", "prefix")
 
@@ -86,10 +86,20 @@ def measure(attend: Callable[..., Tensor], tensors: list[Tensor], repetitions: i
     return statistics.median(times[1:]), peak
 
 
-def packed(bits: Bits, rows: np.ndarray, backend: str) -> Callable[..., Tensor]:
+class AtHand:
+    """A gather of keys that are gathered already."""
+
+    head_groups = 1
+
+    def start(self, key: Tensor, value: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Nothing to wait for."""
+        return lambda: (key, value)
+
+
+def packed(bits: Bits, rows: np.ndarray, backend: Backend) -> Callable[..., Tensor]:
     """`packed_attention` of some rows; the keys are already gathered."""
-    gather = None if len(rows) == len(bits) else (lambda k, v: (k, v))
-    context = attention_context(bits, rows=rows, gather=gather, backend=backend)
+    gather = None if len(rows) == len(bits) else AtHand()
+    context = attention_context(bits, rows=rows, gather=gather, choices=AttentionChoices(backend))
     return lambda q, k, v: packed_attention(None, q, k, v, context)[0]
 
 

@@ -40,6 +40,7 @@ from mmtrain.launch.processes import check_temporary_folder
 from mmtrain.launch.stop_signals import StopSignals
 from mmtrain.modality.buckets import check_video
 from mmtrain.modality.metadata import IterationMeta
+from mmtrain.models.attention.context import AttentionChoices
 from mmtrain.models.batch import Batch, check_batch, with_other_captions
 from mmtrain.models.diffusion import ClipNoise, Denoising, null_token
 from mmtrain.observe.by_source import source_sums, source_totals
@@ -492,7 +493,10 @@ class Trainer:
             batch=item.batch,
             labels=item.labels,
             noise=noise,
-            backend=self.config.training.attention_backend,
+            attention=AttentionChoices(
+                backend=self.config.training.attention_backend,
+                part_blocks=self.config.training.attention_part_blocks,
+            ),
             want_predictions=want_predictions,
         )
         self.placement.runtime.load(

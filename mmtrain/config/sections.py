@@ -55,12 +55,16 @@ class TrainingConfig:
     attention_backend: Literal["auto", "sdpa", "flex"] = "auto"
     """sdpa: scaled-dot-product attention block by block. flex: FlexAttention, on CUDA. auto: flex on CUDA where a mask
     is not a plain one, else sdpa."""
+    attention_part_blocks: int = 0
+    """FlexAttention computes 128 rows that see more than this many blocks of 128 keys in parts, side by side, and
+    merges these: for few long rows, which keep a GPU waiting. 0: no parts. -1: parts of at most a tenth of what one
+    multiprocessor computes."""
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in host memory (FSDP2)."""
 
     def __post_init__(self) -> None:
         at_most("training", self, seq_len=2**24, global_batch_size=2**20)
-        at_least("training", self, steps=1, seq_len=2, global_batch_size=1, max_norm=0.0)
+        at_least("training", self, steps=1, seq_len=2, global_batch_size=1, max_norm=0.0, attention_part_blocks=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +182,9 @@ class ParallelismConfig:
     """Which tokens a rank takes. causal: two mirrored pieces of the sequence. balanced: blocks by unmasked work."""
     context_parallel_block_size: int = 128
     """Tokens of a block of the balanced split."""
+    context_parallel_head_groups: int = 1
+    """Keys and values are gathered in this many groups of heads (at most a rank's key heads), those of the next group
+    under the attention of the current one."""
     encoder_context_parallel: Literal["images", "patches"] = "images"
     """images: each context-parallel rank encodes whole images. patches: all ranks share each image's patches
     (native-resolution encoders), for images too large for one rank."""
@@ -211,7 +218,7 @@ class ParallelismConfig:
             value = getattr(self, f.name)
             if f.name.endswith("_degree") and not 1 <= value <= MOST_RANKS:
                 raise ConfigError(f"parallelism.{f.name} = {value}; a degree is at least 1 and at most {MOST_RANKS}")
-        at_least("parallelism", self, context_parallel_block_size=1)
+        at_least("parallelism", self, context_parallel_block_size=1, context_parallel_head_groups=1)
         if self.tensor_parallel_rows == "whole" and self.tensor_parallel_degree == 1:
             raise ConfigError(
                 'parallelism.tensor_parallel_rows = "whole" with tensor_parallel_degree = 1: nothing is divided; '

@@ -230,8 +230,11 @@ def visible_keys(bits: Bits) -> VisibleKeys:
 def block_ranges(bits: Bits, rows: Bits, block_size: int) -> tuple[Bits, Bits, Bits]:
     """(block, low, high): ranges [low, high) of keys whose union, over those of one block, is what its rows see.
 
-    Exact for every mask, with holes or without. Ranges are ordered by nothing and may overlap.
-    Args: bits: [T] int64: mask words. rows: [Q] positions of the rows, -1 for padding; `block_size` of them are a block.
+    Exact for every mask, with holes or without. Ranges of one block may overlap.
+
+    Args:
+        bits: [T] int64: mask words.
+        rows: [Q] int64: positions of the rows, -1 for padding; `block_size` of them are a block.
     """
     low, high, number = visible_keys(bits)
     real = np.flatnonzero(rows >= 0)

@@ -27,6 +27,8 @@ class Submesh:
     """cp ranks divide the patches of each image, not the images."""
     data_encoder: bool = False
     """tp ranks divide the images, not the encoder's layers."""
+    head_groups: int = 1
+    """Groups of heads whose keys cp ranks gather one after the other."""
     attention_mask: LanguageMask = "causal"
 
     @classmethod
@@ -41,6 +43,7 @@ class Submesh:
             block_size=section.context_parallel_block_size,
             share_patches=section.encoder_context_parallel == "patches" and section.context_parallel_degree > 1,
             data_encoder=config.data_encoder,
+            head_groups=section.context_parallel_head_groups,
             attention_mask=config.model.language.attention_mask,
         )
 

@@ -76,6 +76,44 @@ def block_work(bits: Bits, block_size: int) -> tuple[Indices, Indices]:
     return visible, np.add.reduceat(visible_keys(bits).number, starts)
 
 
+LEAST_PART = 8
+"""Fewest blocks of keys of a part for `longest_part`: what a part reads of its queries and writes is a small part of
+its products."""
+_PART_SHARE = 0.1
+
+
+def longest_part(num_blocks: Indices, heads: int, units: int) -> int:
+    """Most blocks of keys in one part of a block of rows, so that no unit of a device works long after the others.
+
+    A unit (a multiprocessor of a GPU) computes one block of rows of one head at a time. Where units take them as they
+    become free, the last one ends at most one block's work after the mean, so parts are at most a tenth of the mean. 0:
+    no block is longer.
+    Args: num_blocks: [blocks of rows] that each one sees. heads: of one call. units: that compute at a time.
+    Source: balance inside of a GPU, Cornstarch, arXiv:2503.11367, section 3.3.2; it finds 16 to 32 parts good at 64k.
+    """
+    most = max(LEAST_PART, int(num_blocks.sum() * heads / units * _PART_SHARE))
+    return most if num_blocks.max(initial=0) > most else 0
+
+
+def parts_of_rows(visible: npt.NDArray[np.bool_], most: int) -> tuple[Indices, Indices, Indices]:
+    """([parts] block of rows, [parts] low, [parts] high): the visible blocks of keys of each block of rows in parts.
+
+    A part has those in [low, high): at most `most`, and as many as the other parts of its block, give or take one. A
+    block that sees nothing has one part.
+    Args: visible: [blocks of rows, blocks of keys].
+    """
+    number = visible.sum(axis=1)
+    parts = np.maximum(1, -(-number // most))
+    block = np.repeat(np.arange(len(visible)), parts)
+    nth = np.arange(len(block)) - np.repeat(np.cumsum(parts) - parts, parts)
+    # The visible columns of all blocks, one after the other; a part is a run of them.
+    columns = np.append(np.nonzero(visible)[1], 0)
+    before = np.repeat(np.cumsum(number) - number, parts)
+    low = before + nth * number[block] // parts[block]
+    high = before + (nth + 1) * number[block] // parts[block]
+    return block, columns[low], np.where(high > low, columns[high - 1] + 1, columns[low])
+
+
 def attended_pairs(bits: Bits, parts: tuple[Indices, ...]) -> Indices:
     """[cp]: number of (query, key) pairs of each rank's tokens; their imbalance is the largest over the mean.
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from mmtrain.config.model import ModelConfig
 from mmtrain.errors import DataError
 from mmtrain.models.adapters import Decoder, RankRows, VisionAdapter, check_grids
-from mmtrain.models.attention.context import AttentionContext, Backend, Gather, attention_context
+from mmtrain.models.attention.context import AttentionChoices, AttentionContext, Gather, attention_context
 from mmtrain.models.batch import IGNORE_INDEX
 from mmtrain.models.fused_qkv import reorder_output
 from mmtrain.models.loss import LossFunction, cross_entropy_sum
@@ -140,7 +140,7 @@ class VisionChunk(Chunk):
         grids: tuple[Grid, ...],
         part: tuple[int, int] | None = None,
         gather: Gather | None = None,
-        backend: Backend = "auto",
+        attention: AttentionChoices = AttentionChoices(),  # noqa: B008  immutable
     ) -> Tensor:
         """The activation after this chunk's layers: `output_shape` of a whole work on one rank.
 
@@ -155,7 +155,7 @@ class VisionChunk(Chunk):
                 leave in that order, those of `shape.feature_order(grids)`; of a whole work both have the order of
                 the images.
             gather: of keys and values, as in `AttentionContext`; needed if other ranks have other parts.
-            backend: of the attention.
+            attention: how it is computed.
         Raises: DataError: images and rows disagree, or a size that the encoder cannot take.
         """
         check_grids(self.shape, grids)
@@ -171,7 +171,7 @@ class VisionChunk(Chunk):
         num_padded = padded(rows, sharding.degree)
         indices = np.full(num_padded, -1, dtype=np.int64)
         indices[: hi - lo] = np.arange(lo, hi)
-        attend = partial(attention_context, rows=indices, gather=gather, backend=backend)
+        attend = partial(attention_context, rows=indices, gather=gather, choices=attention)
         on_rank = RankRows(shape=self.shape, grids=grids, indices=indices, attend=attend)
         if self.has_embed:
             if empty:

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mmtrain.errors import MMTrainError
 
@@ -18,20 +17,6 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """(out, x, group=): the parts of all ranks, flattened, one after the other."""
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """(out, x, group=): this rank's part of the sum over ranks."""
-
-
-def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The parts [r, ...] of all ranks one after the other, [ranks x r, ...]."""
-    out = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-    all_gather(out, x.contiguous(), group=group)
-    return out
-
-
-def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part [R / ranks, ...] of the sum over ranks of x [R, ...]."""
-    out = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
-    reduce_scatter(out, x.contiguous(), group=group)
-    return out
 
 
 def on_rank_zero(act: Callable[[], _Value]) -> _Value:

@@ -8,7 +8,7 @@ Source: all-gather context parallelism: Llama 3, arXiv:2407.21783, section 3.3.2
 section 3.4.3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,21 +17,57 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmtrain.parallel.collectives import gather_rows, sum_rows
+from mmtrain.parallel.collectives import all_gather, reduce_scatter
 
 
-class _GatherPieces(torch.autograd.Function):
-    """[M, ...] of each rank -> [ranks x M, ...] on all."""
+class _Exchange:
+    """One exchange under way, and its backward."""
+
+    def __init__(self, group: dist.ProcessGroup, copies: int) -> None:
+        self.group, self.copies = group, copies
+        self.under_way: dist.Work | None = None
+        self.grad: Tensor | None = None
+
+    def wait(self) -> None:
+        assert self.under_way is not None
+        self.under_way.wait()
+        self.under_way = None
+
+
+class _Start(torch.autograd.Function):
+    """[M, ...] of each rank -> [ranks x M, ...] on all, once `_Finish` has waited for it."""
 
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
-        ctx.group, ctx.copies = group, copies
-        return gather_rows(piece, group)
+    def forward(ctx: Any, piece: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        out = piece.new_empty(len(piece) * dist.get_world_size(exchange.group), *piece.shape[1:])
+        exchange.under_way = all_gather(out, piece.contiguous(), group=exchange.group, async_op=True)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        grad = sum_rows(grads[0], ctx.group)
-        return grad if ctx.copies == 1 else grad / ctx.copies, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        exchange: _Exchange = ctx.exchange
+        exchange.wait()
+        grad, exchange.grad = exchange.grad, None
+        assert grad is not None
+        return grad if exchange.copies == 1 else grad / exchange.copies, None
+
+
+class _Finish(torch.autograd.Function):
+    """Waits for the forward of `_Start` and starts its backward, which other backwards then hide."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.wait()
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        exchange, grad = ctx.exchange, grads[0].contiguous()
+        exchange.grad = grad.new_empty(len(grad) // dist.get_world_size(exchange.group), *grad.shape[1:])
+        exchange.under_way = reduce_scatter(exchange.grad, grad, group=exchange.group, async_op=True)
+        return grad.new_zeros(()).expand_as(grad), None  # `_Start` has the gradient from the exchange
 
 
 class RowExchange:
@@ -65,22 +101,32 @@ class RowExchange:
         assert (indices >= 0).all(), "a row was asked for that no rank holds"
         self._rows = torch.from_numpy(indices).to(device, non_blocking=True)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows held by this rank, ...] -> [rows wanted, ...]."""
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """Starts the exchange of [rows held by this rank, ...]. Returns: what waits for it: [rows wanted, ...]."""
         missing = self._most - len(x)
         if missing:
             x = nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
-        return _GatherPieces.apply(x, self._group, self._copies).index_select(0, self._rows)
+        exchange = _Exchange(self._group, self._copies)
+        out: Tensor = _Start.apply(x, exchange)
+        return lambda: _Finish.apply(out, exchange).index_select(0, self._rows)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows held by this rank, ...] -> [rows wanted, ...]."""
+        return self.start(x)()
 
 
 class KeyValueGather:
-    """Keys and values of all cp ranks, in the order of the sequence, by one all-gather."""
+    """Keys and values of all cp ranks, in the order of the sequence, by one all-gather for each group of heads."""
 
-    def __init__(self, exchange: RowExchange) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: RowExchange, head_groups: int = 1) -> None:
+        self._exchange, self.head_groups = exchange, head_groups
 
-    def __call__(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """[1, K, rows of this rank, E] twice -> [1, K, T, E] twice."""
-        rows = self._exchange(torch.stack((key[0], value[0])).permute(2, 0, 1, 3))
-        keys_and_values = rows.permute(1, 2, 0, 3)
-        return keys_and_values[:1], keys_and_values[1:]
+    def start(self, key: Tensor, value: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Starts the exchange of [1, K, rows of this rank, E] twice. Returns: what waits for it: [1, K, T, E] twice."""
+        wait = self._exchange.start(torch.stack((key[0], value[0])).permute(2, 0, 1, 3))
+
+        def waited() -> tuple[Tensor, Tensor]:
+            keys_and_values = wait().permute(1, 2, 0, 3)
+            return keys_and_values[:1], keys_and_values[1:]
+
+        return waited

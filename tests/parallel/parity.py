@@ -63,6 +63,7 @@ class Case:
     """How the config says that modules are cut; empty: by DIP's rule where the model leaves it open."""
     split: str = "balanced"
     share_patches: bool = False
+    head_groups: int = 1
     data_encoder: bool = False
     regathered: frozenset[str] = frozenset()
     training: TrainingConfig = TRAINING
@@ -79,7 +80,7 @@ class Case:
     def submesh(self, shape: MeshShape) -> Submesh:
         return Submesh(
             cp=shape.cp, tp=shape.tp, split=self.split, block_size=4,
-            share_patches=self.share_patches and shape.cp > 1,
+            share_patches=self.share_patches and shape.cp > 1, head_groups=self.head_groups,
             data_encoder=self.data_encoder and shape.tp > 1,
             attention_mask=self.model.language.attention_mask,
         )  # fmt: skip

@@ -3,6 +3,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mmtrain.modality.bitfield import segment_bits
+from mmtrain.models.attention.context import attention_context, packed_attention
 from mmtrain.parallel.context import KeyValueGather, RowExchange
 from tests.ranks import run_ranks
 
@@ -40,11 +42,36 @@ def gather(rank):
     held = [np.array([0, 6]), np.array([5, 1, 2, 3, 4])]
     both = KeyValueGather(RowExchange(dist.group.WORLD, held, np.arange(7), "cpu"))
     mine = [x[:, :, held[rank]].requires_grad_() for x in (key, value)]
-    k, v = both(*mine)
+    k, v = both.start(*mine)()
     assert torch.equal(k, key)
     assert torch.equal(v, value)
     (k * 2 + v * (rank + 1)).sum().backward()
     return [x.grad for x in mine]
+
+
+def gather_in_groups(rank):
+    """Attention with groups of heads whose exchanges are all under way at once; one rank has no row."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 7, 4, dtype=torch.float64) for heads in (6, 3, 3))
+    held = [np.array([0, 6, 5, 1, 2, 3, 4]), np.array([-1])]
+    exchange = RowExchange(dist.group.WORLD, held, np.arange(7), "cpu")
+    results = []
+    for groups in (1, 2, 3, 8):
+        context = attention_context(segment_bits([7]), rows=held[rank], gather=KeyValueGather(exchange, groups))
+        leaves = [x[:, :, held[rank]].requires_grad_() for x in (query, key, value)]
+        out, _ = packed_attention(None, *leaves, context)
+        (out * torch.arange(1.0, 1 + out.numel()).view_as(out)).sum().backward()
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    return results
+
+
+@pytest.mark.ranks
+def test_groups_of_heads_are_gathered_one_under_the_other():
+    for (whole, *grouped), has_rows in zip(run_ranks(gather_in_groups, 2), (True, False), strict=True):
+        assert all(bool(x.any()) == has_rows for x in whole)
+        for results in grouped:
+            for ours, theirs in zip(results, whole, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.ranks

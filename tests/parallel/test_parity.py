@@ -103,9 +103,10 @@ def submesh_cases(shape: MeshShape) -> dict[str, Case]:
         ),
         "qwen2.5 vision, llama, native merger, patches": Case(
             model=with_mask(
-                model_config("qwen2_5_vl_vision", "llama", projector="native", key_heads=key_heads), "modality"
+                model_config("qwen2_5_vl_vision", "llama", projector="native", key_heads=2 * key_heads), "modality"
             ),
             share_patches=True,
+            head_groups=2,
         ),
         "siglip, qwen2, images over tp": Case(
             model=with_mask(model_config("siglip_vision_model", "qwen2", key_heads=key_heads), "image_bidirectional"),

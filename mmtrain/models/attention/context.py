@@ -8,7 +8,7 @@ Shape legend: T rows of the whole packed sequence; Q rows of this rank; H query 
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,16 +18,35 @@ from transformers import AttentionInterface
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import Bits
 from mmtrain.models.attention.blockwise import diagonal_attention, piecewise_attention
-from mmtrain.models.attention.flex import LEAST_COLUMNS, block_attention, make_block_mask
+from mmtrain.models.attention.flex import LEAST_COLUMNS, RowBlocks, block_attention, make_row_blocks
 from mmtrain.models.attention.pieces import Piece, is_block_diagonal, make_pieces
 
 PACKED = "mmtrain_packed"
 """Name of `packed_attention` in a Hugging Face config."""
 
-Gather = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""This rank's keys and values [1, K, Q, E] -> those of all T rows in their order, [1, K, T, E]."""
-
 Backend = Literal["auto", "sdpa", "flex"]
+
+
+class Gather(Protocol):
+    """Brings the keys and values of other ranks."""
+
+    head_groups: int
+    """Groups of key heads to ask for; those of the next group travel under the attention of the current one."""
+
+    def start(self, key: Tensor, value: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Starts an exchange of [1, K, Q, E] twice. Returns: what waits for it: keys and values of all T rows in their
+        order, [1, K, T, E] twice."""
+        ...
+
+
+class AttentionChoices(NamedTuple):
+    """How attention is computed; what it computes is the same."""
+
+    backend: Backend = "auto"
+    """flex: FlexAttention, only on CUDA. sdpa: scaled-dot-product attention piece by piece. auto: flex on CUDA where
+    the mask is not one of plain blocks on the diagonal, else sdpa."""
+    part_blocks: int = 0
+    """Most blocks of keys in one part of a block of rows of FlexAttention; 0: no parts; -1: by `longest_part`."""
 
 
 class AttentionContext:
@@ -37,15 +56,14 @@ class AttentionContext:
     a dataclass: FSDP2 would copy one with every call of a module.
     """
 
-    def __init__(self, bits: Bits, rows: Bits, gather: Gather | None = None, backend: Backend = "auto") -> None:
+    def __init__(self, bits: Bits, rows: Bits, gather: Gather | None, choices: AttentionChoices) -> None:
         """Args:
         bits: [T] masks of `modality.bitfield`, in the order of the sequence.
         rows: [Q] int64: position of each row of this rank in the sequence; -1 for padding, whose output is zero.
         gather: None: this rank's rows without the padding at their end are the whole sequence, in order.
-        backend: flex: FlexAttention, only on CUDA. sdpa: scaled-dot-product attention piece by piece. auto: flex
-            on CUDA where the mask is not one of plain blocks on the diagonal, else sdpa.
+        choices: how it is computed.
         """
-        self.bits, self.rows, self.gather, self.backend = bits, rows, gather, backend
+        self.bits, self.rows, self.gather, self.choices = bits, rows, gather, choices
         self._on_device: dict[Any, Any] = {}
 
     @cached_property
@@ -67,9 +85,14 @@ class AttentionContext:
         """`bits` [T] on a device."""
         return self._once(("bits", device), lambda: torch.from_numpy(self.bits).to(device, non_blocking=True))
 
-    def block_mask(self, device: torch.device) -> Any:
-        """The mask of FlexAttention, on a device."""
-        return self._once(("mask", device), lambda: make_block_mask(self.bits, self.rows, device))
+    def blocks(self, device: torch.device, heads: int) -> RowBlocks:
+        """The blocks of rows of FlexAttention, on a device. Args: heads: of one call."""
+        most = self.choices.part_blocks
+        blocks: RowBlocks = self._once(
+            ("blocks", device, heads if most < 0 else 0),
+            lambda: make_row_blocks(self.bits, self.rows, device, most=most, heads=heads),
+        )
+        return blocks
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._on_device:
@@ -78,7 +101,11 @@ class AttentionContext:
 
 
 def attention_context(
-    bits: Bits, *, rows: Bits | None = None, gather: Gather | None = None, backend: Backend = "auto"
+    bits: Bits,
+    *,
+    rows: Bits | None = None,
+    gather: Gather | None = None,
+    choices: AttentionChoices = AttentionChoices(),  # noqa: B008  immutable
 ) -> AttentionContext:
     """The context of one packed sequence on one rank.
 
@@ -97,7 +124,7 @@ def attention_context(
             f"{len(rows)} rows of attention are not the {len(bits)} positions of the sequence, in order, with padding "
             "after them; ranks with other rows need `gather`"
         )
-    return AttentionContext(bits=bits, rows=rows, gather=gather, backend=backend)
+    return AttentionContext(bits, rows, gather, choices)
 
 
 def packed_attention(
@@ -125,33 +152,45 @@ def packed_attention(
     assert context is not None
     assert dropout == 0.0
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if context.gather is not None:
-        key, value = context.gather(key, value)
+    if context.gather is None:
+        return _attend(context, query, key, value, scale), None
+    groups = min(context.gather.head_groups, key.shape[1])
+    split = [x.chunk(groups, dim=1) for x in (key, value)]
+    arriving = [context.gather.start(k, v) for k, v in zip(*split, strict=True)]
+    queries = query.split([k.shape[1] * (query.shape[1] // key.shape[1]) for k in split[0]], dim=1)
+    # Each group waits for its own keys alone; in the backward its gradients travel under the group before it.
+    outputs = [_attend(context, q, *wait(), scale) for q, wait in zip(queries, arriving, strict=True)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2), None
+
+
+def _attend(context: AttentionContext, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention to keys and values that this rank has, [1, Q, H, E]."""
     if not context.has_rows:
         # The backward of `gather` is a collective, so that this rank needs its graph, too.
         nothing = query[:, :, :0].sum() + key[:, :, :0].sum() + value[:, :, :0].sum()
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + nothing, None
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + nothing
     if _use_flex(context, query, key, value):
         if context.gather is None:
             key, value = key[:, :, : len(context.bits)], value[:, :, : len(context.bits)]
-        return block_attention(query, key, value, context.block_mask(query.device), scale), None
+        return block_attention(query, key, value, context.blocks(query.device, query.shape[1]), scale)
     if context.is_diagonal:
-        return diagonal_attention(query, key, value, context.pieces, scale), None
+        return diagonal_attention(query, key, value, context.pieces, scale)
     bits = context.device_bits(query.device)
-    return piecewise_attention(query, key, value, context.pieces, bits, scale), None
+    return piecewise_attention(query, key, value, context.pieces, bits, scale)
 
 
 def _use_flex(context: AttentionContext, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    if context.backend == "auto":
+    backend = context.choices.backend
+    if backend == "auto":
         return query.is_cuda and query.shape[-1] >= LEAST_COLUMNS and not context.is_diagonal
-    if context.backend == "flex" and not query.is_cuda:
+    if backend == "flex" and not query.is_cuda:
         needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
         if torch.is_grad_enabled() and needs_grad:
             raise ConfigError(
                 f"training.attention_backend = 'flex', but the model is on {query.device.type}, where FlexAttention "
                 "has no backward; set it to 'auto'"
             )
-    return context.backend == "flex"
+    return backend == "flex"
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -4,12 +4,12 @@ Shape legend: T rows of the whole packed sequence; Q rows of this rank; H query 
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from mmtrain.modality.bitfield import (
     DOCUMENT_SHIFT,
@@ -22,6 +22,7 @@ from mmtrain.modality.bitfield import (
     block_ranges,
     visible_keys,
 )
+from mmtrain.modality.token_split import longest_part, parts_of_rows
 
 BLOCK_SIZE = 128
 """Rows and keys of a block of the mask: the size for which the kernels of FlexAttention are tuned."""
@@ -29,7 +30,21 @@ LEAST_COLUMNS = 16
 """Fewest columns of a head for which FlexAttention has a GPU kernel."""
 
 
-def block_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
+class RowBlocks(NamedTuple):
+    """The blocks of rows of one rank as FlexAttention computes them: whole, or in parts that are merged.
+
+    Shape legend: R blocks of rows; V of these or of their parts; N parts of the block with most.
+    """
+
+    mask: BlockMask
+    """Of V blocks."""
+    block_of: Tensor | None = None
+    """[V] the block of each part; None: there are no parts."""
+    parts: Tensor | None = None
+    """[R, N] the parts of each block; V: it has fewer."""
+
+
+def block_attention(query: Tensor, key: Tensor, value: Tensor, blocks: RowBlocks, scale: float) -> Tensor:
     """Attention of this rank's rows to the rows of the sequence that the mask names, [1, Q, H, E].
 
     Shapes: query [1, H, Q, E]; key and value [1, K, T, E]. Rows that see nothing get 0.
@@ -37,8 +52,45 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, 
     """
     attend = _compiled() if query.is_cuda else flex_attention
     grouped = query.shape[1] != key.shape[1]
-    out: Tensor = attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
+    if blocks.block_of is None:
+        out: Tensor = attend(query, key, value, block_mask=blocks.mask, scale=scale, enable_gqa=grouped)
+        return out.transpose(1, 2)
+    num_rows = query.shape[2]
+    rows = nn.functional.pad(query, (0, 0, 0, -num_rows % BLOCK_SIZE)).unflatten(2, (-1, BLOCK_SIZE))
+    out, aux = attend(
+        rows.index_select(2, blocks.block_of).flatten(2, 3),
+        key,
+        value,
+        block_mask=blocks.mask,
+        scale=scale,
+        enable_gqa=grouped,
+        return_aux=AuxRequest(lse=True),
+    )
+    outputs, weights = (x.unflatten(2, (-1, BLOCK_SIZE)) for x in (out, aux.lse))
+    merged = merge_parts(outputs, weights, blocks).flatten(2, 3)[:, :, :num_rows]
+    return merged.to(query.dtype).transpose(1, 2)
+
+
+def merge_parts(outputs: Tensor, log_sums: Tensor, blocks: RowBlocks) -> Tensor:
+    """Attention of whole blocks of rows from that of their parts, [1, H, R, BLOCK_SIZE, E], at least in float32.
+
+    Args: outputs: [1, H, V, BLOCK_SIZE, E]. log_sums: [1, H, V, BLOCK_SIZE] log of the sum of exponentials of scores.
+    Source: Liu and Abbeel, Blockwise parallel transformer, arXiv:2305.19370; Cornstarch, arXiv:2503.11367, section 3.3.
+    """
+    assert blocks.parts is not None
+    num_parts = log_sums.shape[2]
+    nothing = log_sums.new_full((*log_sums.shape[:2], 1, BLOCK_SIZE), -torch.inf)
+    logs = torch.cat((log_sums, nothing), dim=2)[:, :, blocks.parts]  # [1, H, R, N, BLOCK_SIZE]
+    most = logs.detach().amax(dim=3, keepdim=True)
+    weights = (logs - most.where(most.isfinite(), 0)).exp()
+    total = weights.sum(dim=3, keepdim=True)
+    weights = (weights / total.where(total > 0, 1))[..., None]
+    merged = outputs.index_select(2, blocks.parts[:, 0]) * weights[:, :, :, 0]
+    for n in range(1, blocks.parts.shape[1]):  # one part of each block at a time: sums have one order
+        of = (blocks.parts[:, n] < num_parts).nonzero().flatten()
+        part = outputs.index_select(2, blocks.parts[of, n])
+        merged = merged.index_add(2, of, part * weights[:, :, of, n])
+    return merged
 
 
 @functools.cache
@@ -47,18 +99,45 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def make_block_mask(bits: Bits, rows: Bits, device: torch.device) -> BlockMask:
-    """The mask of one rank's rows over the whole sequence, by blocks of BLOCK_SIZE.
+def make_row_blocks(bits: Bits, rows: Bits, device: torch.device, *, most: int = 0, heads: int = 1) -> RowBlocks:
+    """The blocks of one rank's rows, and the mask that tells FlexAttention which blocks of pairs to compute.
 
-    Blocks in which all pairs are visible skip the mask, those in which none is are skipped. A block is also
-    visited in vain if it lies inside of the range of keys of one of its rows and the rows see none of it, which
-    happens only where a row's keys have holes.
-
-    Args: bits: [T] masks. rows: [Q] positions of the rows, -1 for padding.
+    Args:
+        bits: [T] masks.
+        rows: [Q] positions of the rows, -1 for padding.
+        most: blocks of keys in one part; blocks of rows that see more are computed in parts. 0: there are no parts; -1:
+            by `longest_part`.
+        heads: of one call, for `longest_part`.
     """
     any_visible, full = visible_blocks(bits, rows)
-    partial = any_visible & ~full
-    num_rows, num_keys = (length * BLOCK_SIZE for length in partial.shape)
+    if most < 0:
+        units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        most = longest_part(any_visible.sum(axis=1), heads, units)
+    if not most:
+        return RowBlocks(_block_mask(bits, rows, any_visible, full, device))
+    block_of, low, high = parts_of_rows(any_visible, most)
+    columns = np.arange(any_visible.shape[1])
+    chosen = (columns >= low[:, None]) & (columns < high[:, None])
+    padded = np.append(rows, np.full(-len(rows) % BLOCK_SIZE, -1)).reshape(-1, BLOCK_SIZE)
+    limits = np.stack([low, high]).repeat(BLOCK_SIZE, axis=1) * BLOCK_SIZE
+    visible = any_visible[block_of] & chosen, full[block_of] & chosen
+    mask = _block_mask(bits, padded[block_of].ravel(), *visible, device, limits)
+    first = np.searchsorted(block_of, np.arange(len(any_visible) + 1))
+    nth = np.arange(np.diff(first).max())
+    parts = np.where(nth < np.diff(first)[:, None], first[:-1, None] + nth, len(block_of))
+    return RowBlocks(mask, _on(device, block_of), _on(device, parts))
+
+
+def _block_mask(
+    bits: Bits, rows: Bits, any_visible: np.ndarray, full: np.ndarray, device: torch.device, limits: Bits | None = None
+) -> BlockMask:
+    """The mask of FlexAttention.
+
+    Args:
+        any_visible, full: [blocks of rows, blocks of keys]: those to visit, and those without a mask.
+        limits: [2, rows] first key that a row may see here, and the one after the last.
+    """
+    num_rows, num_keys = (length * BLOCK_SIZE for length in any_visible.shape)
     positions = _on(device, np.concatenate([rows, np.full(num_rows - len(rows), -1)]))
     # No key has the mask -1, nor the document -1 that it stands for.
     padded_bits = np.append(bits, np.full(num_keys - len(bits) + 1, -1))
@@ -75,9 +154,18 @@ def make_block_mask(bits: Bits, rows: Bits, device: torch.device) -> BlockMask:
         visible = visible | ((span != 0) & (span == ((k >> SPAN_SHIFT) & SPAN_MASK)))
         return visible & ((q >> DOCUMENT_SHIFT) == (k >> DOCUMENT_SHIFT)) & (position >= 0)
 
-    counts_and_indices = [_on(device, x) for blocks in (partial, full) for x in _listed(blocks)]
+    def within(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return mask_mod(batch, head, row, column) & (column >= low[row]) & (column < high[row])
+
+    if limits is not None:
+        low, high = (_on(device, limit) for limit in limits)
+
+    counts_and_indices = [_on(device, x) for blocks in (any_visible & ~full, full) for x in _listed(blocks)]
     return BlockMask.from_kv_blocks(
-        *counts_and_indices, BLOCK_SIZE=BLOCK_SIZE, mask_mod=mask_mod, seq_lengths=(len(rows), len(bits))
+        *counts_and_indices,
+        BLOCK_SIZE=BLOCK_SIZE,
+        mask_mod=mask_mod if limits is None else within,
+        seq_lengths=(len(rows), len(bits)),
     )
 
 

@@ -62,7 +62,7 @@ class CaptionsFeed(ClipsFeed):
         lengths = [clip.num_text_tokens for clip in clips]
         rows = pad_indices(np.arange(sum(lengths)), self._inputs.layout.submesh.row_parts)
         if work not in self._cache:
-            attention = attention_context(prompt_bits(lengths), rows=rows, backend=self._inputs.backend)
+            attention = attention_context(prompt_bits(lengths), rows=rows, choices=self._inputs.attention)
             positions = document_positions(lengths)
             self._cache[work] = attention, self._padded(positions, len(rows))
         attention, position_ids = self._cache[work]

@@ -54,7 +54,9 @@ class DocumentsFeed:
             rows_of_ranks = list(self._layout.tokens(microbatch))
             total = self._inputs.meta.microbatches[microbatch].num_tokens
             gather = self._inputs.key_value_gather(rows_of_ranks, submesh.row_parts, total)
-        return attention_context(self._layout.bits(microbatch), rows=rows, gather=gather, backend=self._inputs.backend)
+        return attention_context(
+            self._layout.bits(microbatch), rows=rows, gather=gather, choices=self._inputs.attention
+        )
 
     def _position_ids(self, microbatch: int, rows: Indices) -> Tensor:
         """The positions of this rank's tokens; padding has 0."""

@@ -28,7 +28,7 @@ class ImagesFeed:
         item = self._layout.works[work]
         kwargs: dict[str, Any] = {
             "grids": tuple(item.units[i].grid for i in part.images),
-            "backend": self._inputs.backend,
+            "attention": self._inputs.attention,
         }
         if part.rows is not None and part.images:
             kwargs |= {"part": part.rows, "gather": self._gather(work)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Indices, pad_indices
-from mmtrain.models.attention.context import Backend
+from mmtrain.models.attention.context import AttentionChoices
 from mmtrain.models.batch import Batch
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.parallel.context import KeyValueGather, RowExchange
@@ -33,8 +33,8 @@ class StepInputs:
     """[T] of each microbatch."""
     noise: ClipNoise | None = None
     """The random choices for clips."""
-    backend: Backend = "auto"
-    """Of attention."""
+    attention: AttentionChoices = AttentionChoices()  # noqa: RUF009  immutable
+    """How it is computed."""
     want_predictions: bool = False
     """Of a language model's tokens."""
 
@@ -57,4 +57,5 @@ class StepInputs:
         """
         assert self.mesh.cp_group is not None
         padded = [pad_indices(rows, degree) for rows in rows_of_ranks]
-        return KeyValueGather(RowExchange(self.mesh.cp_group, padded, np.arange(total), self.mesh.device))
+        exchange = RowExchange(self.mesh.cp_group, padded, np.arange(total), self.mesh.device)
+        return KeyValueGather(exchange, self.layout.submesh.head_groups)

@@ -242,6 +242,7 @@ def linked_division(submesh: Submesh, cluster: Cluster, module: ModuleSpec) -> L
         key_groups=division.key_groups,
         tp_link=cluster.device(range(division.tp)),
         group_link=cluster.device(range(0, submesh.size, submesh.tp)),
+        head_groups=submesh.head_groups if division.key_groups > 1 else 1,
     )
 
 

@@ -71,6 +71,8 @@ class LinkedDivision(Division):
 
     tp_link: DeviceKind = DeviceKind.NVLINK
     group_link: DeviceKind = DeviceKind.NVLINK
+    head_groups: int = 1
+    """Groups of key heads that are gathered one after the other, the next under the attention of the current."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +171,26 @@ class _Builder:
         wide = Linear(f"{name}.lora_B", self.of.rank, outputs)(narrow)
         return add(f"{name}.adapted", result, Elementwise(f"{name}.scaling", 2.0, 2.0)(wide))
 
-    def _attended_keys(self, key: Var, value: Var) -> tuple[Var, ...]:
-        """The keys and values of all rows to which this rank's queries attend."""
+    def _attended_keys(self, name: str, key: Var, value: Var) -> tuple[Var, ...]:
+        """The keys and values of all rows to which this rank's queries attend. Args: name: of their exchange."""
         division = self.of.division
         if division.key_groups == 1:
             return key, value
         key_value = concat("key_value", key, value)
-        return (gather_for_parts(_KEYS, division.key_groups, division.group_link)(key_value),)
+        return (gather_for_parts(name, division.key_groups, division.group_link)(key_value),)
+
+    def _attended(self, query: Var, key: Var, value: Var, pairs: Rates, head: float) -> Var:
+        """Attention; in groups of heads, whose keys arrive under the attention of the group before."""
+        groups = max(1, min(self.of.division.head_groups, int(key.columns / head)))
+        if groups == 1:
+            return Attention("attention", pairs, head)(query, *self._attended_keys(_KEYS, key, value))
+        named = zip(("query", "key", "value"), (query, key, value), strict=True)
+        queries, *key_values = (split(f"{name}.groups", x, groups) for name, x in named)
+        keys = [self._attended_keys(f"{_KEYS}.{g}", *pair) for g, pair in enumerate(zip(*key_values, strict=True))]
+        return concat(
+            "attention.groups",
+            *(Attention(f"attention.{g}", pairs, head)(queries[g], *keys[g]) for g in range(groups)),
+        )
 
 
 class _Layer(_Builder):
@@ -243,7 +258,7 @@ class _Layer(_Builder):
         per_pair = 1 / self.of.division.groups
         windowed = bool(self.layer.attention_flops.window_pair)
         pairs = Rates(window_pair=per_pair) if windowed else Rates(pair=per_pair)
-        attended = Attention("attention", pairs, head)(query, *self._attended_keys(key, value))
+        attended = self._attended(query, key, value, pairs, head)
         attended = Elementwise("attention.join", 2.0, 2.0)(attended)  # results of single images or documents
         return self._rows(self._names(1)[0], attended, C, D, bias=out_bias)
 
@@ -389,7 +404,7 @@ class _DitLayer(_Builder):
         query, key, value = (self._columns(f"attn1.to_{n}", columns, D, D, bias=True) for n in "qkv")
         query, key = (self._head_norm(f"attn1.norm_{n}", v) for n, v in (("q", query), ("k", key)))
         query, key = (self._rotary(f"attn1.rotary_{n}", v) for n, v in (("q", query), ("k", key)))
-        attended = self._attend("attn1", Rates(pair=per_pair), query, self._attended_keys(key, value))
+        attended = self._attend("attn1", Rates(pair=per_pair), query, self._attended_keys(_KEYS, key, value))
         x = self._gated("attn1.gated", x, attended, modulation)
 
         columns = self._gathered("attn2", self._cross_norm(x))

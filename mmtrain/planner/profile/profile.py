@@ -185,15 +185,17 @@ def job_of(config: Config) -> dict[str, str | int]:
         **families(config.model),
         "dtype": training.mixed_precision_param,
         "attention_backend": training.attention_backend,
+        "attention_part_blocks": training.attention_part_blocks,
         "tensor_parallel_degree": section.tensor_parallel_degree,
         "tensor_parallel_rows": section.tensor_parallel_rows,
         "context_parallel_degree": section.context_parallel_degree,
+        "context_parallel_head_groups": section.context_parallel_head_groups,
         "encoder_tensor_parallel": section.encoder_tensor_parallel,
         "encoder_context_parallel": section.encoder_context_parallel,
     }
 
 
-_UNWRITTEN = {"tensor_parallel_rows": "divided"}
+_UNWRITTEN = {"tensor_parallel_rows": "divided", "attention_part_blocks": 0, "context_parallel_head_groups": 1}
 """Setting that older files do not have -> the value with which they were measured."""
 
 

@@ -30,3 +30,13 @@ def with_gradients(attend: Callable[..., Tensor], inputs: list[Tensor], seed: in
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+
+
+class Given:
+    """A `Gather` of keys and values that are at hand: those of all rows, by default those that it gets."""
+
+    def __init__(self, *gathered: Tensor, head_groups: int = 1) -> None:
+        self.gathered, self.head_groups = gathered, head_groups
+
+    def start(self, *local: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: self.gathered or local

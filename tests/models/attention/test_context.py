@@ -9,10 +9,10 @@ from mmtrain.errors import ConfigError, DataError
 from mmtrain.modality.bitfield import language_bits, segment_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention import pieces
-from mmtrain.models.attention.context import PACKED, attention_context, packed_attention
+from mmtrain.models.attention.context import PACKED, AttentionChoices, attention_context, packed_attention
 from tests.data.masks import KINDS, microbatches, words
 from tests.examples import examples
-from tests.models.attention.masks import SCALE, dense, with_gradients
+from tests.models.attention.masks import SCALE, Given, dense, with_gradients
 
 
 def causal(*lengths):
@@ -78,7 +78,7 @@ def test_ranks_with_parts_of_the_rows_add_up_to_the_whole(kind, data):
         rows = np.append(places, [-1])
         query, key, value = (x.clone().requires_grad_() for x in inputs)
         local = query[:, :, torch.from_numpy(np.append(places, [0]))]
-        context = attention_context(bits, rows=rows, gather=lambda k, v, key=key, value=value: (key, value))
+        context = attention_context(bits, rows=rows, gather=Given(key, value))
         nothing = torch.zeros_like(local[:, :2])
         mine = packed_attention(None, local, nothing, nothing, context, scaling=SCALE)[0]
         assert not mine[:, -1].any()  # padding
@@ -103,7 +103,9 @@ def test_a_rank_without_rows_still_takes_part_in_the_backward_of_gather(rows):
             calls.append((grad_key, grad_value))
             return grad_key[:, :, : len(rows)], grad_value[:, :, : len(rows)]
 
-    context = attention_context(causal(4), rows=np.array(rows, dtype=np.int64), gather=Gathered.apply)
+    given = Given()
+    given.start = lambda *local: lambda: Gathered.apply(*local)
+    context = attention_context(causal(4), rows=np.array(rows, dtype=np.int64), gather=given)
     out, *grads = with_gradients(attend(context), tensors(len(rows), len(rows)))
     assert out.shape == (1, len(rows), 4, 8)
     assert not out.any()
@@ -156,7 +158,7 @@ def test_no_tensor_grows_with_the_square_of_the_sequence(monkeypatch):
     rows = np.arange(1, total, 2)
     inputs = tensors(len(rows), total, heads=1, key_heads=1)
     keys = inputs[1:]
-    context = attention_context(causal(total), rows=rows, gather=lambda k, v: (k, v))
+    context = attention_context(causal(total), rows=rows, gather=Given())
     with Record():
         with_gradients(attend(context), [inputs[0], *keys])
     assert max(sizes) == 2048 == total * 8 < total * len(rows)
@@ -166,7 +168,7 @@ def test_derived_values_are_worked_out_once(monkeypatch):
     calls = []
     make = pieces.make_pieces
     monkeypatch.setattr("mmtrain.models.attention.context.make_pieces", lambda *a: calls.append(1) or make(*a))
-    context = attention_context(causal(6), rows=np.array([1, 3]), gather=lambda k, v: (k, v))
+    context = attention_context(causal(6), rows=np.array([1, 3]), gather=Given())
     for _ in range(3):
         with_gradients(attend(context), [torch.randn(1, 2, n, 8) for n in (2, 6, 6)])
     assert calls == [1]
@@ -175,7 +177,7 @@ def test_derived_values_are_worked_out_once(monkeypatch):
 
 def test_half_precision_adds_up_key_gradients_in_single():
     bits, rows = causal(64), np.arange(1, 64, 2)
-    context = attention_context(bits, rows=rows, gather=lambda k, v: (k, v))
+    context = attention_context(bits, rows=rows, gather=Given())
     exact = tensors(len(rows), 64)
     inputs = [x.bfloat16() for x in exact]
     ours = with_gradients(attend(context), inputs)
@@ -197,7 +199,7 @@ def test_default_scale_is_that_of_the_columns(total):
 def test_rows_that_cannot_be():
     bits = causal(4)
     with pytest.raises(DataError, match=r"positions 0\.\.4 in a sequence of 4"):
-        attention_context(bits, rows=np.array([0, 4]), gather=lambda k, v: (k, v))
+        attention_context(bits, rows=np.array([0, 4]), gather=Given())
     with pytest.raises(DataError, match="2 rows of attention are not the 4 positions of the sequence"):
         attention_context(bits, rows=np.array([0, 1]))
     with pytest.raises(DataError, match="need `gather`"):
@@ -205,7 +207,7 @@ def test_rows_that_cannot_be():
 
 
 def test_flex_does_not_train_on_a_cpu():
-    context = attention_context(causal(4), backend="flex")
+    context = attention_context(causal(4), choices=AttentionChoices("flex"))
     with pytest.raises(ConfigError, match=r"training\.attention_backend = 'flex', but the model is on cpu"):
         with_gradients(attend(context), tensors(4, 4))
 
