@@ -84,9 +84,9 @@ class Modality(ABC):
         """The division of the module over the ranks of a submesh."""
         return Division(tp=submesh.tp, whole_rows=submesh.whole_rows, groups=submesh.cp, key_groups=submesh.cp)
 
-    def unevenness(self, submesh: Submesh, units: Sequence[Unit]) -> float:
-        """Rows of the most loaded rank for a work, over those of an even division."""
-        return 1.0
+    def priced_size(self, submesh: Submesh, module: ModuleSpec, item: "WorkItem") -> WorkSize:
+        """The size of the work whose even division gives each rank what the most loaded rank has of this one."""
+        return item.size
 
     @abstractmethod
     def layout(self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta) -> Layout:

@@ -1,7 +1,7 @@
 """Images (and audio as images of one row), as a vision encoder consumes them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import ClassVar
 
@@ -51,14 +51,16 @@ class Images(Modality):
             key_groups=submesh.cp if submesh.share_patches else 1,
         )
 
-    def unevenness(self, submesh: Submesh, units: Sequence[ImageMeta]) -> float:
-        """Patches of the most loaded rank, over those of an even division; 1 if ranks divide each image."""
+    def priced_size(self, submesh: Submesh, module: ModuleSpec, item: WorkItem) -> WorkSize:
+        """The largest counts of a rank, times the ranks; the work's own counts if ranks divide each image."""
         holders = len(submesh.holders)
-        patches = [image.num_patches for image in units]
-        if holders == 1 or not patches:
-            return 1.0
-        images_of_ranks = longest_first(patches, holders)
-        return max(sum(patches[i] for i in indices) for indices in images_of_ranks) * holders / sum(patches)
+        if holders == 1 or not item.units:
+            return item.size
+        sizes = [
+            self.size(module, [item.units[i] for i in indices])
+            for indices in longest_first([image.num_patches for image in item.units], holders)
+        ]
+        return WorkSize(**{f.name: holders * max(getattr(size, f.name) for size in sizes) for f in fields(WorkSize)})
 
     def layout(
         self, submesh: Submesh, module: ModuleSpec, works: dict[int, WorkItem], meta: IterationMeta

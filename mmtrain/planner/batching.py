@@ -14,6 +14,7 @@ from mmtrain.modality.base import Modality, Units, WorkItem
 from mmtrain.modality.bitfield import LanguageMask
 from mmtrain.modality.catalogue import MODALITIES, modalities
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
+from mmtrain.modality.submesh import Submesh
 from mmtrain.schedule.graph import Work
 from mmtrain.spec.spec import ModelSpec, WorkSize
 
@@ -41,6 +42,16 @@ class Batching:
     def sizes(self) -> tuple[WorkSize, ...]:
         """[work] -> rows, attended pairs and output rows."""
         return tuple(item.size for item in self.items)
+
+    def priced_sizes(self, submesh: Submesh) -> tuple[WorkSize, ...]:
+        """[work] -> the size by which it is priced: of a work that gives each rank of a submesh the counts of the most
+        loaded one."""
+        modules = [self.spec.module(name) for name in self.modules]
+        return tuple(
+            self.kinds[module.name].priced_size(submesh, module, item)
+            for item in self.items
+            for module in (modules[item.work.module],)
+        )
 
     @cached_property
     def kinds(self) -> dict[str, Modality]:

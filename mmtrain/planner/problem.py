@@ -56,8 +56,8 @@ def make_problem(
         memory: what blocks may do with their activations. If blocks may choose and any rank has a limit, each stage and
             work has several options.
         limits: [pp_rank] -> bytes that activations may take; None: those of planner_config.
-        submesh: the ranks of a stage, which divide each work. Bytes are those of one rank; if whole images are divided,
-            of the rank with the most patches.
+        submesh: the ranks of a stage, which divide each work. Seconds and bytes are those of one rank; if whole images
+            are divided, of the rank with the most patches.
         forward_only: there is no backward (validation); activations are freed at once.
     Raises: PlanError: the tensors that the backward of one block restores exceed the memory limit by themselves, or a
         time, size or number is outside of `mmtrain.schedule.limits`.
@@ -90,11 +90,11 @@ def _problem(
     prices: "_Prices", partition: Partition, batching: Batching, limits: Sequence[float | None] | None
 ) -> PlanningProblem:
     prices_of: list[list[_StagePrice]] = []
+    sizes = batching.priced_sizes(prices.submesh)
     for number, item in enumerate(batching.items):
         grad = not prices.forward_only and any(prices_of[source][-1].grad for source in item.work.after)
         module = batching.module_of(number)
-        unevenness = batching.kinds[module].unevenness(prices.submesh, item.units)
-        prices_of.append(prices.chain(module, item.size, grad, unevenness))
+        prices_of.append(prices.chain(module, sizes[number], grad))
     try:
         problem = PlanningProblem.build(
             num_ranks=partition.num_ranks,
@@ -262,31 +262,28 @@ class _Prices:
         self._shapes: dict[tuple[int, bool], _StageShape] = {}
         self._layers: dict[tuple[str, int, WorkSize, bool, BlockMemory], _LayerPrice] = {}
         self._offers: dict[tuple[int, bool, WorkSize | None], Offer] = {}
-        self._chains: dict[tuple[str, WorkSize, bool, float], list[_StagePrice]] = {}
+        self._chains: dict[tuple[str, WorkSize, bool], list[_StagePrice]] = {}
 
     @property
     def strategies(self) -> tuple[BlockMemory, ...]:
         """The strategies among which blocks may choose; empty: there is no choice."""
         return self._memory.strategies
 
-    def chain(self, module: str, size: WorkSize, grad: bool, unevenness: float) -> list[_StagePrice]:
+    def chain(self, module: str, size: WorkSize, grad: bool) -> list[_StagePrice]:
         """Options and output of each stage of a module for a work.
 
         Args:
             grad: whether a gradient has to leave the module's first layer.
-            unevenness: bytes of the most loaded rank over those of an even division.
         """
-        key = (module, size, grad, unevenness)
+        key = (module, size, grad)
         if key not in self._chains:
             prices = self._chains[key] = []
             for stage in self._stages[module]:
-                prices.append(self._stage(self._spec.module(module), stage, size, grad, unevenness))
+                prices.append(self._stage(self._spec.module(module), stage, size, grad))
                 grad = prices[-1].grad
         return self._chains[key]
 
-    def _stage(
-        self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool, unevenness: float
-    ) -> _StagePrice:
+    def _stage(self, module: ModuleSpec, stage: StageSpec, size: WorkSize, grad: bool) -> _StagePrice:
         shape = self._shape(module, stage, grad)
         other_layers = _total((len(kind.positions), self._layer(module, kind, size)) for kind in shape.other_layers)
         blocks = [self._layer(module, kind, size, how) for kind in shape.blocks for how in self._memory.allowed]
@@ -298,7 +295,7 @@ class _Prices:
         carried = self._carried_bytes(module, stage.layers[0] - 1, size) if grad else 0.0
         options: list[Option] = []
         for name, price in zip(offered.names, _mixed(offered, other_layers, blocks), strict=True):
-            option = self._option(name, price, shape.grad, held_input, carried, unevenness)
+            option = self._option(name, price, shape.grad, held_input, carried)
             if not options or option.activation_bytes < options[-1].activation_bytes:
                 options.append(option)
         feeds = not stage.last or any(module.name in consumer.after for consumer in self._spec.modules)
@@ -307,7 +304,7 @@ class _Prices:
         return _StagePrice(
             options=self.table.setdefault(tuple(options), len(self.table)),
             grad=shape.grad,
-            output_bytes=unevenness * output_bytes if feeds else 0.0,
+            output_bytes=output_bytes if feeds else 0.0,
         )
 
     def _carried_bytes(self, module: ModuleSpec, index: int, size: WorkSize) -> float:
@@ -315,9 +312,7 @@ class _Prices:
         count = module.num_carried(index)
         return count * self._layer_of_rank(module, index).output_bytes(size) if count else 0.0
 
-    def _option(
-        self, name: str, price: _LayerPrice, grad: bool, held_input: float, carried: float, unevenness: float
-    ) -> Option:
+    def _option(self, name: str, price: _LayerPrice, grad: bool, held_input: float, carried: float) -> Option:
         forward, backward, weight = price.forward_s, price.backward_input_s, price.backward_weight_s
         held_bytes, host_s = max(price.kept_bytes, price.passing_bytes) + carried, 0.0
         if price.host_bytes:
@@ -332,9 +327,9 @@ class _Prices:
             forward_s=forward,
             backward_input_s=backward,
             backward_weight_s=weight,
-            activation_bytes=unevenness * held_bytes,
-            weight_bytes=unevenness * price.waiting_bytes if grad else None,
-            restored_bytes=unevenness * price.restored_bytes,
+            activation_bytes=held_bytes,
+            weight_bytes=price.waiting_bytes if grad else None,
+            restored_bytes=price.restored_bytes,
             split_s=price.split_s if grad else 0.0,
             forward_exchange_s=price.forward_exchange_s,
             backward_exchange_s=price.backward_exchange_s,

@@ -1,13 +1,16 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import Bounds, LinearConstraint, milp
 
+from benchmarks import context_split
 from mmtrain.errors import DataError
 from mmtrain.modality.bitfield import allowed, language_bits, segment_bits, visible_keys
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
-from mmtrain.modality.token_split import attended_pairs, block_work, split_tokens
+from mmtrain.modality.token_split import attended_pairs, block_work, longest_first, split_tokens
 from tests.data.masks import KINDS, example, microbatches, words
+from tests.examples import examples
 
 
 def causal(*lengths):
@@ -118,3 +121,38 @@ def test_balanced_is_more_even_than_mirrored_pieces_where_documents_are_packed()
 def test_fewer_tokens_than_ranks(policy):
     with pytest.raises(DataError, match="a microbatch of 3 tokens cannot be divided over 4 context-parallel ranks"):
         split_tokens(causal(3), 4, policy, 128)
+
+
+@pytest.mark.parametrize("kind", context_split.FIGURE)
+@pytest.mark.parametrize("total", [2**14, 2**15, 2**16])
+def test_longest_first_is_close_to_its_lower_bound(total, kind):
+    """Within 3 % of the mean and of the largest block, for the masks of Cornstarch's figure 3.5."""
+    bits = language_bits(context_split.of_figure(total, kind, seed=0), "modality")
+    blocks, _ = block_work(bits, 128)
+    for cp in (2, 4, 8, 16):
+        loads = [blocks[np.unique(part // 128)].sum() for part in split_tokens(bits, cp, "balanced", 128)]
+        assert max(loads) <= 1.03 * max(blocks.sum() / cp, blocks.max())
+
+
+@given(weights=st.lists(st.integers(1, 40), min_size=3, max_size=9), parts=st.integers(2, 3))
+@settings(max_examples=examples(15), deadline=None)
+def test_longest_first_against_the_optimum(weights, parts):
+    """The integer program of Cornstarch's equation 3.4; Graham's bound of 1969 holds, and is reached at times."""
+    least = integer_program(weights, parts)
+    loads = [sum(weights[i] for i in items) for items in longest_first(weights, parts)]
+    assert max(sum(weights) / parts, max(weights)) <= least <= max(loads) <= (4 / 3 - 1 / (3 * parts)) * least + 1e-9
+
+
+def integer_program(weights, parts):
+    """The least possible load of the most loaded part."""
+    count = len(weights)
+    cost = np.append(np.zeros(count * parts), 1.0)
+    once = np.hstack([np.kron(np.eye(count), np.ones(parts)), np.zeros((count, 1))])
+    load = np.hstack([np.kron(np.array(weights, dtype=float), np.eye(parts)), -np.ones((parts, 1))])
+    solution = milp(
+        cost,
+        constraints=[LinearConstraint(once, 1, 1), LinearConstraint(load, -np.inf, 0)],
+        integrality=np.append(np.ones(count * parts), 0),
+        bounds=Bounds(0, np.append(np.ones(count * parts), np.inf)),
+    )
+    return round(solution.fun)

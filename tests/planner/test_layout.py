@@ -115,21 +115,24 @@ def test_how_ranks_divide_each_module(submesh: Submesh, vision: Division, langua
 
 
 @pytest.mark.parametrize(
-    ("submesh", "unevenness"),
+    ("submesh", "rows"),
     [
-        (Submesh(tp=4), 1.0),
-        (Submesh(cp=2), 64 * 2 / 112),
-        (Submesh(cp=2, share_patches=True), 1.0),
-        (Submesh(cp=4), 64 * 4 / 112),
-        (Submesh(cp=2, tp=2, data_encoder=True), 64 * 4 / 112),
-        (Submesh(cp=2, tp=2, data_encoder=True, share_patches=True), 64 * 2 / 112),
+        (Submesh(tp=4), 112),
+        (Submesh(cp=2), 64 * 2),
+        (Submesh(cp=2, share_patches=True), 112),
+        (Submesh(cp=4), 64 * 4),
+        (Submesh(cp=2, tp=2, data_encoder=True), 64 * 4),
+        (Submesh(cp=2, tp=2, data_encoder=True, share_patches=True), 64 * 2),
     ],
 )
-def test_the_rank_with_most_patches(submesh: Submesh, unevenness: float) -> None:
-    images = layout(submesh).batching.items[0].units
-    assert sum(image.num_patches for image in images) == 112
-    assert Images().unevenness(submesh, images) == unevenness
-    assert Images().unevenness(submesh, ()) == 1.0
+def test_works_are_priced_by_the_rank_with_most_patches(submesh: Submesh, rows: int) -> None:
+    batching = layout(submesh).batching
+    size, priced = batching.sizes[0], batching.priced_sizes(submesh)[0]
+    assert size.rows == 112
+    assert priced.rows == rows
+    assert priced == size or priced.pairs == rows * 64  # the largest image is alone on its rank
+    nothing = dataclasses.replace(batching.items[0], units=())
+    assert Images().priced_size(submesh, vlm().module("vision"), nothing) == size
 
 
 def test_a_rank_may_have_no_image() -> None:

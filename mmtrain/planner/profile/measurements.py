@@ -227,7 +227,9 @@ class _Probe:
         self._parts: dict[str, Partition] = {
             cut.stages: partition_of(job, self.spec) for cut, job in zip(CUTS, jobs, strict=True)
         }
-        self.batching = make_batching(meta, self.spec, 0, Submesh.of(config).attention_mask)
+        submesh = Submesh.of(config)
+        self.batching = make_batching(meta, self.spec, 0, submesh.attention_mask)
+        self._sizes = self.batching.priced_sizes(submesh)
         self._seconds = _medians(speeds, ((step.job, step.rows, step.speeds_s) for step in steps))
         self._steps, self._speeds = steps, speeds
         self._pauses = _medians(speeds, ((step.job, step.pauses, step.speeds_s) for step in steps))
@@ -263,7 +265,7 @@ class _Probe:
                 if name is None or not self._speeds.counts(step.speeds_s[stage, work, kind]):
                     continue
                 module = self.batching.modules[self.batching.works[work].module]
-                size = self.batching.sizes[work]
+                size = self._sizes[work]
                 expected_s = self.attributions[module, name].fixed_s
                 expected_s += sum(fits[module, role(x)].at(name, size) for x in self.spec.module(module).layers)
                 if expected_s > 0 and seconds > 0:
@@ -325,7 +327,7 @@ class _Probe:
             together = self._action_seconds(Cut(stages="modules", splits=splits), joined_stage, work, kinds)
             if together is not None:
                 joined[work] = together
-        return attribute(dict(enumerate(self.batching.sizes)), single, joined, self._equal_blocks(module, taking_part))
+        return attribute(dict(enumerate(self._sizes)), single, joined, self._equal_blocks(module, taking_part))
 
     def _action_seconds(self, cut: Cut, stage: StageSpec, work: int, kinds: Sequence[Kind]) -> float | None:
         keys = [(cut, stage.index, work, kind) for kind in kinds]
@@ -339,7 +341,7 @@ class _Probe:
         return (blocks[0], blocks[1]) if len(blocks) == 2 and len(kinds) == 1 else None
 
     def _points(self, module: str, alike: Sequence[int]) -> dict[str, tuple[tuple[WorkSize, float], ...]]:
-        sizes = self.batching.sizes
+        sizes = self._sizes
         points = {
             name: tuple(
                 (sizes[work], float(np.mean(present)))

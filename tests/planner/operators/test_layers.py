@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mmtrain.config.model import ModelConfig
-from mmtrain.planner.operators.execution import simulate
+from mmtrain.planner.operators.execution import run, simulate
 from mmtrain.planner.operators.graph import Graph, OpKind, Phase
 from mmtrain.planner.operators.layers import LayerDescriber, LinkedDivision
 from mmtrain.spec.builders import model_spec
@@ -144,6 +144,29 @@ def test_context_parallel_ranks_gather_keys_and_values_once() -> None:
     sends = [op for op in graph.operators if op.kind.is_collective]
     assert [op.kind for op in sends] == [OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER]
     assert sends[0].net_bytes(SIZE) == pytest.approx(0.75 * SIZE.rows * 2 * (2 * 8) * 2)
+
+
+def test_keys_of_later_groups_of_heads_arrive_under_attention() -> None:
+    """Equal FLOPs and bytes; all gathers but the first lie under the attention of the group before."""
+    model = tiny_model(language="llama")
+    whole, _ = block(model, "language", LinkedDivision(groups=4, key_groups=4))
+    grouped, _ = block(model, "language", LinkedDivision(groups=4, key_groups=4, head_groups=2))
+    capped, _ = block(model, "language", LinkedDivision(groups=4, key_groups=4, head_groups=64))
+    heads = sum(op.kind is OpKind.ALL_GATHER for op in capped.operators)
+    assert heads == language_shape(model).num_kv_heads
+    for phase in Phase:
+        assert flops(grouped, phase) == pytest.approx(flops(whole, phase))
+    sent = [sum(op.net_bytes(SIZE) for op in graph.operators) for graph in (whole, grouped)]
+    assert sent[0] == pytest.approx(sent[1])
+
+    def seconds(graph: Graph) -> tuple[float, float]:
+        """Of exchanges that take as long as attention: makespan with them, and without."""
+        times = [float(op.kind.is_collective or op.kind is OpKind.ATTENTION) for op in graph.operators]
+        number = sum(op.kind is OpKind.ALL_GATHER for op in graph.operators)
+        return max(run(graph, [t / number for t in times])), sum(times) / number
+
+    assert seconds(whole) == (4.0, 4.0)  # gather, attention, its backward, reduce-scatter: one after the other
+    assert seconds(grouped) == (3.0, 4.0)
 
 
 def test_groups_that_share_images_exchange_nothing() -> None:
