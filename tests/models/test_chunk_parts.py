@@ -7,6 +7,7 @@ import torch
 
 from mmtrain.errors import DataError
 from mmtrain.spec.rows import part_of
+from tests.models.attention.masks import Given
 from tests.models.test_chunk import TOLERANCE, assert_equal_gradients, build, grads, vision_inputs
 
 
@@ -18,15 +19,18 @@ class Exchange:
         self.barrier = threading.Barrier(len(parts), timeout=20)
 
     def gather(self, index):
-        def run(key, value):
+        given = Given()
+
+        def start(key, value):
             lo, hi = self.parts[index]
             self.held[index] = key[:, :, : hi - lo], value[:, :, : hi - lo]
             self.barrier.wait()
             both = tuple(torch.cat(all_of, dim=2) for all_of in zip(*self.held, strict=True))
             self.barrier.wait()
-            return both
+            return lambda: both
 
-        return run
+        given.start = start
+        return given
 
 
 def run_parts(chunks, pixels, grids, parts):
