@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mmtrain.config.data import DataConfig, DiffusionConfig, TokenizerConfig
 from mmtrain.config.model import (
+    MODULES,
     DitConfig,
     EncoderConfig,
     LanguageConfig,
@@ -146,6 +147,7 @@ def check(config: Config) -> None:
     _check_data(config)
     _check_dit(config)
     _check_partition(config)
+    _check_placement(config)
     if config.planner.braid:
         _check_braid(parallelism)
     if config.planner.enable and config.planner.patience_s >= config.comm.timeout_seconds:
@@ -265,6 +267,37 @@ def _check_partition(config: Config) -> None:
                 f'planner.partition = "{how}" cuts all modules as one chain, but {key} = {value!r} cuts a module by '
                 'itself; remove it, or set planner.partition = "search"'
             )
+
+
+def _check_placement(config: Config) -> None:
+    """Refuses placements that cannot be, and numbers of ranks that have no effect or do not add up."""
+    how, num_ranks = config.planner.placement, config.parallelism.pipeline_parallel_degree
+    sections = {f"model.{MODULES[name]}.ranks": section.ranks for name, section in config.model.cut_modules.items()}
+    given = {key: ranks for key, ranks in sections.items() if ranks}
+    if how == "spread":
+        for key, ranks in given.items():
+            raise ConfigError(
+                f'{key} = {ranks} has no effect with planner.placement = "spread", in which all ranks hold a part of '
+                'each module; remove it, or set "parallel" or "colocated"'
+            )
+        return
+    if len(sections) == 1:
+        raise ConfigError(
+            f'planner.placement = "{how}", but the model has one module; set "spread", which puts it on all ranks'
+        )
+    if config.planner.partition != "search":
+        raise ConfigError(
+            f'planner.placement = "{how}" with planner.partition = "{config.planner.partition}", which puts every '
+            "module on all ranks; remove one of the two"
+        )
+    if how == "search" and given:
+        key, ranks = next(iter(given.items()))
+        raise ConfigError(f'{key} = {ranks} has no effect with planner.placement = "search"; remove it')
+    if num_ranks < 2:
+        raise ConfigError(
+            f'planner.placement = "{how}" with parallelism.pipeline_parallel_degree = {num_ranks}: modules on ranks of '
+            'their own need at least two; raise the degree, or set "spread"'
+        )
 
 
 def _check_dit(config: Config) -> None:

@@ -36,6 +36,8 @@ class EncoderConfig:
     """Features of an image, as LLaVA's vision_feature_select_strategy. default: without the class token. full: all, so
     that a class token becomes a token of the language model, too. auto: that of the LLaVA model that `pretrained`
     names; of another encoder all patches without a class token."""
+    ranks: int = 0
+    """Pipeline ranks of the module, if planner.placement is not spread; 0: as the placement says."""
     num_segments: int = 0
     """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says."""
     pipeline_layout: str = ""
@@ -49,7 +51,7 @@ class EncoderConfig:
     def __post_init__(self) -> None:
         _check_source("model.encoder", self)
         at_most("model.encoder", self, num_segments=MOST_SEGMENTS)
-        at_least("model.encoder", self, num_segments=0, sub_microbatch_size=0)
+        at_least("model.encoder", self, num_segments=0, sub_microbatch_size=0, ranks=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,8 @@ class LanguageConfig:
     attention_mask: Literal["causal", "image_bidirectional", "prefix", "modality"] = "causal"
     """Inside of each document: causal; or also both ways inside of each image; or before the first answer. modality:
     text is causal; tokens of images see those of all images, both ways, and no text."""
+    ranks: int = 0
+    """Pipeline ranks of the module, if planner.placement is not spread; 0: as the placement says."""
     num_segments: int = 0
     """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says. In a mixed
     partition, chunks of all modules on each rank; 0: as few as the schedule needs."""
@@ -123,7 +127,7 @@ class LanguageConfig:
     def __post_init__(self) -> None:
         _check_source("model.language", self)
         at_most("model.language", self, num_segments=MOST_SEGMENTS)
-        at_least("model.language", self, num_segments=0)
+        at_least("model.language", self, num_segments=0, ranks=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +164,8 @@ class DitConfig:
     """With `pretrained`: load its weights, or take only its shape."""
     trainable: Trainable = True
     """true: train it; false: keep it fixed; "lora" is refused for now."""
+    ranks: int = 0
+    """Pipeline ranks of the module, if planner.placement is not spread; 0: as the placement says."""
     num_segments: int = 0
     """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says."""
     pipeline_layout: str = ""
@@ -172,7 +178,7 @@ class DitConfig:
     def __post_init__(self) -> None:
         _check_source("model.dit", self, example="wan")
         at_most("model.dit", self, num_segments=MOST_SEGMENTS)
-        at_least("model.dit", self, num_segments=0, sub_microbatch_size=0)
+        at_least("model.dit", self, num_segments=0, sub_microbatch_size=0, ranks=0)
         if self.trainable == "lora":
             raise ConfigError('model.dit.trainable = "lora": the DiT has no adapters yet; set true or false')
 

@@ -94,14 +94,23 @@ def _model(config: Config, planner: IterationPlanner) -> ModelConfig:
         segments = {**dict.fromkeys((m.name for m in modules), 0), partition.text: partition.passes}
         stages = {module.name: partition.passes * num_ranks for module in modules}
     else:
-        segments = {m.name: len(partition.of_module(m.name)) // partition.num_ranks for m in modules}
+        held = {m.name: [stage.pp_rank for stage in partition.of_module(m.name)] for m in modules}
+        segments = {
+            name: len(ranks) // (len(set(ranks)) if partition.placed else partition.num_ranks)
+            for name, ranks in held.items()
+        }
         stages = {name: count * num_ranks for name, count in segments.items()}
     tp = {module.name: division_of(submesh, module).tp for module in modules}
-    return narrow_model(config.model, tp=tp, stages=stages, segments=segments)
+    model = narrow_model(config.model, tp=tp, stages=stages, segments=segments)
+    if num_ranks != partition.num_ranks:  # the ranks that sections name are those of the real job
+        model = model.with_modules({name: replace(x, ranks=0) for name, x in model.cut_modules.items()})
+    return model
 
 
 def _planner(section: PlannerConfig, partition: Partition) -> PlannerConfig:
     # A chain that the search chose is one again; the other numbers are in the model's sections.
     how = "mixed-latency" if partition.passes and section.partition == "search" else section.partition
     # The real model's memory limit does not apply to the small one.
-    return replace(section, partition=how, activation_memory_gib=0.0, memory_limit="")
+    return replace(
+        section, partition=how, placement=partition.placed or "spread", activation_memory_gib=0.0, memory_limit=""
+    )

@@ -61,6 +61,8 @@ class Case:
     placement: Placement = "loop"
     partition: str = ""
     """How the config says that modules are cut; empty: by DIP's rule where the model leaves it open."""
+    placed: str = ""
+    """How the config places modules; empty: on all ranks."""
     split: str = "balanced"
     share_patches: bool = False
     head_groups: int = 1
@@ -184,13 +186,13 @@ def run_layout(rank, shape, cases) -> dict[tuple, Found]:
 def cut(case, shape):
     """The partition of a case."""
     model, spec = case.model, model_spec(case.model)
-    if case.partition:
+    if case.partition or case.placed:
         job = Config(
             model=model, data=DataConfig(source="nowhere"), training=case.training,
             parallelism=ParallelismConfig(
                 pipeline_parallel_degree=shape.pp, pipeline_parallel_schedule=case.runs[0][0]
             ),
-            planner=PlannerConfig(partition=case.partition),
+            planner=PlannerConfig(partition=case.partition or "search", placement=case.placed or "spread"),
         )  # fmt: skip
         return partition_of(job, spec)
     segments = {

@@ -7,6 +7,7 @@ from mmtrain.config import config
 from mmtrain.config.topology import MeshShape
 from mmtrain.trainer import Trainer
 from tests.jobs import layout, metrics, train, write_config
+from tests.models.dits import t2v
 from tests.parallel.parity import (
     NO_IMAGE,
     TEXT_ON_ONE,
@@ -51,6 +52,19 @@ CASES = {
     "text model": Case(
         model=model_config(None, "llama", segments=TWICE, tied=True), partition="mixed-parameters", images=NO_IMAGE
     ),
+    "encoder on ranks of its own, tied": Case(
+        model=model_config(segments=OPEN, tied=True), placed="parallel", runs=RUNS
+    ),
+    "frozen encoder on ranks of its own": Case(
+        model=model_config(segments=OPEN, frozen=("encoder", "projector")),
+        placed="colocated",
+        images=TEXT_ON_ONE,
+        runs=RUNS,
+    ),
+    "text encoder on ranks of its own": Case(model=t2v(out_channels=4), placed="parallel", runs=RUNS[:2]),
+    "placements searched": Case(
+        model=model_config(segments=OPEN), placed="search", runs=(("Interleaved1F1B", 1), ("interleave", 2))
+    ),
     "searched": Case(model=model_config(segments=OPEN, tied=True), partition="search", runs=RUNS),
     "searched, interleaved": Case(
         model=model_config(segments=OPEN), partition="search", runs=(("Interleaved1F1B", 1), ("interleave", 2))
@@ -64,6 +78,7 @@ PLANES = {
         share_patches=True,
     ),
     "images over tp": Case(model=model_config(segments=OPEN), partition="mixed-latency", data_encoder=True),
+    "placed": Case(model=model_config(segments=OPEN, frozen=("encoder",)), placed="parallel", data_encoder=True),
 }
 
 

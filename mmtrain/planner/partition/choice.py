@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NoReturn
 
 from mmtrain.config.config import Config
 from mmtrain.config.model import section_of
@@ -21,10 +22,12 @@ from mmtrain.planner.costs.job_costs import cost_model
 from mmtrain.planner.forecast.typical_iterations import MOST_MICROBATCHES, TypicalIterations
 from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.memory.limit import MemoryRule
-from mmtrain.planner.partition.partition import Partition, mixed_partition, partition
+from mmtrain.planner.partition.partition import Partition, Placed, divide_ranks, mixed_partition, partition
 from mmtrain.planner.work_size import sub_microbatch_size
 from mmtrain.spec.spec import ModelSpec
 
+PLACEMENTS: tuple[Placed, ...] = ("parallel", "colocated")
+"""Of modules that do not reach every rank."""
 MOST_SEGMENTS = 4
 """The largest K that the search tries."""
 WORTH = 0.005
@@ -50,14 +53,23 @@ class Cut:
     """K of each module that is cut, in the model's order; for a chain one number, its chunks on each rank."""
     is_chain: bool = False
     """Whether all modules are one chain, cut by time."""
+    placement: Placed = ""
+    """Of modules on ranks of their own: how they are placed."""
+    ranks: tuple[int, ...] = ()
+    """Of placed modules: ranks of each group that shares them."""
 
     @property
-    def worth(self) -> float:
-        """Fraction of an iteration that it has to save."""
-        return WORTH * sum(self.segments) + (CHAIN_WORTH if self.is_chain else 0.0)
+    def is_even(self) -> bool:
+        """Whether all ranks hold a part of each module."""
+        return not (self.is_chain or self.placement)
+
+    def worth(self, margin: float = CHAIN_WORTH) -> float:
+        """Fraction of an iteration that it has to save. Args: margin: if ranks hold unequal parts of modules."""
+        return WORTH * sum(self.segments) + (0.0 if self.is_even else margin)
 
     def __str__(self) -> str:
-        return f"chain x {self.segments[0]}" if self.is_chain else " + ".join(map(str, self.segments))
+        name = f"chain x {self.segments[0]}" if self.is_chain else " + ".join(map(str, self.segments))
+        return f"{name}, {self.placement} {':'.join(map(str, self.ranks))}" if self.placement else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +119,18 @@ def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_micr
             f'"{schedule.name}": two passes of a block use one chunk in turns, so one would free parameters that the '
             'other still needs; set "step", or choose a schedule without braids'
         )
+    placement = config.planner.placement
+    if placement != "spread" and schedule.placement == "v":
+        raise ConfigError(
+            f'planner.placement = "{placement}" with parallelism.pipeline_parallel_schedule = '
+            f'"{config.parallelism.pipeline_parallel_schedule}", which goes down all pipeline ranks and back up in '
+            'every module; choose another schedule, or set "spread"'
+        )
+    if placement == "parallel" or placement == "colocated":
+        weights = _placing_weights(config, spec, costs, sub_microbatch)
+        cut = _placed_cut(config, spec, placement, weights)
+        placed = _placed(config, spec, cut, weights)
+        return Choice(partition=placed, summary=f"partition: modules {placement}, {_ranks_text(cut, spec)}")
     if how == "mixed-parameters" or how == "mixed-latency":
         return _mixed(config, spec, costs, sub_microbatch)
     if how == "search":
@@ -121,37 +145,145 @@ def best_cut(
     quick: Callable[[Cut], float],
     exact: Callable[[Cut], float],
     fits: Callable[[Cut, Cut], bool] = lambda chain, separated: True,
+    margin: float = CHAIN_WORTH,
 ) -> Found | None:
     """The candidate with the least seconds x (1 + `Cut.worth`); None: no candidate has a plan.
 
-    Ties go to separated modules, then to fewer segments in total, then to fewer segments of the first modules.
+    Ties go to modules on all ranks, then to fewer segments in total, then to fewer segments of the first modules.
 
     Args:
         quick: seconds of a candidate, by which finalists are selected; infinite: it has no plan.
         exact: seconds of a finalist, by which the best one is selected.
-        fits: whether a chain takes no more memory than the best cut of separated modules. It is asked only for chains
-            that are better than that one, best first.
+        fits: whether a chain, or placed modules, take no more memory than the best cut of modules on all ranks. It is
+            asked only for those that are better than that one, best first.
+        margin: see `Cut.worth`.
     """
 
     def ranked(times: Mapping[Cut, float]) -> list[Cut]:
         feasible = [c for c, seconds in times.items() if seconds < math.inf]
-        return sorted(feasible, key=lambda c: (times[c] * (1 + c.worth), *_simplicity(c)))
+        return sorted(feasible, key=lambda c: (times[c] * (1 + c.worth(margin)), *_simplicity(c)))
 
     by_quick = ranked({c: quick(c) for c in candidates})
-    finalists = {*by_quick[:FINALISTS], *[c for c in by_quick if not c.is_chain][:FINALISTS]}
+    finalists = {*by_quick[:FINALISTS], *[c for c in by_quick if c.is_even][:FINALISTS]}
     times = {c: exact(c) for c in sorted(finalists, key=_simplicity)}
     order = ranked(times)
     if not order:
         return None
-    separated = next((c for c in order if not c.is_chain), None)
+    separated = next((c for c in order if c.is_even), None)
     best = next(c for c in order if c is separated or separated is None or fits(c, separated))
     too_large = tuple(order[: order.index(best)])
     return Found(best=best, finalists=tuple(times.items()), num_tried=len(candidates), too_large=too_large)
 
 
-def _simplicity(cut: Cut) -> tuple[bool, int, tuple[int, ...]]:
+def _simplicity(cut: Cut) -> tuple[bool, int, tuple[int, ...], str, tuple[int, ...]]:
     """The sort key of ties; smaller is simpler."""
-    return cut.is_chain, sum(cut.segments), cut.segments
+    return not cut.is_even, sum(cut.segments), cut.segments, cut.placement, cut.ranks
+
+
+# ---------------------------------------------------------------------------------------------- placed
+
+
+def _groups(spec: ModelSpec, placement: Placed) -> list[list[str]]:
+    """The modules that share ranks, in the order of their ranks."""
+    modules = [module for module in spec.modules if not module.is_whole]
+    if placement == "parallel":
+        return [[module.name] for module in modules]
+    wholes = {module.name for module in spec.modules if module.is_whole}
+    readers = [module.name for module in modules if not set(module.after) - wholes]
+    return [readers, *([module.name] for module in modules if module.name not in readers)]
+
+
+def _placed_cut(config: Config, spec: ModelSpec, placement: Placed, weights: Mapping[str, Sequence[float]]) -> Cut:
+    """The ranks of each group of modules for which the most loaded rank has least. Errors: see `_no_ranks`."""
+    groups, segments = _groups(spec, placement), _placed_segments(config)
+    sections = config.model.cut_modules
+    given = {name: section.ranks for name, section in sections.items()}
+    num_ranks = config.parallelism.pipeline_parallel_degree
+    ranks = divide_ranks(weights, groups, segments, num_ranks, given)
+    if ranks is None:
+        _no_ranks(spec, groups, segments, num_ranks, given)
+    return Cut(tuple(segments.values()), placement=placement, ranks=ranks)
+
+
+def _placing_weights(
+    config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int
+) -> Mapping[str, Sequence[float]]:
+    """Module -> [layer] -> forward and backward: seconds, or FLOPs if no workload can be drawn for the model."""
+    try:
+        return TypicalIterations.draw(config, spec, costs, sub_microbatch).layer_seconds()
+    except ConfigError:
+        sizes = reference_sizes(spec, config.training.seq_len)
+        return {
+            m.name: [spec.flops(m.name, sizes[m.name], [i]).total for i in range(len(m.layers))] for m in spec.modules
+        }
+
+
+def _placed_segments(config: Config) -> dict[str, int]:
+    """K of each module on ranks of its own."""
+    return {name: count or job_schedule(config).least_passes for name, count in _given_segments(config).items()}
+
+
+def _placed(config: Config, spec: ModelSpec, cut: Cut, weights: Mapping[str, Sequence[float]]) -> Partition:
+    ends = list(itertools.accumulate(cut.ranks, initial=0))
+    ranges = itertools.starmap(range, itertools.pairwise(ends))
+    return partition(
+        spec,
+        config.parallelism.pipeline_parallel_degree,
+        {name: 0 if _layouts(config)[name] else count for name, count in _placed_segments(config).items()},
+        reference_sizes(spec, config.training.seq_len),
+        layouts=_layouts(config),
+        placed=cut.placement,
+        ranks={name: own for group, own in zip(_groups(spec, cut.placement), ranges, strict=True) for name in group},
+        weights=weights,
+    )
+
+
+def _ranks_text(cut: Cut, spec: ModelSpec) -> str:
+    groups = zip(_groups(spec, cut.placement), cut.ranks, strict=True)
+    return ", ".join(f"{' and '.join(group)} on {n} rank{'s' * (n > 1)}" for group, n in groups)
+
+
+def _no_ranks(
+    spec: ModelSpec,
+    groups: Sequence[Sequence[str]],
+    segments: Mapping[str, int],
+    num_ranks: int,
+    given: Mapping[str, int],
+) -> NoReturn:
+    said = [f"{section_of(name)}.ranks = {count}" for name, count in given.items() if count]
+    needs = [
+        f"{' and '.join(group)} at least 1 and at most {min(len(spec.module(m).layers) // segments[m] for m in group)}"
+        for group in groups
+    ]
+    raise ConfigError(
+        f"{', '.join(said) or 'planner.placement'}: parallelism.pipeline_parallel_degree = {num_ranks} pipeline ranks "
+        f"cannot be divided so; {', '.join(needs)}, and they must add up to {num_ranks}; change them, or leave "
+        "`ranks` out"
+    )
+
+
+def _placed_cuts(config: Config, spec: ModelSpec, weights: Mapping[str, Sequence[float]]) -> list[Cut]:
+    """For each placement the best numbers of ranks, and those with one rank moved from a group to another."""
+    cuts: dict[Cut, None] = {}
+    segments, num_ranks = _placed_segments(config), config.parallelism.pipeline_parallel_degree
+    for placement in PLACEMENTS:
+        groups = _groups(spec, placement)
+        best = divide_ranks(weights, groups, segments, num_ranks, {})
+        if best is None or (placement == "colocated" and groups == _groups(spec, "parallel")):
+            continue
+        moves = [best]
+        for source, target in itertools.permutations(range(len(best)), 2):
+            moved = list(best)
+            moved[source], moved[target] = moved[source] - 1, moved[target] + 1
+            moves.append(tuple(moved))
+        for ranks in moves:
+            fit = (
+                n > 0 and all(n * segments[name] <= len(spec.module(name).layers) for name in group)
+                for n, group in zip(ranks, groups, strict=True)
+            )
+            if all(fit):
+                cuts[Cut(tuple(segments.values()), placement=placement, ranks=ranks)] = None
+    return list(cuts)
 
 
 # ------------------------------------------------------------------------------------------- separated
@@ -205,26 +337,32 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
     """The choice of a search; None: the config determines the partition, or a search is not possible."""
     memory = MemoryRule.of_device(config)
     separated_cuts, chains = _separated_cuts(config, spec), _chains(config, spec)
-    if job_schedule(config).placement == "v" or not (separated_cuts or chains) or not any(_open(config).values()):
+    left_open = any(_open(config).values()) or config.planner.placement == "search"
+    if job_schedule(config).placement == "v" or not (separated_cuts or chains) or not left_open:
         return None
     num_ranks = config.parallelism.pipeline_parallel_degree
     names = [module.name for module in spec.modules if not module.is_whole]
-    cuts = [*separated_cuts, *chains]
 
     def separated(cut: Cut) -> Partition:
         return _separated(config, spec, dict(zip(names, cut.segments, strict=True)))
 
-    if num_ranks == 1 or (len(separated_cuts) == 1 and not chains):  # on one rank, all cuts take the same time
+    searches_placement = config.planner.placement == "search"
+    if num_ranks == 1 or (
+        len(separated_cuts) == 1 and not chains and not searches_placement
+    ):  # on one rank, all cuts take the same time
         return Choice(partition=separated(min(separated_cuts, key=_simplicity)))
     draw = partial(TypicalIterations.draw, config, spec, costs, sub_microbatch)
     try:
         typical = draw()
     except ConfigError:  # the encoder does not read images: there is no workload for it
         return None
-    weights = typical.layer_seconds() if chains else {}
+    weights = typical.layer_seconds() if chains or searches_placement else {}
+    cuts = [*separated_cuts, *chains, *(_placed_cuts(config, spec, weights) if searches_placement else [])]
 
     @cache
     def partition_for(cut: Cut) -> Partition:
+        if cut.placement:
+            return _placed(config, spec, cut, weights)
         return mixed_partition(spec, num_ranks, cut.segments[0], weights) if cut.is_chain else separated(cut)
 
     def judging_s(iterations: TypicalIterations) -> list[float]:
@@ -235,7 +373,7 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
     exact = draw(most_microbatches=exact_microbatches)
 
     def seconds(iterations: TypicalIterations, cut: Cut) -> float:
-        return iterations.seconds(partition_for(cut), within=memory if cut.is_chain else None)
+        return iterations.seconds(partition_for(cut), within=None if cut.is_even else memory)
 
     @cache
     def peak_bytes(cut: Cut) -> float:
@@ -245,8 +383,11 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
         return memory.limit_bytes is not None or peak_bytes(chain) <= peak_bytes(instead)
 
     quick = draw(most_microbatches=quick_microbatches, is_quick=True)
-    result = best_cut(cuts, partial(seconds, quick), partial(seconds, exact), fits)
-    return None if result is None else Choice(partition=partition_for(result.best), summary=_summary(result, names))
+    margin = 0.0 if searches_placement else CHAIN_WORTH
+    result = best_cut(cuts, partial(seconds, quick), partial(seconds, exact), fits, margin)
+    if result is None:
+        return None
+    return Choice(partition=partition_for(result.best), summary=_summary(result, names, spec))
 
 
 def looks(
@@ -299,9 +440,11 @@ def _chains(config: Config, spec: ModelSpec) -> list[Cut]:
     return [Cut((passes,), is_chain=True) for passes in range(job_schedule(config).least_passes, largest + 1)]
 
 
-def _summary(search: Found, names: Sequence[str]) -> str:
+def _summary(search: Found, names: Sequence[str], spec: ModelSpec) -> str:
     segments = search.best.segments
-    if search.best.is_chain:
+    if search.best.placement:
+        chosen = f"modules {search.best.placement}, {_ranks_text(search.best, spec)}"
+    elif search.best.is_chain:
         chosen = f"one chain of all modules, {segments[0]} on each rank"
     else:
         chosen = ", ".join(f"{name} {count}" for name, count in zip(names, segments, strict=True)) + " segments"

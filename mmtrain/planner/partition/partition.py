@@ -1,15 +1,18 @@
 """The partition, made once: which layers form which stage, and which pipeline rank holds it.
 
-A *separated* partition cuts each module by itself, so that all pipeline ranks hold an equal part of it. A *mixed* one
-cuts the layers of all modules as one chain; a rank in the middle may then hold the end of one module and the beginning
-of the next, and a module need not reach every rank. Which one a job gets is decided in `partition_choice`.
+A *separated* partition cuts each module by itself, so that all pipeline ranks hold an equal part of it; or, *placed*,
+those ranks that are its own or that encoders share. A *mixed* one cuts the layers of all modules as one chain; a rank
+in the middle may then hold the end of one module and the beginning of the next, and a module need not reach every rank.
+Which one a job gets is decided in `choice`.
 
-Source: DIP, arXiv:2504.14145, sections 3.1 and 4: separated partitioning, K_i = floor(T_i / T_1).
+Sources: DIP, arXiv:2504.14145, sections 3.1 and 4: separated partitioning, K_i = floor(T_i / T_1). Cornstarch,
+arXiv:2503.11367, section 3.3.1: modules on ranks of their own, cut by the seconds of frozen and other layers.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from mmtrain.config.model import section_of
 from mmtrain.errors import ConfigError
@@ -19,6 +22,9 @@ from mmtrain.planner.partition.pipeline_layout import chunk_bounds
 from mmtrain.schedule.graph import ModuleStages
 from mmtrain.schedule.library.catalogue import Placement
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
+
+Placed = Literal["", "parallel", "colocated"]
+"""How modules are placed that do not reach every rank, as planner.placement; empty: they are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +68,18 @@ class Partition:
     """Name of the language model."""
     passes: int = 0
     """v of a mixed partition, the number of parts of its chain on each rank; 0: it is separated."""
+    placed: Placed = ""
+    """How modules are placed that do not reach every rank: the value of planner.placement."""
 
     def __str__(self) -> str:
         """Chunks on each rank: of the chain, or K of each module."""
         if self.passes:
             return f"chain x {self.passes}"
-        return " + ".join(str(len(module.stages) // self.num_ranks) for module in self.modules)
+        ranks = [len({self.stage_rank[stage] for stage in module.stages}) for module in self.modules]
+        counts = [len(module.stages) // n for module, n in zip(self.modules, ranks, strict=True)]
+        if self.placed:
+            return " + ".join(f"{count} on {n}" for count, n in zip(counts, ranks, strict=True))
+        return " + ".join(map(str, counts))
 
     def of_rank(self, pp_rank: int) -> tuple[StageSpec, ...]:
         """The stages that a pipeline rank holds, ascending."""
@@ -79,7 +91,7 @@ class Partition:
 
     @property
     def text_rank(self) -> int:
-        """The pipeline rank where the language model begins: 0, unless the partition is mixed."""
+        """The pipeline rank where the language model begins: 0, unless the partition is mixed or placed."""
         return self.of_module(self.text)[0].pp_rank
 
     @property
@@ -107,6 +119,9 @@ def partition(
     sizes: Mapping[str, WorkSize],
     placement: Placement = "loop",
     layouts: Mapping[str, str] | None = None,
+    placed: Placed = "",
+    ranks: Mapping[str, range] | None = None,
+    weights: Mapping[str, Sequence[float]] | None = None,
 ) -> Partition:
     """The separated partition: each module cut into P x K chunks of consecutive layers, K chunks on each of P ranks.
 
@@ -121,6 +136,9 @@ def partition(
         placement: loop: chunk j is on rank j % P. v: down the ranks and back up, so that each module begins and ends
             on rank 0; K is 2 (or 0).
         layouts: the chunks of a module as a layout string, see `pipeline_layout`; absent or empty: of equal work.
+        placed: how modules are placed, if they have `ranks`.
+        ranks: the pipeline ranks of each module that is cut, in place of all P.
+        weights: module -> [layer] -> its cost in any unit, in place of FLOPs.
     Raises: ConfigError: a module has fewer layers than chunks, a K that the placement does not allow, or a wrong
         layout.
     Source: DIP, arXiv:2504.14145, sections 3.1 and 4.
@@ -130,19 +148,23 @@ def partition(
     cuts: dict[str, _Cut] = {}
     for module in spec.modules:
         costs = [spec.flops(module.name, sizes[module.name], [i]).total for i in range(len(module.layers))]
+        if weights is not None:
+            costs = list(weights[module.name])
         if module.is_whole:
             cuts[module.name] = _Cut(bounds=((0, len(costs)),), costs=costs, ranks=[0], fixed=True)
             continue
         by_rule = int(totals[module.name] // fastest)
         layout = (layouts or {}).get(module.name, "")
+        own = ranks[module.name] if ranks else range(num_ranks)
         cuts[module.name] = _cut(
-            module, costs, num_ranks, num_segments.get(module.name, 0), by_rule, placement=placement, layout=layout
+            module, costs, own, num_segments.get(module.name, 0), by_rule, placement=placement, layout=layout
         )
     stages: list[StageSpec] = []
     for name, cut in _level_ranks(cuts, num_ranks).items():
         for j, layers in enumerate(cut.bounds):
-            stages.append(StageSpec.of(len(stages), spec.module(name), layers, cut.ranks[j], j // num_ranks))
-    return Partition(num_ranks, tuple(stages), spec.text.name)
+            segment = list(cut.ranks[:j]).count(cut.ranks[j])
+            stages.append(StageSpec.of(len(stages), spec.module(name), layers, cut.ranks[j], segment))
+    return Partition(num_ranks, tuple(stages), spec.text.name, placed=placed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +202,7 @@ def _level_ranks(cuts: Mapping[str, _Cut], num_ranks: int) -> dict[str, _Cut]:
 def _cut(
     module: ModuleSpec,
     costs: list[float],
-    num_ranks: int,
+    ranks: Sequence[int],
     segments: int,
     by_rule: int,
     *,
@@ -188,6 +210,7 @@ def _cut(
     layout: str,
 ) -> "_Cut":
     """The chunks of a module, and their ranks. Args: segments: K; 0: `by_rule`, limited by the number of layers."""
+    num_ranks = len(ranks)
     bounds = _layout_bounds(layout, module, num_ranks, segments) if layout else []
     segments = len(bounds) // num_ranks if bounds else segments
     if placement == "v":
@@ -200,11 +223,63 @@ def _cut(
         bounds=tuple(bounds) or split_evenly(costs, num_ranks * segments),
         costs=costs,
         ranks=[
-            num_ranks - 1 - j % num_ranks if placement == "v" and j >= num_ranks else j % num_ranks
+            ranks[num_ranks - 1 - j % num_ranks if placement == "v" and j >= num_ranks else j % num_ranks]
             for j in range(num_ranks * segments)
         ],
         fixed=bool(bounds),
     )
+
+
+def rank_loads(costs: Mapping[str, Sequence[float]], segments: Mapping[str, int], num_ranks: int) -> list[float]:
+    """[rank] -> the cost of its layers, if some modules share ranks. Args: costs: module -> [layer]; segments: K."""
+    cuts = {
+        name: _Cut(
+            bounds=split_evenly(of_layers, num_ranks * segments[name]),
+            costs=of_layers,
+            ranks=[j % num_ranks for j in range(num_ranks * segments[name])],
+            fixed=False,
+        )
+        for name, of_layers in costs.items()
+    }
+    loads = [0.0] * num_ranks
+    for cut in _level_ranks(cuts, num_ranks).values():
+        for rank, bounds in zip(cut.ranks, cut.bounds, strict=True):
+            loads[rank] += sum(cut.costs[slice(*bounds)])
+    return loads
+
+
+def divide_ranks(
+    costs: Mapping[str, Sequence[float]],
+    groups: Sequence[Sequence[str]],
+    segments: Mapping[str, int],
+    num_ranks: int,
+    given: Mapping[str, int],
+) -> tuple[int, ...] | None:
+    """[group] -> its number of pipeline ranks, such that the most loaded rank has the least; None: there is no way.
+
+    Exact, by dynamic programming over the groups; ties go to more ranks for the last ones.
+
+    Args:
+        costs: module -> [layer] -> seconds of forward and backward.
+        groups: modules that share ranks.
+        segments: K of each module: it needs a layer for each of its chunks.
+        given: module -> its number of ranks, where the config says it.
+    Source: Cornstarch, arXiv:2503.11367, equation 3.5, over modules.
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for group in groups:
+        of_group = {name: costs[name] for name in group}
+        most = min(len(of_layers) // segments[name] for name, of_layers in of_group.items())
+        wanted = {given[name] for name in group if given.get(name)}
+        counts = [n for n in range(1, min(num_ranks, most) + 1) if wanted <= {n}]
+        load = {n: max(rank_loads(of_group, segments, n)) for n in counts}
+        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for before, (largest, chosen) in best.items():
+            for n in counts:
+                value = max(largest, load[n]), (*chosen, n)
+                longer[before + n] = min(longer.get(before + n, value), value)
+        best = longer
+    return best[num_ranks][1] if num_ranks in best else None
 
 
 def mixed_partition(spec: ModelSpec, num_ranks: int, passes: int, weights: Mapping[str, Sequence[float]]) -> Partition:
