@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -76,9 +77,24 @@ def model_config(
     segments: tuple[int, int] = (1, 1),
     projector: str = "mlp",
     key_heads: int = 2,
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> ModelConfig:
-    """A tiny model. Args: frozen: of encoder, projector, language. segments: K of vision and language."""
+    """A tiny model.
+
+    Args: frozen: of encoder, projector, language and `others`. segments: K of vision and language. others: further
+    encoders by their names.
+    """
     return ModelConfig(
+        modules={
+            name: EncoderConfig(
+                config=ENCODERS[kind],
+                kind="audio" if kind == "whisper_encoder" else "images",
+                trainable=name not in frozen,
+                num_segments=segments[0],
+                projector=ProjectorConfig(kind="mlp", spatial_merge=2),
+            )
+            for name, kind in others.items()
+        },
         encoder=None
         if encoder is None
         else EncoderConfig(config=ENCODERS[encoder], trainable="encoder" not in frozen, num_segments=segments[0]),
@@ -127,7 +143,8 @@ def make_clips(model: ModelConfig, counts: list[int], seed: int) -> tuple[Batch,
 
 def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> tuple[Batch, IterationMeta]:
     """A batch of random documents. Args: images: [microbatch] -> images in each of its documents: a number, or a letter
-    for each, i for an image and v for a video of up to four patches in time.
+    for each, i for an image and v for a video of up to four patches in time; a or m for one of the encoder `audio` or
+    `maps`.
 
     For a text-to-video model, clips: as many as documents.
     """
@@ -146,7 +163,8 @@ def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> 
             length = rng.randint(5, 12)
             where = length - 3  # images stand before the last three tokens
             for index, kind in enumerate("i" * count if isinstance(count, int) else count):
-                image, values = _image(model, sample, index, where, rng, generator, video=kind == "v")
+                module = {"a": "audio", "m": "maps"}.get(kind, "vision")
+                image, values = _image(model, sample, index, where, rng, generator, module, video=kind == "v")
                 for part in _patches_in_time(image) if kind == "v" and captioned else [image]:
                     gap = 0 if part.frame is None else 1 + part.frame % 2  # tokens of text before it
                     metas_of_images.append(dataclasses.replace(part, start=where + gap))
@@ -154,7 +172,9 @@ def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> 
                     where += gap + part.num_tokens
                     length += gap + part.num_tokens
                 pixels += (
-                    values.split([p.num_patches for p in metas_of_images if p.index == index]) if packed else [values]
+                    values.split([p.num_patches for p in metas_of_images if p.index == index])
+                    if packed and module == "vision"
+                    else [values]
                 )
             ids.append(torch.randint(0, VOCAB, (length,), generator=generator))
             label = torch.full((length,), IGNORE_INDEX)
@@ -198,11 +218,26 @@ def _image(
     start: int,
     rng: random.Random,
     generator: torch.Generator,
+    module: str = "vision",
     *,
     video: bool = False,
 ) -> tuple[ImageMeta, Tensor]:
-    assert model.encoder is not None
-    shape = vision_shape(model)
+    image, values = _of_module(model, module, sample, index, start, rng, generator, video=video)
+    return dataclasses.replace(image, module=module), values
+
+
+def _of_module(
+    model: ModelConfig,
+    module: str,
+    sample: int,
+    index: int,
+    start: int,
+    rng: random.Random,
+    generator: torch.Generator,
+    *,
+    video: bool,
+) -> tuple[ImageMeta, Tensor]:
+    shape = vision_shape(model, module)
     merge = shape.merge
     if shape.one_row:
         values = torch.randn(1, 10, 24, generator=generator)
@@ -217,7 +252,7 @@ def _image(
     if video:
         t, seconds = rng.randint(1, 4), 0.25 * rng.randint(1, 6)
         values = torch.cat([values, torch.randn((t - 1) * h * w, values.shape[1], generator=generator)])
-        positions = encoder_config(model.encoder).get("tokens_per_second")
+        positions = encoder_config(model.encoders[module]).get("tokens_per_second")
         timing = {"seconds": seconds, "time_step": positions * seconds if positions else 1.0}
         count = t * num_tokens
         return ImageMeta(sample=sample, index=index, grid=(t, h, w), num_tokens=count, start=start, **timing), values
@@ -273,7 +308,6 @@ COMM = CommConfig()
 
 
 def with_sub_microbatches(model: ModelConfig, size: int) -> ModelConfig:
-    """The model with vision works of at most `size` images."""
-    if model.encoder is None:
-        return model
-    return dataclasses.replace(model, encoder=dataclasses.replace(model.encoder, sub_microbatch_size=size))
+    """The model with works of encoders of at most `size` images."""
+    sized = {name: dataclasses.replace(x, sub_microbatch_size=size) for name, x in model.encoders.items()}
+    return model.with_modules(sized)

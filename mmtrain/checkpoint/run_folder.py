@@ -13,6 +13,7 @@ import torch
 from mmtrain.checkpoint.files import StoredCheckpoint, complete_steps
 from mmtrain.config import config
 from mmtrain.config.config import Config
+from mmtrain.config.model import projector_name
 from mmtrain.errors import CheckpointError, ConfigError
 from mmtrain.models.build import build_chunk, materialise
 from mmtrain.models.chunk import Chunk, LanguageChunk
@@ -110,7 +111,7 @@ def _load(chunk: Chunk, module: str, source: StoredCheckpoint) -> None:
         if not (tied and name == "language.lm_head.weight")
     }
     stored = source.metadata.state_dict_metadata
-    prefixes = ("model.vision.", "model.projector.") if module == "vision" else (f"model.{module}.",)
+    prefixes = (f"model.{module}.", f"model.{projector_name(module)}.")
     problems = [f"it has no {name}" for name in tensors if name not in stored]
     problems += [f"this one has no {n}" for n in sorted(stored) if n.startswith(prefixes) and n not in tensors]
     for name, tensor in tensors.items():

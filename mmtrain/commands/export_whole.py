@@ -126,7 +126,7 @@ def _pattern(kind: str, job: Config) -> str:
         "language": DECODERS[language.model_type].blocks,
     }
     for module, blocks in containers.items():
-        if model.modules[module].trainable == "lora":  # type: ignore[union-attr]
+        if model.sections[module].trainable == "lora":  # type: ignore[union-attr]
             unused = module == "vision" and bool(unused_weights(model, job.debug.seed))
             container = in_class(kind, f"{module}.{blocks}")
             patterns.append(target_pattern(adapted_linears(model, module), container, shape.depth if unused else 0))

@@ -15,13 +15,11 @@ from pathlib import Path
 
 from mmtrain.config.data import DataConfig, DiffusionConfig, TokenizerConfig
 from mmtrain.config.model import (
-    MODULES,
-    DitConfig,
-    EncoderConfig,
-    LanguageConfig,
     LoRAConfig,
     ModelConfig,
     ProjectorConfig,
+    projector_name,
+    section_of,
     short_form,
 )
 from mmtrain.config.sections import (
@@ -71,7 +69,7 @@ class Config:
         """Whether tensor-parallel ranks hold whole encoders and divide the images."""
         section = self.parallelism
         divided = section.encoder_tensor_parallel == "data" and section.tensor_parallel_degree > 1
-        return divided and self.model.encoder is not None
+        return divided and bool(self.model.encoders)
 
     @property
     def regathered(self) -> frozenset[str]:
@@ -83,7 +81,7 @@ class Config:
         if section.fsdp_reshard_after_forward == "step":
             return frozenset()
         divided = section.context_parallel_degree > 1 and section.encoder_context_parallel == "images"
-        return frozenset({"language"} if divided or self.data_encoder else {"language", "vision"})
+        return frozenset({"language"} if divided or self.data_encoder else {"language", *self.model.encoders})
 
 
 def uses_fsdp(shape: MeshShape, training: TrainingConfig, *, data_encoder: bool = False) -> bool:
@@ -123,14 +121,13 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"checkpoint.load_step = {config.checkpoint.load_step}, but checkpoint.enable = false; set it to true"
         )
-    modules: list[LanguageConfig | EncoderConfig | DitConfig] = [config.model.language]
-    modules += [module for module in (config.model.encoder, config.model.dit) if module is not None]
-    projector = config.model.encoder is not None and config.model.projector.trainable
+    modules = list(config.model.cut_modules.values())
+    projector = any(config.model.projector_of(name).trainable for name in config.model.encoders)
     if not projector and not any(module.trainable for module in modules):
         raise ConfigError("model: every module has trainable = false, so there is nothing to train; change one")
     if config.model.lora != LoRAConfig() and not any(module.trainable == "lora" for module in modules):
         raise ConfigError('[model.lora] is set, but no module has trainable = "lora"; set one, or remove the section')
-    parts = [*config.model.modules, *(["projector"] if config.model.encoder is not None else [])]
+    parts = [*config.model.sections, *map(projector_name, config.model.encoders)]
     for group in config.optimizer.groups:
         if group.module and group.module not in parts:
             raise ConfigError(
@@ -249,18 +246,10 @@ def _check_partition(config: Config) -> None:
     how = config.planner.partition
     if not how.startswith("mixed"):
         return
-    encoder = config.model.encoder
-    keys: list[tuple[str, str | int]] = [("model.language.pipeline_layout", config.model.language.pipeline_layout)]
-    if encoder is not None:
-        keys += [
-            ("model.encoder.num_segments", encoder.num_segments),
-            ("model.encoder.pipeline_layout", encoder.pipeline_layout),
-        ]
-    if config.model.dit is not None:
-        keys += [
-            ("model.dit.num_segments", config.model.dit.num_segments),
-            ("model.dit.pipeline_layout", config.model.dit.pipeline_layout),
-        ]
+    keys: list[tuple[str, str | int]] = []
+    for name, section in config.model.cut_modules.items():
+        keys += [(f"{section_of(name)}.num_segments", section.num_segments)] if name != "language" else []
+        keys += [(f"{section_of(name)}.pipeline_layout", section.pipeline_layout)]
     for key, value in keys:
         if value:
             raise ConfigError(
@@ -272,7 +261,7 @@ def _check_partition(config: Config) -> None:
 def _check_placement(config: Config) -> None:
     """Refuses placements that cannot be, and numbers of ranks that have no effect or do not add up."""
     how, num_ranks = config.planner.placement, config.parallelism.pipeline_parallel_degree
-    sections = {f"model.{MODULES[name]}.ranks": section.ranks for name, section in config.model.cut_modules.items()}
+    sections = {f"{section_of(name)}.ranks": section.ranks for name, section in config.model.cut_modules.items()}
     given = {key: ranks for key, ranks in sections.items() if ranks}
     if how == "spread":
         for key, ranks in given.items():
@@ -357,7 +346,7 @@ def _check_caption_control(config: Config) -> None:
 def _check_encoder_parallelism(config: Config) -> None:
     """Refuses ways to divide the encoder that do not fit the degrees."""
     section = config.parallelism
-    if config.model.encoder is None:
+    if not config.model.encoders:
         for key, default in (("encoder_context_parallel", "images"), ("encoder_tensor_parallel", "shard")):
             if getattr(section, key) != default:
                 raise ConfigError(

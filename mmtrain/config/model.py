@@ -1,8 +1,9 @@
 """[model]: the modality modules, each with its section."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mmtrain.config.bounds import at_least, at_most
 from mmtrain.config.toml_sections import shown
@@ -13,45 +14,6 @@ FeatureSelect = Literal["auto", "default", "full"]
 
 MOST_SEGMENTS = 1024
 """Of one module."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderConfig:
-    """[model.encoder]: the vision encoder. Leave the table out to train a language model alone."""
-
-    pretrained: str = ""
-    """Hugging Face id or local folder; its config.json decides the class. Or give `config`."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """Inline Hugging Face config with its `model_type`; the weights are then random."""
-    weights: Literal["pretrained", "random"] = "pretrained"
-    """With `pretrained`: load its weights, or take only its shape."""
-    trainable: Trainable = True
-    """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]. The projector
-    has its own switch."""
-    feature_layer: int = 0
-    """The block whose output the projector reads, counted from the first (1, 2, ...) or from the last (-1, -2, ...), as
-    LLaVA's vision_feature_layer. Later blocks, and the norm after the last one, are neither built nor run. 0: that of
-    the LLaVA model that `pretrained` names; of another encoder its output, after the last block and the final norm."""
-    feature_select: FeatureSelect = "auto"
-    """Features of an image, as LLaVA's vision_feature_select_strategy. default: without the class token. full: all, so
-    that a class token becomes a token of the language model, too. auto: that of the LLaVA model that `pretrained`
-    names; of another encoder all patches without a class token."""
-    ranks: int = 0
-    """Pipeline ranks of the module, if planner.placement is not spread; 0: as the placement says."""
-    num_segments: int = 0
-    """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says."""
-    pipeline_layout: str = ""
-    """Layers of each chunk in the manner of Megatron's layouts, "Et*3|t*4|t*4|t*3,L", see docs/models.md; P x K
-    chunks, which also sets K. Empty: chunks of equal work."""
-    sub_microbatch_size: int = 0
-    """Images in one sub-microbatch; a microbatch with N images runs as ceil(N / size). 0: the smallest number with 95 %
-    of the best efficiency, by planner.profile or planner.hardware; without these, as many as take no longer than the
-    language model takes for a full microbatch."""
-
-    def __post_init__(self) -> None:
-        _check_source("model.encoder", self)
-        at_most("model.encoder", self, num_segments=MOST_SEGMENTS)
-        at_least("model.encoder", self, num_segments=0, sub_microbatch_size=0, ranks=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +60,53 @@ class ProjectorConfig:
     def merge(self) -> int:
         """Neighbouring features along each side that become one token."""
         return self.spatial_merge or (1 if self.kind == "llava" else 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """[model.encoder]: the vision encoder. Leave the table out to train a language model alone. Further encoders are
+    tables [model.modules.NAME] of the same keys."""
+
+    SECTION: ClassVar[str] = "model.encoder"
+    kind: Literal["images", "audio"] = "images"
+    """What it reads. That of [model.encoder] reads images."""
+    token: str = ""
+    """Of a further encoder: the placeholder in the tokenizer's vocabulary that its features replace; empty: <NAME>."""
+    projector: ProjectorConfig | None = None
+    """Of a further encoder: [model.modules.NAME.projector]; that of [model.encoder] is [model.projector]."""
+    pretrained: str = ""
+    """Hugging Face id or local folder; its config.json decides the class. Or give `config`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Inline Hugging Face config with its `model_type`; the weights are then random."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """With `pretrained`: load its weights, or take only its shape."""
+    trainable: Trainable = True
+    """true: train it; false: keep it fixed; "lora": train low-rank adapters of it, see [model.lora]. The projector
+    has its own switch."""
+    feature_layer: int = 0
+    """The block whose output the projector reads, counted from the first (1, 2, ...) or from the last (-1, -2, ...), as
+    LLaVA's vision_feature_layer. Later blocks, and the norm after the last one, are neither built nor run. 0: that of
+    the LLaVA model that `pretrained` names; of another encoder its output, after the last block and the final norm."""
+    feature_select: FeatureSelect = "auto"
+    """Features of an image, as LLaVA's vision_feature_select_strategy. default: without the class token. full: all, so
+    that a class token becomes a token of the language model, too. auto: that of the LLaVA model that `pretrained`
+    names; of another encoder all patches without a class token."""
+    ranks: int = 0
+    """Pipeline ranks of the module, if planner.placement is not spread; 0: as the placement says."""
+    num_segments: int = 0
+    """K: the module is cut into pipeline_parallel_degree x K chunks; 0: as planner.partition says."""
+    pipeline_layout: str = ""
+    """Layers of each chunk in the manner of Megatron's layouts, "Et*3|t*4|t*4|t*3,L", see docs/models.md; P x K
+    chunks, which also sets K. Empty: chunks of equal work."""
+    sub_microbatch_size: int = 0
+    """Images in one sub-microbatch; a microbatch with N images runs as ceil(N / size). 0: the smallest number with 95 %
+    of the best efficiency, by planner.profile or planner.hardware; without these, as many as take no longer than the
+    language model takes for a full microbatch."""
+
+    def __post_init__(self) -> None:
+        _check_source("model.encoder", self)
+        at_most("model.encoder", self, num_segments=MOST_SEGMENTS)
+        at_least("model.encoder", self, num_segments=0, sub_microbatch_size=0, ranks=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,21 +234,64 @@ class ModelConfig:
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 
+    modules: dict[str, EncoderConfig] = field(default_factory=dict)
+    """Further encoders by their names, each a table [model.modules.NAME]."""
+
+    def __post_init__(self) -> None:
+        tokens: dict[str, str] = {}
+        for name, section in self.modules.items():
+            where = section_of(name)
+            if name in MODULES or name in ("projector", "modules") or not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"[{where}]: an encoder is called by lower-case letters, digits and _, and not as the module of "
+                    f"another kind ({', '.join(MODULES)}); call it by what it reads, as in [model.modules.audio]"
+                )
+            token = section.token or f"<{name}>"
+            if token in tokens:
+                raise ConfigError(f"{where}.token = {shown(token)} is that of {tokens[token]} too; choose another")
+            tokens[token] = where
+        if self.modules and self.dit is not None:
+            raise ConfigError(
+                f"[{section_of(next(iter(self.modules)))}] and [model.dit] are both set, but a text-to-video model "
+                "reads prompts and latents alone; remove one of the two"
+            )
+        if self.encoder is not None:
+            for key, default in (("kind", "images"), ("token", ""), ("projector", None)):
+                if getattr(self.encoder, key) != default:
+                    places = {"token": "tokenizer.image_token", "projector": "[model.projector]"}
+                    instead = places.get(key, "[model.modules.audio]")
+                    raise ConfigError(f"model.encoder.{key} is for further encoders; write {instead}")
+        if len(self.encoders) >= GROUPS:
+            raise ConfigError(
+                f"[model]: {len(self.encoders)} encoders; an attention mask tells the tokens of at most {GROUPS - 1} "
+                "apart, remove some"
+            )
+
     @property
-    def modules(self) -> dict[str, ModuleConfig]:
+    def encoders(self) -> dict[str, EncoderConfig]:
+        """Name -> section of the encoders whose features enter the language model, in the order of their works."""
+        return ({"vision": self.encoder} if self.encoder is not None else {}) | self.modules
+
+    def projector_of(self, module: str) -> ProjectorConfig:
+        """The section of an encoder's projector."""
+        return self.projector if module == "vision" else self.encoders[module].projector or ProjectorConfig()
+
+    @property
+    def sections(self) -> dict[str, ModuleConfig]:
         """Name -> section of the modules that the model has, each behind those that feed it."""
-        sections = {name: getattr(self, key) for name, key in MODULES.items()}
+        sections = {"vae": self.vae, **self.encoders, "language": self.language, "dit": self.dit}
         return {name: section for name, section in sections.items() if section is not None}
 
     @property
     def cut_modules(self) -> dict[str, EncoderConfig | LanguageConfig | DitConfig]:
         """Those of the modules that pipeline ranks divide."""
-        return {name: section for name, section in self.modules.items() if not isinstance(section, VaeConfig)}
+        return {name: section for name, section in self.sections.items() if not isinstance(section, VaeConfig)}
 
     def with_modules(self, sections: Mapping[str, ModuleConfig | None]) -> "ModelConfig":
         """The model with other sections of some modules; None: without the module."""
-        changes: dict[str, Any] = {MODULES[name]: section for name, section in sections.items()}
-        return replace(self, **changes)
+        changes: dict[str, Any] = {MODULES[name]: section for name, section in sections.items() if name in MODULES}
+        others = {name: sections.get(name, section) for name, section in self.modules.items()}
+        return replace(self, **changes, modules={name: x for name, x in others.items() if isinstance(x, EncoderConfig)})
 
     @property
     def reads_clips(self) -> bool:
@@ -252,8 +304,11 @@ class ModelConfig:
         return self.vae is not None
 
 
-_KINDS = {"images": "vision", "text": "language", "latents": "dit", "frames": "vae"}
-"""`kind` of a module, which is what it reads -> its name."""
+GROUPS = 12
+"""Groups of tokens that an attention mask tells apart, text among them: `modality.bitfield.GROUP_BITS`."""
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_KINDS = {"images": "vision", "audio": "audio", "text": "language", "latents": "dit", "frames": "vae"}
+"""`kind` of a module, which is what it reads -> its usual name."""
 _FEEDS = {"vision": "language", "language": "dit", "vae": "dit"}
 """Name of a module -> the one that its output enters, if the model has it."""
 
@@ -265,6 +320,7 @@ def short_form(model: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises: ConfigError: `kind`, NAME or `feeds` say what the model is not, or a module has both forms.
     """
     modules, rest = model.get("modules", {}), {key: value for key, value in model.items() if key != "modules"}
+    encoders: dict[str, Any] = {}
     if not isinstance(modules, Mapping):
         raise ConfigError(f"{where}: model.modules = {shown(modules)}; write one section [model.modules.NAME] a module")
     for name, table in modules.items():
@@ -274,9 +330,14 @@ def short_form(model: Mapping[str, Any], where: str) -> dict[str, Any]:
         kind = table.get("kind")
         if not isinstance(kind, str) or kind not in _KINDS:
             raise ConfigError(f"{path}.kind = {shown(kind)}; choose one of {', '.join(map(repr, _KINDS))}")
+        if kind in ("images", "audio") and name not in MODULES:
+            if table.get("feeds", "language") != "language":
+                raise ConfigError(f'{path}.feeds = {shown(table["feeds"])}; an encoder feeds "language"')
+            encoders[name] = {key: value for key, value in table.items() if key != "feeds"}
+            continue
         if _KINDS[kind] != name:
             raise ConfigError(
-                f'{path}: a model has one module of kind "{kind}" for now, which is called {_KINDS[kind]}; write '
+                f'{path}: a model has one module of kind "{kind}", which is called {_KINDS[kind]}; write '
                 f"[model.modules.{_KINDS[kind]}]"
             )
         target = _FEEDS.get(name, "")
@@ -289,12 +350,22 @@ def short_form(model: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{path} and model.{MODULES[name]} are the same module; write all its keys in one of them"
             )
         rest[MODULES[name]] = {key: value for key, value in table.items() if key not in ("kind", "feeds")}
-    return rest
+    return rest | ({"modules": encoders} if encoders else {})
+
+
+def projector_name(module: str) -> str:
+    """How the projector of an encoder is called in names of parameters and groups of them."""
+    return "projector" if module == "vision" else f"{module}_projector"
+
+
+def projector_section(module: str) -> str:
+    """Where the user configures the projector of an encoder."""
+    return "model.projector" if module == "vision" else f"{section_of(module)}.projector"
 
 
 def section_of(module: str) -> str:
     """Where the user configures a module: the dotted name of its section."""
-    return f"model.{MODULES.get(module, module)}"
+    return f"model.{MODULES[module]}" if module in MODULES else f"model.modules.{module}"
 
 
 def _check_source(

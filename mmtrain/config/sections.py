@@ -72,7 +72,7 @@ class OptimizerGroup:
     """[[optimizer.groups]]: parameters with a learning rate or a weight decay of their own. A parameter belongs to the
     first group that has it, or to none."""
 
-    module: Literal["", "vision", "projector", "language", "dit"] = ""
+    module: str = ""
     """Part of the model; projector: also the encoder's own merger. Empty: all of them."""
     pattern: str = ""
     """Regular expression that is searched for in the names of parameters (language.model.layers.0.mlp.up_proj.weight);

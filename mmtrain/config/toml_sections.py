@@ -27,6 +27,8 @@ def to_dict(config: Any) -> dict[str, Any]:
             out[f.name] = to_dict(value)
         elif isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
             out[f.name] = [to_dict(item) for item in value]
+        elif isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
+            out[f.name] = {key: to_dict(item) for key, item in value.items()}
         elif value is not None:
             out[f.name] = value
     return out
@@ -155,6 +157,14 @@ def build(cls: type, table: Any, path: str, where: str) -> Any:
         raise ConfigError(f"{where}: {error}") from None
 
 
+def _build_named(cls: type, table: Any, path: str, where: str) -> Any:
+    """A section of a class whose errors speak of the section that it usually is, `SECTION`."""
+    try:
+        return build(cls, table, path, where)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(cls.SECTION, path)) from None  # type: ignore[attr-defined]
+
+
 def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value, path, where)
@@ -163,6 +173,13 @@ def _convert(hint: Any, value: Any, path: str, where: str) -> Any:
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise ConfigError(f"{where}: {path} = {shown(value)}; it is a list of sections, each written [[{path}]]")
         return [build(typing.cast(type, section), item, f"{path}[{i}]", where) for i, item in enumerate(value)]
+    if origin is dict and dataclasses.is_dataclass(section := typing.get_args(hint)[1]) and isinstance(value, dict):
+        return {
+            key: _build_named(typing.cast(type, section), item, f"{path}.{key}", where) for key, item in value.items()
+        }
+    if origin in (typing.Union, types.UnionType) and any(map(dataclasses.is_dataclass, typing.get_args(hint))):
+        (section,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        return build(typing.cast(type, section), value, path, where)
     _check_representable(value, path, where)
     if origin in (typing.Union, types.UnionType):
         (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mmtrain.config.config import Config
+from mmtrain.config.model import section_of
 from mmtrain.data.conversation_records import CONVERSATIONS
 from mmtrain.data.packing import Limit
 from mmtrain.data.pixels import PixelRules, pixel_rules
@@ -88,6 +89,11 @@ def image_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None
 
     Raises: ConfigError: encoder, projector, image processor and area limits do not fit together.
     """
+    for name in config.model.modules:
+        raise ConfigError(
+            f"[{section_of(name)}]: the data loader reads what [model.encoder] reads alone; feed a model with further "
+            "encoders from a program of your own (Trainer.item), or remove the section"
+        )
     if config.model.encoder is None:
         return None, None
     encoder = encoder_config(config.model.encoder)

@@ -15,6 +15,7 @@ that reorders words also has to keep their positions. Every word made here lets 
 Shape legend: T packed tokens of one microbatch.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
@@ -35,8 +36,8 @@ GROUP_MASK = (1 << GROUP_BITS) - 1
 SPAN_MASK = (1 << SPAN_BITS) - 1
 OWN_GROUP_MASK = 15
 
-TEXT, IMAGE = 0, 1
-"""Groups of a language model's tokens."""
+TEXT = 0
+"""Group of a language model's tokens of text; those of each encoder are a further one."""
 
 LanguageMask = Literal["causal", "image_bidirectional", "prefix", "modality"]
 
@@ -109,9 +110,11 @@ def extra_pairs(document: DocumentMeta, kind: LanguageMask) -> int:
     Raises: DataError: as `two_way_spans`.
     """
     if kind == "modality":
-        spans = image_spans(document)
-        causal = sum((high - low) * (low + high + 1) // 2 for low, high in spans)
-        return sum(high - low for low, high in spans) ** 2 - causal
+        causal = sum((high - low) * (low + high + 1) // 2 for low, high in image_spans(document))
+        tokens = Counter[str]()
+        for image in document.images:
+            tokens[image.module] += image.num_tokens
+        return sum(count**2 for count in tokens.values()) - causal
     return sum((high - low) * (high - low - 1) // 2 for low, high in two_way_spans(document, kind))
 
 
@@ -125,11 +128,14 @@ def language_bits(microbatch: MicrobatchMeta, kind: LanguageMask = "causal") -> 
     """
     of_documents: list[Bits] = []
     span = 0
+    modules = sorted({image.module for document in microbatch.documents for image in document.images})
+    groups = {module: number for number, module in enumerate(modules, start=TEXT + 1)}
     for number, document in enumerate(microbatch.documents):
         bits = np.full(document.num_tokens, word(number), dtype=np.int64)
-        sees = {"earlier": 0, "full": 1 << IMAGE} if kind == "modality" else {}
-        for low, high in image_spans(document):
-            bits[low:high] = word(number, group=IMAGE, **sees)
+        for image, (low, high) in zip(document.images, image_spans(document), strict=True):
+            group = groups[image.module]
+            sees = {"earlier": 0, "full": 1 << group} if kind == "modality" else {}
+            bits[low:high] = word(number, group=group, **sees)
         for low, high in two_way_spans(document, kind):
             span += 1
             bits[low:high] |= word(0, span=span, earlier=0)

@@ -17,15 +17,21 @@ from mmtrain.spec.windows import feature_order, row_order
 
 
 class Images(Modality):
-    """The images of a microbatch's documents."""
+    """The images (or sounds) of a microbatch's documents that one encoder reads."""
 
-    item, works, parts = "image", "vision", "patches"
-    remedy = "the model has no vision encoder; add [model.encoder]"
+    parts = "patches"
+    remedy = "the model has no encoder for it; add [model.encoder], or [model.modules.NAME] of a further encoder"
     counts: ClassVar[Mapping[str, str]] = {"image tokens": "outputs"}
 
+    def __init__(self, module: str = "vision") -> None:
+        """Args: module: name of the encoder; empty: all of them."""
+        self._module = module
+        self.works = module  # type: ignore[misc]  # of each encoder another one
+        self.item = "image" if module in ("", "vision") else f"{module} item"  # type: ignore[misc]
+
     def units(self, microbatch: MicrobatchMeta) -> Units:
-        """All images of a microbatch, in the order of their tokens."""
-        return microbatch.images
+        """The encoder's images of a microbatch, in the order of their tokens."""
+        return tuple(image for image in microbatch.images if self._module in ("", image.module))
 
     def size(self, module: ModuleSpec, units: Sequence[ImageMeta]) -> WorkSize:
         """Patches, pairs of patches of one frame, and merged tokens."""

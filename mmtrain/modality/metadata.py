@@ -16,8 +16,11 @@ def sample_name(sample: int, source: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageMeta:
-    """One image or video, as the encoder reads it; or one patch in time of a video that has text between these."""
+    """One image, video or piece of sound, as its encoder reads it; or one patch in time of a video that has text
+    between these. Sound is one row of patches."""
 
+    module: str = "vision"
+    """The encoder that reads it."""
     sample: int
     """Index of its record in the data source."""
     index: int
@@ -65,7 +68,8 @@ class ImageMeta:
     @property
     def name(self) -> str:
         """Its name in error messages."""
-        return f"{'video' if self.is_video else 'image'} {self.index} of {sample_name(self.sample, self.source)}"
+        content = "video" if self.is_video else "image" if self.module == "vision" else self.module
+        return f"{content} {self.index} of {sample_name(self.sample, self.source)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +97,7 @@ class DocumentMeta:
     @property
     def of_placeholders(self) -> tuple[tuple[ImageMeta, ...], ...]:
         """The images of each placeholder: an image, a video, or all patches in time of a video."""
-        return tuple(tuple(group) for _, group in groupby(self.images, key=lambda image: image.index))
+        return tuple(tuple(group) for _, group in groupby(self.images, key=lambda image: (image.module, image.index)))
 
     @property
     def name(self) -> str:

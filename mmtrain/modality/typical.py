@@ -165,10 +165,11 @@ def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:
         vae = [module for module in spec.modules if module.name == "vae"]
         return sizes | {module.name: frames_work(module, [(32, 32, 32)] * 2) for module in vae}
     sizes = {"language": WorkSize(rows=seq_len, pairs=max(1, seq_len * seq_len // 8), outputs=max(1, seq_len // 4))}
-    if any(module.name == "vision" for module in spec.modules):
-        vision = spec.module("vision")
-        outputs = max(1, seq_len // 2)
-        rows = outputs * vision.patches_per_token
-        window_pairs = rows * min(rows, 256, (vision.window * vision.merge) ** 2)
-        sizes["vision"] = WorkSize(rows=rows, pairs=rows * min(rows, 256), outputs=outputs, window_pairs=window_pairs)
+    encoders = [spec.module(name) for name in spec.text.after]
+    for module in encoders:
+        outputs = max(1, seq_len // 2 // len(encoders))
+        rows = outputs * module.patches_per_token
+        window_pairs = rows * min(rows, 256, (module.window * module.merge) ** 2)
+        size = WorkSize(rows=rows, pairs=rows * min(rows, 256), outputs=outputs, window_pairs=window_pairs)
+        sizes[module.name] = size
     return sizes

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -39,6 +39,33 @@ class Microbatch:
     native-resolution encoders, [1, channels, height, width] for encoders of a fixed size."""
     image_names: list[tuple[int, ...]]
     """`ImageMeta.key` of each image and video, which must be those of the metadata."""
+
+
+class OfModule(NamedTuple):
+    """What one encoder reads of a microbatch."""
+
+    pixels: list[Tensor]
+    """Of each of its images; empty where the rank has none to encode."""
+    grids: tuple[tuple[int, int, int], ...]
+    slots: Tensor
+    """[V] int64: rows of `input_ids` that its features fill."""
+
+
+def by_module(tensors: Microbatch, meta: MicrobatchMeta) -> dict[str, OfModule]:
+    """Encoder -> what it reads of a microbatch, of those that read any of it, in the order of their tokens."""
+    slots = tensors.image_slots.split([image.num_tokens for image in meta.images])
+    modules = list(dict.fromkeys(image.module for image in meta.images))
+    if len(modules) == 1:
+        return {modules[0]: OfModule(tensors.pixel_values, tuple(i.grid for i in meta.images), tensors.image_slots)}
+    found: dict[str, OfModule] = {}
+    for module in modules:
+        own = [number for number, image in enumerate(meta.images) if image.module == module]
+        found[module] = OfModule(
+            [tensors.pixel_values[number] for number in own] if tensors.pixel_values else [],
+            tuple(meta.images[number].grid for number in own),
+            torch.cat([slots[number] for number in own]),
+        )
+    return found
 
 
 @dataclass(kw_only=True)

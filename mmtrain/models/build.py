@@ -27,7 +27,7 @@ def build_chunk(
     """Layers [lo, hi) of a module, with real buffers and parameters whose values are not yet set.
 
     Layers of other chunks are dropped while they are still on the meta device.
-    Args: module: `vision`, `language`, `dit` or `vae`. device: `meta` defers the parameters to `materialise`.
+    Args: module: an encoder, `language`, `dit` or `vae`. device: `meta` defers the parameters to `materialise`.
     Raises: ConfigError: a config that cannot be built, or layers that do not exist.
     """
     lo, hi = layers
@@ -36,9 +36,9 @@ def build_chunk(
         raise ConfigError(f"{module}: layers {lo}..{hi - 1} were asked for, but it has 0..{num_layers - 1}")
     chunk: Chunk
     try:
-        if module == "vision":
-            vision = vision_shape(model)
-            chunk = VisionChunk(model, vision, VISION_ADAPTERS[vision.model_type], spec, layers)
+        if module in model.encoders:
+            vision = vision_shape(model, module)
+            chunk = VisionChunk(model, vision, VISION_ADAPTERS[vision.model_type], spec, layers, module)
         elif module == "dit":
             chunk = DitChunk(model, dit_shape(model), spec, layers)
         elif module == "vae":

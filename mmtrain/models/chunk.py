@@ -1,9 +1,9 @@
 """A pipeline chunk: consecutive layers of one module, as the real Hugging Face class with fewer children.
 
-Parameter names do not depend on how the model is cut: `vision.<Hugging Face name>`, `projector.<name>`
-and `language.<Hugging Face name>`; for a DiT see `models/dit.py`, for a VAE `models/vae.py`. Order of use:
-`build_chunk` (values undefined), then `init_weights`, then `load_pretrained` where weights exist, then sharding. The
-chunk itself must be called, so that hooks on it run.
+Parameter names do not depend on how the model is cut: `vision.<Hugging Face name>`, `projector.<name>` (of a further
+encoder `NAME.` and `NAME_projector.`) and `language.<Hugging Face name>`; for a DiT see `models/dit.py`, for a VAE
+`models/vae.py`. Order of use: `build_chunk` (values undefined), then `init_weights`, then `load_pretrained` where
+weights exist, then sharding. The chunk itself must be called, so that hooks on it run.
 
 Activations that a later layer of the module needs travel with a chunk's output (`ModuleSpec.carried`): in one tensor,
 their rows behind its rows.
@@ -15,7 +15,7 @@ Shape legend: R rows of a vision stage; V image tokens; T packed tokens, all of 
 of them under sequence parallelism; D width; L labelled positions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmtrain.config.model import ModelConfig
+from mmtrain.config.model import ModelConfig, projector_name, section_of
 from mmtrain.errors import DataError
 from mmtrain.models.adapters import Decoder, RankRows, VisionAdapter, check_grids
 from mmtrain.models.attention.context import AttentionChoices, AttentionContext, Gather, attention_context
@@ -88,8 +88,20 @@ class Chunk(nn.Module):
         return None
 
 
+class FeatureRows(NamedTuple):
+    """The rows of the first activation of a language model that the features of one encoder fill."""
+
+    slots: Tensor
+    """[v] int64, in the order of the features."""
+    exchange: Callable[[Tensor], Tensor] | None = None
+    """This rank's features -> those that its rows need; None: it has just these."""
+
+
+_NO_FILLS: Mapping[str, FeatureRows] = {}
+
+
 class VisionChunk(Chunk):
-    """Layers of the vision encoder, and the projector in the last one."""
+    """Layers of an encoder, and the projector in the last one."""
 
     def __init__(
         self,
@@ -98,13 +110,16 @@ class VisionChunk(Chunk):
         adapter: VisionAdapter,
         spec: ModelSpec,
         layers: tuple[int, int],
+        name: str = "vision",
     ) -> None:
-        assert model.encoder is not None
-        super().__init__(spec.module("vision"), layers)
+        """Args: name: of the encoder among those of the model; its parameters' names begin with it."""
+        section, projector = model.encoders[name], model.projector_of(name)
+        super().__init__(spec.module(name), layers)
         self.shape, self.adapter = shape, adapter
-        self.projector_kind = model.projector.kind
+        self.projector_kind = projector.kind
         native = self.projector_kind == "native"
-        self.vision = adapter.build(encoder_config(model.encoder))
+        # Under names that properties of this class may have, too.
+        self._modules[name] = adapter.build(encoder_config(section, section_of(name)))
         adapter.keep(
             self.vision,
             embed=self.has_embed,
@@ -112,23 +127,39 @@ class VisionChunk(Chunk):
             norm=self.has_norm,
             merger=native and self.has_projector,
         )
-        self.projector: nn.Module | None = None
+        self._modules[projector_name(name)] = None
         if self.has_projector and not native:
             with torch.device("meta"):
-                self.projector = make_projector(model, shape)
+                self._modules[projector_name(name)] = make_projector(model, name)
         set_trainable(
             self.vision,
-            model.encoder.trainable,
+            section.trainable,
             lora=model.lora,
-            adapted=adapted_linears(model, "vision"),
+            adapted=adapted_linears(model, name),
             blocks=adapter.blocks,
         )
         for part in (*adapter.own_merger(self.vision), self.projector):
             if part is not None:
-                part.requires_grad_(bool(model.projector.trainable))
+                part.requires_grad_(bool(projector.trainable))
         for block in self.blocks():
             for layer in adapter.fused_qkv:
                 reorder_output(block, layer)
+
+    @property
+    def vision(self) -> Any:
+        """The encoder's module of transformers."""
+        return self._modules[self.module_spec.name]
+
+    @property
+    def projector(self) -> nn.Module | None:
+        """The projector, if it is here and not the encoder's own."""
+        return self._modules[projector_name(self.module_spec.name)]
+
+    def own_name(self, name: str) -> str:
+        """The name here of a submodule that the encoder `vision` calls `vision...` or `projector...`."""
+        part, dot, rest = name.partition(".")
+        own = {"vision": self.module_spec.name, "projector": projector_name(self.module_spec.name)}
+        return f"{own[part]}{dot}{rest}"
 
     def blocks(self) -> list[nn.Module]:
         return list(self.vision.get_submodule(self.adapter.blocks).children())
@@ -216,7 +247,7 @@ class VisionChunk(Chunk):
         return x.new_zeros(0, width, dtype=dtype) + x.sum().to(dtype)
 
     def _check_rows(self, num_rows: int, grids: tuple[Grid, ...], lo: int, hi: int, total: int) -> None:
-        where, unit = f"vision layers {self.lo}..{self.hi - 1}", self.shape.patches_per_token
+        where, unit = f"{self.module_spec.name} layers {self.lo}..{self.hi - 1}", self.shape.patches_per_token
         whole = (lo, hi) == (0, total)
         if not 0 <= lo <= hi <= total or not (whole or self.shape.packed) or lo % unit or (hi % unit and not whole):
             raise DataError(
@@ -279,9 +310,8 @@ class LanguageChunk(Chunk):
         *,
         attention: AttentionContext,
         position_ids: Tensor,
-        features: Tensor | None = None,
-        exchange: Callable[[Tensor], Tensor] | None = None,
-        slots: Tensor | None = None,
+        features: Tensor | Mapping[str, Tensor] | None = None,
+        fills: Mapping[str, FeatureRows] = _NO_FILLS,
         labels: Tensor | None = None,
         want_predictions: bool = False,
     ) -> Any:
@@ -295,10 +325,10 @@ class LanguageChunk(Chunk):
             attention: which tokens each of the T tokens sees.
             position_ids: [T] int64, the position of each token in its document; [3, T] (time, height, width) of a
                 model with positions on three axes.
-            features: image features of this rank for the first chunk, [v, D]; None without images. Of an encoder with
-                taps [v, (1 + taps) * D]: those that fill slots, then those that are added behind layers 0, 1, ...
-            exchange: this rank's features -> those that its rows need; None: it has just these.
-            slots: int64 rows of the first activation [t, D] that these features fill, in their order.
+            features: features of this rank for the first chunk by their encoders, [v, D] each, or those of the one
+                encoder that has any; None without images. Of an encoder with taps [v, (1 + taps) * D]: those that fill
+                slots, then those that are added behind layers 0, 1, ...
+            fills: encoder -> what its features fill.
             labels: [T] int64 for the head, already shifted; IGNORE_INDEX where there is no target.
             want_predictions: also return the most likely token of each labelled position.
         Raises: DataError: rows, positions, features or labels that disagree.
@@ -313,14 +343,16 @@ class LanguageChunk(Chunk):
             )
         if self.has_embed:
             x = self.language.model.embed_tokens(x)
-            if features is not None:
-                if slots is None:
-                    raise DataError(f"{len(features)} image features arrived without the slots they fill")
-                if exchange is not None:
-                    features = exchange(features)
-                features, *others = features.split(self.shape.width, dim=1)
-                carried = [scatter_tokens(torch.zeros_like(x), other, slots) for other in others]
-                x = scatter_tokens(x, features, slots)
+            of_modules = {next(iter(fills), ""): features} if isinstance(features, Tensor) else features or {}
+            for name, values in of_modules.items():
+                if name not in fills:
+                    raise DataError(f"{len(values)} image features arrived without the slots they fill")
+                slots, exchange = fills[name]
+                values, *others = (exchange(values) if exchange else values).split(self.shape.width, dim=1)
+                added = [scatter_tokens(torch.zeros_like(x), other, slots) for other in others]
+                both = min(len(carried), len(added))  # of several encoders with taps
+                carried = [a + b for a, b in zip(carried, added, strict=False)] + carried[both:] + added[both:]
+                x = scatter_tokens(x, values, slots)
         if self.block_indices:
             rotary = self.language.model.rotary_emb(x[None], position_ids.unsqueeze(-2))
             hidden = x[None]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from mmtrain.config.model import projector_name
 from mmtrain.models.adapters import VisionAdapter
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk, init_tables
@@ -60,9 +61,10 @@ def _run(whole: nn.Module, plan: Iterable[Step], seed: int) -> None:
 def _plan(chunk: Chunk | VaeDecoder) -> Iterator[Step]:
     """The initialisation of a chunk, in the order to run."""
     if isinstance(chunk, VisionChunk):
-        yield from _hugging_face(chunk.vision, "vision", partial(chunk.adapter.init_weights, chunk.vision))
+        encoder = chunk.module_spec.name
+        yield from _hugging_face(chunk.vision, encoder, partial(chunk.adapter.init_weights, chunk.vision))
         if chunk.projector is not None:
-            for name, module in _children_first(chunk.projector, "projector"):
+            for name, module in _children_first(chunk.projector, projector_name(encoder)):
                 if isinstance(module, nn.Linear | nn.LayerNorm):
                     yield name, module, lambda m: m.reset_parameters()
     elif isinstance(chunk, LanguageChunk):

@@ -9,7 +9,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mmtrain.config.model import DitConfig, EncoderConfig, LanguageConfig, ModelConfig, VaeConfig
+from mmtrain.config.model import (
+    DitConfig,
+    EncoderConfig,
+    LanguageConfig,
+    ModelConfig,
+    VaeConfig,
+    projector_section,
+    section_of,
+)
 from mmtrain.errors import ConfigError
 from mmtrain.models.chunk import Chunk, LanguageChunk, VisionChunk
 from mmtrain.models.dit import DitChunk
@@ -65,10 +73,11 @@ def load_pretrained(chunk: Chunk | VaeDecoder, model: ModelConfig) -> int:
     Raises: ConfigError: no safetensors file, or weights that are missing, unexpected or of another shape.
     """
     if isinstance(chunk, VisionChunk):
-        assert model.encoder is not None
+        name = chunk.module_spec.name
         fused_heads = dict.fromkeys(chunk.adapter.fused_qkv, chunk.shape.num_heads)
-        loaded = load_encoder(chunk.vision, model.encoder, chunk.shape.model_type, fused_heads)
-        return loaded + (_load_projector(chunk.projector, model) if chunk.projector is not None else 0)
+        section, model_type = model.encoders[name], chunk.shape.model_type
+        loaded = load_encoder(chunk.vision, section, model_type, fused_heads, where=section_of(name))
+        return loaded + (_load_projector(chunk.projector, model, name) if chunk.projector is not None else 0)
     if isinstance(chunk, DitChunk):
         assert model.dit is not None
         return _load(chunk.dit, "model.dit", model.dit, chunk.shape.model_type, {})
@@ -81,13 +90,17 @@ def load_pretrained(chunk: Chunk | VaeDecoder, model: ModelConfig) -> int:
 
 
 def load_encoder(
-    module: nn.Module, section: EncoderConfig, model_type: str, fused_heads: Mapping[str, int] | None = None
+    module: nn.Module,
+    section: EncoderConfig,
+    model_type: str,
+    fused_heads: Mapping[str, int] | None = None,
+    where: str = "model.encoder",
 ) -> int:
     """The number of parameters of a part of an encoder that were set from files, as `load_pretrained` does.
 
     Args: fused_heads: layer of a block that holds its rows in head-major order -> number of heads.
     """
-    return _load(module, "model.encoder", section, model_type, {}, fused_heads)
+    return _load(module, where, section, model_type, {}, fused_heads)
 
 
 def _load(
@@ -138,16 +151,16 @@ def _read_tensors(
                 yield name, tensors.get_tensor(names[name])
 
 
-def _load_projector(projector: nn.Module, model: ModelConfig) -> int:
+def _load_projector(projector: nn.Module, model: ModelConfig, module: str) -> int:
     """Fills a projector of our own from an exported folder, or that of a whole model."""
-    where, section = "model.projector", model.projector
+    where, section = projector_section(module), model.projector_of(module)
     if not section.pretrained:
         return 0
     source = f"{where}.pretrained = {section.pretrained!r}"
     files = _index(where, section.pretrained, "model", instead="leave it out for random ones")
     spellings = part_spellings(where, section.pretrained)
     if not spellings:
-        _check_sizes(source, model)
+        _check_sizes(source, model, module)
     spelling = _occurring(files, spellings)
     names, parameters = _part_names(files, spelling), dict(projector.named_parameters())
     missing, unexpected = sorted(parameters.keys() - names.keys()), sorted(names.keys() - parameters.keys())
@@ -157,12 +170,13 @@ def _load_projector(projector: nn.Module, model: ModelConfig) -> int:
     return len(parameters)
 
 
-def _check_sizes(source: str, model: ModelConfig) -> None:
+def _check_sizes(source: str, model: ModelConfig, module: str) -> None:
     """Refuses an exported projector of another kind or size."""
-    path = find_file("model.projector.pretrained", model.projector.pretrained, "config.json")
+    key = f"{projector_section(module)}.pretrained"
+    path = find_file(key, model.projector_of(module).pretrained, "config.json")
     assert path is not None
-    sizes = read_json("model.projector.pretrained", path)
-    for key, value in projector_sizes(model).items():
+    sizes = read_json(key, path)
+    for key, value in projector_sizes(model, module).items():
         if sizes.get(key) != value:
             raise ConfigError(
                 f"{source}: {path.name} says {key} = {sizes.get(key)!r}, but the config makes {value!r}; "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mmtrain.config.model import ModelConfig
 from mmtrain.spec.modules import projection_of
-from mmtrain.spec.vision_shapes import VisionShape
+from mmtrain.spec.vision_shapes import vision_shape
 
 Grid = tuple[int, int, int]
 """Patches (time, height, width) of one image."""
@@ -68,12 +68,12 @@ class Projector(nn.Module):
         return self.fc2(self.act(self.fc1(x_VM)))
 
 
-def make_projector(model: ModelConfig, shape: VisionShape) -> nn.Module:
-    """A new projector of kind `mlp` or `llava`, for the default device.
+def make_projector(model: ModelConfig, module: str = "vision") -> nn.Module:
+    """A new projector of kind `mlp` or `llava` of an encoder, for the default device.
 
     That of `llava` is transformers' own class, which takes [.., D] and returns [.., L].
     """
-    projection = projection_of(model)
+    projection, shape = projection_of(model, module), vision_shape(model, module)
     assert projection is not None
     if projection.kind == "mlp":
         return Projector(

@@ -11,9 +11,9 @@ from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.positions import token_positions
 from mmtrain.models.adapter_weights import load_adapters
 from mmtrain.models.attention.context import attention_context
-from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch, document_positions
+from mmtrain.models.batch import Batch, ClipMicrobatch, Microbatch, by_module, document_positions
 from mmtrain.models.build import build_chunk
-from mmtrain.models.chunk import LanguageOutput
+from mmtrain.models.chunk import FeatureRows, LanguageOutput
 from mmtrain.models.diffusion import ClipNoise
 from mmtrain.models.dit import DitOutput
 from mmtrain.models.initialise import init_weights
@@ -82,16 +82,16 @@ class ReferenceModel(nn.Module):
 
     def microbatch(self, tensors: Microbatch, counts: MicrobatchMeta, want_predictions: bool = False) -> LanguageOutput:
         """The output of one microbatch, its images in one sub-microbatch."""
-        features = None
-        if tensors.pixel_values:
-            grids = tuple(image.grid for image in counts.images)
-            features = self.chunks["vision"](torch.cat(tensors.pixel_values), grids=grids)
+        features, fills = {}, {}
+        for name, of_module in by_module(tensors, counts).items():
+            features[name] = self.chunks[name](torch.cat(of_module.pixels), grids=of_module.grids)
+            fills[name] = FeatureRows(of_module.slots)
         output: LanguageOutput = self.chunks["language"](
             tensors.input_ids,
             attention=attention_context(language_bits(counts, self.mask)),
             position_ids=torch.from_numpy(token_positions(counts.documents, self.position_axes)),
             features=features,
-            slots=tensors.image_slots,
+            fills=fills,
             labels=tensors.labels,
             want_predictions=want_predictions,
         )

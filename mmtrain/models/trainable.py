@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from mmtrain.config.model import LoRAConfig, Trainable
+from mmtrain.config.model import LoRAConfig, Trainable, projector_name
 from mmtrain.spec.linears import Linear
 
-_MERGERS = ("vision.merger.", "vision.deepstack_merger_list.")
+_MERGERS = ("merger.", "deepstack_merger_list.")
 _ADAPTER = "default"
 _BASE = ".base_layer"
 
@@ -83,4 +83,5 @@ def stored_adapter_name(name: str) -> str:
 
 def part_of(name: str) -> str:
     """The part of a model that a parameter belongs to: its module, or `projector`, also for an encoder's own merger."""
-    return "projector" if name.startswith(_MERGERS) else name.partition(".")[0]
+    module, _, rest = name.partition(".")
+    return projector_name(module) if rest.startswith(_MERGERS) else module

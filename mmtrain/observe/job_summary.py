@@ -25,7 +25,7 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
     Args: device: its type. threads: of one rank's search. cut_s: seconds that the partition took.
     """
     known = families(config.model)
-    names = dict.fromkeys(section.pretrained or known[module] for module, section in config.model.modules.items())
+    names = dict.fromkeys(section.pretrained or known[module] for module, section in config.model.sections.items())
     lines = [f"{' + '.join(names)} on {config.data.description}, into {config.job.dump_folder}"]
     for module in planner.spec.modules:
         stages = planner.partition.of_module(module.name)
@@ -36,7 +36,7 @@ def start_lines(config: Config, planner: IterationPlanner, *, device: str, threa
             f"{len(module.layers)} layers in {len(stages)} chunk{'' if len(stages) == 1 else 's'}: "
             f"{show_layout(module, [stage.layers for stage in stages])}"
         )
-    if config.model.encoder is not None:
+    if config.model.encoders:
         with suppress(ConfigError):  # of an encoder that reads no images, or one that the data loader will raise
             lines.append(_images(config))
         kind = whole_kind(config.model)
@@ -95,12 +95,12 @@ def _images(config: Config) -> str:
 
 def _model(model: ModelConfig, module: str) -> str:
     """Family and size of a module's model, and where its weights come from."""
-    section, shape = model.modules[module], shape_of(model, module)
+    section, shape = model.sections[module], shape_of(model, module)
     parts = [f"{section.pretrained} ({shape.model_type})" if section.pretrained else shape.model_type]
     if isinstance(shape, VaeShape):
         parts.append(f"latents of {shape.channels} channels")
     else:
         parts.append(f"{shape.depth} blocks of width {shape.width}")
-    parts += [f"projector {model.projector.kind}"] if module == "vision" else []
+    parts += [f"projector {model.projector_of(module).kind}"] if module in model.encoders else []
     parts += ["random weights"] if section.config or section.weights == "random" else []
     return ", ".join(parts)

@@ -16,7 +16,7 @@ from mmtrain.data.loader import Loader, Step
 from mmtrain.data.packing import LoaderState
 from mmtrain.data.questions import Answer, Decoding, Key
 from mmtrain.errors import DataError, MMTrainError
-from mmtrain.modality.catalogue import MODALITIES
+from mmtrain.modality.catalogue import modality_of
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.models.batch import Batch, without_images
@@ -49,7 +49,7 @@ class ReplicaData:
         for module in spec.modules:
             stages, kind = (
                 partition.of_module(module.name),
-                MODALITIES[module.consumes](Submesh.of(config).attention_mask),
+                modality_of(module, Submesh.of(config).attention_mask),
             )
             readers[module.name] = {stages[index].pp_rank for index in kind.readers(module)} - {0}
         self._takers = tuple(sorted(set().union(*readers.values())))

@@ -86,11 +86,12 @@ def _entries(chunk: _Divisible, plan: FamilyPlan) -> Iterator[tuple[str, Style]]
         tables.append(PROJECTORS.get(chunk.projector_kind, plan.merger))
         for number, _ in enumerate(chunk.shape.taps):
             tables.append({name.format(number): style for name, style in plan.tap_merger.items()})
+    own = chunk.own_name if isinstance(chunk, VisionChunk) else str
     for table in tables:
-        yield from table.items()
+        yield from ((own(name), style) for name, style in table.items())
     for index in chunk.block_indices:
         for name, style in plan.block.items():
-            yield f"{plan.blocks}.{index}.{name}", style
+            yield f"{own(plan.blocks)}.{index}.{name}", style
 
 
 def _find(chunk: _Divisible, name: str, *, parameter: bool) -> nn.Module:

@@ -16,7 +16,10 @@ from mmtrain.modality.catalogue import MODALITIES, modalities
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.schedule.graph import Work
-from mmtrain.spec.spec import ModelSpec, WorkSize
+from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize
+
+SubMicrobatch = int | Mapping[str, int]
+"""Images or clips in one work, of all modules or by their names; 0 or absent: all of a microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,10 @@ class Batching:
 
 
 def make_batching(
-    meta: IterationMeta, spec: ModelSpec, sub_microbatch_size: int = 0, attention_mask: LanguageMask = "causal"
+    meta: IterationMeta,
+    spec: ModelSpec,
+    sub_microbatch_size: SubMicrobatch = 0,
+    attention_mask: LanguageMask = "causal",
 ) -> Batching:
     """The works of an iteration, ordered by microbatch, then by module, then by sub-microbatch.
 
@@ -76,7 +82,7 @@ def make_batching(
     Args:
         meta: the counts of the batch.
         spec: the model.
-        sub_microbatch_size: images or clips in one work; 0: all of the microbatch.
+        sub_microbatch_size: images or clips in one work, of all modules or by their names; 0: all of the microbatch.
         attention_mask: mask of the language model; it determines the number of attended pairs.
     Raises: DataError: a microbatch lacks a required unit, or has a unit that no module consumes; an image that the
         model cannot merge, or that lies outside of its document.
@@ -85,14 +91,17 @@ def make_batching(
     kinds = modalities(spec, attention_mask)
     # Modules that consume the same units get the same groups: those that balance the last of these modules.
     weights = {
-        kinds[module.name].item: (kinds[module.name], kinds[module.name].weigh(module)) for module in spec.modules
+        kinds[module.name].item: (
+            kinds[module.name],
+            kinds[module.name].weigh(module),
+            _size_of(sub_microbatch_size, module),
+        )
+        for module in spec.modules
     }
     items: list[WorkItem] = []
     for index, microbatch in enumerate(meta.microbatches):
         _check_content(index, microbatch, kinds)
-        groups = {
-            item: kind.split(kind.units(microbatch), sub_microbatch_size, w) for item, (kind, w) in weights.items()
-        }
+        groups = {item: kind.split(kind.units(microbatch), size, w) for item, (kind, w, size) in weights.items()}
         numbers: dict[str, list[int]] = {}
         for module_index, module in enumerate(spec.modules):
             kind = kinds[module.name]
@@ -103,6 +112,10 @@ def make_batching(
                 items.append(WorkItem(work=work, units=units, size=kind.size(module, units)))
             numbers[module.name] = list(range(first_work, len(items)))
     return Batching(spec=spec, items=tuple(items), attention_mask=attention_mask)
+
+
+def _size_of(sizes: SubMicrobatch, module: ModuleSpec) -> int:
+    return sizes if isinstance(sizes, int) else sizes.get(module.name, 0)
 
 
 def _feeding(sub: int, kind: Modality, feeds: Mapping[str, tuple[Modality, list[int]]]) -> tuple[int, ...]:
@@ -116,9 +129,11 @@ def _feeding(sub: int, kind: Modality, feeds: Mapping[str, tuple[Modality, list[
 def _check_content(index: int, microbatch: MicrobatchMeta, kinds: Mapping[str, Modality]) -> None:
     """Checks that each unit of a microbatch is consumed, and that it has the units that modules require."""
     consumed = {kind.item: kind for kind in kinds.values()}
-    for kind in (make("causal") for make in MODALITIES.values()):
-        units = kind.units(microbatch)
-        if units and kind.item not in consumed:
+    for kind in (make("causal", "") for make in MODALITIES.values()):
+        units, same = kind.units(microbatch), [other for other in consumed.values() if type(other) is type(kind)]
+        if len(units) > sum(len(other.units(microbatch)) for other in same):
+            taken = {unit for other in same for unit in other.units(microbatch)}
+            units = tuple(unit for unit in units if unit not in taken)
             raise DataError(
                 f"microbatch {index} has {len(units)} {kind.item}s, the first {units[0].name}, but {kind.remedy}"
             )

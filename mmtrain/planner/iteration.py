@@ -10,7 +10,7 @@ from mmtrain.config.sections import PlannerConfig
 from mmtrain.errors import ConfigError, PlanError
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.submesh import Submesh
-from mmtrain.planner.batching import Batching, check_conservation, make_batching
+from mmtrain.planner.batching import Batching, SubMicrobatch, check_conservation, make_batching
 from mmtrain.planner.costs.cost_model import CostModel
 from mmtrain.planner.costs.job_costs import cost_model
 from mmtrain.planner.first_plan import first_plan
@@ -69,7 +69,7 @@ class IterationPlanner:
     """What layers and transfers take."""
     schedule: Schedule
     """Named, or from a file."""
-    sub_microbatch_size: int
+    sub_microbatch_size: SubMicrobatch
     """Images in one vision work; 0: all of a microbatch."""
     sharded: bool
     """Whether programs reduce gradients (FSDP2)."""

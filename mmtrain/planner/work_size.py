@@ -9,6 +9,7 @@ from mmtrain.config.config import Config
 from mmtrain.config.model import LanguageConfig
 from mmtrain.errors import ConfigError
 from mmtrain.modality.typical import Bins, reference_sizes
+from mmtrain.planner.batching import SubMicrobatch
 from mmtrain.planner.costs.cost_model import CostModel, FlopsCosts
 from mmtrain.planner.costs.measured_costs import MeasuredCosts
 from mmtrain.planner.forecast.typical_iterations import layer_seconds
@@ -20,8 +21,9 @@ NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of images of the works in the simulated curve; numbers that exceed a microbatch are left out."""
 
 
-def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> int:
-    """Images in one vision work of a job, or clips in one DiT work; 0: all of a microbatch.
+def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> SubMicrobatch:
+    """Images in one vision work of a job, or clips in one DiT work; 0: all of a microbatch. Of several encoders by
+    their names: a further one has as many as its section says.
 
     The number of clips is `model.dit.sub_microbatch_size`; `mmtrain profile` prints the number that the rule selects.
 
@@ -34,6 +36,14 @@ def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> in
     """
     if spec.counted is None or not config.planner.sub_microbatch:
         return 0
+    if config.model.modules:
+        given = {name: section.sub_microbatch_size for name, section in config.model.encoders.items()}
+        return given | ({"vision": _of_counted(config, spec, costs)} if "vision" in given else {})
+    return _of_counted(config, spec, costs)
+
+
+def _of_counted(config: Config, spec: ModelSpec, costs: CostModel) -> int:
+    assert spec.counted is not None
     section = config.model.cut_modules[spec.counted.name]
     assert not isinstance(section, LanguageConfig)
     if section.sub_microbatch_size or config.model.reads_clips:

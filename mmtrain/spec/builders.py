@@ -49,8 +49,7 @@ def model_spec(model: ModelConfig, *, dtype_bytes: int = 4) -> ModelSpec:
     modules = []
     if model.vae is not None:
         modules.append(_vae_module(vae_shape(model), dtype_bytes))
-    if model.encoder is not None:
-        modules.append(_vision_module(model, vision_shape(model), dtype_bytes))
+    modules += [_vision_module(model, name, vision_shape(model, name), dtype_bytes) for name in model.encoders]
     modules.append(_language_module(model, language, dtype_bytes))
     if model.dit is not None:
         modules.append(_dit_module(model, dit_shape(model), dtype_bytes))
@@ -80,23 +79,22 @@ def _vae_module(shape: VaeShape, e: int) -> ModuleSpec:
     )
 
 
-def _vision_module(model: ModelConfig, shape: VisionShape, e: int) -> ModuleSpec:
-    assert model.encoder is not None
+def _vision_module(model: ModelConfig, name: str, shape: VisionShape, e: int) -> ModuleSpec:
     D, taps = shape.width, shape.taps
-    trainable = model.encoder.trainable is True  # with LoRA only the blocks' adapters train
+    trainable = model.encoders[name].trainable is True  # with LoRA only the blocks' adapters train
 
     def block(index: int) -> LayerSpec:
         windowed = bool(shape.window) and index not in shape.full_blocks
         bare = replace(_encoder_block(shape, windowed=windowed, trainable=trainable, e=e), name=f"blocks.{index}")
-        return with_adapters(bare, shape, adapted_linears(model, "vision"), rank=model.lora.rank, dtype_bytes=e)
+        return with_adapters(bare, shape, adapted_linears(model, name), rank=model.lora.rank, dtype_bytes=e)
 
     embed = _audio_embed if shape.one_row else _patch_embed
     layers = [embed(shape, trainable=trainable, e=e), *(block(index) for index in range(shape.depth))]
     if shape.final_norm:
         layers.append(_norm_layer(D, 2 * D, _norm_bytes(shape, e) - D * e, trainable=trainable, e=e))
-    layers.append(_projector(model, shape, e=e))
+    layers.append(_projector(model, name, shape, e=e))
     return ModuleSpec(
-        name="vision",
+        name=name,
         consumes="images",
         shares_units=True,
         layers=tuple(layers),
@@ -151,12 +149,12 @@ def _audio_embed(shape: VisionShape, *, trainable: bool, e: int) -> LayerSpec:
     )
 
 
-def _projector(model: ModelConfig, shape: VisionShape, *, e: int) -> LayerSpec:
+def _projector(model: ModelConfig, name: str, shape: VisionShape, *, e: int) -> LayerSpec:
     """The last layer of the vision module: a norm (not of kind llava), merged neighbours, two linear layers.
 
     Each tap has a merger of its own, whose norm comes after the merge; its features stand next to the others.
     """
-    projection = projection_of(model)
+    projection = projection_of(model, name)
     assert projection is not None
     patches, inner, width = shape.patches_per_token, projection.width, projection.outputs
     merged = patches * shape.width
@@ -172,14 +170,14 @@ def _projector(model: ModelConfig, shape: VisionShape, *, e: int) -> LayerSpec:
     taps = len(shape.taps)
     # Of a tap two statistics and the norm's output. The norm's input is also the next block's, which keeps it, or a
     # part of the chunk's input, which is held until its gradient leaves; neither if the encoder is frozen.
-    frozen = model.encoder is not None and model.encoder.trainable is False
+    frozen = model.encoders[name].trainable is False
     normed += taps * ((1 + frozen) * merged + 2) * e
     gathered = 0 if frozen else taps * merged * e
     mergers = 1 + taps
     return LayerSpec(
         name="projector",
         num_params=norm_params + taps * 2 * merged + mergers * ((merged + 1) * inner + (inner + 1) * width),
-        trainable=bool(model.projector.trainable),
+        trainable=bool(model.projector_of(name).trainable),
         weight_before_products=norm_params > 0,
         matmul_flops=Rates(output=mergers * (2 * merged * inner + 2 * inner * width)),
         inner_flops=Rates(output=mergers * 2 * inner * width),
@@ -253,7 +251,7 @@ def _norm_bytes(shape: VisionShape, e: int) -> int:
 def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> ModuleSpec:
     D, V = shape.width, shape.vocab_size
     trainable = model.language.trainable is True
-    taps = len(vision_shape(model).taps) if model.encoder is not None else 0
+    taps = max((len(vision_shape(model, name).taps) for name in model.encoders), default=0)
     block = _decoder_layer(shape, trainable=trainable, e=e)
     block = with_adapters(block, shape, adapted_linears(model, "language"), rank=model.lora.rank, dtype_bytes=e)
     norm = _FLOAT32 * (D + 1) + 2 * D * e
@@ -276,7 +274,7 @@ def _language_module(model: ModelConfig, shape: LanguageShape, e: int) -> Module
         name="language",
         consumes="documents" if model.dit is None else "captions",
         position_axes=shape.position_axes,
-        after=("vision",) if model.encoder is not None else (),
+        after=tuple(model.encoders),
         # Features of the j-th tap are added to the output of decoder layer j, which is layer j + 1.
         carried=tuple(max(0, taps - index) for index in range(shape.depth + 2)) if taps else (),
         layers=(

@@ -2,7 +2,7 @@
 
 import math
 
-from mmtrain.config.model import ModelConfig
+from mmtrain.config.model import ModelConfig, projector_section, section_of
 from mmtrain.errors import ConfigError
 from mmtrain.spec.modules import projection_of
 from mmtrain.spec.shapes import dit_shape, language_shape
@@ -22,8 +22,8 @@ def check_tensor_degree(model: ModelConfig, tp: int, *, whole_encoder: bool = Fa
         "model.language: intermediate_size": shape.mlp_width,
         "model.language: vocab_size": shape.vocab_size,
     }
-    if not whole_encoder and model.encoder is not None:
-        numbers |= _encoder_numbers(model, vision_shape(model))
+    for name in model.encoders if not whole_encoder else ():
+        numbers |= _encoder_numbers(model, name, vision_shape(model, name))
     if model.dit is not None:
         dit = dit_shape(model)
         numbers |= {"model.dit: num_attention_heads": dit.num_heads, "model.dit: ffn_dim": dit.mlp_width}
@@ -37,11 +37,11 @@ def check_tensor_degree(model: ModelConfig, tp: int, *, whole_encoder: bool = Fa
             )
 
 
-def _encoder_numbers(model: ModelConfig, shape: VisionShape) -> dict[str, int]:
-    projection = projection_of(model)
+def _encoder_numbers(model: ModelConfig, name: str, shape: VisionShape) -> dict[str, int]:
+    projection = projection_of(model, name)
     assert projection is not None
     return {
-        "model.encoder: number of attention heads": shape.num_heads,
-        "model.encoder: inner columns of the MLP": shape.mlp_width,
-        "model.projector: inner columns": projection.width,
+        f"{section_of(name)}: number of attention heads": shape.num_heads,
+        f"{section_of(name)}: inner columns of the MLP": shape.mlp_width,
+        f"{projector_section(name)}: inner columns": projection.width,
     }

@@ -149,8 +149,9 @@ def with_adapters(
 
 def _shapes_with_adapters(model: ModelConfig) -> dict[str, VisionShape | LanguageShape]:
     shapes: dict[str, VisionShape | LanguageShape] = {}
-    if model.encoder is not None and model.encoder.trainable == "lora":
-        shapes["vision"] = vision_shape(model)
+    for name, section in model.encoders.items():
+        if section.trainable == "lora":
+            shapes[name] = vision_shape(model, name)
     if model.language.trainable == "lora":
         shapes["language"] = language_shape(model)
     return shapes

@@ -68,19 +68,19 @@ def dit_config(section: DitConfig) -> dict[str, Any]:
     return config
 
 
-def encoder_config(section: EncoderConfig) -> dict[str, Any]:
-    """The complete Hugging Face config of a vision encoder; its `model_type` is a key of `ENCODERS`.
+def encoder_config(section: EncoderConfig, where: str = "model.encoder") -> dict[str, Any]:
+    """The complete Hugging Face config of an encoder; its `model_type` is a key of `ENCODERS`.
 
     Missing keys have the defaults of the Hugging Face class. Of a whole Qwen-VL, CLIP or SigLIP model, or a
     whole model of `composites`, it is the `vision_config`; a whole Whisper model's config is also that of its encoder.
     Raises: ConfigError: there is no such config, or it has an unknown family or key, a wrong type, or dropout.
     """
-    values, inline = _read("model.encoder", section)
+    values, inline = _read(where, section)
     model_type = values.get("model_type", "")
     if isinstance(values.get("vision_config"), dict):
         values = values["vision_config"]
         model_type = values.get("model_type", model_type)
-    return _complete("model.encoder", values, model_type, strict=inline)
+    return _complete(where, values, model_type, strict=inline)
 
 
 def language_config(section: LanguageConfig) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _read(where: str, section: EncoderConfig | LanguageConfig | DitConfig | VaeC
 
 def _complete(where: str, values: dict[str, Any], model_type: Any, *, strict: bool) -> dict[str, Any]:
     """The values with aliases replaced by their keys, with `model_type` and all defaults."""
-    _, families = _ROLES[where]
+    _, families = _ROLES.get(where, _ROLES["model.encoder"])
     names = _names(families)
     if not isinstance(model_type, str) or model_type not in names:
         raise _unknown_family(where, model_type)
@@ -163,7 +163,7 @@ def _unknown_family(where: str, model_type: Any) -> ConfigError:
 
     Another one is suggested only for a typing error: "qwen3" is no misspelt "qwen2", nor "llava" a "llama".
     """
-    kind, families = _ROLES[where]
+    kind, families = _ROLES.get(where, _ROLES["model.encoder"])
     names, wrong_type, hint = list(_names(families)), str(model_type), ""
     near = difflib.get_close_matches(wrong_type, names, 1, 0.75)
     if near and re.findall(r"\d+", wrong_type) == re.findall(r"\d+", near[0]) and wrong_type not in _library_families():

@@ -13,7 +13,6 @@ Shape = VisionShape | LanguageShape | DitShape | VaeShape
 
 _SHAPES: Mapping[str, Callable[[ModelConfig], Shape]] = {
     "vae": vae_shape,
-    "vision": vision_shape,
     "language": language_shape,
     "dit": dit_shape,
 }
@@ -21,12 +20,12 @@ _SHAPES: Mapping[str, Callable[[ModelConfig], Shape]] = {
 
 def shape_of(model: ModelConfig, module: str) -> Shape:
     """The sizes of a module of the model. Raises: ConfigError: its class does not support its config."""
-    return _SHAPES[module](model)
+    return vision_shape(model, module) if module in model.encoders else _SHAPES[module](model)
 
 
 def families(model: ModelConfig) -> dict[str, str]:
     """Name of a module -> its `model_type`, each module after those that feed it."""
-    return {module: shape_of(model, module).model_type for module in model.modules}
+    return {module: shape_of(model, module).model_type for module in model.sections}
 
 
 def whole_kind(model: ModelConfig) -> str:
@@ -34,7 +33,8 @@ def whole_kind(model: ModelConfig) -> str:
 
     A class of transformers reads the features of a block, and attends causally.
     """
-    if model.encoder is None or model.dit is not None or model.language.attention_mask != "causal":
+    one = list(model.encoders) == ["vision"]
+    if not one or model.dit is not None or model.language.attention_mask != "causal":
         return ""
     vision, language = vision_shape(model), language_shape(model).model_type
     fits = (
@@ -47,6 +47,8 @@ def whole_kind(model: ModelConfig) -> str:
 
 def why_not_whole(model: ModelConfig) -> str:
     """Why the modules of a model with an encoder make no whole model of transformers."""
+    if list(model.encoders) != ["vision"]:
+        return f"transformers has no class for the encoders {', '.join(model.encoders)} (docs/models.md)"
     if model.language.attention_mask != "causal":
         return f'model.language.attention_mask = "{model.language.attention_mask}", but whole models attend causally'
     parts = f"{vision_shape(model).model_type}, projector {model.projector.kind}, {language_shape(model).model_type}"
@@ -67,22 +69,22 @@ class Projection:
     """Output columns."""
 
 
-def projection_of(model: ModelConfig) -> Projection | None:
-    """The projector of a model; None: it has no encoder.
+def projection_of(model: ModelConfig, module: str = "vision") -> Projection | None:
+    """The projector of an encoder; None: the model does not have it.
 
     Raises: ConfigError: its activation function is unknown, or its source has a projector of another kind.
     """
-    if model.encoder is None:
+    if module not in model.encoders:
         return None
-    shape, section = vision_shape(model), model.projector
+    shape, section = vision_shape(model, module), model.projector_of(module)
     outputs, merged = language_shape(model).width, shape.width * shape.patches_per_token
     widths = {"mlp": section.hidden_size or merged, "native": merged, "llava": outputs}
     return Projection(kind=section.kind, width=widths[section.kind], hidden_act=projector_act(section), outputs=outputs)
 
 
-def projector_sizes(model: ModelConfig) -> dict[str, int | str]:
+def projector_sizes(model: ModelConfig, module: str = "vision") -> dict[str, int | str]:
     """The kind and sizes of a projector of our own, as an export writes them next to its weights."""
-    projection, shape = projection_of(model), vision_shape(model)
+    projection, shape = projection_of(model, module), vision_shape(model, module)
     assert projection is not None
     sizes: dict[str, int | str] = {"kind": projection.kind, "language_width": projection.outputs}
     if projection.kind == "mlp":

@@ -12,6 +12,7 @@ from mmtrain.config.model import (
     ModuleConfig,
     ProjectorConfig,
     VaeConfig,
+    section_of,
 )
 from mmtrain.spec.composites import projector_act, selected_features
 from mmtrain.spec.families import DITS, ENCODERS, LANGUAGES, VAES, Family
@@ -51,22 +52,29 @@ def narrow_model(
     language = _narrow_language(model, tp["language"], stages["language"])
     width = language["hidden_size"]
     configs = {"language": language}
-    if model.encoder is not None:
-        configs["vision"] = _narrow_encoder(model, tp["vision"], stages["vision"], language)
+    for name in model.encoders:
+        configs[name] = _narrow_encoder(model, name, tp[name], stages[name], language)
     if model.dit is not None:
         configs["dit"] = _narrow_dit(model, tp["dit"], stages["dit"], width)
     if model.vae is not None:
         configs["vae"] = _narrow_vae(model.vae)
-    projector = model.projector
-    if projector.hidden_size:
-        hidden = _scaled(projector.hidden_size, width, language_shape(model).width, tp["language"])
-        projector = replace(projector, hidden_size=hidden)
+
+    def narrow_projector(section: ProjectorConfig) -> ProjectorConfig:
+        if not section.hidden_size:
+            return _without_source(section)
+        hidden = _scaled(section.hidden_size, width, language_shape(model).width, tp["language"])
+        return _without_source(replace(section, hidden_size=hidden))
+
+    def inline(section: ModuleConfig, name: str) -> ModuleConfig:
+        small = _inline(section, configs[name], segments, name)
+        if isinstance(small, EncoderConfig) and small.projector is not None:
+            return replace(small, projector=narrow_projector(small.projector))
+        return small
+
     adapted = any(section.trainable == "lora" for section in model.cut_modules.values())
     return replace(
-        model.with_modules(
-            {name: _inline(section, configs[name], segments, name) for name, section in model.modules.items()}
-        ),
-        projector=_without_source(projector),
+        model.with_modules({name: inline(section, name) for name, section in model.sections.items()}),
+        projector=narrow_projector(model.projector),
         pretrained="",
         lora=_lora(model.lora) if adapted else model.lora,
     )
@@ -120,10 +128,11 @@ def _narrow_language(model: ModelConfig, tp: int, num_stages: int) -> dict[str, 
     return inline_config(given, LANGUAGES[shape.model_type])
 
 
-def _narrow_encoder(model: ModelConfig, tp: int, num_stages: int, language: Mapping[str, Any]) -> dict[str, Any]:
-    assert model.encoder is not None
-    shape = vision_shape(model)
-    values, keys = encoder_config(model.encoder), ENCODERS[shape.model_type].sizes
+def _narrow_encoder(
+    model: ModelConfig, name: str, tp: int, num_stages: int, language: Mapping[str, Any]
+) -> dict[str, Any]:
+    shape = vision_shape(model, name)
+    values, keys = encoder_config(model.encoders[name], section_of(name)), ENCODERS[shape.model_type].sizes
     heads = min(shape.num_heads, max(2, tp))
     width = heads * min(shape.width // shape.num_heads, _HEAD_DIM)
     depth = min(shape.depth, max(2, num_stages))
@@ -190,14 +199,16 @@ def fewer_blocks(model: ModelConfig, num_blocks: int) -> ModelConfig:
     """
     family = language_shape(model).model_type
     values = language_config(model.language)
-    num_taps = len(vision_shape(model).taps) if model.encoder else 0
+    num_taps = max((len(vision_shape(model, name).taps) for name in model.encoders), default=0)
     values["num_hidden_layers"] = min(values["num_hidden_layers"], max(num_blocks, num_taps))
     values.pop("layer_types", None)  # one entry for each layer; all supported layers have one type
     config = inline_config(values, LANGUAGES[family])
     language = replace(model.language, pretrained="", config=config, pipeline_layout="")
+    encoders: dict[str, ModuleConfig | None] = {
+        name: _fewer_encoder_blocks(model, name, num_blocks) for name in model.encoders
+    }
     return replace(
-        model,
-        encoder=model.encoder and _fewer_encoder_blocks(model, num_blocks),
+        model.with_modules(encoders),
         dit=model.dit and _fewer_dit_blocks(model.dit, num_blocks),
         vae=model.vae and replace(model.vae, weights="random"),
         language=language,
@@ -214,7 +225,7 @@ def one_block(model: ModelConfig, tp: int) -> ModelConfig:
     Args: tp: tensor-parallel ranks, which divide the narrow DiT.
     """
     if model.dit is None:
-        model = replace(model, encoder=None, projector=ProjectorConfig())
+        model = replace(model, encoder=None, modules={}, projector=ProjectorConfig())
     model = fewer_blocks(model, 1)
     if model.dit is not None:
         values = {**model.dit.config, "num_attention_heads": tp, "ffn_dim": tp}
@@ -224,9 +235,9 @@ def one_block(model: ModelConfig, tp: int) -> ModelConfig:
     return replace(model, language=language)
 
 
-def _fewer_encoder_blocks(model: ModelConfig, num_blocks: int) -> EncoderConfig:
-    assert model.encoder is not None
-    shape, values = vision_shape(model), encoder_config(model.encoder)
+def _fewer_encoder_blocks(model: ModelConfig, name: str, num_blocks: int) -> EncoderConfig:
+    section = model.encoders[name]
+    shape, values = vision_shape(model, name), encoder_config(section, section_of(name))
     full = [block for block in shape.full_blocks if block < shape.depth]
     depth = min(shape.depth, max(num_blocks, len(shape.taps)))
     if shape.taps:
@@ -237,7 +248,8 @@ def _fewer_encoder_blocks(model: ModelConfig, num_blocks: int) -> EncoderConfig:
         values["fullatt_block_indexes"] = list(range(windowed, depth))
     values[ENCODERS[shape.model_type].sizes["depth"]] = depth
     config = inline_config(values, ENCODERS[shape.model_type])
-    return replace(_with_features(model.encoder), pretrained="", config=config, pipeline_layout="")
+    projector = section.projector and _without_source(section.projector)
+    return replace(_with_features(section), pretrained="", config=config, pipeline_layout="", projector=projector)
 
 
 def _fewer_dit_blocks(section: DitConfig, num_blocks: int) -> DitConfig:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmtrain.config.model import ModelConfig
+from mmtrain.config.model import EncoderConfig, ModelConfig, ProjectorConfig, section_of
 from mmtrain.errors import ConfigError
 from mmtrain.spec.composites import selected_features
 from mmtrain.spec.families import ENCODERS
@@ -105,18 +105,23 @@ class VisionShape:
         return feature_order(grids, self.merge, self.window)
 
 
-def vision_shape(model: ModelConfig) -> VisionShape:
-    """The sizes of the vision encoder of a model that has one.
+def vision_shape(model: ModelConfig, module: str = "vision") -> VisionShape:
+    """The sizes of an encoder of a model that has it.
 
     Raises: ConfigError: its sizes do not fit together, or the projector does not fit.
     """
-    assert model.encoder is not None
-    values = encoder_config(model.encoder)
-    where = section_name("model.encoder", model.encoder)
-    shape = _SHAPES[values["model_type"]](values, where, model.projector.merge)
-    shape = _with_selected_features(model, shape, where)
+    section, projector = model.encoders[module], model.projector_of(module)
+    values = encoder_config(section, section_of(module))
+    where = section_name(section_of(module), section)
+    shape = _SHAPES[values["model_type"]](values, where, projector.merge)
+    if shape.one_row != (section.kind == "audio") and module != "vision":
+        raise ConfigError(
+            f'{section_of(module)}.kind = "{section.kind}", but {where} ({shape.model_type}) reads '
+            f"{'spectrograms of sound' if shape.one_row else 'images'}; change one of the two"
+        )
+    shape = _with_selected_features(section, projector, section_of(module), shape, where)
     check_divides(where, "number of heads", shape.num_heads, "width", shape.width)
-    if model.projector.kind != "native":
+    if projector.kind != "native":
         return shape
     _check_native(model, shape, where)
     return replace(shape, taps=_taps(values, where, shape.depth, language_shape(model).depth))
@@ -266,33 +271,34 @@ _SHAPES: Mapping[str, Callable[[dict[str, Any], str, int], VisionShape]] = {
 """Family -> (complete config, name of the section in errors, spatial merge) -> shape."""
 
 
-def _with_selected_features(model: ModelConfig, shape: VisionShape, where: str) -> VisionShape:
+def _with_selected_features(
+    section: EncoderConfig, projector: ProjectorConfig, name: str, shape: VisionShape, where: str
+) -> VisionShape:
     """The shape of the part of an encoder that makes the features which the projector reads.
 
     Raises: ConfigError: there is no such block or class token, or they do not fit the projector.
     """
-    assert model.encoder is not None
-    layer, select = selected_features(model.encoder)
+    layer, select = selected_features(section)
     if abs(layer) > shape.depth:
         raise ConfigError(
-            f"model.encoder.feature_layer = {layer}, but {where} has {shape.depth} blocks; choose 1 to {shape.depth}, "
+            f"{name}.feature_layer = {layer}, but {where} has {shape.depth} blocks; choose 1 to {shape.depth}, "
             f"or -1 to -{shape.depth} from the last one"
         )
-    if layer and model.projector.kind == "native":
+    if layer and projector.kind == "native":
         raise ConfigError(
-            f'model.encoder.feature_layer = {layer}, but model.projector.kind = "native" reads the output of the last '
+            f'{name}.feature_layer = {layer}, but its projector of kind "native" reads the output of the last '
             'block; remove it, or use kind = "mlp"'
         )
     if select == "default" and not shape.class_token:
         raise ConfigError(
-            f'model.encoder.feature_select = "default" leaves out the class token, but {where} ({shape.model_type}) '
+            f'{name}.feature_select = "default" leaves out the class token, but {where} ({shape.model_type}) '
             'has none; set feature_select = "full"'
         )
     keeps_class_token = select == "full" and shape.class_token
     if keeps_class_token and shape.merge > 1:
         raise ConfigError(
-            f'model.encoder.feature_select = "full" keeps the class token, which has no neighbours to merge with, but '
-            f"model.projector merges {shape.merge} x {shape.merge} features; set model.projector.spatial_merge = 1"
+            f'{name}.feature_select = "full" keeps the class token, which has no neighbours to merge with, but its '
+            f"projector merges {shape.merge} x {shape.merge} features; set its spatial_merge = 1"
         )
     return replace(
         shape,
@@ -307,8 +313,8 @@ def check_patches_split(model: ModelConfig) -> None:
 
     Raises: ConfigError: they cannot, as its images have one fixed size.
     """
-    if model.encoder is not None and not vision_shape(model).packed:
-        model_type = vision_shape(model).model_type
+    fixed = [shape.model_type for name in model.encoders if not (shape := vision_shape(model, name)).packed]
+    for model_type in fixed:
         raise ConfigError(
             f'parallelism.encoder_context_parallel = "patches", but the patches of a {model_type} are those of one '
             'fixed size and stay together; use "images"'

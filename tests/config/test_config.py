@@ -6,9 +6,10 @@ import typing
 import pytest
 
 from mmtrain.config import config
-from mmtrain.config.model import ProjectorConfig
+from mmtrain.config.model import GROUPS, ProjectorConfig
 from mmtrain.config.toml_sections import build
 from mmtrain.errors import ConfigError
+from mmtrain.modality.bitfield import GROUP_BITS
 
 BASE = """
 [model.language]
@@ -354,19 +355,31 @@ def test_modules_by_name_are_the_short_forms(load):
     text = BASE.replace("[model.language]", MODULES)
     assert load(text) == load(BASE, "--model.encoder.config={model_type='vit'}", "--model.encoder.num_segments=2")
     assert load(text, "--model.modules.vision.num_segments=3").model.encoder.num_segments == 3
-    assert list(load(text).model.modules) == ["vision", "language"]
+    assert list(load(text).model.sections) == ["vision", "language"]
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("--model.modules.vision.kind=sounds", "modules.vision.kind = \"sounds\"; choose one of 'images', 'text'"),
+        (
+            "--model.modules.vision.kind=sounds",
+            "modules.vision.kind = \"sounds\"; choose one of 'images', 'audio', 'text'",
+        ),
         ("--model.modules.vision.feeds=dit", 'modules.vision.feeds = "dit"; it must be "language"'),
         (
             "--model.modules.language.feeds=dit",
             'language.feeds = "dit"; its output enters no other module; leave it out',
         ),
-        ("--model.modules.ear.kind=images", 'modules.ear: a model has one module of kind "images" .* called vision'),
+        ("--model.modules.ear.kind=audio", r"model\.modules\.ear: give either `pretrained`"),
+        ("--model.modules.ear={kind='audio',depth=1}", r"unknown key model\.modules\.ear\.depth"),
+        (
+            "--model.modules.maps={kind='text'}",
+            'modules.maps: a model has one module of kind "text", which is called lang',
+        ),
+        (
+            "--model.modules.Ear={kind='audio',config={model_type='whisper_encoder'}}",
+            r"\[model\.modules\.Ear\]: an encoder is called by lower-case letters",
+        ),
         ("--model.encoder.num_segments=1", "modules.vision and model.encoder are the same module; write all its keys"),
         ("--model.modules.vision=1", r"modules.vision = 1; it is a section, written \[model.modules.vision\]"),
         ("--model.modules=1", r"model.modules = 1; write one section \[model.modules.NAME\]"),
@@ -376,6 +389,39 @@ def test_modules_by_name_are_the_short_forms(load):
 def test_modules_that_the_model_does_not_have(load, override, message):
     with pytest.raises(ConfigError, match=message):
         load(BASE.replace("[model.language]", MODULES), override)
+
+
+EARS = """
+[model.modules.left]
+kind = "audio"
+config = {model_type = "whisper_encoder"}
+[model.modules.right]
+kind = "audio"
+token = "<right ear>"
+config = {model_type = "whisper_encoder"}
+[model.modules.right.projector]
+spatial_merge = 2
+[model.language]
+"""
+
+
+def test_further_encoders_have_sections_of_their_own(load, tmp_path):
+    text = BASE.replace("[model.language]", EARS)
+    c = load(text, "--model.encoder.config={model_type='vit'}", "--model.modules.left.num_segments=2")
+    assert list(c.model.encoders) == ["vision", "left", "right"]
+    assert c.model.modules["left"].num_segments == 2
+    assert c.model.projector_of("right").merge == 2
+    assert c.model.projector_of("vision") is c.model.projector
+    (tmp_path / "resolved.toml").write_text(config.dump(c))
+    assert config.load(tmp_path / "resolved.toml") == c
+    with pytest.raises(
+        ConfigError, match=r'model\.modules\.right\.token = "<left>" is that of model\.modules\.left too'
+    ):
+        load(text, "--model.modules.right.token=<left>")
+    many = "".join(f"[model.modules.a{i}]\nkind='audio'\nconfig={{model_type='whisper_encoder'}}\n" for i in range(12))
+    with pytest.raises(ConfigError, match="12 encoders; an attention mask tells the tokens of at most 11 apart"):
+        load(BASE.replace("[model.language]", many + "[model.language]"))
+    assert GROUPS == GROUP_BITS
 
 
 SEVERAL = """

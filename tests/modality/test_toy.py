@@ -70,7 +70,7 @@ class VectorsLayout:
 @pytest.fixture
 def batching(monkeypatch: pytest.MonkeyPatch) -> tuple[IterationMeta, Batching]:
     """Images and vectors into one language model; the second microbatch has vectors alone."""
-    monkeypatch.setitem(MODALITIES, "vectors", lambda mask: Vectors())
+    monkeypatch.setitem(MODALITIES, "vectors", lambda mask, module: Vectors())
     vision, language = vlm().modules
     gauge = ModuleSpec(name="gauge", consumes="vectors", layers=vision.layers)
     spec = ModelSpec(modules=(vision, gauge, replace(language, after=("vision", "gauge"))))

@@ -12,7 +12,7 @@ from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.adapters import DECODERS, VISION_ADAPTERS
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk
-from mmtrain.models.chunk import fsdp_units
+from mmtrain.models.chunk import FeatureRows, fsdp_units
 from mmtrain.models.fused_qkv import from_head_major, is_fused
 from mmtrain.models.initialise import init_weights
 from mmtrain.spec.builders import model_spec
@@ -175,7 +175,7 @@ def run(chunks, given, features, **more):
             attention=packed(LENGTHS),
             position_ids=given["positions"],
             features=features if chunk.has_embed else None,
-            slots=given["slots"],
+            fills={"vision": FeatureRows(given["slots"])},
             labels=given["labels"] if chunk.is_last else None,
             **more,
         )
@@ -376,6 +376,10 @@ def test_no_chunk_returns_a_view(tiny, encoder):
     for chunk in build(model, "language", (1, 2, 4))[:-1]:
         features = given["features"] if chunk.has_embed else None
         x = chunk(
-            x, attention=packed(LENGTHS), position_ids=given["positions"], features=features, slots=given["slots"]
+            x,
+            attention=packed(LENGTHS),
+            position_ids=given["positions"],
+            features=features,
+            fills={"vision": FeatureRows(given["slots"])},
         )
         assert not x._is_view()

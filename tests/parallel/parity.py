@@ -98,7 +98,8 @@ def shallow(case: Case, blocks: int = 3) -> Case:
         windows = {"fullatt_block_indexes": [1]} if "fullatt_block_indexes" in section.config else {}
         return dataclasses.replace(section, config=section.config | depths | windows)
 
-    model = dataclasses.replace(case.model, encoder=cut(case.model.encoder), language=cut(case.model.language))
+    encoders = {name: cut(section) for name, section in case.model.encoders.items()}
+    model = dataclasses.replace(case.model.with_modules(encoders), language=cut(case.model.language))
     return dataclasses.replace(case, model=model)
 
 
@@ -195,11 +196,7 @@ def cut(case, shape):
             planner=PlannerConfig(partition=case.partition or "search", placement=case.placed or "spread"),
         )  # fmt: skip
         return partition_of(job, spec)
-    segments = {
-        "vision": model.encoder.num_segments if model.encoder else 0,
-        "dit": model.dit.num_segments if model.dit else 0,
-        "language": model.language.num_segments,
-    }
+    segments = {name: section.num_segments for name, section in model.cut_modules.items()}
     return partition(spec, shape.pp, segments, reference_sizes(spec, case.training.seq_len), case.placement)
 
 

@@ -12,6 +12,7 @@ from mmtrain.modality.bitfield import language_bits
 from mmtrain.modality.metadata import DocumentMeta, MicrobatchMeta
 from mmtrain.models.attention.context import attention_context
 from mmtrain.models.build import build_chunk
+from mmtrain.models.chunk import FeatureRows
 from mmtrain.models.initialise import init_weights
 from mmtrain.parallel.tensor import apply_tensor_parallel
 from mmtrain.spec.builders import model_spec
@@ -139,8 +140,12 @@ def run_language(chunks, inputs, features, *, tp=1, tp_rank=0):
     for chunk in chunks:
         x = chunk(
             x, attention=attention, position_ids=positions, features=features if chunk.has_embed else None,
-            exchange=lambda features: features.index_select(0, chosen),
-            slots=torch.tensor([slot for _, slot in mine], dtype=torch.int64),
+            fills={
+                "vision": FeatureRows(
+                    torch.tensor([slot for _, slot in mine], dtype=torch.int64),
+                    lambda features: features.index_select(0, chosen),
+                )
+            },
             labels=labels if chunk.is_last else None, want_predictions=True,
         )  # fmt: skip
     return x

@@ -110,7 +110,7 @@ def test_features_that_the_projector_reads(encoder, features, depth, final_norm,
         ),
         (CLIP, {"feature_layer": -5}, "llava", "feature_layer = -5, but .* or -1 to -4 from the last one"),
         (QWEN2_VL, {"feature_layer": -2}, "native", '"native" reads the output of the last block; remove it'),
-        (CLIP, {"feature_select": "full"}, "mlp", "merges 2 x 2 features; set model.projector.spatial_merge = 1"),
+        (CLIP, {"feature_select": "full"}, "mlp", "merges 2 x 2 features; set its spatial_merge = 1"),
         ({"model_type": "siglip"}, {"feature_select": "default"}, "llava", r"siglip_vision_model\) has none; set"),
     ],
 )

@@ -11,7 +11,8 @@ from mmtrain.modality.images import ImagesLayout
 from mmtrain.modality.positions import token_positions
 from mmtrain.modality.submesh import Indices
 from mmtrain.models.attention.context import AttentionContext, attention_context
-from mmtrain.models.batch import IGNORE_INDEX
+from mmtrain.models.batch import IGNORE_INDEX, by_module
+from mmtrain.models.chunk import FeatureRows
 from mmtrain.parallel.context import RowExchange
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
 from mmtrain.spec.spec import ModuleSpec
@@ -40,8 +41,12 @@ class DocumentsFeed:
             assert inputs.batch is not None, "a rank where a module begins has what the module reads of the batch"
             microbatch = inputs.batch.microbatches[index]
             args = (inputs.take(microbatch.input_ids, rows, 0),)
-            if len(microbatch.image_slots):
-                kwargs |= self._slots(work, rows, microbatch.image_slots.numpy())
+            of_modules = by_module(microbatch, inputs.meta.microbatches[index])
+            kwargs["fills"] = {
+                name: self._fill(work, rows, name, of_modules[name].slots.numpy())
+                for name in inputs.layout.of_module
+                if name in of_modules
+            }
         if last:
             kwargs["labels"] = inputs.take(inputs.labels[index], rows, IGNORE_INDEX)
             kwargs["want_predictions"] = inputs.want_predictions
@@ -63,30 +68,34 @@ class DocumentsFeed:
         documents = self._inputs.meta.microbatches[microbatch].documents
         return self._inputs.take(torch.from_numpy(token_positions(documents, self._axes)), rows, 0)
 
-    def _slots(self, work: int, rows: Indices, image_slots: Indices) -> dict[str, Any]:
-        """Which of this rank's rows are image tokens, and the exchange that brings their features."""
+    def _fill(self, work: int, rows: Indices, module: str, image_slots: Indices) -> FeatureRows:
+        """Which of this rank's rows are tokens of an encoder, and the exchange that brings their features."""
         inputs, submesh = self._inputs, self._layout.submesh
         tp_rank, parts = inputs.mesh.place.tp, submesh.row_parts
         # Ranks that divide neither rows nor images have equal features.
         over_tp = parts > 1 or submesh.data_encoder
         if submesh.cp == 1 and not over_tp:
-            return {"slots": inputs.to_device(torch.from_numpy(image_slots))}
+            return FeatureRows(inputs.to_device(torch.from_numpy(image_slots)))
         own_rows = np.split(rows, parts)[tp_rank % parts]
         feature = np.full(1 + int(max(image_slots.max(), own_rows.max())), -1, dtype=np.int64)
         feature[image_slots] = np.arange(len(image_slots))
         needed_features = np.where(own_rows >= 0, feature[np.maximum(own_rows, 0)], -1)
         slots = np.flatnonzero(needed_features >= 0)
+        feeding = [other for other in self._layout.works[work].work.after if self._module_of(other) == module]
         features_of_ranks = [
-            np.concatenate([self._features(other, c, t) for other in self._layout.works[work].work.after])
+            np.concatenate([self._features(other, c, t) for other in feeding])
             for c in range(submesh.cp)
             for t in (range(submesh.tp) if over_tp else (tp_rank,))
         ]
         group, copies = (inputs.mesh.submesh_group, submesh.tp // parts) if over_tp else (inputs.mesh.cp_group, 1)
         assert group is not None
         exchange = RowExchange(group, features_of_ranks, needed_features[slots], inputs.mesh.device, copies=copies)
-        return {"slots": inputs.to_device(torch.from_numpy(slots)), "exchange": exchange}
+        return FeatureRows(inputs.to_device(torch.from_numpy(slots)), exchange)
+
+    def _module_of(self, work: int) -> str:
+        return self._inputs.layout.batching.module_of(work)
 
     def _features(self, work: int, cp_rank: int, tp_rank: int) -> Indices:
-        layout = self._inputs.layout.of_module[self._inputs.layout.batching.module_of(work)]
+        layout = self._inputs.layout.of_module[self._module_of(work)]
         assert isinstance(layout, ImagesLayout)
         return layout.feature_indices(work, cp_rank, tp_rank)

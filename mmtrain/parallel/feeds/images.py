@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmtrain.modality.base import first_of
 from mmtrain.modality.images import ImagesLayout
-from mmtrain.models.batch import Microbatch
+from mmtrain.models.batch import by_module
 from mmtrain.parallel.context import KeyValueGather
 from mmtrain.parallel.feeds.inputs import Arguments, StepInputs
 from mmtrain.spec.spec import ModuleSpec
@@ -18,7 +19,7 @@ class ImagesFeed:
     def __init__(self, inputs: StepInputs, module: ModuleSpec) -> None:
         layout = inputs.layout.of_module[module.name]
         assert isinstance(layout, ImagesLayout)
-        self._inputs, self._layout = inputs, layout
+        self._inputs, self._layout, self._module = inputs, layout, module.name
         self._first = first_of(layout.works)
         self._gathers: dict[int, KeyValueGather] = {}
 
@@ -34,7 +35,8 @@ class ImagesFeed:
             kwargs |= {"part": part.rows, "gather": self._gather(work)}
         if not first:
             return (), kwargs
-        pixels = [self._microbatch(work).pixel_values[self._first[work] + i] for i in part.images]
+        own = self._own(self._layout.works[work].work.microbatch)
+        pixels = [own[self._first[work] + i] for i in part.images]
         x = torch.cat(pixels) if pixels else torch.empty(0)
         if part.rows is not None and pixels:
             x = x[torch.from_numpy(self._layout.pixel_rows(work, cp_rank, tp_rank))]
@@ -49,7 +51,10 @@ class ImagesFeed:
             self._gathers[work] = self._inputs.key_value_gather(rows_of_ranks, submesh.encoder_row_parts, total)
         return self._gathers[work]
 
-    def _microbatch(self, work: int) -> Microbatch:
+    def _own(self, microbatch: int) -> list[Tensor]:
+        """The pixels of the encoder's images of a microbatch."""
         batch = self._inputs.batch
         assert batch is not None, "a rank where a module begins has what the module reads of the batch"
-        return batch.microbatches[self._layout.works[work].work.microbatch]
+        return by_module(batch.microbatches[microbatch], self._inputs.meta.microbatches[microbatch])[
+            self._module
+        ].pixels

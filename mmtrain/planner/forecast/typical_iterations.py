@@ -14,7 +14,7 @@ from mmtrain.errors import PlanError
 from mmtrain.modality.metadata import IterationMeta, MicrobatchMeta
 from mmtrain.modality.submesh import Submesh
 from mmtrain.modality.typical import Bins
-from mmtrain.planner.batching import Batching, make_batching
+from mmtrain.planner.batching import Batching, SubMicrobatch, make_batching
 from mmtrain.planner.costs.cost_model import CostModel, equal_layers
 from mmtrain.planner.first_plan import first_plan
 from mmtrain.planner.forecast.workloads import VIDEO_CAPTIONS, draw
@@ -86,7 +86,7 @@ class TypicalIterations:
         config: Config,
         spec: ModelSpec,
         costs: CostModel,
-        sub_microbatch_size: int,
+        sub_microbatch_size: SubMicrobatch,
         *,
         most_microbatches: int = MOST_MICROBATCHES,
         is_quick: bool = False,

@@ -17,6 +17,7 @@ from mmtrain.config.config import Config
 from mmtrain.config.model import section_of
 from mmtrain.errors import ConfigError
 from mmtrain.modality.typical import reference_sizes
+from mmtrain.planner.batching import SubMicrobatch
 from mmtrain.planner.costs.cost_model import CostModel
 from mmtrain.planner.costs.job_costs import cost_model
 from mmtrain.planner.forecast.typical_iterations import MOST_MICROBATCHES, TypicalIterations
@@ -99,7 +100,7 @@ def partition_of(config: Config, spec: ModelSpec) -> Partition:
     return choose_partition(config, spec, costs, sub_microbatch_size(config, spec, costs)).partition
 
 
-def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice:
+def choose_partition(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: SubMicrobatch) -> Choice:
     """The partition of a job, placed as its schedule requires, and how it was chosen.
 
     Args: sub_microbatch: images in a vision work, or clips in a DiT work; 0: all of a microbatch.
@@ -206,7 +207,7 @@ def _placed_cut(config: Config, spec: ModelSpec, placement: Placed, weights: Map
 
 
 def _placing_weights(
-    config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int
+    config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: SubMicrobatch
 ) -> Mapping[str, Sequence[float]]:
     """Module -> [layer] -> forward and backward: seconds, or FLOPs if no workload can be drawn for the model."""
     try:
@@ -333,7 +334,7 @@ def _refuse_few_passes(config: Config, key: str, passes: int) -> None:
 # --------------------------------------------------------------------------------------------- searched
 
 
-def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice | None:
+def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: SubMicrobatch) -> Choice | None:
     """The choice of a search; None: the config determines the partition, or a search is not possible."""
     memory = MemoryRule.of_device(config)
     separated_cuts, chains = _separated_cuts(config, spec), _chains(config, spec)
@@ -459,7 +460,7 @@ def _summary(search: Found, names: Sequence[str], spec: ModelSpec) -> str:
 # ------------------------------------------------------------------------------------------------ mixed
 
 
-def _mixed(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int) -> Choice:
+def _mixed(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: SubMicrobatch) -> Choice:
     """All modules cut as one chain into parts of equal parameters or of equal seconds."""
     how, schedule = config.planner.partition, job_schedule(config)
     if schedule.placement == "v":
@@ -481,7 +482,7 @@ def _mixed(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: in
 
 
 def _typical_layer_seconds(
-    config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: int
+    config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: SubMicrobatch
 ) -> Mapping[str, Sequence[float]]:
     try:
         return TypicalIterations.draw(config, spec, costs, sub_microbatch).layer_seconds()

@@ -76,6 +76,6 @@ def small_job(config: Config, *, folder: str) -> Config:
     """A job with fewer parameters to update, see `one_block`. Args: folder: where the job writes its files."""
     config = probing_job(config, num_blocks=1, cut=Cut(stages="modules", splits=False), folder=folder)
     model, parallelism = one_block(config.model, config.parallelism.tensor_parallel_degree), config.parallelism
-    if len(model.modules) == 1:
+    if len(model.sections) == 1:
         parallelism = replace(parallelism, encoder_tensor_parallel="shard", encoder_context_parallel="images")
     return replace(config, model=model, parallelism=parallelism)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mmtrain.config.model import section_of
-from mmtrain.modality.catalogue import MODALITIES, division_of
+from mmtrain.modality.catalogue import division_of, modality_of
 from mmtrain.modality.submesh import Submesh
 from mmtrain.planner.profile.calibration import LAUNCH, Calibration
 from mmtrain.planner.profile.fits import SizeFit
@@ -138,7 +138,7 @@ def _lines_below_layers(profile: Profile, spec: ModelSpec, submesh: Submesh) -> 
 
 
 def _curve_lines(curve: Curve, module: ModuleSpec) -> Iterator[str]:
-    rule, kind = smallest_efficient(curve), MODALITIES[module.consumes]("causal")
+    rule, kind = smallest_efficient(curve), modality_of(module)
     units = f"{kind.item}s"
     steps = ", ".join(f"{number}: {100 * of_best:.0f} %" for number, of_best in rule.efficiency)
     yield f"{units.capitalize()} a second of a {kind.works} work, relative to the best, by their number: {steps}."
