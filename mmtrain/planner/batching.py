@@ -130,7 +130,8 @@ def _check_content(index: int, microbatch: MicrobatchMeta, kinds: Mapping[str, M
     """Checks that each unit of a microbatch is consumed, and that it has the units that modules require."""
     consumed = {kind.item: kind for kind in kinds.values()}
     for kind in (make("causal", "") for make in MODALITIES.values()):
-        units, same = kind.units(microbatch), [other for other in consumed.values() if type(other) is type(kind)]
+        units = kind.units(microbatch)
+        same = [other for other in consumed.values() if other.item == kind.item or type(other) is type(kind)]
         if len(units) > sum(len(other.units(microbatch)) for other in same):
             taken = {unit for other in same for unit in other.units(microbatch)}
             units = tuple(unit for unit in units if unit not in taken)

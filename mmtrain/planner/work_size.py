@@ -38,7 +38,7 @@ def sub_microbatch_size(config: Config, spec: ModelSpec, costs: CostModel) -> Su
         return 0
     if config.model.modules:
         given = {name: section.sub_microbatch_size for name, section in config.model.encoders.items()}
-        return given | ({"vision": _of_counted(config, spec, costs)} if "vision" in given else {})
+        return given | {name: _of_counted(config, spec, costs) for name in given if name not in config.model.modules}
     return _of_counted(config, spec, costs)
 
 

@@ -13,7 +13,6 @@ from mmtrain.models.initialise import init_weights
 from mmtrain.models.pretrained import load_pretrained
 from mmtrain.models.projector import make_projector
 from mmtrain.spec.builders import model_spec
-from mmtrain.spec.vision_shapes import vision_shape
 from tests.commands.test_export import adapted, close, features_of, images
 from tests.llava import job_model, save_llava
 from tests.lora import with_lora
@@ -80,7 +79,7 @@ def test_a_job_goes_on_from_the_exported_folders(tmp_path):
         language=dataclasses.replace(model.language, pretrained=str(out / "language")),
     )
     assert model_spec(again) == model_spec(model)
-    projector = make_projector(again, vision_shape(again))
+    projector = make_projector(again)
     assert isinstance(projector, LlavaMultiModalProjector)
     assert isinstance(projector.act, torch.nn.ReLU), "the activation function comes from the exported config.json"
     for name, chunk in chunks_of(again, seed=1).items():

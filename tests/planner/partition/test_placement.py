@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import cornstarch
 from mmtrain.config import config
 from mmtrain.config.config import Config
 from mmtrain.errors import ConfigError
@@ -139,3 +140,32 @@ def test_the_search_is_no_slower_than_any_placement(schedule: str) -> None:
 def test_placements_that_cannot_be(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         IterationPlanner.of(job(*overrides))
+
+
+@pytest.mark.parametrize(("a", "b"), [(1.0, 1.0), (3.0, 1.0), (1.0, 2.0)])
+def test_the_gain_of_being_aware_with_fine_layers(a: float, b: float) -> None:
+    """Both modules frozen and recomputed: an encoder has forwards alone, the language model three times as much.
+
+    The most loaded rank, cut as if all layers trained over cut by what they take, is near 3 (a + b) / (a + 3 b).
+    """
+    fine, num_ranks = 240, 12
+    ones = {"encoder": 1, "language": 1}
+    forward = {"encoder": [a / fine] * fine, "language": [b / fine] * fine}
+    seconds = {"encoder": forward["encoder"], "language": [3 * x for x in forward["language"]]}
+    loads = {}
+    for how, costs in (("aware", seconds), ("unaware", forward)):
+        ranks = divide_ranks(costs, [["encoder"], ["language"]], ones, num_ranks, {})
+        assert ranks is not None
+        loads[how] = max(
+            max(rank_loads({name: seconds[name]}, ones, n)) for name, n in zip(seconds, ranks, strict=True)
+        )
+    assert loads["unaware"] / loads["aware"] == pytest.approx(3 * (a + b) / (a + 3 * b), rel=0.05)
+
+
+def test_frozen_models_of_cornstarch(tmp_path: Path) -> None:
+    """Aware is never slower by more than 1 %, and the search no slower than any placement."""
+    for name in ("SSS", "LLS", "MML"):
+        found = cornstarch.compare(name, tmp_path, pp=6, evaluations=0)
+        for placement in ("parallel", "colocated"):
+            assert found[f"{placement} aware"] <= 1.01 * found[f"{placement} unaware"]
+            assert found["search"] <= found[f"{placement} aware"]
