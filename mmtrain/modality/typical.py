@@ -10,6 +10,7 @@ from mmtrain.modality.geometry import ImageGeometry, model_geometry
 from mmtrain.modality.metadata import ClipMeta
 from mmtrain.spec.shapes import DitShape, dit_shape
 from mmtrain.spec.spec import ModelSpec, ModuleSpec, WorkSize, clips_work, documents_work, frames_work, images_work
+from mmtrain.spec.vision_shapes import vision_shape
 
 IMAGE_SIDE = 728
 """Pixels along a side of every image (DIP, section 7.1)."""
@@ -75,9 +76,11 @@ class Bins:
     seq_len: int
     """Tokens of one microbatch, image tokens included."""
     grid: tuple[int, int, int] | None
-    """Patches (time, height, width) of every image; None: the model reads no images; samples keep their text."""
+    """Patches (time, height, width) of every image; None: there is no vision encoder."""
     image_tokens: int = 0
-    """Number of tokens of an image."""
+    """Number of tokens of an image, and of what comes with it; 0: samples keep their text alone."""
+    with_image: tuple[tuple[str, tuple[int, int, int], int], ...] = ()
+    """(encoder, grid, tokens) of what comes with each image, an item of each further encoder."""
     clip: ClipShape | None = None
     """Latents of every clip; None: the model makes no video. With clips, seq_len limits the tokens of a caption, not
     those of a microbatch."""
@@ -95,19 +98,19 @@ class Bins:
         bins, seq_len = cls._without_images(config), config.training.seq_len
         if config.model.dit is not None:
             return replace(bins, clip=ClipShape.of(dit_shape(config.model), image_side or CLIP_SIDE))
-        if config.model.encoder is None:
+        if not config.model.encoders:
             return bins
         image_side = image_side or IMAGE_SIDE
-        geometry = _geometry(config)
-        grid = geometry.grid(image_side, image_side)
-        tokens = geometry.num_tokens(grid)
+        grid, tokens = _image(config, image_side)
+        others = _further(config, image_side)
+        what = f"an image of {image_side} x {image_side} pixels" + "".join(f" with {name}" for name, _, _ in others)
+        tokens += sum(number for _, _, number in others)
         if tokens >= seq_len:
             raise ConfigError(
-                f"an image of {image_side} x {image_side} pixels makes {tokens} tokens, which with text do not "
-                f"fit into training.seq_len = {seq_len}; choose smaller images (--image-side) or "
-                "raise seq_len"
+                f"{what} makes {tokens} tokens, which with text do not fit into training.seq_len = {seq_len}; choose "
+                "smaller images (--image-side) or raise seq_len"
             )
-        return replace(bins, grid=grid, image_tokens=tokens)
+        return replace(bins, grid=grid, image_tokens=tokens, with_image=others)
 
     @classmethod
     def typical(cls, config: Config) -> "Bins":
@@ -118,13 +121,16 @@ class Bins:
 
         Raises: ConfigError: the encoder does not read images.
         """
-        if config.model.dit is not None or config.model.encoder is None:
+        if config.model.dit is not None or not config.model.encoders:
             return cls.of(config)
-        geometry, side, seq_len = _geometry(config), IMAGE_SIDE, config.training.seq_len
-        while geometry.num_tokens(geometry.grid(side, side)) * 4 > seq_len and side > 1:
+        side, seq_len = IMAGE_SIDE, config.training.seq_len
+
+        def tokens() -> int:
+            return _image(config, side)[1] + sum(number for _, _, number in _further(config, side))
+
+        while tokens() * 4 > seq_len and side > 1:
             side //= 2
-        fits = geometry.num_tokens(geometry.grid(side, side)) < seq_len
-        return cls.of(config, side) if fits else cls._without_images(config)
+        return cls.of(config, side) if tokens() < seq_len else cls._without_images(config)
 
     @classmethod
     def _without_images(cls, config: Config) -> "Bins":
@@ -135,7 +141,7 @@ class Bins:
     @property
     def most_images(self) -> int:
         """Largest number of images that fit into one microbatch with a token of text."""
-        return (self.seq_len - 1) // self.image_tokens if self.grid else 0
+        return (self.seq_len - 1) // self.image_tokens if self.image_tokens else 0
 
     def work(self, module: ModuleSpec, number: int) -> WorkSize | None:
         """The size of a work of `number` images; None: they do not fit into a microbatch, or there are no images."""
@@ -146,6 +152,28 @@ class Bins:
 
 def _geometry(config: Config) -> ImageGeometry:
     return model_geometry(config.model, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels)
+
+
+def _image(config: Config, side: int) -> tuple[tuple[int, int, int] | None, int]:
+    """Patches and tokens of an image of the vision encoder, if there is one."""
+    if config.model.encoder is None:
+        return None, 0
+    geometry = _geometry(config)
+    grid = geometry.grid(side, side)
+    return grid, geometry.num_tokens(grid)
+
+
+def _further(config: Config, side: int) -> tuple[tuple[str, tuple[int, int, int], int], ...]:
+    """(name, patches, tokens) of an item of each further encoder: an image of that side, or a full window of sound."""
+    items = []
+    for name in config.model.modules:
+        shape = vision_shape(config.model, name)
+        if shape.fixed_grid is not None:
+            items.append((name, shape.fixed_grid, shape.fixed_tokens))
+        else:
+            across = max(1, side // (shape.patch_size * shape.merge))
+            items.append((name, (1, across * shape.merge, across * shape.merge), across * across))
+    return tuple(items)
 
 
 def reference_sizes(spec: ModelSpec, seq_len: int) -> dict[str, WorkSize]:

@@ -215,14 +215,18 @@ def draw(name: str, bins: Bins, *, seed: int, iteration: int, replica: int = 0) 
 
 
 def _document(bins: Bins, sample: int, num_images: int, text: int, prompt: int) -> DocumentMeta:
-    """A document with an image before each of equal parts of its text."""
-    size, grid = bins.image_tokens, bins.grid
-    starts = [i * size + i * text // num_images for i in range(num_images)]
-    images = tuple(
-        ImageMeta(sample=sample, index=i, grid=grid, num_tokens=size, start=start)
-        for i, start in enumerate(starts)
-        if grid is not None
-    )
+    """A document with an image, and an item of each further encoder, before each of equal parts of its text."""
+    size, items = bins.image_tokens, []
+    own = size - sum(tokens for _, _, tokens in bins.with_image)
+    for i in range(num_images):
+        start = i * size + i * text // num_images
+        if bins.grid is not None:
+            items.append(ImageMeta(sample=sample, index=i, grid=bins.grid, num_tokens=own, start=start))
+        start += own
+        for name, grid, tokens in bins.with_image:
+            items.append(ImageMeta(sample=sample, index=i, module=name, grid=grid, num_tokens=tokens, start=start))
+            start += tokens
+    images = tuple(items)
     # The first label is that of the first text token after the prompt and the images before it.
     leading_images = sum(i * text // num_images <= prompt for i in range(num_images))
     return DocumentMeta(

@@ -1,4 +1,5 @@
 import statistics
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -6,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import cornstarch
 from mmtrain.config import config
 from mmtrain.errors import ConfigError
-from mmtrain.modality.bitfield import two_way_spans
+from mmtrain.modality.bitfield import language_bits, two_way_spans
 from mmtrain.modality.captioned_clips import video_captions
 from mmtrain.modality.metadata import IterationMeta
 from mmtrain.modality.typical import Bins
@@ -216,3 +218,20 @@ def test_clips_go_with_text_to_video_models_alone() -> None:
         draw(VIDEO_CAPTIONS, PAPER, seed=0, iteration=0)
     with pytest.raises(ConfigError, match=r"have \[64, 2050, 2050\] patches .*, but the DiT takes 1 to 1024"):
         Bins.of(config.load("t2v_s.toml"), 32800)
+
+
+def test_an_image_comes_with_an_item_of_each_further_encoder(tmp_path):
+    """The batch is conserved in works of each encoder, and an item keeps its place before the text."""
+    job = cornstarch.job("SSS", tmp_path, pp=6)
+    bins = Bins.of(job)
+    assert bins.with_image == (("audio", (1, 1, 1500), 750),)
+    for name in WORKLOADS:
+        meta = draw(name, bins, seed=3, iteration=1)
+        batching = make_batching(meta, model_spec(job.model), {"vision": 3, "audio": 2})
+        check_conservation(meta, batching)
+        items = [image for microbatch in meta.microbatches for image in microbatch.images]
+        of_module = Counter(item.module for item in items)
+        assert of_module["audio"] == of_module["vision"] > 0
+        sizes = Counter(batching.module_of(w) for w in range(len(batching.works)))
+        assert sizes["audio"] > sizes["vision"] > sizes["language"] > 0
+        assert all(len(bits) == m.num_tokens for m in meta.microbatches for bits in [language_bits(m, "modality")])

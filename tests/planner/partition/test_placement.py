@@ -169,3 +169,26 @@ def test_frozen_models_of_cornstarch(tmp_path: Path) -> None:
         for placement in ("parallel", "colocated"):
             assert found[f"{placement} aware"] <= 1.01 * found[f"{placement} unaware"]
             assert found["search"] <= found[f"{placement} aware"]
+
+
+def test_encoders_share_the_first_ranks(tmp_path: Path) -> None:
+    """Of a job with two encoders, cut by drawn iterations that have items for both."""
+    colocated = IterationPlanner.of(cornstarch.job("SSS", tmp_path, pp=6, overrides=["planner.placement=colocated"]))
+    ranks = ranks_of(colocated)
+    assert ranks["vision"] == ranks["audio"] == [*range(len(ranks["audio"]))]
+    assert ranks["language"] == [*range(len(ranks["audio"]), 6)]
+    assert "vision and audio on" in colocated.partition_summary
+    parallel = ranks_of(
+        IterationPlanner.of(
+            cornstarch.job(
+                "SSS", tmp_path, pp=6, overrides=["planner.placement=parallel", "model.modules.audio.ranks=2"]
+            )
+        )
+    )
+    assert len(parallel["audio"]) == 2
+    assert sorted(itertools.chain(*parallel.values())) == [*range(6)]
+    searched = IterationPlanner.of(cornstarch.job("SSS", tmp_path, pp=6, overrides=["planner.placement=search"]))
+    assert "by search; simulated iterations of the best of" in searched.partition_summary
+    with pytest.raises(ConfigError, match=r"model\.modules\.audio\.ranks = 7: .*audio at least 1 and at most"):
+        keys = ["planner.placement=parallel", "model.modules.audio.ranks=7"]
+        IterationPlanner.of(cornstarch.job("SSS", tmp_path, pp=6, overrides=keys))
