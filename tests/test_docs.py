@@ -4,6 +4,7 @@ import importlib.util
 import re
 import shlex
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -135,10 +136,20 @@ def test_drawn_examples_are_what_the_command_prints(tmp_path, monkeypatch, capsy
         assert capsys.readouterr().out.rstrip() == shown.rstrip(), f"{command} prints something else now"
 
 
+def test_the_model_with_several_encoders_is_one():
+    from mmtrain.config.model import ModelConfig, short_form
+    from mmtrain.config.toml_sections import build
+
+    _, text = blocks(DOCS / "models.md", "toml")
+    model = build(ModelConfig, short_form(tomllib.loads(text)["model"], "models.md"), "model", "models.md")
+    assert {name: section.kind for name, section in model.encoders.items()} == {"vision": "images", "audio": "audio"}
+    assert model.projector_of("audio").merge == 2
+
+
 def test_the_swapped_encoder_is_a_whole_config(tmp_path):
     from mmtrain.spec.builders import model_spec
 
-    (text,) = blocks(DOCS / "models.md", "toml")
+    text, _ = blocks(DOCS / "models.md", "toml")
     base = str(ROOT / "configs" / "debug_vlm.toml")
     (tmp_path / "job.toml").write_text(text.replace("debug_vlm.toml", base))
     spec = model_spec(config.load(tmp_path / "job.toml").model)
