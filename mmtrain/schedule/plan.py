@@ -124,7 +124,10 @@ def parse_orders(text: str, num_ranks: int) -> tuple[tuple[Action, ...], ...]:
 
     Raises: PlanError: a word is not an action, or the number of lines differs from that of the ranks.
     """
-    lines = text.strip("\n").split("\n")
+    lines = text.split("\n")
+    for end in (-1, 0):  # empty lines around the text; others are of ranks without any action
+        while len(lines) > num_ranks and not lines[end]:
+            lines.pop(end)
     if len(lines) != num_ranks:
         raise PlanError(f"the text of {num_ranks} ranks has one line a rank, but there are {len(lines)}")
     return tuple(tuple(map(Action.parse, line.split())) for line in lines)

@@ -62,25 +62,31 @@ def two_modules(
     *,
     vision: Option | None = None,
     language: Option | None = None,
+    ranks: tuple[Sequence[int], Sequence[int]] | None = None,
     memory_limit_bytes: Sequence[float | None] | None = None,
 ) -> PlanningProblem:
-    """Vision before language, one segment each; microbatch m has `images[m]` vision works."""
+    """Vision before language; microbatch m has `images[m]` vision works.
+
+    Args: ranks: of the stages of each module; None: one segment each.
+    """
     works: list[Work] = []
     for m, count in enumerate(images):
         first = len(works)
         works += [Work(module=0, microbatch=m, sub_microbatch=i) for i in range(count)]
         works.append(Work(module=1, microbatch=m, sub_microbatch=0, after=tuple(range(first, first + count))))
+    stage_rank = ranks or (range(num_ranks), range(num_ranks))
+    depth = [*map(len, stage_rank)]
     return PlanningProblem.build(
         num_ranks=num_ranks,
         modules=[
-            ModuleStages(name="vision", stages=tuple(range(num_ranks))),
-            ModuleStages(name="language", stages=tuple(range(num_ranks, 2 * num_ranks))),
+            ModuleStages(name="vision", stages=tuple(range(depth[0]))),
+            ModuleStages(name="language", stages=tuple(range(depth[0], sum(depth)))),
         ],
-        stage_rank=[*range(num_ranks), *range(num_ranks)],
+        stage_rank=[*stage_rank[0], *stage_rank[1]],
         works=works,
         costs=[[vision or option()], [language or option()]],
-        cost_index=[[w.module] * num_ranks for w in works],
-        output_bytes=[[0.0] * num_ranks] * len(works),
+        cost_index=[[w.module] * depth[w.module] for w in works],
+        output_bytes=[[0.0] * depth[w.module] for w in works],
         p2p=NO_P2P,
         memory_limit_bytes=memory_limit_bytes,
     )
@@ -104,7 +110,22 @@ def as_units(problem: PlanningProblem, *, share: float = 0.4, contention: float 
 
 
 @st.composite
-def problems(draw: st.DrawFn, *, limits: bool = False, forward_only: bool = False, v: bool = False) -> PlanningProblem:
+def one_v(draw: st.DrawFn, num_ranks: int, num_modules: int) -> list[list[int]]:
+    """[module] -> the ranks of its stages, where all modules are one V; two of them may meet within a chunk."""
+    down = list(range(num_ranks))
+    ranks, end = down + down[::-1], -1
+    placed = []
+    for module in range(num_modules):
+        begin = min(end + draw(st.integers(0 if module else 1, 1)), 2 * num_ranks - 1)
+        end = 2 * num_ranks - 1 if module == num_modules - 1 else draw(st.integers(begin, 2 * num_ranks - 1))
+        placed.append(ranks[begin : end + 1])
+    return placed
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn, *, limits: bool = False, forward_only: bool = False, v: bool = False, joined: bool = False
+) -> PlanningProblem:
     """A random iteration: up to two modules that feed a last one, absent modalities, several
     sub-microbatches, frozen modules and first layers, bytes between I and W, uneven segments, unusual
     placements, random costs.
@@ -112,19 +133,23 @@ def problems(draw: st.DrawFn, *, limits: bool = False, forward_only: bool = Fals
     Args:
         limits: give each rank memory for one to two of the largest microbatches.
         v: place each module down the ranks and back up; with one module in half of the cases.
+        joined: place all modules as one V.
     """
     num_ranks = draw(st.integers(1, 4))
-    num_modules = 1 if v and draw(st.booleans()) else draw(st.integers(1, 3))
+    num_modules = 1 if v and draw(st.booleans()) else draw(st.integers(1 + joined, 3))
     segments = [2 if v else draw(st.integers(1, 3)) for _ in range(num_modules)]
     frozen = [draw(st.booleans()) for _ in range(num_modules)]
-    anywhere = not v and draw(st.integers(0, 3)) == 0
+    anywhere = not v and not joined and draw(st.integers(0, 3)) == 0
     modules: list[ModuleStages] = []
     stage_rank: list[int] = []
+    v_ranks = draw(one_v(num_ranks, num_modules)) if joined else []
     for m, count in enumerate(segments):
         first = len(stage_rank)
         turns = [s % num_ranks for s in range(count * num_ranks)]
         if v:
             turns[num_ranks:] = reversed(turns[num_ranks:])
+        if joined:
+            turns = v_ranks[m]
         stage_rank += draw(st.permutations(turns)) if anywhere else turns
         modules.append(ModuleStages(name=f"m{m}", stages=tuple(range(first, len(stage_rank)))))
     works: list[Work] = []

@@ -36,7 +36,7 @@ from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.library.greedy import components
 from mmtrain.schedule.library.memory import choose_options
-from mmtrain.schedule.library.v_shape import v_chain
+from mmtrain.schedule.library.v_shape import v_chunks
 from mmtrain.schedule.limits import THREADS
 from mmtrain.schedule.passes.braid import braid
 from mmtrain.schedule.plan import Plan, check
@@ -138,7 +138,7 @@ def search(
 
 def _stp(problem: PlanningProblem, options: SearchOptions) -> PlanResult | None:
     """STP's plan, if it may be the plan of a search and fits."""
-    if not options.braid or not options.split or options.noise != EXACT or v_chain(problem.graph) is None:
+    if not options.braid or not options.split or options.noise != EXACT or v_chunks(problem.graph) is None:
         return None
     try:
         return make_plan(problem, "STP")

@@ -4,12 +4,16 @@ A *slot* is one action of a rank: its kind, its leg (0: the stage on the way dow
 the microbatch. V-shaped schedules are lists of slots for ranks r = 0 .. P - 1 that hold stages r and 2P - 1 - r.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from mmtrain.schedule.action import Action, Braid, Kind
 from mmtrain.schedule.graph import WorkGraph
-from mmtrain.schedule.library.list_schedule import ListScheduler, rank_footprints
+from mmtrain.schedule.library.greedy import components
+from mmtrain.schedule.library.list_schedule import ListScheduler, Node, rank_footprints
+from mmtrain.schedule.library.one_f_one_b import module_order
 from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
@@ -29,54 +33,114 @@ class Slot(NamedTuple):
 
 
 def fill(problem: PlanningProblem, template: Template, held: float, *, braided: bool = False) -> Plan:
-    """The plan of a V-shaped schedule: its template if the works are one V, else list scheduling within its memory.
+    """The plan of a V-shaped schedule: its template if the modules are one V, else list scheduling within its memory.
 
-    Works of a single module that is placed as a V take the slots of the template's microbatches, in their order. With
-    several modules (each a V of its own, or placed in any other way) ranks run what can start, forwards and backwards
+    On one V (see `v_chunks`) a microbatch of the template is a component of the work graph: in most iterations the
+    vision works and the language work of one microbatch. A slot has the actions of that component in one chunk: several
+    where stages of two modules or several works meet, none where a module has no work or no backward, and B in place of
+    I and W where those are not worth splitting. So as many activations of a chunk are held as in the template. A block
+    is a sequence of braids and single actions that takes the least time.
+
+    With several Vs, or modules that are placed in any other way, ranks run what can start, forwards and backwards
     alternating and Ws in between, as long as at most `held` microbatches of mean size are held, as in the template.
 
     Every (stage, work) takes its option 0; memory limits are ignored.
 
     Args: braided: run blocks as braids; False: as a forward and then a backward.
     """
-    chain = v_chain(problem.graph)
-    if chain is None:
+    graph, chunks = problem.graph, v_chunks(problem.graph)
+    if chunks is None:
         limits = rank_footprints(problem, held)
-        return ListScheduler(problem, limits, soft=range(problem.graph.num_ranks)).run(eager=True).plan
-    graph = problem.graph
+        return ListScheduler(problem, limits, soft=range(graph.num_ranks)).run(eager=True).plan
+    component = components(graph)
+    nodes: dict[tuple[int, int], list[Node]] = {}
+    for stage, work in graph.nodes():
+        nodes.setdefault((chunks[stage], component[work]), []).append((stage, work))
     orders = []
-    for rank, slots in enumerate(template(graph.num_ranks, len(graph.works))):
+    for rank, slots in enumerate(template(graph.num_ranks, len({*component}))):
         order: list[Action] = []
+        begin = 0  # of the actions of the slot before
         for slot in slots:
-            stage = chain[rank if slot.leg == 0 else len(chain) - 1 - rank]
-            work = graph.work_order[slot.microbatch]
-            actions = _actions(problem, slot.kind, stage, work)
-            if braided and slot.braided and actions:
-                actions = [Braid.of(order.pop(), *actions)]
-            order += actions
+            chunk = rank if slot.leg == 0 else 2 * graph.num_ranks - 1 - rank
+            actions = _actions(problem, slot.kind, nodes.get((chunk, slot.microbatch), []))
+            if braided and slot.braided:
+                order[begin:] = _block(problem, order[begin:], actions)
+            else:
+                begin = len(order)
+                order += actions
         orders.append(tuple(order))
     return Plan(graph, tuple(orders))
 
 
-def v_chain(graph: WorkGraph) -> tuple[int, ...] | None:
-    """The stages of the only module with works, if they go down the ranks once and back up; else None."""
-    modules = {work.module for work in graph.works}
-    if len(modules) != 1 or any(work.after for work in graph.works):
+def v_chunks(graph: WorkGraph) -> dict[int, int] | None:
+    """stage -> its chunk, if the stages of all modules, one module after the other, are one V; else None.
+
+    A V has chunks 0 .. 2P - 1: chunk c is on rank c on the way down and on rank 2P - 1 - c on the way up, and has at
+    least one stage and at most one of each module. Data only go forward in it. If the modules are no V, those that have
+    works may be one.
+    """
+    order, used = module_order(graph), {work.module for work in graph.works}
+    chunks = _chunks(graph, order) or _chunks(graph, [module for module in order if module in used])
+    if chunks is None:
         return None
-    chain = graph.modules[modules.pop()].stages
-    down = list(range(graph.num_ranks))
-    return chain if [graph.stage_rank[stage] for stage in chain] == down + down[::-1] else None
+    place = {stage: k for k, stage in enumerate(chunks)}
+    goes_back = any(
+        place[graph.stages(link.work)[link.source]] >= place[graph.stages(work)[link.target]]
+        for work, links in enumerate(graph.links)
+        for link in links
+    )
+    return None if goes_back else chunks
 
 
-def _actions(problem: PlanningProblem, kind: Kind, stage: int, work: int) -> list[Action]:
-    """The actions of a slot for a stage that may have no backward, or none that is worth splitting."""
+def _chunks(graph: WorkGraph, modules: Sequence[int]) -> dict[int, int] | None:
+    """stage -> chunk, in the order of data; None: the modules are no V."""
+    P, rank, module = graph.num_ranks, graph.stage_rank, graph.module_of
+    chain = [stage for index in modules for stage in graph.modules[index].stages]
+    last = [stage for stage in chain if rank[stage] == P - 1]
+    # On the last rank the way up begins where a module comes for the second time, if any does.
+    again = (stage for k, stage in enumerate(last) if module[stage] in {module[other] for other in last[:k]})
+    turn = chain.index(next(again, last[-1])) if last else 0
+    chunks = {stage: rank[stage] if k < turn else 2 * P - 1 - rank[stage] for k, stage in enumerate(chain)}
+    parts = [(chunk, module[stage]) for stage, chunk in chunks.items()]
+    in_order = [*chunks.values()] == sorted(chunks.values()) and {*chunks.values()} == {*range(2 * P)}
+    return chunks if in_order and len({*parts}) == len(parts) else None
+
+
+def _actions(problem: PlanningProblem, kind: Kind, nodes: Sequence[Node]) -> list[Action]:
+    """The actions of a slot, whose stages may have no backward, or none that is worth splitting."""
     graph = problem.graph
-    if kind is not Kind.F:
-        if not graph.has_backward(stage, work):
-            return []
-        if kind is not Kind.B and not worth_splitting(problem.options(stage, work)[0]):
-            return [graph.action(Kind.B, stage, work)] if kind is Kind.I else []
-    return [graph.action(kind, stage, work)]
+    if kind is Kind.F:
+        return [graph.action(kind, *node) for node in nodes]
+    actions = []
+    for node in reversed(nodes):
+        if not graph.has_backward(*node):
+            continue
+        if kind is Kind.B or worth_splitting(problem.options(*node)[0]):
+            actions.append(graph.action(kind, *node))
+        elif kind is Kind.I:
+            actions.append(graph.action(Kind.B, *node))
+    return actions
+
+
+def _block(problem: PlanningProblem, forwards: Sequence[Action], backwards: Sequence[Action]) -> list[Action]:
+    """Forwards and backwards as one block: each in its order, and pairs of both as braids where that saves most."""
+    if len(forwards) == len(backwards) == 1:
+        return [Braid.of(*forwards, *backwards)]
+    best: dict[tuple[int, int], tuple[float, list[Action]]] = {}
+    """(i, j) -> least seconds of the first i forwards and j backwards, and their entries."""
+
+    def then(i: int, j: int, *parts: Action) -> tuple[float, list[Action]]:
+        seconds, entries = best[i, j]
+        entry = Braid.of(*parts) if len(parts) > 1 else parts[0]
+        cost = problem.entry_cost(entry, problem.graph.work_of(parts[0]), {})
+        return seconds + cost.seconds, [*entries, entry]
+
+    for i, j in itertools.product(range(len(forwards) + 1), range(len(backwards) + 1)):
+        ends = [then(i - 1, j - 1, forwards[i - 1], backwards[j - 1])] if i and j else []
+        ends += [then(i, j - 1, backwards[j - 1])] if j else []
+        ends += [then(i - 1, j, forwards[i - 1])] if i else []
+        best[i, j] = min(ends, key=itemgetter(0), default=(0.0, []))
+    return best[len(forwards), len(backwards)][1]
 
 
 class Writer:

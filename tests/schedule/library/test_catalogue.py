@@ -9,6 +9,7 @@ from mmtrain.schedule.action import Kind
 from mmtrain.schedule.library import names
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.library.forward_only import forward_only
+from mmtrain.schedule.library.v_shape import v_chunks
 from mmtrain.schedule.library.weights import worth_splitting
 from mmtrain.schedule.passes.lower import lower
 from mmtrain.schedule.plan import Plan, check
@@ -16,7 +17,7 @@ from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.transport import check_transport
 from tests.examples import examples
-from tests.schedule.problems import problems
+from tests.schedule.problems import as_units, problems
 
 RANDOM = settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 MEMORY_BOUNDED = [name for name, schedule in CATALOGUE.items() if schedule.keeps_memory_limits]
@@ -52,6 +53,14 @@ def test_plans_of_random_work_graphs_are_sound(name: str, problem: PlanningProbl
 @given(problem=problems(v=True))
 def test_plans_of_random_v_placements_are_sound(name: str, problem: PlanningProblem) -> None:
     assert_sound(name, problem)
+
+
+@pytest.mark.parametrize("name", V_SHAPED)
+@RANDOM
+@given(problem=problems(joined=True))
+def test_plans_of_random_modules_as_one_v_are_sound(name: str, problem: PlanningProblem) -> None:
+    assert v_chunks(problem.graph) is not None
+    assert_sound(name, as_units(problem))
 
 
 @pytest.mark.parametrize("name", MEMORY_BOUNDED)

@@ -1,12 +1,15 @@
+import dataclasses
+
 import pytest
 
 from mmtrain.schedule.library.controllable_memory import v_half, v_min
 from mmtrain.schedule.library.dual_pipe_v import dual_pipe_v
-from mmtrain.schedule.library.v_shape import v_chain
+from mmtrain.schedule.library.stp import stp, stp_lean
+from mmtrain.schedule.library.v_shape import v_chunks
 from mmtrain.schedule.library.zbv import zbv
 from mmtrain.schedule.plan import check
 from mmtrain.schedule.simulate import simulate
-from tests.schedule.problems import chain, halves, two_modules
+from tests.schedule.problems import as_units, chain, halves, two_modules
 
 UNIT = halves(1.0, 1.0, 1.0, activation_bytes=0.5)
 """One of the two stages of a rank: half of what a microbatch holds there."""
@@ -59,10 +62,69 @@ def test_few_microbatches_are_no_special_case(make, p: int) -> None:
         check(make(problem), problem)
 
 
-def test_only_one_module_down_and_back_up_is_a_v() -> None:
-    assert v_chain(chain(3, 2, v=True).graph) == (0, 1, 2, 3, 4, 5)
-    assert v_chain(chain(3, 2, num_segments=2).graph) is None
-    assert v_chain(two_modules(2, [1, 0]).graph) is None
+def test_what_is_a_v() -> None:
+    assert v_chunks(chain(3, 2, v=True).graph) == {stage: stage for stage in range(6)}
+    assert v_chunks(chain(3, 2, num_segments=2).graph) is None
+    assert v_chunks(two_modules(2, [1, 0]).graph) is None
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "vision", "language", "chunks"),
+    [
+        (2, [0], [1, 1, 0], [0, 1, 2, 3]),  # the vision encoder is the first chunk
+        (2, [0], [0, 1, 1, 0], [0, 0, 1, 2, 3]),
+        (2, [0, 1], [1, 1, 0], [0, 1, 1, 2, 3]),
+        (2, [0, 1, 1], [1, 0], [0, 1, 2, 2, 3]),
+        (2, [0, 1], [1, 0], [0, 1, 2, 3]),
+        (2, [0, 1, 1, 0], [0], [0, 1, 2, 3, 3]),
+        (1, [0], [0, 0], [0, 0, 1]),
+        (1, [0, 0], [0], [0, 1, 1]),
+        (1, [0], [0], [0, 1]),
+        (2, [0, 1], [0, 1], None),
+        (2, [0, 1], [1, 1], None),  # a chunk is missing
+        (2, [0, 0], [1, 1, 0], None),  # two stages of a module in one chunk
+        (2, [0, 1, 1, 0], [0, 1, 1, 0], None),  # two Vs
+    ],
+)
+def test_stages_of_two_modules_as_one_v(num_ranks, vision, language, chunks) -> None:
+    for images in ([1, 0], [2, 1], [0, 0]):
+        graph = two_modules(num_ranks, images, ranks=(vision, language)).graph
+        alone = chunks is None and language == [0, 1, 1, 0] and not any(images)
+        assert v_chunks(graph) == ({4: 0, 5: 1, 6: 2, 7: 3} if alone else dict(enumerate(chunks)) if chunks else None)
+
+
+def test_a_module_that_feeds_itself_is_no_v() -> None:
+    graph = chain(2, 2, v=True).graph
+    works = (graph.works[0], dataclasses.replace(graph.works[1], after=(0,)))
+    assert v_chunks(dataclasses.replace(graph, works=works)) is None
+
+
+@pytest.mark.parametrize("make", [stp, stp_lean, dual_pipe_v])
+@pytest.mark.parametrize("p", range(1, 5))
+def test_modules_as_one_v_hold_what_the_template_holds(make, p: int) -> None:
+    """Chunks of vision and language with as many bytes as the chunks of one module, in as many works as there are."""
+    m = 3 * p
+    one = chain(p, m, v=True, cost=halves(1, 1, 1, 6.0))
+    down = [*range(p), *reversed(range(p))]
+    for count in (1, 2, 3):
+        cost = halves(1 / count, 1 / count, 1 / count, 6.0 / count)
+        both = two_modules(p, [count] * m, vision=cost, language=halves(1, 1, 1, 6.0), ranks=(down[:p], down[p:]))
+        peaks = [simulate(problem, make(problem)).peak_bytes for problem in (one, as_units(both))]
+        assert all(theirs >= ours for theirs, ours in zip(*peaks, strict=True)), (p, count)
+
+
+def test_a_block_of_several_works_has_the_braids_that_hide_most() -> None:
+    """One rank, whose first chunk has vision and language: three works there, one in the second chunk, and microbatch 1
+    without images."""
+    problem = as_units(
+        two_modules(1, [2, 0, 2], vision=halves(1, 1, 1), language=halves(4, 4, 4), ranks=([0], [0, 0])), share=0.5
+    )
+    plan = stp(problem)
+    check(plan, problem)
+    assert str(plan) == (
+        "0F0.0 0F0.1 1F0.0 2F0.0 1F1.0 2F1.0&2B0.0 0F2.0&1B0.0 0F2.1&0B0.1 1F2.0&0B0.0 2F2.0&2B1.0 1B1.0 2B2.0 1B2.0 "
+        "0B2.1 0B2.0"
+    )
 
 
 @pytest.mark.parametrize(("make", "held"), [(zbv, 4.0), (v_half, 3.0), (v_min, 2.0), (dual_pipe_v, 4.5)])
