@@ -25,7 +25,7 @@ from mmtrain.planner.forecast.workloads import draw
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.plan import make_plan
 from mmtrain.planner.search.search import SearchOptions, search
-from mmtrain.schedule.action import COMPUTE, SENDS, Action, Kind
+from mmtrain.schedule.action import BRAID, COMPUTE, SENDS, Action, Kind
 from mmtrain.schedule.chain import plain_chain
 from mmtrain.schedule.graph import ModuleStages, Work
 from mmtrain.schedule.library.catalogue import CATALOGUE, Placement, Schedule
@@ -38,6 +38,7 @@ from mmtrain.schedule.recipe.policy import plan_of
 from mmtrain.schedule.simulate import simulate
 from mmtrain.schedule.transport import check_transport
 from tests.ranks import run_ranks
+from tests.schedule.problems import as_units
 from tests.searches import random_plan
 
 RANKS = 4
@@ -79,11 +80,19 @@ class Executed:
 
 
 def two_modules(
-    *, placement: Placement = "loop", segments: tuple[int, int] = (2, 1), frozen: int = 0, options: int = 1
+    *,
+    placement: Placement = "loop",
+    segments: tuple[int, int] = (2, 1),
+    frozen: int = 0,
+    options: int = 1,
+    one_v: bool = False,
 ) -> PlanningProblem:
     """Vision before language, text-only microbatches, no two works or stages alike, transfers that take their time.
 
-    Args: frozen: first stages of vision without a backward. options: of each stage and work, for plans to choose.
+    Args:
+        frozen: first stages of vision without a backward.
+        options: of each stage and work, for plans to choose.
+        one_v: both modules are one V, vision on the first rank and a half.
     """
     rng = random.Random(7)
     down = list(range(RANKS))
@@ -91,6 +100,8 @@ def two_modules(
     turn = down + down[::-1] if placement == "v" else down
     stage_rank = [turn[k % len(turn)] for count in counts for k in range(RANKS * count)]
     border = RANKS * counts[0]
+    if one_v:
+        stage_rank, border = [0, 1, *down[1:], *down[::-1]], 2
     works: list[Work] = []
     for m, count in enumerate(IMAGES):
         first = len(works)
@@ -167,6 +178,11 @@ def named_cases() -> dict[str, Case]:
     for name in BRAIDED:
         problem = plain_chain(RANKS, 12, CATALOGUE[name], seconds=(1.0, 1.1, 0.7), transfer_s=0.15, exchange_s=0.17)
         found[f"{name}, blocks"] = Case(problem=problem, plan=CATALOGUE[name].make(problem))
+        problem = as_units(two_modules(frozen=1, one_v=True))
+        plan = CATALOGUE[name].make(problem)
+        check(plan, problem)
+        assert any(entry.kind is BRAID for order in plan.orders for entry in order)
+        found[f"{name}, two modules as one V"] = Case(problem=problem, plan=plan)
     found["STP, blocks, offloaded"] = offloaded(found["STP, blocks"])
     return found
 
@@ -251,7 +267,8 @@ def swapped(plan: Plan) -> Plan:
 
 
 NAMED = [f"{name}, {kind}" for name in SCHEDULES for kind in ("chain", "two modules")]
-NAMED += [*(f"{name}, blocks" for name in BRAIDED), "STP, blocks, offloaded"]
+NAMED += [f"{name}, {kind}" for name in BRAIDED for kind in ("blocks", "two modules as one V")]
+NAMED += ["STP, blocks, offloaded"]
 PLANNED = [
     "searched, memory options", "searched, memory options, another seed", "searched, frozen encoder",
     "drawn 0", "drawn 1", "drawn 2", "vlm_s, searched", "vlm_s, interleave", "t2v_s, searched", "t2v_s, interleave",

@@ -18,7 +18,7 @@ from mmtrain.parallel.weight_grads import WeightGrads
 from tests.lora import with_lora
 from tests.models.dits import t2v
 from tests.parallel import tensor_cases, test_deepstack, test_memory_plans, test_parity, test_whole_models
-from tests.parallel.parity import Case, check, layouts, run_layout, small
+from tests.parallel.parity import MIXED, Case, check, layouts, run_layout, small
 from tests.parallel.test_parity import TOLERANCE
 from tests.parallel.test_split_backward import fill_adapters_by_name
 from tests.ranks import run_ranks
@@ -38,10 +38,19 @@ V = Case(
     placement="v",
     images=[[[0]] * 6, [[0]] * 7],
 )
+ONE_V = Case(
+    model=model_config("qwen2_5_vl_vision", segments=(0, 0), tied=True),
+    runs=(("STP", 1),),
+    partition="mixed-latency",
+    images=[[*MIXED[0], [0], [2, 1]], [*MIXED[1], [1], [0, 3]]],
+)
+"""Vision and language as one V: text-only microbatches, several vision works, a chunk with stages of both modules."""
+FROZEN_V = dataclasses.replace(ONE_V, model=model_config(segments=(0, 0), frozen=("encoder",)))
 LORA = Case(model=with_lora(model_config()), prepare=fill_adapters_by_name)
 DAILY = {
     MeshShape(pp=2, tp=2): {
         "text, V": dataclasses.replace(V, runs=V.runs[:2]),
+        "V": ONE_V,
         "text, V, offloaded": dataclasses.replace(V, runs=V.runs[:1], limits=(0.85,)),
         "adapters": small(braided(LORA), 2),
         "frozen encoder": small(braided(Case(model=model_config("qwen2_5_vl_vision", frozen=("encoder",)))), 2),
@@ -76,6 +85,7 @@ def test_gradients_are_those_without_braids_and_of_one_process(shape, cases):
 @layouts(NIGHTLY)
 def test_every_family_on_every_layout(shape, cases):
     wanted = {name: braided(case) for name, case in cases.items()}
+    wanted |= {"V": ONE_V, "frozen encoder, V": FROZEN_V}
     wanted |= {"text, V": dataclasses.replace(V, limits=(0.9,) if (shape.pp, shape.dp) == (2, 1) else ())}
     check_equal(run_ranks(run_layout, shape.world_size, shape, wanted, timeout=1800))
 

@@ -4,7 +4,7 @@ import pytest
 
 from mmtrain.config.topology import MeshShape
 from mmtrain.schedule.library.catalogue import CATALOGUE
-from tests.parallel.parity import Case, check, layouts, run_layout, selection, thin
+from tests.parallel.parity import MIXED, Case, check, layouts, run_layout, selection, thin
 from tests.parallel.test_parity import TOLERANCE
 from tests.ranks import run_ranks
 from tests.reference import model_config
@@ -14,6 +14,9 @@ LOOPS = tuple(
 )
 VS = tuple((name, 1) for name, schedule in CATALOGUE.items() if schedule.placement == "v")
 
+OPEN = (0, 0)
+SIX_MICROBATCHES = [[*MIXED[0], [0], [2, 1]], [*MIXED[1], [1], [0, 3]]]
+
 CASES = {
     "one chunk": Case(model=model_config(tied=True), runs=LOOPS),
     "two chunks": Case(model=model_config(segments=(1, 2)), runs=LOOPS),
@@ -22,12 +25,21 @@ CASES = {
     "v, frozen encoder": Case(
         model=model_config(segments=(2, 2), frozen=("encoder", "projector")), runs=VS, placement="v"
     ),
+    "one v": Case(
+        model=model_config(segments=OPEN, tied=True), runs=VS, partition="mixed-latency", images=SIX_MICROBATCHES
+    ),
+    "one v, frozen encoder": Case(
+        model=model_config(segments=OPEN, frozen=("encoder",)),
+        runs=VS,
+        partition="mixed-parameters",
+        images=SIX_MICROBATCHES,
+    ),
 }
 
 
 TABLE = {
     MeshShape(pp=2): CASES,
-    MeshShape(pp=4): {name: CASES[name] for name in ("one chunk", "two chunks", "v")},
+    MeshShape(pp=4): {name: CASES[name] for name in ("one chunk", "two chunks", "v", "one v")},
     MeshShape(pp=2, dp_shard=2): {"v": CASES["v"]},
 }
 

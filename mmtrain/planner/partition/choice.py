@@ -338,16 +338,16 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
     """The choice of a search; None: the config determines the partition, or a search is not possible."""
     memory = MemoryRule.of_device(config)
     separated_cuts, chains = _separated_cuts(config, spec), _chains(config, spec)
-    left_open = any(_open(config).values()) or config.planner.placement == "search"
-    if job_schedule(config).placement == "v" or not (separated_cuts or chains) or not left_open:
+    num_ranks, placement = config.parallelism.pipeline_parallel_degree, job_schedule(config).placement
+    searches_placement = config.planner.placement == "search" and placement != "v"
+    left_open = any(_open(config).values()) or searches_placement
+    if not (separated_cuts or chains) or not left_open:
         return None
-    num_ranks = config.parallelism.pipeline_parallel_degree
     names = [module.name for module in spec.modules if not module.is_whole]
 
     def separated(cut: Cut) -> Partition:
         return _separated(config, spec, dict(zip(names, cut.segments, strict=True)))
 
-    searches_placement = config.planner.placement == "search"
     if num_ranks == 1 or (
         len(separated_cuts) == 1 and not chains and not searches_placement
     ):  # on one rank, all cuts take the same time
@@ -364,7 +364,9 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
     def partition_for(cut: Cut) -> Partition:
         if cut.placement:
             return _placed(config, spec, cut, weights)
-        return mixed_partition(spec, num_ranks, cut.segments[0], weights) if cut.is_chain else separated(cut)
+        if cut.is_chain:
+            return mixed_partition(spec, num_ranks, cut.segments[0], weights, placement)
+        return separated(cut)
 
     def judging_s(iterations: TypicalIterations) -> list[float]:
         return [iterations.judging_s(partition_for(cut)) for cut in cuts]
@@ -381,7 +383,9 @@ def _searched(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch:
         return exact.peak_bytes(partition_for(cut))
 
     def fits(chain: Cut, instead: Cut) -> bool:
-        return memory.limit_bytes is not None or peak_bytes(chain) <= peak_bytes(instead)
+        # A V-shaped schedule has its own order on a chain alone, and with it the memory that it is known for.
+        is_known = memory.limit_bytes is not None or placement == "v"
+        return is_known or peak_bytes(chain) <= peak_bytes(instead)
 
     quick = draw(most_microbatches=quick_microbatches, is_quick=True)
     margin = 0.0 if searches_placement else CHAIN_WORTH
@@ -421,11 +425,11 @@ def _open(config: Config) -> dict[str, bool]:
 
 def _separated_cuts(config: Config, spec: ModelSpec) -> list[Cut]:
     """Cuts that the numbers of layers and the schedule allow; a module with a layout keeps its configured K."""
-    num_ranks, segments, left_open = config.parallelism.pipeline_parallel_degree, _given_segments(config), _open(config)
+    segments, left_open = _given_segments(config), _open(config)
     ranges = []
     for module in (module for module in spec.modules if not module.is_whole):
-        largest = min(MOST_SEGMENTS, len(module.layers) // num_ranks)
-        ranges.append(range(1, largest + 1) if left_open[module.name] else [segments[module.name]])
+        allowed = _passes(config, 1, len(module.layers))
+        ranges.append(allowed if left_open[module.name] else [segments[module.name]])
     combinations = list(itertools.product(*ranges))
     layouts = any(_layouts(config).values())  # which may make any number of passes
     return [Cut(c) for c in combinations if layouts or sum(c) >= job_schedule(config).least_passes]
@@ -437,8 +441,15 @@ def _chains(config: Config, spec: ModelSpec) -> list[Cut]:
     several = num_ranks > 1 and len(spec.modules) > 1
     if not several or not all(_open(config).values()):
         return []
-    largest = min(MOST_SEGMENTS, sum(len(module.layers) for module in spec.modules) // num_ranks)
-    return [Cut((passes,), is_chain=True) for passes in range(job_schedule(config).least_passes, largest + 1)]
+    num_layers = sum(len(module.layers) for module in spec.modules)
+    return [Cut((passes,), is_chain=True) for passes in _passes(config, job_schedule(config).least_passes, num_layers)]
+
+
+def _passes(config: Config, least: int, num_layers: int) -> list[int]:
+    """The numbers of segments into which the schedule lets layers be cut."""
+    largest = min(MOST_SEGMENTS, num_layers // config.parallelism.pipeline_parallel_degree)
+    is_v = job_schedule(config).placement == "v"
+    return [passes for passes in range(least, largest + 1) if passes == 2 or not is_v]
 
 
 def _summary(search: Found, names: Sequence[str], spec: ModelSpec) -> str:
@@ -463,21 +474,16 @@ def _summary(search: Found, names: Sequence[str], spec: ModelSpec) -> str:
 def _mixed(config: Config, spec: ModelSpec, costs: CostModel, sub_microbatch: SubMicrobatch) -> Choice:
     """All modules cut as one chain into parts of equal parameters or of equal seconds."""
     how, schedule = config.planner.partition, job_schedule(config)
-    if schedule.placement == "v":
-        raise ConfigError(
-            f'planner.partition = "{how}" goes round the pipeline ranks, but parallelism.pipeline_parallel_schedule = '
-            f'"{config.parallelism.pipeline_parallel_schedule}" wants each module down the ranks and back up; choose '
-            'another schedule, or planner.partition = "search"'
-        )
     passes = _given_segments(config)[spec.text.name]
     if 0 < passes < schedule.least_passes:
         _refuse_few_passes(config, f"{section_of(spec.text.name)}.num_segments = {passes}", passes)
-    passes = passes or schedule.least_passes
     if how == "mixed-parameters":
         weights: Mapping[str, Sequence[float]] = {m.name: [x.num_params for x in m.layers] for m in spec.modules}
     else:
         weights = _typical_layer_seconds(config, spec, costs, sub_microbatch)
-    cut = mixed_partition(spec, config.parallelism.pipeline_parallel_degree, passes, weights)
+    num_ranks = config.parallelism.pipeline_parallel_degree
+    passes = passes or (2 if schedule.placement == "v" else schedule.least_passes)
+    cut = mixed_partition(spec, num_ranks, passes, weights, schedule.placement)
     return Choice(partition=cut, summary=f"partition: {how}, one chain of all modules, {passes} on each rank")
 
 

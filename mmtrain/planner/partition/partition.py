@@ -222,10 +222,7 @@ def _cut(
     return _Cut(
         bounds=tuple(bounds) or split_evenly(costs, num_ranks * segments),
         costs=costs,
-        ranks=[
-            ranks[num_ranks - 1 - j % num_ranks if placement == "v" and j >= num_ranks else j % num_ranks]
-            for j in range(num_ranks * segments)
-        ],
+        ranks=_ranks(ranks, segments, placement),
         fixed=bool(bounds),
     )
 
@@ -282,18 +279,34 @@ def divide_ranks(
     return best[num_ranks][1] if num_ranks in best else None
 
 
-def mixed_partition(spec: ModelSpec, num_ranks: int, passes: int, weights: Mapping[str, Sequence[float]]) -> Partition:
+def _ranks(ranks: Sequence[int], passes: int, placement: Placement) -> list[int]:
+    """[chunk] -> its pipeline rank."""
+    down = list(ranks)
+    return down + down[::-1] if placement == "v" else down * passes
+
+
+def mixed_partition(
+    spec: ModelSpec,
+    num_ranks: int,
+    passes: int,
+    weights: Mapping[str, Sequence[float]],
+    placement: Placement = "loop",
+) -> Partition:
     """The mixed partition: the layers of all modules, in their order, cut as one chain into P x v parts.
 
-    Part j is on rank j % P. The cut minimises the largest part; ties go to equal numbers of layers. A part with layers
-    of several modules is one stage of each of them, on the same rank.
+    The cut minimises the largest part; ties go to equal numbers of layers. A part with layers of several modules is one
+    stage of each of them, on the same rank.
 
     Args:
         num_ranks: P.
         passes: v.
         weights: module -> [layer] -> its cost, in any unit.
-    Raises: ConfigError: there are fewer layers than parts.
+        placement: loop: part j is on rank j % P. v: down the ranks and back up, so that v is 2.
+    Raises: ConfigError: there are fewer layers than parts, or a v that the placement does not allow.
     """
+    if placement == "v":
+        _check_v(spec.text, passes)
+    ranks = _ranks(range(num_ranks), passes, placement)
     all_layers = [(module, index) for module in spec.modules for index in range(len(module.layers))]
     if len(all_layers) < num_ranks * passes:
         raise ConfigError(
@@ -308,7 +321,7 @@ def mixed_partition(spec: ModelSpec, num_ranks: int, passes: int, weights: Mappi
             indices = [index for owner, index in all_layers[slice(*bounds)] if owner is module]
             if indices:
                 layers = indices[0], indices[-1] + 1
-                stages.append(StageSpec.of(len(stages), module, layers, j % num_ranks, j // num_ranks))
+                stages.append(StageSpec.of(len(stages), module, layers, ranks[j], j // num_ranks))
     return Partition(num_ranks, tuple(stages), spec.text.name, passes)
 
 

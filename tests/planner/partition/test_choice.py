@@ -1,6 +1,7 @@
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 from itertools import combinations, pairwise
@@ -47,6 +48,7 @@ WHISPER = """
 [model.encoder]
 config = { model_type = "whisper_encoder", d_model = 32, encoder_ffn_dim = 64, encoder_layers = 6, encoder_attention_heads = 4, num_mel_bins = 10, max_source_positions = 12 }
 """  # noqa: E501
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
 VAE = 'model.vae.config={ model_type = "autoencoder_kl_wan" }'
 
 
@@ -219,7 +221,32 @@ def test_nothing_is_searched_where_nothing_is_open(job) -> None:
     assert IterationPlanner.of(job(*keys)).partition_summary == ""
     assert IterationPlanner.of(job("planner.partition=dip")).partition_summary == ""
     assert segments(job("parallelism.pipeline_parallel_degree=1")) == {"vision": 1, "language": 1}
-    assert segments(job("parallelism.pipeline_parallel_schedule=ZBV")) == {"vision": 2, "language": 2}
+
+
+def test_modules_of_a_v_shaped_schedule_become_one_v_where_that_is_shorter() -> None:
+    keys = ["model.encoder.num_segments=0", "model.language.num_segments=0", "planner.partition=search"]
+    keys += ["planner.hardware=", "planner.memory_limit=", "planner.enable=false"]
+    for name, passes in (("ZBV", 2), ("STP", 0)):  # without costs of exchanges, blocks hide none
+        planner = IterationPlanner.of(config.load("vlm_s.toml", [*keys, f"{SCHEDULE}={name}"]))
+        assert planner.partition.passes == passes
+        words = r"best of 2 tried: 2 \+ 2: ([0-9.]+) s, chain x 2: ([0-9.]+) s"
+        found = re.search(words, planner.partition_summary)
+        assert found and (float(found[2]) < 0.97 * float(found[1])) == bool(passes)
+
+
+@pytest.mark.parametrize("keys", [["planner.partition=dip"], ["model.encoder.num_segments=2"]])
+def test_modules_that_are_cut_by_themselves_are_several_vs(job, keys: list[str]) -> None:
+    assert segments(job(f"{SCHEDULE}=STP", *keys)) == {"vision": 2, "language": 2}
+
+
+@pytest.mark.parametrize("keys", [[], ["model.language.num_segments=2"]])
+@pytest.mark.parametrize("how", ["latency", "parameters"])
+def test_a_mixed_chain_of_a_v_shaped_schedule_is_one_v(job, how: str, keys: list[str]) -> None:
+    planner = IterationPlanner.of(job(f"{SCHEDULE}=STP", f"planner.partition=mixed-{how}", *keys))
+    parts = [(stage.module, stage.segment, stage.pp_rank) for stage in planner.partition.stages]
+    border = [("vision", 1, 1)] if how == "parameters" else [("language", 0, 1)]  # a part of rank 1 has both modules
+    assert parts == [("vision", 0, 0), ("vision", 0, 1), *border, ("language", 1, 1), ("language", 1, 0)]
+    assert "one chain of all modules, 2 on each rank" in planner.partition_summary
 
 
 def test_an_encoder_that_reads_no_images_is_cut_by_the_rule(job) -> None:
@@ -444,7 +471,10 @@ def test_passes_of_a_mixed_chain_follow_the_schedule(job) -> None:
         (["model.encoder.num_segments=1"], r"one chain, but model\.encoder\.num_segments = 1 cuts a module by itself"),
         (["model.language.pipeline_layout=Et*9|tL"], r"but model\.language\.pipeline_layout = 'Et\*9\|tL' cuts"),
         (["model.encoder.pipeline_layout=Et*9|tNP"], r"but model\.encoder\.pipeline_layout"),
-        (["parallelism.pipeline_parallel_schedule=V-half"], r'"V-half" wants each module down the ranks'),
+        (
+            ["parallelism.pipeline_parallel_schedule=V-half", "model.language.num_segments=3"],
+            r"model\.language\.num_segments = 3: a V-shaped schedule .* set num_segments to 2",
+        ),
         (["model.language.num_segments=40"], r"2 x 40 passes .* = 80 chunks, but all modules together have 24 layers"),
     ],
 )

@@ -129,6 +129,20 @@ def test_a_mixed_chain_goes_round_the_ranks_as_often_as_asked() -> None:
     assert (found.text_rank, found.tie_ranks) == (1, (1, 1))
 
 
+def test_a_mixed_chain_goes_down_the_ranks_and_back_up() -> None:
+    found = mixed_partition(vlm(3, 9), 2, 2, {"vision": [3.0] * 3, "language": [1.0] * 9}, "v")
+    assert places(found) == [
+        ("vision", (0, 2), 0, 0),
+        ("vision", (2, 3), 1, 0),
+        ("language", (0, 2), 1, 0),
+        ("language", (2, 5), 1, 1),
+        ("language", (5, 9), 0, 1),
+    ]
+    assert (found.text_rank, found.tie_ranks) == (1, (1, 0))
+    with pytest.raises(ConfigError, match=r"num_segments = 3: a V-shaped schedule"):
+        mixed_partition(vlm(3, 9), 2, 3, {"vision": [3.0] * 3, "language": [1.0] * 9}, "v")
+
+
 @given(weights=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.5, 7.0]), min_size=6, max_size=10), data=st.data())
 def test_no_other_mixed_cut_is_better(weights: list[float], data: st.DataObject) -> None:
     num_vision = data.draw(st.integers(1, len(weights) - 2))
