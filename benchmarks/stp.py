@@ -1,7 +1,7 @@
 """python benchmarks/stp.py [--parts throughput,offload]
 
-throughput  STP against Interleaved1F1B (the paper's 1F1B-I) and ZB-V on the paper's language models: throughput
-            relative to 1F1B-I, simulated and as the paper's tables 6 and 8 have it, at their largest number of
+throughput  STP against Interleaved1F1B (the paper's 1F1B-I) and ZB-V on the paper's models: throughput relative
+            to 1F1B-I, simulated and as the paper's tables 3, 6 and 8 have it, at their largest number of
             microbatches. Costs are those of our operators on A800s and H20s, whose exchanges the layers hide where they
             run as units, as the paper's do: blocks hide exchanges of each of their two passes, and whole backwards hide
             theirs under weight gradients, as 1F1B-I's do in Megatron. First all that can be hidden is, then as much as
@@ -14,7 +14,8 @@ Source: Qi et al., Synergistic Tensor and Pipeline Parallelism.
 """
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
 from typing import NamedTuple
@@ -22,14 +23,16 @@ from typing import NamedTuple
 from planner_problems import with_contention
 
 from mmtrain.config import config
-from mmtrain.modality.metadata import DocumentMeta, IterationMeta, MicrobatchMeta
+from mmtrain.modality.metadata import DocumentMeta, ImageMeta, IterationMeta, MicrobatchMeta
 from mmtrain.planner.iteration import IterationPlanner
 from mmtrain.planner.operators.hardware import load_hardware
+from mmtrain.planner.partition.partition import mixed_partition
 from mmtrain.schedule.library.catalogue import CATALOGUE
 from mmtrain.schedule.passes.offload import offload
 from mmtrain.schedule.plan import Plan
 from mmtrain.schedule.problem import PlanningProblem
 from mmtrain.schedule.simulate import simulate
+from mmtrain.spec.spec import ModelSpec
 
 CONTENTION = load_hardware("a800").contention
 """Table 11."""
@@ -54,6 +57,10 @@ class Row(NamedTuple):
     microbatches: int
     samples_per_s: tuple[float, float, float]
     """Of `SCHEDULES`."""
+    patches: int = 0
+    """Of the image in each microbatch; 0: there is no vision encoder."""
+    layers: int = 0
+    """Of the language model, unless `MODELS` says."""
 
 
 ROWS = (
@@ -69,6 +76,13 @@ ROWS = (
     Row("12.1B", 6144, 1, "h20", 4, 4, 192, (3.39, 3.30, 3.44)),
     Row("12.1B", 6144, 1, "h20", 8, 2, 192, (2.80, 2.80, 2.89)),
 )
+VISION_ROWS = (
+    Row("14.9B", 5120, 1, "a800", 4, 4, 192, (4.46, 4.31, 4.65), 3136, 33),
+    Row("14.9B", 5120, 1, "a800", 8, 2, 192, (2.46, 2.49, 2.87), 3136, 33),
+    Row("28.8B+", 3072, 1, "a800", 4, 8, 256, (5.85, 6.01, 6.19), 1600, 43),
+    Row("28.8B+", 5120, 1, "a800", 8, 4, 256, (3.40, 3.53, 3.80), 2304, 40),
+)
+"""Table 3."""
 OFFLOAD = (
     (Row("12.1B", 6144, 1, "h20", 4, 4, 192, (3.39, 3.30, 3.44)), 40.0),
     (Row("12.1B", 8192, 1, "h20", 2, 8, 192, (2.72, 2.61, 2.74)), 76.0),
@@ -83,25 +97,32 @@ OFFLOADING = (
     'planner.memory_limit="92GB"',
 )
 BISECTIONS = 9
+MODELS |= {"14.9B": MODELS["12.1B"], "28.8B+": MODELS["26.3B"]}
+ENCODERS = {"14.9B": {"depth": 32, "embed_dim": 2048}, "28.8B+": {"depth": 26, "embed_dim": 4096}}
 
 
 def problem(row: Row, placement: str, contention: float, words: Sequence[str] = ()) -> PlanningProblem:
-    """The iteration of a row, two chunks a rank.
+    """The iteration of a row, two chunks a rank; a vision encoder is the first chunk.
 
     Args: placement: a schedule of jobs with that placement of chunks. words: overrides of the job.
     """
+    layers = {"num_hidden_layers": row.layers} if row.layers else {}
     language = {
-        **MODELS[row.model], "model_type": "qwen2", "num_key_value_heads": 8, "intermediate_size": 18944,
+        **MODELS[row.model], **layers, "model_type": "qwen2", "num_key_value_heads": 8, "intermediate_size": 18944,
         "vocab_size": 152064, "max_position_embeddings": 8192, "tie_word_embeddings": False,
     }  # fmt: skip
-    text = ", ".join(
-        f"{key} = {str(value).lower() if value is False else repr(value)}" for key, value in language.items()
-    )
+    more = [f"model.language.config={_table(language)}", "model.language.num_segments=2"]
+    if row.patches:
+        encoder = {
+            **ENCODERS[row.model], "model_type": "qwen2_vl_vision", "hidden_size": language["hidden_size"],
+            "num_heads": 16, "mlp_ratio": 4, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2,
+        }  # fmt: skip
+        more += [f"model.encoder.config={_table(encoder)}", 'model.projector.kind="native"']
+        more += ["planner.partition=mixed-parameters", "planner.sub_microbatch=false"]
     job = config.load(
         "debug_text.toml",
         [
-            f"model.language.config={{ {text} }}",
-            "model.language.num_segments=2",
+            *more,
             f"training.seq_len={row.seq_len * row.sequences}",
             f"training.global_batch_size={row.microbatches}",
             f"parallelism.pipeline_parallel_degree={row.pp}",
@@ -115,10 +136,31 @@ def problem(row: Row, placement: str, contention: float, words: Sequence[str] = 
         ],
     )
     planner = IterationPlanner.of(job)
-    document = DocumentMeta(sample=0, num_tokens=row.seq_len, num_targets=row.seq_len, images=())
+    images: tuple[ImageMeta, ...] = ()
+    if row.patches:
+        side = math.isqrt(row.patches)
+        images = (ImageMeta(sample=0, index=0, grid=(1, side, side), num_tokens=row.patches // 4),)
+        parts = mixed_partition(planner.spec, row.pp, 2, _weights(planner.spec, row), planner.schedule.placement)
+        planner = replace(planner, partition=parts)
+    document = DocumentMeta(sample=0, num_tokens=row.seq_len, num_targets=row.seq_len, images=images)
     packed = MicrobatchMeta(documents=(document,) * row.sequences)
     meta = IterationMeta(microbatches=(packed,) * row.microbatches)
     return with_contention(planner.problem(meta, searched=True)[1], contention)
+
+
+def _table(values: Mapping[str, object]) -> str:
+    """A table of TOML in one line."""
+    return f"{{ {', '.join(f'{key} = {str(v).lower() if v is False else repr(v)}' for key, v in values.items())} }}"
+
+
+def _weights(spec: ModelSpec, row: Row) -> dict[str, list[float]]:
+    """Module -> [layer] -> a weight by which the encoder is one part, and the last part has two blocks less."""
+    blocks = math.ceil((row.layers + 2) / (2 * row.pp - 1))
+    vision, language = (spec.module(name).layers for name in ("vision", "language"))
+    return {
+        "vision": [(blocks + 0.5) / len(vision)] * len(vision),
+        "language": [0.5, *[1.0] * (len(language) - 2), 2.0],
+    }
 
 
 def seconds(row: Row, name: str, contention: float) -> float:
@@ -186,19 +228,20 @@ def show_throughput() -> None:
     print(f"{'throughput / 1F1B-I':38s} {'paper':>14s} {'all hidden':>14s} {f'contention {CONTENTION}':>16s}")
     print(f"{'':38s} {'ZB-V    STP':>14s} {'ZB-V    STP':>14s} {'ZB-V    STP':>16s}")
     apart: list[list[float]] = [[], []]
-    for row in ROWS:
+    for row in (*ROWS, *VISION_ROWS):
         base, *theirs = row.samples_per_s
         cells = [" ".join(f"{value / base:6.3f}" for value in theirs)]
         for listed, contention in zip(apart, (0.0, CONTENTION), strict=True):
             ours = {name: seconds(row, name, contention) for name in SCHEDULES}
             ratios = [ours["1F1B-I"] / ours[name] for name in ("ZB-V", "STP")]
-            listed.append(ratios[1] - theirs[1] / base)
+            if not row.patches:
+                listed.append(ratios[1] - theirs[1] / base)
             cells.append(" ".join(f"{value:6.3f}" for value in ratios))
         name = f"{row.model} {row.sequences} x {row.seq_len} {row.hardware} tp {row.tp} pp {row.pp}"
         print(f"{name:38s} {cells[0]:>14s} {cells[1]:>14s} {cells[2]:>16s}", flush=True)
     for words, listed in zip(("all hidden", f"contention {CONTENTION}"), apart, strict=True):
         span = f"mean {mean(map(abs, listed)):.3f}, {min(listed):+.3f} to {max(listed):+.3f}"
-        print(f"STP less the paper's, {words}: {span}")
+        print(f"STP less the paper's without vision, {words}: {span}")
 
 
 if __name__ == "__main__":
