@@ -154,10 +154,12 @@ def _train(args: argparse.Namespace) -> int:
     if "WORLD_SIZE" in os.environ:
         return _train_rank(args)
     from mmtrain.modality.buckets import check_video
+    from mmtrain.modality.geometry import check_readable
     from mmtrain.planner.iteration import IterationPlanner
 
     check_temporary_folder(job.data.num_workers)
     check_video(job)
+    check_readable(job.model)
     IterationPlanner.of(job)  # refuses a model that cannot be built, cut or divided, before any process starts
     with owned(Path(job.job.dump_folder)):  # refuses a folder that rank 0 could not use
         pass

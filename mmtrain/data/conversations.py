@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mmtrain.config.config import Config
-from mmtrain.config.model import section_of
 from mmtrain.data.conversation_records import CONVERSATIONS
 from mmtrain.data.packing import Limit
 from mmtrain.data.pixels import PixelRules, pixel_rules
@@ -16,7 +15,7 @@ from mmtrain.data.processor import Document, Processor
 from mmtrain.data.sources import Sources
 from mmtrain.data.tokenizer import job_tokenizer
 from mmtrain.errors import ConfigError
-from mmtrain.modality.geometry import ImageGeometry, model_geometry
+from mmtrain.modality.geometry import ImageGeometry, check_readable, model_geometry
 from mmtrain.modality.metadata import MicrobatchMeta
 from mmtrain.modality.videos import video_rules
 from mmtrain.models.batch import Batch, Microbatch
@@ -89,11 +88,7 @@ def image_rules(config: Config) -> tuple[ImageGeometry | None, PixelRules | None
 
     Raises: ConfigError: encoder, projector, image processor and area limits do not fit together.
     """
-    for name in config.model.modules:
-        raise ConfigError(
-            f"[{section_of(name)}]: the data loader reads what [model.encoder] reads alone; feed a model with further "
-            "encoders from a program of your own (Trainer.item), or remove the section"
-        )
+    check_readable(config.model)
     if config.model.encoder is None:
         return None, None
     encoder = encoder_config(config.model.encoder)

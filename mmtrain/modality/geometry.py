@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mmtrain.config.model import ModelConfig
+from mmtrain.config.model import ModelConfig, section_of
 from mmtrain.errors import ConfigError, DataError
 from mmtrain.spec.model_configs import encoder_config
 from mmtrain.spec.shapes import single_size
@@ -150,6 +150,18 @@ def filled_size(height: int, width: int, *, factor: int, max_blocks: int) -> tup
         fits = blocks(scale, height) * blocks(scale, width) <= max_blocks
         low, high = (scale, high) if fits else (low, scale)
     return blocks(low, height) * factor, blocks(low, width) * factor
+
+
+def check_readable(model: ModelConfig) -> None:
+    """Checks that the data loader reads what the encoders of a model read.
+
+    Raises: ConfigError: a further encoder, which a program of one's own has to feed.
+    """
+    for name in model.modules:
+        raise ConfigError(
+            f"[{section_of(name)}]: the data loader reads what [model.encoder] reads alone; feed a model with further "
+            "encoders from a program of your own (docs/models.md), or remove the section"
+        )
 
 
 def model_geometry(model: ModelConfig, *, min_pixels: int = 0, max_pixels: int = 0) -> ImageGeometry:

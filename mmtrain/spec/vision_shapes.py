@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmtrain.config.model import EncoderConfig, ModelConfig, ProjectorConfig, section_of
+from mmtrain.config.model import EncoderConfig, ModelConfig, ProjectorConfig, projector_section, section_of
 from mmtrain.errors import ConfigError
 from mmtrain.spec.composites import selected_features
 from mmtrain.spec.families import ENCODERS
@@ -113,7 +113,10 @@ def vision_shape(model: ModelConfig, module: str = "vision") -> VisionShape:
     section, projector = model.encoders[module], model.projector_of(module)
     values = encoder_config(section, section_of(module))
     where = section_name(section_of(module), section)
-    shape = _SHAPES[values["model_type"]](values, where, projector.merge)
+    try:
+        shape = _SHAPES[values["model_type"]](values, where, projector.merge)
+    except ConfigError as error:  # which speaks of the usual projector
+        raise ConfigError(str(error).replace("model.projector.", f"{projector_section(module)}.")) from None
     if shape.one_row != (section.kind == "audio") and module != "vision":
         raise ConfigError(
             f'{section_of(module)}.kind = "{section.kind}", but {where} ({shape.model_type}) reads '
@@ -123,7 +126,7 @@ def vision_shape(model: ModelConfig, module: str = "vision") -> VisionShape:
     check_divides(where, "number of heads", shape.num_heads, "width", shape.width)
     if projector.kind != "native":
         return shape
-    _check_native(model, shape, where)
+    _check_native(model, projector_section(module), shape, where)
     return replace(shape, taps=_taps(values, where, shape.depth, language_shape(model).depth))
 
 
@@ -342,21 +345,21 @@ def _taps(values: dict[str, Any], where: str, depth: int, language_depth: int) -
     return taps
 
 
-def _check_native(model: ModelConfig, shape: VisionShape, where: str) -> None:
+def _check_native(model: ModelConfig, section: str, shape: VisionShape, where: str) -> None:
     """Checks that a configured native merger exists and fits."""
     if not shape.native_merge:
         raise ConfigError(
-            f'model.projector.kind = "native", but {where} ({shape.model_type}) has no merger of its own; use "mlp"'
+            f'{section}.kind = "native", but {where} ({shape.model_type}) has no merger of its own; use "mlp"'
         )
     if shape.merge != shape.native_merge:
         raise ConfigError(
-            f"model.projector.spatial_merge = {shape.merge}, but the merger of {where} merges "
+            f"{section}.spatial_merge = {shape.merge}, but the merger of {where} merges "
             f"{shape.native_merge} x {shape.native_merge}; set spatial_merge = {shape.native_merge} or "
             'kind = "mlp"'
         )
     language_width = language_shape(model).width
     if shape.native_width != language_width:
         raise ConfigError(
-            f'model.projector.kind = "native": the merger of {where} makes {shape.native_width} columns '
+            f'{section}.kind = "native": the merger of {where} makes {shape.native_width} columns '
             f'(hidden_size), but the language model has {language_width}; change one or use kind = "mlp"'
         )

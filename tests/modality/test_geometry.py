@@ -2,8 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import cornstarch
+from mmtrain.commands.cli import main
 from mmtrain.errors import ConfigError, DataError
-from mmtrain.modality.geometry import image_geometry, smart_resize
+from mmtrain.modality.geometry import check_readable, image_geometry, smart_resize
 
 QWEN = {"model_type": "qwen2_vl_vision", "patch_size": 14}
 
@@ -106,3 +108,14 @@ def test_a_class_token_is_one_token_more() -> None:
 def test_refusals(encoder: dict, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         image_geometry(encoder, spatial_merge=2, **options)
+
+
+def test_a_job_with_a_further_encoder_is_refused_before_it_starts(tmp_path, capsys):
+    job = cornstarch.job("SSS", tmp_path, pp=1)
+    with pytest.raises(
+        ConfigError, match=r"\[model\.modules\.audio\]: the data loader reads what \[model\.encoder\] reads"
+    ):
+        check_readable(job.model)
+    keys = ["--training.global_batch_size=1", "--parallelism.tensor_parallel_degree=1"]
+    assert main(["train", "--config", str(tmp_path / "SSS.toml"), *keys]) != 0
+    assert "[model.modules.audio]: the data loader" in capsys.readouterr().err
