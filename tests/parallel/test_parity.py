@@ -103,7 +103,8 @@ def submesh_cases(shape: MeshShape) -> dict[str, Case]:
         ),
         "qwen2.5 vision, llama, native merger, patches": Case(
             model=with_mask(
-                model_config("qwen2_5_vl_vision", "llama", projector="native", key_heads=2 * key_heads), "modality"
+                model_config("qwen2_5_vl_vision", "llama", projector="native", key_heads=min(4, 2 * key_heads)),
+                "modality",
             ),
             share_patches=True,
             head_groups=2,
