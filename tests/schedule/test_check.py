@@ -122,8 +122,12 @@ def test_an_order_of_too_few_ranks_is_found(data: st.DataObject) -> None:
 @settings(MANY, max_examples=examples(200))
 @given(data=st.data())
 def test_reordered_plans_are_judged_as_the_oracle_does(data: st.DataObject) -> None:
-    """A few actions of a rank move anywhere: most of the plans deadlock or break the limits, others are still right."""
+    """A few actions of a rank move anywhere: most of the plans deadlock or break the limits, others are still right.
+
+    The oracle knows no blocks; `test_braid.py` judges these.
+    """
     problem, plan = data.draw(plans(limits=data.draw(st.booleans())))
+    assume(all(len(action.parts) == 1 for order in plan.orders for action in order))
     for _ in range(data.draw(st.integers(1, 3))):
         rank, step = pick(data.draw, plan)
         order = list(plan.orders[rank])
