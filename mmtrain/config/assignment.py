@@ -14,8 +14,8 @@ class AssignmentConfig:
     """[assignment]: samples of a step by what they cost, over replicas and microbatches; see docs/assignment.md."""
 
     policy: Policy = "none"
-    """none: the first microbatch with room. balanced: equal seconds of replicas and microbatches, then what shortens the
-    simulated iteration. entrain: Entrain's hierarchical assignment. disttrain: DistTrain's reordering."""
+    """none: the first microbatch with room. balanced: equal seconds of replicas and microbatches, then what makes
+    simulated iterations shorter. entrain: Entrain's hierarchical assignment. disttrain: DistTrain's reordering."""
     samples_per_step: int = 0
     """Samples of one step over all replicas; 0: as many as fill its microbatches. A step ends earlier where the next
     sample fits into no microbatch."""

@@ -175,8 +175,8 @@ def _check_assignment(config: Config) -> None:
     number, most = section.samples_per_step, bins * config.training.seq_len // LEAST_SAMPLE_TOKENS
     if number and number < bins:
         raise ConfigError(
-            f"assignment.samples_per_step = {number} is below training.global_batch_size = {bins} microbatches, each of "
-            "which needs a sample; raise the first or lower the second"
+            f"assignment.samples_per_step = {number} is below training.global_batch_size = {bins} microbatches, each "
+            "of which needs a sample; raise the first or lower the second"
         )
     if number > most:
         raise ConfigError(

@@ -173,9 +173,7 @@ class StepMaker:
         documents = [self._measured[sample].meta for sample, _ in items]
         assignment = self._assigner(documents, [range(*ends[b : b + 2]) for b in range(len(bins))])
         found = language_samples(assignment.replicas[self._dp_rank], documents)
-        meta = AssignmentMeta(
-            digest=assignment.digest, reason=assignment.message, seconds=time.perf_counter() - start
-        )
+        meta = AssignmentMeta(digest=assignment.digest, reason=assignment.message, seconds=time.perf_counter() - start)
         return [[(*items[index], early) for index, early in members] for members in found], meta
 
     def _size(self, sample: int) -> Size | Dropped | None:
@@ -233,7 +231,7 @@ class StepMaker:
 
 
 def _with_deferred(meta: MicrobatchMeta, early: Sequence[bool]) -> MicrobatchMeta:
-    """The metadata of a microbatch. Args: early: of each document, whether its images are encoded a microbatch earlier."""
+    """The metadata of a microbatch. Args: early: whether the images of each document are encoded a microbatch earlier."""
     documents = (replace(document, deferred=flag) for document, flag in zip(meta.documents, early, strict=True))
     return replace(meta, documents=tuple(documents))
 

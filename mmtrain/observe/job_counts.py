@@ -16,6 +16,10 @@ class StepCounts:
     """What the batch of one step had, over all replicas, and what became of its plans."""
 
     flops: float
+    makespans_s: tuple[float, float]
+    """Sums of the measured and of the simulated makespans."""
+    squares_s2: tuple[float, float]
+    """Sums of their squares."""
     images: int
     patches: int
     image_tokens: int
@@ -27,13 +31,28 @@ class StepCounts:
     """Replicas whose search was not done in time."""
     failed: int
     invalid: int
+    deferred: int
+    """Documents whose images were encoded with the microbatch before theirs."""
+    unassigned: int
+    """Replicas that kept the microbatches of first-fit, as the policy could not place the samples."""
 
     @classmethod
-    def of(cls, meta: IterationMeta, flops: float, planned: Planned | None) -> "StepCounts":
-        """Those of one replica. Args: flops: of its batch. planned: None without the planner."""
+    def of(
+        cls, meta: IterationMeta, flops: float, planned: Planned | None, makespans_s: tuple[float, float]
+    ) -> "StepCounts":
+        """Those of one replica.
+
+        Args:
+            flops: of its batch.
+            planned: None without the planner.
+            makespans_s: measured, and simulated.
+        """
         status = planned.status if planned else PlanStatus.READY
+        measured_s, planned_s = makespans_s
         return cls(
             flops=flops,
+            makespans_s=makespans_s,
+            squares_s2=(measured_s**2, planned_s**2),
             images=meta.num_images,
             patches=meta.num_patches,
             image_tokens=sum(image.num_tokens for m in meta.microbatches for image in m.images),
@@ -44,16 +63,27 @@ class StepCounts:
             late=int(status is PlanStatus.TIMED_OUT),
             failed=int(status in (PlanStatus.FAILED, PlanStatus.BROKEN)),
             invalid=int(status is PlanStatus.INVALID),
+            deferred=meta.num_deferred,
+            unassigned=int(meta.assignment is not None and bool(meta.assignment.reason)),
         )
 
     def summed(self, mesh: Mesh) -> "StepCounts":
         """The sum over the leaders of all replicas. Collective over the job."""
-        totals = torch.tensor(astuple(self), dtype=torch.float64)
+        flops, makespans, squares, *numbers = astuple(self)
+        totals = torch.tensor([flops, *makespans, *squares, *numbers], dtype=torch.float64)
         if not mesh.is_leader:
             totals.zero_()
         dist.all_reduce(totals)
-        flops, *numbers = totals.tolist()
-        return StepCounts(flops, *map(int, numbers))
+        flops, measured, planned, measured2, planned2, *counts = totals.tolist()
+        return StepCounts(flops, (measured, planned), (measured2, planned2), *map(int, counts))
+
+    def replica_spreads_s(self, num_replicas: int) -> tuple[float, float]:
+        """Standard deviations over the replicas of the measured and the simulated makespan, of the sum of all."""
+        measured_s, planned_s = (
+            max(0.0, square / num_replicas - (total / num_replicas) ** 2) ** 0.5
+            for total, square in zip(self.makespans_s, self.squares_s2, strict=True)
+        )
+        return measured_s, planned_s
 
 
 @dataclass(slots=True)
@@ -64,6 +94,7 @@ class JobCounts:
     late: int = 0
     failed: int = 0
     invalid: int = 0
+    unassigned: int = 0
 
     def add(self, step: StepCounts) -> None:
         """Adds a step."""
@@ -71,6 +102,7 @@ class JobCounts:
         self.late += step.late
         self.failed += step.failed
         self.invalid += step.invalid
+        self.unassigned += step.unassigned > 0
 
     def planner(self, planned: Planned) -> PlannerMetrics:
         """What a user sees of a plan, and of the searches before it."""

@@ -28,7 +28,7 @@ from mmtrain.observe.metrics import Reporter, peak_flops
 from mmtrain.observe.step_files import StepFiles
 from mmtrain.observe.step_memory import MemoryUse
 from mmtrain.observe.step_metrics import StepMetrics, Validation
-from mmtrain.observe.step_timing import StepTiming
+from mmtrain.observe.step_timing import StepTiming, planned_timing
 from mmtrain.parallel.collectives import on_rank_zero
 from mmtrain.parallel.mesh import Mesh
 from mmtrain.parallel.optim import lr_factor
@@ -128,7 +128,10 @@ class RunRecord:
         assert plan.result.plan is not None
         timing = StepTiming.gathered(self._mesh, plan.result.plan, step.outcome)
         flops = self._planner.flops(plan.batching)
-        counts = StepCounts.of(step.meta, sum(f.total for f in flops.values()), step.planned).summed(self._mesh)
+        assert plan.result.timeline is not None
+        makespans_s = timing.makespan_s, plan.result.timeline.makespan_s
+        counts = StepCounts.of(step.meta, sum(f.total for f in flops.values()), step.planned, makespans_s)
+        counts = counts.summed(self._mesh)
         self._counts.add(counts)
         if self._mesh.rank != 0:
             return
@@ -147,8 +150,10 @@ class RunRecord:
     ) -> StepMetrics:
         """Args: counts: over all replicas. flops: module -> of the step on this replica."""
         shape, result, memory = self._mesh.shape, step.result, step.memory
-        config = self._config
-        assert step.plan.result.timeline is not None
+        config, plan = self._config, step.plan
+        assert plan.result.plan is not None and plan.result.timeline is not None
+        spread_s, planned_spread_s = counts.replica_spreads_s(shape.dp)
+        planned = planned_timing(plan.result.plan, plan.result.timeline)
         return StepMetrics(
             step=step.step,
             loss=result.loss,
@@ -176,10 +181,16 @@ class RunRecord:
             memory_limit_gib=memory.limit_gib,
             world_size=shape.world_size,
             measured_s=timing.makespan_s,
-            planned_s=step.plan.result.timeline.makespan_s,
+            planned_s=plan.result.timeline.makespan_s,
+            replica_spread_s=spread_s,
+            planned_replica_spread_s=planned_spread_s,
+            deferred_samples=counts.deferred,
+            deferred_gib=plan.deferred_bytes / 2**30,
+            assignment_s=step.meta.assignment.seconds if step.meta.assignment else 0.0,
+            unassigned=self._counts.unassigned,
             program_s=max(timing.spans_s),
             peak_s=sum(f.total for f in flops.values()) / (self._peak_flops * shape.cp * shape.tp * shape.pp),
-            modules=timing.modules(flops, self._peak_flops * shape.cp * shape.tp),
+            modules=timing.modules(flops, self._peak_flops * shape.cp * shape.tp, planned),
             sources=result.sources,
             planner=self._counts.planner(step.planned) if step.planned else None,
         )

@@ -85,7 +85,7 @@ def language_microbatches(
 def language_samples(
     microbatches: Sequence[AssignedMicrobatch], documents: Sequence[DocumentMeta]
 ) -> list[list[tuple[int, bool]]]:
-    """[microbatch] -> (sample, whether its images are encoded with the microbatch before), in the order of its sequence.
+    """[microbatch] -> (sample, whether its images are encoded with the microbatch before), in their order.
 
     A sample without images that the microbatch before deferred has nothing to encode early.
     """
