@@ -231,7 +231,7 @@ class StepMaker:
 
 
 def _with_deferred(meta: MicrobatchMeta, early: Sequence[bool]) -> MicrobatchMeta:
-    """The metadata of a microbatch. Args: early: whether the images of each document are encoded a microbatch earlier."""
+    """The metadata of a microbatch. Args: early: of each document, whether its images are encoded before."""
     documents = (replace(document, deferred=flag) for document, flag in zip(meta.documents, early, strict=True))
     return replace(meta, documents=tuple(documents))
 

@@ -141,7 +141,8 @@ def check_same_assignment(meta: IterationMeta, mesh: Mesh) -> None:
     differing = [rank for rank, digest in zip(ranks, digests, strict=True) if digest != digests[0]]
     raise DataError(
         f"assignment: the replicas of ranks {differing} put the step's samples into other microbatches than that of "
-        f"rank {ranks[0]}; all machines need the same data, costs (planner.profile, planner.hardware) and version of mmtrain"
+        f"rank {ranks[0]}; all machines need the same data, costs (planner.profile, planner.hardware) and version of "
+        "mmtrain"
     )
 
 
