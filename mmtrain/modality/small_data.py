@@ -21,13 +21,9 @@ _CLIPS = 4
 
 
 def most_image_tokens(model: ModelConfig) -> int:
-    """Largest number of tokens of one of the small job's images."""
-    if model.encoder is None:
-        return 0
-    shape = vision_shape(model)
-    if shape.fixed_grid is None:
-        return _IMAGE_TOKENS
-    return shape.fixed_tokens
+    """Largest number of tokens of one of the small job's images, and an item of each further encoder."""
+    shapes = [vision_shape(model, name) for name in model.encoders]
+    return sum(_IMAGE_TOKENS if shape.fixed_grid is None else shape.fixed_tokens for shape in shapes)
 
 
 def small_data(section: DataConfig, model: ModelConfig) -> DataConfig:
