@@ -287,9 +287,9 @@ def _check_placement(config: Config) -> None:
             f'planner.placement = "{how}" with planner.partition = "{config.planner.partition}", which puts every '
             "module on all ranks; remove one of the two"
         )
-    if how == "search" and given:
+    if how in ("search", "replicated") and given:
         key, ranks = next(iter(given.items()))
-        raise ConfigError(f'{key} = {ranks} has no effect with planner.placement = "search"; remove it')
+        raise ConfigError(f'{key} = {ranks} has no effect with planner.placement = "{how}"; remove it')
     if num_ranks < 2:
         raise ConfigError(
             f'planner.placement = "{how}" with parallelism.pipeline_parallel_degree = {num_ranks}: modules on ranks of '

@@ -241,10 +241,12 @@ class ModelConfig:
         tokens: dict[str, str] = {}
         for name, section in self.modules.items():
             where = section_of(name)
-            if name in MODULES or name in ("projector", "modules") or not _NAME.fullmatch(name):
+            taken = name in MODULES or name in ("projector", "modules", "adapter", "other")
+            if taken or name.endswith(("_projector", "_adapter")) or not _NAME.fullmatch(name):
                 raise ConfigError(
-                    f"[{where}]: an encoder is called by lower-case letters, digits and _, and not as the module of "
-                    f"another kind ({', '.join(MODULES)}); call it by what it reads, as in [model.modules.audio]"
+                    f"[{where}]: an encoder is called by lower-case letters, digits and _, not as the module of "
+                    f"another kind ({', '.join(MODULES)}) and without _projector or _adapter at its end; call it by "
+                    "what it reads, as in [model.modules.audio]"
                 )
             token = section.token or f"<{name}>"
             if token in tokens:

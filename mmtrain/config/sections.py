@@ -276,11 +276,12 @@ class PlannerConfig:
     all modules are open and it fits into the memory (if that is unknown: takes no more than separated modules); dip: as
     many passes as the module is slower than the fastest one; mixed-*: one chain of all modules, cut into stages of
     equal parameters or equal time."""
-    placement: Literal["spread", "parallel", "colocated", "search"] = "spread"
+    placement: Literal["spread", "parallel", "colocated", "search", "replicated"] = "spread"
     """Pipeline ranks of the modules, see docs/partition.md. spread: all ranks hold a part of each. parallel: each
     module has ranks of its own. colocated: the modules that read data share the first ranks, and the others have ranks
     of their own. search: the one with the shortest simulated iterations, chains included. How many ranks, where a
-    section's `ranks` does not say it: those for which the most loaded rank computes least."""
+    section's `ranks` does not say it: those for which the most loaded rank computes least. replicated: for mmtrain
+    simulate alone, every rank of the language model runs all encoders again."""
     sub_microbatch: bool = True
     """Cut the images of a microbatch into works of their own size; else they are one work."""
     interleave: bool = True

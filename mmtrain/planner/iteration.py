@@ -1,6 +1,6 @@
 """Planning of one iteration: from its metadata to the program that every pipeline rank runs. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +18,7 @@ from mmtrain.planner.job_schedule import job_schedule
 from mmtrain.planner.layout import IterationLayout
 from mmtrain.planner.memory.limit import MemoryRule, least_activation_bytes
 from mmtrain.planner.memory.options import MemoryChoices
-from mmtrain.planner.partition.choice import choose_partition
+from mmtrain.planner.partition.choice import Choice, choose_partition
 from mmtrain.planner.partition.partition import Partition
 from mmtrain.planner.plan import PlanResult
 from mmtrain.planner.problem import make_problem
@@ -35,6 +35,9 @@ from mmtrain.spec.degrees import check_tensor_degree
 from mmtrain.spec.shapes import check_window
 from mmtrain.spec.spec import Flops, ModelSpec, WorkSize
 from mmtrain.spec.vision_shapes import check_patches_split
+
+Choose = Callable[[Config, ModelSpec, CostModel, SubMicrobatch], Choice]
+"""How a job's partition is chosen; arguments as of `choose_partition`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +92,13 @@ class IterationPlanner:
     """How the partition was chosen, for the log; empty if the config determines it."""
 
     @classmethod
-    def of(cls, config: Config) -> "IterationPlanner":
+    def of(cls, config: Config, choose: Choose = choose_partition) -> "IterationPlanner":
         """The planner of a job.
 
         With planner.memory_limit and a device of known memory, activations may take what the limit leaves for them.
         The memory that a process takes in addition to tensors is not known yet and counts as 0 bytes.
 
+        Args: choose: the partition, that of a simulated baseline.
         Raises: ConfigError: a model that cannot be built or cut, or a limit that leaves nothing for activations.
         """
         check_degrees(config)
@@ -105,7 +109,7 @@ class IterationPlanner:
         spec = model_spec(config.model, dtype_bytes=dtype_bytes)
         costs = cost_model(config, spec)
         sub_microbatch = sub_microbatch_size(config, spec, costs)
-        choice = choose_partition(config, spec, costs, sub_microbatch)
+        choice = choose(config, spec, costs, sub_microbatch)
         budget = MemoryRule.of(config).budget(spec, choice.partition)
         budget.check()
         return cls(

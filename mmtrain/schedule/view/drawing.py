@@ -16,6 +16,8 @@ COLOURS: tuple[dict[Kind, Colour], ...] = (
     {Kind.F: "#fdbe85", Kind.B: "#c2500a", Kind.I: "#e88440", Kind.W: "#fde3c8"},
     {Kind.F: "#a8d8a4", Kind.B: "#2c7a3a", Kind.I: "#5aa864", Kind.W: "#d8eed6"},
     {Kind.F: "#cbbde0", Kind.B: "#65459b", Kind.I: "#8f74bb", Kind.W: "#e6dff0"},
+    {Kind.F: "#e39ac0", Kind.B: "#a3295c", Kind.I: "#c4608f", Kind.W: "#f4dbe8"},
+    {Kind.F: "#7fd0da", Kind.B: "#1b7f8c", Kind.I: "#4da7b2", Kind.W: "#d3eff2"},
 )
 """One hue a module: forward is light, backward dark, I and W in between."""
 _DARK = frozenset({Kind.B, Kind.I})
