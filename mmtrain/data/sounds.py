@@ -268,7 +268,8 @@ def mel_filters(mel_bins: int, rate: int) -> np.ndarray:
     slopes = corners[:, None] - hertz
     rising, falling = -slopes[:-2] / widths[:-1, None], slopes[2:] / widths[1:, None]
     triangles = np.maximum(0, np.minimum(rising, falling))
-    return (triangles * (2 / (corners[2:] - corners[:-2]))[:, None]).astype(np.float32)
+    areas: np.ndarray = triangles * (2 / (corners[2:] - corners[:-2]))[:, None]
+    return areas.astype(np.float32)
 
 
 _LINEAR_MELS, _LINEAR_HERTZ = 15.0, 1000.0
