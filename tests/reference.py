@@ -153,7 +153,7 @@ def make_clips(model: ModelConfig, counts: list[int], seed: int) -> tuple[Batch,
 def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> tuple[Batch, IterationMeta]:
     """A batch of random documents. Args: images: [microbatch] -> images in each of its documents: a number, or a letter
     for each, i for an image and v for a video of up to four patches in time; a or m for one of the encoder `audio` or
-    `maps`.
+    `maps`; with < before them, they are encoded with the microbatch before.
 
     For a text-to-video model, clips: as many as documents.
     """
@@ -169,6 +169,8 @@ def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> 
         for count in counts:
             sample += 1
             metas_of_images = []
+            deferred = str(count).startswith("<")
+            count = count[1:] if deferred else count
             length = rng.randint(5, 12)
             where = length - 3  # images stand before the last three tokens
             for index, kind in enumerate("i" * count if isinstance(count, int) else count):
@@ -197,6 +199,7 @@ def make_batch(model: ModelConfig, images: list[list[int | str]], seed: int) -> 
                     images=tuple(metas_of_images),
                     answers=(2,),
                     prefix=length - 2,
+                    deferred=deferred,
                 )
             )
             start += length

@@ -1,6 +1,6 @@
 """Images (and audio as images of one row), as a vision encoder consumes them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import ClassVar
@@ -30,7 +30,14 @@ class Images(Modality):
 
     def units(self, microbatch: MicrobatchMeta) -> Units:
         """The encoder's images of a microbatch, in the order of their tokens."""
-        return tuple(image for image in microbatch.images if self._module in ("", image.module))
+        return self._read(microbatch.images)
+
+    def deferred(self, microbatch: MicrobatchMeta) -> Units:
+        """The encoder's images of deferred documents."""
+        return self._read(image for document in microbatch.deferred for image in document.images)
+
+    def _read(self, images: Iterable[ImageMeta]) -> Units:
+        return tuple(image for image in images if self._module in ("", image.module))
 
     def size(self, module: ModuleSpec, units: Sequence[ImageMeta]) -> WorkSize:
         """Patches, pairs of patches of one frame, and merged tokens."""
@@ -148,7 +155,7 @@ class ImagesLayout:
         return self._module.row_order(self._grids(work, part))[slice(*part.rows)]
 
     def feature_indices(self, work: int, cp_rank: int, tp_rank: int) -> Indices:
-        """[outputs] int64: for each output row of one rank for a work, its feature of the microbatch; -1: padding."""
+        """[outputs] int64: for each output row of one rank for a work, its feature of its owner; -1: padding."""
         part = self.part(work, cp_rank, tp_rank)
         images = self.works[work].units
         starts = np.cumsum([self._first_feature[work]] + [image.num_tokens for image in images])
